@@ -1,1 +1,1 @@
-"""Decides: pure transitions, and one loop around them."""
+"""The scheduler: admission control, task dispatch and request lifecycle. Decisions are pure functions of the state."""

@@ -1,4 +1,4 @@
-"""What a new request needs before it is queued: its place in line, and arenas that can hold its outputs."""
+"""Admission control of new requests: their order in the queue, and room for their outputs."""
 
 from __future__ import annotations
 
@@ -11,22 +11,30 @@ from unfuse.core.plan import ExecutionPlan, PlannedStage, declared
 from unfuse.core.request import RequestContext
 from unfuse.queues.base import QueueBackend, RegisteredWorker, RequestFilter
 
-Order = Literal["fifo", "edf", "shortest", "fair"]  # by arrival, by deadline, short ones first, every tenant its share
+#: The order of requests of equal priority: by arrival ("fifo"), earliest deadline first ("edf"), lowest cost first
+#: ("shortest"), or an equal share for each tenant ("fair").
+Order = Literal["fifo", "edf", "shortest", "fair"]
 
+#: Seconds after its arrival that a request without a deadline counts as due under "edf". It is the longest deadline
+#: that a client can ask for, so that requests without a deadline come late, but do not starve.
 NO_HURRY_S = 86_400.0
-"""Under edf a request without a deadline is due this long after it came, the longest that any can ask for: it goes
-behind those in a hurry, but not behind all that ever will be."""
 
+#: Seconds of arrival time that one second of predicted cost counts for under "shortest". Shorter requests can overtake
+#: one of ten seconds for 100 seconds, no longer.
 PATIENCE = 10.0
-"""Under shortest, a second of predicted work is as much as this many seconds of having come later: a request of ten
-seconds lets shorter ones pass for 100 seconds, no longer."""
+
+#: Bytes of an arena's page. Objects start at pages.
+BLOCK = 4096
+
+MIB = 1 << 20
 
 
 async def place(order: Order, queue: QueueBackend, context: RequestContext) -> float:
-    """Where a new request of known cost stands; lower goes first.
+    """Return the order of a new request; requests with a lower one are served first.
 
-    For fair it is when the request would end if its tenant had a machine of its own: it begins behind the newest one of
-    that tenant in the queue, or else as the next one in line does, or now (start-time fair queueing, Goyal 1996).
+    `context.cost` must be set. Under "fair", the order is when the request would end if its tenant had its own machine
+    (start-time fair queueing, Goyal 1996). There it starts after the tenant's newest active request, and not before the
+    first task in line; if no task waits, not before now.
     """
     if order == "fifo":
         return 0.0
@@ -39,23 +47,21 @@ async def place(order: Order, queue: QueueBackend, context: RequestContext) -> f
         return now + PATIENCE * context.cost
     newest = await queue.list(RequestFilter(over=False, tenant=context.caller.tenant), limit=1)
     entries = {stage.pool for stage in context.plan.stages if not stage.after}
-    line = [task.order for pool in entries for task in await queue.peek(pool, 1)]
-    return max([min(line, default=now), *(record.context.order for record in newest)]) + context.cost
-
-
-BLOCK = 4096  # arenas are cut in pages
-
-MIB = 1 << 20
+    first_orders = [task.order for pool in entries for task in await queue.peek(pool, 1)]
+    return max([min(first_orders, default=now), *(record.context.order for record in newest)]) + context.cost
 
 
 class PoolArenas:
-    """The arenas of a pool's live workers; while it has none, those of the workers that are `expected`.
+    """Checks that the arenas of workers have room for the outputs of a request.
 
-    Where a store `spills`, what does not fit together goes elsewhere, and only what is alone too large does not fit.
+    expected: workers whose arenas count for pools without live workers.
+    spills: whether the tensor store spills. Then outputs that are too large together are accepted, and only an output
+        that is too large alone is refused.
     """
 
     def __init__(self, expected: Sequence[WorkerInfo] = (), spills: bool = False) -> None:
-        self.expected, self._spills = expected, spills
+        self.expected = expected
+        self._spills = spills
 
     async def require_room(
         self,
@@ -64,10 +70,13 @@ class PoolArenas:
         known: Iterable[WorkerInfo],
         look: Callable[[], Awaitable[Sequence[RegisteredWorker]]],
     ) -> None:
-        """Raise InvalidParameter for a plan whose outputs can never be there together; those of `made` stages are.
+        """Raise InvalidParameter for a plan whose outputs can never fit into the arenas together.
 
-        Workers that are `known` are enough to say yes; before it says no, it has a `look` at who is there now. What
-        nobody knows, of pools without workers or of outputs that declare nothing, is no reason.
+        Pools without known workers and outputs without a declared size are not checked.
+
+        made: stages whose output exists already.
+        known: workers as of the last read of the registry. If they have room, `look` is not called.
+        look: reads the live workers again, before a plan is refused.
         """
         try:
             self._require(plan, made, known)
@@ -75,7 +84,10 @@ class PoolArenas:
             self._require(plan, made, [member.info for member in await look()])
 
     def _require_resources(self, stages: Iterable[PlannedStage], live: Sequence[WorkerInfo]) -> None:
-        """Each task's needs are there in one worker, of those that say how much they have."""
+        """Raise InvalidParameter for a task that needs more of a resource than any worker has.
+
+        Workers that do not report the resource do not count.
+        """
         for stage in stages:
             serving = self._serving(stage.pool, live)
             for name, need in stage.needs.items():
@@ -86,34 +98,40 @@ class PoolArenas:
                         f"ask for less, or have the workers started with --resources {name}={need} or more"
                     )
 
-    def _require(self, plan: ExecutionPlan, made: Collection[str], live: Iterable[WorkerInfo]) -> None:
-        workers, outputs = list(live), [stage for stage in plan.stages if stage.room and stage.name not in made]
-        self._require_resources([stage for stage in plan.stages if stage.name not in made], workers)
-        serving = {stage.pool: self._serving(stage.pool, workers) for stage in outputs}
-        bounded = [stage for stage in outputs if _bounded(serving[stage.pool])]
+    def _require(self, plan: ExecutionPlan, done: Collection[str], live: Iterable[WorkerInfo]) -> None:
+        """Raise InvalidParameter if these workers lack resources or room for the remaining stages."""
+        live_workers = list(live)
+        stages_to_run = [stage for stage in plan.stages if stage.name not in done]
+        outputs = [stage for stage in stages_to_run if stage.room]
+        self._require_resources(stages_to_run, live_workers)
+
+        serving = {stage.pool: self._serving(stage.pool, live_workers) for stage in outputs}
+        bounded = [stage for stage in outputs if _are_bounded(serving[stage.pool])]
         for stage in bounded:
             most = max(worker.room for worker in serving[stage.pool])
             if stage.room > most:
                 raise _too_large(f"what stage {stage.name} makes takes", stage.room, "an arena holds", most, stage.room)
         if not self._spills:
-            for stages in _together(bounded, serving):
+            for stages in _group_by_arenas(bounded, serving):
                 _require_sum(stages, serving)
 
     def _serving(self, pool: str, live: Iterable[WorkerInfo]) -> list[WorkerInfo]:
-        found = [worker for worker in live if pool in worker.pools]
-        return found or [worker for worker in self.expected if declared(pool) in worker.pools]
+        """Return the live workers of a pool, or the expected ones if none is live."""
+        serving = [worker for worker in live if pool in worker.pools]
+        return serving or [worker for worker in self.expected if declared(pool) in worker.pools]
 
 
-def _bounded(workers: Sequence[WorkerInfo]) -> bool:
-    """Whether all there is to put something into are arenas."""
+def _are_bounded(workers: Sequence[WorkerInfo]) -> bool:
+    """Return whether there are workers, and all have arenas of a known size."""
     return bool(workers) and all(worker.room for worker in workers)
 
 
-def _together(outputs: Sequence[PlannedStage], serving: dict[str, list[WorkerInfo]]) -> list[list[PlannedStage]]:
-    """The outputs by what shares arenas, directly or by way of others."""
+def _group_by_arenas(outputs: Sequence[PlannedStage], serving: dict[str, list[WorkerInfo]]) -> list[list[PlannedStage]]:
+    """Return the outputs in groups that share arenas, directly or through other outputs."""
     groups: list[tuple[set[str], list[PlannedStage]]] = []
     for stage in outputs:
-        ids, stages = {worker.id for worker in serving[stage.pool]}, [stage]
+        ids = {worker.id for worker in serving[stage.pool]}
+        stages = [stage]
         for group in [group for group in groups if group[0] & ids]:
             groups.remove(group)
             ids, stages = ids | group[0], group[1] + stages
@@ -122,22 +140,29 @@ def _together(outputs: Sequence[PlannedStage], serving: dict[str, list[WorkerInf
 
 
 def _require_sum(stages: Sequence[PlannedStage], serving: dict[str, list[WorkerInfo]]) -> None:
-    """Outputs that share arenas fit all of these together; those of one pool fit them whole, one by one."""
+    """Raise InvalidParameter if outputs that share arenas do not fit into these together.
+
+    The outputs of one pool must fit without splitting one over two arenas.
+    """
     arenas = {worker.id: worker.room for stage in stages for worker in serving[stage.pool]}
-    needed, there = sum(-(-stage.room // BLOCK) * BLOCK for stage in stages), sum(arenas.values())
-    if needed > there:
-        raise _too_large("its outputs together take", needed, "the arenas hold", there, -(-needed // len(arenas)))
+    needed = sum(-(-stage.room // BLOCK) * BLOCK for stage in stages)  # each rounded up to pages
+    available = sum(arenas.values())
+    if needed > available:
+        raise _too_large("its outputs together take", needed, "the arenas hold", available, -(-needed // len(arenas)))
+
     for pool in {stage.pool for stage in stages}:
         output_sizes = [stage.room for stage in stages if stage.pool == pool]
-        least, count = min(output_sizes), len(output_sizes)
-        if least * count > sum(worker.room // least * least for worker in serving[pool]):
-            fit = -(-count // len(serving[pool])) * least
-            raise _too_large(f"its {count} outputs of stage kind {pool.partition(':')[0]} take",
-                             least * count, "whole ones in the arenas", there, fit)  # fmt: skip
+        smallest = min(output_sizes)
+        count = len(output_sizes)
+        if smallest * count > sum(worker.room // smallest * smallest for worker in serving[pool]):
+            needed_arena = -(-count // len(serving[pool])) * smallest
+            outputs = f"its {count} outputs of stage kind {pool.partition(':')[0]} take"
+            raise _too_large(outputs, smallest * count, "whole ones in the arenas", available, needed_arena)
 
 
-def _too_large(what: str, needed: int, where: str, there: int, arena: int) -> InvalidParameter:
+def _too_large(what: str, needed: int, where: str, available: int, arena: int) -> InvalidParameter:
+    """Return the error for outputs of `needed` bytes that would need arenas of `arena` bytes."""
     return InvalidParameter(
-        f"{what} {needed} bytes, and {where} {there}: ask for fewer pixels, frames or pictures, "
+        f"{what} {needed} bytes, and {where} {available}: ask for fewer pixels, frames or pictures, "
         f"or have the workers started with --arena {-(-arena // MIB)}MiB or more"
     )

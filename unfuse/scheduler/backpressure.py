@@ -1,4 +1,4 @@
-"""What every worker may take, so that nothing piles up where it holds memory."""
+"""Back-pressure between pools: limits on leases, so that later stages keep up and arenas have room."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ from unfuse.scheduler.observer import Observer
 
 
 class InFlight(Observer):
-    """The declared bytes of every request in flight, by pool, and which outputs of it were given up.
+    """The declared output bytes of active requests by pool, and their lost outputs.
 
-    Requests that others accepted, and what others gave up, are learned of later.
+    Requests and losses that other schedulers recorded are added at the next review of the queue.
     """
 
     def __init__(self) -> None:
+        #: By request, its declared output bytes in each declared pool.
         self._requests: dict[str, Counter[str]] = {}
+        #: By request, the ids of its lost outputs.
         self._lost: dict[str, list[str]] = {}
+        #: Requests that were announced since the last `sweep`.
         self._seen: set[str] = set()
 
     @override
     def announced(self, context: RequestContext) -> None:
-        """A request is in flight, or still is."""
+        """Add an active request, or update its lost outputs."""
         self._seen.add(context.id)
         if context.id not in self._requests:
             sizes = self._requests[context.id] = Counter()
@@ -49,129 +52,150 @@ class InFlight(Observer):
     refused = ended
 
     def sweep(self) -> None:
-        """All that are in flight were told of since the last time: the others have ended elsewhere."""
+        """Drop requests that were not announced since the last sweep: another scheduler ended them."""
         self._requests = {request: sizes for request, sizes in self._requests.items() if request in self._seen}
         self._lost = {request: ids for request, ids in self._lost.items() if request in self._seen}
         self._seen = set()
 
     def largest(self, pools: Collection[str]) -> int:
-        """The most that one request puts into these pools together."""
+        """Return the most bytes that one active request puts into these pools together."""
         names = {declared(pool) for pool in pools}
         return max((sum(sizes[name] for name in names) for sizes in self._requests.values()), default=0)
 
     def lost(self, requests: Iterable[str]) -> list[str]:
-        """The ids of the outputs of these requests that were given up: who still has one need not keep it."""
+        """Return the ids of these requests' lost outputs. Their owners may free them."""
         return [id for request in requests for id in self._lost.get(request, ())]
 
 
+#: How tasks and workers are matched. "locality": by inputs on the worker's node and by the affinity of its tasks.
+#: "round_robin": the worker that waits longest. "max_free_slots": the worker with most free slots.
 Dispatch = Literal["locality", "round_robin", "max_free_slots"]
-"""Which task a worker is given, or which worker a task: by what is near and fits what runs; by turns; by free slots."""
 
+#: The rank of a waiting worker, from its numbers of slots and of free slots. The lowest rank is served first.
 RANKS: dict[Dispatch, Callable[[int, int], float]] = {
     "locality": lambda slots, free: float(slots - free),
     "round_robin": lambda slots, free: 0.0,
     "max_free_slots": lambda slots, free: -float(free),
 }
-"""Who goes first of those that wait, the lowest, by slots and free ones."""
 
-AHEAD = 4  # tasks that may wait in a pool, for each slot of its workers, before those that feed it stop
+#: Tasks that may wait in a pool for each slot of its workers. With more, the pools that feed it get no leases.
+AHEAD = 4
 
 
 class Backpressure(msgspec.Struct, frozen=True):
-    """What the models' pipelines, and who serves them, mean for who takes what.
+    """The back-pressure between the pools of all served models."""
 
-    By declared pool, `depth` is how far it is from the beginning, `behind` how many may wait in the pools that it
-    feeds, `holding` are those whose tasks leave an object, and `draws` says what other resources its tasks draw on.
-    Pools in `several`, by their full names, have more than one worker.
-    """
-
+    #: By declared pool, the longest distance from a first stage of a pipeline.
     depth: dict[str, int]
+    #: By declared pool, the later pools that it feeds, with the most tasks that may wait there.
     behind: dict[str, dict[str, int]]
+    #: Declared pools whose tasks leave an object in the arena.
     holding: frozenset[str]
+    #: By declared pool, the further resources that its tasks use.
     draws: dict[str, frozenset[str]] = {}
+    #: Pools, by their full names, with more than one worker.
     several: frozenset[str] = frozenset()
 
     @classmethod
     def of(
         cls, cards: Iterable[ModelSpec], members: Iterable[RegisteredWorker], asleep: Mapping[str, int] | None = None
     ) -> Backpressure:
-        """The flow through these models' pools, of which some are `asleep` and will have so many slots.
+        """Return the back-pressure between the pools of these models, as these workers serve them.
 
-        Among pools that feed each other, only later ones hold back others.
+        Among pools that feed each other, only the later ones hold back the others.
+
+        asleep: declared pools that are scaled to zero, with the slots that their workers will have.
         """
         depth: dict[str, int] = {}
         fed: defaultdict[str, set[str]] = defaultdict(set)
         draws: dict[str, frozenset[str]] = {}
         for card in cards:
-            pools, producers = card.pools(), card.pipeline.producers()
+            pools = card.pools()
+            producers = card.pipeline.producers()
             draws |= {pools[stage.name]: frozenset(stage.needs) for stage in card.pipeline.stages}
-            before = {stage.name: {producers[name].name for name in stage.inputs} for stage in card.pipeline.stages}
-            far: dict[str, int] = {}
-            for name in TopologicalSorter(before).static_order():
-                far[name] = max((far[other] + 1 for other in before[name]), default=0)
-                depth[pools[name]] = max(far[name], depth.get(pools[name], 0))
-                for other in before[name]:
-                    fed[pools[other]].add(pools[name])
+            inputs = {stage.name: {producers[name].name for name in stage.inputs} for stage in card.pipeline.stages}
+            distance: dict[str, int] = {}
+            for name in TopologicalSorter(inputs).static_order():
+                distance[name] = max((distance[producer] + 1 for producer in inputs[name]), default=0)
+                depth[pools[name]] = max(distance[name], depth.get(pools[name], 0))
+                for producer in inputs[name]:
+                    fed[pools[producer]].add(pools[name])
+
         slots: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for member in members:
             for pool in member.info.pools:
                 slots[declared(pool)][pool] += member.info.slots
         behind = {
             pool: {
-                manned: AHEAD * count
-                for name in names
-                if depth[name] > depth[pool]
-                for manned, count in (slots[name] or {name: (asleep or {}).get(name, 0)}).items()
+                live_pool: AHEAD * count
+                for reader in readers
+                if depth[reader] > depth[pool]
+                for live_pool, count in (slots[reader] or {reader: (asleep or {}).get(reader, 0)}).items()
             }
-            for pool, names in fed.items()
+            for pool, readers in fed.items()
         }
         workers = Counter(pool for member in members for pool in member.info.pools)
         several = frozenset(pool for pool, count in workers.items() if count > 1)
         return cls(depth, behind, frozenset(fed), draws, several)
 
     def keep(self, worker: WorkerInfo, in_flight: InFlight) -> dict[str, int]:
-        """What each of its pools that leave objects in its arena has to leave free there for later ones.
+        """Return the arena bytes that each pool must leave free for the worker's later pools.
 
-        That is their share: the last may fill the arena, and ends requests, which gives all of it back. And it is as
-        much as any request in flight still puts there, or one that is large would wait for others that wait for it.
+        That is the equal share of the later pools. The last pool may fill the arena: it ends requests, which frees all
+        their objects. It is also at least what any active request still puts into later pools. Otherwise a large
+        request could wait for others that wait for it.
+
+        Only pools whose tasks leave an object are included.
         """
         depth = {pool: self.depth.get(declared(pool), 0) for pool in worker.pools if declared(pool) in self.holding}
         levels = sorted(set(depth.values()), reverse=True)
-        later = {level: [pool for pool in depth if depth[pool] > level] for level in levels}
-        most = {level: in_flight.largest(pools) if pools else 0 for level, pools in later.items()}
+        later_pools = {level: [pool for pool in depth if depth[pool] > level] for level in levels}
+        largest = {level: in_flight.largest(pools) if pools else 0 for level, pools in later_pools.items()}
         return {
-            pool: max(worker.room * levels.index(level) // len(levels), most[level]) for pool, level in depth.items()
+            pool: max(worker.room * levels.index(level) // len(levels), largest[level]) for pool, level in depth.items()
         }
 
     def wanted(
         self, worker: WorkerInfo, ask: RequestTasks, keep: Mapping[str, int], dispatch: Dispatch = "locality"
     ) -> LeaseRequest:
-        """What a worker that asks may be given, where so many bytes have to stay free in its arena.
+        """Return the lease request of a worker that asks for tasks.
 
-        Of a pool that others serve too it gets one task at a time, and those that hold fewer go before it: or it would
-        hold what they could begin. Before it loads other weights it gets only what lies `after` what has just ended.
+        From a pool with several workers, one task is leased at a time, and workers with fewer tasks are served first,
+        so that no worker queues tasks that another one could start. Before a model swap (`ask.after` is set), only
+        pools after that one are included.
+
+        keep: arena bytes to leave free, by pool, as `keep` returns them.
         """
-        blind = ask.room is None and any(keep.values())  # of one task, how much room it takes does not matter
-        slots, local = 1 if blind else min(ask.slots, worker.slots), dispatch == "locality"
-        offers, ended = {}, self.depth.get(declared(ask.after), -1)
+        # A request without a bound of room cannot leave bytes free, so it gets one task, of any size.
+        is_unbounded = ask.room is None and any(keep.values())
+        slots = 1 if is_unbounded else min(ask.slots, worker.slots)
+        is_local = dispatch == "locality"
+        last_depth = self.depth.get(declared(ask.after), -1)
+
+        offers = {}
         for pool in worker.sets.get(ask.holds, ()) if worker.sets else worker.pools:
-            arena = {} if ask.room is None else {ARENA: ask.room - keep.get(pool, 0)}
             name = declared(pool)
-            if self.depth.get(name, 0) <= ended:
+            if self.depth.get(name, 0) <= last_depth:
                 continue
-            others = {resource: ask.amounts.get(resource, 0) for resource in self.draws.get(name, ())}
-            amounts = {SLOTS: min(slots, 1) if pool in self.several else slots} | arena | others
+            arena = {} if ask.room is None else {ARENA: ask.room - keep.get(pool, 0)}
+            resources = {resource: ask.amounts.get(resource, 0) for resource in self.draws.get(name, ())}
+            amounts = {SLOTS: min(slots, 1) if pool in self.several else slots} | arena | resources
             offers[pool] = PoolOffer(amounts, self.depth.get(name, 0), self.behind.get(name, {}))
+
         return LeaseRequest(
             offers,
             ask.above,
-            near=worker.node if local else "",
-            affinity=ask.affinity if local else "",
-            rank=RANKS[dispatch](worker.slots, min(ask.slots, worker.slots)) + local * ordinal(worker.node),
+            near=worker.node if is_local else "",
+            affinity=ask.affinity if is_local else "",
+            rank=RANKS[dispatch](worker.slots, min(ask.slots, worker.slots)) + is_local * ordinal(worker.node),
         )
 
 
 def ordinal(node: str) -> float:
-    """A share of a rank, by the number that the node's name ends in: who would be taken away first gets work last."""
+    """Return a fraction, below 1, of the number that a node's name ends with.
+
+    Added to a rank, it serves pods of a StatefulSet in their order: the last ones, which a scale-down removes first,
+    get tasks last. 0.0 for other names.
+    """
     number = node.rpartition("-")[2]
     return min(int(number), 999) / 1000 if "-" in node and number.isdecimal() else 0.0

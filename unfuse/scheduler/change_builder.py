@@ -1,7 +1,7 @@
-"""Builds the change that a transition makes, and counts what its attempts have used. No I/O, and no clock.
+"""Builds the Change of a transition and accounts for the device time of attempts. No I/O, and no clock.
 
-Every attempt is counted once. One that completes is on the request's bill, and so is one that stops because its request
-is over. One that fails, is handed back, or whose worker is gone is lost: it costs the client nothing.
+Every attempt is accounted for once. It is billed if it completes, or stops because its request is over. It is lost, and
+not billed, if it fails, is handed back, or loses its worker.
 """
 
 from __future__ import annotations
@@ -34,40 +34,45 @@ from unfuse.core.request import (
 )
 from unfuse.core.task import TASK_MOVES, Claim, Task, TaskStatus
 
-MOST_UNREPORTED = 16  # attempts of one stage whose workers are still expected to report; older ones stay as they are
+#: Most attempts of one stage for which a last report of the worker is awaited. Older ones keep their known timings.
+MOST_UNREPORTED = 16
 
-MOST_HAND_BACKS = 1000  # a report of an attempt whose number is higher by more than this is not believed
+#: A report on an attempt is ignored if its number exceeds the stage's current attempt by more than this.
+MOST_HAND_BACKS = 1000
 
 
 def account(state: StageState, run: RunningStage, *, is_billed: bool, is_final: bool) -> StageState:
-    """Count what an attempt has used, on the bill or as lost. Unless `is_final`, its worker may report more."""
+    """Return the stage with the device time of an attempt billed or counted as lost.
+
+    is_final: whether `run.timings` are complete. If not, a later report of its worker is awaited.
+    """
     if run.attempt <= state.accounted:
         return state
     unreported = dict(state.unreported)
     if not is_final:
         unreported[run.attempt] = UnreportedAttempt(run.worker, run.timings, not is_billed)
-    newest_ones = dict(list(unreported.items())[-MOST_UNREPORTED:])
+    newest_attempts = dict(list(unreported.items())[-MOST_UNREPORTED:])
     steps = {"step": run.step, "steps": run.steps} if run.steps else {}
-    state = replace(state, accounted=run.attempt, begun=state.begun + 1, unreported=newest_ones, **steps)
+    state = replace(state, accounted=run.attempt, begun=state.begun + 1, unreported=newest_attempts, **steps)
     if is_billed:
         return replace(state, timings=run.timings)
     return _lost(state, run.timings.device, run.timings.device_s)
 
 
 def account_not_begun(state: StageState, attempt: int) -> StageState:
-    """Count an attempt that was handed back, or missed an input, before it began. It has used nothing."""
+    """Return the stage with an attempt counted that ended before it began, without device time."""
     if attempt <= state.accounted:
         return state
     return replace(state, accounted=attempt, unbegun=state.unbegun + 1)
 
 
 def lose_output(state: StageState) -> StageState:
-    """Count the attempt that completed a stage as lost, because its output is lost and the stage runs again."""
+    """Return the stage with its completed attempt counted as lost, because its output is lost."""
     return replace(_lost(state, state.timings.device, state.timings.device_s), timings=Timings())
 
 
 def account_report(context: RequestContext, stopped: TaskStopped, worker: str, wall: float) -> StageState | None:
-    """Count what a worker says of an attempt that has ended. None if that is known already, or is not believed."""
+    """Account for a late report on an ended attempt. None if it was reported before or is not plausible."""
     claim = stopped.claim
     state = context.stages.get(claim.stage)
     if state is None:
@@ -78,39 +83,46 @@ def account_report(context: RequestContext, stopped: TaskStopped, worker: str, w
         return None
     if known is not None:
         timings = newest(known.timings, timings)
-        others = {number: one for number, one in state.unreported.items() if number != claim.attempt}
+        others = {number: attempt for number, attempt in state.unreported.items() if number != claim.attempt}
         state = replace(state, unreported=others)
         if known.lost:
             return _lost(state, timings.device, timings.device_s - known.timings.device_s)
         return replace(state, timings=timings)
     if not state.accounted < claim.attempt <= max(state.attempt, state.accounted) + MOST_HAND_BACKS:
         return None
-    # the attempt began after the transition that ended it was decided
+
+    # The attempt started after the transition that ended it was decided, so the stage does not list it.
     run = RunningStage(claim.stage, claim.attempt, worker, 0.0, timings=timings)
     is_billed = context.over and not state.timings.share_s and claim.attempt >= state.attempt
     return account(state, run, is_billed=is_billed, is_final=True)
 
 
 def _lost(state: StageState, device: str, seconds: float) -> StageState:
+    """Return the stage with these seconds of the device added to its lost ones."""
     if seconds <= 0:
         return state
     device = device or UNKNOWN_DEVICE
     return replace(state, lost_s=state.lost_s | {device: state.lost_s.get(device, 0.0) + seconds})
 
 
+#: Kinds of errors that the retry policy counts for each stage.
 Charge = Literal["failures", "crashes", "recomputes"]
 
+#: The retry policy: number of charges of each kind that a stage survives. The next one fails its request.
 BUDGETS: dict[Charge, int] = {"failures": 3, "crashes": 1, "recomputes": 3}
-"""Charges of each kind that a stage survives; the next one ends its request."""
 
+#: Error codes of requests that exceeded a budget.
 CODES: dict[Charge, str] = {"failures": "stage_failed", "crashes": "compute_crashed", "recomputes": "object_lost"}
-"""Error codes of requests that ended by a charge."""
 
 
 class ChangeBuilder:
-    """A change in the making. Every move of a stage or of the request is checked against its table.
+    """Builds one Change of a request, step by step.
 
-    `running` are the leased stages of the record. What those have used whose lease the change ends is accounted for.
+    Every move of a stage or of the request is checked against its table of legal moves. Attempts whose leases the
+    change ends are accounted for.
+
+    wall: the time, in Unix seconds.
+    running: the leased stages of the request's record.
     """
 
     def __init__(self, context: RequestContext, wall: float, running: Sequence[RunningStage] = ()) -> None:
@@ -124,21 +136,26 @@ class ChangeBuilder:
         self.events: list[Event] = []
 
     def move(self, stage: str, status: TaskStatus, **fields: Any) -> None:
-        """Give a stage another status, and other fields with it."""
+        """Set a stage's status and these fields. Raises IllegalMove for a move that is not in TASK_MOVES."""
         state = self.stages[stage]
         _check(TASK_MOVES, f"stage {stage}", state.status, status)
         self.stages[stage] = replace(state, status=status, **fields)
 
     def publish(self, event: EventType, stage: str = "", message: str = "") -> None:
-        """Have an event told, of the request or of a stage as it stands."""
+        """Add an event about the request, or about a stage in its present state."""
         state = self.stages.get(stage, StageState())
         self.events.append(Event(event, self._wall, stage, state.attempt, state.worker, message=message))
 
     def queue(self, stage: str, not_before: float = 0.0, queued_at: float | None = None) -> None:
-        """Make a task of a stage whose inputs exist, under its next attempt."""
+        """Queue the next attempt at a stage whose inputs exist.
+
+        not_before: earliest time of its lease, in seconds of the queue's clock.
+        queued_at: Unix seconds; None: now.
+        """
         attempt = max(self.stages[stage].attempt, self.stages[stage].accounted) + 1
         self.move(stage, "queued", attempt=attempt, queued_at=self._wall if queued_at is None else queued_at)
-        context, planned = self._before, self._before.plan.stage(stage)
+        context = self._before
+        planned = context.plan.stage(stage)
         outputs = [self.stages[name].output for name in planned.after]
         inputs = tuple(output for output in outputs if output is not None)
         params = context.request.params | planned.params
@@ -164,12 +181,15 @@ class ChangeBuilder:
         )
 
     def take(self, stage: str, output: ObjectRef) -> None:
-        """Let a stage have what another request's encoder has made: it is done at attempt 0, on the object's owner."""
+        """Complete a stage with a cached output. Its attempt is 0, its worker the object's owner."""
         self.move(stage, "done", output=output, worker=output.owner, follows="")
         self.publish("stage_completed", stage, "cached")
 
     def withdraw(self, stage: str, running: Collection[str] = ()) -> None:
-        """What a stage made, or announced, is of no use any more: those who would read it wait, but for the running."""
+        """Drop the output of a stage. Its queued readers wait again, and so do theirs.
+
+        running: readers that already run and may finish.
+        """
         if self.stages[stage].output is None:
             return
         self.stages[stage] = replace(self.stages[stage], output=None)
@@ -183,24 +203,27 @@ class ChangeBuilder:
                 self.close.append((self._before.id, reader.name))
 
     def queue_ready(self) -> None:
-        """Queue every waiting stage whose inputs all exist, unless it waits for what another request encodes."""
+        """Queue every waiting stage whose inputs exist and that follows no other request's encoder."""
         for stage in self._before.plan.stages:
             state = self.stages[stage.name]
             if state.status == "waiting" and not state.follows and self.inputs_exist(stage.name):
                 self.queue(stage.name)
 
     def inputs_exist(self, stage: str) -> bool:
-        """Whether everything that a stage reads is made, or announced."""
+        """Return whether all inputs of a stage are done or announced."""
         inputs = self._before.plan.stage(stage).after
         return all(self.stages[name].status in ("done", "announced") for name in inputs)
 
     def account(self, run: RunningStage, *, is_billed: bool, is_final: bool = False) -> None:
-        """Count what an attempt has used, on the bill or as lost. Unless `is_final`, its worker may report more."""
+        """Account for an attempt as the function `account` does.
+
+        Its device time is limited to the seconds since the request was accepted.
+        """
         run = replace(run, timings=believable(run.timings, self._wall - self._before.created_at))
         self.stages[run.stage] = account(self.stages[run.stage], run, is_billed=is_billed, is_final=is_final)
 
     def charge(self, charge: Charge, stage: str, message: str, evidence: str = "") -> ChangeBuilder:
-        """Count what went wrong; beyond the budget it becomes the request's error."""
+        """Count an error of a stage. Beyond the budget of its kind, set the request's error."""
         count = getattr(self.stages[stage], charge) + 1
         self.stages[stage] = replace(self.stages[stage], **{charge: count})
         if count > BUDGETS[charge]:
@@ -210,7 +233,10 @@ class ChangeBuilder:
         return self
 
     def retry(self, claim: Claim, not_before: float = 0.0) -> Change:
-        """Queue the claimed stage again, unless a charge was one too many. It waits for an input that is made again."""
+        """Queue the claimed stage again, or end the request if a budget is exceeded.
+
+        If an input is being computed again, the stage waits for it.
+        """
         if self.error is not None:
             return self.end("failed", self.error, claim, dead=True)
         self.withdraw(claim.stage)
@@ -223,7 +249,7 @@ class ChangeBuilder:
     def end(
         self, status: RequestStatus, error: ErrorInfo | None = None, claim: Claim | None = None, **fields: Any
     ) -> Change:
-        """The request is over: nothing of it will run, and no object of it is needed."""
+        """Return the change that ends the request: it cancels unfinished stages and releases all objects."""
         event: dict[RequestStatus, EventType] = {"completed": "completed", "cancelled": "cancelled"}
         self.publish(event.get(status, "failed"), message=error.message if error else "")
         for run in self.running:
@@ -239,14 +265,14 @@ class ChangeBuilder:
         return self.change(claim, status, completed_at=self._wall, error=error, **fields)
 
     def change(self, claim: Claim | None, status: RequestStatus = "in_progress", **fields: Any) -> Change:
-        """All of it as one change, with other fields of the context."""
+        """Return the change, with these fields of the context set. Raises IllegalMove."""
         if status != self._before.status:
             _check(REQUEST_MOVES, f"request {self._before.id}", self._before.status, status)
         context = self.context(self._before.version + 1, status=status, **fields)
         return Change(context, claim, tuple(self.close), tuple(self.push), tuple(self.events))
 
     def context(self, version: int, **fields: Any) -> RequestContext:
-        """The context as it would be."""
+        """Return the new context, with this version and these fields."""
         started_at = self._before.started_at
         if started_at is None:
             started_at = min((run.since for run in self.running), default=None)
@@ -254,19 +280,20 @@ class ChangeBuilder:
 
 
 def _check(moves: dict[str, frozenset[str]], what: str, old: str, new: str) -> None:
+    """Raise IllegalMove unless the table allows the move."""
     if new not in moves[old]:
         raise IllegalMove(f"{what} cannot go from {old} to {new}")
 
 
 def _nearest(inputs: Sequence[ObjectRef]) -> str:
-    """The node that holds most bytes of these objects."""
-    held: Counter[str] = Counter()
+    """Return the node that stores most bytes of these objects."""
+    nbytes: Counter[str] = Counter()
     for ref in inputs:
-        held[ref.node] += ref.nbytes
-    return max(held, key=held.__getitem__, default="")
+        nbytes[ref.node] += ref.nbytes
+    return max(nbytes, key=nbytes.__getitem__, default="")
 
 
 def _affinity(context: RequestContext, params: Params) -> str:
-    """What tasks have in common that may share a forward: the model, the size of what is made, the adapter."""
+    """Return the affinity of tasks that can share a batch: model, size and LoRA adapter."""
     size = [params[name] for name in context.medium.size if name in params]
     return f"{context.request.model} {size} {context.request.derived.lora_id}".rstrip() if size else ""

@@ -1,4 +1,4 @@
-"""Where workers are received: their messages in, leases and answers out."""
+"""The dispatcher: answers worker messages with leases, heartbeat replies and acknowledgements."""
 
 from __future__ import annotations
 
@@ -23,15 +23,24 @@ from unfuse.scheduler.backpressure import Backpressure, Dispatch
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 
-MAX_WAIT_S = 30.0  # how long one Ask may wait; a worker asks again after it
-MAX_STEPS = 512  # steps that one message may list, the newest; no history keeps more
-BEATS_MISSED = 3  # heartbeats without a word after which a worker is set aside: a stranger, until it is heard again
-BACKPRESSURE_S = 1.0  # how old may be what is known of the pools and of who serves them
+#: Longest wait of one RequestTasks message, in seconds. Then the worker sends the next one.
+MAX_WAIT_S = 30.0
 
+#: Most steps of one progress message that are published, the newest ones. No history has more.
+MAX_STEPS = 512
+
+#: Heartbeat intervals without a message after which a worker's connection is dropped. The worker registers again.
+BEATS_MISSED = 3
+
+#: Seconds for which a computed Backpressure is used.
+BACKPRESSURE_S = 1.0
+
+#: Attempts to record a report while the queue cannot be reached, and the seconds between them.
+#: After the last one the worker gets no answer and sends its report again.
 QUEUE_TRIES, QUEUE_PAUSE_S = 16, 0.5
-"""How often, and how far apart, an outcome is recorded while the queue is away; then the worker says it again."""
 
-PROGRESS: tuple[EventType, ...] = ("progress", "preview")  # what a step may publish, in order
+#: Event types that one step may publish, in their order.
+PROGRESS: tuple[EventType, ...] = ("progress", "preview")
 
 NOTHING = messages.LeasesGranted((), {})
 NOT_LEASED = messages.Rejected("it is not leased to this worker (any more)", lease_lost=True)
@@ -50,42 +59,56 @@ log = structlog.get_logger(__name__)
 
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """A worker's connection: who it is, the Ask that waits and what that keeps free, how many tasks it held when it
-    asked, and claims seen to be its own.
+    """The connection of one registered worker."""
 
-    One that hands a task back because it `leaves` gets no other.
-    """
+    registration: messages.Register
 
-    hello: messages.Register
-    ask: asyncio.Task[list[Lease]] | None = None
+    #: The queue's `lease` call for the RequestTasks message that waits. None if no message waits.
+    pending_lease: asyncio.Task[list[Lease]] | None = None
+
+    #: Claims that were verified to be leased to this worker.
     claims: set[Claim] = field(default_factory=set)
-    leaves: bool = False
+
+    #: Whether it handed a task back because it drains. It gets no more tasks.
+    is_draining: bool = False
+
+    #: The clock's reading at which the connection is dropped if no message arrives before.
     silent_at: float = 0.0
-    withdraw_alarm: Callable[[], None] = lambda: None
-    keep: dict[str, int] = field(default_factory=dict)
-    held: int = 0
+
+    #: Cancels the timer that checks `silent_at`.
+    cancel_alarm: Callable[[], None] = lambda: None
+
+    #: By pool, the arena bytes that the pending lease leaves free.
+    reserved_bytes: dict[str, int] = field(default_factory=dict)
+
+    #: Number of tasks that it ran when it last requested tasks.
+    task_count: int = 0
 
     @property
     def worker(self) -> messages.WorkerInfo:
-        return self.hello.worker
+        return self.registration.worker
 
-    def asks(self, ask: messages.RequestTasks) -> None:
-        """Remember how many tasks it holds."""
-        self.held = self.worker.slots - (ask.slots if ask.above is None else 0)
+    def count_tasks(self, request: messages.RequestTasks) -> None:
+        """Store how many tasks the worker runs, by the free slots that it reports."""
+        self.task_count = self.worker.slots - (request.slots if request.above is None else 0)
 
-    def withdraw(self) -> None:
-        """Have the Ask that waits answered with nothing."""
-        if self.ask is not None:
-            self.ask.cancel()
-            self.ask = None
+    def cancel_request(self) -> None:
+        """Answer the waiting RequestTasks message with no lease."""
+        if self.pending_lease is not None:
+            self.pending_lease.cancel()
+            self.pending_lease = None
 
 
 class Dispatcher(Observer):
-    """Answers workers for one scheduler.
+    """Answers the messages of all workers that are connected to one scheduler.
 
-    `models` are (name, source, dtype) offered to workers that come without; `places` says where they keep things,
-    `outcome` what their settings have to agree with. `node` is this machine: its workers join without a log line.
-    It remembers which worker each connection is; everything else is in the queue.
+    Its own state is one record for each connection. Everything else is in the queue.
+
+    models: (name, source, dtype) of each model that is offered to workers that register without models.
+    places: where workers store results, tensors and checkpoints.
+    outcome: the numerics that the settings of workers must agree with.
+    dispatch: which task a worker gets, see `Dispatch`.
+    node: name of this machine. Workers on it join without a log line at level info.
     """
 
     def __init__(
@@ -97,53 +120,68 @@ class Dispatcher(Observer):
         dispatch: Dispatch = "locality",
         node: str = "",
     ) -> None:
-        self.scheduler, self._queue, self._clock = scheduler, scheduler.queue, scheduler.clock
-        self._dispatch, self._node, ttl = dispatch, node, scheduler.lease_ttl
-        self._welcome = messages.Registered(
-            tuple(models), places, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}),
+        self.scheduler = scheduler
+        self._queue = scheduler.queue
+        self._clock = scheduler.clock
+        self._dispatch = dispatch
+        self._node = node
+        self._registered_reply = messages.Registered(
+            tuple(models),
+            places,
+            scheduler.lease_ttl,
+            beat=min(1.0, scheduler.lease_ttl / 4),
+            outcome=dict(outcome or {}),
             version=__version__,
-        )  # fmt: skip
+        )
         self._peers: dict[bytes, _Peer] = {}
+
         self._backpressure: Backpressure | None = None
         self._backpressure_until = 0.0
-        self._looking, self._background, self._interruption = asyncio.Lock(), Supervisor(), asyncio.Event()
-        self._withholds = False
+        self._backpressure_lock = asyncio.Lock()
+
+        self._background = Supervisor()
+        #: Set when a lease ended or this scheduler is about to stop, so that waiting heartbeats are answered.
+        self._news = asyncio.Event()
+        self._is_withholding = False
         scheduler.observers.add(self)
 
     def offer(self, models: Sequence[tuple[str, str, str]]) -> None:
-        """Offer these models from now on to workers that come without."""
-        self._welcome = msgspec.structs.replace(self._welcome, models=tuple(models))
+        """Replace the models that are offered to workers that register without models."""
+        self._registered_reply = msgspec.structs.replace(self._registered_reply, models=tuple(models))
 
     def withhold(self) -> None:
-        """Give nobody a task from now on, since this scheduler is about to stop, and tell all workers that it is."""
-        self._withholds = True
+        """Grant no more leases, because this scheduler is about to stop, and notify all workers."""
+        self._is_withholding = True
         for peer in self._peers.values():
-            peer.withdraw()
-        self._interrupt()
+            peer.cancel_request()
+        self._wake_heartbeats()
 
     async def answer(self, peer: bytes, message: messages.ToScheduler) -> messages.ToWorker | None:
-        """The reply to one message, or None while the queue is away: the worker will say it again."""
+        """Return the reply to one message, or None while the queue cannot be reached.
+
+        A worker that gets no reply sends its message again. `peer` identifies the connection.
+        """
         if isinstance(message, messages.Register):
-            return await self._hello(peer, message)
+            return await self._register(peer, message)
         known = self._peers.get(peer)
         if known is None or isinstance(message, messages.FetchAdapter):
             return messages.Rejected("it lends nothing itself") if known else messages.UnknownWorker()
-        self._heard(known)
+        self._note_contact(known)
         match message:
             case messages.RequestTasks():
-                return await self._ask(known, message)
+                return await self._lease_tasks(known, message)
             case messages.Heartbeat():
-                return await self._beat(known, message)
+                return await self._answer_heartbeat(known, message)
             case messages.ReportProgress():
                 return messages.HeartbeatReply(
-                    tuple([one.claim for one in message.progress if not await self._stepped(known, one)]), ()
+                    tuple([step.claim for step in message.progress if not await self._publish_steps(known, step)]), ()
                 )
             case messages.AppendOutput():
-                return await self._append(known, message)
+                return await self._append_output(known, message)
             case messages.ReadOutput():
-                return await self._recall(known, message.claim, message.after)
+                return await self._read_output(known, message.claim, message.after)
             case messages.Unregister():
-                self._leave(peer)
+                self._drop_peer(peer)
                 await self._queue.bye(known.worker.id)
                 return messages.Accepted()
             case _:
@@ -151,147 +189,168 @@ class Dispatcher(Observer):
 
     @override
     def announced(self, context: RequestContext) -> None:
-        """Have those ask anew who would take something with less kept free than has to be from now on."""
+        """Cancel waiting task requests that leave less arena space free than is needed now.
+
+        Their workers send the next request at once, and then lease with the new reserve.
+        """
         for peer in self._peers.values():
-            if peer.ask and (
-                not self._backpressure or self._backpressure.keep(peer.worker, self.scheduler.in_flight) != peer.keep
+            if peer.pending_lease and (
+                not self._backpressure
+                or self._backpressure.keep(peer.worker, self.scheduler.in_flight) != peer.reserved_bytes
             ):
-                peer.withdraw()
+                peer.cancel_request()
 
     @override
     def ended(self, context: RequestContext) -> None:
         self.announced(context)
         if context.status != "completed":  # workers may still run it
-            self._interrupt()
+            self._wake_heartbeats()
 
-    def _interrupt(self) -> None:
-        """Have the heartbeats that wait for news answered."""
-        self._interruption.set()
-        self._interruption = asyncio.Event()
+    def _wake_heartbeats(self) -> None:
+        """Answer the waiting heartbeats now."""
+        self._news.set()
+        self._news = asyncio.Event()
 
     async def undelivered(self, peer: bytes, reply: messages.ToWorker) -> None:
-        """Take back what was granted to a worker whose connection broke."""
+        """Return the leases of a reply that could not be delivered, and drop the broken connection."""
         if known := self._peers.get(peer):
             self.scheduler.upkeep.disconnected(known.worker.id)
-        self._leave(peer)
+        self._drop_peer(peer)
         if isinstance(reply, messages.LeasesGranted):
-            await self._take_back(reply.leases)
+            await self._return_leases(reply.leases)
 
-    async def _take_back(self, leases: Sequence[Lease]) -> None:
-        """Put tasks back that nobody was given."""
+    async def _return_leases(self, leases: Sequence[Lease]) -> None:
+        """Hand back leased tasks that no worker received."""
         for lease in leases:
             with self._background.besides("taking a task back"):
                 await self._queue.hand_back(lease.claim)
 
-    async def _hello(self, peer: bytes, hello: messages.Register) -> messages.Registered | messages.Rejected:
-        """Register a worker, unless another one goes by its id. It has one connection: the newest."""
-        proof = blake2b(hello.secret, digest_size=16).digest() if hello.secret else b""
-        worker = msgspec.structs.replace(hello.worker, proof=proof)
-        welcome = msgspec.structs.replace(self._welcome, now=self._clock.wall())
+    async def _register(self, peer: bytes, request: messages.Register) -> messages.Registered | messages.Rejected:
+        """Register a worker, or reject it if its id is registered with another secret.
+
+        Each worker has one connection, the newest. A worker without pools only gets the models to serve.
+        """
+        proof = blake2b(request.secret, digest_size=16).digest() if request.secret else b""
+        worker = msgspec.structs.replace(request.worker, proof=proof)
+        reply = msgspec.structs.replace(self._registered_reply, now=self._clock.wall())
         if not worker.pools and not worker.changed:
-            return welcome
+            return reply
         if any(member.info.id == worker.id and member.info.proof != proof for member in await self._queue.workers()):
             log.warning("refused a worker under another one's id", worker=worker.id)
             return messages.Rejected(
                 f"worker {worker.id} is registered with another secret: start this one under an id of its own"
             )
-        await self._queue.hello(worker, hello.cards)
+        await self._queue.hello(worker, request.cards)
         if peer not in self._peers:
             joined = {"worker": worker.id, "role": worker.role, "node": worker.node, "slots": worker.slots}
             (log.debug if worker.node == self._node else log.info)("worker joined", **joined)
         for identity in [identity for identity, other in self._peers.items() if other.worker.id == worker.id]:
-            self._leave(identity)
-        self._peers[peer] = _Peer(msgspec.structs.replace(hello, worker=worker, secret=b""))
-        self._heard(self._peers[peer])
-        self._watch(peer)
+            self._drop_peer(identity)
+
+        self._peers[peer] = _Peer(msgspec.structs.replace(request, worker=worker, secret=b""))
+        self._note_contact(self._peers[peer])
+        self._check_contact(peer)
         self._backpressure = None
         await self.scheduler.upkeep.joined()
-        return welcome
+        return reply
 
-    def _heard(self, peer: _Peer) -> None:
-        """A worker lives; when nothing more comes for some beats, it is set aside."""
-        peer.silent_at = self._clock.now() + BEATS_MISSED * self._welcome.beat
+    def _note_contact(self, peer: _Peer) -> None:
+        """Move the time at which the connection is dropped for silence."""
+        peer.silent_at = self._clock.now() + BEATS_MISSED * self._registered_reply.beat
 
-    def _watch(self, identity: bytes) -> None:
-        """Set a worker aside that is silent by now; look again at any other when it would be."""
+    def _check_contact(self, identity: bytes) -> None:
+        """Drop a connection without recent messages, else check it again later."""
         peer = self._peers[identity]
         if peer.silent_at > self._clock.now():
-            peer.withdraw_alarm = self._clock.call_at(peer.silent_at, partial(self._watch, identity))
+            peer.cancel_alarm = self._clock.call_at(peer.silent_at, partial(self._check_contact, identity))
         else:
             log.warning("worker set aside until it is heard again", worker=peer.worker.id)
-            self._leave(identity)
+            self._drop_peer(identity)
 
-    def _leave(self, identity: bytes) -> None:
-        """Forget a connection; who was given work through it keeps that."""
+    def _drop_peer(self, identity: bytes) -> None:
+        """Forget a connection. Leases that were granted through it stay valid."""
         if peer := self._peers.pop(identity, None):
-            peer.withdraw()
+            peer.cancel_request()
             self._backpressure = None
-            peer.withdraw_alarm()
+            peer.cancel_alarm()
 
-    async def _ask(self, peer: _Peer, ask: messages.RequestTasks) -> messages.LeasesGranted:
-        """Lease for a worker. A newer Ask replaces one that waits, which is answered with nothing."""
-        backpressure = await self._look()
-        keep = backpressure.keep(peer.worker, self.scheduler.in_flight)
-        wanted = backpressure.wanted(peer.worker, ask, keep, self._dispatch)
-        peer.withdraw()
-        if peer.leaves:
+    async def _lease_tasks(self, peer: _Peer, request: messages.RequestTasks) -> messages.LeasesGranted:
+        """Lease tasks for a worker.
+
+        A newer request replaces a waiting one, which is answered with no lease.
+        """
+        backpressure = await self._current_backpressure()
+        reserved_bytes = backpressure.keep(peer.worker, self.scheduler.in_flight)
+        wanted = backpressure.wanted(peer.worker, request, reserved_bytes, self._dispatch)
+        peer.cancel_request()
+        if peer.is_draining:
             return NOTHING
-        if self._withholds:
-            await asyncio.sleep(min(ask.wait, MAX_WAIT_S))  # or it would ask again and again
+        if self._is_withholding:
+            await asyncio.sleep(min(request.wait, MAX_WAIT_S))  # an answer at once would bring the next request at once
             return NOTHING
-        peer.asks(ask)
-        peer.keep = keep
-        ttl, wait = self.scheduler.lease_ttl, min(ask.wait, MAX_WAIT_S)
-        waiting = peer.ask = asyncio.create_task(self._queue.lease(peer.worker.id, wanted, ttl, wait=wait))
+
+        peer.count_tasks(request)
+        peer.reserved_bytes = reserved_bytes
+        wait = min(request.wait, MAX_WAIT_S)
+        lease_call = self._queue.lease(peer.worker.id, wanted, self.scheduler.lease_ttl, wait=wait)
+        pending = peer.pending_lease = asyncio.create_task(lease_call)
         try:
-            await asyncio.wait({waiting})
+            await asyncio.wait({pending})
         finally:
-            waiting.cancel()  # nobody may be given work when we are not here to say so
-        if peer.ask is waiting:
-            peer.ask = None
-        return await self._granted(peer, [] if waiting.cancelled() else waiting.result())
+            pending.cancel()  # if this coroutine is cancelled, no task may be leased: the worker would not learn of it
+        if peer.pending_lease is pending:
+            peer.pending_lease = None
+        return await self._grant(peer, [] if pending.cancelled() else pending.result())
 
     async def _complete(self, peer: _Peer, done: messages.TaskCompleted) -> messages.Accepted | messages.LeasesGranted:
-        """Record an outcome; with an Ask, lease what the worker would take next in the same transaction.
+        """Record a completed task and lease the worker's next ones in the same transaction.
 
-        Where who gets a task is up to who has waited, or somebody who waits holds fewer, the worker asks again instead.
+        The answer is empty, so that the worker sends a separate request, if the dispatch policy ranks waiting workers,
+        or if a waiting worker with fewer tasks could take the next ones.
         """
-        ask, worker = done.ask, peer.worker
-        if ask is not None:
-            peer.asks(ask)
-        if ask is None or peer.leaves or self._withholds or self._dispatch != "locality" or self._is_relieved(peer):
+        request = done.ask
+        worker = peer.worker
+        if request is not None:
+            peer.count_tasks(request)
+        may_lease = not (peer.is_draining or self._is_withholding)
+        if request is None or not may_lease or self._dispatch != "locality" or self._should_yield(peer):
             await self.scheduler.complete(done, worker.id)
-            return NOTHING if ask else messages.Accepted()
-        backpressure = await self._look()
-        wanted = backpressure.wanted(worker, ask, backpressure.keep(worker, self.scheduler.in_flight), self._dispatch)
-        peer.withdraw()
+            return NOTHING if request else messages.Accepted()
+
+        backpressure = await self._current_backpressure()
+        reserved_bytes = backpressure.keep(worker, self.scheduler.in_flight)
+        wanted = backpressure.wanted(worker, request, reserved_bytes, self._dispatch)
+        peer.cancel_request()
         _, leases = await self.scheduler.complete(done, worker.id, wanted)
-        return await self._granted(peer, leases)
+        return await self._grant(peer, leases)
 
-    def _is_relieved(self, peer: _Peer) -> bool:
-        """Whether a worker that could take its next tasks waits with fewer than it holds."""
+    def _should_yield(self, peer: _Peer) -> bool:
+        """Return whether a waiting worker of the same pools runs fewer tasks."""
         pools = {*peer.worker.pools}
-        others = (other for other in self._peers.values() if other.ask and not other.leaves)
-        return any(other.held < peer.held and not pools.isdisjoint(other.worker.pools) for other in others)
+        waiting = (other for other in self._peers.values() if other.pending_lease and not other.is_draining)
+        return any(other.task_count < peer.task_count and not pools.isdisjoint(other.worker.pools) for other in waiting)
 
-    async def _granted(self, peer: _Peer, leases: Sequence[Lease]) -> messages.LeasesGranted:
-        """The answer that gives a worker these tasks, with all it needs for them; they go back if there is none."""
+    async def _grant(self, peer: _Peer, leases: Sequence[Lease]) -> messages.LeasesGranted:
+        """Return the answer with these leases, their checkpoints, and the addresses of their inputs' owners.
+
+        If that fails, the tasks are handed back and the error is raised.
+        """
         try:
             leases = [await self.scheduler.resumed(lease) for lease in leases]
             owners = await self.scheduler.registry.owners(leases)
         except BaseException:
-            await self._take_back(leases)
+            await self._return_leases(leases)
             raise
-        peers = {id: (owner.node, owner.arena) for id, owner in owners.items()}
+        addresses = {id: (owner.node, owner.arena) for id, owner in owners.items()}
         peer.claims.update(lease.claim for lease in leases)
         for lease in leases:
             self.scheduler.observers.tell(Observer.dispatched, lease.task.planned.pool)
             self.scheduler.swaps.worked(peer.worker.id)
-        return messages.LeasesGranted(tuple(leases), peers, {id: owner.engines for id, owner in owners.items()})
+        return messages.LeasesGranted(tuple(leases), addresses, {id: owner.engines for id, owner in owners.items()})
 
-    async def _look(self) -> Backpressure:
-        """The flow through the pools, as it was lately."""
-        async with self._looking:
+    async def _current_backpressure(self) -> Backpressure:
+        """Return the back-pressure between pools, computed again after BACKPRESSURE_S."""
+        async with self._backpressure_lock:
             now = self._clock.now()
             if self._backpressure is None or now > self._backpressure_until:
                 cards = (await self.scheduler.registry.cards()).values()
@@ -300,46 +359,55 @@ class Dispatcher(Observer):
                 self._backpressure_until = now + BACKPRESSURE_S
             return self._backpressure
 
-    async def _owns(self, peer: _Peer, claim: Claim) -> bool:
-        """Whether a claim is of a task that was leased to this worker, at whichever scheduler."""
+    async def _owns_claim(self, peer: _Peer, claim: Claim) -> bool:
+        """Return whether this task is leased to the worker, by any scheduler of the queue."""
         if claim not in peer.claims and await self.scheduler.holds(peer.worker.id, claim):
             peer.claims.add(claim)
         return claim in peer.claims
 
-    async def _may_own(self, peer: _Peer, claim: Claim) -> bool:
-        """Whether it does, as far as is known: also while the part of the queue is away that could say."""
+    async def _may_own_claim(self, peer: _Peer, claim: Claim) -> bool:
+        """Return `_owns_claim`, or True while the queue cannot read the request."""
         with suppress(TransientError):
-            return await self._owns(peer, claim)
+            return await self._owns_claim(peer, claim)
         return True
 
-    async def _beat(self, peer: _Peer, beat: messages.Heartbeat) -> messages.HeartbeatReply:
-        hello = peer.hello
-        worker = self.scheduler.swaps.heard(msgspec.structs.replace(hello.worker, status=beat.status))
-        await self._queue.hello(worker, hello.cards)
+    async def _answer_heartbeat(self, peer: _Peer, beat: messages.Heartbeat) -> messages.HeartbeatReply:
+        """Renew the leases of a heartbeat.
+
+        Without news for the worker, the answer waits, for one heartbeat interval at most.
+        """
+        registration = peer.registration
+        worker = self.scheduler.swaps.heard(msgspec.structs.replace(registration.worker, status=beat.status))
+        await self._queue.hello(worker, registration.cards)
         for engine, moved in beat.moved.items():
             self.scheduler.observers.tell(Observer.moved, engine, moved)
         if beat.retracted:
             self.scheduler.observers.tell(Observer.retracted, beat.retracted)
         for memory, nbytes in beat.leaked.items():
             self.scheduler.observers.tell(Observer.leaked, worker.role, memory, nbytes)
-        interruption = self._interruption
-        own = [claim for claim in beat.claims if await self._may_own(peer, claim)]
-        held = set((await self._queue.renew(own, self.scheduler.lease_ttl)).held)
-        peer.claims &= held
-        load, soon = await self.scheduler.swaps.next(worker, bool(held))
-        ended = tuple(claim for claim in beat.claims if claim not in held)
+
+        news = self._news  # read before the leases are: an event that is set meanwhile is not missed
+        claims = [claim for claim in beat.claims if await self._may_own_claim(peer, claim)]
+        renewed = set((await self._queue.renew(claims, self.scheduler.lease_ttl)).held)
+        peer.claims &= renewed
+        load, soon = await self.scheduler.swaps.next(worker, bool(renewed))
+        ended = tuple(claim for claim in beat.claims if claim not in renewed)
         over = await self.scheduler.over(beat.holding)
         if not (ended or over or load):
             with suppress(TimeoutError):
-                await asyncio.wait_for(interruption.wait(), min(beat.wait, self._welcome.beat))
+                await asyncio.wait_for(news.wait(), min(beat.wait, self._registered_reply.beat))
         lost = tuple(self.scheduler.in_flight.lost(beat.holding))
-        return messages.HeartbeatReply(ended, tuple(over), lost, load, soon, self._withholds)
+        return messages.HeartbeatReply(ended, tuple(over), lost, load, soon, self._is_withholding)
 
     async def _report(
         self, peer: _Peer, message: _Report
     ) -> messages.Accepted | messages.LeasesGranted | messages.Rejected | None:
-        """Record what a worker says of a task; while the queue is away, an outcome waits for it."""
-        claim, worker = message.claim, peer.worker.id
+        """Record a worker's report on a task, trying again while the queue cannot be reached.
+
+        Returns None if it was not recorded: the worker sends the report again.
+        """
+        claim = message.claim
+        worker = peer.worker.id
         self.scheduler.swaps.worked(worker)
         about = {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt, "worker": worker}
         if isinstance(message, messages.TaskFailed) and message.reason == "drain":
@@ -356,7 +424,7 @@ class Dispatcher(Observer):
                 refused = messages.Rejected(str(error), lease_lost=True)
                 if not isinstance(message, messages.TaskCompleted | messages.TaskFailed):
                     return refused
-                message = messages.TaskStopped(claim, message.timings)  # what the attempt has used counts all the same
+                message = messages.TaskStopped(claim, message.timings)  # the device time of the attempt counts anyway
             except TransientError:
                 await asyncio.sleep(QUEUE_PAUSE_S)
         return None
@@ -375,37 +443,50 @@ class Dispatcher(Observer):
             case messages.TaskCompleted():
                 return await self._complete(peer, message)
             case messages.TaskFailed():
-                peer.leaves |= message.reason == "drain"
+                peer.is_draining |= message.reason == "drain"
                 await self.scheduler.fail(message, worker)
             case messages.TaskStopped():
                 await self.scheduler.stopped(message, worker)
         return messages.Accepted()
 
-    async def _append(self, peer: _Peer, message: messages.AppendOutput) -> messages.HeartbeatReply:
-        """Record what has grown; tells of which tasks it cannot be."""
-        own = [one for one in message.grown if await self._owns(peer, one.claim)]
-        kept = await self.scheduler.growing.append(own)
-        return messages.HeartbeatReply(tuple(one.claim for one in message.grown if one.claim not in kept), ())
+    async def _append_output(self, peer: _Peer, message: messages.AppendOutput) -> messages.HeartbeatReply:
+        """Record new output chunks. The answer names the claims whose chunks cannot be recorded."""
+        deltas = [delta for delta in message.grown if await self._owns_claim(peer, delta.claim)]
+        recorded = await self.scheduler.growing.append(deltas)
+        return messages.HeartbeatReply(tuple(delta.claim for delta in message.grown if delta.claim not in recorded), ())
 
-    async def _recall(self, peer: _Peer, claim: Claim, after: int) -> messages.RecordedOutput | messages.Rejected:
-        """Read what is recorded of a task for the worker that has it."""
+    async def _read_output(self, peer: _Peer, claim: Claim, after: int) -> messages.RecordedOutput | messages.Rejected:
+        """Return the recorded output chunks of a task from number `after` on.
+
+        Rejected if the task is not leased to this worker.
+        """
         with suppress(NotFound, Damaged):
-            if await self._owns(peer, claim):
+            if await self._owns_claim(peer, claim):
                 return messages.RecordedOutput(tuple(await self._queue.appended(claim.request, claim.stage, after)))
         return NOT_LEASED
 
-    async def _stepped(self, peer: _Peer, message: messages.StepProgress) -> bool:
-        """Publish steps; False if the lease is not this worker's (any more). While the queue is away they are lost."""
-        claim, last, worker = message.claim, min(message.step, message.steps), peer.worker.id
-        stage, attempt, steps = claim.stage, claim.attempt, message.steps
+    async def _publish_steps(self, peer: _Peer, message: messages.StepProgress) -> bool:
+        """Publish steps as events. Returns False if the worker has no lease on the task.
+
+        While the queue cannot be reached, steps are dropped.
+        """
+        claim = message.claim
+        last = min(message.step, message.steps)
         events = [
-            Event(kind, stage=stage, attempt=attempt, worker=worker, step=step, steps=steps)
+            Event(
+                kind,
+                stage=claim.stage,
+                attempt=claim.attempt,
+                worker=peer.worker.id,
+                step=step,
+                steps=message.steps,
+            )
             for step in range(max(1, message.first, last - MAX_STEPS + 1), last + 1)
             for kind in PROGRESS[: 1 + (step in message.previews)]
         ]
         try:
             used = _on_devices(Timings(share_s=message.share_s), peer.worker)
-            return await self._owns(peer, claim) and await self._queue.progress(claim, events, used)
+            return await self._owns_claim(peer, claim) and await self._queue.progress(claim, events, used)
         except (NotFound, Damaged):
             return False
         except TransientError:
@@ -413,7 +494,7 @@ class Dispatcher(Observer):
 
 
 def _on_devices(timings: Timings, worker: messages.WorkerInfo) -> Timings:
-    """The timings with the devices on which the worker computes, and without a wait that it cannot know."""
+    """Return the timings with the worker's devices, and without a queue wait, which workers cannot measure."""
     return msgspec.structs.replace(
         timings, device=worker.device, devices=max(1, len(worker.status.ranks)), queued_s=0.0
     )

@@ -1,7 +1,8 @@
-"""The encoder cache: what one request has encoded serves others that ask for the same, or for the same beginning.
+"""The encoder cache and prefix cache: reuses encoder outputs and prompt prefixes of other requests.
 
-The objects stay where they were made, each held by its owner under a name of its own; the queue has the index, so that
-all schedulers share it. What is found there may be lost all the same: it is then made again, as any lost object is.
+Cached objects stay in the tensor store of the worker that made them, which retains each under a name of its own. The
+index is in the queue, so that all schedulers share it. A cached object may be lost: then it is computed again, as any
+lost object is.
 """
 
 from __future__ import annotations
@@ -23,94 +24,112 @@ from unfuse.scheduler.transitions import Transitions
 
 
 class EncoderCache:
-    """Up to `room` bytes of encoder outputs, 0 for none at all; and who encodes what is about to be there.
+    """Cache of up to `room` bytes of encoder outputs (0: disabled), which also merges equal encodes.
 
-    Equal encodes at one time are one. A request that needs what another one is about to encode waits for it, and says
-    so in its own context alone: whoever decides next, in whichever process, finds it there. One that waits in vain is
-    queued by the next look through the queue, at the latest. The last MAX_CACHED encodes queued here are known.
+    If several requests need the same encode at one time, one of them, the leader, runs it and the others wait. The
+    wait is recorded in the waiting request's context only, where every scheduler reads it. If its leader fails, the
+    stage is queued at the next review of the queue at the latest. Each scheduler knows the leaders of the last
+    MAX_CACHED encodes that it queued.
     """
 
     def __init__(self, transitions: Transitions, room: int, background: Supervisor) -> None:
-        self._queue, self._apply, self._workers = transitions.queue, transitions.apply, transitions.registry.workers
-        self._room, self._background = room, background
+        self._queue = transitions.queue
+        self._apply = transitions.apply
+        self._workers = transitions.registry.workers
+        self._room = room
+        self._background = background
+        #: By cache key, the request whose stage encodes it.
         self._leaders: dict[str, str] = {}
 
     def shared_by(self, tenant: str, wanted: bool) -> tuple[str, ...] | None:
-        """Which requests share what they encode with one of this tenant; None if it shares nothing."""
+        """Return the scope in which a tenant's outputs are shared, or None if they are not.
+
+        It is part of the cache keys.
+        """
         return (tenant,) if wanted and self._room else None
 
     async def find(self, plan: ExecutionPlan) -> tuple[dict[str, ObjectRef], int]:
-        """The outputs, by stage, that are there for a request, and how many more it could have had."""
+        """Return the cached outputs of a plan, by stage, and the number of misses.
+
+        Entries of workers that are not live are evicted.
+        """
         keys = {stage.name: stage.cache for stage in plan.stages if stage.cache and self._room}
-        found = await self._queue.cached(list(keys.values())) if keys else {}
-        live = {member.info.id for member in await self._workers()} if found else set()
-        for key, ref in found.items():
+        cached = await self._queue.cached(list(keys.values())) if keys else {}
+        live = {member.info.id for member in await self._workers()} if cached else set()
+        for key, ref in cached.items():
             if ref.owner not in live:
                 with suppress(TransientError):
                     await self._queue.uncache(key, ref.id)
-        hits = {name: found[key] for name, key in keys.items() if key in found and found[key].owner in live}
+        hits = {name: cached[key] for name, key in keys.items() if key in cached and cached[key].owner in live}
         return hits, len(keys) - len(hits)
 
     async def prefix(self, keys: Sequence[str]) -> tuple[ObjectRef, ...]:
-        """What is there of these keys, from the first one on without a gap."""
-        found = await self._queue.cached(keys[::-1]) if self._room else {}
-        live = {member.info.id for member in await self._workers()} if found else set()
-        refs = [found.get(key) for key in keys]
+        """Return the cached prefix blocks of these keys, up to the first one that is not cached."""
+        # In reverse, so that the last blocks of a prefix count as the least recently used ones.
+        cached = await self._queue.cached(keys[::-1]) if self._room else {}
+        live = {member.info.id for member in await self._workers()} if cached else set()
+        refs = [cached.get(key) for key in keys]
         return tuple(ref for ref in takewhile(lambda ref: ref is not None and ref.owner in live, refs) if ref)
 
     async def keep(self, key: str, output: ObjectRef) -> None:
-        """Let others have what a stage made, if it has a key. That may fail: nothing but time is lost by it."""
+        """Add a stage's output to the cache, if it has a key. Nothing is cached while the queue is away."""
         if key and self._room:
             with suppress(TransientError):
                 await self._queue.cache(key, output, self._room)
 
     async def lost(self, plan: ExecutionPlan, reader: str, id: str) -> None:
-        """A stage could not read the object of that id: if it is one that others would be given, they are not."""
+        """Evict an object that the stage `reader` could not read, if it is a cached one.
+
+        id: the object's id.
+        """
         with suppress(TransientError):
             for name in plan.stage(reader).after:
                 if key := plan.stage(name).cache:
                     await self._queue.uncache(key, id)
 
     async def over(self, names: Sequence[str]) -> list[str]:
-        """Which of these names (see `cached_as`) are of objects that the index, if it answers, has no more."""
+        """Return the names (see `cached_as`) of objects that were evicted. Empty while the queue is away."""
         keys = [name.removeprefix(CACHED).partition(":")[0] for name in names]
         try:
-            found = await self._queue.cached(keys, use=False) if keys else {}
+            cached = await self._queue.cached(keys, use=False) if keys else {}
         except TransientError:
             return []
-        kept = {cached_as(key, ref.id) for key, ref in found.items()}
-        return [name for name in names if name not in kept]
+        cached_names = {cached_as(key, ref.id) for key, ref in cached.items()}
+        return [name for name in names if name not in cached_names]
 
     async def leaders(self, context: RequestContext, hits: Mapping[str, ObjectRef]) -> dict[str, str]:
-        """The requests that encode the same and are not behind this new one, by the stage that would wait for them.
+        """Return the requests that encode the same as a new one and are not behind it, by stage.
 
-        Stages with `hits` need none. Some have just made it, and it is not in the cache yet.
+        Includes a leader that has just completed the encode, but whose output is not cached yet.
+
+        hits: cached outputs by stage. These stages need no leader.
         """
-        found: dict[str, str] = {}
+        leaders: dict[str, str] = {}
         for stage in context.plan.stages:
             leader = self._leaders.get(stage.cache) if stage.cache and stage.name not in hits else None
-            first, state = await self._state(stage.cache, leader) if leader else (None, StageState())
-            if leader and first and not _is_ahead(context, first) and (_is_under_way(state) or state.output):
-                found[stage.name] = leader
-        return found
+            leading, state = await self._load_state(stage.cache, leader) if leader else (None, StageState())
+            if leader and leading and not _is_ahead(context, leading) and (_is_first_try(state) or state.output):
+                leaders[stage.name] = leader
+        return leaders
 
     def submitted(self, context: RequestContext) -> None:
-        """A request was accepted: who needs what it encodes may wait for it, as it waits for others."""
+        """Register the encodes of an accepted request, and watch the leaders of its waiting stages."""
         for stage in context.plan.stages:
             if leader := context.stages[stage.name].follows:
                 follow = partial(self._follow, context.id, stage, leader)
                 self._background.once("waiting for what another request encodes", follow)
             else:
-                self._lead(context, stage)
+                self._register_leader(context, stage)
 
     async def review(self, context: RequestContext) -> None:
-        """Go on with each stage that waits for a request which makes no more of it."""
+        """Continue the stages of a request that wait for a leader which no longer encodes."""
         for stage in context.plan.stages:
             leader = context.stages[stage.name].follows
             if leader and not context.over and not await self._is_leading(stage.cache, leader):
-                await self._go_on(context.id, stage, leader)
+                await self._end_wait(context.id, stage, leader)
 
-    def _lead(self, context: RequestContext, stage: PlannedStage) -> None:
+    def _register_leader(self, context: RequestContext, stage: PlannedStage) -> None:
+        """Register a request as the leader of a queued stage with a cache key."""
         if stage.cache and context.stages[stage.name].status == "queued":
             self._leaders.pop(stage.cache, None)
             self._leaders[stage.cache] = context.id
@@ -118,28 +137,33 @@ class EncoderCache:
                 del self._leaders[next(iter(self._leaders))]
 
     async def _follow(self, request: str, stage: PlannedStage, leader: str) -> None:
+        """Wait until the leader completes the encode, retries it or ends; then end the stage's wait."""
         with suppress(NotFound):
             async for event in self._queue.watch(leader):
                 if event.type in ("stage_completed", "retrying") and not await self._is_leading(stage.cache, leader):
                     break
-        await self._go_on(request, stage, leader)
+        await self._end_wait(request, stage, leader)
 
-    async def _go_on(self, request: str, stage: PlannedStage, leader: str) -> None:
-        """Give a stage what its leader has made, if that is still there; else have it run."""
+    async def _end_wait(self, request: str, stage: PlannedStage, leader: str) -> None:
+        """Complete a waiting stage with its leader's output, or queue it if there is none."""
         hits, _ = await self.find(ExecutionPlan((stage,)))
-        output = hits.get(stage.name) or (await self._state(stage.cache, leader))[1].output
+        output = hits.get(stage.name) or (await self._load_state(stage.cache, leader))[1].output
         with suppress(NotFound):
             record, _ = await self._apply(
                 request, lambda record, wall: lifecycle.followed(record.context, stage.name, output, wall)
             )
-            self._lead(record.context, stage)
+            self._register_leader(record.context, stage)
 
     async def _is_leading(self, key: str, request: str) -> bool:
-        """Whether a request is making the output for this cache key for the first time."""
-        return _is_under_way((await self._state(key, request))[1])
+        """Return whether a request is in its first try at the encode of this cache key."""
+        _, state = await self._load_state(key, request)
+        return _is_first_try(state)
 
-    async def _state(self, key: str, request: str) -> tuple[RequestContext | None, StageState]:
-        """The request, and the state of its stage whose output is cached under this key; None if it is gone."""
+    async def _load_state(self, key: str, request: str) -> tuple[RequestContext | None, StageState]:
+        """Return a request and the state of its stage with this cache key.
+
+        None and an empty state if the request is unknown or damaged, or no stage of it has the key.
+        """
         with suppress(NotFound, Damaged):
             context = (await self._queue.load(request)).context
             for stage in context.plan.stages:
@@ -148,10 +172,11 @@ class EncoderCache:
         return None, StageState()
 
 
-def _is_under_way(state: StageState) -> bool:
+def _is_first_try(state: StageState) -> bool:
+    """Return whether a stage is queued or runs, and has not failed before."""
     return state.status == "queued" and not (state.failures or state.crashes or state.recomputes)
 
 
 def _is_ahead(context: RequestContext, leader: RequestContext) -> bool:
-    """Whether a request goes before one that came earlier."""
+    """Return whether a new request is ordered before its possible leader."""
     return (-context.delivery.priority, context.order) < (-leader.delivery.priority, leader.order)

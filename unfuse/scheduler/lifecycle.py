@@ -1,9 +1,16 @@
-"""What happens next in a request: pure transitions, (context, what happened, when) → Change. No I/O, and no clock.
+"""The state machine of requests: pure functions from context and event to Change.
 
-A leased stage is "queued" in its context, or "announced", since leases live beside contexts; that it was leased is
-proven by the claim it is reported with, which the queue checks when the change is committed. `wall` is Unix seconds,
-`queue_now` seconds of the queue's clock. Nothing here changes a context that is over: a report about it raises
-LeaseLost, unless it repeats the one that completed its stage, and everything else is answered with None.
+They do no I/O and read no clock.
+
+Parameters that many functions have:
+- `wall`: the time, in Unix seconds. `queue_now`: the time, in seconds of the queue's clock.
+- `running`: the leased stages, as the request's record lists them.
+
+Leases are stored beside contexts, so a leased stage has the status "queued" in its context, or "announced". The claim
+of a report proves that its stage is leased; the queue checks it when the change is committed.
+
+A context that is over never changes: a report about it raises LeaseLost, unless it repeats the one that completed its
+stage. All other functions then return None.
 """
 
 from __future__ import annotations
@@ -43,17 +50,17 @@ from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import EXACT
 from unfuse.scheduler.change_builder import ChangeBuilder, account_not_begun, account_report, lose_output
 
+#: `(pool, worker) -> bool`: whether the pool has another live worker than this one.
 HasOther = Callable[[str, str], bool]
-"""`(pool, worker) -> bool`: whether the pool has another live worker than this one."""
 
-BEGUN = ("queued", "announced")  # what a stage that runs can be in its context
-BLAMELESS = frozenset({"drain", "preempted", "full", "producer", "compute"})  # why a task may be handed back at will
+BEGUN = ("queued", "announced")  # the statuses that a leased stage can have in its context
+BLAMELESS = frozenset({"drain", "preempted", "full", "producer", "compute"})  # reasons of hand-backs without a limit
 ALL_FLAGGED = "the model's safety checker flagged all results: change the prompt, or try another seed"
-GIVEN_UP = 3  # a task that so many workers get no more, because each handed it back again and again, is dead
-WEIGHTS_CHANGED = "weights_changed"  # the error code of a request whose model's files have changed since loading
-MODEL_FAILED = "model_failed"  # the error code of a request whose model was added and cannot be served
-USUAL_WAKING_S = 300.0  # seconds that waking a pool is said to take before it was seen: the chart's `coldStartSeconds`
-BACKOFF_S = 0.5  # wait before the first retry of a transient failure; each further one waits twice as long
+GIVEN_UP = 3  # workers that may hand a task back too often before its request becomes a dead letter
+WEIGHTS_CHANGED = "weights_changed"  # error code: the model's files have changed since they were loaded
+MODEL_FAILED = "model_failed"  # error code: a model that was added while servers ran cannot be served
+USUAL_WAKING_S = 300.0  # predicted seconds of a pool's first cold start: the chart's `coldStartSeconds`
+BACKOFF_S = 0.5  # seconds before the first retry of a transient failure; they double with each further one
 
 
 def admitted(
@@ -62,9 +69,10 @@ def admitted(
     cached: Mapping[str, ObjectRef] | None = None,
     leaders: Mapping[str, str] | None = None,
 ) -> Change:
-    """The first tasks of a new request: every stage that reads nothing. The version stays as it is.
+    """Queue the first tasks of a new request: all stages without inputs. The version does not change.
 
-    Stages whose output is `cached`, by name, are done without having run. Those with `leaders` wait for these requests.
+    cached: outputs from the encoder cache, by stage. These stages are done without running.
+    leaders: requests that encode the same, by stage. These stages wait for their output.
     """
     stages = {stage.name: StageState(follows=(leaders or {}).get(stage.name, "")) for stage in context.plan.stages}
     builder = ChangeBuilder(replace(context, stages=stages), wall)
@@ -76,14 +84,17 @@ def admitted(
 
 
 def reused(context: RequestContext, result: tuple[ResultFile, ...], wall: float) -> Change:
-    """A new request that has these results: it is over, and nothing of it ran."""
+    """Complete a new request with the results of an equal one. None of its stages runs."""
     stages = {stage.name: StageState("done") for stage in context.plan.stages}
-    over = replace(context, stages=stages, status="completed", result=result, created_at=wall, completed_at=wall)
-    return Change(over, events=(Event("queued", wall), Event("completed", wall, message="reused")))
+    done = replace(context, stages=stages, status="completed", result=result, created_at=wall, completed_at=wall)
+    return Change(done, events=(Event("queued", wall), Event("completed", wall, message="reused")))
 
 
 def followed(context: RequestContext, stage: str, output: ObjectRef | None, wall: float) -> Change | None:
-    """A stage waits no longer for another request: it has the output now, or runs itself. None if it did not wait."""
+    """End a stage's wait for an equal encode of another request. None if it did not wait.
+
+    With an output, the stage is done. Without one (None), it runs itself.
+    """
     if context.over or not context.stages[stage].follows:
         return None
     builder = ChangeBuilder(context, wall)
@@ -97,23 +108,24 @@ def followed(context: RequestContext, stage: str, output: ObjectRef | None, wall
 def completed(
     context: RequestContext, done: TaskCompleted, worker: str, wall: float, running: Sequence[RunningStage] = ()
 ) -> Change:
-    """A stage has made its output: queue what can run now, or complete the request with its last final stage.
+    """Complete a stage and queue its readers, or complete the request if nothing is left.
 
-    Anything but the output that the stage declares fails the request. `running` is the record's: it tells to whom the
-    stage was leased, and when. Raises LeaseLost.
+    An output other than the stage declares fails the request, and so do results that are all flagged. A repeated
+    report changes nothing. Raises LeaseLost.
     """
     claim = done.claim
     state = context.stages.get(claim.stage)
-    if state and (state.status, state.attempt, state.token, state.worker) == (
-        "done", claim.attempt, claim.token, worker,
-    ):  # fmt: skip
+    is_done = state is not None and (state.status, state.worker) == ("done", worker)
+    if state and is_done and (state.attempt, state.token) == (claim.attempt, claim.token):
         return Change(context, claim)
+
     builder = _claimed(context, claim, worker, wall, running)
     run = _attempt(claim, worker, done.timings, running)
     if not _as_declared(context.plan.stage(claim.stage), done, worker):
         builder.account(run, is_billed=False, is_final=True)
         message = f"worker {worker} brought something else than stage {claim.stage} makes: is its version ours?"
         return builder.end("failed", ErrorInfo("stage_failed", message, claim.stage), claim)
+
     queued_at = builder.stages[claim.stage].queued_at
     queued_s = sum(max(0.0, run.since - queued_at) for run in running if run.stage == claim.stage)
     steps = done.timings.steps + done.timings.resumed or run.steps
@@ -136,14 +148,16 @@ def completed(
 def saved(
     context: RequestContext, saved: CheckpointSaved, worker: str, running: Sequence[RunningStage] = ()
 ) -> Change | None:
-    """A running stage can be resumed from there; None if a later step of this attempt is known. Raises LeaseLost.
+    """Record a checkpoint of a running stage. None if this attempt has a later one. Raises LeaseLost.
 
-    A checkpoint of an earlier attempt that is further could not be read, or this one would have gone on from it.
+    It replaces a checkpoint of an earlier attempt even if that has more steps: the attempt did not resume from it, so
+    it could not be read.
     """
-    claim, ref = saved.claim, saved.checkpoint
+    claim = saved.claim
+    ref = saved.checkpoint
     state = _current(context, claim, worker, running)
-    known = state.checkpoint
-    if known is not None and known.attempt == claim.attempt and saved.step <= state.checkpoint_step:
+    previous = state.checkpoint
+    if previous is not None and previous.attempt == claim.attempt and saved.step <= state.checkpoint_step:
         return None
     if not _made_by(ref, claim, worker):
         raise LeaseLost(f"worker {worker} brought a checkpoint of {claim.stage} that is not its own")
@@ -154,8 +168,12 @@ def saved(
 def announced(
     context: RequestContext, news: OutputAnnounced, worker: str, wall: float, running: Sequence[RunningStage] = ()
 ) -> Change | None:
-    """Queue what reads a running stage's output as it grows; its lease stays. None if known. Raises LeaseLost."""
-    claim, ref = news.claim, news.output
+    """Queue the readers of an output that is still being written. The stage's lease stays.
+
+    None if the output is announced already. Raises LeaseLost.
+    """
+    claim = news.claim
+    ref = news.output
     state = _current(context, claim, worker, running)
     if not held_by(worker, claim, running) or not _made_by(ref, claim, worker):
         raise LeaseLost(f"worker {worker} announced an output of {claim.stage} that is not its own")
@@ -177,9 +195,9 @@ def handed_back(
     running: Sequence[RunningStage] = (),
     timings: Timings | None = None,
 ) -> Change | None:
-    """A running stage is about to go back to its queue: what it has announced, if anything, comes to nothing.
+    """Withdraw the announced output of a running stage that is handed back.
 
-    What the attempt has used is lost. None if that is recorded already.
+    The device time of the attempt is lost. None if all that is recorded already.
     """
     state = context.stages.get(claim.stage)
     if state is None or context.over or not held_by(worker, claim, running):
@@ -196,7 +214,10 @@ def handed_back(
 
 
 def began(context: RequestContext, running: Sequence[RunningStage]) -> Change | None:
-    """Record when the first stage was leased, since leases may end without a change. None if that is known."""
+    """Record when the first stage was leased, since leases may end without a change.
+
+    None if the time is recorded, or no stage runs.
+    """
     if context.over or context.started_at is not None or not running:
         return None
     return ChangeBuilder(context, 0.0, running).change(None, context.status)
@@ -205,7 +226,7 @@ def began(context: RequestContext, running: Sequence[RunningStage]) -> Change | 
 def stopped(
     context: RequestContext, stopped: TaskStopped, worker: str, wall: float, running: Sequence[RunningStage] = ()
 ) -> Change | None:
-    """A worker says what an attempt has used that holds its lease no longer. None if that is known already.
+    """Account for the device time of an attempt whose lease has ended. None if that was done.
 
     An attempt that is `running` is counted when it ends.
     """
@@ -228,16 +249,20 @@ def failed(
     running: Sequence[RunningStage] = (),
     has_other: bool = False,
 ) -> Change:
-    """A stage ended without outcome: try again what may succeed and is within its budget, else fail the request.
+    """Apply the retry policy: retry a failed stage within its budgets, else fail the request.
 
-    A crash in company may have been another's doing: it is charged to nobody, and the stage is alone from then on.
-    `running` is the record's: consumers of a lost object that run already are left alone, they may have read it.
-    `has_other` says whether another worker could run the stage. Raises LeaseLost, and ValueError for a hand-back, which
-    the queue handles.
+    A crash beside other tasks may be caused by any of them. It is not charged, and the stage runs alone from then on.
+    Readers of a lost object that run already continue, since they may have read it.
+
+    has_other: whether another live worker could run the stage.
+
+    Raises LeaseLost, and ValueError for a hand-back, which the queue handles.
     """
-    claim, stage = failed.claim, failed.claim.stage
+    claim = failed.claim
+    stage = claim.stage
     builder = _claimed(context, claim, worker, wall, running)
-    run, is_refused = _attempt(claim, worker, failed.timings, running), failed.reason == REFUSED
+    run = _attempt(claim, worker, failed.timings, running)
+    is_refused = failed.reason == REFUSED
     if failed.kind == "object_lost":
         _lose(builder, run)
     else:
@@ -265,11 +290,11 @@ def failed(
 def turned_down(
     context: RequestContext, stage: str, message: str, wall: float, running: Sequence[RunningStage] = ()
 ) -> Change | None:
-    """No worker is left to try a stage that several have handed back without a step. None if it is over, or done."""
+    """Make a request a dead letter because GIVEN_UP workers handed its stage back. None if it is not queued."""
     if context.over or context.stages[stage].status != "queued":
         return None
-    says = f"{GIVEN_UP} workers handed {stage} back again and again without beginning it; the last said: {message}"
-    return ChangeBuilder(context, wall, running).end("failed", ErrorInfo("handed_back", says, stage), dead=True)
+    reason = f"{GIVEN_UP} workers handed {stage} back again and again without beginning it; the last said: {message}"
+    return ChangeBuilder(context, wall, running).end("failed", ErrorInfo("handed_back", reason, stage), dead=True)
 
 
 def unavailable(
@@ -278,13 +303,13 @@ def unavailable(
     wall: float,
     running: Sequence[RunningStage] = (),
 ) -> Change | None:
-    """Fail a request that needs a pool without workers, if a changed model file is the reason. None otherwise.
+    """Fail a request that needs a pool without workers because of a changed model file. Else None.
 
-    `changed` returns the file because of which a pool has no workers. Running stages do not count: they may complete.
+    Running stages do not count: they may complete. `changed` returns the file because of which a pool has no workers.
     """
-    runs = {run.stage for run in running}
-    left = [] if context.over else [stage for stage in context.plan.stages if stage.name not in runs]
-    for stage in left:
+    leased = {run.stage for run in running}
+    pending = [] if context.over else [stage for stage in context.plan.stages if stage.name not in leased]
+    for stage in pending:
         if context.stages[stage.name].status != "done" and (file := changed(stage.pool)) and file.compared:
             error = ErrorInfo(WEIGHTS_CHANGED, str(file), stage.name)
             return ChangeBuilder(context, wall, running).end("failed", error, dead=True)
@@ -292,7 +317,7 @@ def unavailable(
 
 
 def unserved(context: RequestContext, reason: str, wall: float, running: Sequence[RunningStage] = ()) -> Change | None:
-    """Fail a request whose model cannot be served, for this reason. None if it is over."""
+    """Fail a request whose model cannot be served. None if it is over."""
     if context.over:
         return None
     error = ErrorInfo(MODEL_FAILED, f"the model cannot be served: {reason}")
@@ -302,7 +327,7 @@ def unserved(context: RequestContext, reason: str, wall: float, running: Sequenc
 def expired_lease(
     context: RequestContext, lease: Lease, wall: float, running: Sequence[RunningStage] = ()
 ) -> Change | None:
-    """A lease's time has passed: the stage is charged a failure and tried again at once. None if it was not held."""
+    """Charge a failure to a stage whose lease expired and retry it at once. None if it was not leased."""
     claim = lease.claim
     try:
         builder = _claimed(context, claim, lease.worker, wall, running)
@@ -314,7 +339,7 @@ def expired_lease(
 
 
 def cancelled(context: RequestContext, wall: float, running: Sequence[RunningStage] = ()) -> Change | None:
-    """The client wants no more of it. None if it is over."""
+    """Cancel a request. None if it is over."""
     return None if context.over else ChangeBuilder(context, wall, running).end("cancelled")
 
 
@@ -333,7 +358,7 @@ def timed_out(
     wake_limit: float = 0.0,
     running: Sequence[RunningStage] = (),
 ) -> Change | None:
-    """Its deadline has passed. None if it is over, or its deadline was moved, or moves: it waits for a pool to wake."""
+    """Expire a request at its deadline. None if it is over, or its `latest_end` is still to come."""
     if context.over or (latest_end(context, wake_limit) or queue_now) > queue_now:
         return None
     asleep = [stage.pool for stage in context.plan.stages if context.stages[stage.name].sleeps]
@@ -343,10 +368,12 @@ def timed_out(
 
 
 def await_waking(context: RequestContext, asleep: Collection[str], wall: float, limit_s: float = 0.0) -> RequestContext:
-    """The request with the stages that wait for a pool which sleeps marked so; itself if they are.
+    """Return the request with its stages' cold starts recorded, or itself if nothing changed.
 
-    Its deadline moves by the longest that a stage has waited for one that is awake now, up to the limit; so does its
-    place in line, where that is its deadline. A stage that waits once more moves it by what is longer than before.
+    The deadline moves by the longest cold start that has ended, up to `limit_s`; with an order by deadline, the order
+    moves too. A stage that waits for a second cold start moves them only by the seconds beyond the first one.
+
+    asleep: declared pools that are scaled to zero.
     """
     changed: dict[str, StageState] = {}
     for stage in () if context.over else context.plan.stages:
@@ -357,58 +384,61 @@ def await_waking(context: RequestContext, asleep: Collection[str], wall: float, 
     if not changed:
         return context
     stages = context.stages | changed
-    slept = (state.slept[1] - state.slept[0] for state in stages.values() if state.slept[1])
-    more = max(0.0, min(limit_s, max(slept, default=0.0)) - context.moved)
-    order = context.order + more if context.order == context.deadline else context.order
-    deadline = context.deadline and context.deadline + more
-    return replace(context, stages=stages, deadline=deadline, order=order, moved=context.moved + more)
+    waits_s = (state.slept[1] - state.slept[0] for state in stages.values() if state.slept[1])
+    more_s = max(0.0, min(limit_s, max(waits_s, default=0.0)) - context.moved)
+    order = context.order + more_s if context.order == context.deadline else context.order
+    deadline = context.deadline and context.deadline + more_s
+    return replace(context, stages=stages, deadline=deadline, order=order, moved=context.moved + more_s)
 
 
 def latest_end(context: RequestContext, limit_s: float) -> float | None:
-    """When a request ends at the latest, as things stand: its deadline moves on while it waits. None if it has none."""
+    """Return the deadline (queue clock), plus the rest of `limit_s` during a cold start."""
     waits = any(state.sleeps for state in context.stages.values())
     return context.deadline and context.deadline + (max(0.0, limit_s - context.moved) if waits else 0.0)
 
 
 def seconds_until_awake(context: RequestContext, took: Mapping[str, Waking], wall: float) -> float | None:
-    """Predicted seconds until the pools that a request waits for are awake, by what that `took`; None if for none."""
-    left: list[float] = []
+    """Return the predicted seconds until the request's last cold start ends. None if it waits for none.
+
+    took: the last cold start of each declared pool.
+    """
+    remaining_s: list[float] = []
     for stage in () if context.over else context.plan.stages:
         if (state := context.stages[stage.name]).sleeps:
-            began, ended = took.get(declared(stage.pool), (0.0, USUAL_WAKING_S))
-            left.append(max(0.0, state.slept[0] + ended - began - wall))
-    return max(left, default=None)
+            started, ended = took.get(declared(stage.pool), (0.0, USUAL_WAKING_S))
+            remaining_s.append(max(0.0, state.slept[0] + ended - started - wall))
+    return max(remaining_s, default=None)
 
 
 def overran(context: RequestContext, wall: float, running: Sequence[RunningStage] = ()) -> Change | None:
-    """Its stages were leased for longer than it may take. None if they were not, or it is over.
+    """Expire a request whose stages were leased for longer than its time limit. None if they were not.
 
-    Time in queues does not count, nor do stages that ran side by side twice: it is the longest chain that does. Nor do
-    gaps in which no scheduler worked, and steps of clocks: see `TaskQueue.expired`.
+    The longest chain of stages counts, so that parallel stages count once. Not counted are the time in queues, gaps
+    without a scheduler, and clock changes: see `TaskQueue.expired`.
     """
     if context.over or context.request.time_limit_s is None:
         return None
-    spent: dict[str, float] = {}
-    for stage in context.plan.stages:  # in an order in which they could run
-        now = sum(run.ran_s for run in running if run.stage == stage.name)
-        behind = max((spent[name] for name in stage.after), default=0.0)
-        spent[stage.name] = behind + context.stages[stage.name].leased_s + now
-    if max(spent.values()) <= context.request.time_limit_s:
+    chain_s: dict[str, float] = {}  # by stage, the leased seconds of the longest chain that ends with it
+    for stage in context.plan.stages:  # inputs come before their readers
+        running_s = sum(run.ran_s for run in running if run.stage == stage.name)
+        inputs_s = max((chain_s[name] for name in stage.after), default=0.0)
+        chain_s[stage.name] = inputs_s + context.stages[stage.name].leased_s + running_s
+    if max(chain_s.values()) <= context.request.time_limit_s:
         return None
-    took = f"its stages ran for longer than the {context.request.time_limit_s:.0f} s that it may take"
-    error = ErrorInfo("expired", f"{took}: ask for less, or have the server's limit raised")
+    reason = f"its stages ran for longer than the {context.request.time_limit_s:.0f} s that it may take"
+    error = ErrorInfo("expired", f"{reason}: ask for less, or have the server's limit raised")
     return ChangeBuilder(context, wall, running).end("expired", error)
 
 
 def retried(context: RequestContext) -> Change | None:
-    """Somebody has looked at a dead request. None if it is dead no more."""
+    """Clear the dead-letter mark of a request. None if it has none."""
     return Change(replace(context, version=context.version + 1, dead=False)) if context.dead else None
 
 
 def placed(change: Change, home: Callable[[str], str]) -> Change:
-    """The change with what it queues in the pools where that is at `home` now.
+    """Return the change with its tasks queued in the pools that `home` returns for theirs.
 
-    Workers of another pool make other bytes: nothing of what an earlier attempt left is gone on from there.
+    Tasks that change their pool lose their checkpoint, since workers of another pool compute other bytes.
     """
     pools = {task.stage: pool for task in change.push if (pool := home(task.planned.pool)) != task.planned.pool}
     if not pools:
@@ -421,64 +451,70 @@ def placed(change: Change, home: Callable[[str], str]) -> Change:
 
 
 def _replanned(task: Task, plan: ExecutionPlan) -> Task:
-    """The task as the plan has its stage now; its room may have been learned."""
+    """Return the task with the plan's stage, except for `room`, which may have been learned."""
     planned = replace(plan.stage(task.stage), room=task.planned.room)
     return replace(task, planned=planned)
 
 
 def moved(
-    context: RequestContext, home: Callable[[str], str], wall: float, running: Sequence[RunningStage] = (),
-    asleep: Collection[str] = (), wake_limit: float = 0.0, has_other: HasOther = lambda _pool, _worker: True,
-) -> Change | None:  # fmt: skip
-    """Tasks that wait in vain go where they are at home, as the attempt that they are; so do those whose place moved
-    with the deadline, because a pool slept, and those that avoid the only worker that is left. None if there are no
-    such tasks.
+    context: RequestContext,
+    home: Callable[[str], str],
+    wall: float,
+    running: Sequence[RunningStage] = (),
+    asleep: Collection[str] = (),
+    wake_limit: float = 0.0,
+    has_other: HasOther = lambda _pool, _worker: True,
+) -> Change | None:
+    """Queue waiting tasks again that no live worker would lease, or whose order changed. None if there are none.
 
-    What runs is left alone.
+    Three kinds of tasks are queued again, as the same attempt: those whose `home` is another pool, those whose order
+    moved with the deadline after a cold start, and those that avoid the only worker left. Running tasks do not change.
     """
     states = context.stages
-    leased, awaits = {run.stage for run in running}, await_waking(context, asleep, wall, wake_limit)
-    waiting = [stage for stage in context.plan.stages if context.stages[stage.name].status == "queued"]
-    moves = [stage for stage in waiting if home(stage.pool) != stage.pool or awaits.order != context.order]
-    alone = {stage.name for stage in waiting if (id := states[stage.name].avoids) and not has_other(stage.pool, id)}
-    strays = [stage.name for stage in waiting if stage.name not in leased and (stage in moves or stage.name in alone)]
-    if context.over or (awaits is context and not strays):
+    leased = {run.stage for run in running}
+    awaiting = await_waking(context, asleep, wall, wake_limit)
+    queued = [stage for stage in context.plan.stages if states[stage.name].status == "queued"]
+    moves = [stage for stage in queued if home(stage.pool) != stage.pool or awaiting.order != context.order]
+    alone = {stage.name for stage in queued if (id := states[stage.name].avoids) and not has_other(stage.pool, id)}
+    requeued = [stage.name for stage in queued if stage.name not in leased and (stage in moves or stage.name in alone)]
+    if context.over or (awaiting is context and not requeued):
         return None
-    builder = ChangeBuilder(awaits, wall)
-    for name in strays:
-        before = context.stages[name]
+
+    builder = ChangeBuilder(awaiting, wall)
+    for name in requeued:
+        before = states[name]
         builder.move(name, "waiting", attempt=before.attempt - 1, avoids="" if name in alone else before.avoids)
         builder.queue(name, queued_at=before.queued_at)
     return placed(builder.change(None, context.status), home)
 
 
 def held_by(worker: str, claim: Claim, running: Sequence[RunningStage]) -> bool:
-    """Whether a task is leased to that worker, by what its record says runs."""
+    """Return whether the record's running stages show this claim's attempt leased to this worker."""
     return any((run.stage, run.attempt, run.worker) == (claim.stage, claim.attempt, worker) for run in running)
 
 
 def _claimed(
     context: RequestContext, claim: Claim, worker: str, wall: float, running: Sequence[RunningStage] = ()
 ) -> ChangeBuilder:
-    """A builder whose claimed stage is leased, as its claim says. Raises LeaseLost where that cannot be."""
+    """Return a builder with the claimed stage marked as leased. Raises LeaseLost as `_current` does."""
     state = _current(context, claim, worker, running)
     builder = ChangeBuilder(context, wall, running)
-    own = [run for run in running if run.stage == claim.stage]
-    reached = max([state.reached, *(run.step / run.steps for run in own if run.steps)])
-    leased_s = state.leased_s + sum(run.ran_s for run in own)
+    runs = [run for run in running if run.stage == claim.stage]
+    reached = max([state.reached, *(run.step / run.steps for run in runs if run.steps)])
+    leased_s = state.leased_s + sum(run.ran_s for run in runs)
     builder.move(claim.stage, "leased", attempt=claim.attempt, worker=worker, reached=reached, leased_s=leased_s)
     return builder
 
 
 def _attempt(claim: Claim, worker: str, timings: Timings, running: Sequence[RunningStage]) -> RunningStage:
-    """An attempt that ends, with the `timings` that its worker reports; the record may know of more, or of nothing."""
-    known = [run for run in running if (run.stage, run.attempt) == (claim.stage, claim.attempt)]
-    run = known[0] if known else RunningStage(claim.stage, claim.attempt, worker, 0.0)
+    """Return an ending attempt with the newest timings of its report and of the record."""
+    recorded = [run for run in running if (run.stage, run.attempt) == (claim.stage, claim.attempt)]
+    run = recorded[0] if recorded else RunningStage(claim.stage, claim.attempt, worker, 0.0)
     return replace(run, timings=newest(run.timings, timings))
 
 
 def _lose(builder: ChangeBuilder, run: RunningStage) -> None:
-    """Count an attempt as lost, or as one that did not begin."""
+    """Account for an attempt as lost, or as not begun if it did no work."""
     if run.step > 0 or run.timings.device_s > 0:
         builder.account(run, is_billed=False, is_final=True)
     else:
@@ -486,7 +522,7 @@ def _lose(builder: ChangeBuilder, run: RunningStage) -> None:
 
 
 def _current(context: RequestContext, claim: Claim, worker: str, running: Sequence[RunningStage]) -> StageState:
-    """The state of a stage that may be leased, as its claim says. Raises LeaseLost where that cannot be."""
+    """Return the claimed stage's state. Raises LeaseLost if it cannot be leased under this claim."""
     state = context.stages.get(claim.stage)
     if context.over or state is None or state.status not in BEGUN or claim.attempt < state.attempt:
         raise LeaseLost(f"attempt {claim.attempt} of {claim.stage} of {context.id} is not current: drop what it made")
@@ -496,25 +532,27 @@ def _current(context: RequestContext, claim: Claim, worker: str, running: Sequen
 
 
 def _object_lost(builder: ChangeBuilder, failed: TaskFailed, running: set[str]) -> Change:
-    """Make a lost input again: its stage runs again once its own inputs exist, and those who would read it wait.
+    """Run the producer of a lost input again, and let its readers wait.
 
-    One that is only announced is announced no more: its maker goes on with it, or will be found dead. A ref that is not
-    the current output of any input changes no producer: the stage only gets the current refs. If no input was made
-    again since it was queued, it is charged itself, so that a stage which keeps naming objects nobody knows comes to an
-    end too.
+    - A lost input that is only announced is withdrawn. Its producer still runs, or its lease will expire.
+    - An object that is not the current output of any input changes no producer: the consumer is queued again with the
+      current refs. Unless an input was computed again since the consumer was queued, the consumer is charged, so that
+      a stage that always names unknown objects fails in the end.
     """
-    before, consumer = builder.context(0), failed.claim.stage
+    before = builder.context(0)
+    consumer = failed.claim.stage
     inputs = {name: before.stages[name] for name in before.plan.stage(consumer).after}
     lost = next((name for name, state in inputs.items() if state.output and state.output.id == failed.object_id), None)
     queued_at = before.stages[consumer].queued_at
     is_announced = lost is not None and inputs[lost].status == "announced"
-    made_since = any(state.status != "done" or state.queued_at > queued_at for state in inputs.values())
-    if is_announced or (lost is None and made_since):
+    is_recomputed = any(state.status != "done" or state.queued_at > queued_at for state in inputs.values())
+    if is_announced or (lost is None and is_recomputed):
         builder.publish("retrying", consumer, failed.message)
     else:
         builder.charge("recomputes", lost or consumer, failed.message, failed.evidence)
     if builder.error is not None:
         return builder.end("failed", builder.error, failed.claim, dead=True)
+
     builder.withdraw(consumer)
     builder.move(consumer, "waiting")
     if lost is not None and is_announced:
@@ -529,7 +567,7 @@ def _object_lost(builder: ChangeBuilder, failed: TaskFailed, running: set[str]) 
 
 
 def _unknown_error(builder: ChangeBuilder, failed: TaskFailed, worker: str, has_other: bool) -> Change:
-    """Retry a stage, on another worker if there is one, unless it failed with the same type of exception before."""
+    """Retry a stage on another worker, if any. A second exception of the same type fails the request."""
     stage = failed.claim.stage
     state = builder.stages[stage]
     if state.failed_with == failed.error:
@@ -542,13 +580,13 @@ def _unknown_error(builder: ChangeBuilder, failed: TaskFailed, worker: str, has_
 
 
 def _as_declared(stage: PlannedStage, done: TaskCompleted, worker: str) -> bool:
-    """Whether a final stage brought results, and any other one the object that this worker made in this attempt."""
+    """Return whether a final stage has results, or another stage an output of this attempt."""
     if stage.final:
         return bool(done.results) and done.output is None
     return not done.results and done.output is not None and _made_by(done.output, done.claim, worker)
 
 
 def _made_by(ref: ObjectRef, claim: Claim, worker: str) -> bool:
-    """Whether an object is one that this attempt at this stage can have made."""
-    made = ref.request, ref.stage, ref.attempt, ref.owner
-    return 0 <= ref.nbytes <= EXACT and made == (claim.request, claim.stage, claim.attempt, worker)
+    """Return whether this attempt on this worker can have created the object."""
+    origin = ref.request, ref.stage, ref.attempt, ref.owner
+    return 0 <= ref.nbytes <= EXACT and origin == (claim.request, claim.stage, claim.attempt, worker)

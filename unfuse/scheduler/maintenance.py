@@ -1,4 +1,4 @@
-"""What happens in a queue without anybody asking: leases and deadlines end, workers go, tasks move to who is there."""
+"""Background maintenance of a queue: expires leases and deadlines, drops dead workers, moves waiting tasks."""
 
 from __future__ import annotations
 
@@ -22,22 +22,29 @@ from unfuse.scheduler.encoder_cache import EncoderCache
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.transitions import PAGE, Transitions
 
-SWEEP_S = 0.5  # how late the end of a lease may be noticed
+#: Seconds between two looks for expired leases.
+SWEEP_S = 0.5
 
+#: Seconds between two reviews of all active requests, and between two pages of one review.
 REVIEW_S, REVIEW_PAUSE_S = 5.0, 0.5
-"""How often requests that are not over are looked through, for deadlines that others knew of, and between pages."""
 
-LEARN_FROM = 64  # completed requests that are learned from at the start, and of other schedulers at each review
-RETURN_S = 2.0  # seconds a worker whose connection broke has to come back to a scheduler before others get its tasks
-GONE = 20  # a worker that was silent for this many lease times is dropped from the registry
+#: Number of completed requests whose costs are learned at the start, and at each review of a shared queue.
+LEARN_FROM = 64
 
+#: Seconds that a worker whose connection broke has to reconnect before its tasks are retried.
+RETURN_S = 2.0
+
+#: Lease times without a heartbeat after which a worker is removed from the registry.
+GONE = 20
+
+#: The deadline and cancel function of a request without a timer.
 NO_ALARM: tuple[float, Callable[[], object]] = 0.0, lambda: None
 
 log = structlog.get_logger(__name__)
 
 
 class Maintenance(Observer):
-    """What one scheduler does in the `background`."""
+    """The background tasks of one scheduler."""
 
     def __init__(
         self,
@@ -48,90 +55,97 @@ class Maintenance(Observer):
         lease_ttl: float,
         background: Supervisor,
     ) -> None:
-        self._transitions, self._queue, self._registry = transitions, transitions.queue, transitions.registry
-        self._costs, self._in_flight, self._lease_ttl, self._background = costs, in_flight, lease_ttl, background
+        self._transitions = transitions
+        self._queue = transitions.queue
+        self._registry = transitions.registry
+        self._costs = costs
+        self._in_flight = in_flight
         self._cache = cache
+        self._lease_ttl = lease_ttl
+        self._background = background
+        #: By request, its deadline and the function that cancels its timer.
         self._deadlines: dict[str, tuple[float, Callable[[], object]]] = {}
-        self._silent: dict[str, float] = {}
+        #: By worker without heartbeats, the clock's reading when this was noticed.
+        self._silent_workers: dict[str, float] = {}
         self._has_learned = False
 
     def start(self) -> None:
-        """Sweep for leases that ended, and look through the queue, again and again."""
+        """Start the loops that expire leases and review the queue."""
         self._background.forever("looking for leases that ended", self._sweep)
         self._background.forever("looking through the queue", self._review)
 
     async def close(self) -> None:
-        """End all of it, and keep what requests cost."""
-        for _, withdraw in self._deadlines.values():
-            withdraw()
+        """Stop the loops and save the learned costs."""
+        for _, cancel in self._deadlines.values():
+            cancel()
         await self._background.close()
         with self._background.besides("keeping what requests cost"):
             await self._costs.settle()
 
     def arm(self, context: RequestContext, now: float) -> None:
-        """End a request at its deadline, if it has one and is not over then; `now` is the queue's time."""
-        due, (known, withdraw) = (
-            lifecycle.latest_end(context, self._registry.wake_limit),
-            self._deadlines.get(context.id, NO_ALARM),
-        )
-        if due is not None and due != known and not context.over:
-            withdraw()
+        """Start or move the timer that expires a request at its deadline. `now` is the queue's time."""
+        due = lifecycle.latest_end(context, self._registry.wake_limit)
+        previous, cancel = self._deadlines.get(context.id, NO_ALARM)
+        if due is not None and due != previous and not context.over:
+            cancel()
             end = partial(self._background.once, "ending a request at its deadline", partial(self.expire, context.id))
             clock = self._transitions.clock
             self._deadlines[context.id] = due, clock.call_at(clock.now() + due - now, end)
 
     @override
     def ended(self, context: RequestContext) -> None:
-        _, withdraw = self._deadlines.pop(context.id, NO_ALARM)
-        withdraw()
+        _, cancel = self._deadlines.pop(context.id, NO_ALARM)
+        cancel()
 
     async def joined(self) -> None:
-        """A worker has come: what waits for one like it is told so."""
+        """Move waiting tasks after a worker registered: it may serve pools that were not live."""
         await self._registry.workers()
-        self._background.once("having tasks wait where somebody is", self._settle)
+        self._background.once("having tasks wait where somebody is", self._move_waiting_tasks)
 
     def disconnected(self, worker: str) -> None:
-        """A worker's connection broke: it comes back at once, or is dead, and whom it leaves waiting need not wait."""
+        """Remove a worker whose connection broke, unless it reconnects within RETURN_S."""
         self._background.once("waiting for a worker to come back", partial(self._await_return, worker))
 
     async def end(self, lease: Lease) -> None:
-        """Give the task of a lease whose time is over to others."""
+        """Retry the task of an expired lease."""
         task = lease.task
         with suppress(LeaseLost, NotFound):
-            _, ours = await self._transitions.apply(
+            _, is_changed = await self._transitions.apply(
                 task.request, lambda record, wall: lifecycle.expired_lease(record.context, lease, wall, record.running)
             )
-            if ours:
+            if is_changed:
                 log.warning(
                     "lease ended", request=task.request, stage=task.stage, attempt=task.attempt, worker=lease.worker
                 )
                 self._transitions.observers.tell(Observer.lease_expired, task.planned.pool)
 
     async def expire(self, request: str) -> None:
-        """End a request whose deadline has come, unless that was moved meanwhile."""
+        """Expire a request at its deadline, or start a new timer if the deadline was moved."""
         self._deadlines.pop(request, None)
-        now, limit = await self._queue.now(), self._registry.wake_limit
+        now = await self._queue.now()
+        wake_limit = self._registry.wake_limit
         with suppress(NotFound):
             record, _ = await self._transitions.apply(
-                request, lambda record, wall: lifecycle.timed_out(record.context, wall, now, limit, record.running)
+                request, lambda record, wall: lifecycle.timed_out(record.context, wall, now, wake_limit, record.running)
             )
             self.arm(record.context, now)
 
     async def workers(self) -> None:
-        """Learn who they are and who may be away, and drop those that are gone.
+        """Refresh the registry and remove workers without heartbeats.
 
-        A worker is gone if it was silent for long, and for a lease time since this was first noticed: after a gap, or
-        a step of the queue's clock, every worker seems to have been silent.
+        A worker is removed after GONE lease times without one, but not before one lease time since this was noticed:
+        after a gap without a scheduler, or a change of the queue's clock, all workers seem to be silent.
         """
-        horizon, now = await self._queue.now() - GONE * self._lease_ttl, self._transitions.clock.now()
+        horizon = await self._queue.now() - GONE * self._lease_ttl
+        now = self._transitions.clock.now()
         await self._registry.cards()
         silent = {member.info.id for member in await self._queue.workers() if member.seen < horizon}
-        self._silent = {worker: self._silent.get(worker, now) for worker in silent}
-        for worker in [worker for worker, noticed in self._silent.items() if now - noticed > self._lease_ttl]:
+        self._silent_workers = {worker: self._silent_workers.get(worker, now) for worker in silent}
+        for worker in [worker for worker, noticed in self._silent_workers.items() if now - noticed > self._lease_ttl]:
             await self._queue.bye(worker)
 
     async def learn(self) -> None:
-        """Learn what requests cost from those that completed, once, and always where other schedulers work too."""
+        """Learn costs from completed requests: once, or on each call if the queue is shared."""
         if self._has_learned and not self._queue.shared:
             return
         for record in reversed(await self._queue.list(RequestFilter(status="completed"), limit=LEARN_FROM)):
@@ -139,25 +153,26 @@ class Maintenance(Observer):
         self._has_learned = True
 
     async def requests(self) -> None:
-        """Of every request that is not over, know the deadline and what it still needs; end what took too long."""
+        """Review active requests: set timers, move waiting tasks, and enforce time limits."""
         async for page in self._transitions.pages(RequestFilter(over=False)):
             now = await self._queue.now()
             for record in page:
                 self._in_flight.announced(record.context)
                 await self._cache.review(record.context)
-                settled = await self._settled(record)
-                self.arm(settled.context, now)
-                settled = await self._transitions.apply_if_due(
-                    settled, lambda record, _: lifecycle.began(record.context, record.running)
+                moved = await self._move_tasks(record)
+                self.arm(moved.context, now)
+                started = await self._transitions.apply_if_due(
+                    moved, lambda record, _: lifecycle.began(record.context, record.running)
                 )
                 await self._transitions.apply_if_due(
-                    settled, lambda record, wall: lifecycle.overran(record.context, wall, record.running)
+                    started, lambda record, wall: lifecycle.overran(record.context, wall, record.running)
                 )
             if len(page) == PAGE:
                 await asyncio.sleep(REVIEW_PAUSE_S)
         self._in_flight.sweep()
 
     async def _await_return(self, worker: str) -> None:
+        """Remove a worker that sends no heartbeat for RETURN_S from now."""
         since = await self._queue.now()
         await asyncio.sleep(RETURN_S)
         if any(member.info.id == worker and member.seen <= since for member in await self._queue.workers()):
@@ -165,14 +180,18 @@ class Maintenance(Observer):
             await self._queue.bye(worker)
             await self._registry.workers()
 
-    async def _settle(self) -> None:
+    async def _move_waiting_tasks(self) -> None:
+        """Move the waiting tasks of all active requests."""
         async for page in self._transitions.pages(RequestFilter(over=False)):
             now = await self._queue.now()
             for record in page:
-                self.arm((await self._settled(record)).context, now)
+                self.arm((await self._move_tasks(record)).context, now)
 
-    async def _settled(self, record: RequestRecord) -> RequestRecord:
-        """Move a request's waiting tasks if needed, or fail it if it needs a pool whose model files have changed."""
+    async def _move_tasks(self, record: RequestRecord) -> RequestRecord:
+        """Move a request's waiting tasks to live pools.
+
+        Fails the request if it needs a pool that has no workers because a model file changed.
+        """
 
         def fail(record: RequestRecord, wall: float) -> Change | None:
             return lifecycle.unavailable(record.context, self._registry.changed_file, wall, record.running)
@@ -180,19 +199,23 @@ class Maintenance(Observer):
         return await self._transitions.apply_if_due(await self._transitions.settled(record), fail)
 
     async def _sweep(self) -> None:
+        """Wait for SWEEP_S, then end all expired leases."""
         await asyncio.sleep(SWEEP_S)
         for lease in await self._queue.expired(self._lease_ttl):
             with self._background.besides("ending a lease"):
                 await self.end(lease)
 
     async def _review(self) -> None:
-        """Look at the workers, at what completed, also by other schedulers, and at what is not over; then wait."""
-        for what, look in (
+        """Refresh workers, learn costs, review active requests and save costs; then wait for REVIEW_S.
+
+        An error in one of these does not stop the others.
+        """
+        for what, work in (
             ("looking at workers", self.workers),
             ("learning what requests cost", self.learn),
             ("looking for deadlines", self.requests),
             ("keeping what requests cost", self._costs.settle),
         ):
             with self._background.besides(what):
-                await look()
+                await work()
         await asyncio.sleep(REVIEW_S)

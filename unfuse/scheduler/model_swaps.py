@@ -1,4 +1,4 @@
-"""Which set of weights a worker should have loaded, where it has several and one fits at a time."""
+"""Model swapping: decides which model a worker loads, where one fits at a time."""
 
 from __future__ import annotations
 
@@ -15,153 +15,208 @@ from unfuse.queues.base import PoolStats, QueueBackend
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.registry import Registry
 
+#: Largest share of a busy worker's time that is spent on loading. It sets how long a model stays loaded.
 LOADING_SHARE = 0.1
-"""The most of a worker's time that goes to loading while it always has something to do: a set stays for so long."""
 
 
 class ModelBacklog(msgspec.Struct, frozen=True):
-    """What a set has to do: tasks that wait, seconds of the oldest, predicted seconds in all; and who else has it."""
+    """The tasks that wait for one model, and the other workers that serve it."""
 
+    #: Number of waiting tasks.
     waiting: int = 0
+    #: Age of the oldest waiting task, in seconds.
     oldest_s: float = 0.0
+    #: Predicted seconds of compute in all.
     left_s: float = 0.0
+    #: Number of other workers that have the model loaded or load it.
     others: int = 0
+    #: Whether another worker loads it now.
     loading: bool = False
 
 
 def stay(load_s: float) -> float:
-    """Seconds that a set which took so long to load stays, while there is something to do."""
+    """Return the least seconds for which a busy worker keeps a model that loads in `load_s`."""
     return load_s * (1 - LOADING_SHARE) / LOADING_SHARE
 
 
 def next_set(held: str, lines: Mapping[str, ModelBacklog], load_s: float, stayed_s: float, idle_s: float) -> str:
-    """The set that a worker should have, which has had `held` for so long, and nothing to do for `idle_s`.
+    """Return the model that a worker should have: `held`, or one to swap to.
 
-    It stays, unless it had nothing to do for as long as loading takes. Then what nobody else has is next, the longest
-    wait first, once it is worth the loading or has waited for a stay. What others have gets one worker more if each of
-    them has more to do than each of those that are left, who may not be none with something to do.
+    A worker keeps its model for `stay` seconds, unless it is idle: without a task for `load_s` seconds. Then:
+
+    1. A model that no other worker has is next, if its backlog takes longer than loading, or its oldest task has waited
+       for a stay, or this worker is idle.
+    2. Else a model that other workers have is next, if the backlog of each of them is larger, by the seconds of
+       loading, than that of each remaining worker of `held`. A busy worker that is the only one of `held` stays.
+
+    Among several, the one with the oldest waiting task is next.
+
+    lines: the backlog of each model of the worker, by name.
+    load_s: seconds that loading takes.
+    stayed_s: seconds since `held` was loaded.
+    idle_s: seconds since the worker last had a task.
     """
     is_idle = idle_s >= load_s
     if not is_idle and stayed_s < stay(load_s):
         return held
-    own = lines[held]
-    waits = {name: line for name, line in lines.items() if name != held and line.waiting}
-    found = [
-        name for name, line in waits.items()
-        if not line.others and (is_idle or line.left_s >= load_s or line.oldest_s >= stay(load_s))
-    ] or [
-        name for name, line in waits.items()
-        if line.others and not line.loading and (is_idle or own.others)
-        and line.left_s / line.others > load_s + (0.0 if is_idle else own.left_s / own.others)
-    ]  # fmt: skip
-    return max(found, key=lambda name: waits[name].oldest_s, default=held)
+
+    current = lines[held]
+    candidates = {name: backlog for name, backlog in lines.items() if name != held and backlog.waiting}
+
+    def is_worth_loading(backlog: ModelBacklog) -> bool:
+        return is_idle or backlog.left_s >= load_s or backlog.oldest_s >= stay(load_s)
+
+    def needs_more_workers(backlog: ModelBacklog) -> bool:
+        if backlog.loading or not (is_idle or current.others):
+            return False
+        remaining_s = 0.0 if is_idle else current.left_s / current.others
+        return backlog.left_s / backlog.others > load_s + remaining_s
+
+    unserved = [name for name, backlog in candidates.items() if not backlog.others and is_worth_loading(backlog)]
+    overloaded = [name for name, backlog in candidates.items() if backlog.others and needs_more_workers(backlog)]
+    return max(unserved or overloaded, key=lambda name: candidates[name].oldest_s, default=held)
 
 
 @dataclass(eq=False, slots=True)
-class _WorkerModels:
-    """What a worker has, since when, when it last had something to do; what it is to load, and whether it was told."""
+class _WorkerModel:
+    """The loaded model of a worker, and its swap."""
 
+    #: Name of the loaded model. Empty while another one loads.
     name: str
-    since: float
+
+    #: When it was loaded, by the clock.
+    loaded_at: float
+
+    #: When the worker last had a task, by the clock.
     worked_at: float
-    going: str = ""
-    told: bool = False
+
+    #: The model to load next. Empty if none is.
+    target: str = ""
+
+    #: Whether the worker is ordered to load the target. The order is repeated until the worker has loaded it.
+    is_ordered: bool = False
 
 
 class ModelSwaps:
-    """The sets of the workers that one scheduler hears, decided at their heartbeats by what waits in the queue.
+    """Decides on model swaps of one scheduler's workers at their heartbeats, by the backlogs.
 
-    Where a worker goes is in the registry before it is decided once more and told. So of two schedulers that decide at
-    one time the later one at least knows of the other's, and if both do, the worker with the lower id goes.
+    A decision is written to the registry first; the worker is ordered only if a second decision agrees. So of two
+    schedulers that decide at one time, at least the later one reads the other's decision. If both do, the worker with
+    the lower id swaps.
     """
 
     def __init__(self, queue: QueueBackend, registry: Registry, clock: Clock, observers: Observers[Observer]) -> None:
-        self._queue, self._registry, self._clock, self._observers = queue, registry, clock, observers
-        self._held: dict[str, _WorkerModels] = {}
-        self._took: dict[str, float] = {}
+        self._queue = queue
+        self._registry = registry
+        self._clock = clock
+        self._observers = observers
+        #: By worker, its loaded model.
+        self._workers: dict[str, _WorkerModel] = {}
+        #: By model, the seconds that it took to load.
+        self._load_s: dict[str, float] = {}
 
     def worked(self, worker: str) -> None:
-        """A worker has something to do."""
-        if held := self._held.get(worker):
-            held.worked_at = self._clock.now()
+        """Note that a worker has tasks now."""
+        if model := self._workers.get(worker):
+            model.worked_at = self._clock.now()
 
     def heard(self, worker: WorkerInfo) -> WorkerInfo:
-        """The worker as others have to know it: with where it goes. One that could not load that is back with the set
-        before.
+        """Record a heartbeat. Returns the worker with its swap target, as it is to be registered.
+
+        A worker that failed to load its target reports the model that it had before.
         """
         if not worker.sets:
             return worker
-        now, held, status = self._clock.now(), self._held.get(worker.id), worker.status
-        if held and status.loaded not in (held.name, ""):
+        now = self._clock.now()
+        model = self._workers.get(worker.id)
+        status = worker.status
+        if model and status.loaded not in (model.name, ""):
             self._observers.tell(Observer.swapped, status.loaded, status.load_s)
-        if held is None or status.loaded not in (held.name, ""):
-            held = self._held[worker.id] = _WorkerModels(status.loaded, now, now)
-            self._took[status.loaded] = status.load_s
-        held.name = status.loaded
+        if model is None or status.loaded not in (model.name, ""):
+            model = self._workers[worker.id] = _WorkerModel(status.loaded, now, now)
+            self._load_s[status.loaded] = status.load_s
+        model.name = status.loaded
         if status.target:
-            held.going, held.told = status.target, True
-        self._registry.known[worker.id] = worker = _with_target(worker, held.going)
+            model.target = status.target
+            model.is_ordered = True
+        self._registry.known[worker.id] = worker = _with_target(worker, model.target)
         return worker
 
     async def next(self, worker: WorkerInfo, works: bool) -> tuple[str, str]:
-        """The set that a worker, which was `heard` and has tasks if it `works`, should load in the place of its own,
-        and the one that it would have to if it had stayed for another load; "" for none.
-        """
-        held, soon = self._held.get(worker.id), ""
-        if held is None:
-            return "", ""
-        held.worked_at = self._clock.now() if works else held.worked_at
-        for _ in range(2 if worker.status.loaded and not held.told else 0):
-            load, soon, rivals = await self._decided(worker, held)
-            if load == held.going:
-                held.told = bool(load)
-                break
-            if held.going and worker.id < min(rivals, default=""):
-                break  # the others give way, or have loaded soon
-            held.going = load
-            await self._queue.hello(_with_target(worker, load))
-        return held.going if held.told else "", soon
+        """Return the model that a worker should load now, and the likely next one; "" for none.
 
-    async def _decided(self, worker: WorkerInfo, held: _WorkerModels) -> tuple[str, str, list[str]]:
-        """What `next` says of a worker as things stand, and the ids of those that go somewhere."""
+        The next one is what would be decided if its model had been loaded longer, by the seconds of loading.
+
+        worker: as `heard` returned it. works: whether it has tasks.
+        """
+        model = self._workers.get(worker.id)
+        likely_next = ""
+        if model is None:
+            return "", ""
+        model.worked_at = self._clock.now() if works else model.worked_at
+        for _ in range(2 if worker.status.loaded and not model.is_ordered else 0):
+            to_load, likely_next, rivals = await self._decide(worker, model)
+            if to_load == model.target:
+                model.is_ordered = bool(to_load)
+                break
+            if model.target and worker.id < min(rivals, default=""):
+                break  # keep the registered target: the others withdraw theirs, or will have loaded them soon
+            model.target = to_load
+            await self._queue.hello(_with_target(worker, to_load))
+        return model.target if model.is_ordered else "", likely_next
+
+    async def _decide(self, worker: WorkerInfo, model: _WorkerModel) -> tuple[str, str, list[str]]:
+        """Return the models of `next` by current backlogs, and the ids of other swapping workers."""
         stats = (await self._queue.stats(worker.pools)).pools
         others = [member.info for member in await self._registry.workers() if member.info.id != worker.id]
-        self._held = {one.id: self._held[one.id] for one in (*others, worker) if one.id in self._held}
-        lines = {name: self._line(worker, name, stats, others) for name in worker.sets}
-        load_s, now = max(self._took.get(name, worker.status.load_s) for name in worker.sets), self._clock.now()
-        stayed_s, idle_s = now - held.since, now - max(held.since, held.worked_at)
-        found = [next_set(held.name, lines, load_s, at, idle_s) for at in (stayed_s, stayed_s + load_s)]
-        load, soon = ("" if name == held.name else name for name in found)
-        return load, soon, [other.id for other in others if other.status.target]
+        self._workers = {info.id: self._workers[info.id] for info in (*others, worker) if info.id in self._workers}
+        lines = {name: self._backlog(worker, name, stats, others) for name in worker.sets}
+        load_s = max(self._load_s.get(name, worker.status.load_s) for name in worker.sets)
+        now = self._clock.now()
+        stayed_s = now - model.loaded_at
+        idle_s = now - max(model.loaded_at, model.worked_at)
+        decided = [next_set(model.name, lines, load_s, at, idle_s) for at in (stayed_s, stayed_s + load_s)]
+        to_load, likely_next = ("" if name == model.name else name for name in decided)
+        return to_load, likely_next, [other.id for other in others if other.status.target]
 
     def until_loaded(self, pool: str) -> float | None:
-        """Predicted seconds until somebody has loaded what serves a pool; None where somebody has, or nobody could."""
-        able = [worker for worker in self._registry.known.values() if pool in worker.pools]
-        if not able or any(pool in worker.open for worker in able):
-            return None
-        return min(self._wait(worker, pool) for worker in able)
+        """Return the predicted seconds until a worker has loaded the model of a pool.
 
-    def _line(
+        None if a worker has loaded it, or no worker serves the pool.
+        """
+        workers = [worker for worker in self._registry.known.values() if pool in worker.pools]
+        if not workers or any(pool in worker.open for worker in workers):
+            return None
+        return min(self._predict_load(worker, pool) for worker in workers)
+
+    def _backlog(
         self, worker: WorkerInfo, name: str, stats: Mapping[str, PoolStats], others: Sequence[WorkerInfo]
     ) -> ModelBacklog:
-        """What waits for a set and not for what the worker has already."""
-        own = {*worker.sets[name]}
-        lines = [stats[pool] for pool in own - {*worker.open} or own if pool in stats]
-        going = [other.status.target for other in others]
-        has = sum(own <= {*other.open} for other in others if not other.status.target)
-        waiting, left_s = sum(line.waiting for line in lines), sum(line.left_s for line in lines)
-        oldest_s = max((line.oldest_s for line in lines), default=0.0)
-        return ModelBacklog(waiting, oldest_s, left_s, has + going.count(name), name in going)
+        """Return the backlog of a model, without pools that the worker's loaded model serves too."""
+        pools = {*worker.sets[name]}
+        pool_stats = [stats[pool] for pool in pools - {*worker.open} or pools if pool in stats]
+        targets = [other.status.target for other in others]
+        loaded_count = sum(pools <= {*other.open} for other in others if not other.status.target)
+        return ModelBacklog(
+            waiting=sum(pool.waiting for pool in pool_stats),
+            oldest_s=max((pool.oldest_s for pool in pool_stats), default=0.0),
+            left_s=sum(pool.left_s for pool in pool_stats),
+            others=loaded_count + targets.count(name),
+            loading=name in targets,
+        )
 
-    def _wait(self, worker: WorkerInfo, pool: str) -> float:
-        now, held = self._clock.now(), self._held.get(worker.id)
-        load_s = min(self._took.get(name, worker.status.load_s) for name, pools in worker.sets.items() if pool in pools)
-        if held is None or held.going:
+    def _predict_load(self, worker: WorkerInfo, pool: str) -> float:
+        """Return the predicted seconds until a worker has loaded the model of a pool."""
+        now = self._clock.now()
+        model = self._workers.get(worker.id)
+        models = [name for name, pools in worker.sets.items() if pool in pools]
+        load_s = min(self._load_s.get(name, worker.status.load_s) for name in models)
+        if model is None or model.target:
             return load_s
-        idle_until = max(held.since, held.worked_at) + load_s
-        return load_s + max(0.0, min(held.since + stay(load_s), idle_until) - now)
+        idle_until = max(model.loaded_at, model.worked_at) + load_s
+        return load_s + max(0.0, min(model.loaded_at + stay(load_s), idle_until) - now)
 
 
 def _with_target(worker: WorkerInfo, target: str) -> WorkerInfo:
-    """Return the worker as one that loads this set next."""
+    """Return the worker with this model as the one to load next."""
     return replace(worker, status=replace(worker.status, target=target))

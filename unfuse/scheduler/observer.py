@@ -1,4 +1,4 @@
-"""Who hears what a scheduler decides."""
+"""Callbacks for scheduler events, for example for metrics."""
 
 from __future__ import annotations
 
@@ -9,52 +9,58 @@ from unfuse.core.request import RequestContext
 
 
 class Observer:
-    """Hears of each transition once, from the scheduler that made it; does nothing of itself."""
+    """Base class of scheduler observers. Each method is called once per event; by default it does nothing.
+
+    Only the scheduler that made a transition calls its observers. Times are in seconds.
+    """
 
     def announced(self, context: RequestContext) -> None:
-        """A request is about to be queued: nothing of it can be leased yet."""
+        """A request is about to be queued. None of its tasks can be leased yet."""
 
     def refused(self, context: RequestContext) -> None:
-        """What was announced was not accepted."""
+        """An announced request was refused by admission control."""
 
     def submitted(self, context: RequestContext) -> None:
-        """A request was accepted; no repeat of an earlier one."""
+        """A new request was accepted. Repeats of an earlier request are not reported."""
 
     def ended(self, context: RequestContext) -> None:
-        """A request is over."""
+        """A request has ended: its status is terminal."""
 
     def billed(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
-        """So many seconds of each device more are on the bill of a request that was over already."""
+        """Device seconds, by device, were added to the bill of a request that had ended before."""
 
     def written_off(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
-        """Attempts at a request that were lost have used so many seconds of each device more."""
+        """Device seconds, by device, were used by lost attempts at a request. They are not billed."""
 
     def dispatched(self, pool: str) -> None:
-        """A task was given to a worker."""
+        """A task of this pool was leased to a worker."""
 
     def lease_expired(self, pool: str) -> None:
-        """A worker was silent for too long; its task is another's."""
+        """A lease on a task of this pool expired because its worker sent no heartbeat. The task is retried."""
 
     def moved(self, engine: str, moved: TransferStats) -> None:
-        """A worker has pulled something from another node."""
+        """A worker pulled objects from another node with this transfer engine."""
 
     def began_to_grow(self, model: str, pieces: int, seconds: float) -> None:
-        """The first pieces of an output are recorded, so many seconds after its request was accepted."""
+        """The first `pieces` chunks of an output were recorded, `seconds` after its request was accepted."""
 
     def grew(self, model: str, pieces: int, seconds: float | None) -> None:
-        """So many pieces more, so many seconds after those before them; None where these are not known here."""
+        """Another `pieces` chunks of an output were recorded, `seconds` after the previous ones.
+
+        `seconds` is None if another scheduler recorded the previous chunks.
+        """
 
     def swapped(self, holds: str, seconds: float) -> None:
-        """A worker has loaded that set of weights in the place of another one, which took so many seconds."""
+        """A worker loaded the model `holds` in place of another one. Loading took `seconds`."""
 
     def retracted(self, times: int) -> None:
-        """So often, texts gave up keys and values for others on a worker."""
+        """A worker retracted texts `times` times: it freed their KV cache for other texts."""
 
     def leaked(self, role: str, memory: Memory, nbytes: int) -> None:
-        """An idle worker of that role reported a memory leak of so many bytes."""
+        """An idle worker of this role reported a memory leak of `nbytes` bytes."""
 
     def told(self, outcome: str) -> None:
-        """A webhook was called: it heard, the call failed, or it was given up with that."""
+        """A webhook was called. `outcome` says whether it was delivered, failed, or failed for good."""
 
     def looked_up(self, hits: int, misses: int) -> None:
-        """So many outputs were in the encoder cache for an accepted request, and so many were not."""
+        """The encoder cache was searched for an accepted request: the numbers of hits and misses."""

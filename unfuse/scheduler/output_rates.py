@@ -1,4 +1,4 @@
-"""Records the chunks of growing outputs, and reports their rate to observers."""
+"""Records output chunks of running tasks and reports their rate to observers."""
 
 from __future__ import annotations
 
@@ -16,82 +16,94 @@ from unfuse.core.task import Claim, OutputDeltas
 from unfuse.queues.base import RequestStore
 from unfuse.scheduler.observer import Observer
 
-MOST = 4096  # growing outputs that are known here at one time; the one that is known longest is forgotten first
+#: Most outputs that are tracked at one time. The one that is tracked longest is dropped first.
+MOST = 4096
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class _Output:
-    """A growing output of a request that was accepted at `created_at`, in seconds of the wall clock."""
+    """An output that is still being written."""
 
+    #: Name of the model.
     model: str
+
+    #: When its request was accepted, in Unix seconds.
     created_at: float
 
-    #: The number of the next chunk.
+    #: Number of the next chunk.
     chunks: int
 
-    #: When the last chunk came, in monotonic seconds. None if another scheduler recorded it.
-    at: float | None = None
+    #: When the last chunk was recorded, in monotonic seconds. None if another scheduler recorded it.
+    recorded_at: float | None = None
 
 
 class OutputRates(Observer):
-    """Tells observers when the first chunks of each output came, and the seconds between those that followed.
+    """Records output chunks and reports time to first chunk and seconds between chunks.
 
-    Attempts at a stage follow one another: a chunk that is made again is not counted again.
+    A chunk that a later attempt computes again is not counted again.
     """
 
     def __init__(self, store: RequestStore, clock: Clock, observers: Observers[Observer]) -> None:
-        self._store, self._clock, self._observers = store, clock, observers
-        self._outputs: dict[tuple[str, str], _Output] = {}  # by the key of the task
+        self._store = store
+        self._clock = clock
+        self._observers = observers
+        #: By the key of the task.
+        self._outputs: dict[tuple[str, str], _Output] = {}
 
     async def append(self, grown: Sequence[OutputDeltas]) -> set[Claim]:
-        """Record what outputs have grown by. Returns the claims of which it is recorded.
+        """Record new output chunks of several tasks. Returns the claims whose chunks are recorded.
 
-        What cannot be, such as what follows pieces that a queue has lost, costs its own task alone.
+        If the chunks of one task are invalid, those of the others are recorded. An example is a gap, after a queue has
+        lost chunks.
         """
         if not grown:
             return set()
         try:
-            held = await self._store.append_all(grown)
+            are_leased = await self._store.append_all(grown)
         except ProtocolError as error:
-            if len(grown) > 1:
-                return {claim for one in grown for claim in await self.append([one])}
+            if len(grown) > 1:  # try each alone
+                return {claim for deltas in grown for claim in await self.append([deltas])}
             log.warning("cannot be recorded", request=grown[0].claim.request, reason=str(error))
             return set()
-        recorded = [one for one, is_held in zip(grown, held, strict=True) if is_held]
-        for one in recorded:
-            await self._tell(one)
-        return {one.claim for one in recorded}
+        recorded = [deltas for deltas, is_leased in zip(grown, are_leased, strict=True) if is_leased]
+        for deltas in recorded:
+            await self._report_rate(deltas)
+        return {deltas.claim for deltas in recorded}
 
     @override
     def ended(self, context: RequestContext) -> None:
         for stage in context.stages:
             self._outputs.pop((context.id, stage), None)
 
-    async def _tell(self, grown: OutputDeltas) -> None:
-        output = self._outputs.get(grown.claim.key) or await self._known(grown)
+    async def _report_rate(self, deltas: OutputDeltas) -> None:
+        """Report recorded chunks to the observers, except those that were reported before."""
+        output = self._outputs.get(deltas.claim.key) or await self._track_output(deltas)
         if output is None:
             return
-        new, now = grown.offset + len(grown.pieces) - output.chunks, self._clock.now()
-        if new <= 0:
+        count = deltas.offset + len(deltas.pieces) - output.chunks
+        now = self._clock.now()
+        if count <= 0:
             return
+
         if output.chunks:
-            since = None if output.at is None else now - output.at
-            self._observers.tell(Observer.grew, output.model, new, since)
+            since = None if output.recorded_at is None else now - output.recorded_at
+            self._observers.tell(Observer.grew, output.model, count, since)
         else:
             seconds = max(0.0, self._clock.wall() - output.created_at)
-            self._observers.tell(Observer.began_to_grow, output.model, new, seconds)
-        output.chunks, output.at = output.chunks + new, now
+            self._observers.tell(Observer.began_to_grow, output.model, count, seconds)
+        output.chunks += count
+        output.recorded_at = now
 
-    async def _known(self, grown: OutputDeltas) -> _Output | None:
-        """The output that grows here from now on; None if its request is gone already."""
+    async def _track_output(self, deltas: OutputDeltas) -> _Output | None:
+        """Return a new entry for the output of a task. None if its request is gone or damaged."""
         try:
-            record = self._store.known(grown.claim) or await self._store.load(grown.claim.request)
+            record = self._store.known(deltas.claim) or await self._store.load(deltas.claim.request)
         except (NotFound, Damaged):
             return None
         context = record.context
-        self._outputs[grown.claim.key] = output = _Output(context.request.model, context.created_at, grown.offset)
+        self._outputs[deltas.claim.key] = output = _Output(context.request.model, context.created_at, deltas.offset)
         if len(self._outputs) > MOST:
             del self._outputs[next(iter(self._outputs))]
         return output

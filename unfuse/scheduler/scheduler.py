@@ -1,4 +1,7 @@
-"""The scheduler: loads a context, lets the lifecycle decide, commits. It keeps nothing that the queue does not know."""
+"""The scheduler: admits requests and turns finished tasks into the next ones.
+
+Each method loads a request, lets `lifecycle` decide, and commits the change. All state of requests is in the queue.
+"""
 
 from __future__ import annotations
 
@@ -43,17 +46,27 @@ from unfuse.scheduler.output_rates import OutputRates
 from unfuse.scheduler.registry import Registry
 from unfuse.scheduler.transitions import Transitions, WebhookDeliveries
 
-UNLIMITED = QueueLimits(EXACT, EXACT)  # room for a request that is over when it comes
-ANY_NUMBER = TenantLimits()  # of requests that nobody asks for within an allowance
-PATIENCE = 5.0  # a request may take so many times what was predicted, whatever the limit
+#: Queue limits of a request that is complete when it is submitted.
+UNLIMITED = QueueLimits(EXACT, EXACT)
+
+#: Tenant limits of a request that counts against no allowance.
+ANY_NUMBER = TenantLimits()
+
+#: A request may run for this many times its predicted cost, even if that exceeds its time limit.
+PATIENCE = 5.0
 
 
 class Scheduler:
-    """Turns what happened into what happens next, over one queue. Any number may run over a shared one.
+    """Schedules the requests of one queue. Any number of schedulers may share a queue.
 
-    `lease_ttl` is seconds; `cards` are the models it was configured to serve, beside those its workers bring. Encoder
-    outputs of up to `cache_bytes` serve other requests too. What stages take is kept in the file `costs`, if any. What
-    can never fit the `arenas` is refused. See the registry for roles that are `asleep`, and the `wake_limit`.
+    limits: admission control of the queue.
+    lease_ttl: seconds after which a lease without a heartbeat expires.
+    cards: specs of the configured models. Workers may bring further ones.
+    order: the order of tasks of equal priority, see `admission.Order`.
+    cache_bytes: size of the encoder cache. 0 disables it.
+    costs: file that stores the measured durations of stages. None: they are lost when the process ends.
+    arenas: the workers' arenas. Requests whose outputs can never fit are refused.
+    asleep, wake_limit: pools that may scale to zero, see `Registry`.
     """
 
     def __init__(
@@ -71,13 +84,17 @@ class Scheduler:
         asleep: Mapping[str, int] | None = None,
         wake_limit: float = 0.0,
     ) -> None:
-        self.queue, self.lease_ttl = queue, lease_ttl
-        self.draining = False  # whether new requests are refused because this scheduler is about to end
+        self.queue = queue
+        self.lease_ttl = lease_ttl
+        #: Whether new requests are refused because this scheduler is about to end.
+        self.draining = False
         self._limits = limits or QueueLimits()
         self.clock = clock or SystemClock()
         self._order: Order = order
-        self._arenas, self.in_flight = arenas or PoolArenas(), InFlight()
+        self._arenas = arenas or PoolArenas()
+        self.in_flight = InFlight()
         self.registry = Registry(queue, lease_ttl, cards, asleep or {}, wake_limit)
+
         self._costs = Costs(costs, self.clock, self.registry.known)
         self._background = Supervisor()
         self.observers = Observers[Observer](self._background)
@@ -93,11 +110,11 @@ class Scheduler:
         self.observers.add(self.in_flight, self.upkeep, self._costs, self.growing)
 
     async def start(self) -> None:
-        """Begin its upkeep: learn what requests cost, know the deadlines of what the queue holds, end leases."""
+        """Start background maintenance: learn costs, watch deadlines and expire leases."""
         self.upkeep.start()
 
     async def close(self) -> None:
-        """End its upkeep. The queue stays open."""
+        """Stop background maintenance. The queue stays open."""
         await self.upkeep.close()
 
     async def submit(
@@ -108,23 +125,28 @@ class Scheduler:
         delivery: Delivery,
         prefixes: Sequence[str] = (),
     ) -> RequestRecord:
-        """Accept a request whose parameters were checked.
+        """Admit a request with checked parameters and queue its first tasks.
 
-        `prefixes` are the digests of the beginnings that its prompt may share with others, the shortest first. Its
-        stages may run for the limit that it has, or for five times what was predicted if that is more; a model of
-        which nothing is known yet is not limited. A repeat (same tenant and idempotency key) gets the first record.
-        Raises Overloaded, which says when to try again, InvalidParameter for what no arena can ever hold, and
-        WeightsChanged.
+        Its stages may run for its time limit, or PATIENCE times their predicted seconds if that is more. Without a
+        prediction there is no limit. A repeat (same tenant and idempotency key) returns the first record.
+
+        prefixes: digests of the prompt prefixes that may be in the prefix cache, the shortest first.
+
+        Raises Overloaded, with the seconds until a retry, InvalidParameter for outputs that fit no arena,
+        WeightsChanged if model files have changed since loading, and ShuttingDown.
         """
-        params, seed = request.params, request.params["seed"]
+        params = request.params
+        seed = params["seed"]
         if not isinstance(seed, int):
             raise TypeError("params must carry an integer seed")
+
         samples: list[Params] = [{"seed": nth_seed(seed, index), "index": index} for index in range(request.n)]
-        known = params | request.derived.values()
-        works = {stage.name: stage.work.of(known) for stage in card.pipeline.stages}
+        size_params = params | request.derived.values()
+        works = {stage.name: stage.work.of(size_params) for stage in card.pipeline.stages}
         if (file := self.registry.changed_file(*card.pools().values())) and file.compared:
             raise WeightsChanged(f"the model is unavailable: {file}")
-        pools = await self._chosen({name: (pool, works[name]) for name, pool in card.pools().items()})
+
+        pools = await self._choose_pools({name: (pool, works[name]) for name, pool in card.pools().items()})
         shared_by = self._cache.shared_by(caller.tenant, delivery.cache)
         plan = compile_plan(card.pipeline, pools, params, samples, shared_by, prefixes, request.derived)
         id = request.id or self.queue.placed(request_ids(), caller)
@@ -134,10 +156,10 @@ class Scheduler:
     async def reuse(
         self, request: GenerationRequest, caller: Caller, delivery: Delivery, source: RequestContext
     ) -> RequestRecord:
-        """Accept a request that has the results of an equal one already: it is over with that, whatever the limits but
-        its tenant's rate.
+        """Record a request as completed with the cached results of an equal one, `source`.
 
-        A repeat (same tenant and idempotency key) gets the first record.
+        Of all limits, only the tenant's rate applies. A repeat (same tenant and idempotency key) returns the first
+        record.
         """
         metadata = delivery.metadata | {"reuse_of": source.id}
         delivery = replace(delivery, metadata=metadata)
@@ -151,13 +173,18 @@ class Scheduler:
         return record
 
     async def retry(self, request: str, id: str = "", allowance: TenantLimits = ANY_NUMBER) -> RequestRecord:
-        """Submit a dead request anew, without deadline; it is dead no more. Raises NotFound, Overloaded."""
+        """Submit a dead letter again, without a deadline, and return the new request.
+
+        The old request is no longer a dead letter. `id` is that of the new request ("": `retried_as`).
+        Raises NotFound if the request is not a dead letter, and Overloaded.
+        """
         old = (await self.queue.load(request)).context
         if not old.dead:
             raise NotFound(f"request {request} is not among the dead ones")
         id = id or self.retried_as(old, allowance)
         metadata = old.delivery.metadata | {"retry_of": request}
-        plan = old.plan.moved(await self._chosen({stage.name: (stage.pool, stage.work) for stage in old.plan.stages}))
+        stages = {stage.name: (stage.pool, stage.work) for stage in old.plan.stages}
+        plan = old.plan.moved(await self._choose_pools(stages))
         fresh = RequestContext(
             replace(old.request, id=id, result_cache_key=""),
             Caller(old.caller.tenant, allowance=allowance, base_url=old.caller.base_url),
@@ -170,21 +197,27 @@ class Scheduler:
         return record
 
     def retried_as(self, old: RequestContext, allowance: TenantLimits) -> str:
-        """The id of the request that follows from a dead one: the same each time, so that no repeat makes another."""
+        """Return the id of the request that retries a dead letter.
+
+        It is the same each time, so that a repeated retry returns the same request.
+        """
         caller = Caller(old.caller.tenant, old.id, allowance=allowance)
         return self.queue.placed(request_ids(old.medium, old.id), caller)
 
     async def _submit(self, context: RequestContext) -> RequestRecord:
+        """Price, order, admit and queue a request."""
         if self.draining:
             raise ShuttingDown("the server is shutting down: try again when it is back", retry_after=5.0)
         timeout = context.delivery.timeout
         now = 0.0 if timeout is None else await self.queue.now()
+
         context = self._costs.priced(context)
         limit_s = context.request.time_limit_s if self._costs.known(context) else None
         limit_s = limit_s and max(limit_s, PATIENCE * context.cost)
         request = replace(context.request, time_limit_s=limit_s)
         deadline = timeout and now + timeout
         context = replace(context, request=request, created_at=self.clock.wall(), deadline=deadline)
+
         order = await place(self._order, self.queue, context)
         hits, misses = await self._cache.find(context.plan)
         await self._arenas.require_room(context.plan, hits, self.registry.known.values(), self.registry.workers)
@@ -192,6 +225,7 @@ class Scheduler:
         leaders = await self._cache.leaders(context, hits)
         admitted = lifecycle.admitted(context, self.clock.wall(), hits, leaders)
         push = self._transitions.output_sizes.given(admitted.push)
+
         self.observers.tell(Observer.announced, context)
         try:
             limits = replace(self._limits, tenant=context.caller.allowance)
@@ -201,7 +235,8 @@ class Scheduler:
             if not (isinstance(error, LimitReached) and error.retry_after):
                 error.retry_after = self._costs.until_room(context.cost)
             raise
-        if record.context == admitted.context:
+
+        if record.context == admitted.context:  # else it is the record of an earlier, equal request
             self.observers.tell(Observer.submitted, record.context)
             self.observers.tell(Observer.looked_up, len(hits) + len(leaders), misses - len(leaders))
             self._cache.submitted(record.context)
@@ -209,37 +244,40 @@ class Scheduler:
             self.upkeep.arm(record.context, now)
         return record
 
-    async def _chosen(self, wanted: Mapping[str, tuple[str, Work]]) -> dict[str, str]:
-        """Of the pools that could serve in place of each stage's, the one where it is done first, if any is manned.
+    async def _choose_pools(self, stages: Mapping[str, tuple[str, Work]]) -> dict[str, str]:
+        """Return the pool for each stage: the live equivalent one with the earliest predicted end.
 
-        Predicted are what is left to do there, shared by its workers, and the stage itself.
+        The prediction is the pool's backlog, divided by its workers, plus the stage itself. A stage without a live
+        pool gets its declared one.
+
+        stages: the declared pool and the work of each stage, by name.
         """
-        could = {name: self.registry.manned(pool) for name, (pool, _) in wanted.items()}
-        several = sorted({pool for pools in could.values() if len(pools) > 1 for pool in pools})
-        lines = (await self.queue.stats(several)).pools if several else {}
+        candidates = {name: self.registry.manned(pool) for name, (pool, _) in stages.items()}
+        compared = sorted({pool for pools in candidates.values() if len(pools) > 1 for pool in pools})
+        backlogs = (await self.queue.stats(compared)).pools if compared else {}
 
         def finish(name: str, pool: str) -> tuple[float, str]:
-            left_s = lines[pool].left_s / could[name][pool] if pool in lines else 0.0
-            return left_s + (self._costs.seconds(pool, wanted[name][1]) or 0.0), pool
+            left_s = backlogs[pool].left_s / candidates[name][pool] if pool in backlogs else 0.0
+            return left_s + (self._costs.seconds(pool, stages[name][1]) or 0.0), pool
 
-        return {name: min(could[name] or [pool], key=partial(finish, name)) for name, (pool, _) in wanted.items()}
+        return {name: min(candidates[name] or [pool], key=partial(finish, name)) for name, (pool, _) in stages.items()}
 
     async def cancel(self, request: str) -> RequestRecord:
-        """End a request now; one that is over stays as it is. Raises NotFound."""
+        """Cancel a request. A request that has ended stays as it is. Raises NotFound."""
         record, _ = await self._apply(
             request, lambda record, wall: lifecycle.cancelled(record.context, wall, record.running)
         )
         return record
 
     async def give_up(self, request: str, reason: str) -> None:
-        """Fail a request because its model cannot be served. One that is over stays as it is."""
+        """Fail a request because its model cannot be served, unless it has ended or is unknown."""
         with suppress(NotFound):
             await self._apply(
                 request, lambda record, wall: lifecycle.unserved(record.context, reason, wall, record.running)
             )
 
     async def client_disconnected(self, request: str) -> None:
-        """Cancel a request because its client disconnected. A request that is over, or unknown, stays as it is."""
+        """Cancel a request because its client disconnected, unless it has ended or is unknown."""
         with suppress(NotFound):
             await self._apply(
                 request, lambda record, wall: lifecycle.client_disconnected(record.context, wall, record.running)
@@ -248,8 +286,12 @@ class Scheduler:
     async def complete(
         self, done: TaskCompleted, worker: str, wanted: LeaseRequest | None = None
     ) -> tuple[RequestRecord, list[Lease]]:
-        """Record an outcome and lease what is wanted next, nobody between. Raises LeaseLost if it is no longer held."""
-        claim, leases = done.claim, list[Lease]()
+        """Record a completed task and lease the worker's next tasks in the same transaction.
+
+        Without `wanted`, nothing is leased. Raises LeaseLost if the worker's lease on the completed task has ended.
+        """
+        claim = done.claim
+        leases = list[Lease]()
 
         async def commit(change: Change) -> RequestRecord:
             if wanted is None:
@@ -263,6 +305,7 @@ class Scheduler:
             commit,
             self.queue.known(claim),
         )
+        # An error from here on is only logged: the task is recorded as completed.
         if done.output and record.context.stages[claim.stage].output == done.output:
             stage = record.context.plan.stage(claim.stage)
             with self._background.besides("learning from an output"):
@@ -272,29 +315,29 @@ class Scheduler:
         return record, leases
 
     async def save(self, saved: CheckpointSaved, worker: str) -> None:
-        """Record a checkpoint. Raises LeaseLost when the task is not that worker's (any more)."""
+        """Record a checkpoint. Raises LeaseLost if the task is not leased to this worker."""
         await self._apply(
             saved.claim.request, lambda record, _: lifecycle.saved(record.context, saved, worker, record.running)
         )
 
     async def announce(self, news: OutputAnnounced, worker: str) -> None:
-        """Let others read an output while it is written. Raises LeaseLost as `save` does."""
+        """Queue the readers of an output that is still being written. Raises LeaseLost as `save` does."""
         await self._apply(
             news.claim.request,
             lambda record, wall: lifecycle.announced(record.context, news, worker, wall, record.running),
         )
 
     async def keep(self, kept: CachePrefix, worker: str) -> None:
-        """Let other requests go on from what a running task has made. Raises LeaseLost as `save` does."""
+        """Add a running task's prefix to the prefix cache. Raises LeaseLost as `save` does."""
         claim = kept.claim
         record = await self.queue.load(claim.request)
-        known = claim.stage in record.context.stages and _may_keep(record.context.plan.stage(claim.stage), kept)
-        if not known or kept.output.owner != worker or not lifecycle.held_by(worker, claim, record.running):
+        is_allowed = claim.stage in record.context.stages and _may_cache(record.context.plan.stage(claim.stage), kept)
+        if not is_allowed or kept.output.owner != worker or not lifecycle.held_by(worker, claim, record.running):
             raise LeaseLost(f"worker {worker} keeps what {claim.stage} of {claim.request} is not asked for")
         await self._cache.keep(kept.key, kept.output)
 
     async def resumed(self, lease: Lease) -> Lease:
-        """The lease with what its task need not make: an earlier attempt's checkpoint, a prefix that others made."""
+        """Return the lease with an earlier attempt's checkpoint and the cached prefix, if any."""
         task = lease.task
         if task.planned.prefixes:
             lease = replace(lease, prefix=await self._cache.prefix(task.planned.prefixes))
@@ -309,18 +352,17 @@ class Scheduler:
         """Record a task's failure. Raises LeaseLost as `complete` does."""
         claim = failed.claim
         if failed.kind == "hand_back":
-            return await self._handed_back(failed, worker)
+            return await self._hand_back(failed, worker)
         queue_now = await self.queue.now()
-        message, evidence = without_paths(failed.message), without_paths(failed.evidence)
-        told = replace(failed, message=message, evidence=evidence)
+        failure = replace(failed, message=without_paths(failed.message), evidence=without_paths(failed.evidence))
         if failed.error:
-            await self.registry.workers()  # refresh the registry
+            await self.registry.workers()  # refresh the registry, which `decide` asks for another worker
 
         def decide(record: RequestRecord, wall: float) -> Change:
-            known = record.context.stages.keys()
-            pool = record.context.plan.stage(claim.stage).pool if claim.stage in known else ""
+            stages = record.context.stages.keys()
+            pool = record.context.plan.stage(claim.stage).pool if claim.stage in stages else ""
             has_other = self.registry.has_other(pool, worker)
-            return lifecycle.failed(record.context, told, worker, wall, queue_now, record.running, has_other)
+            return lifecycle.failed(record.context, failure, worker, wall, queue_now, record.running, has_other)
 
         record, _ = await self._apply(claim.request, decide)
         if failed.object_id:
@@ -330,30 +372,35 @@ class Scheduler:
         return record
 
     async def stopped(self, stopped: TaskStopped, worker: str) -> None:
-        """Count what an attempt has used that its worker has dropped, or whose end was refused; each attempt once."""
+        """Account for the device time of an attempt that its worker dropped, once for each attempt."""
         claim = stopped.claim
         if not stopped.timings.share_s:
             return
         if await self.queue.progress(claim, (), stopped.timings):
-            return  # it still holds its lease: it is counted when that ends
+            return  # the lease is still valid: the attempt is counted when it ends
         with suppress(NotFound, Damaged):
             await self._apply(
                 claim.request,
                 lambda record, wall: lifecycle.stopped(record.context, stopped, worker, wall, record.running),
             )
 
-    async def _handed_back(self, failed: TaskFailed, worker: str) -> RequestRecord:
-        """Let others have a task; who returns it again and again for no good reason gets it no more."""
-        claim, blameless = failed.claim, failed.reason in lifecycle.BLAMELESS
+    async def _hand_back(self, failed: TaskFailed, worker: str) -> RequestRecord:
+        """Return a leased task to its queue, so that another worker can lease it.
+
+        A hand-back for a reason that is not in `lifecycle.BLAMELESS` is counted. After GIVEN_UP workers that handed it
+        back too often, the request becomes a dead letter. Raises LeaseLost.
+        """
+        claim = failed.claim
+        is_blameless = failed.reason in lifecycle.BLAMELESS
         await self._apply(
             claim.request,
             lambda record, wall: lifecycle.handed_back(
                 record.context, claim, worker, wall, record.running, failed.timings
             ),
         )
-        if not await self.holds(worker, claim) or (blameless and not await self.queue.hand_back(claim)):
+        if not await self.holds(worker, claim) or (is_blameless and not await self.queue.hand_back(claim)):
             raise LeaseLost(f"stage {claim.stage} of {claim.request} is not leased to {worker}")
-        if not blameless and await self.queue.turn_down(claim) >= lifecycle.GIVEN_UP:
+        if not is_blameless and await self.queue.turn_down(claim) >= lifecycle.GIVEN_UP:
             await self._apply(
                 claim.request,
                 lambda record, wall: lifecycle.turned_down(
@@ -363,35 +410,48 @@ class Scheduler:
         return await self.queue.load(claim.request)
 
     async def holds(self, worker: str, claim: Claim) -> bool:
-        """Whether that worker was given the task, as far as the queue tells; whether its token is right, commits do."""
+        """Return whether the task is leased to this worker. Commits check the lease token."""
         try:
             return lifecycle.held_by(worker, claim, (await self.queue.load(claim.request)).running)
         except (NotFound, Damaged):
             return False
 
     def eta(self, record: RequestRecord) -> float | None:
-        """Predicted seconds until a request is over; None once it is, and for models that nothing is known of yet."""
-        (_, until), own = self.awaited(record), self._costs.eta(record)
-        return own if until is None else until + (own or record.context.cost)
+        """Return the predicted seconds until a request ends.
+
+        None if it has ended, or if a stage of it was never measured.
+        """
+        _, wait_s = self.awaited(record)
+        compute_s = self._costs.eta(record)
+        return compute_s if wait_s is None else wait_s + (compute_s or record.context.cost)
 
     def awaited(self, record: RequestRecord) -> tuple[Awaiting, float | None]:
-        """What a request waits for beside its turn, and the predicted seconds until then; None if for nothing."""
+        """Return whether a request waits for a cold start or a model swap, and the predicted seconds.
+
+        The seconds are None if it waits for neither.
+        """
         context = record.context
-        until = lifecycle.seconds_until_awake(context, self._costs.woken, self.clock.wall())
-        if until is not None or context.over or record.running:
-            return "waking", until
-        left = {stage.pool for stage in context.plan.stages if context.stages[stage.name].status != "done"}
-        loads = (seconds for pool in left if (seconds := self.swaps.until_loaded(pool)) is not None)
-        return "loading", max(loads, default=None)
+        waking_s = lifecycle.seconds_until_awake(context, self._costs.woken, self.clock.wall())
+        if waking_s is not None or context.over or record.running:
+            return "waking", waking_s
+        pools = {stage.pool for stage in context.plan.stages if context.stages[stage.name].status != "done"}
+        loading_s = (seconds for pool in pools if (seconds := self.swaps.until_loaded(pool)) is not None)
+        return "loading", max(loading_s, default=None)
 
     async def over(self, names: Sequence[str]) -> list[str]:
-        """Which of these requests nothing will happen to any more, and which of these names the cache gave up."""
+        """Return the requests among `names` that have ended, and the cached objects that were evicted.
+
+        Objects of these names may be freed. Names of cached objects are those of `task.cached_as`.
+        """
         cached = [name for name in names if name.startswith(CACHED)]
         requests = [name for name in names if not name.startswith(CACHED)]
         return await self.queue.over(requests) + await self._cache.over(cached)
 
 
-def _may_keep(stage: PlannedStage, kept: CachePrefix) -> bool:
-    """Whether the key is one that a stage is asked for: of a beginning of the prompt, or in the space it extends."""
-    extends = bool(stage.extends and kept.digest) and kept.key == prefix_key(stage.extends, kept.digest)
-    return extends or kept.key in stage.prefixes
+def _may_cache(stage: PlannedStage, prefix: CachePrefix) -> bool:
+    """Return whether a stage may add this prefix to the cache.
+
+    It may add the prefixes of its plan, and a prefix block with a digest in the space that it extends.
+    """
+    extends = bool(stage.extends and prefix.digest) and prefix.key == prefix_key(stage.extends, prefix.digest)
+    return extends or prefix.key in stage.prefixes

@@ -1,4 +1,4 @@
-"""Commits decisions about requests, and decides again when another change came first."""
+"""Applies transitions to requests: load, decide and commit, with a retry on conflict."""
 
 from __future__ import annotations
 
@@ -31,49 +31,66 @@ from unfuse.scheduler import lifecycle
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.registry import Registry
 
-SHARE, REMEMBERED = 0.95, 64  # the part of outputs that the room is meant for, of the last so many of a pool
+#: The learned room of an output fits this share of a pool's outputs, out of the last REMEMBERED ones.
+SHARE, REMEMBERED = 0.95, 64
+
+#: Number of requests that one page of a review has.
+PAGE = 256
+
+#: Longest pause, in seconds, before a transition that conflicted with another one is tried again.
+CROWD_S = 0.05
+
+#: Seconds that a scheduler has for one webhook call. After that, another scheduler may try again.
+ATTEMPT_S = 20.0
+
+#: Retry policy of webhooks: seconds after each failed attempt before the next one. One attempt follows the last pause.
+PAUSES_S = (5.0, 30.0, 120.0, 600.0, 1800.0, 3600.0, 7200.0, 14400.0, 28800.0)
+
+#: `(record, wall) -> change`: decides on a transition at this Unix time. None leaves the request as it is.
+Decide = Callable[[RequestRecord, float], Change | None]
 
 
 class OutputSizes:
-    """The last lengths, in bytes, of what each pool made."""
+    """The sizes, in bytes, of each pool's last outputs."""
 
     def __init__(self) -> None:
-        self._lengths: defaultdict[str, deque[int]] = defaultdict(partial(deque, maxlen=REMEMBERED))
+        self._sizes: defaultdict[str, deque[int]] = defaultdict(partial(deque, maxlen=REMEMBERED))
 
     def learn(self, pool: str, nbytes: int) -> None:
-        """An output of that length was made."""
-        self._lengths[declared(pool)].append(nbytes)
+        """Record the size of an output."""
+        self._sizes[declared(pool)].append(nbytes)
 
     def of(self, pool: str) -> int:
-        """The room that SHARE of a pool's outputs had enough of; 0 while nothing is known."""
-        lengths = sorted(self._lengths.get(declared(pool), ()))
-        return lengths[ceil(SHARE * len(lengths)) - 1] if lengths else 0
+        """Return the bytes that fit SHARE of a pool's outputs, or 0 without a record."""
+        sizes = sorted(self._sizes.get(declared(pool), ()))
+        return sizes[ceil(SHARE * len(sizes)) - 1] if sizes else 0
 
     def given(self, tasks: Iterable[Task]) -> tuple[Task, ...]:
-        """These tasks, with room where their pipelines declare none."""
+        """Return the tasks with the learned room where their pipelines declare none."""
         return tuple(
             task if task.planned.room else replace(task, planned=replace(task.planned, room=self.of(task.planned.pool)))
             for task in tasks
         )
 
 
-PAGE = 256  # requests that are looked through in one go
-CROWD_S = 0.05  # longest pause before a decision that conflicted with another one is made again
-Decide = Callable[[RequestRecord, float], Change | None]  # what becomes of a request, by Unix time; None leaves it so
-
-
 class Transitions:
-    """Applies what is decided of a queue's requests, and tells the observers of each that is over by that.
+    """Applies transitions to the requests of a queue and notifies the observers.
 
-    Every task is queued with the room that was learned for it, where somebody is.
+    Tasks are queued with the room that was learned for their outputs, and in live pools where possible.
     """
 
     def __init__(self, queue: QueueBackend, registry: Registry, clock: Clock, observers: Observers[Observer]) -> None:
-        self.queue, self.registry, self.clock, self.observers = queue, registry, clock, observers
+        self.queue = queue
+        self.registry = registry
+        self.clock = clock
+        self.observers = observers
         self.output_sizes = OutputSizes()
 
     async def pages(self, which: RequestFilter) -> AsyncIterator[Sequence[RequestRecord]]:
-        """Requests, oldest first, by the page. Raises NotFound if the last one of a page is gone."""
+        """Yield pages of the selected requests, oldest first.
+
+        Raises NotFound if the last request of a page is deleted before the next page is read.
+        """
         after: str | None = None
         while page := await self.queue.list(which, after=after, limit=PAGE, oldest_first=True):
             yield page
@@ -88,36 +105,43 @@ class Transitions:
         commit: Callable[[Change], Awaitable[RequestRecord]] | None = None,
         known: RequestRecord | None = None,
     ) -> tuple[RequestRecord, bool]:
-        """Load, decide, commit, again while others move the same context; says whether this changed it.
+        """Load a request, decide and commit, again while other changes come first.
 
-        A decision of None changes nothing, nor does the repeat of one that was applied. A record that is `known`, and
-        may be out of date, is tried first instead of a loaded one. Raises NotFound, and whatever `decide` and `commit`
-        raise.
+        Returns the record, and whether this call changed it. A decision of None changes nothing, and neither does the
+        repeat of a change that was applied.
+
+        commit: commits the change. None: the queue's `commit`.
+        known: a cached record, possibly stale, that is tried first instead of a loaded one.
+
+        Raises NotFound, and all errors of `decide` and `commit` except Conflict.
         """
         pause = 0.0
         while True:
-            is_known, before, known = known is not None, known or await self.queue.load(request), None
+            is_cached = known is not None
+            before = known or await self.queue.load(request)
+            known = None
             try:
                 change = decide(before, self.clock.wall())
             except LeaseLost:
-                if is_known:
-                    continue
+                if is_cached:
+                    continue  # the cached record may be stale
                 raise
             if change is None:
                 return before, False
+
             change = replace(change, push=self.output_sizes.given(change.push))
             change = lifecycle.placed(change, self.registry.home)
             with suppress(Conflict):
                 record = await (commit or self.queue.commit)(change)
-                ours = record.context == change.context and change.context.version > before.context.version
-                if ours:
-                    self._tell(before.context, record.context)
-                return record, ours
+                is_changed = record.context == change.context and change.context.version > before.context.version
+                if is_changed:
+                    self._notify_observers(before.context, record.context)
+                return record, is_changed
             await asyncio.sleep(pause * random.random())
             pause = min(CROWD_S, 2 * pause + 0.001)
 
-    def _tell(self, before: RequestContext, after: RequestContext) -> None:
-        """Tell the observers that a request has ended, and what was added to its bill later, or lost."""
+    def _notify_observers(self, before: RequestContext, after: RequestContext) -> None:
+        """Notify observers of a request's end, later additions to its bill, and lost device time."""
         if lost := increase(lost_seconds(before), lost_seconds(after)):
             self.observers.tell(Observer.written_off, after, lost)
         if after.over and not before.over:
@@ -126,62 +150,71 @@ class Transitions:
             self.observers.tell(Observer.billed, after, billed)
 
     async def apply_if_due(self, record: RequestRecord, decide: Decide) -> RequestRecord:
-        """Apply what is decided of a request that was listed, if there is anything; it may be gone meanwhile."""
+        """Apply a transition to a listed request, if `decide` returns one for the listed record.
+
+        Returns the new record, or the listed one if nothing changed or the request was deleted meanwhile.
+        """
         if decide(record, self.clock.wall()) is not None:
             with suppress(NotFound):
                 record, _ = await self.apply(record.context.id, decide)
         return record
 
     async def settled(self, record: RequestRecord) -> RequestRecord:
-        """The request once its tasks wait where somebody is, and it is said which pools it wakes."""
-        who = self.registry
-        asleep, limit = who.asleep(), who.wake_limit
-        return await self.apply_if_due(
-            record,
-            lambda now, wall: lifecycle.moved(now.context, who.home, wall, now.running, asleep, limit, who.has_other),
-        )
+        """Move waiting tasks to live pools, and record the cold starts that they wait for.
 
+        Returns the record after that.
+        """
+        registry = self.registry
+        asleep = registry.asleep()
 
-ATTEMPT_S = 20.0  # seconds that a scheduler has for an attempt; then another one may make the next
+        def move(record: RequestRecord, wall: float) -> Change | None:
+            return lifecycle.moved(
+                record.context,
+                registry.home,
+                wall,
+                record.running,
+                asleep,
+                registry.wake_limit,
+                registry.has_other,
+            )
 
-PAUSES_S = (5.0, 30.0, 120.0, 600.0, 1800.0, 3600.0, 7200.0, 14400.0, 28800.0)
-"""Seconds after each failed attempt before the next one. The one behind the last pause is the last."""
+        return await self.apply_if_due(record, move)
 
 
 class WebhookDeliveries:
-    """Which webhooks have to be called, and what came of it. All of it is on the request's context.
+    """The pending webhook deliveries and their outcomes, stored in the contexts of their requests.
 
-    A scheduler takes an attempt before it makes it, so that no other one does. If it dies, another follows when the
-    time of the attempt is over. All methods but `pending` raise NotFound for a request that is gone.
+    A scheduler claims an attempt before it calls the webhook, so that no other one calls it too. If the scheduler dies,
+    another one may try again after ATTEMPT_S. All methods but `pending` raise NotFound for a request that was deleted.
     """
 
     def __init__(self, transitions: Transitions) -> None:
         self._transitions = transitions
 
     async def pending(self) -> AsyncIterator[RequestContext]:
-        """The requests that are over and whose webhooks have not heard of it, oldest first."""
-        with suppress(NotFound):  # what is behind one that is gone is found the next time
+        """Yield the ended requests with a pending webhook delivery, oldest first."""
+        with suppress(NotFound):  # requests behind a deleted one are found by the next call
             async for page in self._transitions.pages(RequestFilter(unheard=True)):
                 for record in page:
                     yield record.context
 
     async def take(self, request: str) -> tuple[RequestContext, bool]:
-        """The request, and whether its webhook is the caller's to call for ATTEMPT_S from now."""
+        """Claim the next delivery attempt for ATTEMPT_S. Returns the request, and whether it was claimed."""
 
-        def taken(webhook: WebhookDelivery, wall: float) -> WebhookDelivery | None:
+        def claim(webhook: WebhookDelivery, wall: float) -> WebhookDelivery | None:
             if webhook.next_at > wall:
                 return None
             return replace(webhook, attempts=webhook.attempts + 1, next_at=wall + ATTEMPT_S)
 
-        return await self._change(request, taken)
+        return await self._change(request, claim)
 
     async def heard(self, request: str) -> RequestContext:
-        """Record that the webhook has heard."""
+        """Record that the webhook was delivered."""
         context, _ = await self._change(request, lambda webhook, _: replace(webhook, state="heard", reason=""))
         return context
 
     async def failed(self, request: str, reason: str, *, for_good: bool = False) -> RequestContext:
-        """Record that an attempt failed, and, if it did `for_good`, that all others would."""
+        """Record that an attempt failed. There is no next one `for_good`, or after the last pause."""
 
         def fail(webhook: WebhookDelivery, wall: float) -> WebhookDelivery:
             if for_good or webhook.attempts > len(PAUSES_S):
@@ -194,6 +227,8 @@ class WebhookDeliveries:
     async def _change(
         self, request: str, decide: Callable[[WebhookDelivery, float], WebhookDelivery | None]
     ) -> tuple[RequestContext, bool]:
+        """Change the webhook state of a request, if it is pending. Returns whether it was changed."""
+
         def change(record: RequestRecord, wall: float) -> Change | None:
             context = record.context
             webhook = decide(context.webhook, wall) if context.unheard else None
@@ -201,5 +236,5 @@ class WebhookDeliveries:
                 return None
             return Change(replace(context, version=context.version + 1, webhook=webhook))
 
-        record, ours = await self._transitions.apply(request, change)
-        return record.context, ours
+        record, is_changed = await self._transitions.apply(request, change)
+        return record.context, is_changed
