@@ -1,1 +1,1 @@
-"""The operator: what custom resources ask for, as ordinary objects of Kubernetes, and how these are, as conditions."""
+"""The Kubernetes operator: turns custom resources into Kubernetes objects and reports conditions."""

@@ -1,4 +1,4 @@
-"""What a pipeline and a pool become: ordinary objects, of their specs alone. Nothing here asks a cluster."""
+"""Builds the Kubernetes objects of pipelines and pools from their specs. No I/O with a cluster."""
 
 from __future__ import annotations
 
@@ -18,81 +18,99 @@ from unfuse.k8s.spec import InvalidSpec, Object, component_sources, models, para
 from unfuse.wire.keys import new
 
 VERSION = "unfuse.dev/v1alpha1"
+#: Optional APIs that a cluster may lack.
 MONITORING, KEDA = "monitoring.coreos.com/v1", "keda.sh/v1alpha1"
-"""APIs that a cluster may lack."""
 
 POLICIES = "networking.k8s.io/v1"
 
+#: The label of all objects that the operator creates.
 MADE = {"app.kubernetes.io/managed-by": "unfuse-operator"}
-"""The label of all that is made here."""
 
+#: Seconds for a pod to unregister; seconds until proxies stop sending requests to a terminating pod; and the number of
+#: steps that fit into a worker's drain time, a quarter of which is reserved for saving checkpoints.
 LEAVING_S, HEARD_S, STEPS = 10, 5, 4
-"""Seconds for a pod to sign off, and for proxies to hear that it goes; and how many steps fit into a worker's drain
-time, of which a quarter is kept for saving."""
 
+#: Fields that must be equal in pipelines that share workers, beside the queue.
 SHARED = ("keysSecret", "results", "envSecrets", "image", "imagePullPolicy", "imagePullSecrets", "modelCache")
-"""In what pipelines that share workers have to agree, beside the queue."""
 
+#: Kinds that a pipeline may disable, with the field that does so.
 OPTIONAL = {"NetworkPolicy": "networkPolicy", "ServiceMonitor": "monitoring"}
-"""Kinds that a pipeline may leave out, by the field that says so."""
 
 
 def of_pipeline(name: str, spec: Object, apis: frozenset[str]) -> list[Object]:
-    """Its objects, the Deployment last; `apis` are those that a cluster may lack and this one has."""
-    own, scaled, asleep = spec["scheduler"], spec.get("autoscaling", {}), list[str]()
-    if scaled.get("minReplicas") == 0:
-        asleep = [f"--asleep={one['spec']['role']}=2" for one in pools_of(name, spec)]
-        asleep.append(f"--wake-limit={2 * scaled['coldStartSeconds']}")
+    """Return the objects of a pipeline, the scheduler's Deployment last.
+
+    apis: the optional APIs that the cluster has.
+    """
+    scheduler = spec["scheduler"]
+    autoscaling = spec.get("autoscaling", {})
+    scale_to_zero_flags = list[str]()
+    if autoscaling.get("minReplicas") == 0:
+        scale_to_zero_flags = [f"--asleep={pool['spec']['role']}=2" for pool in pools_of(name, spec)]
+        scale_to_zero_flags.append(f"--wake-limit={2 * autoscaling['coldStartSeconds']}")
     rolling = {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
-    service, policy, monitoring = spec["service"], spec["networkPolicy"], spec["monitoring"]
+    service = spec["service"]
+    policy = spec["networkPolicy"]
+    monitoring = spec["monitoring"]
     blanks = _common(name, "scheduler", spec) | {
         "name": name,
-        "replicas": own["replicas"],
-        "drain": own["drainSeconds"],
-        "grace": HEARD_S + own["drainSeconds"] + LEAVING_S,
-        "max_unavailable": own["maxUnavailable"],
+        "replicas": scheduler["replicas"],
+        "drain": scheduler["drainSeconds"],
+        "grace": HEARD_S + scheduler["drainSeconds"] + LEAVING_S,
+        "max_unavailable": scheduler["maxUnavailable"],
         "service_type": service["type"],
         "service_port": service["port"],
         "service_annotations": service.get("annotations"),
         "clients": policy.get("clients"),
-        "strategy": rolling if own["queueBackend"] == "redis" else {"type": "Recreate"},
+        "strategy": rolling if scheduler["queueBackend"] == "redis" else {"type": "Recreate"},
         "models": [*models(spec)],
         "sources": [f"--component-source={part}={path}" for part, path in component_sources(spec).items()],
-        "asleep": asleep,
-        "args": own.get("args"),
-        "queue": {"name": "UNFUSE_SERVE__QUEUE", **queue(own)},
-        "resources": _amounts(own["resources"]),
+        "asleep": scale_to_zero_flags,
+        "args": scheduler.get("args"),
+        "queue": {"name": "UNFUSE_SERVE__QUEUE", **queue(scheduler)},
+        "resources": _amounts_as_strings(scheduler["resources"]),
         "api": spec.get("apiKeysSecret", f"{name}-api"),
         "pools": [*pools(name, spec)],
     }
-    left_out = {kind for kind, part in OPTIONAL.items() if not spec[part]["enabled"]}
+    left_out = {kind for kind, field in OPTIONAL.items() if not spec[field]["enabled"]}
     left_out |= {"PersistentVolumeClaim"} if "results" in spec else set()
-    over = {
-        "Deployment": {"spec": {"template": own.get("podTemplate", {})}},
+    overrides = {
+        "Deployment": {"spec": {"template": scheduler.get("podTemplate", {})}},
         "ServiceMonitor": {"metadata": {"labels": monitoring.get("labels", {})}},
     }
-    made = [one for one in _filled(_templates()["pipeline"], blanks) if _fits(one, apis)]
-    return [merged(one, over.get(one["kind"], {})) for one in made if one["kind"] not in left_out]
+    objects = [item for item in _fill(_templates()["pipeline"], blanks) if _is_supported(item, apis)]
+    return [merged(item, overrides.get(item["kind"], {})) for item in objects if item["kind"] not in left_out]
 
 
 def of_pool(name: str, namespace: str, spec: Object, users: Mapping[str, Object], apis: frozenset[str]) -> list[Object]:
-    """The objects of a pool that serves these pipelines, the StatefulSet last. Raises Wrong if they differ."""
+    """Return the objects of a pool, the StatefulSet last.
+
+    Raises InvalidSpec if its pipelines differ in a field of SHARED or in the queue.
+
+    users: the specs of the pipelines that use the pool, by name; at least one.
+    apis: the optional APIs that the cluster has.
+    """
     (first, pipeline), *others = sorted(users.items())
-    for other, its in others:
-        differ = [key for key in SHARED if pipeline.get(key) != its.get(key)]
-        differ += [key for key in ("queue", "redis") if pipeline["scheduler"].get(key) != its["scheduler"].get(key)]
-        if differ or "keysSecret" not in its:
-            said = ", ".join(differ) or "keysSecret, which both have to name"
-            raise InvalidSpec("PipelinesDiffer", f"{first} and {other} cannot share workers: they differ in {said}")
-    drain, model = max(spec["drainSeconds"], ceil(STEPS * spec["stepSeconds"])), spec.get("model", {})
-    # what one scheduler tells its workers to load is its own pipeline's
-    both = dict.fromkeys(one for _, its in sorted(users.items()) for one in models(its)) if others else [None]
-    paths = [model["path"]] if "path" in model else both
+    for other, other_spec in others:
+        differ = [key for key in SHARED if pipeline.get(key) != other_spec.get(key)]
+        scheduler, other_scheduler = pipeline["scheduler"], other_spec["scheduler"]
+        differ += [key for key in ("queue", "redis") if scheduler.get(key) != other_scheduler.get(key)]
+        if differ or "keysSecret" not in other_spec:
+            fields = ", ".join(differ) or "keysSecret, which both have to name"
+            raise InvalidSpec("PipelinesDiffer", f"{first} and {other} cannot share workers: they differ in {fields}")
+
+    drain = max(spec["drainSeconds"], ceil(STEPS * spec["stepSeconds"]))
+    model = spec.get("model", {})
+    # One scheduler offers the models of its own pipeline only, so shared workers get the models of all as flags.
+    all_models = dict.fromkeys(path for _, user in sorted(users.items()) for path in models(user)) if others else [None]
+    paths = [model["path"]] if "path" in model else all_models
     flags = [("role", spec["role"]), ("component", model.get("component")), *(("model", path) for path in paths)]
     flags += [("device", spec["device"].replace("auto", "")), ("parallel", ranks(spec)[0])]
     flags += [("scheduler", f"tcp://{user}-scheduler:8001") for user in sorted(users)]
-    scaled = pipeline.get("autoscaling", {"enabled": False, "minReplicas": 0, "maxReplicas": 0, "coldStartSeconds": 0})
-    sleeps = all(its.get("autoscaling", {}).get("minReplicas") == 0 for its in users.values())
+
+    disabled = {"enabled": False, "minReplicas": 0, "maxReplicas": 0, "coldStartSeconds": 0}
+    autoscaling = pipeline.get("autoscaling", disabled)
+    may_scale_to_zero = all(user.get("autoscaling", {}).get("minReplicas") == 0 for user in users.values())
     blanks = _common(first, "worker", pipeline) | {
         "name": name,
         "config": first,
@@ -102,57 +120,66 @@ def of_pool(name: str, namespace: str, spec: Object, users: Mapping[str, Object]
         "drain": drain,
         "grace": drain + LEAVING_S,
         "starts": spec["startSeconds"] // 5,
-        "resources": _amounts(spec.get("resources", {})),
+        "resources": _amounts_as_strings(spec.get("resources", {})),
         "shared_memory": spec["sharedMemory"],
         "max_unavailable": spec["maxUnavailable"],
-        "pools": sorted({one for user, its in users.items() for one in pools(user, its)}),
-        # to 0 only where all gateways know that it may sleep: to others it would be missing
-        "min": max(spec["min"] if "max" in spec else scaled["minReplicas"], 0 if sleeps else 1),
-        "max": spec.get("max", scaled.get("maxReplicas")),
-        "cold": scaled["coldStartSeconds"],
-        "window": min(3600, scaled["coldStartSeconds"]),
-        "triggers": _triggers(scaled, namespace, spec, sorted(users)) if scaled["enabled"] else None,
+        "pools": sorted({pool for user, user_spec in users.items() for pool in pools(user, user_spec)}),
+        # 0 only if all gateways declare that it may scale to zero: others would report it as unavailable.
+        "min": max(spec["min"] if "max" in spec else autoscaling["minReplicas"], 0 if may_scale_to_zero else 1),
+        "max": spec.get("max", autoscaling.get("maxReplicas")),
+        "cold": autoscaling["coldStartSeconds"],
+        "window": min(3600, autoscaling["coldStartSeconds"]),
+        "triggers": _triggers(autoscaling, namespace, spec, sorted(users)) if autoscaling["enabled"] else None,
     }
-    made = [one for one in _filled(_templates()["pool"], blanks) if _fits(one, apis if scaled["enabled"] else set())]
-    if not all(its["networkPolicy"]["enabled"] for its in users.values()):
-        made = [one for one in made if one["kind"] != "NetworkPolicy"]
-    return [*made[:-1], merged(made[-1], {"spec": {"template": spec.get("podTemplate", {})}})]
+    used_apis = apis if autoscaling["enabled"] else frozenset[str]()
+    objects = [item for item in _fill(_templates()["pool"], blanks) if _is_supported(item, used_apis)]
+    if not all(user["networkPolicy"]["enabled"] for user in users.values()):
+        objects = [item for item in objects if item["kind"] != "NetworkPolicy"]
+    return [*objects[:-1], merged(objects[-1], {"spec": {"template": spec.get("podTemplate", {})}})]
 
 
 def merged(made: Any, over: Any) -> Any:
-    """A part of an object with another part merged into it, as podTemplate of a definition says."""
+    """Return a part of an object with overrides merged into it, as `podTemplate` defines.
+
+    Mappings are merged by key, lists of named items by mountPath or name; other lists are appended to.
+    """
     if isinstance(made, dict) and isinstance(over, dict):
         return made | {key: merged(made.get(key), value) for key, value in over.items()}
     if not (isinstance(made, list) and isinstance(over, list)):
         return over
-    if not all(isinstance(one, dict) and "name" in one for one in (*made, *over)):
+    if not all(isinstance(item, dict) and "name" in item for item in (*made, *over)):
         return [*made, *over]
-    named = {one.get("mountPath", one["name"]): one for one in made}
-    return [
-        *(named | {(key := one.get("mountPath", one["name"])): merged(named.get(key), one) for one in over}).values()
-    ]
+    items = {item.get("mountPath", item["name"]): item for item in made}
+    overridden = {(key := item.get("mountPath", item["name"])): merged(items.get(key), item) for item in over}
+    return [*(items | overridden).values()]
 
 
 def pools_of(name: str, spec: Object) -> list[Object]:
-    """The pools of a pipeline, as they are made where there are none: of what stages that share one say, the first."""
-    made: list[Object] = []
+    """Return the DiffusionPools of a pipeline's stages, to be created if missing.
+
+    If several stages share a pool, each field is that of the first stage that has it.
+    """
+    objects: list[Object] = []
     for pool, stages in pools(name, spec).items():
-        said: Object = {}
+        pool_spec: Object = {}
         for stage in reversed(stages):
-            said |= {
+            pool_spec |= {
                 key: stage[key] for key in ("replicas", "resources", "stepSeconds", "sharedMemory") if key in stage
             }
         if len(stages) == 1 and "component" in (model := stages[0].get("model", {})):
-            said["model"] = {"component": model["component"]}  # of which model it is, the pipeline says
-        said["role"] = "+".join(dict.fromkeys(map(role, stages)))
-        if how := parallel(stages):
-            said["parallel"] = how
-        made.append(_object(VERSION, "DiffusionPool", pool, spec=said))
-    return made
+            pool_spec["model"] = {"component": model["component"]}  # its path is in the pipeline
+        pool_spec["role"] = "+".join(dict.fromkeys(map(role, stages)))
+        if parallelism := parallel(stages):
+            pool_spec["parallel"] = parallelism
+        objects.append(_object(VERSION, "DiffusionPool", pool, spec=pool_spec))
+    return objects
 
 
 def secrets_of(name: str, spec: Object) -> list[Object]:
-    """The Secrets that a pipeline does not name, with new keys: only the first ever made of them counts."""
+    """Return the Secrets that a pipeline does not name, with new keys.
+
+    They are only to be created, never applied, so that existing keys stay.
+    """
     key, metrics = secrets.token_urlsafe(30), secrets.token_urlsafe(30)
     lines = [
         f"{holder} sha256:{sha256(secret.encode()).hexdigest()} {right}=yes\n"
@@ -162,44 +189,52 @@ def secrets_of(name: str, spec: Object) -> list[Object]:
         "keysSecret": ("wire", {f"{side}.key": text for side, text in new().items()}),
         "apiKeysSecret": ("api", {"key": key, "metrics": metrics, "keys": "".join(lines)}),
     }
-    asked = {end: text for field, (end, text) in texts.items() if field not in spec}
-    return [_object("v1", "Secret", f"{name}-{end}", stringData=text) for end, text in asked.items()]
+    missing = {end: text for field, (end, text) in texts.items() if field not in spec}
+    return [_object("v1", "Secret", f"{name}-{end}", stringData=text) for end, text in missing.items()]
 
 
 def unmet(name: str, spec: Object, roles: Mapping[str, str], apis: frozenset[str]) -> list[str]:
-    """What a pipeline asks for and does not get, though it serves, with the roles of the pools that are there."""
-    said: list[str] = []
+    """Return sentences about what a pipeline's spec asks for but does not get.
+
+    roles: the role of each existing pool. apis: the optional APIs that the cluster has.
+    """
+    messages: list[str] = []
     for pool, stages in pools(name, spec).items():
-        has = roles_of(roles.get(pool, "all"))
+        pool_roles = roles_of(roles.get(pool, "all"))
         for stage in stages:
-            if has is not None and not (roles_of(role(stage)) or {"all"}) <= has:
-                said.append(f"workers of pool {pool} do not run {role(stage)}, which stage {stage['name']} needs")
+            if pool_roles is not None and not (roles_of(role(stage)) or {"all"}) <= pool_roles:
+                messages.append(f"workers of pool {pool} do not run {role(stage)}, which stage {stage['name']} needs")
             model = stage.get("model", {})
             path = model.get("path", models(spec)[0])
             if path not in models(spec) and component_sources(spec).get(model.get("component")) != path:
-                does = "name its component in model.component" if len(models(spec)) == 1 else "serve one model alone"
-                said.append(f"stage {stage['name']} does not take its weights from {path}: {does}")
+                advice = "name its component in model.component" if len(models(spec)) == 1 else "serve one model alone"
+                messages.append(f"stage {stage['name']} does not take its weights from {path}: {advice}")
     if spec.get("autoscaling", {}).get("enabled") and KEDA not in apis:
-        said.append("nothing scales its pools: that takes KEDA, which this cluster does not have")
-    return said
+        messages.append("nothing scales its pools: that takes KEDA, which this cluster does not have")
+    return messages
 
 
-def _amounts(resources: Object) -> Object:
-    """Amounts as words: a server that is to apply a number refuses the whole object."""
+def _amounts_as_strings(resources: Object) -> Object:
+    """Return resource amounts as strings. A server-side apply of a number is refused."""
     return {part: {name: str(amount) for name, amount in each.items()} for part, each in resources.items()}
 
 
 def _common(name: str, side: str, pipeline: Object) -> Object:
-    """The blanks of all pods of a pipeline of that name."""
-    weights, results = pipeline["modelCache"], pipeline.get("results", {})
-    claim, is_folder = results.get("claim", f"{name}-results"), "url" not in results
+    """Return the template values that all pods of a pipeline share.
+
+    side: "scheduler" or "worker".
+    """
+    weights = pipeline["modelCache"]
+    results = pipeline.get("results", {})
+    claim = results.get("claim", f"{name}-results")
+    is_folder = "url" not in results
     return {
         "side": side,
         "image": pipeline["image"],
         "pull_policy": pipeline["imagePullPolicy"],
-        "pulls": [{"name": one} for one in pipeline.get("imagePullSecrets", [])] or None,
+        "pulls": [{"name": secret} for secret in pipeline.get("imagePullSecrets", [])] or None,
         "wire": pipeline.get("keysSecret", f"{name}-wire"),
-        "secrets": [{"secretRef": {"name": one}} for one in pipeline.get("envSecrets", [])],
+        "secrets": [{"secretRef": {"name": secret}} for secret in pipeline.get("envSecrets", [])],
         "weights": {"claimName": weights["claim"]} if "claim" in weights else None,
         "weights_folder": None if "claim" in weights else {"sizeLimit": weights["size"]},
         "results": results.get("url", "disk:/results"),
@@ -210,43 +245,50 @@ def _common(name: str, side: str, pipeline: Object) -> Object:
     }
 
 
-def _triggers(scaled: Object, namespace: str, spec: Object, users: Sequence[str]) -> list[Object]:
-    """What scales a pool, by what its gateways tell Prometheus."""
-    roles, component = roles_of(spec["role"]), spec.get("model", {}).get("component")
+def _triggers(autoscaling: Object, namespace: str, spec: Object, users: Sequence[str]) -> list[Object]:
+    """Return the KEDA triggers of a pool: Prometheus queries on the metrics of its gateways."""
+    roles = roles_of(spec["role"])
+    component = spec.get("model", {}).get("component")
     services = f'="{users[0]}"' if len(users) == 1 else f'=~"{"|".join(users)}"'
-    blanks = {"namespace": namespace, "services": services, "prometheus": scaled["prometheus"]}
+    blanks = {"namespace": namespace, "services": services, "prometheus": autoscaling["prometheus"]}
     blanks["roles"] = ".+" if roles is None else "|".join(sorted(roles))
     blanks["component"] = f',component=~"{component}"' if component else ""
-    made: list[Object] = []
-    for metric in (asked["custom"] for asked in scaled["metrics"]):
-        query = _filled(_templates()["queries"][metric["name"]], blanks)
-        own = {"query": query, "type": metric["target"]["type"], "threshold": str(metric["target"]["value"])}
-        made.append(_filled(_templates()["trigger"], blanks | own))
-    return made
+    triggers: list[Object] = []
+    for metric in (entry["custom"] for entry in autoscaling["metrics"]):
+        query = _fill(_templates()["queries"][metric["name"]], blanks)
+        target = {"query": query, "type": metric["target"]["type"], "threshold": str(metric["target"]["value"])}
+        triggers.append(_fill(_templates()["trigger"], blanks | target))
+    return triggers
 
 
 def _object(api: str, kind: str, name: str, **more: Object) -> Object:
+    """Return an object with the operator's label."""
     return {"apiVersion": api, "kind": kind, "metadata": {"name": name, "labels": MADE}, **more}
 
 
-def _fits(made: Object, apis: frozenset[str] | set[str]) -> bool:
-    return made["apiVersion"] not in {MONITORING, KEDA} or made["apiVersion"] in apis
+def _is_supported(item: Object, apis: frozenset[str]) -> bool:
+    """Return whether the cluster has the API of an object."""
+    return item["apiVersion"] not in {MONITORING, KEDA} or item["apiVersion"] in apis
 
 
 @cache
 def _templates() -> Object:
+    """Return the content of objects.yaml."""
     return dict(msgspec.yaml.decode(Path(__file__).with_name("objects.yaml").read_bytes()))
 
 
-def _filled(node: Any, blanks: Mapping[str, Any]) -> Any:
-    """A template with its blanks filled, as objects.yaml says; what fills them is not looked into."""
+def _fill(node: Any, blanks: Mapping[str, Any]) -> Any:
+    """Return a template with its blanks filled, by the rules at the top of objects.yaml.
+
+    The values of blanks are not templates themselves.
+    """
     if isinstance(node, str):
         return blanks[node[1:]] if node[1:] in blanks and node[0] == "$" else Template(node).substitute(blanks)
     if isinstance(node, dict):
-        whole = {key: _filled(value, blanks) for key, value in node.items()}
-        return {key: value for key, value in whole.items() if value is not None}
+        fields = {key: _fill(value, blanks) for key, value in node.items()}
+        return {key: value for key, value in fields.items() if value is not None}
     if not isinstance(node, list):
         return node
-    each = [_filled(one, blanks) for one in node]
-    spliced = (one if isinstance(one, list) else [one] for one in each if one is not None)
-    return [one for several in spliced for one in several]
+    items = [_fill(item, blanks) for item in node]
+    lists = (item if isinstance(item, list) else [item] for item in items if item is not None)
+    return [item for spliced in lists for item in spliced]

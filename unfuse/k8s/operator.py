@@ -1,4 +1,4 @@
-"""The operator: kopf hears what changes in a cluster, and one task for each pipeline and pool has it be as it says."""
+"""The operator process: kopf watches the cluster, and one task per pipeline and pool reconciles it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from unfuse.k8s.objects import MADE, VERSION
 from unfuse.k8s.reconcile import PIPELINE, POOL, Reconciler
 from unfuse.k8s.spec import InvalidSpec, Object
 
+#: Kinds whose objects are restored when they are changed or deleted.
 OWNED = ("configmaps", "services", "poddisruptionbudgets", "networkpolicies", "deployments", "statefulsets")
-"""Kinds whose objects are put right when somebody changes or deletes them."""
 
+#: The custom resources.
 OURS = {"diffusionpipelines", "diffusionpools"}
 
+#: Longest pause, in seconds, before an object that is not ready is reconciled again; and the pause between checks for
+#: the custom resource definitions.
 LONGEST_S, DEFINED_S = 30, 2
-"""The longest time after which what is not ready yet, or was refused, is looked at again; and until our kinds are."""
 
+#: The object by which operators find each other, so that one works at a time, and its API path.
 PEERING: Object = {"apiVersion": "kopf.dev/v1", "kind": "ClusterKopfPeering", "metadata": {"name": "unfuse"}}
 PEERS = "/apis/kopf.dev/v1/clusterkopfpeerings"
-"""That by which operators know of each other, and where it is."""
 
 Login = Callable[..., kopf.ConnectionInfo | None]
 
@@ -35,74 +37,81 @@ log = structlog.get_logger(__name__)
 
 
 class ReconcileTasks:
-    """A task for each object, which is woken when anything changed, and by itself until all is as wanted."""
+    """One task per pipeline and pool that reconciles it after each change, and until it is ready."""
 
     def __init__(self, cluster: ClusterClient, reconciler: Reconciler) -> None:
-        self._cluster, self._reconciler = cluster, reconciler
+        self._cluster = cluster
+        self._reconciler = reconciler
+        #: By (kind, namespace, name): the event that wakes the task, and the task.
         self._tasks: dict[tuple[str, str, str], tuple[asyncio.Event, asyncio.Task[None]]] = {}
 
     def wake(self, kind: str, namespace: str, name: str | None = None) -> None:
-        """Look at an object, or again at all of a kind in a namespace."""
+        """Reconcile an object, or, without a name, all known objects of a kind in a namespace."""
         if name and (kind, namespace, name) not in self._tasks:
             woken = asyncio.Event()
-            task = asyncio.create_task(self._keep(woken, kind, namespace, name))
+            task = asyncio.create_task(self._reconcile_until_gone(woken, kind, namespace, name))
             self._tasks[kind, namespace, name] = woken, task
         for key, (woken, _) in self._tasks.items():
             if key[:2] == (kind, namespace) and name in {None, key[2]}:
                 woken.set()
 
     async def close(self, **_: Any) -> None:
-        """Stop, in the middle of whatever is done."""
+        """Cancel all tasks and close the connections."""
         running = [task for _, task in self._tasks.values()]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await self._cluster.close()
 
-    async def _keep(self, woken: asyncio.Event, kind: str, namespace: str, name: str) -> None:
+    async def _reconcile_until_gone(self, woken: asyncio.Event, kind: str, namespace: str, name: str) -> None:
+        """Reconcile one object at each wake-up until it is deleted. Errors are logged and retried."""
         pause: float | None = None
-        done: bool | None = True
-        while done is not None or woken.is_set():
+        ready: bool | None = True
+        while ready is not None or woken.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):  # wait_for loses a cancellation that comes with an event
                     await woken.wait()
                 pause = None
             woken.clear()
             try:
-                done = await self._reconciler.reconcile(kind, namespace, name)
-            except Exception as error:  # others go on, and so does this one
+                ready = await self._reconciler.reconcile(kind, namespace, name)
+            except Exception as error:  # no error may end the task
                 is_bug = not isinstance(error, TransientError | InvalidSpec)
                 log.warning("tried in vain, and will again", kind=kind, name=name, error=str(error), exc_info=is_bug)
-                done = False
-            pause = None if done else min(LONGEST_S, 2 * (pause or 0.5))
+                ready = False
+            pause = None if ready else min(LONGEST_S, 2 * (pause or 0.5))
         del self._tasks[kind, namespace, name]
 
 
 def credentials(**given: Any) -> kopf.ConnectionInfo | None:
-    """Those of the pod's own account; else those of the person who is here."""
+    """Return the credentials of the pod's service account, else those of the kubeconfig, else None."""
     return kopf.login_with_service_account(**given) or kopf.login_with_kubeconfig(**given)
 
 
 async def operate(image: str, namespaces: Sequence[str] = (), login: Login = credentials, **flags: Any) -> None:
-    """Work for these namespaces (none: for all) until it is told to end; `flags` are kopf's. Raises UsageError.
+    """Run the operator until it is stopped. Raises UsageError if there are no credentials.
 
-    Pods are of `image` where their pipeline names none.
+    image: the image of pods whose pipeline names none.
+    namespaces: the namespaces to work for; none: the whole cluster.
+    login: returns the credentials.
+    flags: further arguments of `kopf.operator`.
     """
     settings = kopf.OperatorSettings()
     settings.scanning.disabled = True
-    settings.posting.reporting_component, settings.peering.name = "unfuse", PEERING["metadata"]["name"]
-    settings.peering.priority = random.randrange(1, 1 << 30)  # of two one works, whichever
+    settings.posting.reporting_component = "unfuse"
+    settings.peering.name = PEERING["metadata"]["name"]
+    settings.peering.priority = random.randrange(1, 1 << 30)  # of two operators, any one works
     settings.peering.lifetime = 20
-    settings.queueing.idle_timeout = 0.1  # of kopf's own queues: to wake a task takes no time
+    settings.queueing.idle_timeout = 0.1  # short, since kopf's handlers only wake a task
 
-    def found() -> kopf.ConnectionInfo:
-        if (known := login(settings=settings)) is None:
+    def connect() -> kopf.ConnectionInfo:
+        if (connection := login(settings=settings)) is None:
             raise UsageError("no cluster is known here: run it in a pod that has an account, or set KUBECONFIG")
-        return known
+        return connection
 
-    found()
-    cluster = ClusterClient(found)
-    while not await _introduced(cluster):
+    connect()  # fails early
+    cluster = ClusterClient(connect)
+    while not await _are_kinds_defined(cluster):
         log.warning("waits until the cluster knows pipelines and pools: kubectl apply -f deploy/kubernetes/crds")
         await asyncio.sleep(DEFINED_S)
     registry = _registry(ReconcileTasks(cluster, Reconciler(cluster, image, kopf.warn)), login)
@@ -110,34 +119,39 @@ async def operate(image: str, namespaces: Sequence[str] = (), login: Login = cre
     await kopf.operator(registry=registry, settings=settings, **flags)
 
 
-async def _introduced(cluster: ClusterClient) -> bool:
-    """Whether the cluster knows our kinds, which kopf looks for once; then others can hear of this operator too."""
+async def _are_kinds_defined(cluster: ClusterClient) -> bool:
+    """Return whether the cluster has the custom resource definitions. Then create the peering object.
+
+    kopf looks for the definitions only once, at its start.
+    """
     with suppress(TransientError):
-        said = await cluster.ask("GET", f"/apis/{VERSION}") or {}
-        if {one["name"] for one in said.get("resources", [])} >= OURS:
-            with suppress(InvalidSpec):  # it is there; or this one may not make it, and works by itself
+        api = await cluster.ask("GET", f"/apis/{VERSION}") or {}
+        if {resource["name"] for resource in api.get("resources", [])} >= OURS:
+            with suppress(InvalidSpec):  # it exists, or this operator may not create it and works without peers
                 await cluster.ask("POST", PEERS, PEERING)
             return True
     return False
 
 
 def _registry(tasks: ReconcileTasks, login: Login) -> kopf.OperatorRegistry:
-    """What kopf calls."""
-    made = kopf.OperatorRegistry()
-    kopf.on.login(registry=made)(login)
-    kopf.on.cleanup(registry=made)(tasks.close)
+    """Return the handlers that kopf calls."""
+    registry = kopf.OperatorRegistry()
+    kopf.on.login(registry=registry)(login)
+    kopf.on.cleanup(registry=registry)(tasks.close)
 
     async def changed(body: kopf.Body, **_: Any) -> None:
-        kind, where = body["kind"], body["metadata"]["namespace"]
-        tasks.wake(kind, where, body["metadata"]["name"])
-        tasks.wake(POOL if kind == PIPELINE else PIPELINE, where)
+        kind = body["kind"]
+        namespace = body["metadata"]["namespace"]
+        tasks.wake(kind, namespace, body["metadata"]["name"])
+        # A change of a pipeline may concern all pools of the namespace, and the other way round.
+        tasks.wake(POOL if kind == PIPELINE else PIPELINE, namespace)
 
     async def owned(body: kopf.Body, **_: Any) -> None:
         for owner in body["metadata"].get("ownerReferences", []):
             tasks.wake(owner["kind"], body["metadata"]["namespace"], owner["name"])
 
     for plural in sorted(OURS):
-        kopf.on.event(VERSION, plural, registry=made)(changed)
+        kopf.on.event(VERSION, plural, registry=registry)(changed)
     for plural in OWNED:
-        kopf.on.event(plural, labels=MADE, registry=made)(owned)
-    return made
+        kopf.on.event(plural, labels=MADE, registry=registry)(owned)
+    return registry

@@ -1,4 +1,7 @@
-"""Has pipelines and pools be as they say, and says how they are. A pass reads all it needs anew, and may be cut off."""
+"""Reconciles pipelines and pools with the cluster and writes their status.
+
+Each pass reads all that it needs again, and may be cancelled at any point.
+"""
 
 from __future__ import annotations
 
@@ -19,199 +22,252 @@ from unfuse.k8s.spec import NAME, InvalidSpec, Object, gpus, pools as pools_in, 
 
 PIPELINE, POOL = "DiffusionPipeline", "DiffusionPool"
 
+#: Errors that an object causes which the server accepted against its definition.
 NOT_AS_DEFINED = (ConfigError, LookupError, TypeError, AttributeError)
-"""What comes of objects that a server let in against their definition."""
 
+#: The API, kind and name of an object.
 Named = tuple[str, str, str]
-"""The API, kind and name of an object."""
 
+#: `(object, reason=, message=)`: called when an object has a new problem.
 Tell = Callable[..., None]
-"""Called with an object, and a reason and a message by name, when something is newly wrong with it."""
+
+#: Seconds that a gateway has to answer; and the longest wait, in seconds, for idle workers if no gateway answers.
+ASK_S, UNKNOWN_S = 5.0, 30
+
+#: Lines of a gateway's /metrics page: workers with tasks, and the number of ranks of each worker.
+TASKS = re.compile(r'^unfuse_node_tasks\{node="(.+)-(\d+)"\} (?!0\.0$)', re.MULTILINE)
+RANKS = re.compile(r'^unfuse_node_ranks\{node="(.+)-\d+"\} (\d+)\.0$', re.MULTILINE)
+
+#: Reasons of waiting containers that pass by themselves.
+COMING = {"", "ContainerCreating", "PodInitializing"}
 
 
 class Reconciler:
-    """What is done about one object at a time."""
+    """Reconciles one object at a time.
+
+    image: the image of pods whose pipeline names none.
+    tell: publishes a problem of an object as an event.
+    """
 
     def __init__(self, cluster: ClusterClient, image: str, tell: Tell) -> None:
-        self._cluster, self._usual, self._tell = cluster, {"image": image}, tell
+        self._cluster = cluster
+        self._defaults = {"image": image}
+        self._publish = tell
 
     async def reconcile(self, kind: str, namespace: str, name: str) -> bool | None:
-        """Do it. Returns whether all is as wanted, None if there is no such object. Raises TransientError."""
+        """Apply the objects of a pipeline or pool and update its status.
+
+        Returns whether it is ready, or None if it does not exist or is being deleted. Raises TransientError.
+        """
         path = place(VERSION, kind, namespace, name)
         body = await self._cluster.ask("GET", path)
         if body is None or "deletionTimestamp" in body["metadata"]:
             return None
-        more: Object = {}
+
+        fields: Object = {}
         try:
-            found, more = await (self._pipeline if kind == PIPELINE else self._pool)(body, namespace)
+            reconcile_kind = self._reconcile_pipeline if kind == PIPELINE else self._reconcile_pool
+            observed, fields = await reconcile_kind(body, namespace)
         except InvalidSpec as error:
-            found = ObservedStatus(refused=error)
+            observed = ObservedStatus(refused=error)
         except NOT_AS_DEFINED as error:
-            found = ObservedStatus(refused=InvalidSpec("InvalidSpec", f"its definition does not allow this: {error!r}"))
+            reason = f"its definition does not allow this: {error!r}"
+            observed = ObservedStatus(refused=InvalidSpec("InvalidSpec", reason))
+
         what = "schedulers and pools" if kind == PIPELINE else "workers"
-        said = more | {"observedGeneration": body["metadata"].get("generation", 0)}
-        said["conditions"] = conditions(body, found, what, now())
-        if body.get("status", {}) | said != body.get("status", {}):
-            degraded = condition({"status": said}, "Degraded")
+        status = fields | {"observedGeneration": body["metadata"].get("generation", 0)}
+        status["conditions"] = conditions(body, observed, what, now())
+        if body.get("status", {}) | status != body.get("status", {}):
+            degraded = condition({"status": status}, "Degraded")
             if degraded["status"] == "True" and degraded["reason"] != condition(body, "Degraded").get("reason"):
-                self._tell(body, reason=degraded["reason"], message=degraded["message"])
-            await self._cluster.ask("PATCH", f"{path}/status", {"status": said}, MERGE)
-        return found.ready >= found.wanted and not (found.refused or found.waits)
+                self._publish(body, reason=degraded["reason"], message=degraded["message"])
+            await self._cluster.ask("PATCH", f"{path}/status", {"status": status}, MERGE)
+        return observed.ready >= observed.wanted and not (observed.refused or observed.waits)
 
-    async def _pipeline(self, body: Object, namespace: str) -> tuple[ObservedStatus, Object]:
-        name, asked, apis = body["metadata"]["name"], self._usual | read(body), await self._apis()
-        pools, owner = pools_in(name, asked), owner_of(body)
-        for made in (*objects.secrets_of(name, asked), *objects.pools_of(name, asked)):
-            controls = made["kind"] == "Secret"
-            await self._cluster.create(made, namespace, owner | ({"controller": True} if controls else {}))
-        ours = objects.of_pipeline(name, asked, apis)
+    async def _reconcile_pipeline(self, body: Object, namespace: str) -> tuple[ObservedStatus, Object]:
+        """Apply the objects of a pipeline. Returns its observed status, and further fields of its status."""
+        name = body["metadata"]["name"]
+        spec = self._defaults | read(body)
+        apis = await self._apis()
+        pools = pools_in(name, spec)
+        owner = owner_of(body)
+        for item in (*objects.secrets_of(name, spec), *objects.pools_of(name, spec)):
+            is_controller = item["kind"] == "Secret"
+            await self._cluster.create(item, namespace, owner | ({"controller": True} if is_controller else {}))
+
+        items = objects.of_pipeline(name, spec, apis)
         optional = {(POLICIES, "NetworkPolicy", f"{name}-scheduler"), (MONITORING, "ServiceMonitor", name)}
-        await self._drop(optional, ours, apis, body)
-        found = await self._applied(ours, body, namespace)
-        there = await self._cluster.every(VERSION, POOL, namespace)
-        roles = {pool: one["spec"]["role"] for pool, one in there.items()}
-        troubles = [InvalidSpec("NotAsAsked", said) for said in objects.unmet(name, asked, roles, apis)]
-        ready = found.ready
-        for pool in pools:
-            ready += condition(there.get(pool, {}), "Ready").get("status") == "True"
-            its = condition(there.get(pool, {}), "Degraded")
-            if its.get("status") == "True":
-                troubles.append(InvalidSpec(its["reason"], f"pool {pool}: {its['message']}"))
-        whole = ObservedStatus(found.wanted + len(pools), found.there, ready, (*found.troubles, *troubles))
-        return whole, {"url": at(name, namespace, asked)}
+        await self._delete_unused(optional, items, apis, body)
+        observed = await self._apply(items, body, namespace)
 
-    async def _pool(self, body: Object, namespace: str) -> tuple[ObservedStatus, Object]:
-        name, asked = body["metadata"]["name"], read(body)
+        existing = await self._cluster.every(VERSION, POOL, namespace)
+        roles = {pool: item["spec"]["role"] for pool, item in existing.items()}
+        troubles = [InvalidSpec("NotAsAsked", message) for message in objects.unmet(name, spec, roles, apis)]
+        ready = observed.ready
+        for pool in pools:
+            ready += condition(existing.get(pool, {}), "Ready").get("status") == "True"
+            degraded = condition(existing.get(pool, {}), "Degraded")
+            if degraded.get("status") == "True":
+                troubles.append(InvalidSpec(degraded["reason"], f"pool {pool}: {degraded['message']}"))
+        wanted = observed.wanted + len(pools)
+        status = ObservedStatus(wanted, observed.there, ready, (*observed.troubles, *troubles))
+        return status, {"url": at(name, namespace, spec)}
+
+    async def _reconcile_pool(self, body: Object, namespace: str) -> tuple[ObservedStatus, Object]:
+        """Apply the objects of a pool. Returns its observed status, and further fields of its status."""
+        name = body["metadata"]["name"]
+        spec = read(body)
         users: dict[str, Object] = {}
-        there = await self._cluster.every(VERSION, PIPELINE, namespace)
-        pipelines = {user: one for user, one in there.items() if NAME.fullmatch(user)}  # others never have workers
-        for user, one in pipelines.items():
+        existing = await self._cluster.every(VERSION, PIPELINE, namespace)
+        pipelines = {user: item for user, item in existing.items() if NAME.fullmatch(user)}  # others have no workers
+        for user, item in pipelines.items():
             try:
-                if name in pools_in(user, its := self._usual | read(one)):
-                    users[user] = its
-            except NOT_AS_DEFINED as error:  # which may mean this pool: what serves goes on
+                if name in pools_in(user, user_spec := self._defaults | read(item)):
+                    users[user] = user_spec
+            except NOT_AS_DEFINED as error:  # it may use this pool, so the pool must not be changed
                 raise InvalidSpec("PipelineNotUnderstood", f"it stays as it is until {user} is understood") from error
+
         if MADE.items() <= body["metadata"].get("labels", {}).items():
-            await self._keep(body, namespace, [pipelines[user] for user in users])
+            await self._update_owners(body, namespace, [pipelines[user] for user in users])
         if not users:
             path = place("apps/v1", "StatefulSet", namespace, name)
             if (workload := await self._cluster.ask("GET", path)) and owns(owner_of(body), workload):
                 await self._cluster.ask("PATCH", path, {"spec": {"replicas": 0}}, MERGE)
             raise InvalidSpec("NotUsed", "no pipeline names it, so it has no workers")
-        made = objects.of_pool(name, namespace, asked, users, apis := await self._apis())
-        gateways = [at(one, namespace, its) for one, its in sorted(users.items())]
-        since, waits = await self._shrink(body, made[-1], asked["finishSeconds"], gateways)
-        optional = {(POLICIES, "NetworkPolicy", f"{name}-pool"), (KEDA, "ScaledObject", name)}
-        await self._drop(optional, made, apis, body)
-        found = (await self._applied(made, body, namespace))._replace(waits=waits)
-        idle = await idle_gpus(name, asked, gateways if found.ready else [])
-        found = found._replace(troubles=(*found.troubles, *idle))
-        told = {"replicas": found.there, "readyReplicas": found.ready, "selector": chosen(made[-1])}
-        return found, told | ({"waitsSince": since} if since or "waitsSince" in body.get("status", {}) else {})
 
-    async def _shrink(self, body: Object, made: Object, longest: int, gateways: list[str]) -> tuple[str | None, str]:
-        """Have a StatefulSet be as small as its workers allow now; returns since when that waits, and for whom."""
-        name, namespace, wanted = made["metadata"]["name"], body["metadata"]["namespace"], made["spec"]["replicas"]
-        there = await self._cluster.ask("GET", place("apps/v1", "StatefulSet", namespace, name))
-        count = there["spec"]["replicas"] if there and owns(owner_of(body), there) else 0
+        apis = await self._apis()
+        items = objects.of_pool(name, namespace, spec, users, apis)
+        gateways = [at(user, namespace, user_spec) for user, user_spec in sorted(users.items())]
+        since, waits = await self._delay_scale_down(body, items[-1], spec["finishSeconds"], gateways)
+        optional = {(POLICIES, "NetworkPolicy", f"{name}-pool"), (KEDA, "ScaledObject", name)}
+        await self._delete_unused(optional, items, apis, body)
+        observed = (await self._apply(items, body, namespace))._replace(waits=waits)
+
+        idle = await idle_gpus(name, spec, gateways if observed.ready else [])
+        observed = observed._replace(troubles=(*observed.troubles, *idle))
+        fields = {"replicas": observed.there, "readyReplicas": observed.ready, "selector": chosen(items[-1])}
+        is_waiting = since or "waitsSince" in body.get("status", {})
+        return observed, fields | ({"waitsSince": since} if is_waiting else {})
+
+    async def _delay_scale_down(
+        self, body: Object, workload: Object, longest_s: int, gateways: list[str]
+    ) -> tuple[str | None, str]:
+        """Raise a StatefulSet's replicas while workers that a scale-down would remove are busy.
+
+        Changes `workload`. Returns since when the scale-down waits, and why; None and "" if it does not wait.
+
+        longest_s: seconds after which the scale-down is done anyway.
+        """
+        name = workload["metadata"]["name"]
+        wanted = workload["spec"]["replicas"]
+        existing = await self._cluster.ask("GET", place("apps/v1", "StatefulSet", body["metadata"]["namespace"], name))
+        count = existing["spec"]["replicas"] if existing and owns(owner_of(body), existing) else 0
         if not 0 < wanted < count:
             return None, ""
-        if (tasks := await busy(name, gateways)) is None:
-            stay, longest, why = count, min(longest, UNKNOWN_S), "no gateway says who is busy"
-        else:
-            stay = staying(wanted, count, tasks)
-            why = f"{name}-{stay - 1} ends what it does, as others are idle"
-        since = body.get("status", {}).get("waitsSince") or now()
-        if stay == wanted or datetime.now(UTC) - datetime.fromisoformat(since) >= timedelta(seconds=longest):
-            return None, ""
-        made["spec"]["replicas"] = stay
-        return since, f"{stay} workers are to be {wanted}: {why}"
 
-    async def _drop(self, optional: set[Named], made: list[Object], apis: frozenset[str], body: Object) -> None:
-        """Delete those of these objects that are not to be made any more."""
-        kept = {(one["apiVersion"], one["kind"], one["metadata"]["name"]) for one in made}
-        for api, kind, name in sorted(optional - kept):
+        if (tasks := await busy(name, gateways)) is None:
+            remaining = count
+            longest_s = min(longest_s, UNKNOWN_S)
+            reason = "no gateway says who is busy"
+        else:
+            remaining = staying(wanted, count, tasks)
+            reason = f"{name}-{remaining - 1} ends what it does, as others are idle"
+        since = body.get("status", {}).get("waitsSince") or now()
+        if remaining == wanted or datetime.now(UTC) - datetime.fromisoformat(since) >= timedelta(seconds=longest_s):
+            return None, ""
+        workload["spec"]["replicas"] = remaining
+        return since, f"{remaining} workers are to be {wanted}: {reason}"
+
+    async def _delete_unused(
+        self, optional: set[Named], items: list[Object], apis: frozenset[str], body: Object
+    ) -> None:
+        """Delete the optional objects that are not among the items to apply."""
+        used = {(item["apiVersion"], item["kind"], item["metadata"]["name"]) for item in items}
+        for api, kind, name in sorted(optional - used):
             if api in apis | {POLICIES}:
                 await self._cluster.delete(api, kind, body["metadata"]["namespace"], name, owner_of(body))
 
-    async def _applied(self, made: list[Object], body: Object, namespace: str) -> ObservedStatus:
-        """Apply objects of which the last is a workload, and see how that is."""
-        owner, workload = owner_of(body) | {"controller": True}, made[-1]
-        for one in made:
-            workload = await self._cluster.apply(one, namespace, owner)
-        pods = await self._cluster.every("v1", "Pod", namespace, f"?labelSelector={chosen(made[-1])}")
+    async def _apply(self, items: list[Object], body: Object, namespace: str) -> ObservedStatus:
+        """Apply objects, the last of which is a workload, and return the workload's status."""
+        owner = owner_of(body) | {"controller": True}
+        workload = items[-1]
+        for item in items:
+            workload = await self._cluster.apply(item, namespace, owner)
+        pods = await self._cluster.every("v1", "Pod", namespace, f"?labelSelector={chosen(items[-1])}")
         return of_workload(workload, pods.values())
 
-    async def _keep(self, body: Object, namespace: str, users: list[Object]) -> None:
-        """Have a pool that was made here be owned by those that name it; it goes with the last of them."""
-        path, owners = place(VERSION, POOL, namespace, body["metadata"]["name"]), [*map(owner_of, users)]
+    async def _update_owners(self, body: Object, namespace: str, users: list[Object]) -> None:
+        """Set the owners of a pool that the operator created to its pipelines. Without one, delete the pool."""
+        path = place(VERSION, POOL, namespace, body["metadata"]["name"])
+        owners = [*map(owner_of, users)]
         if not owners:
             await self._cluster.ask("DELETE", path)
         elif owners != body["metadata"].get("ownerReferences"):
             await self._cluster.ask("PATCH", path, {"metadata": {"ownerReferences": owners}}, MERGE)
 
     async def _apis(self) -> frozenset[str]:
+        """Return the optional APIs that the cluster has."""
         return frozenset([api for api in (MONITORING, KEDA) if await self._cluster.ask("GET", f"/apis/{api}")])
 
 
 async def idle_gpus(name: str, pool: Object, gateways: list[str]) -> list[InvalidSpec]:
-    """What is wrong where workers of a pool have more GPUs than ranks, as they were told to or their gateways say."""
-    there = gpus(pool.get("resources", {}))
-    if there < 2:
+    """Return a problem if a pool's workers have more GPUs than ranks, else nothing.
+
+    If the spec leaves the number of ranks to the workers, the gateways report it.
+    """
+    gpu_count = gpus(pool.get("resources", {}))
+    if gpu_count < 2:
         return []
-    said, count = ranks(pool)
-    count = await fewest_ranks(name, gateways) if count is None else count
-    if count is None or count >= there:
+    parallelism, rank_count = ranks(pool)
+    rank_count = await fewest_ranks(name, gateways) if rank_count is None else rank_count
+    if rank_count is None or rank_count >= gpu_count:
         return []
-    told = f"device is {pool['device']}" if pool["device"] != "auto" else "its args say so"
-    most = f"its stages cannot be divided by more, so ask for {count} GPUs"
-    why = most if said == AUTO else f"parallel is {said}" if said else told
-    return [InvalidSpec("IdleGPUs", f"its workers have {there} GPUs and compute on {count}: {why}")]
+
+    if parallelism == AUTO:
+        reason = f"its stages cannot be divided by more, so ask for {rank_count} GPUs"
+    elif parallelism:
+        reason = f"parallel is {parallelism}"
+    else:
+        reason = f"device is {pool['device']}" if pool["device"] != "auto" else "its args say so"
+    return [InvalidSpec("IdleGPUs", f"its workers have {gpu_count} GPUs and compute on {rank_count}: {reason}")]
 
 
 def owner_of(body: Object) -> Object:
-    """What says that an object is owned by this one."""
+    """Return the owner reference to a pipeline or pool."""
     kind = POOL if "role" in body["spec"] else PIPELINE  # lists leave it out
     return {"apiVersion": VERSION, "kind": kind, "name": body["metadata"]["name"], "uid": body["metadata"]["uid"]}
 
 
 def at(pipeline: str, namespace: str, spec: Object) -> str:
-    """Where the gateway of a pipeline is."""
+    """Return the URL of a pipeline's gateway."""
     return f"http://{pipeline}.{namespace}.svc:{spec['service']['port']}"
 
 
 def now() -> str:
-    """The time, as Kubernetes writes it."""
+    """Return the present time in the format of Kubernetes."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def chosen(workload: Object) -> str:
-    """The labels by which the pods of a workload are found."""
+    """Return the label selector of a workload's pods."""
     return ",".join(f"{key}={value}" for key, value in workload["spec"]["selector"]["matchLabels"].items())
 
 
-ASK_S, UNKNOWN_S = 5.0, 30
-"""Seconds in which a gateway answers; and for how long none need say who is busy before that is not asked for."""
-
-TASKS = re.compile(r'^unfuse_node_tasks\{node="(.+)-(\d+)"\} (?!0\.0$)', re.MULTILINE)
-RANKS = re.compile(r'^unfuse_node_ranks\{node="(.+)-\d+"\} (\d+)\.0$', re.MULTILINE)
-
-
 async def busy(pool: str, gateways: Iterable[str]) -> frozenset[int] | None:
-    """The numbers of the workers that have tasks, as the first of these gateways says that answers; else None."""
+    """Return the ordinals of a pool's workers with tasks, or None if no gateway answers."""
     if (page := await _metrics(gateways)) is None:
         return None
     return frozenset(int(number) for name, number in TASKS.findall(page) if name == pool)
 
 
 async def fewest_ranks(pool: str, gateways: Iterable[str]) -> int | None:
-    """The ranks of the pool's worker that has fewest; None where no gateway answers, or knows one."""
-    found = RANKS.findall(await _metrics(gateways) or "")
-    return min((int(count) for name, count in found if name == pool), default=None)
+    """Return the lowest rank count of a pool's workers. None if no gateway reports one."""
+    rank_counts = RANKS.findall(await _metrics(gateways) or "")
+    return min((int(count) for name, count in rank_counts if name == pool), default=None)
 
 
 async def _metrics(gateways: Iterable[str]) -> str | None:
-    """What the first of these gateways says that answers; else None."""
+    """Return the metrics page of the first gateway that answers, or None."""
     async with httpx2.AsyncClient(timeout=ASK_S) as client:
         for gateway in gateways:
             with suppress(httpx2.HTTPError):
@@ -220,76 +276,101 @@ async def _metrics(gateways: Iterable[str]) -> str | None:
 
 
 def staying(wanted: int, there: int, has: Collection[int]) -> int:
-    """How many of those that are `there` stay for now, with these that have tasks: a StatefulSet's last ones go."""
-    late = [number for number in range(wanted, there) if number in has]
-    idle = any(number not in has for number in range(wanted))
-    return late[-1] + 1 if late and idle else wanted
+    """Return how many workers a scale-down to `wanted` leaves for now. A StatefulSet removes its last pods first.
 
+    While one of the first `wanted` workers is idle, the busy ones behind them finish their tasks.
 
-COMING = {"", "ContainerCreating", "PodInitializing"}
-"""Reasons to wait that pass by themselves."""
+    there: the present number of workers. has: ordinals of the workers with tasks.
+    """
+    busy_removed = [number for number in range(wanted, there) if number in has]
+    has_idle = any(number not in has for number in range(wanted))
+    return busy_removed[-1] + 1 if busy_removed and has_idle else wanted
 
 
 class ObservedStatus(NamedTuple):
-    """How many are wanted, there, and ready; what is wrong all the same; why nothing was done, if that is so; and for
-    what it waits before it is as wanted.
-    """
+    """The observed status of a pipeline or pool."""
 
+    #: Number of replicas that its spec asks for; for a pipeline, its pools are added.
     wanted: int = 0
+    #: Number of existing replicas.
     there: int = 0
+    #: Number of replicas, and of pools, that are ready.
     ready: int = 0
+    #: Problems that do not stop the reconciliation.
     troubles: tuple[InvalidSpec, ...] = ()
+    #: Why its spec was not applied. None if it was.
     refused: InvalidSpec | None = None
+    #: Why a scale-down waits. Empty if none does.
     waits: str = ""
 
 
 def of_workload(made: Object, pods: Iterable[Object]) -> ObservedStatus:
-    """What a workload, as the server returned it, and its pods say. Pods of an older template do not count as ready."""
-    status, wanted = made.get("status", {}), made["spec"]["replicas"]
-    known = status.get("observedGeneration", 0) >= made["metadata"].get("generation", 0)
-    ready = min(status.get("readyReplicas", 0), status.get("updatedReplicas", 0)) if known else 0
+    """Return the status of a workload and its pods. Pods of an older template do not count as ready.
+
+    made: the workload, as the server returned it.
+    """
+    status = made.get("status", {})
+    wanted = made["spec"]["replicas"]
+    is_observed = status.get("observedGeneration", 0) >= made["metadata"].get("generation", 0)
+    ready = min(status.get("readyReplicas", 0), status.get("updatedReplicas", 0)) if is_observed else 0
     return ObservedStatus(wanted, status.get("replicas", 0), ready, (*_troubles(pods),))
 
 
 def _troubles(pods: Iterable[Object]) -> Iterator[InvalidSpec]:
-    """Why pods do not run: no node takes them, or a container does not start, with the last line that it wrote."""
+    """Yield why pods do not run: unschedulable pods, and containers that do not start.
+
+    For a container, the message has the last line of its termination message.
+    """
     for pod in pods:
-        name, status = pod["metadata"]["name"], pod.get("status", {})
-        for one in status.get("conditions", []):
-            if one["type"] == "PodScheduled" and one["status"] == "False":
-                yield InvalidSpec(one.get("reason", "Unschedulable"), f"{name} finds no node: {one.get('message', '')}")
-        for one in (*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])):
-            waiting = one.get("state", {}).get("waiting", {})
+        name = pod["metadata"]["name"]
+        status = pod.get("status", {})
+        for entry in status.get("conditions", []):
+            if entry["type"] == "PodScheduled" and entry["status"] == "False":
+                message = f"{name} finds no node: {entry.get('message', '')}"
+                yield InvalidSpec(entry.get("reason", "Unschedulable"), message)
+        for container in (*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])):
+            waiting = container.get("state", {}).get("waiting", {})
             if (reason := waiting.get("reason", "")) not in COMING:
-                wrote = one.get("lastState", {}).get("terminated", {}).get("message", "").strip().splitlines()
-                yield InvalidSpec(
-                    reason, f"{name} does not run ({reason}): {(wrote or [waiting.get('message', '')])[-1]}"
-                )
+                last_state = container.get("lastState", {})
+                lines = last_state.get("terminated", {}).get("message", "").strip().splitlines()
+                last_line = (lines or [waiting.get("message", "")])[-1]
+                yield InvalidSpec(reason, f"{name} does not run ({reason}): {last_line}")
 
 
 def conditions(body: Object, found: ObservedStatus, what: str, now: str) -> list[Object]:
-    """Ready, Progressing and Degraded of an object; each keeps its time while it stays as it was."""
+    """Return the conditions Ready, Progressing and Degraded of an object.
+
+    A condition whose status did not change keeps its transition time.
+
+    what: the noun of its replicas, for messages. now: the time, see `now`.
+    """
     enough = found.ready >= found.wanted and not found.refused
     wrong = [found.refused] if found.refused else found.troubles
     state = "Starting" if not enough else "AsWanted" if found.wanted else "Asleep"
     amount = str(found.refused or f"{found.ready} of {found.wanted} {what} are ready")
     moves = ("WorkersFinish", found.waits) if found.waits else (state, amount)
-    said = {
+    states = {
         "Ready": (enough, found.refused.reason if found.refused else state, amount),
         "Progressing": (not wrong and (not enough or found.waits != ""), *moves),
         "Degraded": (bool(wrong), wrong[0].reason if wrong else "AsWanted", "; ".join(map(str, wrong)) or amount),
     }
-    told: list[Object] = []
-    for name, (is_so, reason, message) in said.items():
-        old = condition(body, name)
-        told.append({
-            "type": name, "status": str(is_so), "reason": reason, "message": message[:4096],
-            "observedGeneration": body["metadata"].get("generation", 0),
-            "lastTransitionTime": old["lastTransitionTime"] if old.get("status") == str(is_so) else now,
-        })  # fmt: skip
-    return told
+    entries: list[Object] = []
+    for name, (is_true, reason, message) in states.items():
+        previous = condition(body, name)
+        is_unchanged = previous.get("status") == str(is_true)
+        entries.append(
+            {
+                "type": name,
+                "status": str(is_true),
+                "reason": reason,
+                "message": message[:4096],
+                "observedGeneration": body["metadata"].get("generation", 0),
+                "lastTransitionTime": previous["lastTransitionTime"] if is_unchanged else now,
+            }
+        )
+    return entries
 
 
 def condition(body: Object, name: str) -> Object:
-    """A condition of an object; empty if nobody has told it yet."""
-    return next((one for one in body.get("status", {}).get("conditions", []) if one["type"] == name), {})
+    """Return a condition of an object, or an empty one if it was never set."""
+    return next((entry for entry in body.get("status", {}).get("conditions", []) if entry["type"] == name), {})

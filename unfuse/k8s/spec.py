@@ -1,4 +1,7 @@
-"""What custom resources say. The API server has checked and completed it, by the definitions in deploy/kubernetes."""
+"""Reads the specs of DiffusionPipelines and DiffusionPools.
+
+The API server has validated them and filled in defaults, by the definitions in deploy/kubernetes.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,21 @@ from unfuse.core.compute_options import AUTO, parse_parallel
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import ALL, roles_of
 
+#: A Kubernetes object, or a part of one, as parsed JSON.
 Object = dict[str, Any]
-"""An object of Kubernetes, or a part of one, as JSON has it."""
 
+#: Names that can be part of the names of pods and Services.
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
-"""Names of which those of pods and Services can be made."""
 
-
+#: Names of resources that are whole GPUs.
 GPU = re.compile(r"^(nvidia|amd)\.com/gpu$|^gpu\.intel\.com/(i915|xe)$")
-"""Names of resources that are whole GPUs."""
 
 
 class InvalidSpec(ConfigError):
-    """An object asks for what cannot be; `reason` is a word for programs, the message a sentence for people."""
+    """A spec cannot be applied, or has a problem to report.
+
+    reason: one word for programs, as in conditions. message: a sentence for people.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -30,7 +35,10 @@ class InvalidSpec(ConfigError):
 
 
 def read(body: Object) -> Object:
-    """What a pipeline or a pool asks for. Raises ConfigError or LookupError where more was let in than is defined."""
+    """Return the checked spec of a pipeline or pool.
+
+    Raises ConfigError or LookupError for an object that its definition would not allow.
+    """
     spec = dict(body["spec"])
     for name in (body["metadata"]["name"], *(stage["pool"] for stage in spec.get("stages", []))):
         if not NAME.fullmatch(name):
@@ -42,80 +50,100 @@ def read(body: Object) -> Object:
     if spec.get("parallel", AUTO) != AUTO:
         parse_parallel(spec["parallel"])
     for stage in spec.get("stages") or []:
-        if (how := parallel([stage])) != AUTO:
-            parse_parallel(how)
+        if (parallelism := parallel([stage])) != AUTO:
+            parse_parallel(parallelism)
     return spec
 
 
 def models(pipeline: Object) -> Sequence[str]:
-    """What a pipeline serves."""
+    """Return the models that a pipeline serves."""
     return pipeline.get("models") or [pipeline["model"]]
 
 
 def component_sources(pipeline: Object) -> dict[str, str]:
-    """Where components of the pipeline's one model come from that are not its own."""
-    served, found = models(pipeline), dict(pipeline.get("componentSources", {}))
-    named = [stage["model"] for stage in pipeline.get("stages") or [] if "component" in stage.get("model", {})]
-    for model in named if len(served) == 1 else []:
-        component, path = model["component"], model.get("path", served[0])
-        if path not in served and found.setdefault(component, path) != path:
+    """Return the sources of components that are not the model's own, by component.
+
+    Stages name sources only in a pipeline of one model. Raises InvalidSpec for two sources of one component.
+    """
+    served = models(pipeline)
+    sources = dict(pipeline.get("componentSources", {}))
+    stage_models = [stage["model"] for stage in pipeline.get("stages") or [] if "component" in stage.get("model", {})]
+    for model in stage_models if len(served) == 1 else []:
+        component = model["component"]
+        path = model.get("path", served[0])
+        if path not in served and sources.setdefault(component, path) != path:
             raise InvalidSpec("InvalidSpec", f"two sources of component {component} are said: say one")
-    return found
+    return sources
 
 
 def pools(name: str, pipeline: Object) -> dict[str, list[Object]]:
-    """The stages of each pool; without any, all of them are in a pool of the pipeline's own name."""
-    found: dict[str, list[Object]] = {}
+    """Return the stages of each pool. A pipeline without stages has one pool, with its own name."""
+    stages_by_pool: dict[str, list[Object]] = {}
     for stage in pipeline.get("stages") or [{"name": "all", "pool": name, "replicas": 1}]:
-        found.setdefault(stage["pool"], []).append(stage)
-    return found
+        stages_by_pool.setdefault(stage["pool"], []).append(stage)
+    return stages_by_pool
 
 
 def role(stage: Object) -> str:
-    """The role of a stage: what it says, or what the last word of its name does, as in text-encoding."""
+    """Return the role of a stage: its `role`, or the one that its name ends with.
+
+    The role of "text-encoding" is "encoder".
+    """
     return str(stage.get("role") or re.sub("ing$", "er", re.split("[-_]", stage["name"])[-1]))
 
 
 def parallel(stages: Sequence[Object]) -> str:
-    """How the stages of one pool are spread, as `--parallel` says it; "" where they say nothing. Raises Wrong."""
-    said: dict[str, str] = {}
-    for stage in (one for one in stages if "parallel" in one):
-        its, how = role(stage), stage["parallel"]
-        if its == ALL or not its.isidentifier():
+    """Return the parallelism of one pool's stages as a value of `--parallel`; "": none is set.
+
+    Raises InvalidSpec for a stage of several roles, and for stages that differ.
+    """
+    by_role: dict[str, str] = {}
+    for stage in (stage for stage in stages if "parallel" in stage):
+        stage_role = role(stage)
+        parallelism = stage["parallel"]
+        if stage_role == ALL or not stage_role.isidentifier():
             raise InvalidSpec(
                 "InvalidSpec",
-                f"stage {stage['name']} is spread by {how}, and its role {its} is several: set parallel in its pool",
+                f"stage {stage['name']} is spread by {parallelism}, and its role {stage_role} is several: "
+                "set parallel in its pool",
             )
-        if said.setdefault(its, how) != how or (AUTO in said.values()) != (how == AUTO):
+        is_different = by_role.setdefault(stage_role, parallelism) != parallelism
+        if is_different or (AUTO in by_role.values()) != (parallelism == AUTO):
             raise InvalidSpec(
-                "InvalidSpec", f"stages of one pool are spread in two ways, {how} and {said[its]}: say one"
+                "InvalidSpec",
+                f"stages of one pool are spread in two ways, {parallelism} and {by_role[stage_role]}: say one",
             )
-    return AUTO if AUTO in said.values() else ",".join(f"{its}={how}" for its, how in said.items())
+    return AUTO if AUTO in by_role.values() else ",".join(f"{name}={value}" for name, value in by_role.items())
 
 
 def gpus(resources: Object) -> int:
-    """How many GPUs a pod with these resources has."""
+    """Return the number of GPUs of a pod with these resources."""
     amounts = resources.get("requests", {}) | resources.get("limits", {})
     return sum(int(amount) for name, amount in amounts.items() if GPU.search(name) and str(amount).isdecimal())
 
 
 def ranks(pool: Object) -> tuple[str, int | None]:
-    """How a pool's workers are spread, as `--parallel` says it, and over how many ranks; None where they choose.
+    """Return a pool's parallelism as the value of `--parallel`, and its number of ranks.
 
-    A pool that says nothing has its workers choose where they have several GPUs. Flags in `args` go before both.
+    The number is None where the workers choose it. They do by default if they have several GPUs, and if `args` has
+    flags that override `parallel` or `device`.
     """
-    own = [flag for flag in pool.get("args", []) if flag.partition("=")[0] in ("--parallel", "--device")]
-    asked = pool.get("parallel", "")
-    several = gpus(pool.get("resources", {})) > 1 or "+" in pool["device"]
-    if not asked and not own and several and (pool["device"] == "auto" or "+" in pool["device"]):
-        asked = AUTO
-    if own or asked == AUTO:
-        return asked, None
-    return asked, max((spread.size for spread in parse_parallel(asked).values()), default=1)
+    overriding = [flag for flag in pool.get("args", []) if flag.partition("=")[0] in ("--parallel", "--device")]
+    parallelism = pool.get("parallel", "")
+    has_several_devices = gpus(pool.get("resources", {})) > 1 or "+" in pool["device"]
+    is_open = not parallelism and not overriding and has_several_devices
+    if is_open and (pool["device"] == "auto" or "+" in pool["device"]):
+        parallelism = AUTO
+    if overriding or parallelism == AUTO:
+        return parallelism, None
+    return parallelism, max((plan.size for plan in parse_parallel(parallelism).values()), default=1)
 
 
 def queue(own: Object) -> Object:
-    """The value of the variable that says where tasks wait."""
+    """Return the environment variable's value that names the queue.
+
+    own: the spec of the scheduler.
+    """
     if own["queueBackend"] != "redis":
         return {"value": {"memory": "memory", "sqlite": "sqlite:/data/queue.db"}[own["queueBackend"]]}
     if "redis" in own:
