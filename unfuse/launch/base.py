@@ -1,6 +1,6 @@
-"""The launcher port: how the workers of a service are started, kept running and ended.
+"""The launcher port: starts, restarts and stops the workers of a service.
 
-Whoever writes a launcher runs `unfuse.testing.check_launcher` on it: the suite is the contract in executable form.
+To check a new launcher, run `unfuse.testing.check_launcher`: the suite is the contract in executable form.
 """
 
 from __future__ import annotations
@@ -11,54 +11,61 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-Hear = Callable[[int, bytes], None]  # called with a worker's number and a line that it wrote, without the line's end
+#: `(number, line)`: receives a line that the worker of this number wrote, without its line end. Called in any thread.
+Hear = Callable[[int, bytes], None]
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """One worker to start: `unfuse worker` with these flags, by name, and these variables beside those it has anyway.
+    """One worker to start, as a call of `unfuse worker`."""
 
-    By `role` and `device` a launcher may choose where it runs. Where it ends by itself with an error after it had
-    started once, one of those in `smaller` may start in its place: they do with fewer of its devices. Without `models`
-    it serves what its scheduler offers.
-    """
-
+    #: Roles whose stages it runs. A launcher may choose the node by role and device.
     role: str
+    #: Its devices, joined by "+".
     device: str = "cpu"
+    #: Further flags of `unfuse worker`, by name without dashes.
     flags: Mapping[str, str] = {}
+    #: Environment variables, added to those of the launcher.
     environment: Mapping[str, str] = {}
+    #: Specs with fewer of its devices. One of them may replace it after it has started once and then failed.
     smaller: tuple[WorkerSpec, ...] = ()
+    #: Models to serve. Empty: those that its scheduler offers.
     models: tuple[str, ...] = ()
 
     @property
     def arguments(self) -> list[str]:
-        """The arguments of `unfuse worker`."""
-        told = {"role": self.role, "device": self.device, **self.flags}
+        """The command line arguments of `unfuse worker`."""
+        flags = {"role": self.role, "device": self.device, **self.flags}
         models = (("model", name) for name in self.models)
-        return [text for name, value in (*told.items(), *models) for text in (f"--{name}", value)]
+        return [text for name, value in (*flags.items(), *models) for text in (f"--{name}", value)]
 
 
 class Launcher(ABC):
-    """Workers that are kept running, one for each of the specs it was made with; a worker's number is its spec's place.
+    """Keeps one worker running for each spec. The number of a worker is the index of its spec.
 
-    It is made with those and with who is to hear what workers write, line by line, in whatever thread; and belongs to
-    the event loop that ran then. No worker outlives the process that started it, however that ends.
+    A launcher is created with its specs and a function that receives the workers' output lines. It belongs to the event
+    loop that runs then. No worker may outlive the process that started it, however that process ends.
     """
 
+    #: Fails with a ConfigError if a worker exits with an error at its first start. `stop` cancels it.
     failed: asyncio.Future[None]
-    """Set to a ConfigError when a worker ends by itself with an error the first time, as one that cannot start does;
-    `stop` cancels it."""
 
     @abstractmethod
     def start(self) -> None:
-        """Start every worker, and again when it dies, ever more slowly; not one that cannot start at all."""
+        """Start every worker, and restart it when it dies, with growing pauses.
+
+        A worker that fails at its first start is not restarted: see `failed`.
+        """
 
     @abstractmethod
     async def stop(self, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
-        """Tell the workers to stop; kill those that have not ended after so many seconds, or soon after `hurry` is set.
+        """Drain and stop the workers. Must be called once, also if they were not started.
 
-        Returns when none is left and what they wrote has been told. Called once, whether or not they were started.
+        Returns when all workers have ended and their output lines were passed on.
+
+        drain_timeout: seconds after which workers that still run are killed.
+        hurry: when set, workers that still run are killed soon.
         """
 
 
+#: Creates a launcher of these workers, which passes their output lines to the function.
 OpenLauncher = Callable[[Sequence[WorkerSpec], Hear], Launcher]
-"""Makes a launcher of these workers, whose lines are told to that."""

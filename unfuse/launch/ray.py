@@ -1,4 +1,4 @@
-"""Workers on the nodes of a Ray: an actor holds each, and another one elsewhere when its node is lost or drained."""
+"""The Ray launcher: runs workers in actors, and moves them from lost and drained nodes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,17 @@ from unfuse.launch.local import LAST_S, SETTLED_S, WAITING, LocalLauncher, Outpu
 from unfuse.planning.placement import CPU, only_cpu
 from unfuse.worker.records import write_records
 
+#: Seconds between two checks for drained nodes, and until a log line says that Ray does not answer, or has no room.
 LOOK_S, LOST_S, ROOM_S = 1.0, 10.0, 30.0
-"""Seconds between two looks at which nodes are drained; without an answer, or a place, after which that is said."""
+
+#: Environment that Ray reads when it is imported: no telemetry, and no stack trace when SIGTERM ends this process.
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
+
+#: Environment that makes Ray listen on loopback only, also on Linux, and the hosts for which it is set.
+LOOPBACK, HERE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}, ("", "127.0.0.1", "localhost")
+
+#: Seconds beside the drain timeout until a worker must have ended, and for leaving a node that has no drain deadline.
+ENDING_S, LEAVING_S = 15.0, 600.0
 
 LOST = "the head of Ray does not answer: Ray will end this server; start both again, what was accepted is in its queue"
 
@@ -35,183 +44,200 @@ log = structlog.get_logger(__name__)
 
 
 def at(address: str) -> OpenLauncher:
-    """What opens launchers for the Ray at HOST:PORT, or one of our own. Raises ConfigError, as Nodes does."""
+    """Return the factory of launchers on one Ray cluster. Raises ConfigError as `RayCluster` does.
+
+    address: HOST:PORT, or "" for a new cluster of this machine alone.
+    """
     return partial(RayLauncher, RayCluster(address))
 
 
 class RayLauncher(Launcher):
-    """A set of `unfuse worker` processes, each held by an actor, which keeps it as this machine's launcher would.
+    """Runs each worker in a Ray actor, whose local launcher restarts it when it dies.
 
-    An actor that is lost is followed by another one; from a node that is drained, before its worker has finished.
+    A lost actor is replaced by a new one. When a node is drained, the new actor starts before the old worker has
+    finished its tasks.
     """
 
     def __init__(self, nodes: RayCluster, specs: Sequence[WorkerSpec], hear: Hear = pass_on) -> None:
-        self._nodes, self._specs, self._output = nodes, specs, OutputPump(hear)
-        self._relays: dict[NodeSlot, asyncio.Task[str] | None] = {}  # what relays the lines of each, once it has begun
+        self._cluster = nodes
+        self._specs = specs
+        self._output = OutputPump(hear)
+        #: By slot, the task that relays its worker's lines. None before the worker has started.
+        self._relays: dict[NodeSlot, asyncio.Task[str] | None] = {}
         self._background = Supervisor()
         self.failed = asyncio.get_running_loop().create_future()
 
     @override
     def start(self) -> None:
         for number in range(len(self._specs)):
-            self._background.once("keeping a worker on Ray", partial(self._keep, number))
-        self._background.forever("asking Ray which nodes are drained", self._look)
+            self._background.once("keeping a worker on Ray", partial(self._run_worker, number))
+        self._background.forever("asking Ray which nodes are drained", self._watch_drains)
 
     @override
     async def stop(self, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
         await self._background.close()
-        await asyncio.gather(*(self._end(held, drain_timeout, hurry) for held in [*self._relays]))
+        await asyncio.gather(*(self._end_worker(slot, drain_timeout, hurry) for slot in [*self._relays]))
         self.failed.cancel()
         await asyncio.to_thread(self._output.close)
 
-    async def _keep(self, number: int) -> None:
-        """Have one actor after the other hold a worker. Only the first may fail for good: others run already."""
-        deaths, clock = 0, asyncio.get_running_loop().time
+    async def _run_worker(self, number: int) -> None:
+        """Run a worker in one actor after the other.
+
+        A ConfigError of the first one sets `failed` and ends this. Later errors are retried.
+        """
+        deaths = 0
+        clock = asyncio.get_running_loop().time
         for attempt in count():
-            began = clock()
+            started_at = clock()
             try:
-                await self._run(number)
+                await self._run_once(number)
             except UnfuseError as error:
                 if isinstance(error, ConfigError) and not attempt:
                     if not self.failed.done():
                         self.failed.set_exception(error)
                     return
-                deaths = 1 if clock() - began >= SETTLED_S else deaths + 1
-                told = {"role": self._specs[number].role, "reason": str(error)}
-                log.warning("a worker on Ray is lost, starting another one", pause_s=pause_after(deaths), **told)
+                deaths = 1 if clock() - started_at >= SETTLED_S else deaths + 1
+                fields = {"role": self._specs[number].role, "reason": str(error)}
+                log.warning("a worker on Ray is lost, starting another one", pause_s=pause_after(deaths), **fields)
                 await asyncio.sleep(pause_after(deaths))
 
-    async def _run(self, number: int) -> None:
-        """Run it until its node is drained. Raises ConfigError if it cannot start, TransientError for its loss."""
-        spec, loop = renumbered(self._specs[number]), asyncio.get_running_loop()
-        self._relays[held := self._nodes.hold(*takes(spec))] = None
-        said = partial(log.warning, "a worker waits for a node of Ray with room", cpus_and_gpus=takes(spec))
-        waiting = loop.call_later(ROOM_S, said)
+    async def _run_once(self, number: int) -> None:
+        """Run a worker in one actor until its node is drained.
+
+        Raises ConfigError if the worker cannot start, and TransientError if its actor or node is lost.
+        """
+        spec = renumbered(self._specs[number])
+        slot = self._cluster.hold(*takes(spec))
+        self._relays[slot] = None
+        log_wait = partial(log.warning, "a worker waits for a node of Ray with room", cpus_and_gpus=takes(spec))
+        wait_timer = asyncio.get_running_loop().call_later(ROOM_S, log_wait)
         try:
-            await held.begin(spec)
-            waiting.cancel()
-            relay = self._relays[held] = asyncio.create_task(self._relay(number, held))
-            await asyncio.wait((relay, held.leaves), return_when=asyncio.FIRST_COMPLETED)
-            if not held.leaves.done():
+            await slot.begin(spec)
+            wait_timer.cancel()
+            relay = self._relays[slot] = asyncio.create_task(self._relay(number, slot))
+            await asyncio.wait((relay, slot.leaves), return_when=asyncio.FIRST_COMPLETED)
+            if not slot.leaves.done():
                 raise ConfigError(relay.result())
         except UnfuseError:
-            await self._end(held, 0)
+            await self._end_worker(slot, 0)
             raise
         finally:
-            waiting.cancel()
-        log.warning("a node of Ray is drained, its worker goes elsewhere", role=spec.role, node=held.node)
-        self._background.once("leaving a node of Ray", partial(self._end, held, held.leaves.result()))
+            wait_timer.cancel()
+        log.warning("a node of Ray is drained, its worker goes elsewhere", role=spec.role, node=slot.node)
+        self._background.once("leaving a node of Ray", partial(self._end_worker, slot, slot.leaves.result()))
 
-    async def _relay(self, number: int, held: NodeSlot) -> str:
-        """Tell what a worker writes, until it is over; returns why."""
-        over = None
-        while over is None:
-            lines, over = await held.heard()
+    async def _relay(self, number: int, slot: NodeSlot) -> str:
+        """Pass on a worker's lines until it ends. Returns the reason of its end."""
+        end_reason = None
+        while end_reason is None:
+            lines, end_reason = await slot.heard()
             for line in lines:
                 self._output.tell(number, line)
-        return over
+        return end_reason
 
-    async def _end(self, held: NodeSlot, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
-        """End a worker, tell the rest of what it wrote, and give up its place; soon once `hurry` is set."""
-        if held.node:
-            await first(held.stop(drain_timeout), *([hurry.wait()] if hurry else []))
-        if relay := self._relays[held]:
+    async def _end_worker(self, slot: NodeSlot, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
+        """Stop a worker, pass on its last lines, and release its slot.
+
+        When `hurry` is set, the worker is not waited for any longer.
+        """
+        if slot.node:
+            await first(slot.stop(drain_timeout), *([hurry.wait()] if hurry else []))
+        if relay := self._relays[slot]:
             await asyncio.wait({relay}, timeout=LAST_S)
             relay.cancel()
             await asyncio.gather(relay, return_exceptions=True)
-        await held.release()
-        self._relays.pop(held, None)
+        await slot.release()
+        self._relays.pop(slot, None)
 
-    async def _look(self) -> None:
+    async def _watch_drains(self) -> None:
+        """Wait for LOOK_S, then mark the slots on drained nodes."""
         await asyncio.sleep(LOOK_S)
-        lost = asyncio.get_running_loop().call_later(LOST_S, log.error, LOST)
+        lost_timer = asyncio.get_running_loop().call_later(LOST_S, log.error, LOST)
         try:
-            ends = await self._nodes.draining() if self._relays else {}
+            ends = await self._cluster.draining() if self._relays else {}
         finally:
-            lost.cancel()
-        for held in self._relays:
-            if held.node in ends and not held.leaves.done():
-                held.leaves.set_result(ends[held.node])
+            lost_timer.cancel()
+        for slot in self._relays:
+            if slot.node in ends and not slot.leaves.done():
+                slot.leaves.set_result(ends[slot.node])
 
 
 def takes(spec: WorkerSpec) -> tuple[int, int]:
-    """The CPUs and GPUs of a worker: a CPU for each thread, or each rank on a GPU."""
+    """Return a worker's numbers of CPUs and GPUs: a CPU per thread, or per GPU rank."""
     ranks = len(spec.device.split("+"))
     return (ranks * int(spec.flags.get("threads", 1)), 0) if only_cpu([spec.device]) else (ranks, ranks)
 
 
 def renumbered(spec: WorkerSpec) -> WorkerSpec:
-    """The same worker where it sees no other GPUs than those that it was given, in that order."""
+    """Return the spec with its GPUs numbered from 0, since its process sees only these."""
     gpus = [name for name in spec.device.split("+") if name != CPU]
 
-    def seen(one: WorkerSpec) -> WorkerSpec:
-        names = [f"cuda:{gpus.index(name)}" if name in gpus else name for name in one.device.split("+")]
-        return replace(one, device="+".join(names), smaller=tuple(map(seen, one.smaller)))
+    def renumber(spec: WorkerSpec) -> WorkerSpec:
+        names = [f"cuda:{gpus.index(name)}" if name in gpus else name for name in spec.device.split("+")]
+        return replace(spec, device="+".join(names), smaller=tuple(map(renumber, spec.smaller)))
 
-    return seen(spec)
-
-
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
-"""What Ray reads as it is imported: no telemetry, and no stack printed when somebody ends this process by SIGTERM."""
-
-LOOPBACK, HERE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}, ("", "127.0.0.1", "localhost")
-"""What has Ray listen on loopback, on Linux too, and not on all addresses; and the hosts for which it does."""
-
-ENDING_S, LEAVING_S = 15.0, 600.0
-"""Seconds beside the drain timeout until a worker must have ended; and for leaving a node that gives no time itself."""
+    return renumber(spec)
 
 
 class NodeSlot:
-    """A place on one node, whichever has room, with an actor that is to hold a worker there."""
+    """Reserved CPUs and GPUs on one node, with an actor for one worker."""
 
     def __init__(self, cpus: float, gpus: int) -> None:
-        self.node = ""  # the id of the node, once there is one
+        #: Id of the node. Empty while no node has room.
+        self.node = ""
+        #: When the node is drained, set to the seconds within which the worker must leave it.
         self.leaves: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        """Set to the seconds within which the worker is to leave it."""
-        self._made = asyncio.ensure_future(_answer(asyncio.to_thread(_make, cpus, gpus)))
+        self._actor_future = asyncio.ensure_future(_await_ray(asyncio.to_thread(_create_actor, cpus, gpus)))
 
     async def begin(self, spec: WorkerSpec) -> None:
-        """Start the worker as soon as there is room. Raises TransientError, as `heard` does, once somebody is gone."""
-        self.node = await self._ask("node")
-        await self._ask("begin", spec)
+        """Start the worker as soon as a node has room. Raises TransientError if the actor or node is lost."""
+        self.node = await self._call("node")
+        await self._call("begin", spec)
 
     async def heard(self) -> tuple[list[bytes], str | None]:
-        """What the worker wrote since, as RayWorker says."""
-        lines, over = await self._ask("heard")
-        return lines, over
+        """Return the worker's new lines and the reason of its end, as `RayWorker.heard` does.
+
+        Raises TransientError if the actor or node is lost.
+        """
+        lines, end_reason = await self._call("heard")
+        return lines, end_reason
 
     async def stop(self, drain_timeout: float) -> None:
-        """Have the worker finish what it runs, and end, if its node is there."""
+        """Drain and stop the worker, if its node still exists."""
         with suppress(TransientError, TimeoutError):
             async with asyncio.timeout(drain_timeout + ENDING_S):
-                await self._ask("stop", drain_timeout)
+                await self._call("stop", drain_timeout)
 
     async def release(self) -> None:
-        """Give up actor and place."""
+        """Remove the actor and release its CPUs and GPUs."""
         with suppress(TransientError):
-            await _answer(asyncio.to_thread(_free, *await self._made))
+            await _await_ray(asyncio.to_thread(_remove_actor, *await self._actor_future))
 
-    async def _ask(self, what: str, *told: object) -> Any:
-        _, actor = await asyncio.shield(self._made)
-        return await _answer(getattr(actor, what).remote(*told))
+    async def _call(self, method: str, *arguments: object) -> Any:
+        """Call a method of the `RayWorker` in the actor."""
+        _, actor = await asyncio.shield(self._actor_future)
+        return await _await_ray(getattr(actor, method).remote(*arguments))
 
 
 class RayCluster:
-    """The Ray at HOST:PORT; without an address one of our own, for this machine alone, which ends with us.
+    """A connection to a Ray cluster. Raises UsageError and ConfigError if it cannot be used.
 
-    To be made by the main thread: what Ray starts ends with the one that did. Raises ConfigError if it cannot be used.
+    It must be created by the main thread, since processes that Ray starts end with the thread that started them.
+
+    address: HOST:PORT; "": a new cluster on this machine alone, which ends with this process.
     """
 
     def __init__(self, address: str) -> None:
-        self._address, (host, _, port) = address, address.rpartition(":")
+        self._address = address
+        host, _, port = address.rpartition(":")
         if address and not (host and port.isdecimal()):
             raise UsageError(f"--launcher ray:{address} is no address: write ray:HOST:PORT, or ray")
         if find_spec("ray") is None:
             raise ConfigError("--launcher ray needs the library Ray: pip install 'unfuse[ray]'")
-        own = {} if address else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        for name, value in (QUIET | own | (LOOPBACK if host in HERE else {})).items():
+        token = {} if address else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        for name, value in (QUIET | token | (LOOPBACK if host in HERE else {})).items():
             os.environ.setdefault(name, value)
-        import ray
+        import ray  # after its environment is set
 
         logging.getLogger("ray").setLevel(logging.ERROR)
         try:
@@ -220,94 +246,111 @@ class RayCluster:
             raise ConfigError(f"--launcher ray: {address or 'Ray'} cannot be used: {error}") from error
 
     def hold(self, cpus: int, gpus: int) -> NodeSlot:
-        """Ask for a place. In a Ray of our own CPUs are nearly free: it was planned who shares them."""
+        """Reserve CPUs and GPUs for one worker, on any node with room.
+
+        In an own cluster only a thousandth of the CPUs is reserved, since the placement planned who shares them.
+        """
         return NodeSlot(cpus if self._address else cpus / 1000, gpus)
 
     async def draining(self) -> dict[str, float]:
-        """The nodes that are to be left, and in how many seconds. Raises TransientError."""
-        found: dict[str, float] = await _answer(asyncio.to_thread(_draining))
-        return found
+        """Return the ids of the draining nodes, with the seconds until they are gone. Raises TransientError."""
+        nodes: dict[str, float] = await _await_ray(asyncio.to_thread(_list_draining_nodes))
+        return nodes
 
 
-def _make(cpus: float, gpus: int) -> tuple[Any, Any]:
+def _create_actor(cpus: float, gpus: int) -> tuple[Any, Any]:
+    """Return a new placement group and a new actor in it."""
     import ray
 
-    place = ray.util.placement_group([{"CPU": cpus} | ({"GPU": gpus} if gpus else {})], strategy="STRICT_PACK")
-    there = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(place)
-    held = ray.remote(RayWorker).options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, scheduling_strategy=there)
-    return place, held.remote()
+    group = ray.util.placement_group([{"CPU": cpus} | ({"GPU": gpus} if gpus else {})], strategy="STRICT_PACK")
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
+    actor = ray.remote(RayWorker).options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, scheduling_strategy=strategy)
+    return group, actor.remote()
 
 
-def _free(place: Any, actor: Any) -> None:
+def _remove_actor(group: Any, actor: Any) -> None:
+    """Kill an actor and remove its placement group."""
     import ray
 
     ray.kill(actor)
-    ray.util.remove_placement_group(place)
+    ray.util.remove_placement_group(group)
 
 
-def _draining() -> dict[str, float]:
-    from ray._private.state import state  # there is no public way; Ray's own libraries ask so
+def _list_draining_nodes() -> dict[str, float]:
+    """Return the ids of the draining nodes, with the seconds until they are gone."""
+    from ray._private.state import state  # there is no public API; Ray's own libraries use this one
 
     ends = state.get_draining_nodes()
     return {node: max(0.0, end / 1000 - time.time()) if end else LEAVING_S for node, end in ends.items()}
 
 
-async def _answer(asked: Awaitable[Any]) -> Any:
-    """What Ray answers. Raises TransientError: it, a node or an actor is gone."""
+async def _await_ray(call: Awaitable[Any]) -> Any:
+    """Return the result of a call of Ray. Raises TransientError if Ray, a node or an actor is lost."""
     import ray
 
     try:
-        return await asked
+        return await call
     except (OSError, RuntimeError, ray.exceptions.RayError) as error:
         raise TransientError(str(error).strip().partition("\n")[0]) from error
 
 
 class RayWorker:
-    """A worker as this machine's launcher keeps it. Ray carries how it is started and its lines, never a tensor."""
+    """The Ray actor of one worker, which a local launcher runs.
+
+    Ray transports the worker's spec and its output lines, never a tensor.
+    """
 
     def __init__(self) -> None:
-        self._lines, self._news = deque[bytes](maxlen=WAITING), asyncio.Event()
+        self._lines = deque[bytes](maxlen=WAITING)
+        #: Set when there are new lines, or the worker failed or stopped.
+        self._changed = asyncio.Event()
         self._launcher: LocalLauncher | None = None
-        self._over: str | None = None
-        self._ending, self._loop = asyncio.Lock(), asyncio.get_running_loop()
+        #: Why the worker ended. None while it runs.
+        self._end_reason: str | None = None
+        self._stop_lock = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
 
     async def node(self) -> str:
-        """The id of its node."""
+        """Return the id of the actor's node."""
         import ray
 
         return str(ray.get_runtime_context().get_node_id())
 
     async def begin(self, spec: WorkerSpec) -> None:
-        """Start the worker. What this process logs is told as its lines are."""
+        """Start the worker. Log lines of this process are passed on like the worker's lines."""
         write_records(cast(TextIO, self))
-        self._launcher = LocalLauncher([spec], self._hear)
-        self._launcher.failed.add_done_callback(lambda _: self._news.set())
+        self._launcher = LocalLauncher([spec], self._add_line)
+        self._launcher.failed.add_done_callback(lambda _: self._changed.set())
         self._launcher.start()
 
     async def heard(self) -> tuple[list[bytes], str | None]:
-        """Lines since the last call, once there are some; with the last ones why it is over, "" after `stop`."""
-        await self._news.wait()
-        self._news.clear()
+        """Wait for output, then return the new lines and the reason of the worker's end.
+
+        The reason is None while the worker runs, and "" after `stop`.
+        """
+        await self._changed.wait()
+        self._changed.clear()
         failed = self._launcher.failed if self._launcher else None
         if failed and failed.done() and not failed.cancelled():
             await self.stop(0, str(failed.exception()))
-        return [self._lines.popleft() for _ in range(len(self._lines))], self._over
+        return [self._lines.popleft() for _ in range(len(self._lines))], self._end_reason
 
     def write(self, text: str) -> None:
-        """Hear a line of this process's log, as a stream does."""
-        self._hear(0, text.rstrip().encode())
+        """Pass on a line of this process's log. With `flush`, it makes this object a text stream."""
+        self._add_line(0, text.rstrip().encode())
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: lines are not buffered."""
 
     async def stop(self, drain_timeout: float, why: str = "") -> None:
-        """End the worker as a launcher does."""
-        async with self._ending:
-            if self._launcher and self._over is None:
+        """Stop the worker as a launcher does. `why` is the reason that `heard` returns."""
+        async with self._stop_lock:
+            if self._launcher and self._end_reason is None:
                 await self._launcher.stop(drain_timeout)
-                self._over = why
-        self._news.set()
+                self._end_reason = why
+        self._changed.set()
 
-    def _hear(self, _: int, line: bytes) -> None:
+    def _add_line(self, _: int, line: bytes) -> None:
+        """Add a line of the worker. Called in any thread."""
         self._lines.append(line)
-        self._loop.call_soon_threadsafe(self._news.set)
+        self._loop.call_soon_threadsafe(self._changed.set)
