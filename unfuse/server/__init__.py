@@ -1,1 +1,1 @@
-"""The gateway: models and requests over HTTP, in OpenAI's shape."""
+"""The HTTP gateway: routes for models and requests, in the formats of OpenAI's API."""

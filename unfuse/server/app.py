@@ -1,4 +1,4 @@
-"""The application: the routes of all resources and the layers around them, and what answers before it is there."""
+"""The ASGI application: routes, middleware, and the HTTP server that also answers during startup."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from unfuse.server.gateway import Gateway
 from unfuse.server.openapi_schemas import DOCUMENTED, EVENT
 from unfuse.server.responses import sse_event
 
-#: Paths that are answered also while the queue is not reachable.
+#: Paths that are answered before the queue is reachable, with the JSON of their replies.
 ANSWERS = {"/health": {"status": "ok"}, "/version": {"version": __version__}}
 
 #: Headers that RFC 9110 (14.2) defines only for GET.
 RANGES = (b"range", b"if-range")
 
-#: The prefix of paths that support ranges. Elsewhere, such as for /docs, Range headers are ignored.
+#: The prefix of paths that support ranges. On other paths, for example /docs, Range headers are ignored.
 API = "/v1/"
 
 log = structlog.get_logger(__name__)
@@ -48,8 +48,13 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def create_app(gateway: Gateway, access: AccessPolicy | None = None) -> FastAPI:
-    """The application of a gateway. Without keys, `access` says from where it may be used: from this machine alone."""
+    """Return the FastAPI application that serves a gateway.
+
+    Without API keys, `access` decides which hosts and origins may use it. Its default allows only loopback names.
+    """
     keyed = bool(gateway.keys)
+
+    # The first middleware is the outermost.
     app = FastAPIOffline(
         redoc_url=None,
         title="unfuse",
@@ -64,45 +69,55 @@ def create_app(gateway: Gateway, access: AccessPolicy | None = None) -> FastAPI:
             Middleware(Methods),
         ],
     )
-    app.state.gateway, app.state.body_bytes = gateway, 0
+    app.state.gateway = gateway
+    app.state.body_bytes = 0  # bytes of all bodies that are being read, counted by `server.body`
+
     guards = [Depends(caller_of), *([Depends(KEYED)] if keyed else [])]
     for resource in (images, videos, chat, requests, dead_letters, models):
         app.include_router(resource.router, prefix="/v1", dependencies=guards)
     app.include_router(monitoring.workers_router, prefix="/v1", dependencies=guards)
     app.include_router(monitoring.router)
-    app.openapi = partial(_described, app.openapi)  # type: ignore[method-assign]  # it is said to be done so
+
+    # FastAPI documents that this method is replaced to extend the schema.
+    app.openapi = partial(_openapi_with_event, app.openapi)  # type: ignore[method-assign]
     return app
 
 
-def _described(made: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What /openapi.json says: made when it is first asked for, and kept, since a start need not wait for it."""
-    schema = made()
+def _openapi_with_event(generate: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the schema of /openapi.json with the Event schema.
+
+    FastAPI generates it on first use and caches it.
+    """
+    schema = generate()
     schema.setdefault("components", {}).setdefault("schemas", {})["Event"] = EVENT
     return schema
 
 
 class RequestIds:
-    """The outermost layer: gives every response an x-request-id, and an unexpected failure OpenAI's error format."""
+    """The outermost middleware: sets x-request-id, and turns unexpected errors into OpenAI's format.
+
+    A valid x-request-id of the client is used as it is; otherwise the id is random. It is also bound to log lines.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one call."""
-        given = Headers(scope=scope).get("x-request-id", "")
-        name = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        client_id = Headers(scope=scope).get("x-request-id", "")
+        request_id = client_id if _REQUEST_ID.fullmatch(client_id) else secrets.token_hex(16)
         started = False
 
-        async def named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)["x-request-id"] = name
+                MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        with structlog.contextvars.bound_contextvars(x_request_id=name):
+        with structlog.contextvars.bound_contextvars(x_request_id=request_id):
             try:
-                await self._app(scope, receive, named)
+                await self._app(scope, receive, send_with_id)
             except ResponseAborted as error:
                 log.info("broken off", path=scope["path"], reason=str(error))
             except ClientDisconnect:
@@ -110,7 +125,7 @@ class RequestIds:
             except Exception as error:
                 if started:
                     raise
-                await response_of(refusal_of(error))(scope, receive, named)
+                await response_of(refusal_of(error))(scope, receive, send_with_id)
 
 
 class _HeadIsSent(Exception):
@@ -118,7 +133,10 @@ class _HeadIsSent(Exception):
 
 
 class Methods:
-    """Answers HEAD as GET without a body, and OPTIONS with the methods of the resource."""
+    """Answers HEAD as GET without a body, and OPTIONS with the methods of the resource.
+
+    Range headers are dropped where no ranges are supported: for HEAD, and for GET outside of /v1/.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -136,7 +154,10 @@ class Methods:
             await self._app(scope, receive, send)
 
     async def _head(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle the call as a GET, and stop before the body, so that no stream starts."""
+        """Handle the call as a GET that ends before the body.
+
+        So no stream starts.
+        """
 
         async def send_head(message: Message) -> None:
             await send(message)
@@ -151,50 +172,59 @@ class Methods:
 
 
 def _without_ranges(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a call without Range and If-Range."""
     return [header for header in scope["headers"] if header[0] not in RANGES]
 
 
 class KeyWithdrawal:
-    """Ends calls whose keys are withdrawn: streams with an event that says so, others by closing the connection."""
+    """Ends calls in progress whose API key is withdrawn.
+
+    A call without a response so far gets 401. An event stream gets an error event. Any other response is aborted, so
+    that its connection closes.
+    """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
-        self._app, self._keys = app, keys
+        self._app = app
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one call for as long as its key is known. Raises Refusal, ResponseAborted."""
-        begun: Message | None = None
+        """Serve one call until its key is withdrawn. Raises Refusal, ResponseAborted."""
+        response_start: Message | None = None
 
-        async def noted(message: Message) -> None:
-            nonlocal begun
-            begun = message if message["type"] == "http.response.start" else begun
+        async def send_and_note_start(message: Message) -> None:
+            nonlocal response_start
+            response_start = message if message["type"] == "http.response.start" else response_start
             await send(message)
 
         try:
-            async with asyncio.timeout(None) as lasting:
-                with self._keys.lasting(key_in(Headers(scope=scope)), lasting):
-                    await self._app(scope, receive, noted)
+            # The timeout has no deadline until `ApiKeys` sets one, when it withdraws the key.
+            async with asyncio.timeout(None) as withdrawal:
+                with self._keys.lasting(key_in(Headers(scope=scope)), withdrawal):
+                    await self._app(scope, receive, send_and_note_start)
         except TimeoutError as error:
-            if not lasting.expired():
+            if not withdrawal.expired():
                 raise
             refusal = unauthorized(WITHDRAWN_KEY)
-            if begun is None:
+            if response_start is None:
                 raise refusal from error
-            kind = Headers(raw=begun["headers"]).get("content-type", "")
-            if not kind.startswith("text/event-stream"):
+            content_type = Headers(raw=response_start["headers"]).get("content-type", "")
+            if not content_type.startswith("text/event-stream"):
                 raise ResponseAborted("the key was withdrawn") from error
             await send({"type": "http.response.body", "body": sse_event(envelope(refusal), "error")})
 
 
 class HttpFrontend:
-    """The HTTP server at a socket, which answers for a gateway from the first call of `wait` or `serve` on.
+    """The HTTP server of one listening socket, which answers during startup too.
 
-    Until then `/ready` has the reason, and all calls that need the queue get 503 with `Retry-After`.
+    It starts with the first call of `wait` or `serve`. Until `serve` sets the gateway's application, /health and
+    /version are answered, /ready gets 503 with the reason, and all other calls get 503; both with `Retry-After`.
     """
 
     def __init__(self, listener: socket, bounds: ConnectionLimits, access: AccessPolicy, keyed: bool) -> None:
         self._app: ASGIApp = RequestIds(AccessGuard(self._answer_starting, access, keyed))
-        self._server, self._listener = HttpServer(self, bounds, access), listener
-        self._reason = ""
+        self._server = HttpServer(self, bounds, access)
+        self._listener = listener
+        self._reason = ""  # why the server is not ready
         self._serving: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -204,28 +234,30 @@ class HttpFrontend:
     def wait(self, reason: str) -> None:
         """Answer that the server is not ready, for this reason."""
         self._reason = reason
-        self._begin()
+        self._start()
 
     def serve(self, app: ASGIApp) -> asyncio.Task[None]:
-        """Have the gateway's application answer. Returns the task that serves."""
+        """Pass all further calls to this application. Returns the task that runs the HTTP server."""
         self._app = app
-        return self._begin()
+        return self._start()
 
     async def close(self) -> None:
-        """Answer what was asked, and end."""
+        """Stop accepting calls, and wait until the server has ended."""
         self._server.should_exit = True
         if self._serving:
             await self._serving
 
-    def _begin(self) -> asyncio.Task[None]:
+    def _start(self) -> asyncio.Task[None]:
+        """Start the HTTP server unless it runs. Returns its task."""
         if self._serving is None:
             self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         return self._serving
 
     async def _answer_starting(self, scope: Scope, receive: Receive, send: Send) -> None:
-        again = {"retry-after": "2"}
+        """Answer a call during startup. Raises Refusal (503) unless the path is in ANSWERS."""
+        retry_later = {"retry-after": "2"}
         if scope["path"] == "/ready":
-            raise Refusal(503, "not_ready", self._reason, headers=again)
+            raise Refusal(503, "not_ready", self._reason, headers=retry_later)
         if scope["path"] not in ANSWERS:
-            raise Refusal(503, "starting", "the server waits for its queue: try again soon", headers=again)
+            raise Refusal(503, "starting", "the server waits for its queue: try again soon", headers=retry_later)
         await JSONResponse(ANSWERS[scope["path"]])(scope, receive, send)

@@ -1,4 +1,4 @@
-"""Identifies the caller: an API key stands for a tenant, some keys for an admin."""
+"""Authentication: identify the caller by its API key, and restrict routes to admins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unfuse.server.gateway import gateway_of
 #: Declares in /openapi.json that a key is needed; `caller_of` checks it.
 KEYED = HTTPBearer(auto_error=False, description="an API key of this server")
 
-#: Why a call is refused that shows no key, an unknown one, or one that was removed meanwhile.
+#: Messages of refusals (401): for a call without a key, with an unknown key, or with a key that was removed meanwhile.
 NO_KEY = (
     "this server needs an API key: send one by --api-key or UNFUSE_API_KEY, in HTTP as 'Authorization: Bearer KEY' or "
     "'x-api-key: KEY'"
@@ -29,55 +29,62 @@ WITHDRAWN_KEY = "this server does not know this key any more: it was removed, or
 
 
 class Principal(ApiKey, frozen=True):
-    """A caller with what its key opens. It sees and ends the requests of the tenant `sees`; None: of all tenants."""
+    """The caller of a call, with the rights of its key."""
 
+    #: The tenant whose requests it may see and cancel; None is all tenants.
     sees: str | None = None
 
     def may_use(self, model: str) -> bool:
-        """Return whether it may ask for a model, by the name that clients use."""
+        """Return whether it may use the model with this public name."""
         return self.models is None or model in self.models
 
 
 async def caller_of(request: Request) -> Principal:
-    """Return the caller. Raises Refusal: 401 for an unknown key, 403 for what a key that only reads may not do.
+    """Return the caller of a call.
 
-    Without configured keys, everyone is admitted. A signed link to a result opens without a key, or with any key.
+    Raises Refusal: 401 for a missing or unknown key, 403 for a change with a read-only key.
+
+    Without configured keys, everyone is admitted. A valid signed link to a result needs no key, and works with any.
     """
     gateway = await gateway_of(request)
     if not gateway.keys:
         return Principal(DEFAULT_TENANT, admin=True, sees=DEFAULT_TENANT)
-    shown = key_in(request.headers)
-    key = gateway.keys.of(shown)
+
+    sent_key = key_in(request.headers)
+    key = gateway.keys.of(sent_key)
+    # A link that is wrong or cannot be verified does not matter for a call with a known key.
     with suppress(*((Refusal, TransientError) if key else ())):
-        if await gateway.links.opens(request):  # the path of one result
-            return Principal(DEFAULT_TENANT)
+        if await gateway.links.opens(request):
+            return Principal(DEFAULT_TENANT)  # the link is for this one result, of any tenant
     if key is None:
-        raise unauthorized(UNKNOWN_KEY if shown else NO_KEY)
+        raise unauthorized(UNKNOWN_KEY if sent_key else NO_KEY)
     if key.only_reads and request.method not in ("GET", "HEAD", "OPTIONS"):
         raise Refusal(403, "read_only", "this key only reads: whoever keeps the keys can give one without read=yes")
-    return _caller(key)
+    return _principal(key)
 
 
 async def visitor_of(request: Request) -> Principal | None:
     """Return the caller of a path that is open to everybody; None for a stranger.
 
-    A stranger sent no key that is known where keys are configured; without configured keys, it used a host or an
-    origin that is not allowed.
+    With configured keys, a stranger is a caller without a known key. Without configured keys, it is a caller that used
+    a host or an origin that is not allowed.
     """
     keys = (await gateway_of(request)).keys
     if not keys:
         return None if request.scope.get(STRANGER) else await caller_of(request)
     key = keys.of(key_in(request.headers))
-    return None if key is None else _caller(key)
+    return None if key is None else _principal(key)
 
 
+#: The type of a route's parameter that gets the caller, or None for a stranger.
 Visitor = Annotated[Principal | None, Depends(visitor_of)]
 
 
 async def reader_of(request: Request, visitor: Visitor) -> Principal | None:
-    """Return the same for a path that shows less to strangers. Raises Refusal (401) for an unknown key.
+    """Return the caller of /metrics, which has fewer metrics for strangers; None for a stranger.
 
-    A program that lost its key is then told so, and does not work with less without notice.
+    Raises Refusal (401) for an unknown key, so that a program with an outdated key does not get fewer metrics
+    unnoticed. With open metrics, the key does not matter.
     """
     gateway = await gateway_of(request)
     if visitor is None and gateway.keys and key_in(request.headers) and not gateway.open_metrics:
@@ -85,10 +92,11 @@ async def reader_of(request: Request, visitor: Visitor) -> Principal | None:
     return visitor
 
 
-def _caller(key: ApiKey) -> Principal:
+def _principal(key: ApiKey) -> Principal:
     return Principal(**asdict(key), sees=None if key.admin else key.tenant)
 
 
+#: The type of a route's parameter that gets the caller.
 Known = Annotated[Principal, Depends(caller_of)]
 
 
@@ -104,8 +112,8 @@ async def admin_only(caller: Known) -> None:
 
 def key_in(headers: Headers) -> str:
     """Return the key in the `Authorization` or `x-api-key` header; "" if there is none."""
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    return given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
+    scheme, _, credentials = headers.get("authorization", "").partition(" ")
+    return credentials.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
 
 
 def unauthorized(message: str) -> Refusal:

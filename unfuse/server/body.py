@@ -1,6 +1,7 @@
-"""Bodies of calls, JSON or a form, as one dict of fields, and the pictures in them, which are files or data: URLs.
+"""Bodies of calls: read JSON or a form into fields, and decode the pictures.
 
-Sizes are bounded while a body is read. Pictures are checked before anything is stored.
+A picture is a file of a form, or a data: URL. Sizes are limited while a body is read. Pictures are checked before
+anything is stored.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from unfuse.core.modalities import IMAGE, MASK, REFERENCES, UPLOAD, VIDEO
 from unfuse.core.pixels import check_picture, has_transparency, size_of
 from unfuse.edge.access import Refusal
 
-MAX_BODY = 2 * 1024 * 1024  # the most bytes of a body without pictures; reading stops there
+#: The most bytes of a body without pictures.
+MAX_BODY = 2 * 1024 * 1024
 
 #: The most bytes of a form field that is not a file.
 MAX_TEXT = 8 * 1024 * 1024
@@ -32,46 +34,75 @@ MAX_TEXT = 8 * 1024 * 1024
 #: The most bytes of a JSON body that may contain pictures: of a chat, an edit, a video.
 MAX_SHOWN_BODY = 32 * 1024 * 1024
 
-MAX_VALUES = 50_000  # the most commas and opening brackets in a JSON body, outside of strings: decoding is slow
+#: The most commas and opening brackets in a JSON body, outside of strings: decoding many values is slow.
+MAX_VALUES = 50_000
 
+#: The most bytes of a form.
 MAX_FORM = 32 * 1024 * 1024
 
+#: The most fields that are not files, and the most files, of a form.
 MAX_FIELDS, MAX_FILES = 64, 8
 
-MAX_READING = 256 * 1024 * 1024  # the most bytes of all bodies that are being read at one time
-READING_PAUSE_S = 5  # seconds after which a client should try again if there was no room for its body
+#: The most bytes of all bodies that are being read at one time.
+MAX_READING = 256 * 1024 * 1024
 
-#: Fields that count as missing if a form sends them empty, as HTML forms do. Other texts may be empty on purpose.
-MAY_BE_EMPTY = frozenset(one.name for one in (*IMAGE.parameters, *VIDEO.parameters) if one.kind != "text")
+#: Seconds after which a client should try again if MAX_READING was reached.
+READING_PAUSE_S = 5
 
-logging.getLogger("python_multipart").setLevel(logging.ERROR)  # errors in a form are reported to its sender
+#: The most bytes of one picture.
+MAX_BYTES = 20 * 1024 * 1024
 
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # without a closing quote too: linear time
-_MEMBER = re.compile(r"([a-z_]+)\[([^\[\]]*)\]")  # part of another field: `metadata[job]`, or one of several `image[]`
+#: A media type of each kind of data: URL, for errors.
+EXAMPLES = {"image": "image/png", "video": "video/mp4"}
 
+#: Types of content parts with a picture: of chat completions, of transformers, of the Responses API.
+PICTURE_PARTS = ("image_url", "image", "input_image")
+
+#: Media types that clients send if they do not know the type. The format is then detected from the bytes.
+UNKNOWN_TYPES = ("", "application/octet-stream", "binary/octet-stream")
 
 #: Content codings for compressed bodies, which are not supported.
 CODINGS = ("gzip", "x-gzip", "deflate", "compress", "br", "zstd")
 
+#: Fields that count as missing if a form sends them empty, as HTML forms do. Other texts may be empty on purpose.
+MAY_BE_EMPTY = frozenset(field.name for field in (*IMAGE.parameters, *VIDEO.parameters) if field.kind != "text")
+
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # errors in a form are reported to its sender
+
+# A JSON string, also one without a closing quote, so that the time to match is linear.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+
+# A form field that is part of another one: `metadata[job]`, or one of several `image[]`.
+_MEMBER = re.compile(r"([a-z_]+)\[([^\[\]]*)\]")
+
+# The head of a data: URL (RFC 2397): a media type, optional parameters, optional `;base64`, and a comma.
+_DATA_URL = re.compile(r"data:(?P<kind>[^/;,]*)(?P<rest>[^,]*),", re.IGNORECASE)
+
 
 async def read_json(request: Request, limit: int = MAX_BODY) -> dict[str, object]:
-    """The JSON object in a body. Raises Refusal for another type or a large body, InvalidParameter for bad JSON."""
+    """Return the fields of the JSON object in a body of at most `limit` bytes.
+
+    Raises Refusal for another content type (415) or a large body (413), InvalidParameter for malformed JSON.
+    """
     if _plain_type(request) != "application/json":
         raise Refusal(415, "unsupported_media_type", "send the body as JSON, with 'Content-Type: application/json'")
     body = bytearray()
     async for chunk in _bounded(request, limit):
         body += chunk
     try:
-        given = await to_thread.run_sync(_decoded, body)
+        fields = await to_thread.run_sync(_decode_json, body)
     except (ValueError, RecursionError) as error:
         raise InvalidParameter(f"the body is not JSON: {error}") from error
-    if not isinstance(given, dict):
+    if not isinstance(fields, dict):
         raise InvalidParameter('the body must be a JSON object, such as {"prompt": "a red circle on white"}')
-    return given
+    return fields
 
 
 async def read_body(request: Request) -> dict[str, object]:
-    """The fields of a JSON object or of a form, whose files are bytes. Raises as `read_json` does."""
+    """Return the fields of a JSON object or of a form.
+
+    Files of a form are bytes. Raises as `read_json` does.
+    """
     if _plain_type(request) != "multipart/form-data":
         return await read_json(request, MAX_SHOWN_BODY)
     async with aclosing(_bounded(request, MAX_FORM)) as stream:
@@ -91,8 +122,12 @@ async def read_body(request: Request) -> dict[str, object]:
 
 
 class _Form(MultiPartParser):
-    """A parser that knows whether the form is complete: without its last part it would be a different request."""
+    """A form parser that detects an incomplete form.
 
+    Without its last part, a form would be a different request.
+    """
+
+    #: Whether the last boundary was reached.
     whole = False
 
     def on_end(self) -> None:
@@ -100,48 +135,68 @@ class _Form(MultiPartParser):
 
 
 async def _fields(form: FormData) -> dict[str, object]:
-    given: dict[str, object] = {}
+    """Return the fields of a form.
+
+    A field that is sent several times becomes a list, `a[b]` a member of a dict `a`.
+    """
+    fields: dict[str, object] = {}
     for name, part in form.multi_items():
         is_empty = not (part.filename or part.size) if isinstance(part, UploadFile) else not part
         if is_empty and (name in MAY_BE_EMPTY or isinstance(part, UploadFile)):
             continue  # a field of an HTML form that was not filled in
         value = await part.read() if isinstance(part, UploadFile) else part
-        outer, key = found.groups() if (found := _MEMBER.fullmatch(name)) else (name, "")
-        before = given.get(outer)
+        outer, key = match.groups() if (match := _MEMBER.fullmatch(name)) else (name, "")
+        before = fields.get(outer)
         if not key:
-            given[outer] = value if before is None else [*(before if isinstance(before, list) else [before]), value]
-        elif isinstance(members := given.setdefault(outer, {}), dict) and key not in members:
+            fields[outer] = value if before is None else [*(before if isinstance(before, list) else [before]), value]
+        elif isinstance(members := fields.setdefault(outer, {}), dict) and key not in members:
             members[key] = value
         else:
             raise InvalidParameter(f"{name[:80]} is sent twice: send it once", name[:80])
-    return {name: _in_order(value) for name, value in given.items()}
+    return {name: _files_as_list(value) for name, value in fields.items()}
 
 
-def _in_order(value: object) -> object:
-    """Return the files of `image[0]`, `image[1]`, … as a list. Other values stay as they are."""
-    if not isinstance(value, dict) or not all(isinstance(one, bytes) and key.isdecimal() for key, one in value.items()):
+def _files_as_list(value: object) -> object:
+    """Return the files of `image[0]`, `image[1]`, … as a list. Other values are returned unchanged."""
+    if not isinstance(value, dict):
+        return value
+    if not all(isinstance(member, bytes) and key.isdecimal() for key, member in value.items()):
         return value
     return [value[key] for key in sorted(value, key=int)]
 
 
-def _decoded(body: bytearray) -> object:
-    if _marks(body) > MAX_VALUES and (_texts(body) > 2 * MAX_VALUES or _marks(_STRING.sub(b"", body)) > MAX_VALUES):
+def _decode_json(body: bytearray) -> object:
+    """Return the value of a JSON text.
+
+    Raises ValueError, RecursionError, and InvalidParameter for too many values.
+
+    Strings are only left out, which is slow, if a faster estimate does not decide.
+    """
+    if _count_separators(body) > MAX_VALUES and (
+        _count_strings(body) > 2 * MAX_VALUES or _count_separators(_STRING.sub(b"", body)) > MAX_VALUES
+    ):
         raise InvalidParameter(f"the body has more than {MAX_VALUES} values")
     return json.loads(body)
 
 
-def _marks(body: bytes | bytearray) -> int:
+def _count_separators(body: bytes | bytearray) -> int:
     """Return the number of commas and opening brackets in a body, including those in strings."""
     return sum(map(body.count, (b",", b"[", b"{")))
 
 
-def _texts(body: bytearray) -> int:
-    """Return about how many strings a body has. A value has at most two, one of them its key."""
+def _count_strings(body: bytearray) -> int:
+    """Return about how many strings a body has.
+
+    A value has at most two, one of them its key.
+    """
     return (body.count(b'"') - body.count(b'\\"')) // 2
 
 
 def _plain_type(request: Request) -> str:
-    """Return the content type of a body without its parameters. Raises Refusal if the body is compressed."""
+    """Return the content type of a body without its parameters.
+
+    Raises Refusal if the body is compressed.
+    """
     coding = request.headers.get("content-encoding", "").strip().lower()
     if coding in CODINGS:
         raise Refusal(
@@ -154,8 +209,14 @@ def _plain_type(request: Request) -> str:
 
 
 async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
-    """Yield a body. `app.state.body_bytes` counts the bytes of all bodies that are being read."""
-    state, size = request.app.state, 0
+    """Yield the chunks of a body of at most `limit` bytes.
+
+    The bytes of all bodies that are being read are counted in `app.state.body_bytes`.
+
+    Raises Refusal: 413 for a larger body, 503 while all bodies that are being read have more than MAX_READING bytes.
+    """
+    state = request.app.state
+    size = 0
     try:
         async for chunk in request.stream():
             if state.body_bytes + len(chunk) > MAX_READING:
@@ -174,24 +235,12 @@ async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
         state.body_bytes -= size
 
 
-MAX_BYTES = 20 * 1024 * 1024
-
-EXAMPLES = {"image": "image/png", "video": "video/mp4"}
-
-#: Types of content parts with a picture: of chat completions, of transformers, of the Responses API.
-PICTURE_PARTS = ("image_url", "image", "input_image")
-
-#: Media types that clients send if they do not know the type. The format is then detected from the bytes.
-UNKNOWN_TYPES = ("", "application/octet-stream", "binary/octet-stream")
-
-#: The head of a data: URL (RFC 2397): a media type, optional parameters, optional `;base64`, and a comma.
-_DATA_URL = re.compile(r"data:(?P<kind>[^/;,]*)(?P<rest>[^,]*),", re.IGNORECASE)
-
-
 def read_picture(name: str, value: object) -> bytes:
-    """Return the bytes of the picture in a field, which is a file or a data: URL.
+    """Return the bytes of the picture in a field.
 
-    It decodes the picture, which is too slow for the event loop. Raises InvalidParameter unless the field holds one
+    The value is a file or a data: URL.
+
+    It decodes the picture, which is too slow for the event loop. Raises InvalidParameter unless the field has one
     complete picture of an accepted format and size.
     """
     if isinstance(value, list) and len(value) == 1:
@@ -215,38 +264,42 @@ def read_picture(name: str, value: object) -> bytes:
 def read_pictures(given: Mapping[str, object], field: str) -> dict[str, bytes]:
     """Return the bytes of a request's pictures, by the attachments that they become.
 
-    `given` has the value of each, the start picture before its mask. `field` is the name of the field for all pictures
-    to start from. Takes long, as `read_picture` does. Raises InvalidParameter.
+    given: the value of each picture, by the name of its attachment. The start picture comes before its mask.
+    field: the name of the field for all pictures to start from, for errors.
+
+    Like `read_picture`, it is too slow for the event loop. Raises InvalidParameter.
     """
-    found = dict[str, bytes]()
+    pictures = dict[str, bytes]()
     for name, value in given.items():
-        found[name] = read_picture(field if name in REFERENCES else name, value)
+        pictures[name] = read_picture(field if name in REFERENCES else name, value)
         if name == MASK:
-            _check_mask(found[MASK], found[UPLOAD])
-    return found
+            _check_mask(pictures[MASK], pictures[UPLOAD])
+    return pictures
 
 
 def _check_mask(mask: bytes, picture: bytes) -> None:
     """Raise InvalidParameter unless a mask has transparency and the size of its picture."""
-    sizes = ["{}x{}".format(*size_of(one)) for one in (mask, picture)]
-    if sizes[0] != sizes[1]:
-        raise InvalidParameter(f"mask is {sizes[0]} pixels, image {sizes[1]}: send one of the same size", "mask")
+    mask_size, picture_size = ("{}x{}".format(*size_of(data)) for data in (mask, picture))
+    if mask_size != picture_size:
+        raise InvalidParameter(f"mask is {mask_size} pixels, image {picture_size}: send one of the same size", "mask")
     if not has_transparency(mask):
         raise InvalidParameter("mask has no transparency: make it transparent where image is to change", "mask")
 
 
 def decode_data_url(name: str, value: object, kind: str = "image") -> bytes:
-    """Return the bytes in a data: URL (RFC 2397) of a media type `kind/…`, or of an unknown type.
+    """Return the bytes in a data: URL (RFC 2397).
+
+    Its media type must be `kind/…`, or one of UNKNOWN_TYPES in base64.
 
     As in browsers, white space in base64 is ignored, and its padding may be missing. Raises InvalidParameter.
     """
     head = _DATA_URL.match(value) if isinstance(value, str) else None
     if not isinstance(value, str) or head is None:
-        only = f"a file, or a data:{EXAMPLES[kind]};base64,… URL"
-        rest = "other addresses are not fetched, files not kept to refer to"
-        raise InvalidParameter(f"{name} must be {only} ({rest})", name)
+        accepted = f"a file, or a data:{EXAMPLES[kind]};base64,… URL"
+        reason = "other addresses are not fetched, files not kept to refer to"
+        raise InvalidParameter(f"{name} must be {accepted} ({reason})", name)
     media_type = f"{head['kind']}{head['rest'].partition(';')[0]}"[:60]
-    parameters = [one.strip().lower() for one in head["rest"].split(";")[1:]]
+    parameters = [parameter.strip().lower() for parameter in head["rest"].split(";")[1:]]
     is_unknown = "base64" in parameters and media_type.lower() in UNKNOWN_TYPES
     if head["kind"].lower() != kind and not is_unknown:
         raise InvalidParameter(f"{name} is a data: URL of type {media_type!r}: send one of {EXAMPLES[kind]}", name)
@@ -257,20 +310,21 @@ def decode_data_url(name: str, value: object, kind: str = "image") -> bytes:
 
 
 def as_image_url(part: Any) -> Any:
-    """Return a content part in the form `image_url` if it has a picture in another form, else unchanged.
+    """Return a content part with a picture in the form `image_url`, any other part unchanged.
 
     The other forms are `{"type": "image", "image": ADDRESS}` (or `url`, `image_url`) and `input_image`.
     """
     if not isinstance(part, Mapping) or part.get("type") not in PICTURE_PARTS[1:]:
         return part
     address = next((part[name] for name in ("image_url", "image", "url") if part.get(name) is not None), None)
-    shown = dict(address) if isinstance(address, Mapping) else {"url": address}
+    image_url = dict(address) if isinstance(address, Mapping) else {"url": address}
     if part.get("detail") is not None:
-        shown["detail"] = part["detail"]
-    return {"type": "image_url", "image_url": shown}
+        image_url["detail"] = part["detail"]
+    return {"type": "image_url", "image_url": image_url}
 
 
 def _from_base64(name: str, text: str) -> bytes:
+    """Return the bytes of a base64 text, without its white space and percent-encoding. Raises InvalidParameter."""
     try:
         compact = b"".join((unquote_to_bytes(text) if "%" in text else text.encode("ascii")).split())
         return base64.b64decode(compact + b"=" * (-len(compact) % 4), validate=True)

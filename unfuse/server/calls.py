@@ -1,7 +1,7 @@
-"""Creating calls: each becomes a request, for whose answer its client may wait.
+"""Creating calls: turn a call's fields into a submitted request, and answer its client.
 
-A repeat with the same Idempotency-Key gets the earlier request. A request is cancelled if its client disconnects while
-it waits for the answer.
+A repeat with the same idempotency key gets the earlier request. A request may be cancelled when the client that waits
+for its answer disconnects.
 """
 
 from __future__ import annotations
@@ -43,23 +43,27 @@ from unfuse.server.gateway import Gateway
 from unfuse.server.responses import sse_event, sse_response
 from unfuse.server.result_cache import result_key
 
+#: The most characters of an Idempotency-Key.
 MAX_KEY = 255
 
-#: The header, `true`, of a client whose Idempotency-Key was never used before: there is no earlier request.
+#: A client sends this header, with the value `true`, with an Idempotency-Key that it never used before.
 NEW_KEY = "unfuse-new-key"
 
 
 @dataclass(frozen=True)
 class RequestInputs:
-    """What a request has beside its parameters. For a chat most of it is read before these are checked."""
+    """The inputs of a request beside its parameters.
+
+    Those of a chat's prompt are read before the parameters are checked, because their check needs its tokens.
+    """
 
     #: Attachments by name.
     files: Mapping[str, bytes] = field(default_factory=dict)
     #: Facts about them.
     derived: DerivedFacts = DerivedFacts()
-    #: What the tokenizer made of the fields; None: they are no chat.
+    #: The tokens of the prompt, for the check of the parameters; None if the request is no chat.
     tokens: PromptTokens | None = None
-    #: Digests of the beginnings of the prompt, which other prompts may have too, the shortest first.
+    #: Digests of the prompt's prefixes, for prefix caching: the shortest first.
     begins: tuple[str, ...] = ()
     #: Packed grammars of the answer, the strictest first. The first that can be compiled is used.
     grammars: tuple[bytes, ...] = ()
@@ -69,38 +73,40 @@ class RequestInputs:
 
 @dataclass(frozen=True)
 class CreatingCall:
-    """A creating call: who asks, its fields, its medium. `upload` is the name of its field for a picture, if any.
-
-    That of another one may go `beside` it. One that `waits` is answered with what was made, unless its
-    client prefers not to wait.
-    """
+    """A call that creates a request of one modality."""
 
     gateway: Gateway
     request: Request
     caller: Principal
+    #: The fields of the body, by name.
     given: dict[str, object]
+    #: The modality of the result.
     medium: Modality
+    #: The name of the field for the pictures to start from; "" if there is none.
     upload: str = ""
+    #: Whether the result is the answer. The client may prefer not to wait for it.
     waits: bool = False
+    #: The name of the field for a second picture: the mask, or the last frame; "" if there is none.
     beside: str = ""
-    #: Reads the prompt out of the fields.
+    #: Reads the prompt of a chat out of the fields; None for other requests. It is run in a thread.
     read: Callable[[ModelSpec, Mapping[str, object]], RequestInputs] | None = None
 
     @property
     def files(self) -> list[str]:
-        """The fields for pictures."""
+        """The names of the fields for pictures."""
         return [name for name in (self.upload, self.beside) if name]
 
     @property
     def prefers_not_to_wait(self) -> bool:
-        """Whether the client says that it does not wait for its request."""
+        """Whether the client sent `Prefer: respond-async` (RFC 7240)."""
         preferences = ",".join(self.request.headers.getlist("prefer")).split(",")
         return any(preference.partition(";")[0].strip().lower() == "respond-async" for preference in preferences)
 
     async def accept(self) -> tuple[RequestRecord, Delivery]:
-        """Return the request: a new one, or the earlier one with the same Idempotency-Key.
+        """Submit the request, or return the earlier one with the same idempotency key.
 
-        Raises InvalidParameter, UnknownModel, Overloaded, and Refusal for an Idempotency-Key that another body used.
+        Raises InvalidParameter, UnknownModel, Overloaded, TransientError, and Refusal (409) for an idempotency key that
+        was used with another body.
         """
         gateway = self.gateway
         with gateway.refusals_logged(self.caller.tenant, self.given.get("model")):
@@ -113,6 +119,7 @@ class CreatingCall:
                     f"Idempotency-Key must be 1 to {MAX_KEY} characters long, not {len(key)}", "Idempotency-Key"
                 )
             fingerprint = await to_thread.run_sync(_fingerprint, self.request.scope["path"], self.given)
+            # Without a key or a webhook, nobody else learns of the result: it is useless once the client is gone.
             only_client_can_use_it = self.waits and not self.prefers_not_to_wait and not key and not delivery.webhook
             caller = Caller(
                 tenant=self.caller.tenant,
@@ -131,21 +138,25 @@ class CreatingCall:
             return record, delivery
 
     async def _earlier(self, key: str, id: str) -> RequestRecord | None:
-        """Return the tenant's request with this Idempotency-Key, or None. A new one would get this id.
+        """Return the tenant's request with this idempotency key, or None.
 
-        A client may say that it never used the key before. Raises KeyUnavailable while it cannot be known, or the new
-        request could not be stored with those of its key.
+        With the header NEW_KEY no request is looked up. Then the shard of the queue where the new request `id` would be
+        stored must be reachable. Raises KeyUnavailable, TransientError.
         """
         if not key:
             return None
         if self.request.headers.get(NEW_KEY) == "true":
-            await self._require_place(id)
+            await self._require_shard(id)
             return None
-        known = await self.gateway.queue.list(RequestFilter(tenant=self.caller.tenant, idempotency_key=key), limit=1)
-        return known[0] if known else None
+        same_key = RequestFilter(tenant=self.caller.tenant, idempotency_key=key)
+        earlier = await self.gateway.queue.list(same_key, limit=1)
+        return earlier[0] if earlier else None
 
-    async def _require_place(self, id: str) -> None:
-        """Raise KeyUnavailable while the part of the queue is away where a request of this id would live."""
+    async def _require_shard(self, id: str) -> None:
+        """Raise an error while the shard that would store the request `id` is unreachable.
+
+        It is KeyUnavailable if a request with another key could be on another shard, else TransientError.
+        """
         queue = self.gateway.queue
         try:
             if queue.answers(id):
@@ -156,123 +167,157 @@ class CreatingCall:
             if queue.answers(id):
                 raise
         if not queue.answers(id):
-            helps = self.caller.allowance == TenantLimits()  # else all of the tenant's requests live there
-            raise (KeyUnavailable if helps else TransientError)(
+            # All requests of a tenant with limits are on one shard, so another key would not help it.
+            other_key_helps = self.caller.allowance == TenantLimits()
+            raise (KeyUnavailable if other_key_helps else TransientError)(
                 "the shard of the queue for this call does not answer: repeat the call later"
             )
 
     async def _submit(self, id: str, caller: Caller, delivery: Delivery) -> RequestRecord:
-        """Check everything, cheap checks first; store the attachments, then submit the request.
+        """Check the fields, cheap checks first; then store the attachments and submit the request.
 
-        The attachments are deleted again if it does not become a request.
+        The attachments are deleted again if no request with this id comes of it.
         """
-        gateway, pictures = self.gateway, self._pictures()
+        gateway = self.gateway
+        pictures = self._pictures()
         fields = {name: value for name, value in self.given.items() if name not in self.files}
-        asked, card = await self._model(fields.get("model"), pictures)
-        prompt = await self._prompt(card, fields)
-        named = replace_struct(card, name=asked)  # as the client calls it: its own may be a folder here
+        public_name, spec = await self._model(fields.get("model"), pictures)
+        prompt = await self._read_prompt(spec, fields)
+
+        # Errors of the checks name the model as clients do: its internal name may be a folder of this machine.
+        public_spec = replace_struct(spec, name=public_name)
         params, n = check(
-            named, fields, self.medium,
-            strict=gateway.strict, uploads=pictures, files=self.files, tokens=prompt.tokens,
-        )  # fmt: skip
-        inputs = await self._inputs(named, params, pictures, prompt)
+            public_spec,
+            fields,
+            self.medium,
+            strict=gateway.strict,
+            uploads=pictures,
+            files=self.files,
+            tokens=prompt.tokens,
+        )
+        inputs = await self._read_inputs(public_spec, params, pictures, prompt)
         if UPLOAD in pictures:
             size = await to_thread.run_sync(size_of, inputs.files[UPLOAD], limiter=gateway.decoding)
-            params |= size_from(card, fields, params, size)
+            params |= size_from(spec, fields, params, size)
+
         request = GenerationRequest(
             id=id,
-            model=card.name,
+            model=spec.name,
             params=params,
             n=n,
-            alias=asked,
+            alias=public_name,
             time_limit_s=gateway.time_limits.get(self.medium.name, 0.0) or None,
-            result_cache_key=result_key(card, self.given, params, inputs.derived, n, delivery),
-            hint=card.vocabulary.hint(asked, str(params.get("prompt", ""))) if card.vocabulary else "",
+            result_cache_key=result_key(spec, self.given, params, inputs.derived, n, delivery),
+            hint=spec.vocabulary.hint(public_name, str(params.get("prompt", ""))) if spec.vocabulary else "",
             derived=inputs.derived,
         )
         if gateway.result_cache and (record := await gateway.result_cache.answer(request, caller, delivery)):
             return record
+        return await self._store_and_submit(spec, request, caller, delivery, inputs)
+
+    async def _store_and_submit(
+        self, spec: ModelSpec, request: GenerationRequest, caller: Caller, delivery: Delivery, inputs: RequestInputs
+    ) -> RequestRecord:
+        """Store the attachments and submit the request. Unused attachments are deleted."""
+        gateway = self.gateway
         unused = bool(inputs.files)
         try:
             for name, data in inputs.files.items():
-                await to_thread.run_sync(gateway.results.attach, id, name, data)
-            record = await gateway.scheduler.submit(card, request, caller, delivery, inputs.begins)
-            unused = unused and record.context.id != id
+                await to_thread.run_sync(gateway.results.attach, request.id, name, data)
+            record = await gateway.scheduler.submit(spec, request, caller, delivery, inputs.begins)
+            unused = unused and record.context.id != request.id  # it is a repeat of an earlier request
         except TransientError:
-            unused = False  # a queue that does not answer may have accepted it
+            unused = False  # an unreachable queue may have accepted the request
             raise
         finally:
             if unused:
-                await to_thread.run_sync(gateway.results.delete, id)
+                await to_thread.run_sync(gateway.results.delete, request.id)
         return record
 
-    async def _prompt(self, card: ModelSpec, fields: Mapping[str, object]) -> RequestInputs:
-        """What a chat brings. Raises InvalidParameter."""
+    async def _read_prompt(self, spec: ModelSpec, fields: Mapping[str, object]) -> RequestInputs:
+        """Return the inputs that come of a chat's prompt; none for other requests. Raises InvalidParameter."""
         if self.read is None:
             return RequestInputs()
-        fields = await self.gateway.image_fetcher.fetched(card, fields)
-        return await to_thread.run_sync(self.read, card, fields, limiter=self.gateway.decoding)
+        fields = await self.gateway.image_fetcher.fetched(spec, fields)
+        return await to_thread.run_sync(self.read, spec, fields, limiter=self.gateway.decoding)
 
-    async def _inputs(
-        self, card: ModelSpec, params: Params, pictures: Mapping[str, object], prompt: RequestInputs
+    async def _read_inputs(
+        self, spec: ModelSpec, params: Params, pictures: Mapping[str, object], prompt: RequestInputs
     ) -> RequestInputs:
-        """Read everything that takes long, once the parameters are checked. Raises InvalidParameter."""
-        gateway, files = self.gateway, dict(prompt.files)
+        """Return the prompt's inputs with those that are slow to read: grammar, adapters, pictures.
+
+        The parameters are checked before. Raises InvalidParameter.
+        """
+        gateway = self.gateway
+        files = dict(prompt.files)
         derived = replace_struct(prompt.derived, expected_tokens=expected_tokens(params))
         if prompt.grammars:
             files[GRAMMAR] = await gateway.grammar_checker.choose(prompt.grammars, prompt.grammar_param)
             derived = replace_struct(derived, grammar=grammar_digest(files[GRAMMAR]))
         if "lora" in params:
-            derived = replace_struct(derived, lora_id=await gateway.lora_ids(card, str(params["lora"])))
+            derived = replace_struct(derived, lora_id=await gateway.lora_ids(spec, str(params["lora"])))
         if pictures:
-            found = await to_thread.run_sync(read_pictures, pictures, self.upload, limiter=gateway.decoding)
-            hashes = {name: hashlib.sha256(data).hexdigest() for name, data in found.items()}
-            files, derived = files | found, replace_struct(derived, pictures=hashes)
+            uploads = await to_thread.run_sync(read_pictures, pictures, self.upload, limiter=gateway.decoding)
+            hashes = {name: hashlib.sha256(data).hexdigest() for name, data in uploads.items()}
+            files |= uploads
+            derived = replace_struct(derived, pictures=hashes)
         return replace(prompt, files=files, derived=derived)
 
     def _pictures(self) -> dict[str, object]:
-        """The values of the fields for pictures, by the attachments that they become."""
-        first, beside = (self.given.get(name) if name else None for name in (self.upload, self.beside))
-        several = [one for one in (first if isinstance(first, list) else [first]) if one is not None]
-        found = {f"{UPLOAD}_{number}" if number > 1 else UPLOAD: one for number, one in enumerate(several, 1)}
-        return found if beside is None else {**found, self.beside: beside}
+        """Return the values of the picture fields, by the names of their attachments."""
+        uploads, second = (self.given.get(name) if name else None for name in (self.upload, self.beside))
+        values = [value for value in (uploads if isinstance(uploads, list) else [uploads]) if value is not None]
+        pictures = {f"{UPLOAD}_{number}" if number > 1 else UPLOAD: value for number, value in enumerate(values, 1)}
+        return pictures if second is None else {**pictures, self.beside: second}
 
     async def _model(self, name: object, pictures: Mapping[str, object]) -> tuple[str, ModelSpec]:
-        """The model that was asked for, if it can do what is asked. Raises InvalidParameter, UnknownModel."""
-        asked, card = await self.gateway.model(name, self.caller.models)
-        medium = self.medium
-        if not medium.made_by(card.limits):
-            others = " or ".join(other.plural for other in MEDIA if other.made_by(card.limits))
-            hint = f": ask it for {others}" if others else ""
-            raise InvalidParameter(f"model {asked} makes no {medium.name}{hint}", "model")
-        if card.accepted(UPLOAD).min and UPLOAD not in pictures:
-            where = self.upload or "image to /v1/images/edits, or as input_reference to /v1/videos"
-            raise InvalidParameter(f"model {asked} starts from a picture: send one as {where}", self.upload or "model")
-        for param, what, able in self._needs(pictures):
-            if not able(card):
-                served = await self.gateway.models(self.caller.models)
-                can = [one for one, fit in sorted(served.items()) if medium.made_by(fit.limits) and able(fit)]
-                hint = f"{', '.join(can)} can" if can else "no model that is served can"
-                raise InvalidParameter(f"model {asked} cannot {what}; {hint}", param)
-        if card.accepted(LAST_FRAME).min and LAST_FRAME not in pictures:
-            between = f"model {asked} makes what lies between two pictures"
-            raise InvalidParameter(f"{between}: send the last one as {LAST_FRAME}", LAST_FRAME)
-        return asked, card
+        """Return the public name and the spec of the requested model.
 
-    def _needs(self, pictures: Mapping[str, object]) -> Iterator[tuple[str, str, Callable[[ModelSpec], bool]]]:
-        """What a model has to do with the pictures: by which field, in words, and whether it can."""
+        Raises UnknownModel, and InvalidParameter if the model does not support the modality or the pictures.
+        """
+        public_name, spec = await self.gateway.model(name, self.caller.models)
+        medium = self.medium
+        if not medium.made_by(spec.limits):
+            others = " or ".join(other.plural for other in MEDIA if other.made_by(spec.limits))
+            hint = f": ask it for {others}" if others else ""
+            raise InvalidParameter(f"model {public_name} makes no {medium.name}{hint}", "model")
+        if spec.accepted(UPLOAD).min and UPLOAD not in pictures:
+            where = self.upload or "image to /v1/images/edits, or as input_reference to /v1/videos"
+            raise InvalidParameter(
+                f"model {public_name} starts from a picture: send one as {where}", self.upload or "model"
+            )
+        for param, action, is_able in self._required_abilities(pictures):
+            if not is_able(spec):
+                served = await self.gateway.models(self.caller.models)
+                able = [
+                    name for name, other in sorted(served.items()) if medium.made_by(other.limits) and is_able(other)
+                ]
+                hint = f"{', '.join(able)} can" if able else "no model that is served can"
+                raise InvalidParameter(f"model {public_name} cannot {action}; {hint}", param)
+        if spec.accepted(LAST_FRAME).min and LAST_FRAME not in pictures:
+            between = f"model {public_name} makes what lies between two pictures"
+            raise InvalidParameter(f"{between}: send the last one as {LAST_FRAME}", LAST_FRAME)
+        return public_name, spec
+
+    def _required_abilities(
+        self, pictures: Mapping[str, object]
+    ) -> Iterator[tuple[str, str, Callable[[ModelSpec], bool]]]:
+        """Yield each ability that the pictures require of a model.
+
+        It is (field for the picture, ability in words for an error, test of a model).
+        """
         count = len(pictures.keys() - {MASK, LAST_FRAME})
         if MASK in pictures:
-            yield MASK, "keep to a mask", lambda card: card.accepted(MASK).max > 0
+            yield MASK, "keep to a mask", lambda spec: spec.accepted(MASK).max > 0
         if count:
-            what = "start from a picture" if count == 1 else f"start from {count} pictures"
-            yield self.upload, what, lambda card: card.accepted(UPLOAD).max >= count
+            action = "start from a picture" if count == 1 else f"start from {count} pictures"
+            yield self.upload, action, lambda spec: spec.accepted(UPLOAD).max >= count
         if LAST_FRAME in pictures:
-            yield LAST_FRAME, f"end with a {LAST_FRAME}", lambda card: card.accepted(LAST_FRAME).max > 0
+            yield LAST_FRAME, f"end with a {LAST_FRAME}", lambda spec: spec.accepted(LAST_FRAME).max > 0
 
 
 async def respond_async(call: CreatingCall, record: RequestRecord) -> JSONResponse | None:
-    """The answer to a client that prefers not to wait for its request."""
+    """Return a response 202 with the request object, or None if the client waits."""
     if not call.prefers_not_to_wait:
         return None
     location = f"{call.gateway.base_of(call.request)}/v1/requests/{record.context.id}"
@@ -280,8 +325,12 @@ async def respond_async(call: CreatingCall, record: RequestRecord) -> JSONRespon
     return JSONResponse(await call.gateway.view(call.request, record), 202, headers)
 
 
-def _fingerprint(path: str, given: dict[str, object]) -> str:
-    text = json.dumps(given, sort_keys=True, default=lambda file: hashlib.sha256(file).hexdigest())
+def _fingerprint(path: str, fields: dict[str, object]) -> str:
+    """Return a hash of a call's path and fields.
+
+    Calls with the same idempotency key must have the same hash.
+    """
+    text = json.dumps(fields, sort_keys=True, default=lambda file: hashlib.sha256(file).hexdigest())
     return hashlib.sha256(f"{path} {text}".encode()).hexdigest()
 
 
@@ -290,8 +339,10 @@ async def answer_call(
     events: Callable[[RequestRecord], AsyncIterator[bytes]],
     reply: Callable[[RequestContext, Delivery], bytes],
 ) -> Response:
-    """Answer a call: by the request alone if its client prefers not to wait; by events of what is made, if it streams;
-    else, once it is completed, by a `reply`, which is made in a thread.
+    """Submit a call's request, and return its response.
+
+    It is 202 with the request object if the client prefers not to wait, a stream of `events` if it asks for one, and
+    else, once the request is completed, its `reply` as JSON. `reply` is run in a thread.
     """
     record, delivery = await call.accept()
     if accepted := await respond_async(call, record):
@@ -307,19 +358,21 @@ async def answer_call(
 
 
 class WaitingClient:
-    """A client that waits for its request. If it disconnects before the answer, its request is cancelled.
+    """A waiting client, whose request is cancelled if it disconnects before the answer.
 
-    The request is not cancelled if the server closes the connection, because it shuts down or failed.
+    Only requests with `Caller.cancel_on_disconnect` are cancelled, and not while the server is shutting down.
     """
 
     def __init__(self, gateway: Gateway, request: Request, record: RequestRecord) -> None:
-        self._gateway, self._request, self._id = gateway, request, record.context.id
-        self.is_answered = False  # whether the answer is there, whatever it is
+        self._gateway = gateway
+        self._request = request
+        self._id = record.context.id
+        self.is_answered = False  # whether the result or an error is ready: then a disconnect cancels nothing
         if record.context.caller.cancel_on_disconnect and not record.context.over:
             gateway.background.once("waiting for a client to disconnect", self._await_disconnect)
 
     async def events(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield the events, which are the answer once the last was sent; an error is the last event."""
+        """Yield the events of the answer. An error becomes the last event."""
         with self._gateway.awaiting(self._id):
             try:
                 async for event in events:
@@ -329,6 +382,7 @@ class WaitingClient:
         self.is_answered = True
 
     async def _await_disconnect(self) -> None:
+        """Wait until the client disconnects, and cancel its request if it has no answer yet."""
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
         if not self.is_answered and not self._gateway.scheduler.draining:

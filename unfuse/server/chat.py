@@ -1,4 +1,4 @@
-"""The route for chats, in the format of the `openai` client."""
+"""The route for chat completions, in the format of the `openai` client."""
 
 from __future__ import annotations
 
@@ -57,31 +57,34 @@ router = APIRouter(tags=["chat"])
 
 _COUNTS = re.compile(r"[0-9]{1,9}(,[0-9]{1,9})*")
 
-#: The marks by which reasoning is counted, although it is content, if the model's reasoning is not parsed.
+#: The marks by which reasoning tokens are counted if the model's reasoning is not parsed, but sent as content.
 USUAL_REASONING = ReasoningFormat("usual")
 
-TOKENIZERS = 8  # how many models' tokenizers a gateway keeps
+#: The number of models whose tokenizers a gateway caches.
+TOKENIZERS = 8
 
 
 class StreamUsage(NamedTuple):
-    """Whether the last event of a stream has the usage, and whether each event has the usage so far."""
+    """The `stream_options` of a chat: which events of a stream have the usage."""
 
+    #: Whether a last event has the usage of the whole answer.
     at_end: bool
+    #: Whether each event has the usage so far.
     each: bool
 
 
 @router.post("/chat/completions", openapi_extra=CHAT, responses=CHATTED)
 async def complete(request: Request, gateway: Served, asker: Known) -> Response:
     """Answer messages, and wait for that. With `stream`, tokens come as they are made."""
-    given = await read_json(request, MAX_SHOWN_BODY)
-    read = partial(_prompt, gateway.parsers)
-    call = CreatingCall(gateway, request, asker, given, TEXT, waits=True, read=read)
-    options = given.get("stream_options")
-    wanted = options if isinstance(options, dict) else {}
-    usage = StreamUsage(bool(wanted.get("include_usage")), bool(wanted.get("continuous_usage_stats")))
+    fields = await read_json(request, MAX_SHOWN_BODY)
+    read = partial(_read_prompt, gateway.parsers)
+    call = CreatingCall(gateway, request, asker, fields, TEXT, waits=True, read=read)
+    value = fields.get("stream_options")
+    options = value if isinstance(value, dict) else {}
+    usage = StreamUsage(bool(options.get("include_usage")), bool(options.get("continuous_usage_stats")))
     return await answer_call(
         call,
-        lambda record: _events(gateway, record, usage, _told(request, record.context)),
+        lambda record: _events(gateway, record, usage, _client_offsets(request, record.context)),
         lambda context, _: _reply(gateway.results, context),
     )
 
@@ -91,36 +94,50 @@ def _tokenizer(source: str) -> ChatTokenizer:
     return ChatTokenizer.read(resolve_source(source, components=()))
 
 
-def _prompt(parsers: OutputParsers, card: ModelSpec, fields: Mapping[str, object]) -> RequestInputs:
-    """Return the prompt of a chat: its tokens, its pictures, and the grammars and the parser of the answer."""
+def _read_prompt(parsers: OutputParsers, spec: ModelSpec, fields: Mapping[str, object]) -> RequestInputs:
+    """Return the inputs of a chat: tokens, pictures, grammars and parser of the answer.
+
+    Raises InvalidParameter.
+    """
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise InvalidParameter("messages must be a list of what was said, the last of it by the user", "messages")
-    tokenizer, tools = _tokenizer(card.source), read_tools(fields)
-    told, kwargs = tokenizer.told(messages, tools.shown if tools else None), template_kwargs(fields)
-    shown, places, uploads = tuple[MediaItem, ...](), list[tuple[int, str]](), dict[str, bytes]()
-    if card.vision is None:
-        ids = tokenizer.prompt(*told, kwargs)
+    tokenizer = _tokenizer(spec.source)
+    tools = read_tools(fields)
+    template_inputs = tokenizer.told(messages, tools.shown if tools else None)
+    kwargs = template_kwargs(fields)
+
+    # The prompt: its token ids, and the pictures and videos in it.
+    media = tuple[MediaItem, ...]()
+    places = list[tuple[int, str]]()
+    uploads = dict[str, bytes]()
+    if spec.vision is None:
+        ids = tokenizer.prompt(*template_inputs, kwargs)
     else:
-        ids, shown, uploads = read_shown(card.vision, tokenizer, *told, kwargs)
-        places = places_of(card.vision, ids, shown)
-    ids = _truncated(ids, card, fields, shown)
+        ids, media, uploads = read_shown(spec.vision, tokenizer, *template_inputs, kwargs)
+        places = places_of(spec.vision, ids, media)
+    ids = _truncated(ids, spec, fields, media)
+
+    # What may be generated.
     bad_words = fields.get("bad_words")
     bad_words = [] if bad_words is None else tokenizer.spellings(read_bad_words(bad_words))
     special_stops = _special_stops(tokenizer, fields.get("stop"))
     format = answer_format(fields)
     calls = without_special_tokens(parsers.format_of_calls(tokenizer.calls), tokenizer)
     grammars = _grammars(format, tools, calls, tokenizer)
+
+    # How the answer is parsed.
     reasoning = parsers.format_of_reasoning(tokenizer.reasoning)
-    start = partial(tokenizer.start_of_answer, *told, kwargs)
+    start = partial(tokenizer.start_of_answer, *template_inputs, kwargs)
     continues = bool(kwargs.get("continue_final_message") and start())
-    reading = reading_of(tools, calls, reasoning, start, format is not None, continues)
-    if reading and str(fields.get("include_reasoning")).lower() == "false":
-        reading = msgspec.structs.replace(reading, hidden=True)
+    parsing = reading_of(tools, calls, reasoning, start, format is not None, continues)
+    if parsing and str(fields.get("include_reasoning")).lower() == "false":
+        parsing = msgspec.structs.replace(parsing, hidden=True)
+
     return RequestInputs(
         {PROMPT: packed(ids), **uploads},
         begins=beginnings(ids, places),
-        derived=DerivedFacts(prompt_tokens=len(ids), shown=shown, continues=continues, reading=reading),
+        derived=DerivedFacts(prompt_tokens=len(ids), shown=media, continues=continues, reading=parsing),
         tokens=PromptTokens(len(ids), special_stops, bad_words),
         grammars=grammars,
         grammar_param="tools" if tools else format.param if format else "",
@@ -136,29 +153,37 @@ def _special_stops(tokenizer: ChatTokenizer, stop: object) -> list[int]:
 def _grammars(
     format: AnswerFormat | None, tools: Tools | None, calls: CallFormat, tokenizer: ChatTokenizer
 ) -> tuple[bytes, ...]:
-    """Return the packed grammars of the answer, the strictest first; empty if it may be any text."""
-    found = [grammar_of(format, tools, calls, relaxed) for relaxed in (False, True)]
+    """Return the packed grammars of the answer, the strictest first.
+
+    It is empty if the answer may be any text.
+    """
+    grammars = [grammar_of(format, tools, calls, relaxed) for relaxed in (False, True)]
     param = "tools" if tools else format.param if format else FORMAT
-    packed = [pack_grammar(grammar, param) for grammar in dict.fromkeys(found) if grammar is not None]
-    if packed and not tokenizer.stops:
+    packed_grammars = [pack_grammar(grammar, param) for grammar in dict.fromkeys(grammars) if grammar is not None]
+    if packed_grammars and not tokenizer.stops:
         raise InvalidParameter("this model has no end-of-text token, so it does not support formats", param)
-    return tuple(packed)
+    return tuple(packed_grammars)
 
 
-def _truncated(ids: list[int], card: ModelSpec, fields: Mapping[str, Any], shown: Sequence[MediaItem]) -> list[int]:
-    """Return the last `truncate_prompt_tokens` ids. Raises InvalidParameter."""
+def _truncated(ids: list[int], spec: ModelSpec, fields: Mapping[str, Any], media: Sequence[MediaItem]) -> list[int]:
+    """Return the last `truncate_prompt_tokens` ids. Raises InvalidParameter.
+
+    -1 is as many as leave room for `max_completion_tokens`, or for one token if that is not set.
+    """
     most = fields.get("truncate_prompt_tokens")
     if most is None:
         return ids
     if (most := int(most)) == -1:
-        limits, answer = TEXT.limits_of(card.limits), fields.get("max_completion_tokens") or fields.get("max_tokens")
-        most = limits.max_tokens - (answer if isinstance(answer, int) and answer != UNBOUNDED else 1)
+        limits = TEXT.limits_of(spec.limits)
+        answer_tokens = fields.get("max_completion_tokens") or fields.get("max_tokens")
+        is_bounded = isinstance(answer_tokens, int) and answer_tokens != UNBOUNDED
+        most = limits.max_tokens - (answer_tokens if is_bounded else 1)
     if most < 1:
         raise InvalidParameter(
             "truncate_prompt_tokens must be at least 1, or -1 for as many as fit beside the answer",
             "truncate_prompt_tokens",
         )
-    if len(ids) > most and shown:
+    if len(ids) > most and media:
         raise InvalidParameter(
             "truncate_prompt_tokens cannot truncate messages with pictures: leave out older messages",
             "truncate_prompt_tokens",
@@ -166,60 +191,74 @@ def _truncated(ids: list[int], card: ModelSpec, fields: Mapping[str, Any], shown
     return ids[-most:]
 
 
-async def _events(gateway: Gateway, record: RequestRecord, usage: StreamUsage, told: list[int]) -> AsyncIterator[bytes]:
-    """Chunks with what is made of each choice, as it comes; then the usage, if that is asked for.
+async def _events(
+    gateway: Gateway, record: RequestRecord, usage: StreamUsage, offsets: list[int]
+) -> AsyncIterator[bytes]:
+    """Yield the chunks of each choice as its tokens come, then the usage if requested.
 
-    Of each choice so many pieces were `told` before. The ids of events say how many are told by then.
+    offsets: the number of token deltas of each choice that the client already has.
+
+    The id of an event is the number of deltas of each choice that are sent by then, for `Last-Event-ID`.
     """
     context = record.context
     chunk = partial(_chunk, usage)
-    messages = [StreamedMessage(context, index) for index in range(len(told))]
-    logprobs = [StreamedLogprobs() for _ in told]
-    for index, before in enumerate(told):
-        if not before:
-            yield chunk(context, told, index, {"role": "assistant", "content": ""})
+    messages = [StreamedMessage(context, index) for index in range(len(offsets))]
+    logprobs = [StreamedLogprobs() for _ in offsets]
+    for index, offset in enumerate(offsets):
+        if not offset:
+            yield chunk(context, offsets, index, {"role": "assistant", "content": ""})
+
+    # Parsers and logprobs need an answer from its beginning: then known deltas are read again, but not sent.
     looks_back = context.request.params.get("logprobs") is not None or any(message.looks_back for message in messages)
-    known, told = told, [0] * len(told) if looks_back else [*told]
-    async for index, piece in _pieces(gateway, context, told):
-        told[index] += 1
-        delta, likely = messages[index].add(piece.text), logprobs[index].add(piece)
-        if told[index] > known[index] and (delta or likely):
-            yield chunk(context, told, index, delta, logprobs=likely)
+    counts = [0] * len(offsets) if looks_back else [*offsets]
+    async for index, token in _token_deltas(gateway, context, counts):
+        counts[index] += 1
+        delta, token_logprobs = messages[index].add(token.text), logprobs[index].add(token)
+        if counts[index] > offsets[index] and (delta or token_logprobs):
+            yield chunk(context, counts, index, delta, logprobs=token_logprobs)
+
     context = await gateway.completed(context.id)
     answers = await to_thread.run_sync(_answers, gateway.results, context)
     for index, answer in enumerate(answers):
-        *more, delta = messages[index].finish(answer.finish_reason)
-        for one in more:
-            yield chunk(context, told, index, one)
+        *earlier_deltas, last_delta = messages[index].finish(answer.finish_reason)
+        for delta in earlier_deltas:
+            yield chunk(context, counts, index, delta)
         reason = messages[index].reason(answer.finish_reason)
-        yield chunk(context, told, index, delta, reason, stop_reason=answer.stop_reason)
+        yield chunk(context, counts, index, last_delta, reason, stop_reason=answer.stop_reason)
+
     if usage.at_end or usage.each:
         total = _usage(context, sum(len(answer.pieces) for answer in answers), answers)
         yield sse_event({**_head(context, "chat.completion.chunk"), "choices": [], "usage": total})
     yield b"data: [DONE]\n\n"
 
 
-def _told(request: Request, context: RequestContext) -> list[int]:
-    """How many pieces of each choice the client has: the id of the last event that it got, if it says one."""
-    number, known = len(_finals(context)), request.headers.get("last-event-id", "")
-    told = [int(part) for part in known.split(",")] if _COUNTS.fullmatch(known) else []
-    return told if len(told) == number else [0] * number
+def _client_offsets(request: Request, context: RequestContext) -> list[int]:
+    """Return the number of token deltas of each choice that the client already has.
+
+    They are the id of the last event that it received, in the header Last-Event-ID; zeros without a valid one.
+    """
+    choices = len(_final_stages(context))
+    last_id = request.headers.get("last-event-id", "")
+    offsets = [int(part) for part in last_id.split(",")] if _COUNTS.fullmatch(last_id) else []
+    return offsets if len(offsets) == choices else [0] * choices
 
 
-def _finals(context: RequestContext) -> list[str]:
-    """The stages that write the choices, in their order."""
+def _final_stages(context: RequestContext) -> list[str]:
+    """Return the names of the stages that write the choices, in their order."""
     return [stage.name for stage in context.plan.stages if stage.final]
 
 
-async def _pieces(gateway: Gateway, context: RequestContext, told: list[int]) -> AsyncIterator[tuple[int, TokenDelta]]:
-    """Yield new pieces of each choice with its index, after those that the client already has.
+async def _token_deltas(
+    gateway: Gateway, context: RequestContext, offsets: list[int]
+) -> AsyncIterator[tuple[int, TokenDelta]]:
+    """Yield token deltas as (choice index, delta), from the offset of each choice on.
 
-    Raises ResponseAborted while the queue cannot be read: the client continues with the id of the last event.
+    Raises ResponseAborted while the queue cannot be read: the client resumes with the id of the last event.
     """
-    stages = _finals(context)
-    stream = output_stream(gateway.queue, context.id, dict(zip(stages, told, strict=True)))
+    stages = _final_stages(context)
+    stream = output_stream(gateway.queue, context.id, dict(zip(stages, offsets, strict=True)))
     try:
-        with suppress(NotFound):  # whoever waits for the end of the request learns why it is gone
+        with suppress(NotFound):  # `Gateway.completed`, which is called next, raises the reason
             async for stage, data in stream:
                 yield stages.index(stage), decode(data, TokenDelta)
     except TransientError as error:
@@ -229,23 +268,30 @@ async def _pieces(gateway: Gateway, context: RequestContext, told: list[int]) ->
 def _chunk(
     usage: StreamUsage,
     context: RequestContext,
-    told: list[int],
+    counts: list[int],
     index: int,
     delta: dict[str, Any],
-    ended: str | None = None,
+    finish_reason: str | None = None,
     logprobs: Any = None,
     stop_reason: str | int | None = None,
 ) -> bytes:
-    choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": ended}
-    choice |= {"stop_reason": stop_reason} if ended else {}
+    """Return one server-sent event with a delta of one choice.
+
+    `counts` are the deltas of each choice sent so far.
+    """
+    choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+    choice |= {"stop_reason": stop_reason} if finish_reason else {}
     event = {**_head(context, "chat.completion.chunk"), "choices": [choice]}
     if usage.at_end or usage.each:
-        event["usage"] = _usage(context, sum(told)) if usage.each else None
-    return sse_event(event, id=",".join(map(str, told)))
+        event["usage"] = _usage(context, sum(counts)) if usage.each else None
+    return sse_event(event, id=",".join(map(str, counts)))
 
 
 def _head(context: RequestContext, kind: str) -> dict[str, Any]:
-    """Return the fields of every answer. A hash of the pools identifies weights and numerics."""
+    """Return the fields that every response has.
+
+    A hash of the pools identifies weights and numerics.
+    """
     pools = sorted({stage.pool for stage in context.plan.stages if stage.final})
     digest = blake2b("\n".join([__version__, *pools]).encode(), digest_size=6).hexdigest()
     return {
@@ -258,72 +304,84 @@ def _head(context: RequestContext, kind: str) -> dict[str, Any]:
 
 
 def _answers(results: ResultStore, context: RequestContext) -> list[Answer]:
+    """Return the answers of all choices of a completed request. Reads files."""
     return [msgspec.json.decode(results.read(context.id, file.index), type=Answer) for file in context.result]
 
 
 def _reply(results: ResultStore, context: RequestContext) -> bytes:
+    """Return the chat completion of a completed request, as JSON. Reads files."""
     answers = _answers(results, context)
     choices = []
     for index, answer in enumerate(answers):
         message, reason = whole(context, index, answer)
-        about = {"index": index, "logprobs": logprobs_of(answer.pieces), "finish_reason": reason}
-        about["stop_reason"] = answer.stop_reason
-        choices.append({**about, "message": {"role": "assistant", "refusal": None, **message}})
+        choice = {"index": index, "logprobs": logprobs_of(answer.pieces), "finish_reason": reason}
+        choice["stop_reason"] = answer.stop_reason
+        choices.append({**choice, "message": {"role": "assistant", "refusal": None, **message}})
     usage = _usage(context, sum(len(answer.pieces) for answer in answers), answers)
-    told = {"choices": choices, "usage": usage, "seed": context.request.params["seed"]}
-    return msgspec.json.encode({**_head(context, "chat.completion"), **told})
+    body = {"choices": choices, "usage": usage, "seed": context.request.params["seed"]}
+    return msgspec.json.encode({**_head(context, "chat.completion"), **body})
 
 
-def _usage(context: RequestContext, made: int, answers: Sequence[Answer] = ()) -> dict[str, Any]:
-    """Return the usage of a chat with `made` tokens. With the complete `answers` it has reasoning_tokens too."""
-    prompt = context.request.derived.prompt_tokens
+def _usage(context: RequestContext, completion_tokens: int, answers: Sequence[Answer] = ()) -> dict[str, Any]:
+    """Return the `usage` object of a chat. With the complete `answers` it has reasoning_tokens too.
+
+    `cached_tokens` are those whose KV came of prefix caching.
+    """
+    prompt_tokens = context.request.derived.prompt_tokens
     details = {"cached_tokens": CHUNK * context.spared}
-    if shown := context.request.derived.shown:
-        details["image_tokens"] = sum(one.tokens for one in shown if not one.images)
-        details["video_tokens"] = sum(one.tokens for one in shown if one.images)
+    if media := context.request.derived.shown:
+        details["image_tokens"] = sum(item.tokens for item in media if not item.images)
+        details["video_tokens"] = sum(item.tokens for item in media if item.images)
     usage = {
-        "prompt_tokens": prompt,
-        "completion_tokens": made,
-        "total_tokens": prompt + made,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": details,
     }
     if answers:
-        reading = context.request.derived.reading or AnswerParsing()
-        reasoned = sum(reasoning_tokens(answer, reading) for answer in answers)
-        usage["completion_tokens_details"] = {"reasoning_tokens": reasoned}
+        parsing = context.request.derived.reading or AnswerParsing()
+        reasoning = sum(reasoning_tokens(answer, parsing) for answer in answers)
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     return usage
 
 
 def reasoning_tokens(answer: Answer, reading: AnswerParsing) -> int:
-    """Return the number of tokens of the reasoning in an answer, with its marks; `<think>` if none is parsed."""
+    """Return the number of reasoning tokens in an answer, including those of its marks.
+
+    If the reasoning of the model is not parsed, the marks are those of USUAL_REASONING, such as `<think>`.
+    """
     reader = ReasoningReader(reading.reasoning or USUAL_REASONING, reading.opened)
-    for count, piece in enumerate(answer.pieces, 1):
-        before = reader.state
-        reader.feed(piece.text)
+    for count, token in enumerate(answer.pieces, 1):
+        state_before = reader.state
+        reader.feed(token.text)
         if reader.state in ("behind", "content"):
-            return 0 if (before, reader.state) == ("start", "content") else count
+            # An answer that goes from "start" to "content" has no reasoning.
+            return 0 if (state_before, reader.state) == ("start", "content") else count
     return len(answer.pieces) if reader.state != "start" else 0
 
 
 class StreamedLogprobs:
-    """Returns the entries of one streamed choice, each as soon as the text of its token is final."""
+    """Returns the logprobs entries of one streamed choice.
+
+    An entry is returned as soon as the text of its token is final.
+    """
 
     def __init__(self) -> None:
-        self._pieces = list[TokenDelta]()
-        self._sent = 0
+        self._tokens = list[TokenDelta]()
+        self._sent = 0  # the number of tokens whose entries were returned
 
     def add(self, piece: TokenDelta) -> dict[str, Any] | None:
-        """Add a token. Returns the entries that became final; None if there are none."""
+        """Add a token. Returns the entries that became final, or None if there are none."""
         if piece.own is None:
             return None
-        self._pieces.append(piece)
-        certain = self._pieces[self._sent : piece.own.certain]
-        self._sent += len(certain)
-        return _entries(certain) if certain else None
+        self._tokens.append(piece)
+        final_tokens = self._tokens[self._sent : piece.own.certain]
+        self._sent += len(final_tokens)
+        return _entries(final_tokens) if final_tokens else None
 
 
 def logprobs_of(pieces: Sequence[TokenDelta]) -> dict[str, Any] | None:
-    """Return the entries of a complete choice; None if they were not requested.
+    """Return the logprobs entries of a complete choice, or None if they were not requested.
 
     As in OpenAI's API, the token that ended the answer, and the tokens of a stop string, have no entry.
     """
@@ -331,15 +389,15 @@ def logprobs_of(pieces: Sequence[TokenDelta]) -> dict[str, Any] | None:
     return None if last is None else _entries(pieces[: last.certain])
 
 
-def _entries(pieces: Sequence[TokenDelta]) -> dict[str, Any]:
-    return {"content": [_entry(piece) for piece in pieces], "refusal": None}
+def _entries(tokens: Sequence[TokenDelta]) -> dict[str, Any]:
+    return {"content": [_entry(token) for token in tokens], "refusal": None}
 
 
-def _entry(piece: TokenDelta) -> dict[str, Any]:
-    assert piece.own
-    likely = zip(piece.top, piece.own.top, strict=True)
-    top = [_token(data, logprob) for (_, _, logprob), data in likely]
-    return {**_token(piece.own.data, piece.logprob), "top_logprobs": top}
+def _entry(token: TokenDelta) -> dict[str, Any]:
+    assert token.own
+    candidates = zip(token.top, token.own.top, strict=True)
+    top = [_token(data, logprob) for (_, _, logprob), data in candidates]
+    return {**_token(token.own.data, token.logprob), "top_logprobs": top}
 
 
 def _token(data: bytes, logprob: float | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Formats of a chat's answer: how tool calls and reasoning are parsed, and which grammars can be enforced."""
+"""Output formats of chats: parsers of tool calls and reasoning, and the check of grammars."""
 
 from __future__ import annotations
 
@@ -16,15 +16,21 @@ from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.language.tools import Tools
 from unfuse.server.metrics import Metrics
 
-GRAMMARS_AT_ONCE = 2  # how many grammars are compiled at one time; each may compute for some seconds
-MAX_KNOWN = 1024  # the most grammars whose result is remembered
+#: How many grammars are compiled at one time. Each may compute for some seconds.
+GRAMMARS_AT_ONCE = 2
 
-#: In the engine's error for a schema that nothing matches: no looser one is tried.
+#: The most grammars whose result is cached.
+MAX_KNOWN = 1024
+
+#: A word in the grammar engine's error for a schema that nothing matches. Then no less strict grammar is tried.
 UNSATISFIABLE = "Unsatisfiable"
 
 
 class OutputParsers(msgspec.Struct, frozen=True):
-    """The names of the parsers of tool calls and of reasoning, or "auto". Raises UsageError for an unknown name."""
+    """The names of the parsers of tool calls and of reasoning, or "auto".
+
+    Raises UsageError for an unknown name.
+    """
 
     tool_call: str = "auto"
     reasoning: str = "auto"
@@ -47,11 +53,14 @@ class OutputParsers(msgspec.Struct, frozen=True):
 
 
 def without_special_tokens(format: CallFormat, tokenizer: ChatTokenizer) -> CallFormat:
-    """Return the format with one that grammars can write: bare objects if its marks are special tokens."""
-    how = format.as_written
-    text = how.open + how.head + how.between + how.close
-    special = (mark for id, mark in tokenizer.mark_ids(how.marks).items() if id in tokenizer.specials)
-    return msgspec.structs.replace(format, written=BARE) if any(mark in text for mark in special) else format
+    """Return the format of tool calls so that a grammar can write it.
+
+    Grammars cannot write special tokens. If the format has any, calls are written as bare JSON objects.
+    """
+    written = format.as_written
+    text = written.open + written.head + written.between + written.close
+    special_marks = (mark for id, mark in tokenizer.mark_ids(written.marks).items() if id in tokenizer.specials)
+    return msgspec.structs.replace(format, written=BARE) if any(mark in text for mark in special_marks) else format
 
 
 def reading_of(
@@ -64,58 +73,66 @@ def reading_of(
 ) -> AnswerParsing | None:
     """Return how to parse an answer; None if it is plain text.
 
-    `start` returns the text before the answer in its turn: the template's, or the message that the answer `continues`.
-    With `by_grammar`, calls are written in the format of grammars.
+    tools, calls: the offered tools, and the format of tool calls.
+    reasoning: the format of reasoning; None if it is not parsed.
+    start: returns the text before the answer in its turn: the template's, or the message that the answer continues.
+    by_grammar: whether a grammar forces the format of the answer, which has calls in the format of grammars then.
+    continues: whether the answer continues the last message.
     """
     if tools is None and reasoning is None:
         return None
-    reading = AnswerParsing()
+
+    parsing = AnswerParsing()
     if tools:
         forced = tools.choice == "required"
         format = calls.as_written if by_grammar or forced else calls
-        reading = AnswerParsing(msgspec.structs.replace(format, written=None), tools.types, tools.several, forced)
+        parsing = AnswerParsing(msgspec.structs.replace(format, written=None), tools.types, tools.several, forced)
     if reasoning:
-        before = start()
-        begun = opened(reasoning, before, continues=continues)
-        reasoned = not begun and reasoning.end in before
-        reading = msgspec.structs.replace(reading, reasoning=reasoning, opened=begun, reasoned=reasoned)
-    return reading
+        text_before = start()
+        is_open = opened(reasoning, text_before, continues=continues)
+        reasoned = not is_open and reasoning.end in text_before
+        parsing = msgspec.structs.replace(parsing, reasoning=reasoning, opened=is_open, reasoned=reasoned)
+    return parsing
 
 
 class GrammarChecker:
-    """Compiles grammars, as workers will, in processes that are bounded; only requests that have one wait for that."""
+    """Checks that grammars can be enforced, by compiling them as workers do, in limited processes.
+
+    Only requests with a grammar wait for that. Results are cached.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._grammars, self._limiter = Grammars(), CapacityLimiter(GRAMMARS_AT_ONCE)
-        self._known = OrderedDict[str, str]()
+        self._grammars = Grammars()
+        self._limiter = CapacityLimiter(GRAMMARS_AT_ONCE)
+        self._refusals = OrderedDict[str, str]()  # why a grammar cannot be used ("": it can), by its digest
 
     async def choose(self, grammars: Sequence[bytes], param: str) -> bytes:
         """Return the first of a request's packed grammars, the strictest first, that can be used.
 
         Raises InvalidParameter, naming `param`, if none can be used, or if nothing matches one of them.
         """
-        whys = list[str]()
+        refusals = list[str]()
         for grammar in grammars:
-            why = await self._refusal(grammar)
-            if not why:
+            refusal = await self._refusal(grammar)
+            if not refusal:
                 return grammar
-            whys.append(why)
-            if UNSATISFIABLE in why:
+            refusals.append(refusal)
+            if UNSATISFIABLE in refusal:
                 break
-        raise InvalidParameter(f"{param} cannot be enforced: {whys[0]}", param)
+        raise InvalidParameter(f"{param} cannot be enforced: {refusals[0]}", param)
 
     async def _refusal(self, grammar: bytes) -> str:
         """Return why a grammar cannot be used, or ""."""
         key = grammar_digest(grammar)
-        if key not in self._known:
+        if key not in self._refusals:
             self._metrics.grammars += 1
             try:
-                why = await to_thread.run_sync(self._grammars.refusal, grammar, limiter=self._limiter)
+                refusal = await to_thread.run_sync(self._grammars.refusal, grammar, limiter=self._limiter)
             finally:
                 self._metrics.grammars -= 1
-            self._known[key] = why
-            if len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
-        self._known.move_to_end(key)
-        return self._known[key]
+            self._refusals[key] = refusal
+            if len(self._refusals) > MAX_KNOWN:
+                self._refusals.popitem(last=False)
+        self._refusals.move_to_end(key)
+        return self._refusals[key]

@@ -1,4 +1,4 @@
-"""Streams and whole messages of chats, made from the recorded text: content, reasoning and tool calls."""
+"""Streamed and whole messages of chats: content, reasoning and tool calls from the recorded text."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from unfuse.queues.base import RequestStore
 async def output_stream(
     queue: RequestStore, request: str, offsets: Mapping[str, int]
 ) -> AsyncIterator[tuple[str, bytes]]:
-    """The chunks of these stages as (stage, chunk), each stage from its offset on, until the request is over.
+    """Yield the output chunks of stages as (stage, chunk), until the request is over.
 
-    A reader that counts them may go on from there with another call. For a slow reader nothing is kept but one answer
-    of the queue. Raises NotFound for an unknown request, and TransientError while the queue cannot be read.
+    offsets: by stage, the number of chunks to skip. A reader that counts chunks can resume with another call.
+
+    For a slow reader, at most one reply of the queue is buffered. Raises NotFound for an unknown request, and
+    TransientError while the queue cannot be read.
     """
     counts = dict(offsets)
     async for stages in _stages_with_news(queue.watch(request), counts):
@@ -34,7 +36,10 @@ async def output_stream(
 
 
 async def _stages_with_news(events: AsyncIterator[Event], counts: Mapping[str, int]) -> AsyncIterator[Collection[str]]:
-    """The stages that may have more chunks than `counts`: all at first and at the end, between them one at a time."""
+    """Yield the stages that may have more chunks than `counts`.
+
+    These are all stages at the start and at the end, and between them one for each event.
+    """
     yield counts.keys()
     async for event in events:
         if event.type == "appended" and event.step > counts.get(event.stage, event.step):
@@ -43,23 +48,31 @@ async def _stages_with_news(events: AsyncIterator[Event], counts: Mapping[str, i
 
 
 class StreamedMessage:
-    """Turns the text of one choice into deltas. A parsed answer must be fed from its beginning."""
+    """Converts the text of one choice to deltas of the streaming API.
+
+    A parsed answer (`looks_back`) must be added from its beginning, also if the client has a part of it.
+    """
 
     def __init__(self, context: RequestContext, index: int) -> None:
-        reading = context.request.derived.reading
-        self._reader = AnswerReader(reading) if reading else None
-        self._hidden = "reasoning" if reading and reading.hidden else ""
-        self._answer = f"{context.id}:{index}"
-        self._later = ""  # arguments of the last call for the next delta: its first delta has only id and name
+        parsing = context.request.derived.reading
+        self._reader = AnswerReader(parsing) if parsing else None
+        self._hidden_kind = "reasoning" if parsing and parsing.hidden else ""
+        self._answer_id = f"{context.id}:{index}"
+        # Arguments of the last call that belong into the next delta: the first delta of a call has only id and name.
+        self._later_arguments = ""
+        #: The number of tool calls so far.
         self.calls = 0
 
     @property
     def looks_back(self) -> bool:
-        """Whether it has to be read from its beginning."""
+        """Whether the answer is parsed, so that it has to be added from its beginning."""
         return self._reader is not None
 
     def add(self, text: str) -> dict[str, Any]:
-        """What a client is told of more text: nothing, perhaps."""
+        """Return the delta for more text.
+
+        It is empty if the client has nothing to get yet.
+        """
         if self._reader is None:
             return {"content": text} if text else {}
         return self._delta(self._reader.feed(text))
@@ -69,59 +82,66 @@ class StreamedMessage:
         if self._reader is None:
             return [{}]
         deltas = [self._delta(self._reader.finish(cut=ended == "length"))]
-        while self._later:
+        while self._later_arguments:
             deltas.append(self._delta([]))
         return deltas
 
     def reason(self, ended: str) -> str:
-        """Why the choice ended, as clients read it."""
+        """Return the `finish_reason` of the choice: `tool_calls` for an answer that ended with calls."""
         return "tool_calls" if ended == "stop" and self.calls else ended
 
     def _delta(self, parts: list[AnswerPart]) -> dict[str, Any]:
         """Return the delta with these parts, and with arguments left from the previous one."""
         texts = {"reasoning": "", "content": ""}
         calls = dict[int, dict[str, Any]]()
-        later, self._later = self._later, ""
-        if later:
-            calls[self.calls - 1] = {"index": self.calls - 1, "function": {"arguments": later}}
+        later_arguments, self._later_arguments = self._later_arguments, ""
+        if later_arguments:
+            calls[self.calls - 1] = {"index": self.calls - 1, "function": {"arguments": later_arguments}}
         for part in parts:
             if part.kind == "call":
-                self._flush(calls)
-                calls[self.calls] = self._begin(part.text)
+                self._flush_arguments(calls)
+                calls[self.calls] = self._first_call_delta(part.text)
                 self.calls += 1
             elif part.kind == "arguments":
                 self._add_arguments(calls, part.text)
-            elif part.kind not in ("mark", self._hidden):
+            elif part.kind not in ("mark", self._hidden_kind):
                 texts[part.kind] += part.text
-        names = {"reasoning_content": texts["reasoning"], "content": texts["content"]}
-        delta: dict[str, Any] = {name: text for name, text in names.items() if text}
+        fields = {"reasoning_content": texts["reasoning"], "content": texts["content"]}
+        delta: dict[str, Any] = {name: text for name, text in fields.items() if text}
         return {**delta, "tool_calls": [*calls.values()]} if calls else delta
 
-    def _begin(self, name: str) -> dict[str, Any]:
-        """Return the first delta of a call. Its id is derived from the request, so that it stays the same."""
-        number = f"{self._answer}:{self.calls}".encode()
+    def _first_call_delta(self, name: str) -> dict[str, Any]:
+        """Return the first delta of a call.
+
+        Its id is derived from the request's, so that it is always the same.
+        """
+        number = f"{self._answer_id}:{self.calls}".encode()
         id = f"call_{blake2b(number, digest_size=12).hexdigest()}"
         return {"index": self.calls, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
 
     def _add_arguments(self, calls: dict[int, dict[str, Any]], text: str) -> None:
-        """Add arguments to the last call, or to the next delta if the call begins in this one."""
+        """Add arguments to the last call.
+
+        They are saved for the next delta if the call starts in this one.
+        """
         last = self.calls - 1
         if last in calls and "id" in calls[last]:
-            self._later += text
+            self._later_arguments += text
         else:
             calls.setdefault(last, {"index": last, "function": {"arguments": ""}})["function"]["arguments"] += text
 
-    def _flush(self, calls: dict[int, dict[str, Any]]) -> None:
-        """Put the left arguments into this delta, because another call begins in it."""
-        if self._later:
-            calls[self.calls - 1]["function"]["arguments"] += self._later
-            self._later = ""
+    def _flush_arguments(self, calls: dict[int, dict[str, Any]]) -> None:
+        """Put saved arguments into this delta, because another call starts in it."""
+        if self._later_arguments:
+            calls[self.calls - 1]["function"]["arguments"] += self._later_arguments
+            self._later_arguments = ""
 
 
 def whole(context: RequestContext, index: int, answer: Answer) -> tuple[dict[str, Any], str]:
-    """The message of a choice, and why it ended."""
+    """Return the whole message of a choice, and its `finish_reason`."""
     message = StreamedMessage(context, index)
-    texts, calls = {"reasoning_content": "", "content": ""}, list[dict[str, Any]]()
+    texts = {"reasoning_content": "", "content": ""}
+    calls = list[dict[str, Any]]()
     for delta in (message.add(answer.text), *message.finish(answer.finish_reason)):
         for name in texts:
             texts[name] += delta.get(name, "")
@@ -130,9 +150,9 @@ def whole(context: RequestContext, index: int, answer: Answer) -> tuple[dict[str
                 calls.append({key: value for key, value in call.items() if key != "index"})
             else:
                 calls[-1]["function"]["arguments"] += call["function"]["arguments"]
-    told: dict[str, Any] = {"content": texts["content"] or (None if calls else "")}
+    fields: dict[str, Any] = {"content": texts["content"] or (None if calls else "")}
     if texts["reasoning_content"]:
-        told["reasoning_content"] = texts["reasoning_content"]
+        fields["reasoning_content"] = texts["reasoning_content"]
     if calls:
-        told["tool_calls"] = calls
-    return told, message.reason(answer.finish_reason)
+        fields["tool_calls"] = calls
+    return fields, message.reason(answer.finish_reason)

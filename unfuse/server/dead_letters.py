@@ -1,4 +1,4 @@
-"""Dead letters: requests that failed in a way that somebody should look at, with the evidence."""
+"""Routes for dead letters: failed requests that a person should look at, with the evidence."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ async def page(
     after: str | None = None,
 ) -> dict[str, object]:
     """Dead requests, newest first, with the evidence. An admin also gets unreadable records, before them."""
-    found = await gateway.queue.list(RequestFilter(tenant=caller.sees, dead=True), after=after, limit=limit + 1)
-    views = await gateway.views(request, found, evidence=True)
-    damaged = await gateway.queue.damaged() if caller.admin and not after else ()  # their tenant is unknown
+    records = await gateway.queue.list(RequestFilter(tenant=caller.sees, dead=True), after=after, limit=limit + 1)
+    views = await gateway.views(request, records, evidence=True)
+
+    # The tenant of an unreadable record is unknown, so only admins see it.
+    damaged = await gateway.queue.damaged() if caller.admin and not after else ()
     entries = [
         {
             "id": entry.id,
@@ -41,8 +43,8 @@ async def page(
         }
         for entry in damaged
     ]
-    found_page = listed(views, limit)
-    return found_page | {"data": [*entries, *found_page["data"]]}
+    requests_page = listed(views, limit)
+    return requests_page | {"data": [*entries, *requests_page["data"]]}
 
 
 @router.get("/{id}", responses=one(REQUEST))
@@ -80,15 +82,17 @@ async def retry(id: str, request: Request, gateway: Served, caller: Known) -> di
             f"request {id} is not among the dead ones, it is {old.context.status}: only those are retried",
             headers={"x-should-retry": "false"},
         )
-    if not caller.may_use(asked := old.context.request.requested_model):
-        raise UnknownModel(f"no model {asked!r} is served to this key", "model")
-    await gateway.model(asked, caller.models)  # one that is not served now would wait for ever
-    own = caller.allowance if caller.tenant == old.context.caller.tenant else TenantLimits()
-    fresh = gateway.scheduler.retried_as(old.context, own)
+    if not caller.may_use(model := old.context.request.requested_model):
+        raise UnknownModel(f"no model {model!r} is served to this key", "model")
+    await gateway.model(model, caller.models)  # a request for a model that is not served now would wait for ever
+
+    # An admin may retry another tenant's request: then the admin's limits do not apply.
+    limits = caller.allowance if caller.tenant == old.context.caller.tenant else TenantLimits()
+    new_id = gateway.scheduler.retried_as(old.context, limits)
     for name in old.context.request.derived.attachments:
         data = await to_thread.run_sync(gateway.results.attached, id, name)
-        await to_thread.run_sync(gateway.results.attach, fresh, name, data)
+        await to_thread.run_sync(gateway.results.attach, new_id, name, data)
     with gateway.refusals_logged(old.context.caller.tenant, old.context.request.model):
-        record = await gateway.scheduler.retry(id, fresh, own)
+        record = await gateway.scheduler.retry(id, new_id, limits)
     gateway.release(old.context)
     return await gateway.view(request, record)

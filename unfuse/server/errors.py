@@ -1,4 +1,4 @@
-"""Turns every error into a refusal, and answers it in OpenAI's format."""
+"""Error handling: map every exception to an HTTP error response in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -27,8 +27,12 @@ _SLASHES = re.compile("/+")
 
 
 async def answer_error(request: Request, error: Exception) -> JSONResponse:
-    """Answer an error of a route."""
-    refusal, path = refusal_of(error), request.scope["path"]
+    """Return the response for an exception of a route.
+
+    404 and 405 get a hint to the right path or method.
+    """
+    refusal = refusal_of(error)
+    path = request.scope["path"]
     if isinstance(error, HTTPException) and refusal.status == HTTPStatus.NOT_FOUND:
         refusal = Refusal(404, refusal.code, f"nothing is served at {path[:80]}: {_hint_at(request.scope)}")
     if refusal.status == HTTPStatus.METHOD_NOT_ALLOWED and (allowed := allowed_methods(request.scope)):
@@ -38,20 +42,26 @@ async def answer_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _hint_at(scope: Scope) -> str:
-    """Return a hint to the right path for a base URL without /v1, with /v1 twice, or with a trailing slash."""
+    """Return a hint to the right path, for an error.
+
+    It detects a base URL without /v1, with /v1 twice, or with a trailing slash.
+    """
     path = _SLASHES.sub("/", scope["path"])
-    meant = (path, f"/v1{path}", path.removeprefix("/v1"))
-    served = [one for one in meant if one != scope["path"] and allowed_methods({**scope, "path": one})]
+    candidates = (path, f"/v1{path}", path.removeprefix("/v1"))
+    served = [other for other in candidates if other != scope["path"] and allowed_methods({**scope, "path": other})]
     return f"did you mean {served[0][:80]}?" if served else "see /docs"
 
 
 def response_of(refusal: Refusal) -> JSONResponse:
-    """Return the error reply."""
+    """Return the error response for a refusal."""
     return JSONResponse(envelope(refusal), refusal.status, refusal.headers)
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """The refusal that a client gets for an error."""
+    """Return the refusal that a client gets for an exception.
+
+    Errors of the server are logged here.
+    """
     match error:
         case Refusal():
             return error
@@ -64,7 +74,7 @@ def refusal_of(error: Exception) -> Refusal:
         case errors.NotFound():
             return Refusal(404, "not_found", str(error))
         case errors.Overloaded():
-            return _come_again(error)
+            return _overload_refusal(error)
         case errors.WeightsChanged():
             return Refusal(503, "weights_changed", str(error), headers={"x-should-retry": "false"})
         case HTTPException():
@@ -74,11 +84,11 @@ def refusal_of(error: Exception) -> Refusal:
             first = error.errors()[0]
             name = str(first["loc"][-1])
             return Refusal(400, "invalid_parameter", f"{name}: {first['msg']}", name)
-    return _trouble(error)
+    return _server_refusal(error)
 
 
-def _come_again(error: errors.Overloaded) -> Refusal:
-    """Return the refusal of a request that may be accepted later, with `Retry-After` in seconds."""
+def _overload_refusal(error: errors.Overloaded) -> Refusal:
+    """Return the refusal by admission control, with `Retry-After` in seconds."""
     headers = {"retry-after": str(max(1, ceil(error.retry_after)))}
     if isinstance(error, errors.ShuttingDown):
         return Refusal(503, "stopping", str(error), headers=headers)
@@ -86,8 +96,11 @@ def _come_again(error: errors.Overloaded) -> Refusal:
     return Refusal(429, code, str(error), headers=headers)
 
 
-def _trouble(error: Exception) -> Refusal:
-    """The refusal for an error that is not the client's fault. Its reason may name local paths, and is only logged."""
+def _server_refusal(error: Exception) -> Refusal:
+    """Log an error that the client did not cause, and return its refusal.
+
+    The reason may contain local paths. It is only logged, except for Damaged.
+    """
     match error:
         case errors.Damaged():
             return Refusal(500, "damaged", str(error), headers={"x-should-retry": "false"})
@@ -122,13 +135,13 @@ def _trouble(error: Exception) -> Refusal:
 
 
 def allowed_methods(scope: Scope) -> str:
-    """Return the Allow header for the resource at this path; "" if there is no such resource."""
+    """Return the Allow header for a path; "" if it has no resource."""
     routes = scope["app"].routes
-    found = [
+    methods = [
         method
         for method in ROUTED
         if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in routes)
     ]
-    if not found:
+    if not methods:
         return ""
-    return ", ".join((*found, *(["HEAD"] if "GET" in found else []), "OPTIONS"))
+    return ", ".join((*methods, *(["HEAD"] if "GET" in methods else []), "OPTIONS"))

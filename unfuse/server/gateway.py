@@ -1,4 +1,7 @@
-"""What all routes share: the scheduler, the result store, API keys, waiting for requests, metrics."""
+"""The gateway: the state that all routes share.
+
+That is the scheduler, the result store, API keys, metrics, and the callers that wait for requests.
+"""
 
 from __future__ import annotations
 
@@ -50,25 +53,37 @@ from unfuse.weights.adapters import AdapterFolder
 #: The HTTP status for a failed request by its error code; 500 for any other code.
 STATUSES = {"invalid_parameter": 400, MODERATION_BLOCKED: 400, WEIGHTS_CHANGED: 503, MODEL_FAILED: 503}
 
-#: How many uploads are decoded at one time, since each may take 160 MB; and how many adapters are read.
+#: How many uploads are decoded or LoRA adapters hashed at one time. One decoded upload may take 160 MB.
 PICTURES_AT_ONCE = 2
-
 
 log = structlog.get_logger(__name__)
 
 
 class Gateway(Observer):
-    """The parts one application serves. The scheduler's life, and that of all parts, is the caller's.
+    """The components of one server, as its routes use them.
 
-    Without `keys`, every caller is the tenant `default`. `names` maps the names that clients use to those of models
-    that go by another one here. `standard` is what every request gets beside its model's defaults, where it does not
-    say otherwise; `loras` is the folder of adapters, if any. A `strict` one refuses what it would have to ignore.
-    `time_limits` are seconds that a request's stages may run, by medium; 0 or none: any number. `store` is the kind of
-    place where workers keep outputs. With `cancels`, a request whose waiting client disconnects is cancelled. With one
-    that `reuses`, equal requests get equal results without being made again. Without `webhooks` nobody is told of the
-    ends of requests; without `prices` they cost no money; without `image_fetcher` no picture is fetched; `joining` adds
-    models; `parsers` selects the parsers of answers. Links begin with the `public_url` ("": with the address that the
-    client used). With `open_metrics`, everybody sees all metrics. What the scheduler does it counts and logs.
+    It counts and logs the scheduler's transitions.
+
+    The caller starts and closes the scheduler and all other components.
+
+    scheduler: accepts, runs and cancels requests.
+    results: the result store, for uploads and results.
+    keys: the API keys. Without keys, every caller is the tenant `default`.
+    names: public model name → internal name, for models that have another name here.
+    standard: parameters that override the defaults of every model.
+    loras: the folder of LoRA adapters; "" for none.
+    strict: whether parameters that would have no effect are refused.
+    time_limits: seconds that the stages of a request may run, by modality; 0 or missing is no limit.
+    store: the backend of the workers' tensor stores, for the labels of metrics.
+    cancels: whether a request is cancelled when the client that waits for it disconnects.
+    reuses: whether equal requests get the cached results of an earlier one.
+    webhooks: delivers webhooks when requests end; None delivers none.
+    prices: prices of device time; by default requests have no cost in money.
+    image_fetcher: fetches pictures of chats by their addresses; None fetches none.
+    joining: adds models at run time; by default no model can be added.
+    public_url: the base of links in responses; "" for the address that the client used.
+    parsers: the names of the parsers of tool calls and reasoning.
+    open_metrics: whether everybody sees all metrics.
     """
 
     def __init__(
@@ -93,35 +108,47 @@ class Gateway(Observer):
         parsers: OutputParsers | None = None,
         open_metrics: bool = False,
     ) -> None:
-        self.scheduler, self.queue, self.results = scheduler, scheduler.queue, results
-        self.keys, self._prices, self._public_url = keys or ApiKeys(), prices, public_url
+        self.scheduler = scheduler
+        self.queue = scheduler.queue
+        self.results = results
+        self.keys = keys or ApiKeys()
         self.links = SignedLinks(scheduler.queue, scheduler.clock, signs=bool(self.keys))
-        self.names, self._standard, self.strict = ModelNames(names or {}), standard or {}, strict
+        self.names = ModelNames(names or {})
+        self.strict = strict
+        self.time_limits = time_limits or {}
+        self.cancels = cancels
+        self.open_metrics = open_metrics
+        self._default_params = standard or {}
+        self._prices = prices
+        self._public_url = public_url
+
         self.metrics = Metrics(store, self.names.shown)
         self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
-        self.grammar_checker, self.image_fetcher = GrammarChecker(self.metrics), image_fetcher or ImageFetcher()
-        self.time_limits = time_limits or {}
-        self.cancels, self.open_metrics = cancels, open_metrics
+        self.grammar_checker = GrammarChecker(self.metrics)
+        self.image_fetcher = image_fetcher or ImageFetcher()
         self.result_cache = ResultCache(scheduler, results) if reuses else None
         self.loras = AdapterFolder(loras) if loras else None
-        self.joining, self._no_room = joining or AddModel(), ""
+        self.joining = joining or AddModel()
         self.parsers = parsers or OutputParsers()
-        self.awaited = Counter[str]()  # how many callers wait here for each request
-        self._releasing: dict[str, asyncio.Task[None]] = {}
-        self.background, self.webhooks = Supervisor(), webhooks or Webhooks()
+        self.background = Supervisor()
+        self.webhooks = webhooks or Webhooks()
+
+        self.awaited = Counter[str]()  # request id → number of callers that wait for it in this gateway
+        self._releasing: dict[str, asyncio.Task[None]] = {}  # request id → task that deletes its attachments
+        self._store_error = ""  # why results could not be stored at the last check; "": they could
         scheduler.observers.add(self.metrics, self)
 
     async def models(self, only: frozenset[str] | None = None) -> dict[str, ModelSpec]:
-        """The served models, by the names that clients use; of these `only`, if any are said."""
-        found = await self.scheduler.registry.cards()
-        cards = {name: replace(card, defaults=card.defaults | self._standard) for name, card in found.items()}
-        return {name: card for name, card in self.names.of(cards).items() if only is None or name in only}
+        """Return the served models by public name; with `only`, just these."""
+        specs = await self.scheduler.registry.cards()
+        specs = {name: replace(spec, defaults=spec.defaults | self._default_params) for name, spec in specs.items()}
+        return {name: spec for name, spec in self.names.of(specs).items() if only is None or name in only}
 
     async def model(self, name: object, only: frozenset[str] | None = None) -> tuple[str, ModelSpec]:
-        """A served model, by the name clients use; without a name (None) the default one.
+        """Return the public name and spec of a served model; for None the default.
 
-        Raises UnknownModel, also for one that is not among these `only`, InvalidParameter where none is the default,
-        and Refusal while nothing is served at all, or for a model that was added and cannot be served.
+        Raises UnknownModel for a name that is not served or not in `only`, InvalidParameter if no name is sent and
+        there is no default, and Refusal (503) while no model is served or if the added model has failed.
         """
         served = await self.models(only)
         known = ", ".join(sorted(served))
@@ -141,28 +168,36 @@ class Gateway(Observer):
             if default := self.default(served):
                 return default, served[default]
             raise InvalidParameter(f"model is missing: send one of {known}", "model")
-        found = self.names.asked(name) if isinstance(name, str) else ""
-        if found not in served:
-            raise UnknownModel(f"no model {_shown(name)!r} is served: one of {known}", "model")
-        return found, served[found]
+        public_name = self.names.asked(name) if isinstance(name, str) else ""
+        if public_name not in served:
+            raise UnknownModel(f"no model {_loggable(name)!r} is served: one of {known}", "model")
+        return public_name, served[public_name]
 
     def default(self, served: Mapping[str, ModelSpec]) -> str | None:
-        """Which of these models is meant by requests without one: the first that the server was started with.
+        """Return the name of the model for requests without one, or None.
 
-        Where it was started with none of them, it is the only one, if there is one alone.
+        It is the first of the `served` models that the server was started with. If there is none, it is the only
+        served model, which may have several names.
         """
         configured = self.scheduler.registry.configured
-        if named := [name for name, card in served.items() if card.name in configured]:
-            return named[0]
-        return next(iter(served)) if len({card.name for card in served.values()}) == 1 else None
+        if configured_names := [name for name, spec in served.items() if spec.name in configured]:
+            return configured_names[0]
+        return next(iter(served)) if len({spec.name for spec in served.values()}) == 1 else None
 
     def failed(self, only: frozenset[str] | None = None) -> dict[str, DeclaredModels]:
-        """The added models that cannot be served, by name, as of the last look; of these `only`."""
-        found = {self.names.shown(own): one for own, one in self.scheduler.registry.failed.items()}
-        return {name: one for name, one in found.items() if only is None or name in only}
+        """Return the added models that cannot be served, by public name, restricted as in `models`.
+
+        They are as of the registry's last refresh.
+        """
+        failures = {self.names.shown(name): models for name, models in self.scheduler.registry.failed.items()}
+        return {name: models for name, models in failures.items() if only is None or name in only}
 
     async def lora_ids(self, card: ModelSpec, named: str) -> str:
-        """The hashes of adapters' contents, so that workers use the same. Raises InvalidParameter."""
+        """Return the content hashes of the LoRA adapters in the parameter `lora`.
+
+        Workers use them to load the same contents. Raises InvalidParameter if the model takes no adapters, if no
+        adapters are served, or if one is unknown or does not fit.
+        """
         if not card.takes_lora:
             raise InvalidParameter(f"model {card.name} takes no lora: leave it out", "lora")
         if self.loras is None:
@@ -178,61 +213,82 @@ class Gateway(Observer):
 
     @override
     def ended(self, context: RequestContext) -> None:
-        """Log a request that this scheduler ended, whichever accepted it, count what it cost, delete its uploads."""
+        """Log a request that this scheduler ended, count its costs, and delete its attachments.
+
+        Any gateway may have accepted the request. A dead letter keeps its uploads for a retry.
+        """
         self.billed(context, billed_seconds(context))
-        told: dict[str, object] = {"model": context.request.model, "tenant": context.caller.tenant}
-        told |= {"status": context.status, "dead": context.dead}
+
+        fields: dict[str, object] = {"model": context.request.model, "tenant": context.caller.tenant}
+        fields |= {"status": context.status, "dead": context.dead}
         if context.error:
-            told |= {"code": context.error.code, "stage": context.error.stage}
+            fields |= {"code": context.error.code, "stage": context.error.stage}
         seconds = round((context.completed_at or 0.0) - context.created_at, 3)
-        log.info("ended", request=context.id, **told, seconds=seconds)
+        log.info("ended", request=context.id, **fields, seconds=seconds)
+
         self.release(context, PART if context.dead else "")
 
     @override
     def billed(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
-        """Count what a request has used, of a tenant that has no key any more as of `other`."""
+        """Count the device seconds of a request for its tenant.
+
+        A tenant that has no key any more is counted as `other`.
+        """
         known = {DEFAULT_TENANT, *(key.tenant for key in self.keys.all())}
         tenant = context.caller.tenant if context.caller.tenant in known else "other"
         self.metrics.charged(self.names.shown(context.request.model), tenant, seconds, self._prices)
 
     @contextmanager
     def refusals_logged(self, tenant: str, model: object) -> Iterator[None]:
-        """Count and log the refusal of a creating call. Of what the client sent, only names are logged."""
+        """Log each refusal of a creating call, and count those by admission control.
+
+        The error is raised again.
+
+        Of the client's fields, only the names of the model and of the wrong parameter are logged.
+        """
         try:
             yield
         except (InvalidParameter, Overloaded, Refusal) as error:
-            refusal, told = refusal_of(error), {"model": _shown(model), "tenant": tenant}
+            refusal = refusal_of(error)
+            fields = {"model": _loggable(model), "tenant": tenant}
             if isinstance(error, Overloaded):
                 self.metrics.count("unfuse_requests_rejected_total")
-                told["reason"] = str(error)
-            log.info("rejected", status=refusal.status, code=refusal.code, param=refusal.param, **told)
+                fields["reason"] = str(error)
+            log.info("rejected", status=refusal.status, code=refusal.code, param=refusal.param, **fields)
             raise
 
     async def view(self, request: Request, record: RequestRecord, *, evidence: bool = False) -> dict[str, object]:
-        """A request as the caller sees it."""
+        """Return the request object of a record, as its caller sees it.
+
+        See `request_object` for `evidence`.
+        """
         return (await self.views(request, [record], evidence=evidence))[0]
 
     async def views(
         self, request: Request, records: Sequence[RequestRecord], *, evidence: bool = False
     ) -> list[dict[str, object]]:
-        """Requests as the caller sees them."""
+        """Return the request objects of records, as the caller sees them. See `request_object` for `evidence`."""
         base, sign = self.base_of(request), await self.links.signer()
         wall = self.scheduler.clock.wall()
-        found = []
+        views = []
         for record in records:
-            eta, (state, until) = self.scheduler.eta(record), self.scheduler.awaited(record)
-            shown = request_object(record, base, eta, evidence=evidence, prices=self._prices, sign=sign, wall=wall)
-            found.append(shown if until is None else shown | {"state": state})
-        return found
+            eta = self.scheduler.eta(record)
+            state, seconds_left = self.scheduler.awaited(record)
+            view = request_object(record, base, eta, evidence=evidence, prices=self._prices, sign=sign, wall=wall)
+            views.append(view if seconds_left is None else view | {"state": state})
+        return views
 
     def release(self, context: RequestContext, beginning: str = "") -> None:
-        """Delete in the background the attachments of a request that has ended whose names begin like that."""
+        """Delete attachments of an ended request in the background.
+
+        These are all whose names start with `beginning`.
+        """
         if context.has_attachments:
             request = context.id
-            self._releasing[request] = asyncio.create_task(self._release(request, beginning))
+            self._releasing[request] = asyncio.create_task(self._delete_attachments(request, beginning))
             self._releasing[request].add_done_callback(lambda _: self._releasing.pop(request, None))
 
-    async def _release(self, request: str, beginning: str) -> None:
+    async def _delete_attachments(self, request: str, beginning: str) -> None:
         with self.background.besides("letting go of attachments"):
             await to_thread.run_sync(self.results.detach, request, beginning)
 
@@ -241,7 +297,10 @@ class Gateway(Observer):
         return self._public_url or str(request.base_url).rstrip("/")
 
     async def load(self, request: str, tenant: str | None) -> RequestRecord:
-        """A request of this tenant, or of any (None). Raises NotFound if it is unknown or another tenant's."""
+        """Return the record of a request. Raises NotFound if it is unknown or another tenant's.
+
+        With `tenant` None, requests of all tenants are returned.
+        """
         with suppress(NotFound):
             record = await self.queue.load(request)
             if tenant in (None, record.context.caller.tenant):
@@ -249,7 +308,7 @@ class Gateway(Observer):
         raise NotFound(f"no request {request} is known (any more)")
 
     async def delete(self, request: str) -> None:
-        """End a request, and delete it with its files."""
+        """Cancel a request, and delete its record and all its files."""
         await self.scheduler.cancel(request)
         if releasing := self._releasing.get(request):
             await asyncio.wait({releasing})
@@ -257,21 +316,25 @@ class Gateway(Observer):
         await self.queue.drop(request)
 
     async def unwritten(self) -> tuple[bool, int]:
-        """Whether results can be stored now, as far as is known, and how many tasks wait for that."""
+        """Return whether results can be stored, and how many tasks wait for that.
+
+        Results cannot be stored if this gateway's check fails, or if a task of any worker waits. A new reason is
+        logged once.
+        """
         waiting = sum(member.info.status.waiting_for_results for member in await self.scheduler.registry.workers())
-        why = ""
+        reason = ""
         try:
             await to_thread.run_sync(self.results.check)
         except ResultsUnavailable as error:
-            why = str(error.__cause__)
-        if why and why != self._no_room:
-            log.error("results cannot be kept", reason=why)
-        self._no_room = why
-        return not (why or waiting), waiting
+            reason = str(error.__cause__)
+        if reason and reason != self._store_error:
+            log.error("results cannot be kept", reason=reason)
+        self._store_error = reason
+        return not (reason or waiting), waiting
 
     @contextmanager
     def awaiting(self, id: str) -> Iterator[None]:
-        """A context in which a caller waits here for a request."""
+        """Return a context in which a request counts as awaited by a caller here."""
         self.awaited[id] += 1
         try:
             yield
@@ -281,9 +344,10 @@ class Gateway(Observer):
                 del self.awaited[id]
 
     async def awaited_within(self, seconds: float) -> bool:
-        """Whether a caller waits here for a request that may be over in so many seconds, as far as is predicted.
+        """Return whether a caller here awaits a request that may end within `seconds`.
 
-        Nothing is predicted while the part of the queue is away that has the request: it may come back.
+        That is a request that is over, is predicted to end in time, or has no prediction: its model is new, or the
+        shard of the queue with its record is unreachable at the moment.
         """
         for id in list(self.awaited):
             try:
@@ -298,45 +362,61 @@ class Gateway(Observer):
         return False
 
     async def completed(self, id: str) -> RequestContext:
-        """Wait until a request is over, and return it. A caller that stops waiting does not affect it.
+        """Wait until a request is over, and return its context.
 
-        Raises Refusal when the queue closes first, and for one without a result, whose call must not be repeated; also
-        for one that the queue has lost, whose call may be. Raises NotFound for one that was deleted after its end.
+        Cancelling this call does not affect the request.
+
+        Raises Refusal:
+
+        - 503 `stopping`, with Retry-After, if this server stops first.
+        - 503 `lost`, with Retry-After, if the queue has lost the request. The call may be repeated.
+        - The status for its error code if the request ended without a result. The call must not be repeated.
+
+        Raises NotFound if the request was deleted after its end.
         """
-        again = {"retry-after": "2"}
-        stopping = Refusal(503, "stopping", f"the server is stopping; {id} may still be completed", headers=again)
-        lost = Refusal(503, "lost", f"request {id} is not in the queue any more: repeat the call", headers=again)
+        retry_later = {"retry-after": "2"}
+        stopping = Refusal(503, "stopping", f"the server is stopping; {id} may still be completed", headers=retry_later)
+        lost = Refusal(503, "lost", f"request {id} is not in the queue any more: repeat the call", headers=retry_later)
+
         has_ended = False
         try:
             with self.awaiting(id):
                 async for event in self.queue.watch(id):
                     has_ended = event.type in TERMINAL_EVENTS
                 context = (await self.queue.load(id)).context
-        except NotFound as error:  # a server of the queue came back without its data
+        except NotFound as error:  # a server of the queue restarted without its data
             raise (error if has_ended else lost) from None
-        except asyncio.CancelledError as error:  # the HTTP server cuts short what it still answers when it ends
+        except asyncio.CancelledError as error:  # the HTTP server cancels pending calls when it ends
             raise (stopping if self.scheduler.draining else error) from None
+
         if context.status == "completed":
             return context
-        if not context.over:
+        if not context.over:  # the queue was closed, which ends `watch`
             raise stopping
-        why = context.error.message if context.error else f"the request was {context.status}"
+        message = context.error.message if context.error else f"the request was {context.status}"
         code = context.error.code if context.error else context.status
         status = {"cancelled": 409, "expired": 504}.get(context.status, STATUSES.get(code, 500))
-        raise Refusal(status, code, f"{id}: {why}", headers={"x-should-retry": "false"})
+        raise Refusal(status, code, f"{id}: {message}", headers={"x-should-retry": "false"})
 
 
-def _shown(name: object) -> str:
-    """What a client sent as a model's name, for a log or an error: shortened, and only its type if it is no text."""
+def _loggable(name: object) -> str:
+    """Return a model name that a client sent, for a log or an error.
+
+    A text is cut to 80 characters. It is "" for None, and the type for any other value.
+    """
     if name is None:
         return ""
     return name[:80] if isinstance(name, str) else f"({type(name).__name__})"
 
 
 async def gateway_of(request: Request) -> Gateway:
-    """The gateway of a call: a dependency of every route; it is a coroutine, so that it needs no thread."""
+    """Return the gateway of a call. Every route depends on it.
+
+    It is a coroutine because FastAPI runs plain functions in a thread.
+    """
     gateway: Gateway = request.app.state.gateway
     return gateway
 
 
+#: The type of a route's parameter that gets the gateway.
 Served = Annotated[Gateway, Depends(gateway_of)]

@@ -1,4 +1,4 @@
-"""Routes for pictures, from a prompt or from a picture, in the format of the `openai` client."""
+"""Routes for image generation and image edits, in the format of the `openai` client."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ _USAGE = {
     "total_tokens": 0,
 }
 
-
 #: The entry of a flagged picture in a response with several pictures.
 _FLAGGED: dict[str, object] = {"b64_json": None, "flagged": True}
 
@@ -53,20 +52,25 @@ async def generate(request: Request, gateway: Served, asker: Known) -> Response:
 @router.post("/images/edits", openapi_extra=EDIT, responses=DRAWN)
 async def edit(request: Request, gateway: Served, asker: Known) -> Response:
     """Make pictures that start from others, and wait for them. A served model must be able to do this."""
-    given = await read_body(request)
-    if given.get("images") is not None:
-        if given.get("image") is not None:
+    fields = await read_body(request)
+    if fields.get("images") is not None:
+        if fields.get("image") is not None:
             raise InvalidParameter("image and images say the same: send one of them", "images")
-        given["image"] = given.pop("images")
-    if given.get("image") in (None, [], [None]):
+        fields["image"] = fields.pop("images")
+    if fields.get("image") in (None, [], [None]):
         raise InvalidParameter("image is missing: send the picture to start from", "image")
-    return await _answer(
-        CreatingCall(gateway, request, asker, given, IMAGE, "image", waits=True, beside=MASK), "image_edit"
-    )
+    call = CreatingCall(gateway, request, asker, fields, IMAGE, "image", waits=True, beside=MASK)
+    return await _answer(call, "image_edit")
 
 
 async def _answer(call: CreatingCall, kind: str) -> Response:
-    gateway, base, sign = call.gateway, call.gateway.base_of(call.request), await call.gateway.links.signer()
+    """Return the response of a call for pictures.
+
+    `kind` begins the types of its events if it streams.
+    """
+    gateway = call.gateway
+    base = gateway.base_of(call.request)
+    sign = await gateway.links.signer()
 
     def reply(context: RequestContext, delivery: Delivery) -> bytes:
         paths = [result_path(context, file.index) for file in context.result]
@@ -77,22 +81,27 @@ async def _answer(call: CreatingCall, kind: str) -> Response:
 
 
 async def _events(gateway: Gateway, record: RequestRecord, kind: str) -> AsyncIterator[bytes]:
-    """Events with previews, as far as they still exist, then with the pictures."""
-    request, made = record.context.id, Counter[str]()
+    """Yield events with the previews that still exist, then events with the finished pictures."""
+    request = record.context.id
+    preview_counts = Counter[str]()
     async for stage, data in _previews(gateway, request):
-        about = {"partial_image_index": made[stage], "output_format": "jpeg"}
-        yield _event(f"{kind}.partial_image", record.context, data, about)
-        made[stage] += 1
+        fields = {"partial_image_index": preview_counts[stage], "output_format": "jpeg"}
+        yield _event(f"{kind}.partial_image", record.context, data, fields)
+        preview_counts[stage] += 1
+
     context = await gateway.completed(request)
-    form = {"output_format": context.request.params["output_format"], "usage": _USAGE}
+    common = {"output_format": context.request.params["output_format"], "usage": _USAGE}
     for file in context.result:
         data = b"" if file.flagged else await to_thread.run_sync(gateway.results.read, request, file.index)
-        about = _FLAGGED if file.flagged else _true_size(data, file)
-        yield _event(f"{kind}.completed", context, data, form | _seed(context, file) | about)
+        specific = _FLAGGED if file.flagged else _true_size(data, file)
+        yield _event(f"{kind}.completed", context, data, common | _seed(context, file) | specific)
 
 
 async def _previews(gateway: Gateway, request: str) -> AsyncIterator[tuple[str, bytes]]:
-    """The previews of a request that still exist, with their stages, until its end, or until it is known no more."""
+    """Yield the previews of a request as (stage, JPEG), until it ends or is deleted.
+
+    A preview that was deleted before it could be read is skipped.
+    """
     with suppress(NotFound):
         async for event in gateway.queue.watch(request):
             if event.type == "preview":
@@ -101,18 +110,22 @@ async def _previews(gateway: Gateway, request: str) -> AsyncIterator[tuple[str, 
                     yield event.stage, await to_thread.run_sync(gateway.results.attached, request, name)
 
 
-def _event(kind: str, context: RequestContext, data: bytes, told: dict[str, object]) -> bytes:
+def _event(kind: str, context: RequestContext, data: bytes, fields: dict[str, object]) -> bytes:
+    """Return a server-sent event with a picture. `fields` are added, and override the common ones."""
     picture = {"b64_json": base64.b64encode(data).decode(), "created_at": int(context.created_at)}
-    return sse_event({"type": kind, **picture, **_form(context), **told}, kind)
+    return sse_event({"type": kind, **picture, **_requested_form(context), **fields}, kind)
 
 
-def _form(context: RequestContext) -> dict[str, object]:
+def _requested_form(context: RequestContext) -> dict[str, object]:
     """Return the requested size, the quality and the background."""
     return {"size": size_of(context), "quality": context.request.params.get("quality", "auto"), "background": "opaque"}
 
 
 def _true_size(picture: bytes, file: ResultFile) -> dict[str, object]:
-    """Return the size in the header of a generated picture; empty for another content type."""
+    """Return the true size of a generated picture, from its header.
+
+    There is no field for another content type.
+    """
     if not file.content_type.startswith("image/"):
         return {}
     with Image.open(BytesIO(picture)) as image:
@@ -120,13 +133,18 @@ def _true_size(picture: bytes, file: ResultFile) -> dict[str, object]:
 
 
 def _seed(context: RequestContext, file: ResultFile) -> dict[str, object]:
+    """Return the seed of one picture, or no field without a seed."""
     seed = context.request.params["seed"]
     return {"seed": nth_seed(seed, file.index)} if isinstance(seed, int) else {}
 
 
 def _reply(results: ResultStore, context: RequestContext, links: Sequence[str] | None) -> bytes:
-    """Return the response in OpenAI's form, with `links`, or without them with base64 pictures. Reads files."""
-    data, size = [], dict[str, object]()
+    """Return the response in OpenAI's format, as JSON. Reads files.
+
+    Pictures are sent as `links`, or as base64 if it is None.
+    """
+    data = []
+    size = dict[str, object]()
     for place, file in enumerate(context.result):
         picture = _seed(context, file)
         if file.flagged:
@@ -145,7 +163,7 @@ def _reply(results: ResultStore, context: RequestContext, links: Sequence[str] |
             "model": context.request.requested_model,
             "data": data,
             "output_format": context.request.params.get("output_format"),
-            **_form(context),
+            **_requested_form(context),
             **size,
             **({"hint": context.request.hint} if context.request.hint else {}),
             "usage": _USAGE,

@@ -28,17 +28,21 @@ _EXPIRES = re.compile(r"[0-9]{1,12}")
 
 
 class SignedLinks:
-    """Signs the paths of results, and verifies signatures. Without API keys (`signs` is false) paths are not signed.
+    """Signs the paths of results, and verifies the signatures.
 
-    Times are Unix seconds of this gateway's clock. If the clock is set, links expire earlier or later accordingly.
+    registry: stores the secret, which all gateways of a queue share.
+    clock: the clock for the expiry, in Unix seconds. If it is set back, links expire later.
+    signs: whether paths are signed. Without API keys they are not.
     """
 
     def __init__(self, registry: WorkerRegistry, clock: Clock, *, signs: bool) -> None:
-        self._registry, self._clock, self._signs = registry, clock, signs
-        self._secret = b""
+        self._registry = registry
+        self._clock = clock
+        self._signs = signs
+        self._secret = b""  # "" until it is loaded
 
     async def signer(self, lasts_s: int = LASTS_S) -> Callable[[str], str]:
-        """Return a function that adds expiry and signature to the path of a result, for `lasts_s` seconds.
+        """Return a function that signs the path of a result for `lasts_s` seconds.
 
         While the queue with the secret is unavailable, it returns paths unchanged: they still open with a key.
         """
@@ -77,7 +81,7 @@ class SignedLinks:
         return True
 
     async def _load_secret(self) -> bytes:
-        """Return the signing secret, which all gateways of a queue share."""
+        """Return the signing secret. The first gateway of a queue creates it."""
         if not self._secret:
             self._secret = bytes.fromhex(await self._registry.secret("links", secrets.token_hex(32)))
         return self._secret
@@ -101,4 +105,5 @@ def parse_public_url(url: str) -> str:
 
 
 def _signature(secret: bytes, path: str, expires: str) -> str:
+    """Return the HMAC-SHA256 of a path and its expiry, as hex."""
     return hmac.new(secret, f"{path}\n{expires}".encode(errors="surrogateescape"), sha256).hexdigest()

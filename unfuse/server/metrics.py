@@ -1,4 +1,7 @@
-"""The metrics of one gateway, and who sees which. Counters are its scheduler's; gauges are read at each scrape."""
+"""The Prometheus metrics of one gateway, filtered by what the caller of /metrics may see.
+
+Counters and histograms count transitions of this gateway's scheduler. Gauges are read at each scrape.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +23,41 @@ from unfuse.server.metrics_table import METRICS, Scrape, pool_labels
 from unfuse.server.request_objects import Prices
 from unfuse.transfer import PREFERENCE
 
-REMEMBERED = 1024  # pools that had workers are looked at again, so many of them: tasks may wait there for the next one
-
+#: The number of pools without workers whose statistics are still read: tasks may wait there for the next worker.
+REMEMBERED = 1024
 
 #: Labels that a stranger sees. A sample with any other label is hidden, so that a new label is hidden by default.
-PUBLIC_LABELS = frozenset({
-    "backend", "component", "device", "engine", "le", "memory", "node", "of", "outcome", "pool", "rank", "role",
-    "state",
-})  # fmt: skip
+PUBLIC_LABELS = frozenset(
+    {
+        "backend",
+        "component",
+        "device",
+        "engine",
+        "le",
+        "memory",
+        "node",
+        "of",
+        "outcome",
+        "pool",
+        "rank",
+        "role",
+        "state",
+    }
+)
 
 
 class Audience:
-    """A client that sees some samples, or all.
+    """Decides which samples the caller of /metrics sees.
 
-    A stranger (`tenant` is None) sees samples with public labels. A tenant also sees its own samples and, if it
-    `sees_models`, those of no tenant.
+    tenant: the tenant of the caller, which sees its own samples and those with public labels; None for a stranger.
+    sees_models: whether it also sees the other samples without a tenant, such as those of models.
+    sees_all: whether it sees all samples.
     """
 
     def __init__(self, tenant: str | None = None, *, sees_models: bool = False, sees_all: bool = False) -> None:
-        self._tenant, self._sees_models, self.sees_all = tenant, sees_models, sees_all
+        self._tenant = tenant
+        self._sees_models = sees_models
+        self.sees_all = sees_all
 
     def sees(self, labels: Mapping[str, str]) -> bool:
         """Return whether a sample with these labels is shown."""
@@ -53,13 +72,17 @@ EVERYTHING = Audience(sees_all=True)
 
 
 class VisibleMetrics:
-    """Those of some metrics that a client sees. A metric without any such sample is left out."""
+    """A Prometheus collector of the samples that an audience sees.
+
+    Metrics without a visible sample are left out.
+    """
 
     def __init__(self, metrics: Iterable[Metric], audience: Audience) -> None:
-        self._metrics, self._audience = metrics, audience
+        self._metrics = metrics
+        self._audience = audience
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics, with the samples that are shown."""
+        """Yield the metrics with their visible samples."""
         for metric in self._metrics:
             if self._audience.sees_all:
                 yield metric
@@ -70,32 +93,39 @@ class VisibleMetrics:
 
 
 class Metrics(Observer):
-    """The metrics of one gateway. `store` is the backend that workers put outputs into.
+    """The metrics of one gateway, as an observer of its scheduler.
 
-    `shown` returns the name of a model that clients see, which is its label. Tokens are counted when they are recorded,
-    before clients see them, and prompts when they are accepted.
+    store: the backend of the workers' tensor stores, as a label.
+    shown: returns the public name of a model, which is its label.
+
+    Tokens are counted when they are recorded, before clients get them. Those of prompts are counted at acceptance.
     """
 
     def __init__(self, store: str, shown: Callable[[str], str] = str) -> None:
-        self._store, self._shown = store, shown
+        self._store = store
+        self._public_name = shown
         self._counters = {
             spec.name: Counter(spec.name, spec.help, spec.labels, registry=None)
-            for spec in METRICS if spec.kind == "counter"
-        }  # fmt: skip
+            for spec in METRICS
+            if spec.kind == "counter"
+        }
         self._histograms = {
             spec.name: Histogram(spec.name, spec.help, spec.labels, registry=None, buckets=spec.buckets)
-            for spec in METRICS if spec.kind == "histogram"
-        }  # fmt: skip
-        self.grammars = 0  # how many requests wait in this gateway until their grammar is compiled
-        self._had: dict[str, None] = {}
+            for spec in METRICS
+            if spec.kind == "histogram"
+        }
+        #: The number of requests that wait in this gateway until their grammar is compiled.
+        self.grammars = 0
+        self._remembered_pools: dict[str, None] = {}  # pools that had workers, in the order they were first seen
 
     @override
     def submitted(self, context: RequestContext) -> None:
         self.count("unfuse_requests_submitted_total")
         self.count("requests_submitted_total")
         if tokens := context.request.derived.prompt_tokens:
-            self.count("unfuse_tokens_total", self._shown(context.request.model), "prompt", by=tokens)
-            self.count("unfuse_tokens_total", self._shown(context.request.model), "cached", by=0)
+            self.count("unfuse_tokens_total", self._public_name(context.request.model), "prompt", by=tokens)
+            # 0, so that the sample exists before the first prefix is cached.
+            self.count("unfuse_tokens_total", self._public_name(context.request.model), "cached", by=0)
 
     @override
     def ended(self, context: RequestContext) -> None:
@@ -109,19 +139,20 @@ class Metrics(Observer):
             case "failed" | "expired":
                 self.count("unfuse_requests_failed_total")
                 self.count("requests_failed_total")
-        if spared := context.spared:
-            self.count("unfuse_tokens_total", self._shown(context.request.model), "cached", by=CHUNK * spared)
+        if cached_blocks := context.spared:
+            tokens = CHUNK * cached_blocks
+            self.count("unfuse_tokens_total", self._public_name(context.request.model), "cached", by=tokens)
 
     @override
     def began_to_grow(self, model: str, pieces: int, seconds: float) -> None:
-        self._observe("unfuse_time_to_first_token_seconds", seconds, self._shown(model))
-        self.count("unfuse_tokens_total", self._shown(model), "completion", by=pieces)
+        self._observe("unfuse_time_to_first_token_seconds", seconds, self._public_name(model))
+        self.count("unfuse_tokens_total", self._public_name(model), "completion", by=pieces)
 
     @override
     def grew(self, model: str, pieces: int, seconds: float | None) -> None:
-        self.count("unfuse_tokens_total", self._shown(model), "completion", by=pieces)
+        self.count("unfuse_tokens_total", self._public_name(model), "completion", by=pieces)
         for _ in range(pieces if seconds is not None else 0):
-            self._observe("unfuse_inter_token_seconds", (seconds or 0.0) / pieces, self._shown(model))
+            self._observe("unfuse_inter_token_seconds", (seconds or 0.0) / pieces, self._public_name(model))
 
     @override
     def retracted(self, times: int) -> None:
@@ -129,8 +160,8 @@ class Metrics(Observer):
 
     @override
     def swapped(self, holds: str, seconds: float) -> None:
-        self.count("unfuse_swaps_total", self._shown(holds))
-        self.count("unfuse_loading_seconds_total", self._shown(holds), by=seconds)
+        self.count("unfuse_swaps_total", self._public_name(holds))
+        self.count("unfuse_loading_seconds_total", self._public_name(holds), by=seconds)
 
     @override
     def leaked(self, role: str, memory: Memory, nbytes: int) -> None:
@@ -161,10 +192,13 @@ class Metrics(Observer):
     @override
     def written_off(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
         for device, used in seconds.items():
-            self.count("unfuse_lost_device_seconds_total", self._shown(context.request.model), device, by=used)
+            self.count("unfuse_lost_device_seconds_total", self._public_name(context.request.model), device, by=used)
 
     def charged(self, model: str, tenant: str, seconds: Mapping[str, float], prices: Prices) -> None:
-        """Add the seconds of each device that a tenant has used, and what they cost, if anything has a price."""
+        """Count device seconds that a tenant has used, and their price.
+
+        `model` is a public name. `seconds` are by device.
+        """
         for device, used in seconds.items():
             self.count("unfuse_device_seconds_total", model, tenant, device, by=used)
         if (money := prices.money(seconds)) is not None:
@@ -180,16 +214,20 @@ class Metrics(Observer):
         audience: Audience = EVERYTHING,
         results: tuple[bool, int] = (False, 0),
     ) -> bytes:
-        """All metrics in Prometheus' text format, with statistics of these pools.
+        """Return all metrics in the text format of Prometheus.
 
-        `roles` are the role and the component of workers by declared pool, of which some are `asleep`. `results` says
-        whether results can be stored now, and how many tasks wait for that. The page has the samples that the
-        `audience` sees.
+        members: the healthy workers.
+        pools: the pools of the served models.
+        roles: the role and the component of workers, by declared pool.
+        asleep: the declared pools that are scaled to zero.
+        audience: decides which samples are included.
+        results: whether results can be stored now, and how many tasks wait to store theirs.
         """
-        stats = await queue.stats([*pools, *(pool for pool in self._had if pool not in pools)])
-        self._had |= dict.fromkeys(pool for pool in pools if outcome_of(pool))
-        for pool in list(self._had)[:-REMEMBERED]:
-            del self._had[pool]
+        stats = await queue.stats([*pools, *(pool for pool in self._remembered_pools if pool not in pools)])
+        self._remembered_pools |= dict.fromkeys(pool for pool in pools if outcome_of(pool))
+        for pool in list(self._remembered_pools)[:-REMEMBERED]:
+            del self._remembered_pools[pool]
+
         scrape = Scrape(
             workers=members,
             all_pools=stats.pools,
@@ -204,7 +242,7 @@ class Metrics(Observer):
             grammars=self.grammars,
         )
         for info in scrape.infos:
-            for memory in get_args(Memory):  # 0 until there is a leak, so that an alert sees the first one
+            for memory in get_args(Memory):  # the sample is 0 before the first leak, so that an alert sees the increase
                 self.count("unfuse_leaked_bytes_total", info.role, memory, by=0)
         return generate_latest(VisibleMetrics(self._collect(scrape), audience))
 
@@ -220,20 +258,24 @@ class Metrics(Observer):
             yield gauge
 
     def _observe_stages(self, context: RequestContext) -> None:
-        model = self._shown(context.request.model)
+        """Observe the latencies of a completed request and of its stages.
+
+        Cached stages, which had no attempt, are left out.
+        """
+        model = self._public_name(context.request.model)
         if context.completed_at is not None:
             self._observe("unfuse_request_latency_seconds", max(0.0, context.completed_at - context.created_at), model)
         for stage in (stage for stage in context.plan.stages if context.stages[stage.name].attempt):
             timings = context.stages[stage.name].timings
-            spent = timings.get_s + timings.run_s + timings.put_s
-            self._observe("unfuse_stage_latency_seconds", spent, model, stage.name.partition(".")[0])
+            seconds = timings.get_s + timings.run_s + timings.put_s
+            self._observe("unfuse_stage_latency_seconds", seconds, model, stage.name.partition(".")[0])
             if timings.steps:
                 labels = pool_labels(stage.pool)
                 self._observe("unfuse_step_latency_seconds", timings.run_s / timings.steps, *labels)
                 self._observe("unfuse_batch_size", timings.batch, *labels)
 
     def count(self, name: str, *labels: str, by: float = 1) -> None:
-        """Add to a counter with these values of its labels."""
+        """Increase a counter with these values of its labels."""
         counter = self._counters[name]
         (counter.labels(*labels) if labels else counter).inc(by)
 

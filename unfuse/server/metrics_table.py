@@ -1,7 +1,7 @@
-"""The table of all metrics: name, kind, labels, help, and where a gauge's samples come from.
+"""The table of all metrics: name, kind, labels, help, and how to read gauges.
 
-Counters and histograms have no reader: `Metrics` changes them when the scheduler reports a transition. The page of
-metrics has them in this order, and `docs/reference-metrics.md` is written from this table.
+Counters and histograms have no such function: `Metrics` changes them when the scheduler reports a transition. /metrics
+has this order, and `docs/reference-metrics.md` is generated from this table.
 """
 
 from __future__ import annotations
@@ -26,57 +26,68 @@ Samples = Iterable[tuple[Labels, float]]
 
 @dataclass(frozen=True)
 class Scrape:
-    """What gauges are read from at one scrape.
+    """The state that gauges are read from at one scrape."""
 
-    `pools` are those of `all_pools` that have samples of their own. `roles` has the role and component of workers by
-    declared pool. `grammars` counts the requests that wait in this gateway until their grammar is compiled.
-    """
-
+    #: The healthy workers.
     workers: Sequence[RegisteredWorker]
+    #: Statistics of the pools of the served models, and of pools that had workers.
     all_pools: Mapping[str, PoolStats]
+    #: The pools of `all_pools` that have samples with their own label.
     pools: Mapping[str, PoolStats]
+    #: The role and the component of workers, by declared pool.
     roles: Mapping[str, tuple[str, str]]
+    #: The declared pools that are scaled to zero.
     asleep: Collection[str]
+    #: The number of requests that are not over.
     requests: int
+    #: The backend of the workers' tensor stores.
     store: str
+    #: Bytes of encoder outputs in the encoder cache.
     cached_bytes: int
+    #: Whether results can be stored now.
     results_writable: bool
+    #: The number of tasks that wait to store their results.
     results_waiting: int
+    #: The number of requests that wait in this gateway until their grammar is compiled.
     grammars: int
 
     @cached_property
     def infos(self) -> list[WorkerInfo]:
-        """The workers, as they describe themselves."""
+        """The self-descriptions of the workers."""
         return [member.info for member in self.workers]
 
     @cached_property
     def text_loads(self) -> list[tuple[WorkerInfo, TextStats]]:
-        """The workers of language stages, and what these hold."""
+        """The workers with language stages, with the statistics of their texts."""
         return [(info, info.status.texts) for info in self.infos if info.status.texts]
 
     @cached_property
     def members(self) -> Mapping[str, list[RegisteredWorker]]:
         """The workers of each pool."""
-        found: dict[str, list[RegisteredWorker]] = {pool: [] for pool in self.pools}
+        members: dict[str, list[RegisteredWorker]] = {pool: [] for pool in self.pools}
         for member in self.workers:
-            for pool in found.keys() & set(member.info.pools):
-                found[pool].append(member)
-        return found
+            for pool in members.keys() & set(member.info.pools):
+                members[pool].append(member)
+        return members
 
 
 class MetricSpec(NamedTuple):
-    """One metric, by its exported name."""
+    """The definition of one metric."""
 
+    #: The exported name.
     name: str
     kind: Literal["counter", "gauge", "histogram"]
+    #: The names of its labels.
     labels: Labels
     help: str
+    #: Returns the samples of a gauge, as (values of the labels, value).
     read: Callable[[Scrape], Samples] = lambda scrape: ()
+    #: The upper bounds of a histogram's buckets.
     buckets: Sequence[float] = ()
 
 
 def pool_labels(pool: str) -> Labels:
-    """Return the values of the labels POOL."""
+    """Return the values of the labels POOL for a pool."""
     return declared(pool), outcome_of(pool)
 
 
@@ -91,12 +102,15 @@ def _of_pools(value: Callable[[Scrape, str], float]) -> Callable[[Scrape], Sampl
 
 
 def _of_nodes(value: Callable[[RegisteredWorker], int]) -> Callable[[Scrape], Samples]:
-    """Read the sum of the workers of each node."""
+    """Read a sample of each node: the sum over its workers."""
     return lambda scrape: _summed(((member.info.node,), value(member)) for member in scrape.workers)
 
 
 def _grouped(by: str, value: Callable[[list[WorkerInfo]], float]) -> Callable[[Scrape], Samples]:
-    """Read a sample of the workers of each `device` or `role`."""
+    """Read a sample of each device or role, from its workers.
+
+    by: the attribute of the workers, `device` or `role`.
+    """
 
     def read(scrape: Scrape) -> Samples:
         for label in dict.fromkeys(getattr(info, by) for info in scrape.infos):
@@ -106,24 +120,24 @@ def _grouped(by: str, value: Callable[[list[WorkerInfo]], float]) -> Callable[[S
 
 
 def _of_arenas(value: Callable[[WorkerInfo], float]) -> Callable[[Scrape], Samples]:
-    """Read the largest of the arenas of each role."""
+    """Read a sample of each role: the largest value of its workers' arenas."""
     return _grouped("role", lambda infos: max((value(info) for info in infos if info.room), default=0.0))
 
 
 def _of_roles(value: Callable[[PoolStats], float]) -> Callable[[Scrape], Samples]:
-    """Read the sum of the pools of each role and component."""
+    """Read a sample of each role and component: the sum over its pools."""
 
     def read(scrape: Scrape) -> Samples:
         roles = scrape.roles
-        lines = {pool: line for pool, line in scrape.all_pools.items() if declared(pool) in roles}
-        of_pools = [(roles[declared(pool)], value(line)) for pool, line in lines.items()]
-        return _summed([*((role, 0.0) for role in roles.values()), *of_pools])
+        stats = {pool: pool_stats for pool, pool_stats in scrape.all_pools.items() if declared(pool) in roles}
+        samples = [(roles[declared(pool)], value(pool_stats)) for pool, pool_stats in stats.items()]
+        return _summed([*((role, 0.0) for role in roles.values()), *samples])
 
     return read
 
 
 def _summed(samples: Samples) -> Samples:
-    """Return one sample for each combination of labels."""
+    """Return one sample for each combination of labels: the sum of the samples with it."""
     totals: dict[Labels, float] = {}
     for labels, value in samples:
         totals[labels] = totals.get(labels, 0.0) + value
@@ -131,6 +145,7 @@ def _summed(samples: Samples) -> Samples:
 
 
 def _kv_blocks(scrape: Scrape) -> Samples:
+    """Return the used and free blocks of the KV caches of each role."""
     return _summed(
         ((info.role, state), blocks)
         for info, texts in scrape.text_loads
@@ -139,24 +154,28 @@ def _kv_blocks(scrape: Scrape) -> Samples:
 
 
 def _rank_seconds(scrape: Scrape) -> Samples:
-    ranks = [(info.role, str(rank), spent) for info in scrape.infos for rank, spent in enumerate(info.status.ranks)]
+    """Return the seconds of computation and of exchange, by role and rank."""
+    ranks = [(info.role, str(rank), times) for info in scrape.infos for rank, times in enumerate(info.status.ranks)]
     return _summed(
         ((role, rank, of), seconds)
-        for role, rank, spent in ranks
-        for of, seconds in (("compute", spent.compute_s), ("exchange", spent.exchange_s))
+        for role, rank, times in ranks
+        for of, seconds in (("compute", times.compute_s), ("exchange", times.exchange_s))
     )
 
 
 def _waiting(scrape: Scrape, kind: str) -> int:
     """Return how many tasks of a stage kind wait."""
-    return sum(line.waiting for pool, line in scrape.pools.items() if pool.partition(":")[0] == kind)
+    return sum(stats.waiting for pool, stats in scrape.pools.items() if pool.partition(":")[0] == kind)
 
 
-POOL = ("pool", "outcome")  # the declared name of a pool, and the hash of its outcome
-_LATENCIES = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-_STEPS = (0.001, 0.0025, 0.005, 0.01, 0.025, *_LATENCIES)
-_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_BETWEEN = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+#: The labels of a pool: its declared name, and the hash of its numerics.
+POOL = ("pool", "outcome")
+
+# The buckets of histograms, in seconds.
+_LATENCY_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, *_LATENCY_BUCKETS)
+_FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_INTER_TOKEN_BUCKETS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 def _counter(name: str, help: str, *labels: str) -> MetricSpec:
@@ -176,16 +195,20 @@ METRICS = (
         "unfuse_tokens_total",
         "Tokens of accepted prompts (prompt), those of them whose keys and values were there (cached), and tokens that "
         "were made (completion)",
-        "model", "kind",
+        "model",
+        "kind",
     ),
     _histogram(
         "unfuse_time_to_first_token_seconds",
-        "Seconds from the acceptance of a request until a choice's first token is recorded", _FIRST, "model",
+        "Seconds from the acceptance of a request until a choice's first token is recorded",
+        _FIRST_TOKEN_BUCKETS,
+        "model",
     ),
     _histogram(
         "unfuse_inter_token_seconds",
         "Seconds between tokens of a choice, as they are recorded; those that are recorded together share them",
-        _BETWEEN, "model",
+        _INTER_TOKEN_BUCKETS,
+        "model",
     ),
     _counter("unfuse_retractions_total", "How often texts gave up their keys and values for others"),
     _gauge("unfuse_kv_blocks", "Blocks of keys and values on live workers", _kv_blocks, "role", "state"),
@@ -212,32 +235,42 @@ METRICS = (
     _gauge(
         "unfuse_worker_busy_ratio",
         "Share of the last 15 s in which a worker had something to compute, as a mean of healthy ones",
-        _of_pools(lambda scrape, pool: fmean([one.info.status.utilization for one in scrape.members[pool]] or [0.0])),
+        _of_pools(
+            lambda scrape, pool: fmean([member.info.status.utilization for member in scrape.members[pool]] or [0.0])
+        ),
         *POOL,
     ),
     _gauge(
-        "unfuse_device_busy_ratio", "The same of the busiest worker on such a device",
-        _grouped("device", lambda infos: max(info.status.utilization for info in infos)), "device",
+        "unfuse_device_busy_ratio",
+        "The same of the busiest worker on such a device",
+        _grouped("device", lambda infos: max(info.status.utilization for info in infos)),
+        "device",
     ),
     _gauge(
-        "unfuse_node_tasks", "Tasks that the healthy workers of a node hold",
-        _of_nodes(lambda member: member.leased), "node",
+        "unfuse_node_tasks",
+        "Tasks that the healthy workers of a node hold",
+        _of_nodes(lambda member: member.leased),
+        "node",
     ),
     _gauge(
-        "unfuse_node_ranks", "Ranks of the healthy workers of a node: compute processes, with a device each",
-        _of_nodes(lambda member: len(member.info.status.ranks) or 1), "node",
+        "unfuse_node_ranks",
+        "Ranks of the healthy workers of a node: compute processes, with a device each",
+        _of_nodes(lambda member: len(member.info.status.ranks) or 1),
+        "node",
     ),
     _gauge(
         "unfuse_device_memory_bytes",
         "Bytes that compute processes hold: of a GPU what torch has reserved, of host memory what is resident",
-        _grouped("device", lambda infos: sum(info.status.memory for info in infos)), "device",
+        _grouped("device", lambda infos: sum(info.status.memory for info in infos)),
+        "device",
     ),
     _counter("unfuse_swaps_total", "Times that a worker loaded a set of weights in the place of another", "loaded"),
     _counter("unfuse_loading_seconds_total", "Seconds that it took", "loaded"),
     _counter(
         "unfuse_leaked_bytes_total",
         "Bytes that leaked, as workers without tasks found them: of keys and values (kv) or in arenas (arena)",
-        "role", "memory",
+        "role",
+        "memory",
     ),
     _counter("unfuse_requests_submitted_total", "Requests accepted"),
     _counter("requests_submitted_total", "Requests accepted"),
@@ -248,20 +281,29 @@ METRICS = (
     _counter("unfuse_requests_cancelled_total", "Requests that were cancelled"),
     _counter("unfuse_requests_rejected_total", "Requests refused because too much was waiting"),
     _histogram(
-        "unfuse_request_latency_seconds", "Seconds from acceptance to completion, in requests that succeeded",
-        _LATENCIES, "model",
+        "unfuse_request_latency_seconds",
+        "Seconds from acceptance to completion, in requests that succeeded",
+        _LATENCY_BUCKETS,
+        "model",
     ),
     _histogram(
-        "unfuse_stage_latency_seconds", "Seconds a stage read, ran and wrote, in requests that succeeded",
-        _LATENCIES, "model", "stage",
+        "unfuse_stage_latency_seconds",
+        "Seconds a stage read, ran and wrote, in requests that succeeded",
+        _LATENCY_BUCKETS,
+        "model",
+        "stage",
     ),
     _histogram(
-        "unfuse_step_latency_seconds", "Seconds of a step, as the mean of a stage's, in requests that succeeded",
-        _STEPS, *POOL,
+        "unfuse_step_latency_seconds",
+        "Seconds of a step, as the mean of a stage's, in requests that succeeded",
+        _STEP_BUCKETS,
+        *POOL,
     ),
     _histogram(
-        "unfuse_batch_size", "Tasks in a forward, as the mean of a stage's steps, in requests that succeeded",
-        (1, 2, 4, 8, 16, 32, 64, 128), *POOL,
+        "unfuse_batch_size",
+        "Tasks in a forward, as the mean of a stage's steps, in requests that succeeded",
+        (1, 2, 4, 8, 16, 32, 64, 128),
+        *POOL,
     ),
     _counter("unfuse_tasks_dispatched_total", "Tasks that were given to workers", *POOL),
     _counter("unfuse_lease_expired_total", "Leases that ran out", *POOL),
@@ -271,78 +313,107 @@ METRICS = (
     _counter("unfuse_transfer_seconds_total", "Seconds that they took", "engine"),
     _counter("unfuse_transfer_failures_total", "Pulls that broke, and were tried again or given up", "engine"),
     _counter(
-        "unfuse_device_seconds_total", "Seconds of devices that requests used, as on their bills",
-        "model", "tenant", "device",
+        "unfuse_device_seconds_total",
+        "Seconds of devices that requests used, as on their bills",
+        "model",
+        "tenant",
+        "device",
     ),
     _counter("unfuse_money_total", "What requests cost, by --price", "model", "tenant"),
     _counter(
         "unfuse_lost_device_seconds_total",
         "Seconds of devices that attempts used which failed or were lost; nobody is billed for them",
-        "model", "device",
+        "model",
+        "device",
     ),
     _counter("unfuse_webhooks_total", "Calls of webhooks", "state"),
     _gauge("unfuse_requests_active", "Requests that are not over", _one(lambda scrape: scrape.requests)),
     _gauge(
-        "unfuse_store_bytes", "Bytes that live workers hold for requests",
-        lambda scrape: [((scrape.store,), sum(info.status.arena_used for info in scrape.infos))], "backend",
+        "unfuse_store_bytes",
+        "Bytes that live workers hold for requests",
+        lambda scrape: [((scrape.store,), sum(info.status.arena_used for info in scrape.infos))],
+        "backend",
     ),
     _gauge(
-        "unfuse_arena_occupancy", "Share of the arena that is taken, in the fullest healthy worker",
-        _of_arenas(lambda info: info.status.arena_used / info.room), "role",
+        "unfuse_arena_occupancy",
+        "Share of the arena that is taken, in the fullest healthy worker",
+        _of_arenas(lambda info: info.status.arena_used / info.room),
+        "role",
     ),
     _gauge(
-        "unfuse_arena_fragmentation", "Share of an arena's free bytes that no one object can have, at the worst",
-        _of_arenas(lambda info: info.status.arena_fragmentation), "role",
+        "unfuse_arena_fragmentation",
+        "Share of an arena's free bytes that no one object can have, at the worst",
+        _of_arenas(lambda info: info.status.arena_fragmentation),
+        "role",
     ),
     _gauge(
-        "unfuse_arena_high_water", "Share of the arena that ever was taken, at the most",
-        _of_arenas(lambda info: info.status.arena_high_water / info.room), "role",
+        "unfuse_arena_high_water",
+        "Share of the arena that ever was taken, at the most",
+        _of_arenas(lambda info: info.status.arena_high_water / info.room),
+        "role",
     ),
     _gauge(
-        "unfuse_rank_seconds", "Seconds that ranks computed steps, and waited for others of their worker",
-        _rank_seconds, "role", "rank", "of",
+        "unfuse_rank_seconds",
+        "Seconds that ranks computed steps, and waited for others of their worker",
+        _rank_seconds,
+        "role",
+        "rank",
+        "of",
     ),
     _gauge(
-        "unfuse_cache_bytes", "Bytes of encoder outputs that later requests may read",
+        "unfuse_cache_bytes",
+        "Bytes of encoder outputs that later requests may read",
         _one(lambda scrape: scrape.cached_bytes),
     ),
     _gauge(
-        "unfuse_pool_predicted_seconds", "Predicted seconds of all stages of accepted requests that are not done",
-        _of_pools(lambda scrape, pool: scrape.pools[pool].left_s), *POOL,
+        "unfuse_pool_predicted_seconds",
+        "Predicted seconds of all stages of accepted requests that are not done",
+        _of_pools(lambda scrape, pool: scrape.pools[pool].left_s),
+        *POOL,
     ),
     _gauge(
         "unfuse_role_predicted_seconds",
         "Predicted seconds of all stages of accepted requests that are not done and that such workers run",
-        _of_roles(lambda line: line.left_s), "role", "component",
+        _of_roles(lambda line: line.left_s),
+        "role",
+        "component",
     ),
     _gauge(
-        "unfuse_role_queue_size", "Tasks that wait for such workers",
-        _of_roles(lambda line: line.waiting), "role", "component",
+        "unfuse_role_queue_size",
+        "Tasks that wait for such workers",
+        _of_roles(lambda line: line.waiting),
+        "role",
+        "component",
     ),
     _gauge(
-        "unfuse_results_writable", "Whether results can be kept now, 0 or 1",
+        "unfuse_results_writable",
+        "Whether results can be kept now, 0 or 1",
         _one(lambda scrape: scrape.results_writable),
     ),
+    _gauge("unfuse_results_waiting", "Tasks that wait until they can be", _one(lambda scrape: scrape.results_waiting)),
+    _gauge("unfuse_queue_size", "Tasks that wait", _of_pools(lambda scrape, pool: scrape.pools[pool].waiting), *POOL),
     _gauge(
-        "unfuse_results_waiting", "Tasks that wait until they can be", _one(lambda scrape: scrape.results_waiting)
+        "unfuse_queue_oldest_seconds",
+        "Longest wait of the first few tasks in line",
+        _of_pools(lambda scrape, pool: scrape.pools[pool].oldest_s),
+        *POOL,
     ),
     _gauge(
-        "unfuse_queue_size", "Tasks that wait", _of_pools(lambda scrape, pool: scrape.pools[pool].waiting), *POOL
+        "unfuse_worker_active",
+        "Healthy workers that hold a task",
+        _of_pools(lambda scrape, pool: sum(member.leased > 0 for member in scrape.members[pool])),
+        *POOL,
     ),
     _gauge(
-        "unfuse_queue_oldest_seconds", "Longest wait of the first few tasks in line",
-        _of_pools(lambda scrape, pool: scrape.pools[pool].oldest_s), *POOL,
+        "unfuse_worker_idle",
+        "Healthy workers that hold none",
+        _of_pools(lambda scrape, pool: sum(member.leased == 0 for member in scrape.members[pool])),
+        *POOL,
     ),
     _gauge(
-        "unfuse_worker_active", "Healthy workers that hold a task",
-        _of_pools(lambda scrape, pool: sum(member.leased > 0 for member in scrape.members[pool])), *POOL,
+        "unfuse_pool_asleep",
+        "Whether it has no worker, as it may, 0 or 1",
+        _of_pools(lambda scrape, pool: declared(pool) in scrape.asleep),
+        *POOL,
     ),
-    _gauge(
-        "unfuse_worker_idle", "Healthy workers that hold none",
-        _of_pools(lambda scrape, pool: sum(member.leased == 0 for member in scrape.members[pool])), *POOL,
-    ),
-    _gauge(
-        "unfuse_pool_asleep", "Whether it has no worker, as it may, 0 or 1",
-        _of_pools(lambda scrape, pool: declared(pool) in scrape.asleep), *POOL,
-    ),
-)  # fmt: skip
+)

@@ -1,4 +1,4 @@
-"""Routes for models: which are served, and what they can be asked for."""
+"""Routes for models: list them with their limits, add and remove them."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ async def add(request: Request, gateway: Served, caller: Known) -> dict[str, obj
     It is accepted at once, and loads until its state is ready: its progress says how far it is. If it cannot be served
     after all its state is failed, with the reason.
     """
-    source, name = _added(await read_json(request))
+    source, name = _parse_addition(await read_json(request))
     if not caller.may_use(name):
         raise Refusal(403, "not_yours", f"this key may not use a model {name!r}: its line says models=", "model")
     names = gateway.names
     if name in await gateway.models() or (names.is_given(name) and source != name):
         raise Refusal(409, "model_exists", f"a model {name!r} is served already: send another name", "name")
-    if names.is_given(name):  # a model of the start that was removed, by the name that clients know
+    if names.is_given(name):  # a configured model that was removed: its internal name is its source
         source = name = names.own(name)
     names.free(name)
     try:
@@ -63,97 +63,104 @@ async def add(request: Request, gateway: Served, caller: Known) -> dict[str, obj
 @router.delete("/{name:path}", responses=REMOVED, dependencies=[Depends(admin_only)])
 async def remove(name: str, gateway: Served, caller: Known) -> dict[str, object]:
     """Accept no more requests for a model. Its workers end when those that are accepted are over."""
-    found = await show(name, gateway, caller)
-    registry, own = gateway.scheduler.registry, gateway.names.own(str(found["id"]))
-    await (registry.withdraw(own) if found["state"] == "failed" else registry.dismiss(own))
-    return {"id": found["id"], "object": "model", "deleted": True}
+    model = await show(name, gateway, caller)
+    registry = gateway.scheduler.registry
+    internal_name = gateway.names.own(str(model["id"]))
+    await (registry.withdraw(internal_name) if model["state"] == "failed" else registry.dismiss(internal_name))
+    return {"id": model["id"], "object": "model", "deleted": True}
 
 
 @router.get("/{name:path}", responses=one(MODEL))
 async def show(name: str, gateway: Served, caller: Known) -> dict[str, object]:
     """One served model, or one that was added and cannot be served; its name may hold slashes."""
     views = await ModelViews.of(gateway, caller)
-    found = gateway.names.asked(name)
-    if found in views.cards:
-        return views.served(found)
-    if found in gateway.failed(caller.models):
-        return views.failed(found)
+    public_name = gateway.names.asked(name)
+    if public_name in views.cards:
+        return views.served(public_name)
+    if public_name in gateway.failed(caller.models):
+        return views.failed(public_name)
     raise UnknownModel(f"no model {name[:80]!r} is served: one of {', '.join(sorted(views.cards))}", "model")
 
 
-def _added(given: Mapping[str, Any]) -> tuple[str, str]:
-    """Where the model is that a body adds, and its name. Raises InvalidParameter."""
-    source, name = str(given.get("model")), given.get("name")
+def _parse_addition(fields: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the source and the name of the model to add.
+
+    fields: those of the body. Raises InvalidParameter.
+    """
+    source = str(fields.get("model"))
+    name = fields.get("name")
     is_source = source.isprintable() and 0 < len(source) <= MAX_SOURCE and source[0] not in "-~"
-    if given.get("model") != source or not is_source or given.keys() - {"model", "name"}:
+    if fields.get("model") != source or not is_source or fields.keys() - {"model", "name"}:
         raise InvalidParameter(
             "send model, a folder of the server's machine or a hub name such as a/b, and optionally name", "model"
         )
     if name is None and not is_name(name_of(source)):
         raise InvalidParameter("send name too, since the last part of the path cannot be a name", "name")
     if name is not None and not (isinstance(name, str) and is_name(name)):
-        says = f"letters, digits and . _ - : @ + of at most {MAX_NAME} characters, with at most one slash, and no path"
-        raise InvalidParameter(f"name is what clients call the model, such as mine or owner/mine: {says}", "name")
+        rule = f"letters, digits and . _ - : @ + of at most {MAX_NAME} characters, with at most one slash, and no path"
+        raise InvalidParameter(f"name is what clients call the model, such as mine or owner/mine: {rule}", "name")
     return source, name or name_of(source)
 
 
 @dataclass(frozen=True)
 class ModelViews:
-    """Makes model objects for a caller, who may ask for the models in `cards`, by name.
-
-    `missing` has the pools that lack a worker, by a model's own name.
-    """
+    """Builds model objects for one caller, from one snapshot of the models."""
 
     gateway: Gateway
+    #: The served models that the caller may use, by public name.
     cards: Mapping[str, ModelSpec]
+    #: The pools without a live worker, by the internal name of their model.
     missing: Mapping[str, list[str]]
+    #: The names of the LoRA adapters that are served.
     loras: list[str]
 
     @classmethod
     async def of(cls, gateway: Gateway, caller: Principal) -> ModelViews:
-        """Look at the models as they are now."""
+        """Take a snapshot of the models now."""
         loras = [*await to_thread.run_sync(gateway.loras.files)] if gateway.loras else []
         missing = await gateway.scheduler.registry.missing()
         return cls(gateway, await gateway.models(caller.models), missing, loras)
 
     def served(self, name: str) -> dict[str, object]:
         """Return the model object of a served model."""
-        card, gateway = self.cards[name], self.gateway
-        changed = gateway.scheduler.registry.changed_file(*self.missing.get(card.name, ()))
-        loads = card.name in self.missing
-        progress = gateway.joining.progress(card.name) if loads and not changed else None
-        state = "unavailable" if changed else "loading" if loads else "ready"
-        return self._facts(name, card) | {
+        spec = self.cards[name]
+        gateway = self.gateway
+        changed_file = gateway.scheduler.registry.changed_file(*self.missing.get(spec.name, ()))
+        is_missing = spec.name in self.missing
+        progress = gateway.joining.progress(spec.name) if is_missing and not changed_file else None
+        state = "unavailable" if changed_file else "loading" if is_missing else "ready"
+        return self._facts(name, spec) | {
             "state": state,
-            "reason": str(changed) if changed else None,
+            "reason": str(changed_file) if changed_file else None,
             "progress": msgspec.to_builtins(progress),
             "default": name == gateway.default(self.cards),
         }
 
     def failed(self, name: str) -> dict[str, object]:
-        """Return the model object of one that was added and cannot be served."""
+        """Return the model object of a model that was added and cannot be served."""
         declared = self.gateway.failed()[name]
-        told = {"state": "failed", "reason": declared.failed, "progress": None, "default": False}
-        return self._facts(name, declared.cards[0]) | told
+        state = {"state": "failed", "reason": declared.failed, "progress": None, "default": False}
+        return self._facts(name, declared.cards[0]) | state
 
-    def _facts(self, name: str, card: ModelSpec) -> dict[str, object]:
-        picture, last = card.accepted(UPLOAD), card.accepted(LAST_FRAME)
+    def _facts(self, name: str, spec: ModelSpec) -> dict[str, object]:
+        """Return the fields of a model object that do not depend on the model's state."""
+        picture, last_frame = spec.accepted(UPLOAD), spec.accepted(LAST_FRAME)
         return {
             "id": name,
             "object": "model",
-            "created": card.created,
+            "created": spec.created,
             "owned_by": "unfuse",
-            "root": name_of(card.source or card.name).partition("@")[0],
-            "max_model_len": int(card.limits["max_tokens"]) if TEXT.made_by(card.limits) else None,
-            "input_modalities": ["text", *(["image", "video"] if card.vision else ["image"] if picture.max else [])],
-            "makes_video": VIDEO.made_by(card.limits),
+            "root": name_of(spec.source or spec.name).partition("@")[0],
+            "max_model_len": int(spec.limits["max_tokens"]) if TEXT.made_by(spec.limits) else None,
+            "input_modalities": ["text", *(["image", "video"] if spec.vision else ["image"] if picture.max else [])],
+            "makes_video": VIDEO.made_by(spec.limits),
             "takes_image": picture.min > 0,
-            "starts_from": card.strengths,
+            "starts_from": spec.strengths,
             "references": picture.max if picture.mode == "reference" else 0,
-            "last_frame": "must" if last.min else "may" if last.max else "",
-            "loras": self.loras if card.takes_lora else [],
-            "limits": card.limits,
-            "defaults": card.defaults,
-            "quality": card.quality,
-            "stages": card.pools(),
+            "last_frame": "must" if last_frame.min else "may" if last_frame.max else "",
+            "loras": self.loras if spec.takes_lora else [],
+            "limits": spec.limits,
+            "defaults": spec.defaults,
+            "quality": spec.quality,
+            "stages": spec.pools(),
         }

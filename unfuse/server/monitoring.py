@@ -1,6 +1,6 @@
-"""Routes that tell how the server is: health, readiness, version, metrics; and, to admins, workers and pools.
+"""Routes for monitoring: health, readiness, version and metrics; for admins also workers and pools.
 
-The first four answer without a key, and then tell less.
+The first four respond without a key, but /ready and /metrics include less then.
 """
 
 from __future__ import annotations
@@ -64,32 +64,45 @@ async def ready(gateway: Served, visitor: Visitor) -> JSONResponse:
 
 
 async def _readiness(gateway: Gateway) -> JSONResponse:
-    """Return the whole answer of /ready. Raises Refusal (503) if the queue or the result store cannot work."""
+    """Return the whole response of /ready.
+
+    Raises Refusal (503) if the queue or the result store does not work.
+    """
     try:
         await gateway.queue.check()
     except TransientError as error:
         raise Refusal(503, "not_ready", str(error), headers={"retry-after": "2"}) from error
-    kept, waiting = await gateway.unwritten()
-    if not kept:
+    can_store_results, waiting = await gateway.unwritten()
+    if not can_store_results:
         raise Refusal(
             503,
             "not_ready",
             f"results cannot be kept: make room where --results has them, or make it reachable; {waiting} wait",
             headers={"retry-after": "2"},
         )
-    registry, shown = gateway.scheduler.registry, gateway.names.shown
-    served, lacking = await gateway.models(), await registry.missing()
-    missing = {shown(model): pools for model, pools in lacking.items() if model not in registry.admitted}
-    changes = {shown(model): registry.changed_file(*pools) for model, pools in lacking.items()}
-    failed = {name: one.failed for name, one in gateway.failed().items()}
-    failed |= {model: str(changed) for model, changed in changes.items() if changed and model not in missing}
+
+    # Pools without a live worker, by public model name. Those of models that were added at run time do not count.
+    registry = gateway.scheduler.registry
+    public_name = gateway.names.shown
+    served = await gateway.models()
+    pools_without_worker = await registry.missing()
+    missing = {
+        public_name(model): pools for model, pools in pools_without_worker.items() if model not in registry.admitted
+    }
+
+    # Models that cannot be served: added ones that failed, and ones whose weights files were changed.
+    changed_files = {public_name(model): registry.changed_file(*pools) for model, pools in pools_without_worker.items()}
+    failed = {name: declared.failed for name, declared in gateway.failed().items()}
+    failed |= {model: str(file) for model, file in changed_files.items() if file and model not in missing}
+
     if served and not missing:
-        loading = sorted(model for model, changed in changes.items() if not changed)
-        told = {"away": [*gateway.queue.away()], "loading": loading, "failed": failed}
-        named = {key: value for key, value in told.items() if value}
-        return JSONResponse({"ready": True, "models": sorted(served), **named})
+        loading = sorted(model for model, file in changed_files.items() if not file)
+        details = {"away": [*gateway.queue.away()], "loading": loading, "failed": failed}
+        present_details = {key: value for key, value in details.items() if value}
+        return JSONResponse({"ready": True, "models": sorted(served), **present_details})
+
     reasons = [
-        f"{model}: {changes[model]}" if changes[model] else f"{model} lacks a worker for {', '.join(pools)}"
+        f"{model}: {changed_files[model]}" if changed_files[model] else f"{model} lacks a worker for {', '.join(pools)}"
         for model, pools in missing.items()
     ]
     body = {"ready": False, "missing": missing} | ({"failed": failed} if failed else {})
@@ -97,6 +110,7 @@ async def _readiness(gateway: Gateway) -> JSONResponse:
 
 
 def _not_ready(body: dict[str, object], message: str) -> JSONResponse:
+    """Return the response 503 with these fields and an error in OpenAI's format."""
     return JSONResponse(body | envelope(Refusal(503, "not_ready", message)), 503, {"retry-after": "2"})
 
 
@@ -117,9 +131,10 @@ async def metrics(gateway: Served, reader: Annotated[Principal | None, Depends(r
     results = await gateway.unwritten()
     workers, models = await registry.workers(), await gateway.models()
     roles = {
-        card.pools()[stage.name]: (stage.role, stage.components[0])
-        for card in models.values() for stage in card.pipeline.stages
-    }  # fmt: skip
+        spec.pools()[stage.name]: (stage.role, stage.components[0])
+        for spec in models.values()
+        for stage in spec.pipeline.stages
+    }
     pools = sorted(registry.pools(models))
     audience = Audience(sees_all=gateway.open_metrics)
     if reader:
@@ -132,15 +147,20 @@ async def metrics(gateway: Served, reader: Annotated[Principal | None, Depends(r
 @workers_router.get("/workers", responses=several(WORKER, paged=False))
 async def workers(gateway: Served) -> dict[str, object]:
     """Registered workers; one that was silent for a lease time is not healthy until it is heard of again."""
-    shown = gateway.names.shown
-    now, healthy = await gateway.queue.now(), {member.info.id for member in await gateway.scheduler.registry.workers()}
+    public_name = gateway.names.shown
+    now = await gateway.queue.now()
+    healthy = {member.info.id for member in await gateway.scheduler.registry.workers()}
     members = await gateway.queue.workers()
-    return {"object": "list", "data": [_worker(member, member.info.id in healthy, now, shown) for member in members]}
+    views = [_worker_view(member, member.info.id in healthy, now, public_name) for member in members]
+    return {"object": "list", "data": views}
 
 
-def _worker(member: RegisteredWorker, healthy: bool, now: float, shown: Callable[[str], str]) -> dict[str, object]:
-    """The answer's entry for one worker."""
-    info, status = member.info, member.info.status
+def _worker_view(
+    member: RegisteredWorker, healthy: bool, now: float, public_name: Callable[[str], str]
+) -> dict[str, object]:
+    """Return the worker object of the API. `now` is a reading of the queue's clock."""
+    info = member.info
+    status = info.status
     return {
         "id": info.id,
         "object": "worker",
@@ -156,9 +176,9 @@ def _worker(member: RegisteredWorker, healthy: bool, now: float, shown: Callable
         "high_water": status.arena_high_water,
         "unwritten": status.waiting_for_results,
         "engines": info.engines,
-        "holds": (shown(status.loaded) if status.loaded else None) if info.sets else "all",
+        "holds": (public_name(status.loaded) if status.loaded else None) if info.sets else "all",
         "leased": member.leased,
-        "models": sorted(shown(card.name) for card in member.cards),
+        "models": sorted(public_name(spec.name) for spec in member.cards),
         "fragmentation": round(status.arena_fragmentation, 3),
         "ranks": [{key: round(seconds, 3) for key, seconds in asdict(rank).items()} for rank in status.ranks],
         "changed": {pool: str(file) for pool, file in info.changed.items()},
@@ -175,26 +195,27 @@ async def pools(gateway: Served) -> dict[str, object]:
     in line. `shares` says how requests share forwards exactly: the largest batch that was found to change no byte of
     any, and for sizes that change some, the function that is to blame.
     """
-    members = await gateway.scheduler.registry.workers()
-    models = gateway.scheduler.registry.pools(await gateway.models())
+    registry = gateway.scheduler.registry
+    members = await registry.workers()
+    models = registry.pools(await gateway.models())
     stats = await gateway.queue.stats(sorted(models))
     data = []
     for pool, names in models.items():
-        inside = [member for member in members if pool in member.info.pools]
-        found = [member.info.status.batch_invariance.get(pool, ExactBatchStats()) for member in inside]
+        pool_members = [member for member in members if pool in member.info.pools]
+        invariance = [member.info.status.batch_invariance.get(pool, ExactBatchStats()) for member in pool_members]
         data.append(
             {
                 "id": pool,
                 "object": "pool",
-                "state": gateway.scheduler.registry.state(pool),
-                "reason": str(gateway.scheduler.registry.changed_file(pool) or "") or None,
+                "state": registry.state(pool),
+                "reason": str(registry.changed_file(pool) or "") or None,
                 "models": names,
-                "workers": [member.info.id for member in inside],
-                "slots": sum(member.info.slots for member in inside),
-                "leased": sum(member.leased for member in inside),
+                "workers": [member.info.id for member in pool_members],
+                "slots": sum(member.info.slots for member in pool_members),
+                "leased": sum(member.leased for member in pool_members),
                 "waiting": stats.pools[pool].waiting,
                 "oldest_s": round(stats.pools[pool].oldest_s, 3),
-                "shares": msgspec.to_builtins(reduce(or_, found, ExactBatchStats()), str_keys=True),
+                "shares": msgspec.to_builtins(reduce(or_, invariance, ExactBatchStats()), str_keys=True),
             }
         )
     return {"object": "list", "data": data}

@@ -1,6 +1,6 @@
-"""Pictures and videos in the messages of a chat: fetched where they are addresses, checked, and counted in tokens.
+"""Multimodal messages: fetch, check and count the pictures and videos of a chat.
 
-What an MP4 file says of its video is read from its boxes: sizes are known before anything is decoded, or allocated.
+The size of a video is read from the boxes of its MP4 file (ISO 14496-12), before anything is decoded or allocated.
 """
 
 from __future__ import annotations
@@ -22,21 +22,31 @@ from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.server.body import MAX_BYTES, as_image_url, decode_data_url, read_picture
 from unfuse.server.outbound_http import OutboundHttp
 
-MAX_SHOWN = 64  # the most pictures and videos of one chat
-MAX_PIXELS = 400_000_000  # the most pixels of all pictures, those of videos too: each is decoded, to be sure of it
+#: The most pictures and videos of one chat.
+MAX_SHOWN = 64
 
-#: The most frames of a video file, and pixels of all of them: encoders decode them up to the last one that is shown.
+#: The most pixels of all pictures, including those of videos that are lists of pictures. Each is decoded to check it.
+MAX_PIXELS = 400_000_000
+
+#: The most frames of a video file, and pixels of all of them: encoders decode all frames up to the last sampled one.
 MAX_FRAMES, MAX_FILM = 10_000, 10_000_000_000
 
-SHOWS = ("image", "video")  # the types of parts by which templates write tokens for what is shown
+#: The types of content parts for which chat templates write placeholder tokens.
+SHOWS = ("image", "video")
 
-#: OpenAI's words for how closely to look; a model's own processor decides that, whichever is sent.
+#: OpenAI's values of `detail`. They are accepted without effect: the processor of the model decides the resolution.
 DETAILS = ("auto", "low", "high", "original")
 
-FETCHES = 8  # pictures that a gateway fetches at one time: each may take MAX_BYTES of memory
-MAX_FETCHED = 16  # the most pictures that one call may have fetched; more are sent as data: URLs
+#: The most pictures that a gateway fetches at one time. Each may take MAX_BYTES of memory.
+FETCHES = 8
 
-PATH = (b"moov", b"trak", b"mdia")  # the boxes of an MP4 file, each in the one before, that describe a track
+#: The most pictures that are fetched for one call. More can be sent as data: URLs.
+MAX_FETCHED = 16
+
+#: The boxes of an MP4 file, each in the one before, that describe a track.
+PATH = (b"moov", b"trak", b"mdia")
+
+#: The most boxes in one box, and at the top of a file.
 MAX_BOXES = 10_000
 
 
@@ -47,68 +57,84 @@ def read_shown(
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], tuple[MediaItem, ...], dict[str, bytes]]:
-    """The ids of messages, what they show, and the uploads of that. Takes long.
+    """Return the token ids of messages, their media, and the uploads of these.
 
-    Raises InvalidParameter for messages that are none, and for what cannot be shown to the model.
+    The uploads are the bytes of pictures and videos, by the name of their attachment.
+
+    tools, template_kwargs: inputs of the chat template.
+
+    Pictures are decoded, which is too slow for the event loop. Raises InvalidParameter for malformed messages, and for
+    pictures and videos that the model does not support.
     """
-    reading = _Reading(vision)
-    read = [reading.message(message, at) for at, message in enumerate(messages)]
-    edit = partial(_timed, vision, tokenizer, reading.moments)
-    ids = vision.expanded(tokenizer.prompt(read, tools, template_kwargs, shows=SHOWS, edit=edit), reading.shown)
-    return ids, tuple(reading.shown), reading.uploads
+    reader = _MessageReader(vision)
+    template_messages = [reader.message(message, index) for index, message in enumerate(messages)]
+    edit = partial(_with_timestamps, vision, tokenizer, reader.moments)
+    ids = tokenizer.prompt(template_messages, tools, template_kwargs, shows=SHOWS, edit=edit)
+    ids = vision.expanded(ids, reader.media)
+    return ids, tuple(reader.media), reader.uploads
 
 
-def _timed(vision: VisionConfig, tokenizer: ChatTokenizer, moments: Sequence[Sequence[float]], text: str) -> str:
-    """The text with what says when each group of a video is, and a token for each, where the model is told so."""
+def _with_timestamps(
+    vision: VisionConfig, tokenizer: ChatTokenizer, moments: Sequence[Sequence[float]], text: str
+) -> str:
+    """Return a prompt with a timestamp and a placeholder for each group of frames.
+
+    Models without timestamps have one placeholder for each video. `moments` are the seconds of the groups of each.
+    """
     begin, video, end = (tokenizer.piece(id).decode() for id in (vision.begin, vision.video, vision.end))
     parts = text.split(begin + video + end)
     if not vision.timed or len(parts) != len(moments) + 1:
-        return text  # which has as many tokens as it has, and is refused for that
-    made = parts[0]
-    for each, part in zip(moments, parts[1:], strict=True):
-        made += "".join(f"<{moment:.1f} seconds>{begin}{video}{end}" for moment in each) + part
-    return made
+        return text  # a wrong number of placeholders is refused by `VisionConfig.expanded`
+    timed_text = parts[0]
+    for group_moments, part in zip(moments, parts[1:], strict=True):
+        timed_text += "".join(f"<{moment:.1f} seconds>{begin}{video}{end}" for moment in group_moments) + part
+    return timed_text
 
 
-class _Reading:
-    """A chat's messages, what they have `shown`, the bytes of its `uploads`, `moments` of each video's groups."""
+class _MessageReader:
+    """Reads the messages of one chat, and collects their pictures and videos."""
 
     def __init__(self, vision: VisionConfig) -> None:
         self._vision = vision
-        self.shown, self.uploads, self.moments = list[MediaItem](), dict[str, bytes](), list[list[float]]()
-        self._reads = {"image_url": self._picture, "video_url": self._file, "video": self._frames}
+        self.media = list[MediaItem]()  # pictures and videos in their order
+        self.uploads = dict[str, bytes]()  # their bytes, by the name of their attachment
+        self.moments = list[list[float]]()  # of each video, the seconds of its groups of frames
+        self._readers = {"image_url": self._read_image, "video_url": self._read_video_file, "video": self._read_frames}
         self._pixels = 0
 
-    def message(self, message: Any, at: int) -> Any:
-        """A message as the template reads it: with parts that only say that something is shown."""
+    def message(self, message: Any, index: int) -> Any:
+        """Return a message for the chat template, in which pictures and videos are only placeholders."""
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
             return message
-        parts = [self._part(part, f"messages[{at}].content[{place}]") for place, part in enumerate(message["content"])]
+        name = f"messages[{index}].content"
+        parts = [self._part(part, f"{name}[{place}]") for place, part in enumerate(message["content"])]
         return {**message, "content": parts}
 
     def _part(self, part: Any, name: str) -> Any:
+        """Return a content part for the chat template. `name` is its place, for errors."""
         part = as_image_url(part)
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in self._reads:
+        if kind not in self._readers:
             return part
-        if len(self.shown) == MAX_SHOWN:
+        if len(self.media) == MAX_SHOWN:
             raise InvalidParameter(f"messages may show {MAX_SHOWN} pictures and videos, and have more", "messages")
         try:
-            self._reads[kind](f"{name}.{kind}", part)
+            self._readers[kind](f"{name}.{kind}", part)
         except InvalidParameter as error:
             raise InvalidParameter(str(error), "messages") from error
         return {"type": "image" if kind == "image_url" else "video"}
 
-    def _picture(self, name: str, part: Mapping[str, Any]) -> None:
+    def _read_image(self, name: str, part: Mapping[str, Any]) -> None:
+        """Add the picture of an `image_url` part."""
         value = part.get("image_url")
         detail = value.get("detail") if isinstance(value, Mapping) else None
         if detail is not None:
             choice(f"{name}.detail", detail, DETAILS)
-        data, size = self._read(f"{name}.url", _url(value))
+        data, size = self._read_picture(f"{name}.url", _url(value))
         self._add(data, self._vision.picture_grid(*size))
 
-    def _read(self, name: str, url: object) -> tuple[bytes, tuple[int, int]]:
-        """A picture and its size."""
+    def _read_picture(self, name: str, url: object) -> tuple[bytes, tuple[int, int]]:
+        """Return the bytes of a picture, and its width and height in pixels."""
         data = read_picture(name, _data_url(name, url))
         width, height = size_of(data)
         self._pixels += width * height
@@ -116,57 +142,76 @@ class _Reading:
             raise InvalidParameter(f"{name}: with it, messages show more than {MAX_PIXELS} pixels in all")
         return data, (width, height)
 
-    def _frames(self, name: str, part: Mapping[str, Any]) -> None:
-        """A video that is a list of pictures of one size, so many of them a second."""
+    def _read_frames(self, name: str, part: Mapping[str, Any]) -> None:
+        """Add a video that is a list of pictures of equal size.
+
+        `fps` is their number a second.
+        """
         urls, most = part.get("video"), self._vision.images.most
         if not isinstance(urls, list) or not 2 <= len(urls) <= most:
             raise InvalidParameter(f"{name} must be a list of 2 to {most} frames, or send a file as video_url")
         rate = number(f"{name}.fps", part.get("fps", self._vision.rate), 0.01, 1000)
-        read = [self._read(f"{name}[{at}]", _url(url)) for at, url in enumerate(urls)]
-        if len(sizes := {size for _, size in read}) > 1:
+        pictures = [self._read_picture(f"{name}[{index}]", _url(url)) for index, url in enumerate(urls)]
+        if len(sizes := {size for _, size in pictures}) > 1:
             raise InvalidParameter(f"{name}: frames must all have one size, not {len(sizes)}")
-        ((size),) = sizes
-        frames = encode([data for data, _ in read], MAX_UPLOAD_BYTES)
-        self._video(frames, size, [*range(len(urls))], rate, rate, "")
+        (size,) = sizes
+        frames = encode([data for data, _ in pictures], MAX_UPLOAD_BYTES)
+        self._add_video(frames, size, [*range(len(urls))], rate, rate, "")
 
-    def _file(self, name: str, part: Mapping[str, Any]) -> None:
-        """A video that is an MP4 file, of which some frames are picked."""
+    def _read_video_file(self, name: str, part: Mapping[str, Any]) -> None:
+        """Add a video that is an MP4 file, from which frames are sampled."""
         data = decode_data_url(f"{name}.url", _data_url(f"{name}.url", _url(part.get("video_url"))), "video")
         try:
-            film = film_of(data)
+            video = film_of(data)
         except ValueError as error:
             raise InvalidParameter(f"{name}.url is not an MP4 file that can be read: {error}") from error
-        if film.frames > MAX_FRAMES or film.frames * film.width * film.height > MAX_FILM:
-            has = f"{film.frames} frames of {film.width}x{film.height} pixels"
+        if video.frames > MAX_FRAMES or video.frames * video.width * video.height > MAX_FILM:
+            has = f"{video.frames} frames of {video.width}x{video.height} pixels"
             raise InvalidParameter(f"{name}.url has {has}: there may be {MAX_FRAMES}, and {MAX_FILM} pixels in all")
-        if max(film.width, film.height) > MAX_SIDE or film.frames < 2:
+        if max(video.width, video.height) > MAX_SIDE or video.frames < 2:
             raise InvalidParameter(f"{name}.url must have 2 frames or more, of at most {MAX_SIDE} pixels a side")
-        picked = self._vision.picked(film.frames, film.rate)
-        numbers = ",".join(map(str, picked))
-        size = film.width, film.height
-        self._video(data, size, picked, film.rate, film.rate * len(picked) / film.frames, numbers)
+        sampled = self._vision.picked(video.frames, video.rate)
+        numbers = ",".join(map(str, sampled))
+        size = video.width, video.height
+        self._add_video(data, size, sampled, video.rate, video.rate * len(sampled) / video.frames, numbers)
 
-    def _video(
-        self, data: bytes, size: tuple[int, int], picked: Sequence[int], rate: float, shown_rate: float, numbers: str
+    def _add_video(
+        self, data: bytes, size: tuple[int, int], sampled: Sequence[int], rate: float, sample_rate: float, numbers: str
     ) -> None:
-        vision, grid = self._vision, self._vision.video_grid(*size, len(picked))
-        self.moments.append(vision.moments(picked, rate))
-        self._add(data, grid, images=len(picked), picked=numbers, seconds=vision.group / shown_rate)
+        """Add a video.
+
+        data: the bytes of its file, or of all its pictures.
+        size: width and height of its frames, in pixels.
+        sampled: the indices of the frames that the model gets.
+        rate: frames a second of the video. sample_rate: sampled frames a second.
+        numbers: the sampled indices for the decoder, separated by commas; "" if `data` has only these frames.
+        """
+        vision = self._vision
+        grid = vision.video_grid(*size, len(sampled))
+        self.moments.append(vision.moments(sampled, rate))
+        self._add(data, grid, images=len(sampled), picked=numbers, seconds=vision.group / sample_rate)
 
     def _add(self, data: bytes, grid: Grid, **video: Any) -> None:
+        """Add a picture, or a video with these further fields of its MediaItem.
+
+        Equal bytes are uploaded once.
+        """
         digest = hashlib.sha256(data).hexdigest()
         upload = f"shown-{digest[:32]}"
-        self.shown.append(MediaItem(digest, upload, *grid, self._vision.tokens(grid), **video))
+        self.media.append(MediaItem(digest, upload, *grid, self._vision.tokens(grid), **video))
         self.uploads[upload] = data
 
 
 def _url(value: object) -> object:
-    """The address in what a part shows, which may be the address itself."""
+    """Return the URL in the value of a content part.
+
+    The value is an object with `url`, or the URL itself.
+    """
     return value.get("url") if isinstance(value, Mapping) else value
 
 
 def _data_url(name: str, url: object) -> str | bytes:
-    """A data: URL, or what was fetched in the place of another one."""
+    """Return a data: URL, or the bytes that were fetched. Raises InvalidParameter for another URL."""
     if isinstance(url, bytes):
         return url
     if not isinstance(url, str) or url[:5].lower() != "data:":
@@ -177,116 +222,140 @@ def _data_url(name: str, url: object) -> str | bytes:
 
 
 class ImageFetcher:
-    """Fetches pictures from these hosts, as `OutboundHttp` has them; from none where there are none."""
+    """Fetches the pictures of chats from allowed hosts.
+
+    hosts: the allowed hosts, as in `OutboundHttp`. Without any, no picture is fetched.
+    """
 
     def __init__(self, hosts: Sequence[str] = ()) -> None:
-        self._targets = OutboundHttp(hosts, "messages", "--image-hosts", "fetched from")
-        self._all = asyncio.Semaphore(FETCHES)
+        self._http = OutboundHttp(hosts, "messages", "--image-hosts", "fetched from")
+        self._limit = asyncio.Semaphore(FETCHES)
 
     async def fetched(self, card: ModelSpec, fields: Mapping[str, object]) -> Mapping[str, object]:
-        """Return the fields of a chat with pictures in the place of their addresses.
+        """Return the fields of a chat with the bytes of pictures instead of their URLs.
 
-        Raises InvalidParameter for an address that is not allowed or cannot be fetched.
+        Each URL is fetched once. Raises InvalidParameter for a URL that is not allowed or cannot be fetched.
         """
         messages = fields.get("messages")
-        if card.vision is None or not self._targets or not isinstance(messages, list):
+        if card.vision is None or not self._http or not isinstance(messages, list):
             return fields
-        addresses = dict.fromkeys(url for message in messages for part in _parts(message) if (url := _address(part)))
-        if len(addresses) > MAX_FETCHED:
+        urls = dict.fromkeys(url for message in messages for part in _parts(message) if (url := _http_url(part)))
+        if len(urls) > MAX_FETCHED:
             raise InvalidParameter(
                 f"messages: at most {MAX_FETCHED} pictures are fetched, send more as data: URLs", "messages"
             )
-        found = dict(zip(addresses, await asyncio.gather(*map(self._fetched, addresses)), strict=True))
-        return {**fields, "messages": [_filled(message, found) for message in messages]}
+        pictures = dict(zip(urls, await asyncio.gather(*map(self._fetch, urls)), strict=True))
+        return {**fields, "messages": [_with_pictures(message, pictures) for message in messages]}
 
     async def close(self) -> None:
-        """Close the connections."""
-        await self._targets.close()
+        """Close all connections."""
+        await self._http.close()
 
-    async def _fetched(self, url: str) -> bytes:
-        self._targets.require(url)
-        async with self._all:
+    async def _fetch(self, url: str) -> bytes:
+        """Return the bytes of a picture. Raises InvalidParameter."""
+        self._http.require(url)
+        async with self._limit:
             try:
-                return await self._targets.read(url, MAX_BYTES)
+                return await self._http.read(url, MAX_BYTES)
             except TransientError as error:
                 raise InvalidParameter(f"messages: {url[:200]} cannot be fetched: {error}", "messages") from error
 
 
 def _parts(message: object) -> list[Any]:
+    """Return the content parts of a message; none for a text.
+
+    Parts with pictures are converted to the form `image_url`.
+    """
     content = message.get("content") if isinstance(message, Mapping) else None
     return [as_image_url(part) for part in content] if isinstance(content, list) else []
 
 
-def _address(part: object) -> str:
-    """The address that a part has fetched; "" for a part without one."""
+def _http_url(part: object) -> str:
+    """Return the http or https URL of the picture in a content part, or ""."""
     url = _url(part.get("image_url")) if isinstance(part, Mapping) and part.get("type") == "image_url" else ""
     return url if isinstance(url, str) and url.lower().startswith(("http:", "https:")) else ""
 
 
-def _filled(message: Any, found: Mapping[str, bytes]) -> Any:
-    """A message with pictures instead of their addresses."""
+def _with_pictures(message: Any, pictures: Mapping[str, bytes]) -> Any:
+    """Return a message with the bytes of pictures instead of their URLs."""
     parts = _parts(message)
-    if not any(map(_address, parts)):
+    if not any(map(_http_url, parts)):
         return message
     for place, part in enumerate(parts):
-        if url := _address(part):
-            shown = part["image_url"] if isinstance(part["image_url"], Mapping) else {}
-            parts[place] = {**part, "image_url": {**shown, "url": found[url]}}
+        if url := _http_url(part):
+            image_url = part["image_url"] if isinstance(part["image_url"], Mapping) else {}
+            parts[place] = {**part, "image_url": {**image_url, "url": pictures[url]}}
     return {**message, "content": parts}
 
 
 class VideoInfo(NamedTuple):
-    """Pixels of a frame, how many frames there are, and how many of them a second."""
+    """The size and the frame rate of a video, from the header of its file."""
 
+    #: Width of a frame, in pixels.
     width: int
+    #: Height of a frame, in pixels.
     height: int
+    #: The number of frames.
     frames: int
+    #: Frames a second, on average.
     rate: float
 
 
 def film_of(data: bytes) -> VideoInfo:
-    """The first video in a file. Raises ValueError for one that is no MP4 file, or that says it in its fragments."""
+    """Return the size of the first video in an MP4 file.
+
+    Raises ValueError for another or a damaged file, and for a fragmented one, whose header does not list its frames.
+    """
     try:
-        for track in _inside(memoryview(data), PATH):
-            if film := _film(track):
-                return film
+        for track in _boxes_at(memoryview(data), PATH):
+            if video := _video_of_track(track):
+                return video
     except (struct.error, IndexError) as error:
         raise ValueError("a box is cut short") from error
     raise ValueError("it has no video track with frames that are listed at one place")
 
 
-def _film(track: memoryview) -> VideoInfo | None:
-    """The video of a track; None of one that is no video."""
-    handler, header = (next(_inside(track, (name,)), memoryview(b"")) for name in (b"hdlr", b"mdhd"))
+def _video_of_track(track: memoryview) -> VideoInfo | None:
+    """Return the video of a track; None if it is empty, or no video.
+
+    track: the contents of its `mdia` box.
+    """
+    handler, header = (next(_boxes_at(track, (name,)), memoryview(b"")) for name in (b"hdlr", b"mdhd"))
     if bytes(handler[8:12]) != b"vide":
         return None
+
+    # `mdhd` has the duration in units of 1/scale seconds. In version 1 its times have 64 bits.
     scale, duration = struct.unpack(">IQ" if header[0] else ">II", header[20:32] if header[0] else header[12:20])
-    lists = b"minf", b"stbl"
-    sizes = next(_inside(track, (*lists, b"stsz")), memoryview(b""))
-    looks = next(_inside(track, (*lists, b"stsd")), memoryview(b""))
+    sample_table = b"minf", b"stbl"
+    sizes = next(_boxes_at(track, (*sample_table, b"stsz")), memoryview(b""))
+    descriptions = next(_boxes_at(track, (*sample_table, b"stsd")), memoryview(b""))
     (frames,) = struct.unpack(">I", sizes[8:12])
-    width, height = struct.unpack(">HH", looks[40:44])
+    width, height = struct.unpack(">HH", descriptions[40:44])
     if not all((scale, duration, frames, width, height)):
         return None
     return VideoInfo(width, height, frames, frames * scale / duration)
 
 
-def _inside(data: memoryview, path: tuple[bytes, ...]) -> Iterator[memoryview]:
-    """The contents of the boxes at a path."""
-    place = 0
+def _boxes_at(data: memoryview, path: tuple[bytes, ...]) -> Iterator[memoryview]:
+    """Yield the contents of all boxes at a path of box types.
+
+    Raises ValueError for a malformed box.
+    """
+    start = 0
     for _ in range(MAX_BOXES):
-        if place + 8 > len(data):
+        if start + 8 > len(data):
             return
-        size, kind = struct.unpack(">I4s", data[place : place + 8])
+        size, kind = struct.unpack(">I4s", data[start : start + 8])
         head = 8
-        if size == 1:
-            head, (size,) = 16, struct.unpack(">Q", data[place + 8 : place + 16])
-        end = place + size if size else len(data)
+        if size == 1:  # the size follows the type, with 64 bits
+            head = 16
+            (size,) = struct.unpack(">Q", data[start + 8 : start + 16])
+        end = start + size if size else len(data)  # a size of 0 means all that follows
         if size and size < head or end > len(data):
             raise ValueError("a box is longer than the file, or than it can be")
         if kind == path[0] and len(path) == 1:
-            yield data[place + head : end]
+            yield data[start + head : end]
         elif kind == path[0]:
-            yield from _inside(data[place + head : end], path[1:])
-        place = end
+            yield from _boxes_at(data[start + head : end], path[1:])
+        start = end
     raise ValueError(f"it has more than {MAX_BOXES} boxes")

@@ -1,6 +1,6 @@
-"""Schemas in /openapi.json: of responses, and of the bodies of creating calls, made from the media's tables.
+"""The schemas in /openapi.json: of responses, and of the bodies of creating calls.
 
-A fuzz test checks every response against them.
+Those of bodies are generated from the parameter tables of the modalities. A fuzz test checks every response.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Schema = dict[str, Any]
 Answers = dict[int | str, Schema]
 
 TEXT, NUMBER, INTEGER, FLAG = ({"type": kind} for kind in ("string", "number", "integer", "boolean"))
-ANY: Schema = {}  # an object whose fields depend on the model, or on the client
+ANY: Schema = {}  # any value: it depends on the model, or on the client
 
 UNIX = {**NUMBER, "description": "Unix seconds"}
 SECONDS = {**NUMBER, "description": "seconds"}
@@ -28,84 +28,184 @@ BYTES = {**INTEGER, "description": "bytes"}
 
 
 def perhaps(schema: Schema) -> Schema:
-    """This schema, or null."""
+    """Return a schema for this or null."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
 def array(items: Schema) -> Schema:
-    """An array of these."""
+    """Return the schema of an array with these items."""
     return {"type": "array", "items": items}
 
 
 def table(values: Schema) -> Schema:
-    """An object that maps names to these."""
+    """Return the schema of an object that maps names to these values."""
     return {"type": "object", "additionalProperties": values}
 
 
 def thing(fields: Schema, **optional: Schema) -> Schema:
-    """An object with these fields, which are required, and with the optional ones."""
+    """Return the schema of an object with these required fields, and with the optional ones."""
     return {"type": "object", "required": list(fields), "properties": fields | optional}
 
 
-STAGE = thing({
-    "name": TEXT, "pool": TEXT, "status": TEXT, "worker": TEXT, "attempt": INTEGER, "cached": FLAG,
-    "failures": INTEGER, "crashes": INTEGER, "recomputes": INTEGER,
-    "queued_s": SECONDS, "get_s": SECONDS, "run_s": SECONDS, "put_s": SECONDS, "save_s": SECONDS,
-    "exchange_s": SECONDS, "share_s": SECONDS,
-    "steps": INTEGER, "resumed": INTEGER, "batch": NUMBER, "device": TEXT, "devices": INTEGER,
-})  # fmt: skip
+STAGE = thing(
+    {
+        "name": TEXT,
+        "pool": TEXT,
+        "status": TEXT,
+        "worker": TEXT,
+        "attempt": INTEGER,
+        "cached": FLAG,
+        "failures": INTEGER,
+        "crashes": INTEGER,
+        "recomputes": INTEGER,
+        "queued_s": SECONDS,
+        "get_s": SECONDS,
+        "run_s": SECONDS,
+        "put_s": SECONDS,
+        "save_s": SECONDS,
+        "exchange_s": SECONDS,
+        "share_s": SECONDS,
+        "steps": INTEGER,
+        "resumed": INTEGER,
+        "batch": NUMBER,
+        "device": TEXT,
+        "devices": INTEGER,
+    }
+)
 ERROR = thing({"code": TEXT, "message": TEXT}, stage=TEXT, evidence=TEXT)
-REQUEST = thing({
-    "id": TEXT, "object": {"const": "request"}, "model": TEXT,
-    "medium": {"enum": [medium.name for medium in modalities.MEDIA]},
-    "prompt": perhaps(TEXT), "params": table(ANY), "tenant": TEXT, "priority": INTEGER,
-    "status": {"enum": list(get_args(RequestStatus))},
-    "state": {"enum": [*get_args(RequestStatus), *get_args(Awaiting)]},
-    "stage": perhaps(TEXT), "step": INTEGER, "steps": INTEGER,
-    "progress": {**INTEGER, "minimum": 0, "maximum": 100, "description": "percent of the predicted seconds"},
-    "queue_position": perhaps(INTEGER), "eta_s": perhaps(SECONDS), "seed": perhaps(INTEGER),
-    "cost": thing({"predicted_s": SECONDS, "device_s": table(SECONDS), "money": perhaps(NUMBER)}),
-    "created_at": UNIX, "started_at": perhaps(UNIX), "completed_at": perhaps(UNIX), "attempts": INTEGER,
-    "stages": array(STAGE),
-    "result": array(thing({"url": TEXT, "content_type": TEXT, "bytes": BYTES}, flagged=FLAG)),
-    "error": perhaps(ERROR), "metadata": table(TEXT),
-    "webhook": perhaps(thing({"url": TEXT, "state": TEXT, "attempts": INTEGER, "reason": TEXT})),
-    "hint": perhaps({**TEXT, "description": "words of the prompt that the model does not know, and what it makes"}),
-})  # fmt: skip
+REQUEST = thing(
+    {
+        "id": TEXT,
+        "object": {"const": "request"},
+        "model": TEXT,
+        "medium": {"enum": [medium.name for medium in modalities.MEDIA]},
+        "prompt": perhaps(TEXT),
+        "params": table(ANY),
+        "tenant": TEXT,
+        "priority": INTEGER,
+        "status": {"enum": list(get_args(RequestStatus))},
+        "state": {"enum": [*get_args(RequestStatus), *get_args(Awaiting)]},
+        "stage": perhaps(TEXT),
+        "step": INTEGER,
+        "steps": INTEGER,
+        "progress": {**INTEGER, "minimum": 0, "maximum": 100, "description": "percent of the predicted seconds"},
+        "queue_position": perhaps(INTEGER),
+        "eta_s": perhaps(SECONDS),
+        "seed": perhaps(INTEGER),
+        "cost": thing({"predicted_s": SECONDS, "device_s": table(SECONDS), "money": perhaps(NUMBER)}),
+        "created_at": UNIX,
+        "started_at": perhaps(UNIX),
+        "completed_at": perhaps(UNIX),
+        "attempts": INTEGER,
+        "stages": array(STAGE),
+        "result": array(thing({"url": TEXT, "content_type": TEXT, "bytes": BYTES}, flagged=FLAG)),
+        "error": perhaps(ERROR),
+        "metadata": table(TEXT),
+        "webhook": perhaps(thing({"url": TEXT, "state": TEXT, "attempts": INTEGER, "reason": TEXT})),
+        "hint": perhaps({**TEXT, "description": "words of the prompt that the model does not know, and what it makes"}),
+    }
+)
 DAMAGE = thing({"id": TEXT, "object": {"const": "damaged"}, "kind": TEXT, "error": ERROR})
-VIDEO = thing({
-    "id": TEXT, "object": {"const": "video"}, "created_at": INTEGER, "completed_at": perhaps(INTEGER),
-    "status": {"enum": ["queued", "in_progress", "completed", "failed"]}, "progress": INTEGER, "prompt": TEXT,
-    "model": TEXT,
-    "seconds": TEXT, "size": TEXT, "error": perhaps(thing({"code": TEXT, "message": TEXT})),
-    "num_frames": INTEGER, "fps": ANY, "seed": INTEGER, "output_format": TEXT, "metadata": table(TEXT),
-}, hint=TEXT)  # fmt: skip
-MODEL = thing({
-    "id": TEXT, "object": {"const": "model"}, "created": INTEGER, "owned_by": TEXT, "makes_video": FLAG,
-    "root": TEXT, "max_model_len": perhaps(INTEGER), "input_modalities": array(TEXT),
-    "takes_image": FLAG, "starts_from": table(NUMBER), "references": INTEGER,
-    "last_frame": {"enum": ["", "may", "must"]}, "loras": array(TEXT), "limits": table(NUMBER),
-    "defaults": table(ANY), "quality": table(table(ANY)), "stages": table(TEXT),
-    "state": {"enum": ["ready", "loading", "unavailable", "failed"]}, "reason": perhaps(TEXT), "default": FLAG,
-    "progress": perhaps(thing({"phase": {"enum": [*get_args(Phase)]}, "done": BYTES, "total": BYTES})),
-})  # fmt: skip
-WORKER = thing({
-    "id": TEXT, "object": {"const": "worker"}, "node": TEXT, "role": TEXT, "device": TEXT, "pools": array(TEXT),
-    "holds": perhaps(TEXT), "outcome": table(TEXT), "slots": INTEGER, "leased": INTEGER, "models": array(TEXT),
-    "pid": INTEGER, "room": BYTES, "used": BYTES, "high_water": BYTES, "fragmentation": NUMBER,
-    "engines": table(TEXT), "ranks": array(thing({"compute_s": SECONDS, "exchange_s": SECONDS})),
-    "changed": table(TEXT), "healthy": FLAG, "seen_s": SECONDS,
-})  # fmt: skip
-POOL = thing({
-    "id": TEXT, "object": {"const": "pool"}, "models": array(TEXT), "workers": array(TEXT), "slots": INTEGER,
-    "leased": INTEGER, "waiting": INTEGER, "oldest_s": SECONDS, "state": TEXT, "reason": perhaps(TEXT),
-    "shares": thing({"largest": INTEGER, "blame": table(TEXT)}),
-})  # fmt: skip
-PICTURES = thing({
-    "created": INTEGER, "id": TEXT, "model": TEXT, "size": TEXT, "quality": TEXT, "background": TEXT,
-    "data": array(thing({"seed": INTEGER}, b64_json=perhaps(TEXT), url=TEXT, flagged=FLAG)),
-    "output_format": TEXT, "usage": table(ANY),
-}, hint=TEXT)  # fmt: skip
+VIDEO = thing(
+    {
+        "id": TEXT,
+        "object": {"const": "video"},
+        "created_at": INTEGER,
+        "completed_at": perhaps(INTEGER),
+        "status": {"enum": ["queued", "in_progress", "completed", "failed"]},
+        "progress": INTEGER,
+        "prompt": TEXT,
+        "model": TEXT,
+        "seconds": TEXT,
+        "size": TEXT,
+        "error": perhaps(thing({"code": TEXT, "message": TEXT})),
+        "num_frames": INTEGER,
+        "fps": ANY,
+        "seed": INTEGER,
+        "output_format": TEXT,
+        "metadata": table(TEXT),
+    },
+    hint=TEXT,
+)
+MODEL = thing(
+    {
+        "id": TEXT,
+        "object": {"const": "model"},
+        "created": INTEGER,
+        "owned_by": TEXT,
+        "makes_video": FLAG,
+        "root": TEXT,
+        "max_model_len": perhaps(INTEGER),
+        "input_modalities": array(TEXT),
+        "takes_image": FLAG,
+        "starts_from": table(NUMBER),
+        "references": INTEGER,
+        "last_frame": {"enum": ["", "may", "must"]},
+        "loras": array(TEXT),
+        "limits": table(NUMBER),
+        "defaults": table(ANY),
+        "quality": table(table(ANY)),
+        "stages": table(TEXT),
+        "state": {"enum": ["ready", "loading", "unavailable", "failed"]},
+        "reason": perhaps(TEXT),
+        "default": FLAG,
+        "progress": perhaps(thing({"phase": {"enum": [*get_args(Phase)]}, "done": BYTES, "total": BYTES})),
+    }
+)
+WORKER = thing(
+    {
+        "id": TEXT,
+        "object": {"const": "worker"},
+        "node": TEXT,
+        "role": TEXT,
+        "device": TEXT,
+        "pools": array(TEXT),
+        "holds": perhaps(TEXT),
+        "outcome": table(TEXT),
+        "slots": INTEGER,
+        "leased": INTEGER,
+        "models": array(TEXT),
+        "pid": INTEGER,
+        "room": BYTES,
+        "used": BYTES,
+        "high_water": BYTES,
+        "fragmentation": NUMBER,
+        "engines": table(TEXT),
+        "ranks": array(thing({"compute_s": SECONDS, "exchange_s": SECONDS})),
+        "changed": table(TEXT),
+        "healthy": FLAG,
+        "seen_s": SECONDS,
+    }
+)
+POOL = thing(
+    {
+        "id": TEXT,
+        "object": {"const": "pool"},
+        "models": array(TEXT),
+        "workers": array(TEXT),
+        "slots": INTEGER,
+        "leased": INTEGER,
+        "waiting": INTEGER,
+        "oldest_s": SECONDS,
+        "state": TEXT,
+        "reason": perhaps(TEXT),
+        "shares": thing({"largest": INTEGER, "blame": table(TEXT)}),
+    }
+)
+PICTURES = thing(
+    {
+        "created": INTEGER,
+        "id": TEXT,
+        "model": TEXT,
+        "size": TEXT,
+        "quality": TEXT,
+        "background": TEXT,
+        "data": array(thing({"seed": INTEGER}, b64_json=perhaps(TEXT), url=TEXT, flagged=FLAG)),
+        "output_format": TEXT,
+        "usage": table(ANY),
+    },
+    hint=TEXT,
+)
 
 _HEADERS = {"x-request-id": {"description": "what this call is called in the server's log", "schema": TEXT}}
 _LATER = {"location": {"description": "where the request is read", "schema": TEXT}}
@@ -113,17 +213,20 @@ _LATER |= {"preference-applied": {"schema": {"const": "respond-async"}}}
 
 
 def answer(says: str, schema: Schema, kind: str = "application/json", headers: Schema | None = None) -> Schema:
-    """One response: its description, the schema of its body, its content type."""
+    """Return the documentation of one response.
+
+    says: its description. schema: the schema of its body. kind: its content type. headers: its further headers.
+    """
     return {"description": says, "content": {kind: {"schema": schema}}, "headers": _HEADERS | (headers or {})}
 
 
 def one(schema: Schema, status: int = 200) -> Answers:
-    """The responses of a call that returns one such object."""
+    """Return the documentation of a route that responds with one object."""
     return {status: answer("What was asked for", schema)}
 
 
 def several(schema: Schema, paged: bool = True) -> Answers:
-    """The responses of a call that returns a list of them, in pages if `paged`."""
+    """Return the documentation of a route that lists objects, in pages if `paged`."""
     page = {"has_more": FLAG, "first_id": perhaps(TEXT), "last_id": perhaps(TEXT)} if paged else {}
     return one(thing({"object": {"const": "list"}, "data": array(schema), **page}))
 
@@ -131,20 +234,35 @@ def several(schema: Schema, paged: bool = True) -> Answers:
 #: One server-sent event: in OpenAPI 3.1, the schema of an event stream describes each event.
 SENT = thing({"data": TEXT}, event=TEXT, id=TEXT)
 
-_TOLD = thing({"token": TEXT, "logprob": NUMBER, "bytes": array(INTEGER)})
-_LIKELY = thing({"content": array({**_TOLD, "properties": _TOLD["properties"] | {"top_logprobs": array(_TOLD)}})})
+_TOKEN = thing({"token": TEXT, "logprob": NUMBER, "bytes": array(INTEGER)})
+_LOGPROBS = thing({"content": array({**_TOKEN, "properties": _TOKEN["properties"] | {"top_logprobs": array(_TOKEN)}})})
 _CALL = thing({"id": TEXT, "type": {"const": "function"}, "function": thing({"name": TEXT, "arguments": TEXT})})
-_SAID = thing({"role": {"const": "assistant"}, "content": perhaps(TEXT), "refusal": ANY},
-              tool_calls=array(_CALL), reasoning_content=TEXT)  # fmt: skip
-CHOICE = thing({
-    "index": INTEGER, "message": _SAID, "logprobs": perhaps(_LIKELY),
-    "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
-    "stop_reason": {"anyOf": [TEXT, INTEGER, {"type": "null"}]},
-})  # fmt: skip
-ANSWERED = thing({
-    "id": TEXT, "object": {"const": "chat.completion"}, "created": INTEGER, "model": TEXT,
-    "choices": array(CHOICE), "usage": ANY, "seed": INTEGER, "system_fingerprint": TEXT,
-})  # fmt: skip
+_MESSAGE = thing(
+    {"role": {"const": "assistant"}, "content": perhaps(TEXT), "refusal": ANY},
+    tool_calls=array(_CALL),
+    reasoning_content=TEXT,
+)
+CHOICE = thing(
+    {
+        "index": INTEGER,
+        "message": _MESSAGE,
+        "logprobs": perhaps(_LOGPROBS),
+        "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
+        "stop_reason": {"anyOf": [TEXT, INTEGER, {"type": "null"}]},
+    }
+)
+ANSWERED = thing(
+    {
+        "id": TEXT,
+        "object": {"const": "chat.completion"},
+        "created": INTEGER,
+        "model": TEXT,
+        "choices": array(CHOICE),
+        "usage": ANY,
+        "seed": INTEGER,
+        "system_fingerprint": TEXT,
+    }
+)
 ACCEPTED: Answers = {202: answer("With `Prefer: respond-async`: the request", REQUEST, headers=_LATER)}
 DRAWN = ACCEPTED | one(PICTURES)
 DRAWN[200]["content"] |= {"text/event-stream": {"schema": SENT}}
@@ -184,18 +302,22 @@ BOUNDS = {"text": ("minLength", "maxLength"), "integer": ("minimum", "maximum"),
 
 
 def schema_of(parameter: Parameter) -> Schema:
-    """A parameter as JSON Schema; bounds that differ between models are left out."""
-    named = zip(BOUNDS.get(parameter.kind, ()), (parameter.low, parameter.high), strict=False)
-    bounds = {name: bound for name, bound in named if not isinstance(bound, str)}
-    chosen: Schema = {"enum": list(parameter.choices)} if parameter.choices else {}
-    chosen |= {"pattern": f"^({parameter.form[0]})$"} if parameter.kind == "form" else {}
+    """Return the JSON Schema of a parameter. Bounds that differ between models are left out."""
+    named_bounds = zip(BOUNDS.get(parameter.kind, ()), (parameter.low, parameter.high), strict=False)
+    bounds = {name: bound for name, bound in named_bounds if not isinstance(bound, str)}
+    allowed: Schema = {"enum": list(parameter.choices)} if parameter.choices else {}
+    allowed |= {"pattern": f"^({parameter.form[0]})$"} if parameter.kind == "form" else {}
     default = {} if parameter.default is None else {"default": parameter.default}
-    return TYPES[parameter.kind] | bounds | chosen | default | {"description": parameter.description}
+    return TYPES[parameter.kind] | bounds | allowed | default | {"description": parameter.description}
 
 
 def _fields(medium: Modality, required: bool = False) -> Schema:
-    shown = (one for one in medium.parameters if one.required is required and one.use != "refused")
-    return {one.name: schema_of(one) for one in shown}
+    """Return the schemas of a modality's required or optional parameters.
+
+    Parameters that are always refused are left out.
+    """
+    parameters = (parameter for parameter in medium.parameters if parameter.required is required)
+    return {parameter.name: schema_of(parameter) for parameter in parameters if parameter.use != "refused"}
 
 
 #: A gray picture of 64 by 64 pixels, as a data URL.
@@ -206,22 +328,26 @@ GRAY = (
 
 _FILE = {**TEXT, "format": "binary"}
 _URL = {**TEXT, "pattern": "^[Dd][Aa][Tt][Aa]:image/"}
-_HELD = {"anyOf": [_URL, thing({"image_url": _URL})]}
-
-_SEVERAL = {"anyOf": [_HELD, array(_HELD) | {"minItems": 1, "maxItems": len(modalities.REFERENCES)}]}
+_IMAGE = {"anyOf": [_URL, thing({"image_url": _URL})]}
+_IMAGES = {"anyOf": [_IMAGE, array(_IMAGE) | {"minItems": 1, "maxItems": len(modalities.REFERENCES)}]}
 
 
 def _body(required: Schema, optional: Schema) -> Schema:
-    says = "Bounds that depend on the model are in GET /v1/models; numbers may also be sent as text."
-    return thing(required, **optional) | {"additionalProperties": False, "description": says}
+    """Return the schema of a body, which has no other fields than these."""
+    description = "Bounds that depend on the model are in GET /v1/models; numbers may also be sent as text."
+    return thing(required, **optional) | {"additionalProperties": False, "description": description}
 
 
 def _nullable(fields: Schema) -> Schema:
+    """Return the schemas of these fields, each of which may also be null."""
     return {name: perhaps(schema) for name, schema in fields.items()}
 
 
 def _bodies(json: Schema, form: Schema | None = None, *, example: Mapping[str, object]) -> Schema:
-    """Bodies of a call. `example` is one as JSON, which the page at /docs sends unless somebody changes it."""
+    """Return the documentation of a call's body: JSON, or a form.
+
+    example: a JSON body that works, with which the page at /docs fills its form.
+    """
     content: Schema = {"application/json": {"schema": json, "example": example}}
     content |= {"multipart/form-data": {"schema": form}} if form else {}
     return {"requestBody": {"required": True, "content": content}}
@@ -235,7 +361,7 @@ CHAT = _bodies(
 )
 GENERATE = _bodies(_body(SAID, _nullable(PICTURE)), example={"prompt": "a red circle on white"})
 EDIT = _bodies(
-    _body(SAID, _nullable({**PICTURE, "image": _SEVERAL, "images": _SEVERAL, "mask": _HELD}))
+    _body(SAID, _nullable({**PICTURE, "image": _IMAGES, "images": _IMAGES, "mask": _IMAGE}))
     | {"anyOf": [{"required": ["image"]}, {"required": ["images"]}]},
     _body({**SAID, "image": _FILE}, {**PICTURE, "image[]": array(_FILE), "mask": _FILE}),
     example={"prompt": "a red circle on white", "image": GRAY},
@@ -253,7 +379,7 @@ ADD = _bodies(
 )
 _FRAMES = ("input_reference", modalities.LAST_FRAME)
 CREATE = _bodies(
-    _body(_fields(modalities.VIDEO, True), _nullable(CLIP | dict.fromkeys(_FRAMES, _HELD))),
+    _body(_fields(modalities.VIDEO, True), _nullable(CLIP | dict.fromkeys(_FRAMES, _IMAGE))),
     _body(_fields(modalities.VIDEO, True), CLIP | dict.fromkeys(_FRAMES, _FILE)),
     example={"prompt": "a blue star moving left on black", "seconds": 1},
 )

@@ -1,4 +1,7 @@
-"""Which addresses of clients are called, and how, so that nobody has the server call what only it can reach."""
+"""Outbound HTTP to addresses that clients send: allowed hosts only, protected against SSRF.
+
+A client must not make the server call addresses that only the server can reach, such as those of an internal network.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +21,42 @@ from typing_extensions import override
 from unfuse.core.errors import InvalidParameter, TransientError, UsageError
 from unfuse.edge.access import ANY, address_of, matches
 
-CALL_S = 10.0  # the longest a target has, from looking up its name to the head of its answer; the rest is not read
+#: The most seconds of one call, including the lookup of the name and the reading of the response.
+CALL_S = 10.0
 
 HTTP_OK = 200
 STANDARD_PORTS = {"http": 80, "https": 443}
-LOOKUPS = 8  # how many names are looked up at one time
 
-#: All IPv6 addresses of the internet. Outside lie, among others, those that only stand for an IPv4 address: ::/96
-#: (IPv4-compatible), ::ffff:0:0:0/96 (translated) and 64:ff9b:1::/48 (NAT64 of one's own network).
+#: The most DNS lookups at one time.
+LOOKUPS = 8
+
+#: All public IPv6 addresses. Among those outside are the ones that stand for an IPv4 address: ::/96 (IPv4-compatible),
+#: ::ffff:0:0:0/96 (translated) and 64:ff9b:1::/48 (NAT64 of a local network).
 UNICAST = ip_network("2000::/3")
 
-#: Addresses outside of these by which NAT64 reaches the IPv4 address at their end.
+#: The addresses outside of UNICAST by which NAT64 reaches the IPv4 address in their last 32 bits.
 TRANSLATED = ip_network("64:ff9b::/96")
 
-#: The 32 bits before the IPv4 address at the end of an address that a tunnel leads to it.
+#: The 32 bits before the IPv4 address in an ISATAP address, which a tunnel leads to that IPv4 address.
 ISATAP = (0x00005EFE, 0x02005EFE)
 
-#: Networks that are reserved, beside those that `ipaddress` knows in every version of Python.
+#: Reserved networks that not every supported version of Python's `ipaddress` knows.
 RESERVED = tuple(map(ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
 
 
 class OutboundHttp:
-    """The hosts that may be called: names (`.domain` for all below it, `*` for any), and addresses or networks.
+    """An HTTP client that calls allowed hosts only.
 
-    A name may lead to an address of the internet, or to one of those networks. Addresses come in the parameter `param`,
-    and `flag` allows hosts. Raises ConfigError for what is neither.
+    It is false if no host is allowed.
+
+    allowed: names (`.domain` for all names below it, `*` for any), and IP addresses or networks.
+    param: the request parameter that has the addresses, for errors.
+    flag: the command line option that allows hosts, for errors.
+    done: what is done with a host ("called"), for errors.
+    needs: words after the flag in an error, for another option that is needed too.
+
+    An allowed name may resolve to public addresses and to addresses in `allowed`. Raises UsageError for an entry that
+    is neither a name nor a network.
     """
 
     def __init__(
@@ -53,8 +67,12 @@ class OutboundHttp:
         done: str = "called",
         needs: str = "",
     ) -> None:
-        self._param, self._flag, self._done, self._needs = param, flag, done, needs
-        self._names, self._networks = set[str](), list[IPv4Network | IPv6Network]()
+        self._param = param
+        self._flag = flag
+        self._done = done
+        self._needs = needs
+        self._names = set[str]()
+        self._networks = list[IPv4Network | IPv6Network]()
         for entry in allowed:
             try:
                 self._networks.append(ip_network(entry))
@@ -64,7 +82,7 @@ class OutboundHttp:
             ssl.create_default_context() if allowed else None,
             max_connections=None,
             max_keepalive_connections=0,
-            network_backend=_Checked(self.check),
+            network_backend=_CheckedBackend(self.check),
         )
         for name in self._names:
             if not name.isascii() or not name.strip(".") or set(name) & set("/:@ ?#"):
@@ -74,7 +92,7 @@ class OutboundHttp:
         return bool(self._names or self._networks)
 
     def require(self, url: str) -> None:
-        """Raise InvalidParameter for an address that may not be called, as far as it tells itself."""
+        """Raise InvalidParameter for a URL that may not be called. Names are not resolved here."""
         if not self:
             raise InvalidParameter(
                 f"{self._param}: nobody is {self._done} by this server, start it with {self._flag}{self._needs}",
@@ -93,55 +111,62 @@ class OutboundHttp:
             )
 
     def check(self, address: str) -> bool:
-        """Whether this address may be connected to, whichever name led there."""
-        found = address_of(address.partition("%")[0])
-        return found is not None and self._may_be_called(found)
+        """Return whether connections to this IP address are allowed, whatever its name."""
+        parsed = address_of(address.partition("%")[0])  # without the zone of an IPv6 address
+        return parsed is not None and self._may_be_called(parsed)
 
     async def call(self, url: str, headers: Mapping[str, str], body: bytes) -> int:
-        """Post something; returns the status, be it a redirect's. Raises TransientError for no answer in time."""
-        async with self._answer("POST", url, {"content-length": str(len(body)), **headers}, body) as answer:
-            return int(answer.status)
+        """Send a POST. Returns the status; redirects are not followed.
+
+        Raises TransientError if the host cannot be reached or does not respond in time.
+        """
+        async with self._response("POST", url, {"content-length": str(len(body)), **headers}, body) as response:
+            return int(response.status)
 
     async def read(self, url: str, most: int) -> bytes:
-        """Get what is there, of at most so many bytes. Redirects are not followed.
+        """Return the body of a GET for a picture, of at most `most` bytes.
 
-        Raises TransientError for a target that cannot be reached, does not answer in time, or has something else.
+        Redirects are not followed.
+
+        Raises TransientError if the host cannot be reached or does not respond in time, and for another status or a
+        larger body.
         """
         data = bytearray()
-        async with self._answer("GET", url, {"accept": "image/*"}) as answer:
-            if answer.status != HTTP_OK:
-                raise TransientError(f"the answer is {answer.status}, and only {HTTP_OK} is read")
-            async for piece in answer.aiter_stream():
-                data += piece
+        async with self._response("GET", url, {"accept": "image/*"}) as response:
+            if response.status != HTTP_OK:
+                raise TransientError(f"the answer is {response.status}, and only {HTTP_OK} is read")
+            async for chunk in response.aiter_stream():
+                data += chunk
                 if len(data) > most:
                     raise TransientError(f"it has more than {most} bytes")
         return bytes(data)
 
     @asynccontextmanager
-    async def _answer(
+    async def _response(
         self, method: str, url: str, headers: Mapping[str, str], body: bytes | None = None
     ) -> AsyncIterator[httpcore2.Response]:
+        """Return a context with the response of one call, which lasts for at most CALL_S."""
         parts = self._parts(url)
         host, scheme = parts.hostname or "", parts.scheme
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         port = parts.port or STANDARD_PORTS[scheme]
-        where = httpcore2.URL(scheme=scheme.encode(), host=host.encode(), port=port, target=target.encode())
-        sent = {"host": parts.netloc, "connection": "close", **headers}
+        address = httpcore2.URL(scheme=scheme.encode(), host=host.encode(), port=port, target=target.encode())
+        all_headers = {"host": parts.netloc, "connection": "close", **headers}
         try:
             async with asyncio.timeout(CALL_S):
-                async with self._pool.stream(method, where, headers=[*sent.items()], content=body) as answer:
-                    yield answer
+                async with self._pool.stream(method, address, headers=[*all_headers.items()], content=body) as response:
+                    yield response
         except TimeoutError as error:
             raise TransientError(f"it did not answer within {CALL_S:g} s") from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException, OSError) as error:
             raise TransientError(str(error) or type(error).__name__) from error
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close all connections."""
         await self._pool.aclose()
 
     def _parts(self, url: str) -> SplitResult:
-        """The parts of an address. Raises InvalidParameter."""
+        """Return the parts of an http or https URL. Raises InvalidParameter for any other URL."""
         try:
             parts = urlsplit(url)
             is_plain = url.isascii() and url.isprintable() and " " not in url and "\\" not in url
@@ -161,12 +186,18 @@ class OutboundHttp:
         return self._is_named(address) or _is_public(address)
 
 
-class _Checked(httpcore2.AsyncNetworkBackend):
-    """Connects to the address that was looked at, and to no other that the same name may stand for a moment later."""
+class _CheckedBackend(httpcore2.AsyncNetworkBackend):
+    """Connects only to addresses that passed the check.
+
+    The checked address itself is used, so a later lookup of the name cannot replace it (DNS rebinding).
+    """
 
     def __init__(self, check: Callable[[str], bool]) -> None:
-        self._check, self._real = check, httpcore2.AnyIOBackend()
-        self._lookups = ThreadPoolExecutor(LOOKUPS, "lookup")  # of its own: one that hangs keeps no other work waiting
+        self._check = check
+        self._backend = httpcore2.AnyIOBackend()
+        self._lookups = ThreadPoolExecutor(
+            LOOKUPS, "lookup"
+        )  # a separate pool: a lookup that hangs delays no other work
 
     @override
     async def connect_tcp(
@@ -178,34 +209,37 @@ class _Checked(httpcore2.AsyncNetworkBackend):
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
         look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-        found = await asyncio.get_running_loop().run_in_executor(self._lookups, look_up)
-        addresses = list(dict.fromkeys(str(one[4][0]) for one in found))
-        if not (may := [address for address in addresses if self._check(address)]):
+        results = await asyncio.get_running_loop().run_in_executor(self._lookups, look_up)
+        addresses = list(dict.fromkeys(str(result[4][0]) for result in results))
+        if not (allowed := [address for address in addresses if self._check(address)]):
             raise httpcore2.ConnectError(f"{host} leads to {', '.join(addresses[:4])}, which may not be called")
-        for address in may[:-1]:
+        for address in allowed[:-1]:
             with suppress(httpcore2.ConnectError):
-                return await self._real.connect_tcp(address, port, timeout, local_address, socket_options)
-        return await self._real.connect_tcp(may[-1], port, timeout, local_address, socket_options)
+                return await self._backend.connect_tcp(address, port, timeout, local_address, socket_options)
+        return await self._backend.connect_tcp(allowed[-1], port, timeout, local_address, socket_options)
 
 
 def host_of(url: str) -> str:
-    """The host of an address that was checked before."""
+    """Return the host of a URL that was checked before; "" if it has none."""
     return urlsplit(url).hostname or ""
 
 
 def _is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Whether an address is one of the internet, and stands for no other that is not."""
+    """Return whether an address is public, including all IPv4 addresses that it stands for."""
     if isinstance(address, IPv6Address):
         if address not in UNICAST and address not in TRANSLATED:
             return False
-        if any(not _is_public(inner) for inner in _inner(address)):
+        if any(not _is_public(embedded) for embedded in _embedded_addresses(address)):
             return False
     is_reserved = any(address in network for network in RESERVED)
     return address.is_global and not address.is_multicast and not is_reserved
 
 
-def _inner(address: IPv6Address) -> Iterator[IPv4Address]:
-    """The IPv4 addresses that an IPv6 address stands for, by whatever rule."""
+def _embedded_addresses(address: IPv6Address) -> Iterator[IPv4Address]:
+    """Yield the IPv4 addresses that an IPv6 address stands for.
+
+    It may do so by 6to4, Teredo, NAT64 or ISATAP.
+    """
     if address.sixtofour:
         yield address.sixtofour
     if address.teredo:

@@ -1,4 +1,4 @@
-"""A request as clients see it, and what it costs."""
+"""The request object and the video object of the API; prices of devices."""
 
 from __future__ import annotations
 
@@ -14,32 +14,39 @@ from unfuse.core.plan import PlannedStage
 from unfuse.core.registry import nearest
 from unfuse.core.request import UNKNOWN_DEVICE, RequestContext, RequestRecord, ResultFile, RunningStage, billed_seconds
 
-#: Kinds of devices that can have a price. A device of any other name is a GPU's, and of the kind cuda.
+#: Kinds of devices that can have a price. A device with any other name is a GPU, and of the kind cuda.
 KINDS = ("cpu", "cuda", "xpu", "mps")
 
 _PRICE = re.compile(r"([a-z]+)=([0-9]{1,9}(?:\.[0-9]{1,9})?)/h")
 
 
 class Prices:
-    """Prices by kind of device, each `KIND=AMOUNT/h`, in whatever currency. Raises ConfigError."""
+    """Prices of device time by kind of device, each `KIND=AMOUNT/h`, in any one currency.
+
+    Raises UsageError for a price of another form or of an unknown kind.
+    """
 
     def __init__(self, given: Sequence[str] = ()) -> None:
         self._by_kind: dict[str, float] = {}
         for entry in given:
-            if not (found := _PRICE.fullmatch(entry)):
+            if not (match := _PRICE.fullmatch(entry)):
                 raise UsageError(f"--price {entry}: write KIND=AMOUNT/h, like cuda=1.20/h")
-            if found[1] not in KINDS:
-                close = nearest(found[1], KINDS, 0.5)
+            kind, amount = match.groups()
+            if kind not in KINDS:
+                close = nearest(kind, KINDS, 0.5)
                 hint = f"did you mean {close}?" if close else f"there are {', '.join(KINDS)}"
-                raise UsageError(f"--price {entry}: there are no devices of the kind {found[1]}; {hint}")
-            self._by_kind[found[1]] = float(found[2])
+                raise UsageError(f"--price {entry}: there are no devices of the kind {kind}; {hint}")
+            self._by_kind[kind] = float(amount)
 
     def unseen(self, devices: Sequence[str]) -> list[str]:
-        """The kinds that have a price, and of which none of these devices is."""
+        """Return the kinds that have a price, but no device among these."""
         return sorted(self._by_kind.keys() - {device.partition(":")[0] for device in devices})
 
     def money(self, spent: Mapping[str, float]) -> float | None:
-        """What so many seconds of each device cost; what has no price costs nothing. None if nothing has."""
+        """Return the cost of these seconds by device, or None if nothing has a price.
+
+        Devices of kinds without a price cost nothing.
+        """
         if not self._by_kind:
             return None
         return sum(self._by_kind.get(kind_of(device), 0.0) * seconds / 3600 for device, seconds in spent.items())
@@ -49,7 +56,10 @@ FREE = Prices()  # no prices
 
 
 def kind_of(device: str) -> str:
-    """The kind of a device by the name that its worker reports; one that reports none has no kind."""
+    """Return the kind of a device by the name that its worker reports.
+
+    The kind of an unknown device is UNKNOWN_DEVICE.
+    """
     kind = device.partition(":")[0]
     return kind if kind in (*KINDS, UNKNOWN_DEVICE) else "cuda"
 
@@ -64,15 +74,19 @@ def request_object(
     sign: Callable[[str], str] = str,
     wall: float = math.inf,
 ) -> dict[str, object]:
-    """Return the request object. Times are Unix seconds, `eta` is seconds from now, which is `wall`.
+    """Return the request object of a record, as JSON types. Times are Unix seconds.
 
-    Links to results are `base_url` followed by their path as returned by `sign`.
-
-    Its error comes with the stage and the `evidence` (a log's last lines) where one request is asked for by its id, and
-    for dead ones; lists leave that out.
+    base_url: the beginning of links to results.
+    eta: predicted seconds until the request is over; None if unknown.
+    evidence: whether the error includes its evidence, the last lines of a log. Lists leave it out.
+    prices: the prices for its cost.
+    sign: returns the path of a link with a signature.
+    wall: the time now in Unix seconds, for the cost of running stages.
     """
-    context, error = record.context, record.context.error
-    request, webhook = context.request, context.webhook
+    context = record.context
+    error = context.error
+    request = context.request
+    webhook = context.webhook
     current = record.running[-1] if record.running else None
     running = {run.stage: run for run in record.running}
     step, steps = _steps(record)
@@ -122,9 +136,14 @@ def request_object(
 
 
 def video_object(record: RequestRecord) -> dict[str, object]:
-    """The request as a video of OpenAI's shape, which has four statuses: one that was ended without result failed."""
-    context, status = record.context, record.status
-    request, params = context.request, context.request.params
+    """Return the video object of a request, in OpenAI's format.
+
+    OpenAI has four statuses: a request that was cancelled or expired is `failed`.
+    """
+    context = record.context
+    status = record.status
+    request = context.request
+    params = request.params
     frames, fps = params["num_frames"], params["fps"]
     error = context.error and {"code": context.error.code, "message": context.error.message}
     if status == "cancelled" and error is None:
@@ -148,7 +167,7 @@ def video_object(record: RequestRecord) -> dict[str, object]:
 
 
 def size_of(context: RequestContext) -> str:
-    """Width and height in pixels, as they are asked for."""
+    """Return the requested size, as WIDTHxHEIGHT in pixels."""
     params = context.request.params
     return f"{params['width']}x{params['height']}"
 
@@ -159,23 +178,29 @@ def result_path(context: RequestContext, index: int) -> str:
 
 
 def progress(record: RequestRecord) -> int:
-    """Percent of the predicted seconds that are behind it; 100 only at the end.
+    """Return the progress of a request, as percent of its predicted seconds.
 
-    It never falls: predictions are those of when it was accepted, and what an attempt reached counts for the next ones.
+    It is 100 only when completed.
+
+    It never falls: the predictions are those at acceptance, and a new attempt of a stage counts for at least as much as
+    an earlier one reached.
     """
     context = record.context
     if context.status == "completed":
         return 100
-    parts = {name: 1.0 if state.status == "done" else state.reached for name, state in context.stages.items()}
+    fractions = {name: 1.0 if state.status == "done" else state.reached for name, state in context.stages.items()}
     for run in record.running:
-        parts[run.stage] = max(parts[run.stage], run.step / run.steps if run.steps else 0.0)
+        fractions[run.stage] = max(fractions[run.stage], run.step / run.steps if run.steps else 0.0)
     costs = {stage.name: stage.cost or 1.0 for stage in context.plan.stages}
-    behind = sum(costs[name] * part for name, part in parts.items())
-    return min(99, int(100 * behind / sum(costs.values())))
+    completed_cost = sum(costs[name] * fraction for name, fraction in fractions.items())
+    return min(99, int(100 * completed_cost / sum(costs.values())))
 
 
 def _cost(record: RequestRecord, prices: Prices, wall: float) -> dict[str, object]:
-    """Return seconds of devices: predicted when it was accepted, and used so far, as its workers have reported."""
+    """Return the predicted and the used device seconds, and their price.
+
+    The prediction is that at acceptance. The use is as the workers have reported it so far.
+    """
     used = billed_seconds(record.context, record.running, wall)
     return {
         "predicted_s": round(record.context.cost, 3),
@@ -194,17 +219,21 @@ def _rounded(number: float | None, digits: int = 3) -> float | None:
 
 
 def _steps(record: RequestRecord) -> tuple[int, int]:
-    """The steps of the stage that runs; of a request of which none does, those of the stage that has most."""
+    """Return the step and the number of steps of the running stage.
+
+    If no stage runs, it is the stage with the most steps.
+    """
     if record.running:
         return record.running[-1].step, record.running[-1].steps
-    known = [(state.step, state.steps) for state in record.context.stages.values()]
-    return max(known, key=lambda pair: pair[1], default=(0, 0))
+    steps = [(state.step, state.steps) for state in record.context.stages.values()]
+    return max(steps, key=lambda pair: pair[1], default=(0, 0))
 
 
 def _attempts(record: RequestRecord) -> int:
-    """How often the stage was begun that was begun most often.
+    """Return the largest number of attempts that any stage has begun.
 
-    An attempt that was handed back before it began does not count. One whose lease ended with its scheduler does.
+    An attempt whose lease was returned before it began does not count. An attempt whose lease ended with its scheduler
+    does.
     """
     attempts = {name: state.attempt if state.status == "done" else 0 for name, state in record.context.stages.items()}
     attempts |= {run.stage: run.attempt for run in record.running}
@@ -214,6 +243,10 @@ def _attempts(record: RequestRecord) -> int:
 
 
 def _stage(context: RequestContext, planned: PlannedStage, run: RunningStage | None) -> dict[str, object]:
+    """Return the entry of one stage in the request object.
+
+    `run` is its current attempt, if it runs.
+    """
     state = context.stages[planned.name]
     return {
         "name": planned.name,

@@ -1,4 +1,4 @@
-"""Routes for requests: as objects, as a stream of events, as files."""
+"""Routes for requests: request objects, event streams, result files and previews."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ async def page(
     after: str | None = None,
 ) -> dict[str, object]:
     """Requests, newest first; the next page starts `after` the last id of this one."""
-    found = await gateway.queue.list(RequestFilter(tenant=caller.sees, status=status), after=after, limit=limit + 1)
-    return listed(await gateway.views(request, found), limit)
+    records = await gateway.queue.list(RequestFilter(tenant=caller.sees, status=status), after=after, limit=limit + 1)
+    return listed(await gateway.views(request, records), limit)
 
 
 @router.get("/{id}", responses=one(REQUEST))
@@ -88,13 +88,16 @@ async def events(
 
 
 async def written(happening: AsyncIterator[Event]) -> AsyncIterator[bytes]:
-    """Events in the format of server-sent events."""
+    """Yield events in the format of server-sent events, with their numbers as ids."""
     async for event in happening:
         yield sse_event(event, event.type, str(event.seq))
 
 
 def listed(found: list[dict[str, object]], limit: int) -> dict[str, Any]:
-    """A page with at most `limit` of these objects."""
+    """Return a page with the first `limit` of these objects.
+
+    A further object shows that there are more.
+    """
     data = found[:limit]
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     return {"object": "list", "data": data, "has_more": len(found) > limit, "first_id": first, "last_id": last}

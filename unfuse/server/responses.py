@@ -1,4 +1,7 @@
-"""Responses with server-sent events, and with files or ranges of their bytes (RFC 9110, sections 13 and 14)."""
+"""Responses with server-sent events, and with files or byte ranges of files.
+
+Ranges and preconditions are as in RFC 9110, sections 13 and 14.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +33,24 @@ _ETAG = re.compile(r'(?:W/)?"[^"]*"')
 
 
 def sse_event(data: object, kind: str = "", id: str = "") -> bytes:
-    """Return a server-sent event with this data, as JSON; of this kind and id, if it has them."""
+    """Return a server-sent event with this data as JSON.
+
+    It has the type `kind` and the id, unless these are "".
+    """
     head = (f"id: {id}\n" if id else "") + (f"event: {kind}\n" if kind else "")
     return head.encode() + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 def sse_response(events: AsyncIterator[bytes]) -> StreamingResponse:
-    """Return a response that streams these events."""
+    """Return a response that streams these events, with comments while none comes."""
     body = with_comments(events, COMMENT_EVERY_S)
     return StreamingResponse(body, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
 
 async def with_comments(events: AsyncIterator[bytes], comment_every: float) -> AsyncIterator[bytes]:
-    """Yield events as they come, with a comment after every `comment_every` seconds of silence.
+    """Yield events as they come, with a comment after every `comment_every` seconds without an event.
 
-    No blank line follows a comment: at one, the `openai` client takes what it has for an event, once it knows an id.
+    No blank line follows a comment: once it has an id, the `openai` client treats a blank line as the end of an event.
     The stream ends if the queue cannot be read; the client resumes it with the last id.
     """
     upcoming = asyncio.ensure_future(anext(events, None))
@@ -67,18 +73,21 @@ async def with_comments(events: AsyncIterator[bytes], comment_every: float) -> A
 
 
 async def file_response(request: Request, path: Path, media_type: str, sha256: str) -> Response:
-    """Return the response with a file, or with the ranges that the call requests; 304 if the client has it.
+    """Return the response with a file, or with the requested ranges of it.
 
-    `sha256` becomes the ETag. Raises NotFound if the file was deleted, and Refusal if the file ends before every
-    range (416) or is another than the one that is meant (412).
+    It is 304 if the client has the file already.
+
+    `sha256` becomes the ETag. Raises NotFound if the file was deleted, and Refusal if all ranges begin after its end
+    (416) or the file does not match If-Match (412).
     """
     try:
         stat = await to_thread.run_sync(path.stat)
     except FileNotFoundError as error:
         raise NotFound("the file was deleted") from error
+
     etag = f'"{sha256}"'
     response = FileResponse(path, media_type=media_type, headers={"etag": etag}, stat_result=stat)
-    if _names(request, "if-match", etag) is False:
+    if _header_matches(request, "if-match", etag) is False:
         raise Refusal(
             412,
             "precondition_failed",
@@ -86,8 +95,9 @@ async def file_response(request: Request, path: Path, media_type: str, sha256: s
             headers={"etag": etag},
         )
     modified = response.headers["last-modified"]
-    if _names(request, "if-none-match", etag):
+    if _header_matches(request, "if-none-match", etag):
         return Response(status_code=304, headers={"etag": etag, "last-modified": modified})
+
     requested = request.headers.getlist("range")
     is_unchanged = request.headers.get("if-range") in (None, etag, modified)
     ranges = parse_ranges(requested[0], stat.st_size) if len(requested) == 1 and is_unchanged else None
@@ -108,38 +118,43 @@ async def file_response(request: Request, path: Path, media_type: str, sha256: s
     return response
 
 
-def _names(request: Request, header: str, etag: str) -> bool | None:
-    """Return whether the header, a list of ETags or `*`, names this one; None if the call has no such header.
+def _header_matches(request: Request, header: str, etag: str) -> bool | None:
+    """Return whether a header includes this ETag; None without the header.
+
+    The header is a list of ETags, or `*`.
 
     A weak ETag only counts for `if-none-match`.
     """
-    listed = ", ".join(request.headers.getlist(header)).strip()
-    if not listed:
+    value = ", ".join(request.headers.getlist(header)).strip()
+    if not value:
         return None
-    found = _ETAG.findall(listed)
-    return listed == "*" or etag in found or (header == "if-none-match" and f"W/{etag}" in found)
+    etags = _ETAG.findall(value)
+    return value == "*" or etag in etags or (header == "if-none-match" and f"W/{etag}" in etags)
 
 
 def parse_ranges(header: str, size: int) -> list[tuple[int, int]] | None:
-    """Return the ranges of a Range header for a file of `size` bytes; empty if all begin after its end.
+    """Return the ranges of a Range header for a file of `size` bytes.
+
+    The list is empty if all ranges begin after the end of the file.
 
     A range is (first, end), without the byte `end`. Returns None if the header must be ignored: its unit is unknown,
     it is malformed, or it has too many ranges.
     """
-    unit, _, listed = header.partition("=")
-    texts = [text.strip(" \t") for text in listed.split(",") if text.strip(" \t")]
+    unit, _, range_list = header.partition("=")
+    texts = [text.strip(" \t") for text in range_list.split(",") if text.strip(" \t")]
     if unit.strip().lower() != "bytes" or not 1 <= len(texts) <= MAX_RANGES:
         return None
-    found: list[tuple[int, int]] = []
+
+    ranges: list[tuple[int, int]] = []
     for text in texts:
         match = _RANGE.fullmatch(text)
         if match is None or text == "-":
             return None
         first, last = (min(int(digits.lstrip("0")[:19] or "0"), BEYOND) for digits in match.groups())
-        if not match[1]:
-            found.append((max(0, size - last), size))
+        if not match[1]:  # "-N" is the last N bytes
+            ranges.append((max(0, size - last), size))
         elif match[2] and last < first:
             return None
         else:
-            found.append((first, min(last + 1, size) if match[2] else size))
-    return [(first, end) for first, end in found if first < end]
+            ranges.append((first, min(last + 1, size) if match[2] else size))
+    return [(first, end) for first, end in ranges if first < end]

@@ -1,4 +1,7 @@
-"""Answers a request with the results of an equal one that was made before, where its bytes could be no others."""
+"""The result cache: answer a request with the results of an earlier equal one.
+
+Only results with the bytes that the request would produce itself are used.
+"""
 
 from __future__ import annotations
 
@@ -18,50 +21,67 @@ from unfuse.queues.base import RequestFilter
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.stores.results import ResultStore
 
-LOOKED_AT = 8  # how many earlier requests with the same body are looked at, the newest first
+#: The most earlier requests with the same body that are considered, the newest first.
+LOOKED_AT = 8
 
 
 def result_key(
     card: ModelSpec, given: Mapping[str, object], params: Params, derived: DerivedFacts, n: int, delivery: Delivery
 ) -> str:
-    """A hash of what the bytes of a request's results depend on beside the pools that make them.
+    """Return a hash of everything, beside the pools, that results depend on.
 
-    "" for one whose bytes are its own: its seed was drawn, it shares nothing, or it wants previews.
+    "" if the results cannot be cached: the seed is random, the client set `cache` to false, or it requests previews.
+
+    given: the fields of the call. params: the parameters, with defaults. derived: facts about its attachments.
     """
     if given.get("seed") in (None, RANDOM_SEED, str(RANDOM_SEED)) or not delivery.cache or params.get("preview_every"):
         return ""
-    known = params | derived.values()
+    inputs = params | derived.values()
     weights, dtypes = sorted(card.weights.items()), sorted(card.dtypes.items())
-    return cache_key(__version__, card.name, card.family, card.pipeline, weights, dtypes, sorted(known.items()), n)
+    return cache_key(__version__, card.name, card.family, card.pipeline, weights, dtypes, sorted(inputs.items()), n)
 
 
 class ResultCache:
-    """Finds results of equal requests, and copies them for a request with its own id, events and files."""
+    """Finds the results of an equal request, and copies them to the new one.
+
+    The new request has its own id, events and files.
+    """
 
     def __init__(self, scheduler: Scheduler, results: ResultStore) -> None:
-        self._scheduler, self._results = scheduler, results
+        self._scheduler = scheduler
+        self._results = results
 
     async def answer(self, request: GenerationRequest, caller: Caller, delivery: Delivery) -> RequestRecord | None:
-        """The request that is asked for, completed; None if it has to be made."""
+        """Return the record of a request completed with cached results, or None.
+
+        A repeat with the same idempotency key gets the record of the first request. Only requests of the same tenant
+        with the same body are considered.
+        """
         if not request.result_cache_key:
             return None
-        same = RequestFilter(tenant=caller.tenant, fingerprint=caller.fingerprint)
-        for source in [record.context for record in await self._scheduler.queue.list(same, limit=LOOKED_AT)]:
-            if self._is_equal(request, source) and await self._copied(source, request.id):
+        same_body = RequestFilter(tenant=caller.tenant, fingerprint=caller.fingerprint)
+        for source in [record.context for record in await self._scheduler.queue.list(same_body, limit=LOOKED_AT)]:
+            if self._is_equal(request, source) and await self._copy_results(source, request.id):
                 record = await self._scheduler.reuse(request, caller, delivery, source)
-                if record.context.id != request.id:
+                if record.context.id != request.id:  # a repeat of an earlier request: the copies are not used
                     await to_thread.run_sync(self._results.delete, request.id)
                 return record
         return None
 
     def _is_equal(self, request: GenerationRequest, source: RequestContext) -> bool:
-        """Whether a request completed with the very bytes that this one would be made of now, by workers that live."""
+        """Return whether `source` has the results that this request would produce now.
+
+        The request has no plan so far. Its pools would be those of `source`, which must be exact (batch invariant).
+        """
         if source.status != "completed" or source.request.result_cache_key != request.result_cache_key:
             return False
         return all(self._scheduler.registry.is_exact(stage.pool) for stage in source.plan.stages)
 
-    async def _copied(self, source: RequestContext, request: str) -> bool:
-        """Copy results, if they are whole and their request is not deleted meanwhile; else no copy is left."""
+    async def _copy_results(self, source: RequestContext, request: str) -> bool:
+        """Copy the results of `source` to a request. Returns whether all are copied.
+
+        It fails if a result is damaged, or if `source` is deleted meanwhile. Then the copies are deleted.
+        """
         with suppress(NotFound, Damaged, TransientError):
             copies = await to_thread.run_sync(self._copy, source, request)
             await self._scheduler.queue.load(source.id)
@@ -72,6 +92,7 @@ class ResultCache:
         return False
 
     def _copy(self, source: RequestContext, request: str) -> tuple[ResultFile, ...]:
+        """Write copies of all results. Returns their facts, such as hash and size."""
         return tuple(
             self._results.put(request, file.index, file.content_type, self._results.read(source.id, file.index))
             for file in source.result

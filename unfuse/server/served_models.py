@@ -1,4 +1,4 @@
-"""Served models: the names by which clients know them, and how models are added while a gateway runs."""
+"""Served models: their public names, and the interface that adds models at run time."""
 
 from __future__ import annotations
 
@@ -11,81 +11,109 @@ import msgspec
 from unfuse.core.errors import ConfigError
 from unfuse.core.model_spec import ModelSpec, name_of
 
-DIGITS = 6  # of a hash, behind the name of a model whose name another one has
+#: Hex digits of the hash that is appended to a public name which another model has already.
+DIGITS = 6
 
-
-class ModelNames:
-    """Maps the names of models in both directions; `given` are names that clients use, and whose they are.
-
-    A model without such a name goes by its own, and if that is a path by the last part of it: no answer says where the
-    server keeps files. Where two models would have one name, that of the second one ends with a hash.
-    """
-
-    def __init__(self, given: Mapping[str, str]) -> None:
-        self._given, self._own = dict(given), dict(given)
-        self._shown: dict[str, str] = {}
-        for name, own in given.items():
-            self._shown.setdefault(own, name)
-
-    def own(self, name: str) -> str:
-        """Return the name by which a model goes here, of one that clients use."""
-        return self._own.get(name, name)
-
-    def shown(self, own: str) -> str:
-        """Return the name of a model that clients see; of several the first."""
-        known = self._shown.get(own)
-        if known is None:
-            known = name_of(own)
-            if self._own.get(known, own) != own:
-                known = f"{known}-{sha256(own.encode(errors='replace')).hexdigest()[:DIGITS]}"
-            self._shown[own], self._own[known] = known, own
-        return known
-
-    def is_given(self, name: str) -> bool:
-        """Return whether that is a name that the server was started with, for a model with another one."""
-        return self._given.get(name, name) != name
-
-    def free(self, name: str) -> None:
-        """Give a name to a model that is added. Nothing that is served has this name."""
-        own = self._own.get(name, name)
-        if own != name and name not in self._given:
-            del self._own[name], self._shown[own]
-
-    def of(self, cards: Mapping[str, ModelSpec]) -> dict[str, ModelSpec]:
-        """Return these models by all names that clients use: first those that were given, in their order."""
-        renamed = {name: cards[own] for name, own in self._given.items() if own in cards}
-        return renamed | {self.shown(own): card for own, card in cards.items() if own not in self._given.values()}
-
-    def asked(self, name: str) -> str:
-        """Return the name that clients see for a model's own name, such as a folder's path.
-
-        Any other name is returned as it is. A model with given names goes by these alone.
-        """
-        is_other = name in self._own or name in self._given.values()
-        return name if is_other else self._shown.get(name, name)
-
-
+#: What the workers of an added model do before they are ready.
 Phase = Literal["starting", "fetching", "importing", "loading"]
 
 
+class ModelNames:
+    """Maps public model names to internal ones, and back.
+
+    given: public name → internal name, as the server was started with.
+
+    Other models have their internal name as public name; of a path, it is the last part, so that responses do not
+    reveal where the server stores files. If two models would have the same public name, the second one gets a hash.
+    """
+
+    def __init__(self, given: Mapping[str, str]) -> None:
+        self._configured = dict(given)  # public name → internal name
+        self._internal = dict(given)  # the same, with the names of all models that were seen
+        self._public: dict[str, str] = {}  # internal name → public name, the first of several
+        for public_name, internal_name in given.items():
+            self._public.setdefault(internal_name, public_name)
+
+    def own(self, name: str) -> str:
+        """Return the internal name of a model by its public name.
+
+        Unknown names are returned unchanged.
+        """
+        return self._internal.get(name, name)
+
+    def shown(self, own: str) -> str:
+        """Return the (first) public name of a model by its internal name `own`."""
+        public_name = self._public.get(own)
+        if public_name is None:
+            public_name = name_of(own)
+            if self._internal.get(public_name, own) != own:
+                public_name = f"{public_name}-{sha256(own.encode(errors='replace')).hexdigest()[:DIGITS]}"
+            self._public[own] = public_name
+            self._internal[public_name] = own
+        return public_name
+
+    def is_given(self, name: str) -> bool:
+        """Return whether the server was started with this name for a model.
+
+        That is a public name for a model with another internal name.
+        """
+        return self._configured.get(name, name) != name
+
+    def free(self, name: str) -> None:
+        """Remove an automatic public name, so that a model can be added by it.
+
+        No served model may have the name. Names that the server was started with stay.
+        """
+        internal_name = self._internal.get(name, name)
+        if internal_name != name and name not in self._configured:
+            del self._internal[name]
+            del self._public[internal_name]
+
+    def of(self, cards: Mapping[str, ModelSpec]) -> dict[str, ModelSpec]:
+        """Return models by all their public names, the configured names first.
+
+        cards: the models by internal name.
+        """
+        configured = {public: cards[internal] for public, internal in self._configured.items() if internal in cards}
+        others = {name: spec for name, spec in cards.items() if name not in self._configured.values()}
+        return configured | {self.shown(name): spec for name, spec in others.items()}
+
+    def asked(self, name: str) -> str:
+        """Return the public name for a model's name in a request.
+
+        That may be the internal name too.
+
+        A model with configured names has these only. Any other name is returned unchanged.
+        """
+        is_other = name in self._internal or name in self._configured.values()
+        return name if is_other else self._public.get(name, name)
+
+
 class AddModelProgress(msgspec.Struct, frozen=True):
-    """What workers do before they are ready; `done` of `total` bytes are fetched, or loaded."""
+    """The progress of the cold start of an added model's workers."""
 
     phase: Phase
+    #: Bytes that were fetched or loaded so far.
     done: int = 0
+    #: Bytes to fetch or load.
     total: int = 0
 
 
 class AddModel:
-    """What starts the workers of models that are added."""
+    """Adds models at run time. This base class adds none: its gateway starts no workers."""
 
     async def add(self, name: str, source: str) -> None:
-        """Serve a folder or a hub name too. It is admitted at once, and its workers load from then on.
+        """Serve the model at `source`, a folder or a hub name, by this internal name.
 
-        Raises ConfigError for what cannot be served or does not fit, and Refusal (409) for a name that is taken.
+        Returns once it is admitted. Its workers load it after that.
+
+        Raises ConfigError if the model cannot be served or does not fit, and Refusal (409) if the name is in use.
         """
         raise ConfigError("this gateway starts no workers: name the model when the server is started")
 
     def progress(self, name: str) -> AddModelProgress | None:
-        """How far workers are with loading a model; None if they are ready, or start elsewhere."""
+        """Return the progress of a model's workers, or None.
+
+        None: they are ready, or belong to another server.
+        """
         return None

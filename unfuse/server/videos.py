@@ -1,4 +1,7 @@
-"""Videos, as the `openai` client asks for them and polls for them. Each is a request too, under the same id."""
+"""Routes for videos, in the format of the `openai` client, which polls for them.
+
+A video is also a request, with the same id.
+"""
 
 from __future__ import annotations
 
@@ -31,92 +34,115 @@ from unfuse.server.responses import file_response
 from unfuse.stages.fragments import streamed
 from unfuse.stores.results import part_name
 
-CHUNK_BYTES = 256 * 1024  # about so many bytes of a finished file are read at a time
+#: About how many bytes of a finished file are read at a time.
+CHUNK_BYTES = 256 * 1024
+
+#: Milliseconds until a client should ask again for a video that is not done.
+POLL_MS = 500
+
+router = APIRouter(prefix="/videos", tags=["videos"])
 
 
 class VideoStream:
-    """One client's stream of one video. It keeps no bytes for a slow client, only how many it has, and their hash."""
+    """Streams one video to one client as fragmented MP4, while its fragments are made.
+
+    It buffers nothing for a slow client: it only counts and hashes the bytes that were sent. With the hash it checks
+    that the fragments of a later attempt, and the finished file, continue what was sent.
+    """
 
     def __init__(self, gateway: Gateway, context: RequestContext) -> None:
-        self._gateway, self._request, self._fps = gateway, context.id, float(context.request.params["fps"] or 0)
+        self._gateway = gateway
+        self._request = context.id
+        self._fps = float(context.request.params["fps"] or 0)
         (self._stage,) = (stage.name for stage in context.plan.stages if stage.final)
-        self._attempt = self._parts = self._bytes = 0
-        self._sent = hashlib.sha256()
+        self._attempt = 0  # the attempt whose fragments are sent
+        self._sent_fragments = 0
+        self._sent_bytes = 0
+        self._sent_hash = hashlib.sha256()
 
     async def content(self) -> AsyncIterator[bytes]:
-        """The bytes, as they come to be. Raises ResponseAborted when the client cannot have all of them."""
+        """Yield the bytes of the video as they are made.
+
+        Raises ResponseAborted if not all of them can be sent.
+        """
         try:
             async for event in self._gateway.queue.watch(self._request):
-                while data := await self._next_part(event):
+                while data := await self._next_fragment(event):
                     yield data
+
             record = await self._gateway.queue.load(self._request)
             if record.context.status != "completed":
                 raise ResponseAborted(f"the request is {record.status}")
-            rest = self._beyond(await to_thread.run_sync(self._gateway.results.path, self._request, 0))
-            while data := await to_thread.run_sync(_chunk, rest):
+            rest = self._unsent(await to_thread.run_sync(self._gateway.results.path, self._request, 0))
+            while data := await to_thread.run_sync(_read_chunk, rest):
                 yield data
         except (UnfuseError, OSError) as error:
             raise ResponseAborted(str(error)) from error
 
-    async def _next_part(self, event: Event) -> bytes:
-        """The next part of those that this event tells of; b"" if there is none.
+    async def _next_fragment(self, event: Event) -> bytes:
+        """Return the next unsent fragment that this event reports, or b"".
 
-        One that cannot be read is tried again at the next event; if it is gone for good, the finished file has it.
+        A fragment that cannot be read is tried again at the next event. If it was deleted, the finished file has it.
         """
         if event.type != "progress" or event.stage != self._stage:
             return b""
         with suppress(NotFound, ResultsUnavailable):
-            if event.attempt > self._attempt and event.step >= self._parts:
-                await self._go_on_with(event.attempt)
-            if event.attempt == self._attempt and event.step > self._parts:
-                data = await self._read(event.attempt, self._parts + 1)
-                self._parts, self._bytes = self._parts + 1, self._bytes + len(data)
-                self._sent.update(data)
+            if event.attempt > self._attempt and event.step >= self._sent_fragments:
+                await self._switch_to(event.attempt)
+            if event.attempt == self._attempt and event.step > self._sent_fragments:
+                data = await self._read(event.attempt, self._sent_fragments + 1)
+                self._sent_fragments += 1
+                self._sent_bytes += len(data)
+                self._sent_hash.update(data)
                 return data
         return b""
 
-    async def _go_on_with(self, attempt: int) -> None:
-        """Have a later attempt's parts follow what was sent. Raises ResponseAborted if they do not begin with that."""
-        same = hashlib.sha256()
-        for step in range(1, self._parts + 1):
-            same.update(await self._read(attempt, step))
-        self._require(same.digest())
+    async def _switch_to(self, attempt: int) -> None:
+        """Continue with the fragments of a later attempt.
+
+        Raises ResponseAborted if its first fragments are not the bytes that were sent.
+        """
+        repeated_hash = hashlib.sha256()
+        for step in range(1, self._sent_fragments + 1):
+            repeated_hash.update(await self._read(attempt, step))
+        self._require_same_bytes(repeated_hash.digest())
         self._attempt = attempt
 
     async def _read(self, attempt: int, step: int) -> bytes:
         return await to_thread.run_sync(self._gateway.results.attached, self._request, part_name(attempt, step))
 
-    def _beyond(self, path: Path) -> Iterator[bytes]:
-        """The finished file's stream behind what was sent. Raises ResponseAborted if it does not begin with that."""
-        same, left = hashlib.sha256(), self._bytes
+    def _unsent(self, path: Path) -> Iterator[bytes]:
+        """Yield the bytes of the finished file, as fragmented MP4, after those that were sent.
+
+        Raises ResponseAborted if the stream does not begin with the bytes that were sent.
+        """
+        repeated_hash = hashlib.sha256()
+        left = self._sent_bytes
         for data in streamed(path, self._fps):
-            known, new = data[:left], data[left:]
-            same.update(known)
-            left -= len(known)
-            if known and not left:
-                self._require(same.digest())
+            repeated, new = data[:left], data[left:]
+            repeated_hash.update(repeated)
+            left -= len(repeated)
+            if repeated and not left:
+                self._require_same_bytes(repeated_hash.digest())
             if new:
                 yield new
         if left:
-            self._require(same.digest())
+            self._require_same_bytes(repeated_hash.digest())
 
-    def _require(self, digest: bytes) -> None:
-        if digest != self._sent.digest():
+    def _require_same_bytes(self, digest: bytes) -> None:
+        """Raise ResponseAborted unless this is the hash of the bytes that were sent."""
+        if digest != self._sent_hash.digest():
             raise ResponseAborted("what was made again differs from what was sent")
 
 
-def _chunk(rest: Iterator[bytes]) -> bytes:
-    data = bytearray()
-    for piece in rest:
-        data += piece
-        if len(data) >= CHUNK_BYTES:
+def _read_chunk(rest: Iterator[bytes]) -> bytes:
+    """Return about CHUNK_BYTES of a stream; b"" at its end."""
+    chunk = bytearray()
+    for data in rest:
+        chunk += data
+        if len(chunk) >= CHUNK_BYTES:
             break
-    return bytes(data)
-
-
-router = APIRouter(prefix="/videos", tags=["videos"])
-
-POLL_MS = 500  # how long a client waits before it asks again for a video that is not done
+    return bytes(chunk)
 
 
 @router.post("", openapi_extra=CREATE, responses=FILMED)
@@ -137,9 +163,9 @@ async def page(
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, object]:
     """Videos, newest first or last; the next page starts `after` the last id of this one."""
-    which = RequestFilter(tenant=caller.sees, video=True)
-    found = await gateway.queue.list(which, after=after, limit=limit + 1, oldest_first=order == "asc")
-    return listed([video_object(record) for record in found], limit)
+    videos = RequestFilter(tenant=caller.sees, video=True)
+    records = await gateway.queue.list(videos, after=after, limit=limit + 1, oldest_first=order == "asc")
+    return listed([video_object(record) for record in records], limit)
 
 
 @router.get("/{id}", responses=one(VIDEO_OBJECT))
@@ -175,8 +201,9 @@ async def content(
     if stream and (variant != "video" or record.context.request.params["output_format"] != "mp4"):
         raise InvalidParameter("what can be streamed is a video as mp4: leave stream out", "stream")
     if stream and (record.context.status == "completed" or not record.context.over):
-        live = VideoStream(gateway, record.context).content()
-        return StreamingResponse(live, media_type="video/mp4", headers={"cache-control": "no-store"})
+        stream_bytes = VideoStream(gateway, record.context).content()
+        return StreamingResponse(stream_bytes, media_type="video/mp4", headers={"cache-control": "no-store"})
+
     if record.context.status != "completed":
         message = f"{id} has no content, it is {record.status}: ask for it once it is completed"
         raise Refusal(409, "not_completed", message, headers={"x-should-retry": "false"})
@@ -195,11 +222,15 @@ async def content(
 @router.post("/characters", include_in_schema=False)
 @router.post("/{id}/remix", include_in_schema=False)
 async def unknown(request: Request) -> None:
-    """What OpenAI can make of a video that exists, and we cannot. Always raises NotFound."""
+    """Refuse OpenAI's operations on existing videos, which this server does not have. Always raises NotFound."""
     raise NotFound(f"{request.scope['path']} is not served: make a new video with POST /v1/videos")
 
 
 async def _load(gateway: Gateway, id: str, tenant: str | None) -> RequestRecord:
+    """Return the record of a video.
+
+    Raises NotFound if it is unknown, another tenant's, or no video.
+    """
     record = await gateway.load(id, tenant)
     if not record.context.video:
         raise NotFound(f"request {id} is no video: read /v1/requests/{id}")
@@ -207,12 +238,16 @@ async def _load(gateway: Gateway, id: str, tenant: str | None) -> RequestRecord:
 
 
 def _answer(record: RequestRecord) -> JSONResponse:
+    """Return the response with a video object.
+
+    It has a polling interval while the video is not done.
+    """
     headers = {} if record.context.over else {"openai-poll-after-ms": str(POLL_MS)}
     return JSONResponse(video_object(record), headers=headers)
 
 
 def _thumbnail(path: Path) -> bytes:
-    """The first frame of a video or picture."""
+    """Return the first frame of a video or picture, as WebP."""
     import av
 
     with av.open(str(path)) as container:

@@ -1,6 +1,7 @@
-"""Tells webhooks that their requests are over, signed by the rules of Standard Webhooks, until they have heard it.
+"""Webhook delivery: call a request's webhook when it ends, and retry until the receiver accepts.
 
-What is left to tell is on the requests' contexts: any gateway goes on where another one stopped.
+Messages are signed as Standard Webhooks specifies. The state of a delivery is part of the request's context, so any
+gateway can continue the deliveries of another.
 """
 
 from __future__ import annotations
@@ -29,17 +30,33 @@ from unfuse.server.links import WEBHOOK_LASTS_S, SignedLinks
 from unfuse.server.outbound_http import OutboundHttp, host_of
 from unfuse.server.request_objects import FREE, Prices, request_object
 
-REVIEW_S = 10.0  # seconds between two looks for what other gateways left untold
-MOST = 1024  # How many requests one gateway tells of, or waits for, at one time. Others are found by a later look.
-AT_ONCE, AT_ONCE_EACH = 64, 4  # calls under way at one time, and to one host: one that hangs holds up nobody else
-LEAST_SECRET = 24  # the fewest bytes of a secret, by the rules of Standard Webhooks
-GONE = 410  # the status by which a target says that it never wants to hear of anything again
+#: Seconds between two searches for pending deliveries, which other gateways may have left.
+REVIEW_S = 10.0
+
+#: The most deliveries that one gateway has in progress, including their pauses. A later search finds the others.
+MOST = 1024
+
+#: The most calls at one time, in all and to one host, so that a slow host does not block the others.
+AT_ONCE, AT_ONCE_EACH = 64, 4
+
+#: The fewest bytes of a secret, as Standard Webhooks specifies.
+LEAST_SECRET = 24
+
+#: The status by which a receiver refuses all further attempts.
+GONE = 410
 
 log = structlog.get_logger(__name__)
 
 
 class Webhooks(Observer):
-    """The webhooks of one gateway. Raises ConfigError for secrets or hosts that cannot be used, or miss one another."""
+    """Delivers the webhooks of one gateway.
+
+    targets: the hosts that may be called, as in `OutboundHttp`; none switches webhooks off.
+    secrets: the signing secrets, or files with one. A message has a signature for each.
+    prices: the prices for the cost in the request object.
+
+    Raises UsageError for secrets or hosts that cannot be used, and for hosts without a secret.
+    """
 
     def __init__(self, targets: Sequence[str] = (), secrets: Sequence[str] = (), prices: Prices = FREE) -> None:
         self._prices = prices
@@ -47,72 +64,91 @@ class Webhooks(Observer):
         self._signers = [_signer(secret) for secret in secrets]
         if self.http and not self._signers:
             raise UsageError("--webhook-hosts needs --webhook-secret: make one by `openssl rand -base64 32`")
-        self._told: dict[str, asyncio.Task[None]] = {}
+        self._deliveries_in_progress: dict[str, asyncio.Task[None]] = {}  # by request id
         self._background = Supervisor()
-        self._all = asyncio.Semaphore(AT_ONCE)
-        self._hosts = WeakValueDictionary[str, asyncio.Semaphore]()
+        self._call_limit = asyncio.Semaphore(AT_ONCE)
+        self._host_limits = WeakValueDictionary[str, asyncio.Semaphore]()
 
     def start(self, scheduler: Scheduler, links: SignedLinks) -> None:
-        """Start delivering webhooks that are due, and those of requests that end here. `links` signs their links."""
+        """Start delivering pending webhooks, and those of requests that this scheduler ends.
+
+        `links` signs the links to results in the messages.
+        """
         if self.http:
-            self._scheduler, self._deliveries, self._links = scheduler, scheduler.webhook_deliveries, links
+            self._scheduler = scheduler
+            self._deliveries = scheduler.webhook_deliveries
+            self._links = links
             scheduler.observers.add(self)
-            self._background.forever("looking for webhooks that have not heard", self._review)
+            self._background.forever("looking for webhooks that have not heard", self._deliver_pending)
 
     async def close(self) -> None:
-        """End it. What is not told yet others tell, or this one when it begins again."""
+        """Stop all deliveries. Other gateways, or this one after a restart, continue them."""
         await self._background.close()
         await self.http.close()
 
     def ended(self, context: RequestContext) -> None:
-        """Have the webhook of a request that is over told."""
-        if context.unheard and context.id not in self._told and len(self._told) < MOST:
-            self._told[context.id] = self._background.once("telling a webhook", lambda: self._tell(context))
-            self._told[context.id].add_done_callback(lambda _: self._told.pop(context.id, None))
+        """Start the delivery of the webhook of a request, if it is pending."""
+        in_progress = self._deliveries_in_progress
+        if context.unheard and context.id not in in_progress and len(in_progress) < MOST:
+            in_progress[context.id] = self._background.once("telling a webhook", lambda: self._deliver(context))
+            in_progress[context.id].add_done_callback(lambda _: in_progress.pop(context.id, None))
 
-    async def _review(self) -> None:
+    async def _deliver_pending(self) -> None:
+        """Start all pending deliveries once, then pause."""
         async for context in self._deliveries.pending():
             self.ended(context)
         await asyncio.sleep(REVIEW_S)
 
-    async def _tell(self, context: RequestContext) -> None:
-        """Tell one webhook, as often as is needed, unless others do."""
+    async def _deliver(self, context: RequestContext) -> None:
+        """Call one webhook until it is accepted or given up.
+
+        Attempts that other gateways make are left to them.
+        """
         with suppress(NotFound):
             while context.unheard:
                 await asyncio.sleep(max(0.0, context.webhook.next_at - self._scheduler.clock.wall()))
-                each = self._hosts.setdefault(host_of(context.delivery.webhook), asyncio.Semaphore(AT_ONCE_EACH))
-                async with each, self._all:
+                host = host_of(context.delivery.webhook)
+                host_limit = self._host_limits.setdefault(host, asyncio.Semaphore(AT_ONCE_EACH))
+                async with host_limit, self._call_limit:
                     context, is_ours = await self._deliveries.take(context.id)
                     if is_ours:
                         context = await self._attempt(context)
 
     async def _attempt(self, context: RequestContext) -> RequestContext:
-        """Call it once, and record what came of it."""
-        reason, status, url = "", 0, context.delivery.webhook
+        """Call the webhook once, and record the outcome. Returns the new context."""
+        reason = ""
+        status = 0
+        url = context.delivery.webhook
         try:
             self.http.require(url)
             status = await self.http.call(url, *await self._message(context))
         except (InvalidParameter, TransientError) as error:
             reason = str(error)
-        told = {"request": context.id, "host": host_of(url), "attempt": context.webhook.attempts}
+
+        fields = {"request": context.id, "host": host_of(url), "attempt": context.webhook.attempts}
         if 200 <= status < 300:
-            log.info("webhook heard", **told)
+            log.info("webhook heard", **fields)
             self._scheduler.observers.tell(Observer.told, "heard")
             return await self._deliveries.heard(context.id)
+
         reason = reason or f"it answered {status}" + " (redirects are not followed)" * (300 <= status < 400)
         context = await self._deliveries.failed(context.id, reason, for_good=status == GONE)
         state = context.webhook.state
-        log.warning("webhook failed", **told, reason=reason, state=state)
+        log.warning("webhook failed", **fields, reason=reason, state=state)
         self._scheduler.observers.tell(Observer.told, "given_up" if state == "given_up" else "failed")
         return context
 
     async def _message(self, context: RequestContext) -> tuple[dict[str, str], bytes]:
-        """The headers and the body: what happened, and the request as its tenant sees it."""
-        happened = context.status if context.status in ("completed", "cancelled") else "failed"
-        at = datetime.fromtimestamp(context.completed_at or 0.0, UTC).isoformat()
+        """Return the headers and the body of a message.
+
+        The body says how the request ended, and has the request object.
+        """
+        ending = context.status if context.status in ("completed", "cancelled") else "failed"
+        ended_at = datetime.fromtimestamp(context.completed_at or 0.0, UTC).isoformat()
         sign = await self._links.signer(WEBHOOK_LASTS_S)
         data = request_object(RequestRecord(context), context.caller.base_url, prices=self._prices, sign=sign)
-        body = msgspec.json.encode({"type": f"request.{happened}", "timestamp": at, "data": data})
+        body = msgspec.json.encode({"type": f"request.{ending}", "timestamp": ended_at, "data": data})
+
         now = datetime.fromtimestamp(self._scheduler.clock.wall(), UTC)
         signatures = [signer.sign(context.id, now, body.decode()) for signer in self._signers]
         return {
@@ -125,7 +161,10 @@ class Webhooks(Observer):
 
 
 def _signer(secret: str) -> Signer:
-    """What signs by a secret, or by that in a file. Raises ConfigError, which does not tell it."""
+    """Return a signer with this secret, or with the one in this file.
+
+    Raises UsageError, whose message does not contain the secret.
+    """
     is_file = os.path.isfile(secret)
     if not is_file and is_path_like(secret):
         raise UsageError(
@@ -133,10 +172,10 @@ def _signer(secret: str) -> Signer:
             "`openssl rand -base64 32`, or write whsec_ before a secret that begins with /"
         )
     try:
-        told = Path(secret).read_text().strip() if is_file else secret
-        coded = told.removeprefix("whsec_")
-        if len(base64.b64decode(coded + "=" * (-len(coded) % 4), validate=True)) >= LEAST_SECRET:
-            return Signer(told)
+        text = Path(secret).read_text().strip() if is_file else secret
+        encoded = text.removeprefix("whsec_")
+        if len(base64.b64decode(encoded + "=" * (-len(encoded) % 4), validate=True)) >= LEAST_SECRET:
+            return Signer(text)
     except (OSError, ValueError) as error:
         raise UsageError("--webhook-secret is no base64, as `openssl rand -base64 32` makes it") from error
     raise UsageError(f"--webhook-secret is shorter than {LEAST_SECRET} bytes: make one by `openssl rand -base64 32`")
