@@ -1,1 +1,1 @@
-"""What stands between strangers and the routes: connections, hosts and origins, keys, limits."""
+"""The edge of the server: connections, allowed hosts and origins, API keys, limits."""

@@ -1,6 +1,6 @@
-"""Decides from where the server may be used: under which host names, by which websites, through which proxies.
+"""Access checks before authentication: allowed hosts, allowed origins (CORS), trusted proxies.
 
-`Refusal` is what the gateway refuses by itself, and `envelope` the body of an error in OpenAI's format.
+`Refusal` is an error with an HTTP status, and `envelope` is its body in OpenAI's format.
 """
 
 from __future__ import annotations
@@ -18,52 +18,73 @@ from unfuse.core.errors import UsageError
 from unfuse.core.request import MODERATION_BLOCKED
 from unfuse.wire.address import is_loopback
 
-
-class Refusal(errors.UnfuseError):
-    """A call that the gateway itself refuses, with an HTTP status and a code for programs."""
-
-    def __init__(
-        self, status: int, code: str, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param, self.headers = status, code, param, dict(headers or {})
-
-
-class ResponseAborted(Exception):
-    """A response cannot be sent to its end: the connection closes before that, so that the client notices."""
-
-
-def envelope(error: Refusal) -> dict[str, object]:
-    """The body of an error reply."""
-    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(error.status)
-    kind = kind or ("server_error" if error.status >= 500 else "invalid_request_error")
-    kind = "image_generation_user_error" if error.code == MODERATION_BLOCKED else kind
-    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
-
-
 ANY = "*"
-EXEMPT = frozenset({"/health", "/ready", "/metrics"})  # paths for probes, which may reach the server under any address
-#: The entry of a call's scope that says that Access allows it no more than these paths.
+
+#: Paths for probes. They are answered whatever the host and origin of a call.
+EXEMPT = frozenset({"/health", "/ready", "/metrics"})
+
+#: The key in a call's scope that marks a stranger: a caller without access to any but the exempt paths.
 STRANGER = "unfuse.stranger"
 
 #: Response headers that an allowed website may read.
 EXPOSED = (
-    "x-request-id", "location", "retry-after", "preference-applied", "openai-poll-after-ms",
-    "etag", "accept-ranges", "content-range",
-)  # fmt: skip
+    "x-request-id",
+    "location",
+    "retry-after",
+    "preference-applied",
+    "openai-poll-after-ms",
+    "etag",
+    "accept-ranges",
+    "content-range",
+)
 
-MOST_SHOWN = 100  # the most characters of a name that a refusal quotes
+#: The most characters of a name that a refusal quotes.
+MOST_SHOWN = 100
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]{1,5})?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 _STANDARD_PORT = {"http": ":80", "https": ":443"}
 
 
-class AccessPolicy:
-    """Host names and websites that are allowed beside the server's own, and proxies that are trusted to forward both.
+class Refusal(errors.UnfuseError):
+    """An error that the gateway itself raises, with an HTTP status and an error code.
 
-    `hosts` are names (`.domain` stands for a domain and all below it), `origins` are like `https://example.com`, `*` is
-    any of them; `proxies` are addresses or networks. Raises ConfigError for what is none of that.
+    param: the request parameter that is wrong, or None. headers: headers of the response.
+    """
+
+    def __init__(
+        self, status: int, code: str, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+
+class ResponseAborted(Exception):
+    """Raised if a response cannot be completed.
+
+    The connection is closed early, so that the client notices.
+    """
+
+
+def envelope(error: Refusal) -> dict[str, object]:
+    """Return the body of an error response, in OpenAI's format."""
+    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(error.status)
+    kind = kind or ("server_error" if error.status >= 500 else "invalid_request_error")
+    kind = "image_generation_user_error" if error.code == MODERATION_BLOCKED else kind
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+
+
+class AccessPolicy:
+    """The hosts and origins that calls without a key may have, and the trusted proxies.
+
+    hosts: names that the server is known by, beside loopback; `.domain` is a domain and all names below it, `*` is any.
+    origins: websites whose pages may call the server, such as `https://example.com`, beside its own; `*` is any.
+    proxies: addresses or networks of proxies whose X-Forwarded headers are trusted.
+
+    Raises UsageError for an entry of another form.
     """
 
     def __init__(self, hosts: Sequence[str] = (), origins: Sequence[str] = (), proxies: Sequence[str] = ()) -> None:
@@ -80,15 +101,17 @@ class AccessPolicy:
             raise UsageError(f"--trusted-proxies: {error}; write addresses or networks, like 10.0.0.0/8") from error
 
     def trusts(self, peer: str) -> bool:
-        """Whether a trusted proxy has this address."""
+        """Return whether this is the address of a trusted proxy."""
         address = address_of(peer)
         return address is not None and any(address in network for network in self._proxies)
 
     def refusal(self, scope: Scope, names: Sequence[str]) -> Refusal | None:
-        """Why a call that shows no key is not answered; `names` are all the hosts it was sent to, the first one last.
+        """Return the refusal (403) of a call without a key, or None.
 
-        Whoever has a name of their own lead here makes browsers send that name; whoever has a page make calls cannot
-        keep browsers from saying whose page it is.
+        names: the hosts that the call was sent to, those of proxies first, the one that the client used last.
+
+        The host check protects against DNS rebinding: a browser sends the name of the attacker's domain. The origin
+        check protects against calls of other websites: a browser always sends the origin of the page.
         """
         for name in names or [""]:
             host = _host_in(name)
@@ -99,57 +122,77 @@ class AccessPolicy:
                     "host_not_allowed",
                     f"this server is not known as {name[:MOST_SHOWN]!r}: if that is a name of yours, {flag}",
                 )
-        given = Headers(scope=scope)
-        for origin in given.getlist("origin"):
+        headers = Headers(scope=scope)
+        for origin in headers.getlist("origin"):
             if ANY not in self.origins and origin.lower() not in (*self.origins, _site(scope["scheme"], names[-1])):
-                shown, hint = origin[:MOST_SHOWN], ""
-                if any(name.startswith("x-forwarded-") or name == "forwarded" for name in given):
+                quoted = origin[:MOST_SHOWN]
+                hint = ""
+                if any(name.startswith("x-forwarded-") or name == "forwarded" for name in headers):
                     hint = f", or, if a proxy of yours at {scope['client'][0]} sent it, with --trusted-proxies"
-                message = f"pages of {shown!r} may not use this server: to let them, start it with --allowed-origins"
-                return Refusal(403, "origin_not_allowed", f"{message} {shown}{hint}")
+                message = f"pages of {quoted!r} may not use this server: to let them, start it with --allowed-origins"
+                return Refusal(403, "origin_not_allowed", f"{message} {quoted}{hint}")
         return None
 
 
 class AccessGuard:
-    """Refuses calls that Access does not allow, unless keys are required. Answers preflights. Raises Refusal."""
+    """Middleware that refuses calls which the policy does not allow, and answers CORS preflights.
+
+    If API keys are required (`keyed`), hosts and origins are not checked. Raises Refusal.
+    """
 
     def __init__(self, app: ASGIApp, access: AccessPolicy, keyed: bool) -> None:
-        self._access, self._keyed = access, keyed
-        self._app = app if not access.origins else CORSMiddleware(
-            app, access.origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"],
-            expose_headers=EXPOSED, allow_private_network=True,
-        )  # fmt: skip
+        self._access = access
+        self._keyed = keyed
+        self._app = app
+        if access.origins:
+            self._app = CORSMiddleware(
+                app,
+                access.origins,
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
+                expose_headers=EXPOSED,
+                allow_private_network=True,
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one call on, with the host and scheme that the client used."""
+        """Pass on one call, with the host and scheme that the client used.
+
+        A stranger reaches only the exempt paths.
+        """
         if not scope["path"].startswith("/"):
             raise Refusal(400, "bad_target", "ask for a path, such as /v1/models: this server is no proxy")
-        names = self._forwarded(scope)
-        if not self._keyed and (why := self._access.refusal(scope, names)):
+        names = self._apply_forwarded(scope)
+        if not self._keyed and (refusal := self._access.refusal(scope, names)):
             if scope["path"] not in EXEMPT:
-                raise why
+                raise refusal
             scope[STRANGER] = True
         await self._app(scope, receive, send)
 
-    def _forwarded(self, scope: Scope) -> list[str]:
-        """The hosts that a call was sent to. What a trusted proxy forwards becomes the call's own host and scheme."""
-        given = Headers(scope=scope)
-        names = given.getlist("host")
+    def _apply_forwarded(self, scope: Scope) -> list[str]:
+        """Return the hosts of a call, with the client's one last.
+
+        The host and scheme that a trusted proxy forwards replace those of the call, in `scope`.
+        """
+        headers = Headers(scope=scope)
+        names = headers.getlist("host")
         if not self._access.trusts((scope.get("client") or ("",))[0]):
             return names
-        said = [part.strip() for part in ",".join(given.getlist("x-forwarded-host")).split(",") if part.strip()]
-        if said:
-            names = [*names, *reversed(said)]
-            kept = [(name, value) for name, value in scope["headers"] if name != b"host"]
-            scope["headers"] = [*kept, (b"host", said[0].encode("latin-1"))]
-        scheme = given.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
+        forwarded = [part.strip() for part in ",".join(headers.getlist("x-forwarded-host")).split(",") if part.strip()]
+        if forwarded:
+            names = [*names, *reversed(forwarded)]
+            other_headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
+            scope["headers"] = [*other_headers, (b"host", forwarded[0].encode("latin-1"))]
+        scheme = headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
         if scheme in _STANDARD_PORT:
             scope["scheme"] = scheme
         return names
 
 
 def address_of(peer: str) -> IPv4Address | IPv6Address | None:
-    """The IP address in a text, IPv4 also where it is written as IPv6; None if it has none."""
+    """Return the IP address in a text, or None.
+
+    An IPv4 address that is mapped to IPv6 is returned as IPv4.
+    """
     try:
         address = ip_address(peer)
     except ValueError:
@@ -158,17 +201,20 @@ def address_of(peer: str) -> IPv4Address | IPv6Address | None:
 
 
 def matches(host: str, names: Set[str]) -> bool:
-    """Return whether a host has one of these names, lies below a `.domain` among them, or any host may (`*`)."""
+    """Return whether a host matches one of these names.
+
+    A name is a host, a `.domain` with all names below it, or `*` for any host.
+    """
     above = [host[dot:] for dot in range(len(host)) if host[dot] == "."]
     return not names.isdisjoint([ANY, host, f".{host}", *above])
 
 
 def _host_in(text: str) -> str:
-    """The name or address in a Host header; "" if it is malformed."""
-    found = _HOST.fullmatch(text.lower())
-    return found[1].strip("[]").rstrip(".") if found else ""
+    """Return the name or address in a Host header; "" if it is malformed."""
+    match = _HOST.fullmatch(text.lower())
+    return match[1].strip("[]").rstrip(".") if match else ""
 
 
 def _site(scheme: str, host: str) -> str:
-    """The origin of a host's pages, as browsers write it."""
+    """Return the origin of a host's pages, as browsers write it."""
     return f"{scheme}://{host.lower().removesuffix(_STANDARD_PORT.get(scheme, ':'))}"

@@ -1,4 +1,4 @@
-"""Bounds of HTTP connections and calls: their number, how long a client may be silent, how large a head may be."""
+"""The HTTP server, with limits on connections, slow clients, heads and concurrent calls."""
 
 from __future__ import annotations
 
@@ -24,69 +24,86 @@ from uvicorn.server import ServerState
 from unfuse.core.supervisor import LogThrottle
 from unfuse.edge.access import EXEMPT, AccessPolicy, Refusal, address_of, envelope
 
+#: The most bytes of a request's head: its first line and headers.
 MAX_HEAD = 32 * 1024
+
+#: The most headers of a request.
 MAX_HEADERS = 100
+
+#: The most bytes of a request's target: its path and query.
 MAX_TARGET = 8 * 1024
 
-#: How many chunks a body may have in any case, and the least average bytes of further ones: each chunk costs time.
+#: A body may have FINE_CHUNKS chunks of any size. Further ones need CHUNK bytes on average, since each costs time.
 FINE_CHUNKS, CHUNK = 1024, 64
 
-#: How many calls begin or end in one turn of the event loop; each takes about a millisecond.
+#: The most calls that start or end in one iteration of the event loop. Each takes about a millisecond.
 CALLS_AT_ONCE = 4
 
-ACCEPTED_AT_ONCE = 32  # the most connections accepted in one turn of the event loop, so that others have their turn
-OTHER_FILES = 256  # open files that are reserved for everything else than connections
+#: The most connections that are accepted in one iteration of the event loop, so that other events are not delayed.
+ACCEPTED_AT_ONCE = 32
+
+#: Open files that are reserved for everything else than connections.
+OTHER_FILES = 256
 
 log = structlog.get_logger(__name__)
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True):
-    """The most connections in all and from one address (for IPv6, from one /64 network).
+    """Limits on the number of connections and on the speed of clients."""
 
-    A client has `head_s` seconds to ask. While it sends a body, or has not taken what was sent to it, `rate` bytes a
-    second have to pass, looked at every `stall_s` seconds.
-    """
-
+    #: The most connections in all.
     connections: int
+    #: The most connections from one address; for IPv6, from one /64 network.
     per_address: int
+    #: Seconds that a client has to send the head of a request, also before the first one and between two.
     head_s: float = 20.0
+    #: Seconds between two checks of a client's rate.
     stall_s: float = 30.0
+    #: The least bytes a second at which a client must send a body, or read a response.
     rate: int = 8 * 1024
 
 
 class Connections(ServerState):
-    """All connections of one server, counted by address; those of trusted proxies count only in the total."""
+    """The open connections of one server, counted by address.
+
+    It raises the process's limit of open files.
+
+    Connections of trusted proxies count only in the total.
+    """
 
     def __init__(self, bounds: ConnectionLimits, access: AccessPolicy) -> None:
         super().__init__()
-        self.bounds, self._access = bounds, access
-        self._most = min(bounds.connections, _files(bounds.connections + OTHER_FILES) - OTHER_FILES)
-        self._from: Counter[str] = Counter()
+        self.bounds = bounds
+        self._access = access
+        self._most = min(bounds.connections, _raise_file_limit(bounds.connections + OTHER_FILES) - OTHER_FILES)
+        self._counts: Counter[str] = Counter()  # connections by address or network
         self._throttle = LogThrottle()
 
     def enter(self, peer: str) -> Refusal | None:
         """Count a new connection. Returns a refusal if there are too many."""
-        whose = self._whose(peer)
-        self._from[whose] += 1
+        source = self._counted_source(peer)
+        self._counts[source] += 1
         if len(self.connections) > self._most:
             refusal = Refusal(503, "too_many_connections", f"{self._most} connections are open, as many as may be")
-        elif whose and self._from[whose] > self.bounds.per_address:
-            most = f"{self.bounds.per_address} connections are open from {whose}, as many as may be from one address"
-            refusal = Refusal(429, "too_many_connections", most)
+        elif source and self._counts[source] > self.bounds.per_address:
+            message = (
+                f"{self.bounds.per_address} connections are open from {source}, as many as may be from one address"
+            )
+            refusal = Refusal(429, "too_many_connections", message)
         else:
             return None
         self.warn("too many connections", reason=str(refusal))
         return refusal
 
     def leave(self, peer: str) -> None:
-        """A connection that was counted has ended."""
-        whose = self._whose(peer)
-        self._from[whose] -= 1
-        if not self._from[whose]:
-            del self._from[whose]
+        """Count that a connection of this peer has ended."""
+        source = self._counted_source(peer)
+        self._counts[source] -= 1
+        if not self._counts[source]:
+            del self._counts[source]
 
     def sweep(self) -> None:
-        """End connections whose clients are too slow."""
+        """Close connections whose clients are too slow."""
         now = time.monotonic()
         for connection in [*self.connections]:
             cast(Protocol, connection).look(now)
@@ -96,8 +113,8 @@ class Connections(ServerState):
         if times := self._throttle.count_if_due(what):
             log.warning(what, times=times, **about)
 
-    def _whose(self, peer: str) -> str:
-        """The address or network that a connection counts for; "" for those without a bound of their own."""
+    def _counted_source(self, peer: str) -> str:
+        """Return the address or /64 network that a connection counts for; "" for trusted proxies."""
         if self._access.trusts(peer):
             return ""
         address = address_of(peer)
@@ -105,35 +122,44 @@ class Connections(ServerState):
 
 
 class _Http(h11.Connection):
-    """HTTP/1.1 with bounds on heads and on the number of a body's chunks. It counts heads and bytes."""
+    """An HTTP/1.1 parser with limits on heads and on the number of a body's chunks.
+
+    It counts heads and bytes.
+    """
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD)
-        self.heads = self.received = self.sent = self._chunks = self._whole = 0
+        self.heads = 0  # heads received on this connection
+        self.received = 0  # bytes of bodies received on this connection
+        self.sent = 0  # bytes sent on this connection
         self.refusal = Refusal(400, "bad_request", "this cannot be read as HTTP/1.1")
+        self._chunks = 0  # chunks of the current body
+        self._body_bytes = 0  # bytes of the current body
 
     def next_event(self) -> Any:
-        """The next event. Raises RemoteProtocolError; then `refusal` has the reason."""
+        """Return the next event. Raises RemoteProtocolError; then `refusal` has the reason."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self.heads += 1
-            self._chunks = self._whole = 0
+            self._chunks = 0
+            self._body_bytes = 0
             self._check(event)
         elif isinstance(event, h11.Data):
             self.received += len(event.data)
-            self._whole += len(event.data)
+            self._body_bytes += len(event.data)
             self._chunks += event.chunk_start
-            if self._chunks > FINE_CHUNKS + self._whole // CHUNK:
+            if self._chunks > FINE_CHUNKS + self._body_bytes // CHUNK:
                 self._refuse(400, "chunks_too_small", f"send the body in chunks of more than {CHUNK} bytes")
         return event
 
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
-        """The bytes of an event to send."""
+        """Return the bytes of an event to send, and count them."""
         data = super().send_with_data_passthrough(event)
         self.sent += sum(map(len, data or ()))
         return data
 
     def _check(self, head: h11.Request) -> None:
+        """Refuse a head that is too large or has ambiguous framing (request smuggling)."""
         names = {name for name, _ in head.headers}
         if head.http_version not in (b"1.0", b"1.1"):
             self._refuse(505, "http_version", "this server speaks HTTP/1.1")
@@ -149,79 +175,109 @@ class _Http(h11.Connection):
             )
 
     def _refuse(self, status: int, code: str, message: str) -> None:
+        """Set `refusal` and raise RemoteProtocolError, as h11 does for a malformed request."""
         self.refusal = Refusal(status, code, message)
         raise h11.RemoteProtocolError(message, status)
 
 
 class Protocol(H11Protocol):
-    """uvicorn's connection, with bounds."""
+    """One connection of uvicorn, with limits on its client."""
 
     def __init__(self, config: Config, server_state: ServerState, app_state: dict[str, Any], _loop: Any = None) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.conn: _Http = _Http()
-        self._all = cast(Connections, server_state)
-        self._owes, self._since, self._passed, self._needed = "", 0.0, 0, 0
+        self._connections = cast(Connections, server_state)
+
+        # The state at the last check of the client's speed, see `look`.
+        self._duty = ""
+        self._checked_at = 0.0
+        self._passed = 0
+        self._needed = 0
 
     def connection_made(self, transport: Any) -> None:
-        """Accept the connection, if there is room for it.
+        """Accept the connection, or refuse it if there are too many.
 
-        Replies are sent as they are written, whatever the loop: a body would wait 40 ms for its head's acknowledgement.
+        With TCP_NODELAY a response is sent as it is written. Else, with some event loops, its body would wait 40 ms for
+        the acknowledgement of its head.
         """
         transport.get_extra_info("socket").setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
         super().connection_made(transport)
-        if refusal := self._all.enter(self._peer):
+        if refusal := self._connections.enter(self._peer):
             self._refuse(refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection has ended."""
+        """Count that the connection has ended."""
         super().connection_lost(exc)
-        self._all.leave(self._peer)
+        self._connections.leave(self._peer)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is wrong with the request, and close."""
+        """Respond with the reason why the request is malformed, and close the connection."""
         self._refuse(self.conn.refusal)
 
     def look(self, now: float) -> None:
-        """End the connection if its client is too slow to send a request or to read the response."""
-        bounds, unsent = self._all.bounds, self.transport.get_write_buffer_size()
-        owes, passed, needed, window = "", 0, int(bounds.rate * bounds.stall_s), bounds.stall_s
+        """Close the connection if its client sends or reads too slowly.
+
+        Within a window of time, a client has to "ask" (send a head), "send" (a body) or "read" (the response). What
+        passes is heads or bytes. The window starts again when the duty changes. `now` is in monotonic seconds.
+        """
+        bounds = self._connections.bounds
+        unsent = self.transport.get_write_buffer_size()
+        duty, passed = "", 0
+        needed, window = int(bounds.rate * bounds.stall_s), bounds.stall_s
         if unsent:
-            owes, passed, needed = "read", self.conn.sent - unsent, min(needed, unsent)
+            duty, passed = "read", self.conn.sent - unsent
+            needed = min(needed, unsent)
         elif self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and (not self.cycle or self.cycle.response_complete):
-            owes, passed, needed, window = "ask", self.conn.heads, 1, bounds.head_s
+            duty, passed = "ask", self.conn.heads
+            needed, window = 1, bounds.head_s
         elif self.conn.their_state is h11.SEND_BODY and not self.flow.read_paused:
-            owes, passed = "send", self.conn.received
-        if owes == self._owes and now - self._since < window:
+            duty, passed = "send", self.conn.received
+
+        if duty == self._duty and now - self._checked_at < window:
             return
-        if owes and owes == self._owes and passed - self._passed < self._needed:
-            self._all.warn("client too slow", client=self._peer, to=owes)
-            if owes != "ask" or self.conn.trailing_data[0]:
-                self._refuse(Refusal(408, "timeout", f"the client took too long to {owes}"))
+        if duty and duty == self._duty and passed - self._passed < self._needed:
+            self._connections.warn("client too slow", client=self._peer, to=duty)
+            # An idle connection, without the beginning of a request, is closed without a response.
+            if duty != "ask" or self.conn.trailing_data[0]:
+                self._refuse(Refusal(408, "timeout", f"the client took too long to {duty}"))
             self.transport.close()
             if unsent:
                 self.transport.abort()
-        self._owes, self._since, self._passed, self._needed = owes, now, passed, needed
+        self._duty = duty
+        self._checked_at = now
+        self._passed = passed
+        self._needed = needed
 
     @property
     def _peer(self) -> str:
+        """The address of the client; "" if unknown."""
         return self.client[0] if self.client else ""
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer with a refusal, unless the application has begun to answer, and close."""
+        """Respond with a refusal, unless the application has started its response, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = msgspec.json.encode(envelope(refusal))
-            kind, size = ("content-type", "application/json"), ("content-length", str(len(body)))
-            head = h11.Response(status_code=refusal.status, headers=[kind, size, ("connection", "close")])
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+            ]
+            head = h11.Response(status_code=refusal.status, headers=headers)
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-        if self.cycle:
+        if self.cycle:  # a call in progress sees that its client has disconnected
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()
 
 
 class Throttle:
-    """Lets a few calls in each turn of the event loop begin, or notice that their client is gone. Probes never wait."""
+    """Middleware that lets few calls start or end in each iteration of the event loop.
+
+    Probes never wait.
+
+    A call ends here when it receives the disconnect of its client.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -233,73 +289,96 @@ class Throttle:
             await self._app(scope, receive, send)
             return
 
-        async def heard() -> Message:
+        async def receive_in_turn() -> Message:
             message = await receive()
             if message["type"] == "http.disconnect":
-                await self._turn()
+                await self._wait_for_turn()
             return message
 
-        await self._turn()
-        await self._app(scope, heard, send)
+        await self._wait_for_turn()
+        await self._app(scope, receive_in_turn, send)
 
-    async def _turn(self) -> None:
-        """Wait for a turn."""
+    async def _wait_for_turn(self) -> None:
+        """Wait until this call may proceed, in the order of the calls."""
         loop = asyncio.get_running_loop()
         self._waiting.append(turn := loop.create_future())
         if len(self._waiting) == 1:
-            loop.call_soon(self._next)
+            loop.call_soon(self._grant_turns)
         await turn
 
-    def _next(self) -> None:
+    def _grant_turns(self) -> None:
+        """Let the next CALLS_AT_ONCE calls proceed.
+
+        Others wait for the next iteration of the event loop.
+        """
         for turn in [self._waiting.popleft() for _ in range(min(CALLS_AT_ONCE, len(self._waiting)))]:
             if not turn.done():
                 turn.set_result(None)
         if self._waiting:
-            asyncio.get_running_loop().call_soon(self._next)
+            asyncio.get_running_loop().call_soon(self._grant_turns)
 
 
 class HttpServer(Server):
-    """uvicorn with bounds on its connections, and without its signal handlers, which are its caller's business."""
+    """uvicorn with limits on its connections.
+
+    It handles no signals: that is left to the caller.
+    """
 
     def __init__(self, app: ASGIApp, bounds: ConnectionLimits, access: AccessPolicy) -> None:
-        super().__init__(
-            Config(
-                app, http=Protocol, ws="none", lifespan="off", log_level="error", access_log=False,
-                proxy_headers=False, timeout_graceful_shutdown=1,
-            )
-        )  # fmt: skip
-        self.server_state = self._connections = Connections(bounds, access)
+        config = Config(
+            app,
+            http=Protocol,
+            ws="none",
+            lifespan="off",
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=1,
+        )
+        super().__init__(config)
+        self._connections = Connections(bounds, access)
+        self.server_state = self._connections
         logging.getLogger("uvicorn.error").addFilter(_is_an_error)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone."""
+        """Leave the signal handlers of the process unchanged."""
         yield
 
     async def serve(self, sockets: list[socket] | None = None) -> None:
-        """Serve at these sockets; libuv takes one connection of each in a turn of the loop, so there are several."""
-        given = sockets or []
-        await super().serve([*given, *(one.dup() for one in given for _ in range(ACCEPTED_AT_ONCE - 1))])
+        """Serve on these listening sockets until `should_exit` is set.
+
+        Each is duplicated, because libuv accepts one connection of a socket in an iteration of the event loop.
+        """
+        listeners = sockets or []
+        copies = [listener.dup() for listener in listeners for _ in range(ACCEPTED_AT_ONCE - 1)]
+        await super().serve([*listeners, *copies])
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second: end slow connections."""
+        """Close slow connections once a second. uvicorn calls this ten times a second."""
         if counter % 10 == 0:
             self._connections.sweep()
         return await super().on_tick(counter)
 
 
 def _is_an_error(record: logging.LogRecord) -> bool:
-    """Whether a record of uvicorn is an error. Calls cut short by the end, or broken off on purpose, are none."""
-    ends = str(record.msg).startswith(("Cancel %s running task(s)", "ASGI callable returned without completing"))
-    return not ends and not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+    """Return whether a log record of uvicorn is an error.
+
+    Calls that are cancelled by a shutdown, and responses that are aborted on purpose, are not.
+    """
+    is_expected = str(record.msg).startswith(("Cancel %s running task(s)", "ASGI callable returned without completing"))
+    return not is_expected and not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
-def _files(wanted: int) -> int:
-    """How many files this process may open, now that it has asked for that many."""
-    most, ever = (
+def _raise_file_limit(wanted: int) -> int:
+    """Raise the process's limit of open files to `wanted`, as far as allowed.
+
+    Returns the limit, at least as before.
+    """
+    soft, hard = (
         wanted if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
     )
-    if most < min(wanted, ever):
-        most = min(wanted, ever)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, ever))
-    return most
+    if soft < min(wanted, hard):
+        soft = min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft

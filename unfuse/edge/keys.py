@@ -1,8 +1,8 @@
-"""API keys: the lines of a key file, the keys that a running server accepts, and changes of a key file.
+"""API keys: the format of key files, the keys of a server, edits of files.
 
 A line is `NAME sha256:HEX [admin=yes] [read=yes] [models=a,b] [rate=60/min] [concurrent=4]`. A file has hashes, so that
 its readers get no key; a line with a plain key works too. Keys are compared by their hashes, so the time of a
-comparison tells nothing about them.
+comparison reveals nothing about them.
 """
 
 from __future__ import annotations
@@ -50,34 +50,49 @@ _NUMBER, _RATE = re.compile(r"[1-9][0-9]{0,6}"), re.compile(r"([1-9][0-9]{0,6})/
 _PER_S = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 
 
+#: Seconds between two checks of the files. A changed file is read once two checks in a row found the same state.
+LOOK_S = 1.0
+
+#: Digits of a hash that a list shows.
+SHOWN_DIGITS = 8
+
+#: Fewest digits by which a key can be removed.
+LEAST_DIGITS = 4
+
+NOBODY = "no key is an admin's: workers, pools and other tenants' requests are closed; write admin=yes on a line of"
+
+log = structlog.get_logger(__name__)
+
+
 class ApiKey(msgspec.Struct, frozen=True):
-    """What a key opens.
+    """The rights of one API key."""
 
-    `admin`: it sees all tenants. `only_reads`: it creates, cancels and deletes nothing, and sees all metrics.
-    `models`: all that it may use, by the names that clients use; None is any. `allowance`: the limits of its tenant,
-    which all keys of the tenant share.
-    """
-
+    #: The tenant that requests with the key belong to.
     tenant: str
+    #: Whether it may see and change the requests of all tenants, and use the routes for admins.
     admin: bool = False
+    #: Whether it may not create, cancel or delete anything. It sees all metrics.
     only_reads: bool = False
+    #: Public names of the models that it may use; None is any.
     models: frozenset[str] | None = None
+    #: The limits of its tenant, which all keys of the tenant share.
     allowance: TenantLimits = TenantLimits()
 
 
-#: Keys by their hashes.
+#: The rights of keys, by the SHA-256 of the key.
 Known = dict[bytes, ApiKey]
 
 
 class KeyLine(msgspec.Struct, frozen=True):
-    """One key of a file, as it is written there."""
+    """One line with a key in a key file."""
 
-    #: The index of its line in the file.
+    #: The index of its line in the file, from 0.
     index: int
     #: File and line, for messages.
     where: str
     #: The tenant.
     name: str
+    #: The SHA-256 of the key.
     digest: bytes
     #: The key itself if the line has it, "" if the line has its hash.
     plain: str
@@ -100,8 +115,12 @@ def hash_of(key: str) -> str:
 
 
 def read_file(file: str) -> str:
-    """Return the text of a key file. Raises UsageError for one that is missing, unreadable, no file, or huge."""
+    """Return the text of a key file.
+
+    Raises UsageError if it is missing, unreadable, no regular file, or too large.
+    """
     try:
+        # O_NONBLOCK: opening a pipe must not wait for its writer.
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
             is_file = stat.S_ISREG(os.fstat(opened.fileno()).st_mode)
             data = opened.read(MOST_BYTES + 1) if is_file else b""
@@ -126,7 +145,10 @@ def read_file(file: str) -> str:
 
 
 def entries_of(text: str, file: str) -> Iterator[KeyLine]:
-    """Return the keys in the text of a file, in order. Raises UsageError for a line that has no known form."""
+    """Return the keys in the text of a file, in order.
+
+    Raises UsageError for a line that has no known form.
+    """
     for index, line in enumerate(text.splitlines()):
         words = list(re.finditer(r"\S+", line))
         if not words or words[0][0].startswith("#"):
@@ -155,7 +177,10 @@ def _secret(where: str, word: str) -> tuple[bytes, str]:
 
 
 def known_of(entries: Iterable[KeyLine]) -> Known:
-    """Return the keys by their hashes. Raises UsageError for a line that contradicts an earlier one."""
+    """Return the rights of keys by hash.
+
+    Raises UsageError for a line that contradicts an earlier one.
+    """
     known: Known = {}
     lines: dict[bytes, str] = {}
     limits: dict[str, tuple[TenantLimits, str]] = {}
@@ -176,62 +201,66 @@ def known_of(entries: Iterable[KeyLine]) -> Known:
                 f"{entry.where}: {entry.name} has other limits on another line ({first}): all keys of a name share "
                 "rate and concurrent, write the same"
             )
-        known[entry.digest], lines[entry.digest] = key, entry.where
+        known[entry.digest] = key
+        lines[entry.digest] = entry.where
     return known
 
 
 def key_of(where: str, tenant: str, fields: Sequence[str]) -> ApiKey:
-    """Return what a key opens whose line has these fields. Raises UsageError, which begins with `where`."""
-    given = dict(field.partition("=")[::2] for field in fields)
-    if len(given) != len(fields) or any("=" not in field for field in fields) or given.keys() - set(FIELDS):
+    """Return the rights of a key from the fields of its line.
+
+    Raises UsageError, whose message begins with `where`.
+    """
+    values = dict(field.partition("=")[::2] for field in fields)
+    if len(values) != len(fields) or any("=" not in field for field in fields) or values.keys() - set(FIELDS):
         raise UsageError(f"{where}: write {LINE}")
     for name in ("admin", "read"):
-        if given.get(name, "yes") not in ("yes", "no"):
+        if values.get(name, "yes") not in ("yes", "no"):
             raise UsageError(f"{where}: {name} can be yes or no")
-    models = frozenset(filter(None, given["models"].split(","))) if "models" in given else None
-    rate, concurrent = _RATE.fullmatch(given.get("rate", "1/s")), _NUMBER.fullmatch(given.get("concurrent", "1"))
+    models = frozenset(filter(None, values["models"].split(","))) if "models" in values else None
+    rate, concurrent = _RATE.fullmatch(values.get("rate", "1/s")), _NUMBER.fullmatch(values.get("concurrent", "1"))
     if not rate or not concurrent or max(int(rate[1]), int(concurrent[0])) > MOST:
         raise UsageError(f"{where}: rate is like 10/s, 60/min, 500/h or 1000/d, and concurrent a number, up to {MOST}")
-    allowance = TenantLimits(int(concurrent[0]) if "concurrent" in given else 0)
-    if "rate" in given:
+    allowance = TenantLimits(int(concurrent[0]) if "concurrent" in values else 0)
+    if "rate" in values:
         allowance = TenantLimits(allowance.concurrent, int(rate[1]), _PER_S[rate[2]])
-    return ApiKey(tenant, given.get("admin") == "yes", given.get("read") == "yes", models, allowance)
-
-
-#: Seconds between two looks at the files. A file that has changed is read once two looks saw the same.
-LOOK_S = 1.0
-
-
-NOBODY = "no key is an admin's: workers, pools and other tenants' requests are closed; write admin=yes on a line of"
-
-log = structlog.get_logger(__name__)
+    return ApiKey(tenant, values.get("admin") == "yes", values.get("read") == "yes", models, allowance)
 
 
 class ApiKeys:
-    """The keys of one server: those that are `given`, and those in the lines of `files`.
+    """The API keys that a running server accepts.
 
-    Files are read again when they change. If a changed file is wrong, that is logged and the keys stay as they were.
-    A given key is an admin's if it is the only key. In files, a key is an admin's if its line says so. Whether a key is
-    needed at all is decided at the start. Raises UsageError for a key or a file that cannot be used.
+    It is false if no keys are configured.
+
+    given: keys of the command line. The key is an admin's if it is the only one and there are no files.
+    files: key files. A key in a file is an admin's if its line says so.
+
+    Files are read again when they change. If a changed file is wrong, the error is logged and the keys stay as they
+    were. Whether calls need a key is decided at the start. Raises UsageError for a key or a file that cannot be used.
     """
 
     def __init__(self, given: Sequence[str] = (), files: Sequence[str] = ()) -> None:
-        self._given, self._files = tuple(dict.fromkeys(key.strip() for key in given)), tuple(files)
-        for key in self._given:
+        self._keys = tuple(dict.fromkeys(key.strip() for key in given))
+        self._files = tuple(files)
+        for key in self._keys:
             _require_key(key)
-        self._is_sole = len(self._given) == 1 and not self._files
-        self._read_at = self._seen = self._stamp()
-        self._calls = defaultdict[bytes, set[asyncio.Timeout]](set)
-        self._failure = ""
-        self._plain: list[str] = []
+        self._is_sole = len(self._keys) == 1 and not self._files
+        self._read_stamp = self._stamp()  # state of the files when they were read
+        self._last_stamp = self._read_stamp  # state of the files at the last look
+        self._calls = defaultdict[bytes, set[asyncio.Timeout]](set)  # calls in progress, by the hash of their key
+        self._failure = ""  # why the files could not be read again
+        self._plain: list[str] = []  # files that have plain keys
         self._known = self._read()
 
     def __bool__(self) -> bool:
-        return bool(self._given or self._files)
+        return bool(self._keys or self._files)
 
     @property
     def note(self) -> str:
-        """A line to print at the start: who sees workers, pools and other tenants' requests; "" if that is clear."""
+        """A line about admin keys to print at the start, or "".
+
+        It says that no key is an admin's, or that the sole key is.
+        """
         if not self or any(key.admin for key in self._known.values()) and self._files:
             return ""
         if self._is_sole:
@@ -240,23 +269,26 @@ class ApiKeys:
 
     @property
     def warning(self) -> str:
-        """A warning to log at the start, about plain keys in files; "" if there are none."""
+        """A warning about plain keys in files to log at the start, or ""."""
         if not self._plain:
             return ""
         commands = ", ".join(f"`unfuse keys hash {file}`" for file in self._plain)
         return f"keys are stored as plain text: replace them by their hashes with {commands}"
 
     def of(self, shown: str) -> ApiKey | None:
-        """Return what the key that a client sends opens; None if it is unknown."""
+        """Return the rights of a key that a client sends, or None if unknown."""
         return self._known.get(digest_of(shown))
 
     def all(self) -> list[ApiKey]:
-        """Return what all keys open."""
+        """Return the rights of all keys."""
         return list(self._known.values())
 
     @contextmanager
     def lasting(self, shown: str, call: asyncio.Timeout) -> Iterator[None]:
-        """While this block lasts, the call ends when the key that it shows opens less than before."""
+        """Return a context in which the timeout `call` expires when the key `shown` is withdrawn.
+
+        A key is withdrawn if it is removed, gets another tenant, or is no admin's any more.
+        """
         digest = digest_of(shown)
         self._calls[digest].add(call)
         try:
@@ -267,50 +299,54 @@ class ApiKeys:
                 del self._calls[digest]
 
     async def look(self) -> None:
-        """Wait, then read the files again if they have changed and are the same as at the last look.
+        """Wait for LOOK_S, then read the files again if they have changed.
 
-        A file that cannot be read is tried again at each look, and the reason is logged once.
+        They are read once two looks in a row found the same state, so not while they are written.
+
+        So a file is not read while it is written. A file that cannot be read is tried again at each look, and the
+        reason is logged once.
         """
         await asyncio.sleep(LOOK_S)
-        before, self._seen = self._seen, await to_thread.run_sync(self._stamp)
-        if self._seen != before or self._seen == self._read_at and not self._failure:
+        previous, self._last_stamp = self._last_stamp, await to_thread.run_sync(self._stamp)
+        if self._last_stamp != previous or self._last_stamp == self._read_stamp and not self._failure:
             return
-        self._read_at = self._seen
+        self._read_stamp = self._last_stamp
         try:
-            fresh = await to_thread.run_sync(self._read)
+            keys = await to_thread.run_sync(self._read)
         except ConfigError as error:
             if str(error) != self._failure:
                 log.error("keys stay as they were", reason=str(error))
             self._failure = str(error)
             return
         self._failure = ""
-        self._replace(fresh)
+        self._use(keys)
 
-    def _replace(self, fresh: Known) -> None:
-        old, self._known = self._known, fresh
-        withdrawn = [digest for digest, key in old.items() if _opens_less(fresh.get(digest), key)]
+    def _use(self, keys: Known) -> None:
+        """Replace all keys, and end the calls in progress whose keys are withdrawn."""
+        old, self._known = self._known, keys
+        withdrawn = [digest for digest, key in old.items() if _is_withdrawn(keys.get(digest), key)]
         for call in [call for digest in withdrawn for call in self._calls.get(digest, ())]:
             if not call.expired():
                 call.reschedule(asyncio.get_running_loop().time())
-        added = sorted(key.tenant for digest, key in fresh.items() if digest not in old)
-        removed = sorted(key.tenant for digest, key in old.items() if digest not in fresh)
-        log.info("keys were read again", keys=len(fresh), added=added, removed=removed)
+        added = sorted(key.tenant for digest, key in keys.items() if digest not in old)
+        removed = sorted(key.tenant for digest, key in old.items() if digest not in keys)
+        log.info("keys were read again", keys=len(keys), added=added, removed=removed)
 
     def _stamp(self) -> tuple[tuple[int, int, int, int] | None, ...]:
         """Return a value that differs when the files have changed."""
         return tuple(map(_stamp_of, self._files))
 
     def _read(self) -> Known:
-        """Return all keys. Raises UsageError, whose message has no key."""
+        """Read the files. Returns all keys. Raises UsageError, whose message has no key."""
         entries: list[KeyLine] = []
         plain: list[str] = []
         for file in self._files:
-            found = list(entries_of(read_file(file), file))
-            if not found:
+            file_entries = list(entries_of(read_file(file), file))
+            if not file_entries:
                 raise UsageError(f"there is no key in {file}: `unfuse keys add NAME --file {file}` adds one")
-            plain += [file] if any(entry.plain for entry in found) else []
-            entries += found
-        for key in self._given:
+            plain += [file] if any(entry.plain for entry in file_entries) else []
+            entries += file_entries
+        for key in self._keys:
             entries.append(KeyLine(0, "--api-key", DEFAULT_TENANT, digest_of(key), key, 0, (), False))
         known = known_of(entries)
         self._plain = plain
@@ -320,7 +356,7 @@ class ApiKeys:
 
 
 def _require_key(key: str) -> None:
-    """Raise UsageError for a key of the command line that is short, or that is no key at all."""
+    """Raise UsageError for a short or malformed key of the command line."""
     advice = "`unfuse keys add NAME` makes a key and writes its hash to a file for --api-keys"
     if not _KEY.fullmatch(key):
         raise UsageError(f"--api-key (UNFUSE_API_KEY) is one key, without spaces, in printable ASCII: {advice}")
@@ -337,42 +373,44 @@ def _require_key(key: str) -> None:
 
 
 def is_path_like(text: str) -> bool:
-    """Return whether a text is the path of something that exists, could exist, or is written like a path.
+    """Return whether a text is, or looks like, the path of a file.
 
-    The path of a missing file is never taken for the secret itself.
+    It is one if the file or its folder exists.
+
+    So the path of a missing file is never used as the secret itself.
     """
     parent = os.path.dirname(text)
     return bool(_PATH.fullmatch(text)) or os.path.exists(text) or bool(parent) and os.path.isdir(parent)
 
 
 def _stamp_of(file: str) -> tuple[int, int, int, int] | None:
+    """Return a value that differs when the file has changed; None without access."""
     try:
-        found = os.stat(file)
+        status = os.stat(file)
     except (OSError, ValueError):
         return None
-    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
 
 
-def _opens_less(now: ApiKey | None, before: ApiKey) -> bool:
+def _is_withdrawn(now: ApiKey | None, before: ApiKey) -> bool:
+    """Return whether calls in progress must end because of a key's new rights."""
     return now is None or now.tenant != before.tenant or before.admin and not now.admin
 
 
-#: Digits of a hash that a list shows.
-SHOWN_DIGITS = 8
-
-#: Fewest digits by which a key can be removed.
-LEAST_DIGITS = 4
-
-
 def rows_of(file: Path) -> list[tuple[KeyLine, ApiKey]]:
-    """Return the keys of a file, in order, with what each opens. Raises UsageError."""
+    """Return the lines with keys of a file, in order, with the rights of each.
+
+    Raises UsageError.
+    """
     entries = list(entries_of(read_file(str(file)), str(file)))
     known = known_of(entries)
     return [(entry, known[entry.digest]) for entry in entries]
 
 
 def add_key(file: Path, tenant: str, fields: Mapping[str, str]) -> str:
-    """Make a key, add the line with its hash to a file, and return the key. Makes the file if there is none.
+    """Create a key, add a line with its hash to a file, and return the key.
+
+    Creates a missing file.
 
     Raises UsageError for a name or field that a line cannot have, ConfigError if the file cannot be written.
     """
@@ -385,44 +423,46 @@ def add_key(file: Path, tenant: str, fields: Mapping[str, str]) -> str:
     key = f"sk-{secrets.token_urlsafe(32)}"
     line = " ".join([tenant, hash_of(key), *(f"{name}={value}" for name, value in fields.items())])
 
-    def added(text: str) -> str:
-        end = (re.findall(r"\r?\n", text) or ["\n"])[-1]
-        return f"{text}{'' if not text or text.endswith(end) else end}{line}{end}"
+    def with_line(text: str) -> str:
+        line_end = (re.findall(r"\r?\n", text) or ["\n"])[-1]
+        return f"{text}{'' if not text or text.endswith(line_end) else line_end}{line}{line_end}"
 
-    _change(file, added, makes=True)
+    _edit_file(file, with_line, create=True)
     return key
 
 
 def remove_keys(file: Path, which: str) -> list[KeyLine]:
-    """Remove all keys of a name, or the one key whose hash begins so, and return what was removed.
+    """Remove all keys of a name, or the one key whose hash begins with `which`.
 
-    Raises UsageError if no key or several keys are meant, and for the last key of a file.
+    Returns the removed lines.
+
+    Raises UsageError if no key or several different keys match, and for the last key of a file.
     """
     removed: list[KeyLine] = []
 
-    def kept(text: str) -> str:
+    def without_keys(text: str) -> str:
         entries = list(entries_of(text, str(file)))
-        removed.extend(_meant(entries, which, file))
+        removed.extend(_matching(entries, which, file))
         if len(removed) == len(entries):
             raise UsageError(
                 f"{file} would have no key left, and a running server then keeps the keys that it has: add another key "
                 "first (`unfuse keys add NAME`), or stop the server and delete the file"
             )
-        gone = {entry.index for entry in removed}
-        return "".join(line for index, line in enumerate(text.splitlines(keepends=True)) if index not in gone)
+        removed_lines = {entry.index for entry in removed}
+        return "".join(line for index, line in enumerate(text.splitlines(keepends=True)) if index not in removed_lines)
 
-    _change(file, kept)
+    _edit_file(file, without_keys)
     return removed
 
 
 def hash_keys(file: Path) -> tuple[int, list[str]]:
-    """Write the hashes of plain keys in their place.
+    """Replace the plain keys in a file by their hashes.
 
-    Returns how many there were, and the names of those that are so short that their hash tells the key.
+    Returns the number of plain keys, and the names of those that are so short that they can be guessed from their hash.
     """
     plain: list[KeyLine] = []
 
-    def hashed(text: str) -> str:
+    def with_hashes(text: str) -> str:
         plain.extend(entry for entry in entries_of(text, str(file)) if entry.plain)
         lines = text.splitlines(keepends=True)
         for entry in plain:
@@ -430,53 +470,63 @@ def hash_keys(file: Path) -> tuple[int, list[str]]:
             lines[entry.index] = line[: entry.start] + hash_of(entry.plain) + line[end:]
         return "".join(lines)
 
-    _change(file, hashed)
+    _edit_file(file, with_hashes)
     return len(plain), [entry.name for entry in plain if len(entry.plain) < LEAST_CHARACTERS]
 
 
-def _meant(entries: Sequence[KeyLine], which: str, file: Path) -> list[KeyLine]:
-    """Return the keys that a name or the beginning of a hash stands for. Raises UsageError for none or several."""
+def _matching(entries: Sequence[KeyLine], which: str, file: Path) -> list[KeyLine]:
+    """Return the lines with this name, or with a hash that begins so.
+
+    Raises UsageError if none matches, if the text is both a name and a hash, or if keys with different hashes match.
+    """
     digits = which.lower().removeprefix(HASHED)
     by_name = [entry for entry in entries if entry.name == which]
     by_hash = [entry for entry in entries if len(digits) >= LEAST_DIGITS and entry.digest.hex().startswith(digits)]
     if by_name and by_hash and by_name != by_hash:
         raise UsageError(f"{which} is a name and the beginning of a hash in {file}: write more digits of the hash")
-    if not (found := by_name or by_hash):
+    if not (matching := by_name or by_hash):
         raise UsageError(
             f"no key in {file} has the name {which[:80]!r}, or a hash that begins so ({LEAST_DIGITS} digits or more): "
             "`unfuse keys ls` lists them"
         )
-    if not by_name and len({entry.digest for entry in found}) > 1:
-        raise UsageError(f"{len(found)} keys in {file} have a hash that begins with {digits}: write more digits")
-    return found
+    if not by_name and len({entry.digest for entry in matching}) > 1:
+        raise UsageError(f"{len(matching)} keys in {file} have a hash that begins with {digits}: write more digits")
+    return matching
 
 
-def _change(file: Path, change: Callable[[str], str], *, makes: bool = False) -> None:
-    """Replace the text of a file by what `change` returns for it, unless a server would refuse that.
+def _edit_file(file: Path, edit: Callable[[str], str], *, create: bool = False) -> None:
+    """Replace the text of a key file by the result of `edit`.
 
-    It holds a lock, replaces the file as a whole, and keeps comments, order, mode and owner.
+    The file is replaced atomically, under a lock.
+
+    The mode and owner of the file stay the same. With `create`, a missing file counts as an empty one.
+
+    Raises UsageError for a new text that a server would refuse, ConfigError if the file cannot be written.
     """
-    place = Path(os.path.realpath(file))  # a link stays one
+    path = Path(os.path.realpath(file))  # a symbolic link is not replaced, but the file that it links to
     try:
-        if makes:
-            place.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(place.parent):
-            text = "" if makes and not place.exists() else read_file(str(file))
-            fresh = change(text)
-            if len(fresh.encode()) > MOST_BYTES:
+        if create:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.parent):
+            text = "" if create and not path.exists() else read_file(str(file))
+            new_text = edit(text)
+            if len(new_text.encode()) > MOST_BYTES:
                 raise UsageError(f"{file} would be larger than {MOST_BYTES >> 20} MiB, which a server does not read")
-            known_of(entries_of(fresh, str(file)))
-            if fresh != text:
-                _replace(place, fresh)
+            known_of(entries_of(new_text, str(file)))
+            if new_text != text:
+                _replace_file(path, new_text)
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and not makes:
-            read_file(str(file))
+        if isinstance(error, FileNotFoundError) and not create:
+            read_file(str(file))  # raises the error for a missing file
         raise ConfigError(f"{file} cannot be written: {error.strerror}") from error
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock on the key files of a folder, so that of two changes at once none is lost."""
+    """Return a context with the lock on the key files of a folder.
+
+    So no concurrent edit is lost.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -485,30 +535,34 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _replace(place: Path, text: str) -> None:
-    fresh = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+def _replace_file(path: Path, text: str) -> None:
+    """Write a file atomically, by way of a temporary one."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        with open(descriptor, "w", encoding="utf-8", newline="") as written:
-            written.write(text)
-            written.flush()
-            if place.exists():
-                _copy_owner(place, descriptor)
+        with open(descriptor, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            if path.exists():
+                _copy_owner(path, descriptor)
             os.fsync(descriptor)
-        fresh.replace(place)
+        temporary.replace(path)
     finally:
-        fresh.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def _copy_owner(place: Path, descriptor: int) -> None:
-    """Give a new file the mode and owner of the one that it replaces: a server may run as another user."""
-    before, now = place.stat(), os.fstat(descriptor)
+def _copy_owner(path: Path, descriptor: int) -> None:
+    """Copy the mode and owner of a file to the one that replaces it.
+
+    A server that runs as another user must still be able to read it. Raises ConfigError.
+    """
+    before, now = path.stat(), os.fstat(descriptor)
     if (before.st_uid, before.st_gid) != (now.st_uid, now.st_gid):
         try:
             os.fchown(descriptor, before.st_uid, before.st_gid)
         except PermissionError as error:
             raise ConfigError(
-                f"{place} belongs to another user or group, whose server could not read it any more: run this as that "
+                f"{path} belongs to another user or group, whose server could not read it any more: run this as that "
                 "user, or as root"
             ) from error
     os.fchmod(descriptor, before.st_mode & 0o777)
