@@ -1,1 +1,1 @@
-"""Puts parts together: settings, the plan of what to start, and running it; without any command line."""
+"""Compose a service from settings: its options, its plan, and running it. No command line."""

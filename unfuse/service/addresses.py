@@ -1,4 +1,4 @@
-"""The control addresses of an installation, and whom its processes trust there, by its settings."""
+"""Resolve control addresses, keys and transfer engines from settings."""
 
 from __future__ import annotations
 
@@ -20,45 +20,60 @@ from unfuse.wire.address import INSECURE, UNIX, Trust, host_towards, keys_for, u
 from unfuse.wire.keys import SHARED, make_once, read
 from unfuse.wire.unix_socket import server_socket, servers
 
-LOOK_S = 0.2  # seconds between two looks for a server or a key that is waited for
+#: Seconds between two checks for a server or a key.
+LOOK_S = 0.2
 
 AT_RISK = "whoever reaches it may be a worker, see prompts and pictures, and forge results (--insecure-listen)"
+
+#: Transfer engines that need a library of the same name. The extra that installs it also has that name.
+EXTRAS = ("mooncake", "nixl")
 
 log = structlog.get_logger(__name__)
 
 
 def own_keys(settings: Settings) -> Path:
-    """The folder of the keys that are made if no folder is named."""
+    """Return the folder of generated keys, which are used unless `keys` is set."""
     return Path(settings.data_dir, "keys")
 
 
 def keys_folder(settings: Settings, side: str) -> str:
-    """The folder of keys: the one that is named, else that in the data folder if it has this side's; else ""."""
+    """Return the folder of keys, or "" if there are none.
+
+    It is the one that is set, else the one in the data folder if it has the key of this side.
+
+    `side`: "scheduler" or "worker".
+    """
     if settings.keys or settings.insecure_listen or not (own_keys(settings) / f"{side}.key").exists():
         return settings.keys
     return str(own_keys(settings))
 
 
 def trust(settings: Settings, side: str) -> Trust:
-    """Whom this side trusts over TCP. Raises ConfigError for keys that cannot be used."""
+    """Return whom this side trusts over TCP. Raises ConfigError for keys that cannot be used."""
     return read(keys_folder(settings, side), side) or (INSECURE if settings.insecure_listen else None)
 
 
 def worker_trust(settings: Settings, addresses: Iterable[str]) -> Trust:
-    """Whom workers for these schedulers trust. Raises ConfigError where the key is missing or cannot be used."""
-    found = trust(settings, "worker")
+    """Return whom workers of these schedulers trust.
+
+    Raises ConfigError if a key is missing or cannot be used.
+    """
+    trusted = trust(settings, "worker")
     for address in addresses:
-        if found is None and not unix_path(address):
+        if trusted is None and not unix_path(address):
             raise ConfigError(
                 f"this machine has no key: copy worker.key from the scheduler's machine, which says where it is when "
                 f"it starts, to {own_keys(settings)}/worker.key (chmod 600)"
             )
-        keys_for(address, found)
-    return found
+        keys_for(address, trusted)
+    return trusted
 
 
 def listens(settings: Settings) -> tuple[str, ...]:
-    """Where `serve` listens beside the unix socket; keys for that are made if there are none. Raises ConfigError."""
+    """Return the addresses where `serve` listens beside its unix socket. Raises ConfigError.
+
+    Keys for TCP addresses are generated if there are none.
+    """
     addresses = tuple(_absolute(address) for address in settings.serve.listen)
     if settings.serve.launcher != "local" and all(map(unix_path, addresses)):
         raise UsageError(f"--launcher {settings.serve.launcher}: workers elsewhere come to --listen tcp://HOST:PORT")
@@ -68,7 +83,10 @@ def listens(settings: Settings) -> tuple[str, ...]:
 
 
 def schedulers(settings: Settings) -> tuple[str, ...]:
-    """The addresses of a worker's schedulers. Raises InvalidParameter if several servers run and none is named."""
+    """Return the addresses of a worker's schedulers.
+
+    Raises InvalidParameter if several servers run here and none is named.
+    """
     if settings.worker.scheduler:
         return tuple(_named(settings, name) for name in settings.worker.scheduler)
     running = servers(settings.run_dir)
@@ -81,9 +99,10 @@ def schedulers(settings: Settings) -> tuple[str, ...]:
 
 
 def await_scheduler(settings: Settings) -> None:
-    """Return once there is a server for a worker that names none, and the key for one that is reached over TCP.
+    """Wait until a worker's scheduler and key exist.
 
-    Says once what it waits for. A folder of keys that is named has to be there.
+    A scheduler is waited for if none is named, a key if a scheduler is reached over TCP and no folder of keys is set.
+    Each wait is logged once.
     """
     if not settings.worker.scheduler and not servers(settings.run_dir):
         log.warning("no server of this user runs here yet: waiting for one", run_dir=settings.run_dir)
@@ -94,15 +113,19 @@ def await_scheduler(settings: Settings) -> None:
     key = own_keys(settings) / "worker.key"
     if needs_key and not key.exists():
         log.warning(
-            "this machine has no key yet: waiting for it", file=str(key),
+            "this machine has no key yet: waiting for it",
+            file=str(key),
             advice="copy worker.key from the scheduler's machine, which says where it is when it starts (chmod 600)",
-        )  # fmt: skip
+        )
         while not key.exists():
             time.sleep(LOOK_S)
 
 
 def running(folder: str) -> list[str]:
-    """The HTTP ports of this user's servers on this machine; or why the run folder cannot be used."""
+    """Return the HTTP ports of this user's servers on this machine.
+
+    If the run folder cannot be used, the only item is the reason.
+    """
     try:
         return [str(port) for port in servers(folder)]
     except ConfigError as error:
@@ -110,45 +133,49 @@ def running(folder: str) -> list[str]:
 
 
 def _named(settings: Settings, name: str) -> str:
+    """Return the address of a scheduler by a server's HTTP port, or an address."""
     port = name.removeprefix(":")
     return f"{UNIX}{server_socket(settings.run_dir, int(port))}" if port.isdecimal() else _absolute(name)
 
 
 def _absolute(address: str) -> str:
+    """Return an address with an absolute path, if it is a unix socket."""
     if not address.startswith(UNIX):
         return address
     return f"{UNIX}{expanded(address.removeprefix(UNIX)).absolute()}"
 
 
 def invitations(trusted: Trust, folder: str, addresses: Iterable[str]) -> list[str]:
-    """Lines to print at the start: how workers of other machines connect, or a warning that anybody can."""
-    open_to = [address for address in addresses if not unix_path(address)]
+    """Return lines on how workers of other machines connect, or warnings that anybody can.
+
+    `trusted`: whom the scheduler trusts.
+    `folder`: the folder of keys, or "".
+    `addresses`: the control addresses.
+    """
+    tcp_addresses = [address for address in addresses if not unix_path(address)]
     if trusted == INSECURE:
-        return [f"WARNING: {address} is open: {AT_RISK}" for address in open_to]
-    there = [path for name in ("worker.key", SHARED) if folder and (path := expanded(folder) / name).exists()]
-    key = there[0] if there else "the worker.key that was made together with this server's scheduler.key"
+        return [f"WARNING: {address} is open: {AT_RISK}" for address in tcp_addresses]
+    key_files = [path for name in ("worker.key", SHARED) if folder and (path := expanded(folder) / name).exists()]
+    key = key_files[0] if key_files else "the worker.key that was made together with this server's scheduler.key"
     return [
         f"workers elsewhere: copy {key}, a secret, there into a folder of its own (chmod 600), and run: "
         f"unfuse worker --workers auto --keys FOLDER --scheduler {from_elsewhere(address)}"
-        for address in open_to
+        for address in tcp_addresses
     ]
 
 
 def from_elsewhere(address: str) -> str:
-    """A TCP address as other machines reach it."""
+    """Return a TCP address as other machines reach it; HOST stands for an unknown host."""
     with suppress(ConfigError):
         return address.replace("0.0.0.0", host_towards(address))
     return address.replace("0.0.0.0", "HOST")
 
 
-log = structlog.get_logger(__name__)
-
-
-EXTRAS = ("mooncake", "nixl")  # engines whose library has their name, as the extra has that installs it
-
-
 def require_engines(names: Iterable[str]) -> None:
-    """Raise ConfigError for an engine that is not known, or whose library is not installed. None is imported."""
+    """Raise ConfigError for an unknown transfer engine, or one whose library is not installed.
+
+    No engine is imported.
+    """
     for name in names:
         if name not in BACKENDS and ":" not in name:
             resolve(BACKENDS, name, "transfer engine")
@@ -157,20 +184,26 @@ def require_engines(names: Iterable[str]) -> None:
 
 
 def engines(settings: Settings, options: TransferOptions) -> dict[str, TransferEngine]:
-    """Open the engines that are set, none without keys to prove who peers are. Raises ConfigError if one cannot run."""
+    """Open the transfer engines that are set. Raises ConfigError if one cannot run.
+
+    Without keys, which authenticate peers, no engine is opened.
+    """
     if not options.authentic:
         log.debug("other machines cannot pull tensors from this worker: it has no --keys")
         return {}
     opened = {name: open_engine(name, options) for name in settings.transfer.engine}
-    if open_to_all := [name for name, engine in opened.items() if not engine.enforces_refs]:
+    if unprotected := [name for name, engine in opened.items() if not engine.enforces_refs]:
         log.warning(
-            "whoever reaches this worker can read and overwrite its tensors; rdma is not verified", by=open_to_all
+            "whoever reaches this worker can read and overwrite its tensors; rdma is not verified", by=unprotected
         )
     return opened
 
 
 def transfers(wanted: Transfer) -> dict[str, str]:
-    """For each transfer engine, whether it listens in the workers of this machine, and for whom."""
+    """Return, for each transfer engine, whether workers here use it, and who can read.
+
+    The value is the reason for an engine that cannot be used.
+    """
     states = {}
     for name in sorted({*BACKENDS, *wanted.engine}):
         try:
@@ -178,11 +211,11 @@ def transfers(wanted: Transfer) -> dict[str, str]:
         except ConfigError as error:
             states[name] = str(error)
             continue
-        listens = "listens in every worker that has keys" if name in wanted.engine else "not used"
-        whom = "to holders of the keys, and reads need the object's own"
+        usage = "listens in every worker that has keys" if name in wanted.engine else "not used"
+        access = "to holders of the keys, and reads need the object's own"
         if not engine.enforces_refs:
-            whom = (
+            access = (
                 "whoever reaches it can read and overwrite all tensors: only with --trusted-network; rdma not verified"
             )
-        states[name] = f"{listens}; {whom}"
+        states[name] = f"{usage}; {access}"
     return states

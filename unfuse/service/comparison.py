@@ -1,4 +1,4 @@
-"""What the undivided pipeline and pools make of the same requests, how fast, and in how much memory."""
+"""Compare the undivided diffusers pipeline with unfuse: speed, memory, and equality of results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import msgspec
 
@@ -27,48 +27,70 @@ from unfuse.planning.machine import gpus
 from unfuse.scheduler.costs import Costs
 from unfuse.service.plan import ServingPlan
 
-Digests = tuple[str, ...]  # the SHA-256 of each file of a request
+#: The SHA-256 of each file of a request's result.
+Digests = tuple[str, ...]
 
+#: The parameters of a request.
+Request = dict[str, Any]
 
-Request = dict[str, Any]  # what a client asks for
+#: The relative difference up to which figures of two runs count as equal.
+ALIKE = 0.05
 
 
 class ComparisonFigures(msgspec.Struct, frozen=True):
-    """What was measured of one side: median seconds of a request alone, requests a second by how many came at once,
-    peak bytes of the largest process, of all together with their arenas, and of the GPUs; files by request.
-    """
+    """The measurements of one side of a comparison."""
 
+    #: Median seconds of a request alone.
     latency: float
+
+    #: Requests per second, by the number of concurrent requests.
     throughput: dict[int, float]
+
+    #: Peak bytes of the largest process.
     largest: int
+
+    #: Peak bytes of all processes together, with their arenas.
     memory: int
+
+    #: Bytes of GPU memory.
     gpu: int
+
+    #: The digests of each request's files.
     digests: list[Digests]
 
 
 class UndividedPipeline:
-    """The undivided pipeline in a process, one request after the other. `hear` gets each line that it writes.
+    """The undivided pipeline in a process of its own, which runs requests one by one.
 
-    `made` is called after each request.
+    `plan`: has the model, its dtypes, and the device of its denoiser.
+    `image`: the reference image of all requests, or None.
+    `hear`: called with each line that the process writes to standard error.
+    `made`: called after each request.
     """
 
     def __init__(self, plan: ServingPlan, image: Path | None, hear: Hear, made: Callable[[], object]) -> None:
         model = plan.models[0]
         device = next(worker.device for worker in plan.workers if plan.wanted.goes_first(worker.role))
         dtypes = dict(part.split("=", 1) for part in model.dtypes.split(","))
-        self._card, self._made, self._best = model.card, made, 0
-        self._alike, *_ = self._choices = threads_to_try(plan)
-        self._wanted = Undivided(str(model.folder), device, dtypes, str(image or ""))
+        self._card = model.card
+        self._on_request_done = made
+        self._thread_counts = threads_to_try(plan)
+        #: The number of threads with which requests are fastest; 0 until it is measured.
+        self._best_threads = 0
+        self._options = Undivided(str(model.folder), device, dtypes, str(image or ""))
         self._output = OutputPump(hear)
-        writing = self._output.pipe(0)
+        stderr = self._output.pipe(0)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "unfuse.models.undivided"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=writing, start_new_session=True,
-        )  # fmt: skip
-        os.close(writing)
+            [sys.executable, "-m", "unfuse.models.undivided"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        os.close(stderr)
 
     def __enter__(self) -> Self:
-        self._answer(self._wanted)
+        self._call(self._options)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -78,30 +100,36 @@ class UndividedPipeline:
         self._output.close()
 
     def make(self, requests: Sequence[Request], alike: bool = False) -> list[Digests]:
-        """Make all of these; `alike` with as many CPU threads a forward as a worker of the plan has."""
-        if not self._best and not alike:
-            self._best = min(self._choices, key=lambda threads: self._seconds(threads, requests[0]))
-        return [self._request(self._alike if alike else self._best, request) for request in requests]
+        """Run these requests, and return the digests of their results.
+
+        `alike`: use as many CPU threads as a worker of the plan, instead of the fastest number.
+        """
+        if not self._best_threads and not alike:
+            self._best_threads = min(self._thread_counts, key=lambda threads: self._seconds(threads, requests[0]))
+        threads = self._thread_counts[0] if alike else self._best_threads
+        return [self._run_request(threads, request) for request in requests]
 
     def _seconds(self, threads: int, request: Request) -> float:
-        """How long it takes with so many threads, once they are there."""
-        self._request(threads, request)
-        began = time.perf_counter()
-        self._request(threads, request)
-        return time.perf_counter() - began
+        """Return the seconds of a request, after a first one that starts the threads."""
+        self._run_request(threads, request)
+        started_at = time.perf_counter()
+        self._run_request(threads, request)
+        return time.perf_counter() - started_at
 
-    def _request(self, threads: int, request: Request) -> Digests:
-        found = self._answer((threads, check(self._card, request, medium_for(request))[0]))
-        self._made()
-        return found
+    def _run_request(self, threads: int, request: Request) -> Digests:
+        """Run one request, and return the digests of its result."""
+        digests = self._call((threads, check(self._card, request, medium_for(request))[0]))
+        self._on_request_done()
+        return digests
 
     def memory(self) -> tuple[list[int], int]:
-        """Most bytes that its process had, and bytes that it shares."""
+        """Return the peak bytes of its only process, and 0 shared bytes."""
         return [_peak(self._process.pid)], 0
 
-    def _answer(self, asked: object) -> Digests:
+    def _call(self, message: object) -> Digests:
+        """Return the process's answer to a message. Raises PermanentError if it has ended."""
         if self._process.stdin and self._process.stdout:
-            self._process.stdin.write(msgspec.json.encode(asked) + b"\n")
+            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
             self._process.stdin.flush()
             if answer := self._process.stdout.readline():
                 return msgspec.json.decode(answer, type=Digests)
@@ -109,22 +137,28 @@ class UndividedPipeline:
 
 
 class ComparedPools:
-    """Workers of our own, which take all requests at once. `made` is called after each of them."""
+    """The workers of a private service, which run all requests at once.
+
+    `client`: a client of the service.
+    `image`: the reference image of all requests, or None.
+    `made`: called after each request.
+    """
 
     def __init__(self, client: Client, image: Path | None, made: Callable[[], object]) -> None:
-        self._client, self._made = client, made
-        self._picture: dict[str, Any] = {} if image is None else {"image": image}
+        self._client = client
+        self._on_request_done = made
+        self._uploads: dict[str, Any] = {} if image is None else {"image": image}
 
     def make(self, requests: Sequence[Request], alike: bool = False) -> list[Digests]:
-        """Make all of these, asked for at once."""
-        found = []
-        for request in [self._client.submit(**one, **self._picture, cache=False) for one in requests]:
-            found.append(tuple(hashlib.sha256(data).hexdigest() for data in request.result().data))
-            self._made()
-        return found
+        """Run these requests concurrently, and return the digests of their results."""
+        digests = []
+        for request in [self._client.submit(**params, **self._uploads, cache=False) for params in requests]:
+            digests.append(tuple(hashlib.sha256(data).hexdigest() for data in request.result().data))
+            self._on_request_done()
+        return digests
 
     def memory(self) -> tuple[list[int], int]:
-        """Most bytes that each of their processes had, and bytes that they share."""
+        """Return the peak bytes of each worker process, and the bytes of their arenas."""
         workers = self._client.workers()
         parents = [int(worker["pid"]) for worker in workers]
         children = [Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in parents]
@@ -133,130 +167,164 @@ class ComparedPools:
 
 
 def threads_to_try(plan: ServingPlan) -> list[int]:
-    """The numbers of CPU threads that the undivided pipeline may suit best: first that of each worker of the plan."""
+    """Return the numbers of CPU threads to try for the undivided pipeline.
+
+    The first is that of each worker of the plan, the other one all cores.
+    """
     cores = len(os.sched_getaffinity(0))
-    alike = plan.wanted.compute.threads or max(1, cores // len(plan.workers))
-    return list(dict.fromkeys((alike, cores)))
+    worker_threads = plan.wanted.compute.threads or max(1, cores // len(plan.workers))
+    return list(dict.fromkeys((worker_threads, cores)))
 
 
 def requests_of(rounds: int, counts: Sequence[int]) -> int:
-    """How many requests `measure` makes of a side; of the pipeline two more for each number of threads it tries."""
+    """Return the number of requests that `measure` makes of a side.
+
+    The undivided pipeline runs two more for each number of threads that it tries.
+    """
     return 2 * rounds + 1 + sum(counts)
 
 
 def predicted_s(plan: ServingPlan, asked: dict[str, Any], costs: Path | None) -> float | None:
-    """Seconds of a request by what its stages took on this machine; None if one of them never ran."""
-    card, known = plan.models[0].card, Costs(costs)
+    """Return the predicted seconds of a request, from the recorded costs of its stages.
+
+    None if a stage never ran on this machine.
+    """
+    card = plan.models[0].card
+    recorded = Costs(costs)
     params, _ = check(card, asked, medium_for(asked))
     pools = card.pools()
-    took = [known.seconds(pools[stage.name], stage.work.of(params)) for stage in card.pipeline.stages]
-    return None if None in took else sum(seconds or 0.0 for seconds in took)
+    stage_seconds = [recorded.seconds(pools[stage.name], stage.work.of(params)) for stage in card.pipeline.stages]
+    return None if None in stage_seconds else sum(seconds or 0.0 for seconds in stage_seconds)
 
 
 def sized(card: ModelSpec, asked: dict[str, Any], image: Path | None) -> dict[str, Any]:
-    """Return the parameters with the size that follows from the picture, so that both sides make the same size."""
+    """Return the parameters with the size that follows from the reference image.
+
+    Both sides then generate the same size.
+    """
     return asked if image is None else asked | size_from(card, asked, card.defaults, size_of(image.read_bytes()))
 
 
 def measure(
     side: UndividedPipeline | ComparedPools, asked: Request, rounds: int, counts: Sequence[int]
 ) -> ComparisonFigures:
-    """Requests to compare, then some one by one, then many at once, with the same seeds whichever side it is."""
+    """Measure one side: requests to compare, then single ones, then concurrent ones.
+
+    Both sides get the same seeds.
+
+    `asked`: the parameters of all requests.
+    `rounds`: the number of requests to compare, and of requests whose latency is measured.
+    `counts`: the numbers of concurrent requests.
+    """
 
     def requests(first: int, count: int) -> list[Request]:
         return [asked | {"seed": seed} for seed in range(first, first + count)]
 
     def seconds(first: int, count: int) -> float:
-        """The seconds that `count` concurrent requests take, with consecutive seeds."""
-        began = time.perf_counter()
+        """Return the seconds of `count` concurrent requests with consecutive seeds."""
+        started_at = time.perf_counter()
         side.make(requests(first, count))
-        return time.perf_counter() - began
+        return time.perf_counter() - started_at
 
-    free = _free()
+    free = _free_gpu_memory()
     digests = side.make(requests(0, rounds), alike=True)
-    seconds(0, 1)
+    seconds(0, 1)  # warm up
     latency = median(seconds(seed, 1) for seed in range(rounds))
     throughput = {count: count / seconds(0, count) for count in counts}
     peaks, shared = side.memory()
-    return ComparisonFigures(latency, throughput, max(peaks), sum(peaks) + shared, max(0, free - _free()), digests)
+    return ComparisonFigures(
+        latency, throughput, max(peaks), sum(peaks) + shared, max(0, free - _free_gpu_memory()), digests
+    )
 
 
 def _peak(pid: int) -> int:
-    """The most memory a process has had resident beside what it shares, in bytes."""
+    """Return the peak resident bytes of a process, without shared memory."""
     lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     sizes = {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[-1] == "kB"}
     return sizes["VmHWM"] - sizes["RssShmem"]
 
 
-def _free() -> int:
+def _free_gpu_memory() -> int:
+    """Return the free bytes of all GPUs."""
     return sum(gpu.free for gpu in gpus())
 
 
-if TYPE_CHECKING:
-    from unfuse.service.comparison import ComparisonFigures
-
-ALIKE = 0.05
-"""By how much figures of two runs may differ and be called equal."""
-
-
 class ComparisonProgress:
-    """Counts the requests of a comparison. As text it is what runs now, and how much is left.
+    """Counts the requests of a comparison. As text: the running side, and time left.
 
-    `totals` are the requests of each side, in order. Before the first request it says how many there are, with an
-    estimate from the `predicted_s` of one, if known; after the first request, an estimate from that.
+    `totals`: the number of requests of each side, in order.
+    `predicted_s`: the predicted seconds of a request, or None.
+    `say`: called with the number of requests and a first estimate, and with a better one after the first request.
+    `now`: the clock.
     """
 
     def __init__(
-        self, totals: Mapping[str, int], predicted_s: float | None, say: Callable[[str], object],
+        self,
+        totals: Mapping[str, int],
+        predicted_s: float | None,
+        say: Callable[[str], object],
         now: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        self._totals, self._say, self._now = dict(totals), say, now
-        self._side, self._done, self._began, self._first = "", 0, 0.0, 0.0
+    ) -> None:
+        self._totals = dict(totals)
+        self._say = say
+        self._now = now
+
+        #: The running side, the number of its requests that are done, and when it started.
+        self._side = ""
+        self._done = 0
+        self._started_at = 0.0
+        #: When the first request of the running side was done.
+        self._first_done_at = 0.0
+        #: Estimated seconds of a request.
         self._each_s = predicted_s or 0.0
+        #: Whether a request was measured.
         self._is_known = False
+
         requests = ", then ".join(f"{count} requests with {side}" for side, count in totals.items())
-        whole = sum(totals.values()) * self._each_s
-        known = f"about {duration(whole)}, by what stages took on this machine before"
-        say(f"{requests}: {known if whole else 'the first one will tell how long that takes'}")
+        total_s = sum(totals.values()) * self._each_s
+        estimate = f"about {duration(total_s)}, by what stages took on this machine before"
+        say(f"{requests}: {estimate if total_s else 'the first one will tell how long that takes'}")
 
     def begin(self, side: str) -> None:
-        """The requests of this side are made from now on."""
-        self._side, self._done, self._began = side, 0, self._now()
+        """Start counting the requests of this side."""
+        self._side = side
+        self._done = 0
+        self._started_at = self._now()
 
     def made(self) -> None:
-        """A request of this side is done."""
+        """Count a finished request of the running side."""
         self._done += 1
         now = self._now()
         if self._done == 1:
-            self._first = now
-            self._each_s = self._each_s if self._is_known else now - self._began
+            self._first_done_at = now
+            self._each_s = self._each_s if self._is_known else now - self._started_at
         else:
-            self._each_s = (now - self._first) / (self._done - 1)
+            self._each_s = (now - self._first_done_at) / (self._done - 1)
         if not self._is_known:
             self._is_known = True
             self._say(f"estimate: about {duration(self.left_s)}, at {self._each_s:.2g} s a request")
 
     @property
     def left_s(self) -> float:
-        """Seconds until all requests are made, if each takes as long as those of late."""
-        left = self._totals.get(self._side, 0) - self._done + sum(self._totals[side] for side in self._later)
+        """Estimated seconds until all requests are done, by the mean of the running side."""
+        left = self._totals.get(self._side, 0) - self._done + sum(self._totals[side] for side in self._later_sides)
         return max(0, left) * self._each_s
 
     @property
-    def _later(self) -> list[str]:
-        """The sides whose requests are still to be made."""
+    def _later_sides(self) -> list[str]:
+        """The sides that have not started."""
         sides = [*self._totals]
         return sides[sides.index(self._side) + 1 :] if self._side else sides
 
     def __str__(self) -> str:
         if self._done == self._totals.get(self._side, 0):
-            return f"starting {self._later[0]}" if self._later else "done"
+            return f"starting {self._later_sides[0]}" if self._later_sides else "done"
         left = f", about {duration(self.left_s)} left" if self._is_known else ""
         return f"measuring {self._side}: {self._done} of {self._totals[self._side]} requests{left}"
 
 
 def duration(seconds: float) -> str:
-    """A time in words: 40 s, 4 min, 1 h 20 min."""
+    """Return a duration as text: 40 s, 4 min, 1 h 20 min."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -264,9 +332,15 @@ def duration(seconds: float) -> str:
 
 
 def verdict(whole: ComparisonFigures, split: ComparisonFigures, workers: int) -> str:
-    """What the figures of diffusers and of so many workers come to, in a sentence."""
+    """Return a sentence that compares the figures of diffusers and unfuse.
+
+    `whole`: the figures of diffusers.
+    `split`: the figures of unfuse.
+    `workers`: the number of its workers.
+    """
     most = max(whole.throughput)
-    alone, at_once = whole.latency / split.latency, split.throughput[most] / whole.throughput[most]
+    alone = whole.latency / split.latency
+    at_once = split.throughput[most] / whole.throughput[most]
     best, worst = max(alone, at_once), min(alone, at_once)
     if best <= 1 + ALIKE and worst >= 1 - ALIKE:
         faster = "both are equally fast here"
@@ -285,5 +359,5 @@ def verdict(whole: ComparisonFigures, split: ComparisonFigures, workers: int) ->
 
 
 def _times(factor: float, what: str, equal: str) -> str:
-    """So many times something, in words."""
+    """Return a factor as text, or `equal` if it is about 1."""
     return f"{factor:.2g} times {what}" if abs(factor - 1) > ALIKE else equal

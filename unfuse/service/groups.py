@@ -1,4 +1,7 @@
-"""All settings, in small groups, each field with its reason. `settings` loads them."""
+"""All settings, in small groups, each field with its description. `settings` loads them.
+
+The descriptions are shown in `--help` and, with the docstrings of the groups, in docs/settings.md.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,19 @@ from unfuse.transfer.base import TransferSettings
 
 
 def says(text: str, *, flag: str = "", unit: str = "", secret: bool = False, **limits: Any) -> Meta:
-    """A field's description for `--help`, its `flag` (default: its name), the `unit` that its number may be written
-    with (byte or second), and whether it is a `secret`, never shown.
+    """Return the metadata of a setting.
+
+    `text`: its description for `--help`.
+    `flag`: its flag; by default it is derived from the field's name.
+    `unit`: "byte" or "second" for a number that may be written with a unit.
+    `secret`: whether its value is never shown.
+    `limits`: bounds of msgspec.Meta, such as `ge`.
     """
     return Meta(description=text, extra={"flag": flag, "unit": unit, "secret": secret}, **limits)
 
 
 def says_bytes(text: str, *, flag: str = "") -> Meta:
-    """The description of a number of bytes, which may be written with a unit."""
+    """Return the metadata of a number of bytes, which may be written with a unit."""
     return says(text, flag=flag, unit="byte", ge=0, le=2**63 - 1)
 
 
@@ -251,8 +259,11 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 0
 
 
-SHARED_ARENA, OWN_ARENA = 512 << 20, 2 << 30
-"""Bytes for a worker that shares its machine with the others of one `serve`, and for a single worker."""
+#: Default arena bytes of each worker that `serve` starts. These workers share their machine.
+SHARED_ARENA = 512 << 20
+
+#: Default arena bytes of a worker that is started by itself.
+OWN_ARENA = 2 << 30
 
 
 class ArenaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,4 +1,7 @@
-"""Whether what only a server needs is installed: `pip install unfuse` is the command and the client."""
+"""Check that the packages of a server are installed.
+
+`pip install unfuse` installs only the command and the client.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,36 @@ from importlib.util import find_spec
 
 from unfuse.core.errors import UsageError
 
+#: The command that installs a server.
 INSTALL = "pip install 'unfuse[serve]'"
 
+#: The packages that a server needs, by the names that they are imported by.
 SERVER = (
-    "apsw", "diffusers", "fastapi", "huggingface_hub", "numpy", "torch", "transformers", "uvicorn", "uvloop", "zmq",
-)  # fmt: skip
-"""Packages without which there is no server, as they are imported."""
+    "apsw",
+    "diffusers",
+    "fastapi",
+    "huggingface_hub",
+    "numpy",
+    "torch",
+    "transformers",
+    "uvicorn",
+    "uvloop",
+    "zmq",
+)
 
 
 def missing_here() -> list[str]:
-    """Those of these packages that are not installed."""
+    """Return the packages of a server that are not installed."""
     return [name for name in SERVER if find_spec(name) is None]
 
 
 def require_server(what: str) -> None:
-    """Raise UsageError if `what` cannot be done here, with what to install, or where."""
+    """Raise UsageError, with what to install, if this machine cannot run a server.
+
+    `what`: the action that needs one, as the subject of the error.
+    """
     if sys.platform != "linux":
         raise UsageError(f"{what} needs Linux; command and client work here: `unfuse generate … --server URL`")
     if missing := missing_here():
-        said = ", ".join(missing[:3]) + ", …" * (len(missing) > 3)
-        raise UsageError(f"{what} needs packages of a server, which are not installed here ({said}): {INSTALL}")
+        names = ", ".join(missing[:3]) + ", …" * (len(missing) > 3)
+        raise UsageError(f"{what} needs packages of a server, which are not installed here ({names}): {INSTALL}")

@@ -1,4 +1,4 @@
-"""How far workers are with loading, by the log records that they write: in one line, or line by line."""
+"""Track the loading progress of workers from their log records, and show it as text."""
 
 from __future__ import annotations
 
@@ -16,19 +16,25 @@ from unfuse.arena.limits import readable_bytes
 if TYPE_CHECKING:
     from unfuse.server.served_models import Phase
 
+#: The phases of a rank before it is ready, in order.
 PHASES: tuple[Phase, ...] = ("starting", "fetching", "importing", "loading")
-"""What a rank does before it is ready, in that order."""
 
 EVERY_S = 5.0  # seconds between two lines
-LOOK_S = 0.2  # seconds between two looks whether everything is loaded
+LOOK_S = 0.2  # seconds between two checks whether all workers have loaded
 
 
 class RankProgress(NamedTuple):
-    """What a rank does before it is ready; `done` of `total` bytes are fetched, `rate` of them a second, or loaded."""
+    """The phase of a rank that is not ready yet, and its progress in it."""
 
     phase: Phase
+
+    #: Bytes that are fetched or loaded.
     done: int = 0
+
+    #: Bytes to fetch or load.
     total: int = 0
+
+    #: Bytes fetched per second.
     rate: float = 0.0
 
     @property
@@ -45,83 +51,95 @@ class RankProgress(NamedTuple):
 
 
 class LoadingProgress:
-    """How far workers are with loading `models`, by their log records. As text it is the line to show, "" once all are
-    ready. Records may be heard in another thread than it is asked in.
+    """The loading progress of the workers of `models`, from their log records.
+
+    As text it is a line to show; "" once all workers are ready. `hear` may be called in another thread than the
+    other methods.
     """
 
     def __init__(self, models: Sequence[str]) -> None:
         self._models = ", ".join(models)
         self._roles: list[str] = []
+        #: The progress of each worker's ranks by rank; empty once the worker is ready.
         self._ranks: list[dict[str, RankProgress]] = []
-        """Of each worker what its ranks do, none once it is ready."""
-        self._ready: Callable[[], object] = bool
-        self._was_over = False  # whether all have been ready; some may have been started again since
+        self._on_ready: Callable[[], object] = bool
+        #: Whether all workers were ready once. Some may have been restarted since.
+        self._was_over = False
 
     def expect(self, roles: Sequence[str], ready: Callable[[], object] = bool) -> None:
-        """Workers with these roles will be started; `ready` is called once, when all of them have loaded."""
-        self._roles, self._ready = list(roles), ready
+        """Expect workers with these roles. `ready` is called once, when all of them have loaded."""
+        self._roles = list(roles)
+        self._on_ready = ready
         self._ranks = [{"": RankProgress("starting")} for _ in roles]
-        self._look()
+        self._check_ready()
 
     def hear(self, worker: int, record: Mapping[str, Any]) -> bool:
-        """Read a log record of a worker, if it is one of these.
+        """Record the progress that a worker's log record reports.
 
-        Returns whether it is a part of the start, which the line shows, and not of a later one.
+        Returns whether the record belongs to the first start, and so is shown as progress; False for other records.
         """
         if worker >= len(self._ranks):
             return False
-        is_first = not self._was_over
+        is_first_start = not self._was_over
         match record:
             case {"event": "importing"}:
-                self._note(worker, record, RankProgress("importing"))
+                self._set_progress(worker, record, RankProgress("importing"))
             case {"event": "fetching", "done": int(done), "total": int(total), "rate": float(rate)}:
-                self._note(worker, record, RankProgress("fetching", done, total, rate))
+                self._set_progress(worker, record, RankProgress("fetching", done, total, rate))
             case {"event": "loading" | "loaded", "done": int(done), "total": int(total)}:
-                self._note(worker, record, RankProgress("loading", done, total))
+                self._set_progress(worker, record, RankProgress("loading", done, total))
             case {"event": "ready"}:
                 self._ranks[worker] = {}
-                self._look()
+                self._check_ready()
             case _:
                 return False
-        return is_first
+        return is_first_start
 
     def earliest(self) -> RankProgress | None:
-        """The earliest phase of any rank, with the bytes of all that are in it; None once all workers are ready."""
+        """Return the earliest phase of any rank; None once all workers are ready.
+
+        Its bytes are those of all ranks in that phase.
+        """
         ranks = [progress for worker in list(self._ranks) for progress in worker.values()]
         if not ranks:
             return None
-        phase = min(ranks, key=lambda one: one.order).phase
-        inside = [one for one in ranks if one.phase == phase]
-        return RankProgress(phase, sum(one.done for one in inside), sum(one.total for one in inside))
+        phase = min(ranks, key=lambda rank: rank.order).phase
+        in_phase = [rank for rank in ranks if rank.phase == phase]
+        return RankProgress(phase, sum(rank.done for rank in in_phase), sum(rank.total for rank in in_phase))
 
-    def _note(self, worker: int, record: Mapping[str, Any], progress: RankProgress) -> None:
-        """Remember how far a rank is, in a new table, since another thread may read the old one."""
+    def _set_progress(self, worker: int, record: Mapping[str, Any], progress: RankProgress) -> None:
+        """Set the progress of a rank.
+
+        The table is replaced, since another thread may read the old one.
+        """
         rank = str(record.get("rank", ""))
-        others = {name: one for name, one in self._ranks[worker].items() if rank and name}
+        others = {name: other for name, other in self._ranks[worker].items() if rank and name}
         self._ranks[worker] = others | {rank: progress}
 
-    def _look(self) -> None:
+    def _check_ready(self) -> None:
+        """Call `ready` once, when all workers are ready for the first time."""
         if not any(self._ranks) and not self._was_over:
             self._was_over = True
-            self._ready()
+            self._on_ready()
 
     @property
     def is_under_way(self) -> bool:
-        """Whether workers are expected, and some have not loaded yet."""
+        """Whether some expected workers have not loaded yet."""
         return any(self._ranks)
 
     def __str__(self) -> str:
         if self._roles and not self.is_under_way:
             return ""
-        states = [min(ranks.values(), key=lambda one: one.order) if ranks else "ready" for ranks in self._ranks]
+        states = [min(ranks.values(), key=lambda rank: rank.order) if ranks else "ready" for ranks in self._ranks]
         counts = Counter(f"{role} {state}" for role, state in zip(self._roles, states, strict=True))
         parts = ", ".join(f"{part} (×{count})" if count > 1 else part for part, count in counts.items())
         return f"loading {self._models}: {parts}" if self._roles else f"looking into {self._models}"
 
 
 class LoadLines(AbstractContextManager["LoadLines"]):
-    """Says how far loading is for a program that has no terminal of its own: while it is open, `say` gets a line at
-    once, every few seconds, and when all workers have loaded `model`.
+    """Writes loading progress as lines, for a program without a terminal.
+
+    While it is open, `say` gets a line at once, every EVERY_S seconds, and when all workers have loaded `model`.
     """
 
     def __init__(
@@ -131,8 +149,12 @@ class LoadLines(AbstractContextManager["LoadLines"]):
         say: Callable[[str], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._model, self._loading, self._say, self._clock = model, loading, say, clock
-        self._began = self._said_at = clock()
+        self._model = model
+        self._loading = loading
+        self._say = say
+        self._clock = clock
+        self._started_at = clock()
+        self._last_line_at = self._started_at
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="unfuse-loading", daemon=True)
 
@@ -148,17 +170,18 @@ class LoadLines(AbstractContextManager["LoadLines"]):
         self._thread.join()
 
     def look(self) -> bool:
-        """Say how far loading is, if a line is due. Returns whether there may be more to say."""
+        """Write a line if one is due. Returns False after the last line."""
         now, state = self._clock(), str(self._loading)
         if not state:
-            self._say(f"{self._model} is ready in {now - self._began:.0f} s")
+            self._say(f"{self._model} is ready in {now - self._started_at:.0f} s")
             return False
-        if now - self._said_at >= EVERY_S:
-            self._say(f"{state} ({now - self._began:.0f} s)")
-            self._said_at = now
+        if now - self._last_line_at >= EVERY_S:
+            self._say(f"{state} ({now - self._started_at:.0f} s)")
+            self._last_line_at = now
         return True
 
     def _run(self) -> None:
+        """Write lines until the last one, or until this is closed."""
         is_closed = False
         while self.look() and not is_closed:
             is_closed = self._closed.wait(LOOK_S)

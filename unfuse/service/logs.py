@@ -1,4 +1,4 @@
-"""Standard error: log lines of this process and of those that it started."""
+"""Write the log lines of this process and its workers to standard error."""
 
 from __future__ import annotations
 
@@ -19,41 +19,52 @@ if TYPE_CHECKING:
     from unfuse.worker.records import Record
 
 
+#: A control character.
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
-PLAIN = ("dumb", "unknown")  # values of TERM for terminals that cannot move the cursor
+#: Values of TERM for terminals that cannot move the cursor.
+PLAIN = ("dumb", "unknown")
 
 
 def harmless(text: str) -> str:
-    """Text with control characters and line breaks escaped, since a client may have sent it."""
-    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+    """Return text with control characters and line breaks escaped, since clients may have sent it."""
+    return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 class Logs:
-    """What this process and those it starts log on standard error, by default from level `usual` on. Never fails."""
+    """The log of this process and its workers on standard error. Never fails.
+
+    `log`: the settings of the log.
+    `usual`: the level for the setting "auto".
+    `quiet`: write only errors.
+    """
 
     def __init__(self, log: LogSettings | None = None, usual: str = "warning", *, quiet: bool = False) -> None:
         log = log or LogSettings()
         self.quiet = quiet
         is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        #: Whether standard error is a terminal that can move the cursor.
         self.interactive = is_terminal and os.environ.get("TERM", "").lower() not in PLAIN
+
+        #: Whether records are written as text, not as JSON.
         self.text = log.format == "text" or (log.format == "auto" and self.interactive)
+
+        #: Called with each worker's number and log record, logged or not. Returns whether progress shows the record.
         self.heard: Callable[[int, Record], bool] = lambda worker, record: False
-        """Called with each worker's number and log record, logged or not. Returns whether progress shows it."""
         self._level = ("error" if quiet else usual) if log.level == "auto" else log.level
 
     @property
     def is_detailed(self) -> bool:
-        """Whether details are logged, such as what progress shows already."""
+        """Whether details are logged, such as records that progress shows already."""
         return self._level == "debug"
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment of child processes, so that they write records for `relay`."""
+        """The environment variables that make child processes write records for `relay`."""
         return {"UNFUSE_LOG__FORMAT": "json", "UNFUSE_LOG__LEVEL": "debug" if self.is_detailed else "info"}
 
     def open_log(self) -> None:
-        """Write this process's log here from now on."""
+        """Write the log records of this process here from now on."""
         import structlog
 
         from unfuse.worker.records import LEVELS, write_records
@@ -61,25 +72,25 @@ class Logs:
         write_records(cast(TextIO, self), LEVELS[self._level])
         if self.text:
             *first, _ = structlog.get_config()["processors"]
-            structlog.configure(processors=[*first, lambda _, __, event: self._rendered(event)])
+            structlog.configure(processors=[*first, lambda _, __, event: self._render(event)])
 
     def relay(self, worker: int, line: bytes) -> None:
-        """Show a line that a worker wrote: a record according to its level, any other line as it is.
+        """Write a worker's line: a record according to its level, any other line always.
 
-        A record that progress shows, such as that weights were loaded, is a detail.
+        A record that progress shows, such as that weights were loaded, is written only if details are logged.
         """
         from unfuse.worker.records import LEVELS, read_record
 
         record = read_record(line)
         if record:
             in_progress = self.heard(worker, record)
-            if LEVELS[record["level"]] < LEVELS[self._level] or record.get("passing"):  # shown as what goes on
+            if LEVELS[record["level"]] < LEVELS[self._level] or record.get("passing"):  # not shown, or only as progress
                 return
             if in_progress and not self.is_detailed:
                 return
         text = line.decode(errors="replace").rstrip("\r\n")
         if self.text:
-            text = self._rendered(record) if record else harmless(text)
+            text = self._render(record) if record else harmless(text)
         elif record is None:
             text = json.dumps({"event": text, "level": "warning", "worker": worker})
         self.write(f"{text}\n")
@@ -102,14 +113,14 @@ class Logs:
             if sys.stderr is not None:
                 sys.stderr.flush()
 
-    def _rendered(self, record: EventDict) -> str:
-        """A record as a line for people, in local time."""
+    def _render(self, record: EventDict) -> str:
+        """Return a record as a line of text, in local time."""
         import structlog
 
-        shown = {name: round(value, 2) if isinstance(value, float) else value for name, value in record.items()}
-        shown["event"] = harmless(record["event"])
+        fields = {name: round(value, 2) if isinstance(value, float) else value for name, value in record.items()}
+        fields["event"] = harmless(record["event"])
         with suppress(KeyError, TypeError, ValueError):
-            shown["timestamp"] = f"{datetime.fromisoformat(record['timestamp']).astimezone():%H:%M:%S}"
+            fields["timestamp"] = f"{datetime.fromisoformat(record['timestamp']).astimezone():%H:%M:%S}"
         colours = self.interactive and not os.environ.get("NO_COLOR")
         render = structlog.dev.ConsoleRenderer(colors=colours, exception_formatter=structlog.dev.plain_traceback)
-        return render(None, "", shown)
+        return render(None, "", fields)

@@ -1,4 +1,4 @@
-"""Turns settings into the options of a service."""
+"""Derive the options of a service, and its plan, from settings."""
 
 from __future__ import annotations
 
@@ -52,31 +52,56 @@ log = structlog.get_logger(__name__)
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a service, and the values derived from them before it starts.
-
-    Workers come in at `listen`, where `trust` says whom to believe; unless a unix socket is among these there is one
-    in the run folder. What serves these models is chosen among `workers`, of devices at most `device_memory`. Each
-    worker has the `slots` of its role, and these `resources`. `standard` parameters go before the models' own. The file
-    `costs` remembers what stages take. Workers are started elsewhere by the `launcher`, else here. Links begin with the
-    `public_url`, if there is one. `parsers` selects the parsers of answers.
-    """
+    """The settings of a service, and the values derived from them before it starts."""
 
     settings: Settings
+
+    #: The API keys that clients may send.
     keys: ApiKeys
+
+    #: The hosts, origins and proxies that requests may come from.
     access: AccessPolicy
+
+    #: The price of an hour by device kind.
     prices: Prices
+
+    #: The URL of the queue backend.
     queue: str
+
+    #: Where workers store stage outputs, copies and results.
     places: StorageLocations
+
+    #: Control addresses for workers. Without a unix socket among them, there is also one in the run folder.
     listen: tuple[str, ...]
+
+    #: Whom the scheduler trusts over TCP.
     trust: Trust
+
+    #: The workers that are wanted: counts by role, devices, compute options.
     workers: WorkerPlan
+
+    #: The most bytes to plan for, by device.
     device_memory: Mapping[str, int]
+
+    #: Slots by role whose pools may scale to zero: those that their workers would have in all.
     asleep: Mapping[str, int]
+
+    #: Amounts of named resources of each worker.
     resources: Mapping[str, int]
+
+    #: The file in which stage costs are recorded, or None.
     costs: Path | None
+
+    #: Default parameters, which take precedence over the models' own defaults.
     standard: Params
+
+    #: Starts workers on other machines; None starts them here.
     launcher: OpenLauncher | None
+
+    #: The base URL of links in responses, or "".
     public_url: str
+
+    #: Selects the parsers of chat answers.
     parsers: OutputParsers
 
     @property
@@ -86,18 +111,22 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan(options: ServeOptions, models: Mapping[str, str] | None = None) -> ServingPlan:
-    """The plan for these options, or for `models` in place of theirs, by name, with where each is.
+    """Return the plan for these options: which worker serves which stages on which device.
+
+    `models`: the source of each model by name, in place of the models of the options.
 
     Raises ConfigError for models that cannot be served, or do not fit.
     """
-    found = devices(options.device_memory, elsewhere=options.launcher is not None)
-    for kind in options.prices.unseen([device.name for device in found]):
+    present = devices(options.device_memory, elsewhere=options.launcher is not None)
+    for kind in options.prices.unseen([device.name for device in present]):
         log.warning("a price is set for devices that are not on this machine", kind=kind, counts="workers elsewhere")
-    serve, sources = options.serve, parse_component_sources(options.serve.component_source)
-    named = serve.models if models is None else models
-    if sources and len(named) > 1:
+
+    serve = options.serve
+    sources = parse_component_sources(serve.component_source)
+    names = serve.models if models is None else models
+    if sources and len(names) > 1:
         raise UsageError("--component-source is for one model: serve the others by another server")
-    planned = plan_for(named, serve.revision, options.workers, found, means(options.settings), sources=sources)
+    planned = plan_for(names, serve.revision, options.workers, present, means(options.settings), sources=sources)
     if planned.refusal:
         raise ConfigError(planned.refusal)
     cards = [model.card for model in planned.models]
@@ -110,11 +139,14 @@ def plan(options: ServeOptions, models: Mapping[str, str] | None = None) -> Serv
 
 
 def options(loaded: LoadedSettings) -> ServeOptions:
-    """Return the options of a service for these settings. Fingerprints of weights are cached in the data folder."""
+    """Return the options of a service for these settings.
+
+    From now on fingerprints of weights are cached in the data folder. Raises ConfigError.
+    """
     settings, serve = loaded.settings, loaded.settings.serve
     FINGERPRINTS.remember_in(Path(settings.data_dir))
-    slots_by_role(settings)
-    found = ServeOptions(
+    slots_by_role(settings)  # raises for malformed entries before anything starts
+    serve_options = ServeOptions(
         settings=settings,
         keys=ApiKeys((*serve.api_key, *filter(None, [settings.api_key])), serve.api_keys),
         public_url=parse_public_url(serve.public_url),
@@ -133,13 +165,13 @@ def options(loaded: LoadedSettings) -> ServeOptions:
         standard=standard(settings),
         parsers=OutputParsers(serve.tool_call_parser, serve.reasoning_parser),
     )
-    if found.trust is not None and serve.workers != NONE and found.launcher is None:
+    if serve_options.trust is not None and serve.workers != NONE and serve_options.launcher is None:
         require_engines(settings.transfer.engine)
-    return found
+    return serve_options
 
 
 def standard(settings: Settings) -> Params:
-    """Default parameters of requests. Raises ConfigError for those that exact pools cannot use."""
+    """Return the default parameters of requests. Raises UsageError if pools cannot use them."""
     threshold = settings.serve.feature_cache
     if threshold and settings.compute.parallel:
         raise UsageError(
@@ -153,7 +185,10 @@ def standard(settings: Settings) -> Params:
 
 
 def places(settings: Settings) -> StorageLocations:
-    """Where these settings have workers keep things; DATA_DIR stands for the data folder. Raises ConfigError."""
+    """Return where workers store stage outputs, copies and results. Raises ConfigError.
+
+    DATA_DIR in a URL stands for the data folder.
+    """
     serve = settings.serve
     CheckpointPolicy.parse(serve.checkpoint)
     if serve.store == "memory":
@@ -168,17 +203,24 @@ def places(settings: Settings) -> StorageLocations:
         )
     if serve.loras and not Path(serve.loras).is_dir():
         raise UsageError(f"--loras {serve.loras}: there is no such folder")
-    loras, spill = str(Path(serve.loras).resolve()) if serve.loras else "", settings.spill
+    loras = str(Path(serve.loras).resolve()) if serve.loras else ""
     return StorageLocations(
-        results, store, spill.threshold, spill.capacity, durable, serve.durable_stages, encodings,
-        serve.checkpoint, loras,
-    )  # fmt: skip
+        results,
+        store,
+        settings.spill.threshold,
+        settings.spill.capacity,
+        durable,
+        serve.durable_stages,
+        encodings,
+        serve.checkpoint,
+        loras,
+    )
 
 
 def require_libraries(plan: ServingPlan, loras: str) -> None:
-    """Raise ConfigError, with what to install, for an optional library that the workers of this plan would miss.
+    """Raise ConfigError, with what to install, for a missing library of a plan's workers.
 
-    `loras` is the folder of adapters ("": none). They are loaded by the roles whose stages have many forwards.
+    `loras`: the folder of LoRA adapters, or "". Roles whose stages have many forwards load them.
     """
     if not plan.workers:
         return
@@ -191,13 +233,18 @@ def require_libraries(plan: ServingPlan, loras: str) -> None:
 
 
 def check_request(plan: ServingPlan, asked: Mapping[str, Any], loras: str) -> None:
-    """Check the parameters and adapters of a request for the only model of a plan, as a gateway would.
+    """Check a request for a plan's first model, as a gateway does. Raises InvalidParameter.
 
-    `asked` are the arguments of `Client.submit`. Raises InvalidParameter. What only a gateway can tell is left to it.
+    `asked`: the arguments of `Client.submit`.
+    `loras`: the folder of LoRA adapters, or "".
+
+    A modality that the model does not generate is not checked here: the gateway refuses it.
     """
-    card, medium = plan.models[0].card, VIDEO if asked.get("video") else IMAGE
+    card = plan.models[0].card
+    medium = VIDEO if asked.get("video") else IMAGE
     if not medium.made_by(card.limits):
         return
+
     fields = {name: value for name, value in asked.items() if name not in (*UPLOADS, "video")}
     params, _ = check(card, fields, medium, uploads=[name for name in UPLOADS if name in asked])
     if "lora" not in params:
@@ -214,12 +261,12 @@ def check_request(plan: ServingPlan, asked: Mapping[str, Any], loras: str) -> No
         raise InvalidParameter(str(error), "lora") from error
 
 
+#: The stage kinds of the built-in model families. Families of other packages may have more.
 BUILT_IN = frozenset(spec.kind for spec in vars(specs).values() if isinstance(spec, StageSpec))
-"""Kinds of stages of our own families; families of other packages may have more."""
 
 
 def check_stage_kinds(serve: ServeSettings, cards: Sequence[ModelSpec]) -> None:
-    """Raise UsageError if --encode or --durable-stages names a kind that no stage has."""
+    """Raise UsageError if --encode or --durable-stages names an unknown stage kind."""
     known = BUILT_IN | {stage.kind for card in cards for stage in card.pipeline.stages}
     entries = [("--encode", entry, entry.partition("=")[0]) for entry in serve.encode]
     entries += [("--durable-stages", kind, kind) for kind in serve.durable_stages]

@@ -1,4 +1,7 @@
-"""Plans what to start, by the models' JSON files and the headers of their weights. No weights are loaded."""
+"""Plan the workers to start, from models' JSON files and headers of weights.
+
+No weights are loaded.
+"""
 
 from __future__ import annotations
 
@@ -47,77 +50,115 @@ from unfuse.weights.source import with_components
 
 
 class PlannedComponent(msgspec.Struct, frozen=True):
-    """A part of a model: its class, the number of its tensors' elements, bytes of its files, and bytes in its dtype,
-    of which ranks can share `shared`.
-
-    What is `mapped` has that dtype in its files, so that on CPUs processes read the same memory.
-    """
+    """A component of a model, such as a text encoder, with its sizes."""
 
     name: str
+
+    #: The name of its class.
     kind: str
+
+    #: The number of its tensors' elements.
     parameters: int
+
+    #: Bytes of its weights files.
     files: int
+
+    #: The dtype that it is loaded in.
     dtype: str
+
+    #: Bytes of its weights in memory, in that dtype.
     memory: int
+
+    #: Whether its files have that dtype already. On CPUs, processes then map the files and share the memory.
     mapped: bool = False
+
+    #: Those bytes of `memory` that tensor parallel ranks can divide among each other.
     shared: int = 0
 
 
 class PlannedModel(msgspec.Struct, frozen=True):
-    """A model and its components. `dtypes` is `--dtype` with "auto" replaced by a type."""
+    """A model and its components, as workers will load it."""
 
+    #: The model spec.
     card: ModelSpec
+
+    #: The folder, or file, of its weights.
     folder: Path
+
+    #: `--dtype` with the dtype of each component: "COMPONENT=DTYPE,…".
     dtypes: str
+
+    #: The components by name.
     components: dict[str, PlannedComponent]
 
 
 class ServingPlan(msgspec.Struct, frozen=True):
-    """Which workers would serve what; `refusal` says why there are none. The first device is the host.
-
-    `layouts` are those among which one was chosen, if it was left to us.
-    """
+    """Which workers serve which stages of which models, on which devices."""
 
     models: tuple[PlannedModel, ...]
+
+    #: The components that a worker of each role loads.
     needs: dict[str, tuple[ComponentMemory, ...]]
+
+    #: The workers that were wanted; with the chosen layout filled in.
     wanted: WorkerPlan
+
+    #: The devices that were planned for. The first is the host.
     devices: tuple[Device, ...]
+
+    #: The workers to start. Empty if the plan is refused.
     workers: tuple[PlacedWorker, ...]
+
+    #: Why the models do not fit; "" if they do.
     refusal: str = ""
+
+    #: The layouts among which one was chosen; None if the settings name the layout.
     layouts: LayoutSearch | None = None
 
     def rows(self) -> list[dict[str, Any]]:
-        """Every component of every worker, with its bytes."""
+        """Return a table row for each component of each worker, with its bytes."""
         return [
             {
-                "worker": number, "role": worker.role, "device": worker.device, "component": part.component,
-                "dtype": part.dtype, "memory": ByteSize(part.bytes), "models": part.models,
+                "worker": number,
+                "role": worker.role,
+                "device": worker.device,
+                "component": part.component,
+                "dtype": part.dtype,
+                "memory": ByteSize(part.bytes),
+                "models": part.models,
             }
-            for number, worker in enumerate(self.workers, 1) for part in worker.parts
-        ]  # fmt: skip
+            for number, worker in enumerate(self.workers, 1)
+            for part in worker.parts
+        ]
 
     def missing_roles(self) -> list[str]:
-        """The roles that none of these workers has."""
-        roles = [roles_of(worker.role) for worker in self.workers]
-        return [role for role in self.needs if not any(own is None or role in own for own in roles)]
+        """Return the roles that none of the workers has."""
+        role_sets = [roles_of(worker.role) for worker in self.workers]  # None stands for all roles
+        return [role for role in self.needs if not any(roles is None or role in roles for roles in role_sets)]
 
     def repeats(self) -> dict[str, int]:
-        """The components that a worker has more than once for the same models, with how often."""
+        """Return how often a worker loads a component several times, by component."""
         counts = [Counter((part.component, part.models) for part in worker.parts) for worker in self.workers]
         return {name: times for count in counts for (name, _), times in count.items() if times > 1}
 
     def memory(self) -> list[dict[str, Any]]:
-        """Bytes that the workers take by device, their processes and arenas counted, and the bytes that are free."""
-        takes = taken(self.workers, self.wanted)
+        """Return a table row for each used device, with used and free bytes.
+
+        Processes and arenas of the workers are included; activations are not.
+        """
+        used = taken(self.workers, self.wanted)
         return [
-            {"device": device.name, "takes": ByteSize(takes[device.name]), "free": ByteSize(device.free)}
-            for device in self.devices if takes[device.name]
-        ]  # fmt: skip
+            {"device": device.name, "takes": ByteSize(used[device.name]), "free": ByteSize(device.free)}
+            for device in self.devices
+            if used[device.name]
+        ]
 
 
 def wanted(settings: Settings) -> WorkerPlan:
-    """The workers that these settings ask for. Raises ConfigError."""
-    workers, parallel, loaded = settings.serve.workers, settings.compute.parallel, settings.worker.max_loaded_models
+    """Return the workers that these settings want. Raises ConfigError."""
+    workers = settings.serve.workers
+    parallel = settings.compute.parallel
+    loaded = settings.worker.max_loaded_models
     devices = parse_place(settings.serve.place)
     auto = workers == AUTO and not (devices or parallel)
     counts = None if workers == AUTO else parse_workers(workers)
@@ -138,11 +179,19 @@ def plan_for(
     results: bool = True,
     sources: Mapping[str, str] = MappingProxyType({}),
 ) -> ServingPlan:
-    """Read the models' metadata, choose a layout if that is wanted, and place the workers. No weights are loaded.
+    """Read the models' metadata, choose a layout if none is set, and place the workers.
 
-    `names` may map them to where their models are, if not by that name: a folder, a file or a hub name.
-    Without `results` only of roles that need no result store; these workers are called by those roles.
-    Raises ConfigError for what cannot be served; what does not fit is a plan with a refusal.
+    `names`: the models' names; a mapping also has their sources: a folder, a file or a hub name.
+    `revision`: the branch, tag or commit of models from the hub, or "".
+    `wanted`: the wanted workers.
+    `devices`: the devices to place them on. The first is the host.
+    `means`: the host's resources, for choosing a layout.
+    `results`: whether the result store can be reached here. If not, only roles that do not need it are planned, and
+    workers of all stages are named by these roles.
+    `sources`: sources of single components by name.
+
+    No weights are loaded. Raises ConfigError for models that cannot be served. If they do not fit, the plan has a
+    refusal.
     """
     models = look_into(names, revision, wanted, devices, sources)
     if not results:
@@ -156,118 +205,157 @@ def plan_for(
     )
     wanted.numbers(needed)
     refuse(parse_parallel(wanted.compute.parallel), stages, wanted.compute.offload)
-    looked = None
+    search = None
     if wanted.auto:
-        looked = layouts([model.card for model in models], needed, wanted, devices, means or HostResources())
-        wanted = looked.chosen.of(wanted)
+        search = layouts([model.card for model in models], needed, wanted, devices, means or HostResources())
+        wanted = search.chosen.of(wanted)
+
     try:
-        placed = place(needed, wanted, devices)
+        workers = place(needed, wanted, devices)
         if not results:
-            placed = tuple(replace(one, role="+".join(needed) if one.role == ALL else one.role) for one in placed)
-        return ServingPlan(models, needed, wanted, devices, placed, layouts=looked)
+            workers = tuple(
+                replace(worker, role="+".join(needed) if worker.role == ALL else worker.role) for worker in workers
+            )
+        return ServingPlan(models, needed, wanted, devices, workers, layouts=search)
     except ConfigError as error:
-        return ServingPlan(models, needed, wanted, devices, (), str(error), looked)
+        return ServingPlan(models, needed, wanted, devices, (), str(error), search)
 
 
 def roles_apart(cards: Iterable[ModelSpec]) -> tuple[str, ...]:
-    """The roles of which no stage needs the result store, so that they may run where it is not seen."""
+    """Return the roles that can run where the result store cannot be reached.
+
+    None of their stages needs it.
+    """
     stages = [stage for card in cards for stage in card.pipeline.stages]
-    needing = {stage.role for stage in stages if stage.needs_results}
-    return tuple(dict.fromkeys(stage.role for stage in stages if stage.role not in needing))
+    roles_with_results = {stage.role for stage in stages if stage.needs_results}
+    return tuple(dict.fromkeys(stage.role for stage in stages if stage.role not in roles_with_results))
 
 
 def _without_results(models: Iterable[PlannedModel]) -> tuple[PlannedModel, ...]:
-    """What is left of models without the roles that need the result store. Raises ConfigError if nothing is."""
-    models, left = tuple(models), []
-    apart = roles_apart(model.card for model in models)
+    """Return the models without the stages of roles that need the result store.
+
+    Models without such stages are left out. Raises ConfigError if none is left.
+    """
+    models = tuple(models)
+    roles = roles_apart(model.card for model in models)
+    reduced = []
     for model in models:
-        stages = tuple(stage for stage in model.card.pipeline.stages if stage.role in apart)
-        left.append(replace(model, card=replace(model.card, pipeline=Pipeline(stages))))
-    found = tuple(model for model in left if model.card.pipeline.stages)
-    if not found:
+        stages = tuple(stage for stage in model.card.pipeline.stages if stage.role in roles)
+        reduced.append(replace(model, card=replace(model.card, pipeline=Pipeline(stages))))
+
+    remaining = tuple(model for model in reduced if model.card.pipeline.stages)
+    if not remaining:
         raise ConfigError(
             "every stage of these models needs the folder of results, which is on the scheduler's machine and not seen "
             "here: share it at the same path, or have the scheduler serve with --results s3://BUCKET/PREFIX"
         )
-    return found
+    return remaining
 
 
 def look_into(
     names: Iterable[str], revision: str, wanted: WorkerPlan, devices: Sequence[Device],
     sources: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[PlannedModel, ...]:  # fmt: skip
-    """These models, as the workers wanted would serve them, with components from these sources.
+    """Read the models' metadata, with the dtypes that the wanted workers would load.
 
-    Raises ConfigError, also for a vain `--dtype`.
+    The parameters are those of `plan_for`.
+    Raises ConfigError, also for a `--dtype` that names a component that no model has.
     """
     spec = wanted.compute.dtype
-    found_by = names if isinstance(names, Mapping) else {name: name for name in names}
+    source_of = names if isinstance(names, Mapping) else {name: name for name in names}
     folders = {
         name: resolve_source(with_components(source, sources), revision or None, ())
-        for name, source in found_by.items()
+        for name, source in source_of.items()
     }
     cards = {name: card_of(name, folder) for name, folder in folders.items()}
     choose_dtypes(spec, sorted({component for card in cards.values() for component in card.dtypes}))
+
     roles = dict.fromkeys(stage.role for card in cards.values() for stage in card.pipeline.stages)
-    workers = [roles_of(one) for one in wanted.numbers(roles) if not only_cpu(devices_of(one, wanted, devices))]
-    on_gpu = {role for role in roles if any(held is None or role in held for held in workers)}
-    found = []
+    gpu_workers = [
+        roles_of(worker) for worker in wanted.numbers(roles) if not only_cpu(devices_of(worker, wanted, devices))
+    ]
+    on_gpu = {role for role in roles if any(worker is None or role in worker for worker in gpu_workers)}
+
+    models = []
     for name, folder in folders.items():
-        dtypes, files = explicit_dtypes(cards[name], spec, on_gpu), files_of(folder)
+        dtypes = explicit_dtypes(cards[name], spec, on_gpu)
+        files = files_of(folder)
         text = ",".join(f"{component}={dtype}" for component, dtype in dtypes.items())
         components = {component: _component(files, component, dtype) for component, dtype in dtypes.items()}
-        found.append(PlannedModel(card_of(name, folder, text), folder, text, components))
-    return tuple(found)
+        models.append(PlannedModel(card_of(name, folder, text), folder, text, components))
+    return tuple(models)
 
 
 def _component(files: ModelFolder, name: str, dtype: str) -> PlannedComponent:
-    tensors, kind, width = files.tensors(name), files.class_of(name), DTYPES[dtype]
+    """Return a component with its sizes, read from the headers of its weights."""
+    tensors = files.tensors(name)
+    kind = files.class_of(name)
+    width = DTYPES[dtype]
     elements = {tensor: number for tensor, (_, number) in tensors.items()}
-    shared, whole = shared_of(name, kind, find(files.path).cut, elements), sum(elements.values())
-    mapped, memory = files.has(name, dtype), whole * width
-    if files.is_quantised(name):  # in memory as in its files, but for floats that become wider
-        stored = {STORED[one]: DTYPES[one] for one in STORED}
-        memory = files.size(name) + sum(n * max(width - stored.get(is_, width), 0) for is_, n in tensors.values())
-    return PlannedComponent(name, kind, whole, files.size(name), dtype, memory, mapped, shared * width)
+    shared = shared_of(name, kind, find(files.path).cut, elements)
+    parameters = sum(elements.values())
+    mapped = files.has(name, dtype)
+
+    memory = parameters * width
+    if files.is_quantised(name):  # as in its files, except floats that are loaded in a wider dtype
+        file_widths = {STORED[stored]: DTYPES[stored] for stored in STORED}
+        memory = files.size(name) + sum(
+            number * max(width - file_widths.get(stored, width), 0) for stored, number in tensors.values()
+        )
+    return PlannedComponent(name, kind, parameters, files.size(name), dtype, memory, mapped, shared * width)
 
 
 def explicit_dtypes(card: ModelSpec, spec: str, on_gpu: Collection[str]) -> dict[str, str]:
-    """Return the dtype of each component by `--dtype`. "auto" is bfloat16 on GPUs, but float32 for VAEs and on CPUs.
+    """Return the dtype of each component by `--dtype`.
 
-    The result must be the same in the gateway and in workers, because they must agree on pools.
+    "auto" is bfloat16 for roles on GPUs, but float32 for VAEs and on CPUs. The result must be the same in the gateway
+    and in workers, because they must agree on pools.
     """
-    rest, named = parse_dtypes(spec)
-    fast = {
-        component
-        for stage in card.pipeline.stages if stage.role in on_gpu
-        for component in stage.components
-    }  # fmt: skip
-    automatic = {name: "bfloat16" if name in fast and not name.startswith("vae") else "float32" for name in card.dtypes}
-    usual = automatic if rest == "auto" else dict.fromkeys(card.dtypes, rest)
-    return {name: named.get(name, usual[name]) for name in card.dtypes}
+    default, named = parse_dtypes(spec)
+    gpu_components = {
+        component for stage in card.pipeline.stages if stage.role in on_gpu for component in stage.components
+    }
+    automatic = {
+        name: "bfloat16" if name in gpu_components and not name.startswith("vae") else "float32" for name in card.dtypes
+    }
+    defaults = automatic if default == "auto" else dict.fromkeys(card.dtypes, default)
+    return {name: named.get(name, defaults[name]) for name in card.dtypes}
 
 
 def needs(models: Iterable[PlannedModel]) -> dict[str, tuple[ComponentMemory, ...]]:
-    """What a worker of each role holds: every pool of its stages once, even if several models share it."""
+    """Return the components that a worker of each role loads.
+
+    A pool that several models share is loaded once.
+    """
     pools: dict[str, dict[str, tuple[StageSpec, PlannedModel]]] = {}
     for model in models:
         for stage in model.card.pipeline.stages:
             pools.setdefault(model.card.pools()[stage.name], {})[model.card.name] = (stage, model)
-    found: dict[str, tuple[ComponentMemory, ...]] = {}
+
+    needed: dict[str, tuple[ComponentMemory, ...]] = {}
     for users in pools.values():
         stage, model = next(iter(users.values()))
-        held, once = (model.components[name] for name in stage.components), files_of(model.folder).is_whole
+        once = files_of(model.folder).is_whole
+        components = (model.components[name] for name in stage.components)
         parts = tuple(
-            ComponentMemory(one.name, one.dtype, one.memory, tuple(users), one.mapped, one.shared, once)
-            for one in held
-            if one.memory
+            ComponentMemory(
+                component.name,
+                component.dtype,
+                component.memory,
+                tuple(users),
+                component.mapped,
+                component.shared,
+                once,
+            )
+            for component in components
+            if component.memory
         )
-        found[stage.role] = (*found.get(stage.role, ()), *parts, *_texts(stage, model, tuple(users)))
-    return found
+        needed[stage.role] = (*needed.get(stage.role, ()), *parts, *_kv_cache(stage, model, tuple(users)))
+    return needed
 
 
-def _texts(stage: StageSpec, model: PlannedModel, users: tuple[str, ...]) -> Iterator[ComponentMemory]:
-    """Keys and values of the longest text, for which a stage that makes or takes them has room at the least."""
+def _kv_cache(stage: StageSpec, model: PlannedModel, users: tuple[str, ...]) -> Iterator[ComponentMemory]:
+    """Yield the least KV cache of a stage: room for the longest text."""
     for name in PREFILL.outputs:
         if name in (*stage.inputs, *stage.outputs):
             producer = model.card.pipeline.producers()[name]
@@ -276,53 +364,53 @@ def _texts(stage: StageSpec, model: PlannedModel, users: tuple[str, ...]) -> Ite
             yield ComponentMemory("keys and values", dtype, size, users, shared=size, once=True)
 
 
+#: The file in the data folder with measured stage costs.
 COSTS = "costs.json"
-"""The file in the data folder with what stages took."""
 
 
 def resources(settings: Settings) -> dict[str, int]:
-    """The amounts of named resources of each worker. Raises ConfigError for a malformed one."""
-    found = counts("--resources", settings.worker.resources, "NAME=N, like kv_blocks=4096")
-    if own := sorted(found.keys() & {SLOTS, ARENA}):
-        raise UsageError(f"--resources {own[0]}: every worker has that, and as much as --{own[0]} says")
-    return found
+    """Return the amount of each named resource of a worker. Raises UsageError."""
+    amounts = counts("--resources", settings.worker.resources, "NAME=N, like kv_blocks=4096")
+    if reserved := sorted(amounts.keys() & {SLOTS, ARENA}):
+        raise UsageError(f"--resources {reserved[0]}: every worker has that, and as much as --{reserved[0]} says")
+    return amounts
 
 
 def device_memory(settings: Settings) -> dict[str, int]:
-    """What is planned for on devices at most, in bytes. Raises ConfigError for a malformed one."""
-    found = {}
+    """Return the most bytes to plan for, by device. Raises UsageError for a malformed entry."""
+    limits = {}
     for entry in settings.serve.device_memory:
         name, _, size = entry.partition("=")
         try:
-            found[numbered(name)] = ByteSize.parse(size)
+            limits[numbered(name)] = ByteSize.parse(size)
         except ValueError as error:
             raise UsageError(f"--device-memory {entry}: write DEVICE=SIZE, like cuda:0=20GiB: {error}") from error
-    return found
+    return limits
 
 
 def means(settings: Settings) -> HostResources:
-    """What there is to compute with on this machine, by these settings."""
+    """Return the host's CPU cores, memory limit per process, and file of stage costs."""
     return HostResources(max(1, int(cpus(CONTROL_GROUP))), settings.worker.memory_limit, Path(settings.data_dir, COSTS))
 
 
 def counts(flag: str, given: tuple[str, ...], example: str) -> dict[str, int]:
-    """The numbers of a flag, by name. Raises ConfigError for a malformed one."""
-    found = {}
+    """Parse the NAME=N entries of a flag. Raises UsageError with the example."""
+    numbers = {}
     for entry in given:
         name, _, count = entry.partition("=")
         if not name or not count.isdecimal() or not int(count):
             raise UsageError(f"{flag} {entry}: write {example}")
-        found[name] = int(count)
-    return found
+        numbers[name] = int(count)
+    return numbers
 
 
 def slots_by_role(settings: Settings) -> dict[str, int]:
-    """Tasks that a worker of each role holds at a time, as they are set. Raises ConfigError for a malformed entry."""
+    """Return the set slots of a worker by role. Raises UsageError for a malformed entry."""
     return counts("--slots", settings.serve.slots, "ROLE=N, like denoiser=2")
 
 
 def environment_of(settings: Settings) -> dict[str, str]:
-    """Environment variables that every worker gets, whatever starts it."""
+    """Return the environment variables of every worker, whatever launcher starts it."""
     return {
         FIELDS[name].variable: FIELDS[name].written(value)
         for name, value in (
@@ -342,9 +430,10 @@ def environment_of(settings: Settings) -> dict[str, str]:
 def forked(
     planned: ServingPlan, begun: ForkServers | InheritedForks | None = None
 ) -> ForkServers | InheritedForks | None:
-    """Return the fork server for a plan's workers on CPUs, or None if there are no such workers.
+    """Return the fork server for a plan's workers on CPUs, or None without such workers.
 
-    It is `begun`, or a copy of that if it is inherited, or a new one.
+    `begun`: a fork server that is running already. It is used, or copied if it is inherited, or closed if the plan
+    has no workers on CPUs.
     """
     on_cpu = any(worker.on_cpu for worker in planned.workers)
     if isinstance(begun, InheritedForks):
@@ -360,13 +449,18 @@ def specs_of(
     planned: ServingPlan, settings: Settings, told: Mapping[str, object], more: Mapping[str, str],
     models: tuple[str, ...] = (), *, elsewhere: bool = False,
 ) -> list[WorkerSpec]:  # fmt: skip
-    """The workers to start, which share the cores, for these `models` or what their scheduler offers when they start.
+    """Return the worker processes to start for a plan: their flags and environment.
 
-    They are `told` this by flag, and `more` by variable, beside what settings say. Each gets its dtypes from the
-    scheduler, since models differ. Those `elsewhere` have the folders of their own machine.
+    `told`: flags beside those that follow from the settings.
+    `more`: environment variables beside those that follow from the settings.
+    `models`: the models to load; empty for those that the scheduler offers when a worker starts.
+    `elsewhere`: whether the workers run on other machines, whose own data and run folders they then use.
+
+    The workers of a plan share the CPU cores. Each gets its dtypes from the scheduler, since these differ by model.
     """
     wanted, workers = planned.wanted, planned.workers
-    ranks, slots = sum(len(worker.devices) for worker in workers), slots_by_role(settings)
+    ranks = sum(len(worker.devices) for worker in workers)
+    slots = slots_by_role(settings)
     threads = wanted.compute.threads or max(1, means(settings).cores // max(1, ranks))
     common = asdict(wanted.compute) | {
         "threads": threads,
@@ -388,11 +482,11 @@ def specs_of(
     specs = []
     for worker in workers:
         roles = roles_of(worker.role)
-        given = [count for role, count in slots.items() if roles is None or role in roles]
-        own = common | {"slots": min(given, default=settings.worker.slots)}
+        role_slots = [count for role, count in slots.items() if roles is None or role in roles]
+        options = common | {"slots": min(role_slots, default=settings.worker.slots)}
         if worker.on_cpu:
-            own["offload"] = "none"
-        flags = {name.replace("_", "-"): str(value) for name, value in own.items()}
+            options["offload"] = "none"
+        flags = {name.replace("_", "-"): str(value) for name, value in options.items()}
         smaller = tuple(
             WorkerSpec(worker.role, device, flags | {"parallel": parallel}, environment, models=models)
             for device, parallel in fewer(worker.device, own_spreads(wanted.compute.parallel, roles))

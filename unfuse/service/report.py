@@ -1,4 +1,4 @@
-"""Texts about a plan: what a start serves, where, how to try it, and whether splitting models pays."""
+"""Describe a plan as text: what it serves, where, and whether splitting models pays."""
 
 from __future__ import annotations
 
@@ -21,44 +21,51 @@ from unfuse.service.plan import ServingPlan
 from unfuse.worker.batches import InvarianceResult, InvarianceResults
 from unfuse.worker.compute_messages import EXACTNESS
 
+#: The prompt of the example command.
 PROMPT = "a red circle on white"
 
 
 class StartScreen:
-    """The lines of a start, for a plan whose models clients know by these `names`. `keyed`: clients need a key."""
+    """The lines that `unfuse serve` prints while it starts.
+
+    `plan`: what is served.
+    `names`: the model of each name that clients use.
+    `keyed`: whether clients need an API key.
+    """
 
     def __init__(self, plan: ServingPlan, names: dict[str, str], *, keyed: bool) -> None:
-        self._plan, self._keyed = plan, keyed
-        shown = ModelNames(names).shown
-        self._served = {shown(model.card.name): model.card for model in plan.models}
+        self._plan = plan
+        self._keyed = keyed
+        public_name = ModelNames(names).shown
+        self._served = {public_name(model.card.name): model.card for model in plan.models}
 
     def opening(self) -> list[str]:
-        """What is served, and on what."""
-        shown = [name if name == card.name else f"{name} ({card.name})" for name, card in self._served.items()]
-        return [f"serving {', '.join(shown)} with unfuse {__version__}", *layout_lines(self._plan)]
+        """Return the lines on which models are served, and by which workers."""
+        models = [name if name == card.name else f"{name} ({card.name})" for name, card in self._served.items()]
+        return [f"serving {', '.join(models)} with unfuse {__version__}", *layout_lines(self._plan)]
 
     def ready(self, url: str, seconds: float) -> list[str]:
-        """How long it took until everything was there, and how to try it."""
+        """Return the lines on how long the start took, and how to try the server."""
         took = f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"
         if missing := self._plan.missing_roles():
             return [f"the workers here are ready in {took} s: requests wait until others come ({', '.join(missing)})"]
         return [f"ready in {took} s: open {url}/docs, or try", f"    {self.example(url)}"]
 
     def example(self, url: str) -> str:
-        """A command that makes something with the first model."""
+        """Return a curl command for a request to the first model."""
         name, card = next(iter(self._served.items()))
         path, fields, is_form = _first_request(card)
         fields |= {"model": name} if len(self._served) > 1 else {}
         key = " -H 'authorization: Bearer KEY'" if self._keyed else ""
         if is_form:
-            sent = " ".join(f"-F {shlex.quote(f'{field}={value}')}" for field, value in fields.items())
+            body = " ".join(f"-F {shlex.quote(f'{field}={value}')}" for field, value in fields.items())
         else:
-            sent = f"-H 'content-type: application/json' -d {shlex.quote(json.dumps(fields, ensure_ascii=False))}"
-        return f"curl {url}{path}{key} {sent}"
+            body = f"-H 'content-type: application/json' -d {shlex.quote(json.dumps(fields, ensure_ascii=False))}"
+        return f"curl {url}{path}{key} {body}"
 
 
 def _first_request(card: ModelSpec) -> tuple[str, dict[str, object], bool]:
-    """The path and fields of a request that the model can answer, and whether they are sent as a form."""
+    """Return the path and fields of an example request, and whether it is a form."""
     if TEXT.made_by(card.limits):
         return "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}, False
     needs_picture = card.accepted(UPLOAD).min > 0
@@ -72,7 +79,7 @@ def _first_request(card: ModelSpec) -> tuple[str, dict[str, object], bool]:
 
 
 def layout_lines(plan: ServingPlan) -> list[str]:
-    """Which workers are started where, why so, and the memory that they take."""
+    """Return the lines on which workers start where, why, and their memory."""
     lines = [f"{model.card.name} is not split: {model.card.undivided}" for model in plan.models if model.card.undivided]
     if not plan.workers:
         return [*lines, "no worker is started here: requests wait until one comes (unfuse worker)"]
@@ -88,12 +95,17 @@ def layout_lines(plan: ServingPlan) -> list[str]:
 
 
 def gains(plan: ServingPlan) -> Iterator[tuple[str, int]]:
-    """What serving in stages gains on this machine, one reason each, with the bytes if it saves memory."""
+    """Yield what serving in stages gains on this machine, as sentences with saved bytes.
+
+    The bytes are 0 for gains that save no memory.
+    """
     used = dict.fromkeys(device for worker in plan.workers for device in worker.devices)
     if len(used) > 1:
         yield f"stages on {len(used)} devices ({', '.join(used)}) work at the same time", 0
-    parts = [part for held in plan.needs.values() for part in held]
-    whole, largest = sum(part.bytes for part in parts), max(part.bytes for part in parts)
+
+    parts = [part for role_parts in plan.needs.values() for part in role_parts]
+    whole = sum(part.bytes for part in parts)
+    largest = max(part.bytes for part in parts)
     best = max(plan.devices[1:] or plan.devices, key=lambda device: device.free)
     if whole > best.free:
         room = f"more than the {readable_bytes(best.free)} free on {best.name}"
@@ -103,48 +115,63 @@ def gains(plan: ServingPlan) -> Iterator[tuple[str, int]]:
         if saved := part.bytes * (len(part.models) - 1):
             yield f"one {part.component} serves {len(part.models)} models: {readable_bytes(saved)} less memory", saved
     if (copies := _denoisers(plan)) > 1:
-        held = sum(part.bytes for role in plan.wanted.first for part in plan.needs[role])
-        saved = (copies - 1) * (whole - held)
+        denoiser = sum(part.bytes for role in plan.wanted.first for part in plan.needs[role])
+        saved = (copies - 1) * (whole - denoiser)
         less = f"{readable_bytes(saved)} less memory than as many undivided pipelines"
         yield f"{copies} denoisers share encoder and decoder: {less}", saved
 
 
 def layouts_of(plan: ServingPlan) -> list[dict[str, Any]]:
-    """`serve`'s layouts with their predicted rates: the chosen one's is 1."""
+    """Return a table row for each layout; the chosen one has the rate 1."""
     if plan.layouts is None:
         return []
-    whole = plan.layouts.chosen.rate or 1.0
+    chosen_rate = plan.layouts.chosen.rate or 1.0
     return [
-        {"layout": layout.written, "rate": round(layout.rate / whole, 2), "refusal": layout.refusal}
+        {"layout": layout.written, "rate": round(layout.rate / chosen_rate, 2), "refusal": layout.refusal}
         for layout in plan.layouts.found
     ]
 
 
 def basis_of(plan: ServingPlan) -> str:
-    """What the predicted rates of the layouts come from."""
+    """Return a sentence on the origin of the layouts' predicted rates."""
     measured = plan.layouts is not None and plan.layouts.measured
     return f"rates are {'by what stages took here' if measured else 'a guess: nothing was measured here yet'}"
 
 
 def batches_of(plan: ServingPlan, data_dir: str) -> list[dict[str, Any]]:
-    """How requests share forwards in the pools of these models, as comparing has shown here: of each pool the largest
-    batch that changes no byte, the smallest that does, and the function that is to blame for it.
+    """Return the batch invariance results of a plan's pools, one table row each.
+
+    `exact_to`: the largest batch size that changes no byte.
+    `not_from`: the smallest that does, or None.
+    `because_of`: the function that makes the difference.
     """
     pools = {pool for model in plan.models for pool in model.card.pools().values()}
-    found: defaultdict[str, list[InvarianceResult]] = defaultdict(list)
-    for one in InvarianceResults(Path(data_dir, EXACTNESS)).all():
-        if declared(one.pool) in pools:
-            found[one.pool].append(one)
+    results: defaultdict[str, list[InvarianceResult]] = defaultdict(list)
+    for result in InvarianceResults(Path(data_dir, EXACTNESS)).all():
+        if declared(result.pool) in pools:
+            results[result.pool].append(result)
+
     rows = []
-    for pool, seen in sorted(found.items()):
-        worst = min((one for one in seen if one.blame), key=lambda one: one.size, default=InvarianceResult())
-        largest = max((one.size for one in seen if one.is_trusted), default=1)
-        rows.append({"pool": pool, "exact_to": largest, "not_from": worst.size or None, "because_of": worst.blame})
+    for pool, of_pool in sorted(results.items()):
+        variant = (result for result in of_pool if result.blame)
+        smallest = min(variant, key=lambda result: result.size, default=InvarianceResult())
+        largest = max((result.size for result in of_pool if result.is_trusted), default=1)
+        rows.append(
+            {
+                "pool": pool,
+                "exact_to": largest,
+                "not_from": smallest.size or None,
+                "because_of": smallest.blame,
+            }
+        )
     return rows
 
 
 def verdict(plan: ServingPlan) -> str:
-    """Whether to split, in a sentence. Saved memory counts only if it is more than the extra processes take."""
+    """Return a sentence on whether to split the models.
+
+    Saved memory counts only if it exceeds the memory of the additional processes.
+    """
     if plan.refusal:
         return "nothing to split: serve would refuse this"
     if plan.layouts:
@@ -164,4 +191,5 @@ def verdict(plan: ServingPlan) -> str:
 
 
 def _denoisers(plan: ServingPlan) -> int:
+    """Return the number of workers whose role is placed first."""
     return sum(worker.role in plan.wanted.first for worker in plan.workers)

@@ -1,6 +1,6 @@
-"""The composition root: opens backends by name and hands them, opened, to scheduler and gateway.
+"""The composition root of `unfuse serve`: opens backends and connects scheduler, gateway and workers.
 
-`local` is a private service: its workers serve this process alone, and end with it.
+`local` is a private service: its workers serve only this process, and end with it.
 """
 
 from __future__ import annotations
@@ -64,18 +64,17 @@ from unfuse.wire.unix_socket import private_socket, server_socket
 from unfuse.worker.records import is_configured_elsewhere
 from unfuse.worker.registration import pools_of
 
-DRAIN_CHECK_S = 0.1
-CLOSE_S = 0.5  # seconds that closing the queue may take at least, and that are left behind it
+DRAIN_CHECK_S = 0.1  # seconds between two checks for requests that callers wait for, while draining
+CLOSE_S = 0.5  # least seconds for closing the queue, and seconds of the stop budget reserved for after it
+FORGET_S = 60.0  # seconds between two deletions of requests and results past their retention
+BOUND_S = 10.0  # seconds between two checks of the total bytes of results
+REMAINS_S = 10.0  # seconds between two searches for objects that dead workers left in durable stores
+RETRY_S = 0.5  # seconds between two attempts to use a queue
 
-FORGET_S = 60.0  # seconds between two rounds of deleting old requests and results
-BOUND_S = 10.0  # seconds between two looks at the bytes of all results
-REMAINS_S = 10.0  # seconds between two searches for what dead workers left in durable stores
-ARENAS = ("auto", "shared_memory", "spill")  # stores that keep objects in arenas
+ARENAS = ("auto", "shared_memory", "spill")  # tensor stores that keep objects in arenas
 
-RETRY_S = 0.5  # seconds between two tries to use a queue
-
+#: The logger of Python's `logging` that gets loading progress in programs that configure it.
 LOGGER = "unfuse"
-"""The logger of Python's own logging that tells programs which configure it how far workers are."""
 
 T = TypeVar("T")
 
@@ -87,20 +86,23 @@ class ServiceStopped(Exception):
 
 
 class QueueStart:
-    """Opens the queue of a service, and waits for one that is away, that loads its data, or whose disk is full:
-    `longest_s` seconds at most in all, or until `stop` is set.
+    """Opens the queue backend of a service, and waits while it cannot be used.
 
-    `waits` is called with the reason whenever the queue could not be used.
+    A queue cannot be used while it is unreachable, loads its data, or has a full disk.
+    `longest_s`: the most seconds to wait in total.
+    `stop`: ends the wait when it is set.
+    `waits`: called with the reason after each failed attempt.
     """
 
     def __init__(self, longest_s: float, stop: asyncio.Event, waits: Callable[[str], object]) -> None:
         self._end = asyncio.get_running_loop().time() + longest_s
-        self._stop, self._on_wait = stop, waits
+        self._stop = stop
+        self._on_wait = waits
 
     async def open(self, url: str) -> QueueBackend:
-        """Open the queue at `url` and see that it works. Raises ConfigError if it can never be the queue.
+        """Open the queue at `url`, and return it once it can be used.
 
-        Raises TransientError if it does not work in time, and ServiceStopped.
+        Raises ConfigError if it can never be the queue, TransientError if it cannot be used in time, ServiceStopped.
         """
 
         async def opened() -> QueueBackend:
@@ -119,14 +121,15 @@ class QueueStart:
         return queue
 
     async def until_done(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Repeat this work until the queue does not fail it. Raises TransientError (too long) and ServiceStopped.
+        """Repeat this work until it raises no TransientError, and return its result.
 
-        That the start waits is logged once, and that it goes on.
+        The beginning and the end of the wait are logged once.
+        Raises TransientError once the time is over, and ServiceStopped.
         """
         has_waited = False
         while True:
             try:
-                done = await self._unless_stopped(work())
+                result = await self._unless_stopped(work())
             except TransientError as error:
                 if asyncio.get_running_loop().time() >= self._end:
                     raise
@@ -137,11 +140,11 @@ class QueueStart:
             else:
                 if has_waited:
                     log.info("the queue can be used now")
-                return done
+                return result
             await self._unless_stopped(asyncio.sleep(RETRY_S))
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do this work. Raises ServiceStopped when the service is stopped before it is done."""
+        """Return the result of this work. Raises ServiceStopped if the service is stopped before."""
         working = asyncio.create_task(work)
         await first(working, self._stop.wait())
         if working.cancelled():
@@ -150,13 +153,14 @@ class QueueStart:
 
 
 class AdapterServer:
-    """Answers workers: of adapters in the folder `loras` itself, of all else by the dispatcher."""
+    """Answers workers' messages: LoRA adapters from the folder `loras`, all else by the dispatcher."""
 
     def __init__(self, dispatcher: Dispatcher, loras: str) -> None:
-        self._dispatcher, self._loras = dispatcher, AdapterFolder(loras) if loras else None
+        self._dispatcher = dispatcher
+        self._loras = AdapterFolder(loras) if loras else None
 
     async def answer(self, peer: bytes, message: ToScheduler) -> ToWorker | None:
-        """The reply to one message."""
+        """Return the reply to one message; Rejected for an adapter that cannot be read."""
         if not isinstance(message, FetchAdapter):
             return await self._dispatcher.answer(peer, message)
         if self._loras is None:
@@ -170,9 +174,12 @@ class AdapterServer:
 
 
 class Service(Stoppable):
-    """Gateway, scheduler and the workers of a plan: one `serve`. It closes `forks`, unless they are inherited.
+    """One `unfuse serve`: the gateway, the scheduler, and the workers of a plan.
 
-    At `stop` it accepts no more requests, saves what runs, and ends, within the drain timeout.
+    `forks`: a fork server that is running already. The service closes it, unless it is inherited.
+
+    After `stop`, the service drains: it accepts no requests, saves or finishes running tasks, and ends within the
+    drain timeout.
     """
 
     def __init__(
@@ -180,11 +187,12 @@ class Service(Stoppable):
     ) -> None:
         super().__init__(options.serve.drain_timeout)
         self._options, self._plan, self._logs, self._forks = options, plan, logs, forks
-        self.addresses: list[str] = []  # the control addresses, once they are open; a unix socket is first
-        self._crews: WorkerGroups | None = None
+        #: The control addresses, once they are open. Unix sockets come first.
+        self.addresses: list[str] = []
+        self._groups: WorkerGroups | None = None
 
     async def run(self, started: Callable[[str], None]) -> None:
-        """Serve until `stop`; `started` is called with the URL once requests are answered.
+        """Serve until `stop`. `started` is called with the URL once requests are accepted.
 
         Raises ConfigError, and TransientError for a queue that cannot be used in time.
         """
@@ -201,7 +209,7 @@ class Service(Stoppable):
             stack.push_async_callback(front.close)
             port = listener.getsockname()[1]
             start = QueueStart(serve.queue_wait, self.stopping, front.wait)
-            scheduler, dispatcher, crews = await stack.enter_async_context(self._scheduler(port, start))
+            scheduler, dispatcher, groups = await stack.enter_async_context(self._open_scheduler(port, start))
             results = open_results(options.places.results)
             webhooks = Webhooks(serve.webhook_hosts, serve.webhook_secret, options.prices)
             image_fetcher = ImageFetcher(serve.image_hosts)
@@ -213,7 +221,7 @@ class Service(Stoppable):
                 time_limits={"image": serve.image_timeout, "video": serve.video_timeout},
                 store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
                 cancels=serve.on_disconnect == "cancel", reuses=serve.reuse_results, webhooks=webhooks,
-                prices=options.prices, image_fetcher=image_fetcher, joining=crews, public_url=options.public_url,
+                prices=options.prices, image_fetcher=image_fetcher, joining=groups, public_url=options.public_url,
                 parsers=options.parsers, open_metrics=serve.open_metrics,
             )  # fmt: skip
             serving = front.serve(create_app(gateway, options.access))
@@ -229,28 +237,30 @@ class Service(Stoppable):
             background.forever("looking whether keys have changed", options.keys.look)
             if options.keys.warning:
                 log.warning(options.keys.warning)
-            launcher = crews.begin(self._plan)
-            background.forever("looking which models come and go", crews.look)
+            launcher = groups.begin(self._plan)
+            background.forever("looking which models come and go", groups.look)
             host = f"[{serve.host}]" if ":" in serve.host else serve.host
             started(f"http://{host}:{port}")
             try:
                 await first(asyncio.shield(serving), self.stopping.wait(), _raise(launcher.failed))
-                await self._await_callers(scheduler, gateway, crews)
+                await self._await_callers(scheduler, gateway, groups)
             finally:
-                scheduler.draining = True  # those who wait are left, and leave nothing
+                scheduler.draining = True  # callers who wait get no result, and their requests are not cancelled
                 if not self.stopping.is_set():
                     self.stop()
-                kept = "goes on after the next start" if options.places.copies != "none" else "is finished if it can be"
-                log.info("stopping the workers", what_runs=kept, within_s=round(self.budget.left(), 1))
+                fate = "goes on after the next start" if options.places.copies != "none" else "is finished if it can be"
+                log.info("stopping the workers", what_runs=fate, within_s=round(self.budget.left(), 1))
                 dispatcher.withhold()
-                await crews.stop(self.budget.left(self.reserve), self.budget.hurry)
+                await groups.stop(self.budget.left(self.reserve), self.budget.hurry)
                 await front.close()
 
     @contextlib.asynccontextmanager
-    async def _scheduler(
+    async def _open_scheduler(
         self, port: int, start: QueueStart
     ) -> AsyncIterator[tuple[Scheduler, Dispatcher, WorkerGroups]]:
-        options, serve, cards = self._options, self._options.serve, [model.card for model in self._plan.models]
+        """Open the queue, the scheduler and the control addresses, and close them after the block."""
+        options, serve = self._options, self._options.serve
+        cards = [model.card for model in self._plan.models]
         settings, kind = options.settings, options.places.store.partition(":")[0]
         offered = [(model.card.name, model.card.source, model.dtypes) for model in self._plan.models]
         arenas = PoolArenas(spills=kind == "spill")
@@ -261,35 +271,36 @@ class Service(Stoppable):
             costs=options.costs, arenas=arenas, asleep=options.asleep, wake_limit=serve.wake_limit,
         )  # fmt: skip
         places = msgspec.structs.replace(options.places, mark=mark_of(options.places.results))
-        folder, routers = open_run_folder(settings.run_dir), list[Router]()
+        folder = open_run_folder(settings.run_dir)
+        routers: list[Router] = []
         dispatcher = Dispatcher(
             scheduler, offered, places, options.workers.compute.outcome, serve.dispatch, node=machine_id(folder)
         )
-        lending = AdapterServer(dispatcher, places.loras)
-        own = [] if any(map(unix_path, options.listen)) else [f"{UNIX}{server_socket(settings.run_dir, port)}"]
+        adapter_server = AdapterServer(dispatcher, places.loras)
+        default = [] if any(map(unix_path, options.listen)) else [f"{UNIX}{server_socket(settings.run_dir, port)}"]
         try:
-            for address in sorted((*own, *options.listen), key=lambda address: not unix_path(address)):
-                routers.append(Router(address, lending.answer, dispatcher.undelivered, options.trust, folder))
+            for address in sorted((*default, *options.listen), key=lambda address: not unix_path(address)):
+                routers.append(Router(address, adapter_server.answer, dispatcher.undelivered, options.trust, folder))
             self.addresses = [router.address for router in routers]
             await start.until_done(partial(scheduler.registry.declare, cards))
             await scheduler.start()
-            drain, expect = serve.drain_timeout, partial(self._expect, arenas)
+            drain, expect = serve.drain_timeout, partial(self._set_expected_arenas, arenas)
             name = f"{socket.gethostname()}:{serve.port}:{Path(settings.data_dir).absolute()}"
-            self._crews = WorkerGroups(scheduler, dispatcher, self._planned, self._launch, expect, drain, name)
-            yield scheduler, dispatcher, self._crews
+            self._groups = WorkerGroups(scheduler, dispatcher, self._planned, self._launch, expect, drain, name)
+            yield scheduler, dispatcher, self._groups
         finally:
             for router in routers:
                 await router.close()
             await scheduler.close()
-            await self._close(queue)
+            await self._close_queue(queue)
 
-    def _expect(self, arenas: PoolArenas, plans: Sequence[ServingPlan]) -> None:
-        """Have a scheduler expect the arenas of the workers that are started here."""
+    def _set_expected_arenas(self, arenas: PoolArenas, plans: Sequence[ServingPlan]) -> None:
+        """Set the arenas of workers that are started here, for admission control before they register."""
         options = self._options
         if options.places.store.partition(":")[0] in ARENAS:
             arenas.expected = [
                 WorkerInfo(
-                    f"{at}-{number}",
+                    f"{index}-{number}",
                     "",
                     worker.role,
                     pools_of(
@@ -300,59 +311,65 @@ class Service(Stoppable):
                     options.workers.arena,
                     resources=dict(options.resources),
                 )
-                for at, plan in enumerate(plans)
+                for index, plan in enumerate(plans)
                 for number, worker in enumerate(plan.workers)
             ]
 
     def _planned(self, models: Mapping[str, str], taken: Counter[str], coming: Counter[str]) -> ServingPlan:
-        """Plan models, by name and where each is, beside others, which take or (`coming`) will take bytes of devices.
+        """Return the plan for these models beside running workers. Raises ConfigError.
 
-        Raises ConfigError.
+        `models`: the source of each model by name.
+        `taken`: bytes by device that other workers use, now or soon.
+        `coming`: those of these bytes that are not allocated yet, less those that will be freed.
         """
         options = self._options
-        found = devices(options.device_memory, elsewhere=options.launcher is not None)
-        left = {device.name: max(0, device.free - coming[device.name]) for device in found}
-        left |= {name: max(0, min(left[name], most - taken[name])) for name, most in options.device_memory.items()}
-        own = models.keys() & {*options.serve.models}
-        revision = options.serve.revision if own else ""
-        if revision and own != models.keys():
+        present = devices(options.device_memory, elsewhere=options.launcher is not None)
+        free = {device.name: max(0, device.free - coming[device.name]) for device in present}
+        free |= {name: max(0, min(free[name], most - taken[name])) for name, most in options.device_memory.items()}
+        configured = models.keys() & {*options.serve.models}
+        revision = options.serve.revision if configured else ""
+        if revision and configured != models.keys():
             raise ConfigError(f"--revision {revision} is of the models that were named there, not of one that is added")
-        sources = options.serve.component_source if own else ()
+        sources = options.serve.component_source if configured else ()
         serve = msgspec.structs.replace(options.serve, revision=revision, component_source=sources)
         settings = msgspec.structs.replace(options.settings, serve=serve)
-        return plan(msgspec.structs.replace(options, settings=settings, device_memory=left), models)
+        return plan(msgspec.structs.replace(options, settings=settings, device_memory=free), models)
 
     def _launch(self, planned: ServingPlan, first: int) -> Launcher:
-        """Start the workers of a plan; the first of them goes by this number."""
+        """Start the workers of a plan, numbered from `first`, and return their launcher."""
         options, launcher = self._options, self._options.launcher
-        pulled_by = self.addresses if isinstance(options.trust, Keys) else ()
-        told = {"scheduler": self.addresses[0], "listen": host_towards(*pulled_by)}
-        if launcher:  # each goes by the address that schedulers see
-            told = {"scheduler": next(from_elsewhere(one) for one in self.addresses if not unix_path(one))}
-        models, more = tuple(model.card.name for model in planned.models), self._logs.environment
-        specs = specs_of(planned, options.settings, told, more, models, elsewhere=launcher is not None)
+        reached_at = self.addresses if isinstance(options.trust, Keys) else ()
+        flags = {"scheduler": self.addresses[0], "listen": host_towards(*reached_at)}
+        if launcher:  # without "listen", each worker is reached at the address that schedulers see
+            flags = {"scheduler": next(from_elsewhere(address) for address in self.addresses if not unix_path(address))}
+        models = tuple(model.card.name for model in planned.models)
+        specs = specs_of(
+            planned, options.settings, flags, self._logs.environment, models, elsewhere=launcher is not None
+        )
         if launcher is None:
             forks = forked(planned, self._forks)
             if not isinstance(self._forks, InheritedForks):
                 self._forks = None
             launcher = partial(LocalLauncher, forks=forks)
-        opened = launcher(specs, lambda at, line: self._hear(first + at, line))
-        opened.start()
-        return opened
+        workers = launcher(specs, lambda index, line: self._process_line(first + index, line))
+        workers.start()
+        return workers
 
-    def _hear(self, worker: int, line: bytes) -> None:
-        """Read a line of a worker, in whatever thread, and show it."""
-        if self._crews:
-            self._crews.hear(worker, line)
+    def _process_line(self, worker: int, line: bytes) -> None:
+        """Read a log line of a worker, and show it. Any thread may call this."""
+        if self._groups:
+            self._groups.hear(worker, line)
         self._logs.relay(worker, line)
 
-    async def _await_callers(self, scheduler: Scheduler, gateway: Gateway, crews: WorkerGroups) -> None:
-        """Wait for the requests that callers wait for here, as long as one can be over in time.
+    async def _await_callers(self, scheduler: Scheduler, gateway: Gateway, groups: WorkerGroups) -> None:
+        """Wait for requests whose callers are connected, while one can finish within the stop budget.
 
-        Half of the budget is for workers, if there are any. All other requests go on after the start, or elsewhere.
+        If there are workers, half of the budget is reserved for stopping them. All other requests continue after the
+        next start, or at another server.
         """
-        scheduler.draining, budget = True, self.budget
-        reserve = budget.seconds / 2 if crews.has_workers else self.reserve
+        scheduler.draining = True
+        budget = self.budget
+        reserve = budget.seconds / 2 if groups.has_workers else self.reserve
 
         async def waits() -> None:
             while await gateway.awaited_within(budget.left(reserve)):
@@ -360,8 +377,8 @@ class Service(Stoppable):
 
         await budget.within(budget.left(reserve), waits())
 
-    async def _close(self, queue: QueueBackend) -> None:
-        """Close the queue; in a stop, not beyond its budget, for a server that does not answer takes long."""
+    async def _close_queue(self, queue: QueueBackend) -> None:
+        """Close the queue; after `stop`, only within its budget, since an unreachable queue takes long."""
         if not self.stopping.is_set():
             await queue.close()
             return
@@ -380,23 +397,23 @@ async def _forget(requests: RequestStore, results: ResultStore, retention: float
 
 
 async def _bound(requests: RequestStore, results: ResultStore, limit: int) -> None:
-    """Delete the oldest requests that are over, with their results, while these take more than `limit` bytes.
+    """Delete the oldest ended requests and their results while all results exceed `limit` bytes.
 
-    Who reads a result meanwhile gets all of it, since a file that is open stays.
+    A client that reads a result meanwhile gets all of it, since an open file stays readable.
     """
     await asyncio.sleep(BOUND_S)
-    kept = await asyncio.to_thread(results.kept)
-    too_many = sum(nbytes for _, nbytes in kept.values()) - limit
-    for request in await requests.over(list(kept)) if too_many > 0 else ():
-        if too_many > 0:
+    stored = await asyncio.to_thread(results.kept)
+    excess = sum(nbytes for _, nbytes in stored.values()) - limit
+    for request in await requests.over(list(stored)) if excess > 0 else ():
+        if excess > 0:
             await asyncio.to_thread(results.delete, request)
-            too_many -= kept[request][1]
-            with contextlib.suppress(TransientError):  # of a full disk: there is more room now, and retention follows
+            excess -= stored[request][1]
+            with contextlib.suppress(TransientError):  # a full disk: there is room now, and retention deletes it later
                 await requests.drop(request)
 
 
 async def _drop_remains(scheduler: Scheduler, places: Sequence[StoredObjects]) -> None:
-    """Delete the objects of ended requests whose owner died, or could not delete them."""
+    """Delete objects of ended requests in durable stores that their owners did not delete."""
     await asyncio.sleep(REMAINS_S)
     for place in places:
         with contextlib.suppress(TransientError):
@@ -406,7 +423,7 @@ async def _drop_remains(scheduler: Scheduler, places: Sequence[StoredObjects]) -
 
 
 def public_names(serve: ServeSettings) -> dict[str, str]:
-    """The models by the names that clients use. Raises ConfigError if a name is ambiguous."""
+    """Return the model of each name that clients use. Raises UsageError if the counts differ."""
     models, names = serve.models, serve.served_model_name
     if len(models) == 1:
         return dict.fromkeys(names, models[0])
@@ -416,9 +433,9 @@ def public_names(serve: ServeSettings) -> dict[str, str]:
 
 
 def listen(options: ServeOptions) -> socket.socket:
-    """Open the gateway's socket, where clients may connect and wait from now on.
+    """Open the listening socket of the gateway. From now on clients may connect and wait.
 
-    Raises ConfigError, also for an address that others can reach where no key keeps them out.
+    Raises ConfigError if it cannot be opened, UsageError for an address beyond loopback without API keys.
     """
     host, port = options.serve.host, options.serve.port
     if not is_loopback(host) and not options.keys:
@@ -435,29 +452,32 @@ def listen(options: ServeOptions) -> socket.socket:
     except OSError as error:
         listener.close()
         is_ours = error.errno == errno.EADDRINUSE and str(port) in running(options.settings.run_dir)
-        own = "a server of yours has it; " if is_ours else ""
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; {own}choose another --port") from error
+        owner = "a server of yours has it; " if is_ours else ""
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; {owner}choose another --port") from error
     return listener
 
 
 async def _raise(failed: asyncio.Future[None]) -> None:
+    """Wait for this future's error, and raise it. If it is cancelled, wait forever."""
     await asyncio.wait({failed})
-    if failed.cancelled():  # its workers were ended, since their models have left: that is no reason to end
+    if failed.cancelled():  # the workers were stopped because their models were removed: the service continues
         await asyncio.Event().wait()
     failed.result()
 
 
 @contextmanager
 def local(model: str | None = None, *, threads: int | None = None) -> Iterator[Client]:
-    """A client of workers that serve this process alone while the block lasts; `model` is a name, a folder or a hub id.
+    """Start private workers, and yield a client of them. They end with the block.
 
-    `threads` is CPU threads per worker. Everything else is as the environment sets it. How far the workers are with
-    loading is written to standard error; or, by a program that configures logging, to its log as `info`; or nowhere, if
-    UNFUSE_LOG__LEVEL is set. Raises ConfigError.
+    `model`: a name, a folder or a hub id; by default as the environment sets it, like all other settings.
+    `threads`: CPU threads per worker.
+
+    Loading progress is written to standard error; or, in a program that configures logging, to its log as `info`; or
+    nowhere, if UNFUSE_LOG__LEVEL is set. Raises ConfigError.
     """
     loaded = load({"serve.models": [model] if model else None, "compute.threads": threads})
     logs, loading = Logs(loaded.settings.log), LoadingProgress(loaded.settings.serve.models)
-    say = _teller(logs, loaded.settings.log.level)
+    say = _progress_writer(logs, loaded.settings.log.level)
     if not structlog.is_configured():
         logs.open_log()
     lines: AbstractContextManager[object] = nullcontext()
@@ -468,18 +488,18 @@ def local(model: str | None = None, *, threads: int | None = None) -> Iterator[C
         yield client
 
 
-def _teller(logs: Logs, level: str) -> Callable[[str], object] | None:
-    """Return what writes a line on loading where this program wants it; None if it wants no such lines."""
+def _progress_writer(logs: Logs, level: str) -> Callable[[str], object] | None:
+    """Return a function that writes a line of loading progress, or None without progress."""
     if is_configured_elsewhere():
-        tell: Callable[[str], object] = structlog.get_logger(LOGGER).info
-        return tell
+        write: Callable[[str], object] = structlog.get_logger(LOGGER).info
+        return write
     if logging.getLogger(LOGGER).hasHandlers():
         return logging.getLogger(LOGGER).info
     return (lambda line: logs.say(f"unfuse: {line}")) if level == "auto" else None
 
 
 def without_keys(loaded: LoadedSettings) -> LoadedSettings:
-    """Return the settings without API keys, which are those of a server elsewhere."""
+    """Return the settings without API keys, which belong to a server elsewhere."""
     serve = msgspec.structs.replace(loaded.settings.serve, api_key=(), api_keys=())
     return LoadedSettings(msgspec.structs.replace(loaded.settings, api_key="", serve=serve), loaded.origins)
 
@@ -491,35 +511,40 @@ def own_pools(
     loading: LoadingProgress | None = None,
     check: Callable[[ServingPlan], object] | None = None,
 ) -> Iterator[Client]:
-    """What `local` returns, for these settings; `loading` learns which workers are started.
+    """Start private workers for these settings, and yield their client.
 
-    No worker starts if `check` raises for their plan. Their lines go to `logs`. They leave nothing behind: their
-    results lie in a temporary folder that goes with the block, and what stages took is not remembered.
+    The workers end with the block.
+    `logs`: gets the workers' log lines.
+    `loading`: is told the roles of the workers to expect.
+    `check`: is called with the plan; no worker starts if it raises.
+
+    Nothing is left behind: results are in a temporary folder that is deleted, and stage costs are not recorded.
     """
-    chosen = options(without_keys(loaded))
-    planned = plan(chosen)
+    serve_options = options(without_keys(loaded))
+    planned = plan(serve_options)
     if check:
         check(planned)
     if loading:
         loading.expect([worker.role for worker in planned.workers])
     with passing_folder() as folder:
-        places = msgspec.structs.replace(chosen.places, results=f"disk:{folder}?fsync=no")
-        queue = "memory" if loaded.origins["serve.queue"] == DEFAULT else chosen.queue
-        chosen = msgspec.structs.replace(chosen, places=places, costs=None, queue=queue)
-        with _served(chosen, planned, logs) as client:
+        places = msgspec.structs.replace(serve_options.places, results=f"disk:{folder}?fsync=no")
+        queue = "memory" if loaded.origins["serve.queue"] == DEFAULT else serve_options.queue
+        serve_options = msgspec.structs.replace(serve_options, places=places, costs=None, queue=queue)
+        with _served(serve_options, planned, logs) as client:
             yield client
 
 
 @contextmanager
 def _served(options: ServeOptions, planned: ServingPlan, logs: Logs) -> Iterator[Client]:
-    """A service for this process alone, on a free port with a random key; it ends with the block.
+    """Run a private service on a free port with a random key; yield its client.
 
-    Raises ConfigError if a worker cannot start, in place of any other error that follows from it.
+    The service ends with the block. Raises ConfigError if a worker cannot start, instead of an
+    error that follows from it.
     """
     key = secrets.token_urlsafe(24)
-    own = f"{UNIX}{private_socket(options.settings.run_dir)}"
+    address = f"{UNIX}{private_socket(options.settings.run_dir)}"
     settings = msgspec.structs.replace(options.settings, serve=msgspec.structs.replace(options.serve, port=0))
-    options = msgspec.structs.replace(options, settings=settings, listen=(own,), keys=ApiKeys((key,)))
+    options = msgspec.structs.replace(options, settings=settings, listen=(address,), keys=ApiKeys((key,)))
     service = Service(options, planned, logs)
     ready: Future[tuple[asyncio.AbstractEventLoop, str]] = Future()
 
@@ -531,7 +556,7 @@ def _served(options: ServeOptions, planned: ServingPlan, logs: Logs) -> Iterator
             ready.set_exception(error)
 
     def stop(ready: Future[tuple[asyncio.AbstractEventLoop, str]]) -> None:
-        """End the service at once, as soon as it has started."""
+        """Stop the service at once, as soon as it has started."""
         with suppress(RuntimeError):  # the service has ended by itself
             for _ in range(2 if ready.exception() is None else 0):
                 ready.result()[0].call_soon_threadsafe(service.stop)

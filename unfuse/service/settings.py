@@ -1,4 +1,4 @@
-"""Settings: small groups, each field with its reason, and one loader. Nothing else reads the environment.
+"""Load settings from flags, environment variables and a TOML file. Nothing else reads the environment.
 
 A value comes from the first that has one: flag, environment (`UNFUSE_GROUP__FIELD`), file (`--config`), default.
 """
@@ -20,8 +20,14 @@ from unfuse.core.errors import UsageError
 from unfuse.core.registry import nearest
 from unfuse.service.groups import Settings
 
+#: The prefix of environment variables.
 PREFIX = "UNFUSE_"
-DEFAULT, FILE, ENVIRONMENT, FLAG = "default", "file", "environment", "flag"
+
+#: The origins of a value.
+DEFAULT = "default"
+FILE = "file"
+ENVIRONMENT = "environment"
+FLAG = "flag"
 
 ADMIN_KEYS = "make an admin's key by `unfuse keys add NAME --admin`, which writes admin=yes into a file for --api-keys"
 GUIDANCE_HALVES = (
@@ -34,6 +40,9 @@ LAYOUTS = (
 )
 COUNTS = "write how many workers there are of each role in one plan: --workers encoder=1,denoiser=2,decoder=1"
 ONE_MODEL = "write --max-loaded-models 1 for one model at a time, or all"
+
+#: The advice for each removed flag, removed value of a flag ("--workers swap"), and beginning of a removed setting's
+#: name ("fault.").
 REMOVED: Mapping[str, str] = {
     "--admin-key": ADMIN_KEYS,
     "--guidance-halves": GUIDANCE_HALVES,
@@ -51,9 +60,8 @@ REMOVED: Mapping[str, str] = {
     **dict.fromkeys(("serve.encoders", "serve.denoisers", "serve.decoders"), COUNTS),
     "worker.hold": ONE_MODEL,
 }
-"""What replaces a removed flag, a flag's removed value, or the settings whose names begin so."""
 
-
+#: Bytes by unit, in lower case: k, kib and kb; m, mib and mb; and so on.
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{end}": base**power
     for power, prefix in enumerate("kmgt", 1)
@@ -62,97 +70,124 @@ _UNITS = {"": 1, "b": 1} | {
 
 
 class ByteSize(int):
-    """A number of bytes that prints with a unit, for output only. Settings, and what is made of them, have ints."""
+    """A number of bytes for output, printed with a unit. Settings themselves are plain ints."""
 
     @staticmethod
     def parse(text: str) -> int:
-        """A number of bytes: a number, "2GiB", "512MB"; a bare prefix ("2G") is binary. Raises ValueError."""
+        """Parse a number of bytes: "4096", "2GiB", "512MB". Raises ValueError.
+
+        A bare prefix is binary: "2G" is 2 GiB.
+        """
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
         if not match or match[2] not in _UNITS:
             raise ValueError(f"{text!r} is not a size: write bytes, or a number with KiB, MiB, GiB or TiB")
         return int(Decimal(match[1]) * _UNITS[match[2]])
 
 
+#: Seconds by unit.
 _SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
 
 
 def seconds_in(text: str) -> float:
-    """Parse a time: a number of seconds, or "90min", "24h", "7d". Raises ValueError when it is none."""
+    """Parse a time: a number of seconds, or "90min", "24h", "7d". Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([a-z]*)", text.strip().lower())
     if not match or match[2] not in _SECONDS:
         raise ValueError(f"{text!r} is not a time: write seconds, or a number with s, min, h or d")
     return float(match[1]) * _SECONDS[match[2]]
 
 
+#: Parsers of text by the unit of a setting.
 PARSERS: Mapping[str, Callable[[str], float]] = {
     "byte": ByteSize.parse,
     "second": seconds_in,
-}  # of numbers with that unit
+}
 
 
 class SettingField(msgspec.Struct, frozen=True):
-    """One setting: its dotted name, type, default, description, flag, and whether it is secret."""
+    """One setting: how it is named, parsed and described."""
 
+    #: The dotted name, such as "serve.port".
     name: str
+
+    #: The annotated type.
     type: Any
+
     default: Any
+
+    #: The description in `--help`.
     description: str
+
+    #: The flag, in the verbs that have one for this setting.
     flag: str
-    """Its flag, in the verbs that have one for it."""
+
+    #: "byte" or "second" for a number that may be written with a unit; else "".
     unit: str
-    """byte or second, of a number that may be written with a unit; else ""."""
+
+    #: Whether the value must not be shown.
     secret: bool
-    """Whether its value must not be shown."""
 
     @property
     def variable(self) -> str:
-        """Its environment variable."""
+        """The environment variable of this setting."""
         return PREFIX + self.name.upper().replace(".", "__")
 
     def written(self, value: Any) -> str:
-        """A value as text for its environment variable."""
+        """Return a value as text for the environment variable."""
         if isinstance(value, bool):
             return str(value).lower()
         return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterable[SettingField]:
+    """Yield the settings of a struct of `groups`, and of the groups in it."""
     hints = get_type_hints(kind, include_extras=True)
     for field in msgspec.structs.fields(kind):
         if isinstance(field.default, msgspec.Struct):
             yield from _fields(type(field.default), f"{field.name}.")
         else:
             meta = next(item for item in get_args(hints[field.name])[::-1] if getattr(item, "description", None))
-            said = meta.extra or {}
-            flag = said.get("flag") or f"--{field.name.replace('_', '-')}"
+            extra = meta.extra or {}
+            flag = extra.get("flag") or f"--{field.name.replace('_', '-')}"
             yield SettingField(
-                prefix + field.name, hints[field.name], field.default, meta.description, flag,
-                unit=str(said.get("unit", "")), secret=bool(said.get("secret")),
-            )  # fmt: skip
+                prefix + field.name,
+                hints[field.name],
+                field.default,
+                meta.description,
+                flag,
+                unit=str(extra.get("unit", "")),
+                secret=bool(extra.get("secret")),
+            )
 
 
+#: All settings by dotted name.
 FIELDS: Mapping[str, SettingField] = {field.name: field for field in _fields(Settings)}
 
 
-_Given = tuple[Any, str]  # a value that is set somewhere, and where
+_SetValue = tuple[Any, str]  # a value that differs from the default, and its origin
 
 
 class LoadedSettings(msgspec.Struct, frozen=True):
-    """Settings, and the origin of each value by dotted name."""
+    """Settings, and the origin of each value."""
 
     settings: Settings
+
+    #: Where each value comes from, by dotted name: "default", "file PATH", "environment VARIABLE" or "flag FLAG".
     origins: dict[str, str]
 
 
 def load(
     flags: Mapping[str, Any] | None = None, config: Path | None = None, environment: Mapping[str, str] = os.environ
 ) -> LoadedSettings:
-    """Load settings from flags (by dotted name; None: not given), a file and the environment.
+    """Load settings from flags, a file and the environment.
+
+    `flags`: values by dotted name; None stands for a flag that was not used.
+    `config`: a TOML file, or None.
+    `environment`: environment variables.
 
     Raises UsageError for an unknown key, with the nearest known one, and for a value of the wrong type.
     """
     home = environment.get("XDG_DATA_HOME") or Path(environment.get("HOME", "~"), ".local", "share")
-    given: dict[str, _Given] = {
+    set_values: dict[str, _SetValue] = {
         "data_dir": (str(Path(home, "unfuse")), DEFAULT),
         "run_dir": (_run_dir(environment), DEFAULT),
         **_from_file(config),
@@ -161,18 +196,18 @@ def load(
     }
     settings: dict[str, Any] = {}
     origins = dict.fromkeys(FIELDS, DEFAULT)
-    for name, (value, origin) in given.items():
+    for name, (value, origin) in set_values.items():
         origins[name] = origin
         group, _, key = name.rpartition(".")
-        place = settings.setdefault(group, {}) if group else settings
-        place[key] = _convert(FIELDS[name], value, origin)
-    return LoadedSettings(_at_home(msgspec.convert(settings, Settings)), origins)
+        group_values = settings.setdefault(group, {}) if group else settings
+        group_values[key] = _convert(FIELDS[name], value, origin)
+    return LoadedSettings(_expand_home(msgspec.convert(settings, Settings)), origins)
 
 
-def _at_home(settings: Settings) -> Settings:
-    """Return settings with the home folder in place of `~` in paths, which a shell replaces on command lines alone.
+def _expand_home(settings: Settings) -> Settings:
+    """Replace `~` in paths by the home folder; shells do so only on command lines.
 
-    Raises UsageError where there is no such folder.
+    Raises UsageError if there is no home folder.
     """
     for name in ("data_dir", "run_dir"):
         if os.path.expanduser(getattr(settings, name)).startswith("~"):
@@ -189,17 +224,19 @@ def _at_home(settings: Settings) -> Settings:
     return msgspec.structs.replace(settings, data_dir=data_dir, run_dir=run_dir, serve=serve)
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, _Given]:
-    known = {field.variable: name for name, field in FIELDS.items()}
-    found = {variable: text for variable, text in environment.items() if variable.startswith(PREFIX)}
-    for variable in found:
-        if variable not in known:
+def _from_environment(environment: Mapping[str, str]) -> dict[str, _SetValue]:
+    """Return the values set by environment variables, by dotted name. Raises UsageError for unknown ones."""
+    names = {field.variable: name for name, field in FIELDS.items()}
+    variables = {variable: text for variable, text in environment.items() if variable.startswith(PREFIX)}
+    for variable in variables:
+        if variable not in names:
             name = variable.removeprefix(PREFIX).lower().replace("__", ".")
-            raise UsageError(f"environment variable {variable} is not a setting{_instead(name, variable, known)}")
-    return {known[variable]: (text, f"{ENVIRONMENT} {variable}") for variable, text in found.items()}
+            raise UsageError(f"environment variable {variable} is not a setting{_advice(name, variable, names)}")
+    return {names[variable]: (text, f"{ENVIRONMENT} {variable}") for variable, text in variables.items()}
 
 
-def _from_file(path: Path | None) -> dict[str, _Given]:
+def _from_file(path: Path | None) -> dict[str, _SetValue]:
+    """Return the values set by a TOML file, by dotted name. Raises UsageError."""
     if path is None:
         return {}
     try:
@@ -213,19 +250,24 @@ def _from_file(path: Path | None) -> dict[str, _Given]:
         flat |= {f"{key}.{inner}": item for inner, item in value.items()} if isinstance(value, dict) else {key: value}
     for name in flat:
         if name not in FIELDS:
-            raise UsageError(f"{path}: {name} is not a setting{_instead(name, name, FIELDS)}")
+            raise UsageError(f"{path}: {name} is not a setting{_advice(name, name, FIELDS)}")
     return {name: (value, f"{FILE} {path}") for name, value in flat.items()}
 
 
-def _instead(name: str, written: str, known: Iterable[str]) -> str:
-    for beginning, new in REMOVED.items():
+def _advice(name: str, written: str, known: Iterable[str]) -> str:
+    """Return what replaces an unknown setting, or the nearest known one, as an error's end."""
+    for beginning, replacement in REMOVED.items():
         if name.startswith(beginning):
-            return f" any more; {new}"
+            return f" any more; {replacement}"
     close = nearest(written, known, 0.5)
     return f"; did you mean {close}?" if close else "; `unfuse config show` lists them"
 
 
 def _convert(field: SettingField, value: Any, origin: str) -> Any:
+    """Return a value converted to its setting's type.
+
+    Raises UsageError, with the value unless it is secret.
+    """
     if replacement := REMOVED.get(f"{field.flag} {value}".lower()):
         raise UsageError(f"{field.name} {value!r} (from {origin}) is removed: {replacement}")
     if isinstance(field.default, tuple) and isinstance(value, str):
@@ -235,8 +277,8 @@ def _convert(field: SettingField, value: Any, origin: str) -> Any:
         value = str(value)  # a file may have the number
     try:
         parse = PARSERS.get(field.unit)
-        given = parse(value) if parse and isinstance(value, str) else value
-        return msgspec.convert(given, field.type, strict=not isinstance(given, str))
+        parsed = parse(value) if parse and isinstance(value, str) else value
+        return msgspec.convert(parsed, field.type, strict=not isinstance(parsed, str))
     except (ValueError, msgspec.ValidationError) as error:
         shown = "" if field.secret else f" {value!r}"
         reason = f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else error
@@ -244,6 +286,7 @@ def _convert(field: SettingField, value: Any, origin: str) -> Any:
 
 
 def _run_dir(environment: Mapping[str, str]) -> str:
+    """Return the default run folder of this user."""
     runtime = environment.get("XDG_RUNTIME_DIR")
-    own = f"unfuse-{os.geteuid()}" if hasattr(os, "geteuid") else "unfuse"  # where there is none, TEMP is a user's
-    return str(Path(runtime, "unfuse") if runtime else Path(tempfile.gettempdir(), own))
+    folder = f"unfuse-{os.geteuid()}" if hasattr(os, "geteuid") else "unfuse"  # without user ids, TEMP is per user
+    return str(Path(runtime, "unfuse") if runtime else Path(tempfile.gettempdir(), folder))

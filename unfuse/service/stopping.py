@@ -1,4 +1,4 @@
-"""The stop of a process: its time budget, messages to systemd, and an end even if something hangs."""
+"""Drain a process within a time budget: notify systemd, and exit even if something hangs."""
 
 from __future__ import annotations
 
@@ -11,24 +11,30 @@ import structlog
 
 from unfuse.core.supervisor import StopBudget
 
-LEAST_S = 5.0  # seconds that a stop may take whatever its budget, since processes have to end, too
-AT_ONCE_S = 10.0  # seconds that a stop may take that was hurried by a second signal
-ENDING_S, ENDING = 3.0, 0.3  # seconds that closing takes once all workers have ended, and its share of a short budget
+LEAST_S = 5.0  # seconds that a stop may always take, whatever its budget, since child processes have to exit, too
+AT_ONCE_S = 10.0  # seconds that a stop may take after a second signal
+ENDING_S = 3.0  # seconds reserved for closing after all workers have ended
+ENDING = 0.3  # the share of a short stop budget that is reserved instead
+
+#: Messages to systemd.
+READY = "READY=1"
+STOPPING = "STOPPING=1"
 
 log = structlog.get_logger(__name__)
 
 
-READY, STOPPING = "READY=1", "STOPPING=1"  # messages to systemd
-
-
 class Stoppable:
-    """What runs until `stop`, and ends within the drain timeout."""
+    """Something that runs until `stop`, and then drains within the drain timeout."""
 
     def __init__(self, drain_timeout: float) -> None:
-        self.stopping, self.budget = asyncio.Event(), StopBudget(drain_timeout)
+        #: Set once it is to stop.
+        self.stopping = asyncio.Event()
+
+        #: The time left for the stop.
+        self.budget = StopBudget(drain_timeout)
 
     def stop(self) -> None:
-        """End within the drain timeout. A second call ends at once."""
+        """Start draining, within the drain timeout. A second call skips the rest of it."""
         if self.stopping.is_set():
             self.budget.hurry.set()
         else:
@@ -37,14 +43,14 @@ class Stoppable:
 
     @property
     def reserve(self) -> float:
-        """Seconds reserved for closing after workers are stopped."""
+        """Seconds of the budget that are reserved for closing after the workers are stopped."""
         return min(ENDING_S, ENDING * self.budget.seconds)
 
 
 def end_after(seconds: float) -> None:
-    """End this process if its event loop still runs after so many seconds: a disk or a server that it waits for hangs.
+    """Exit this process if its event loop still runs after `seconds`, at least LEAST_S.
 
-    Processes that it started end with it.
+    Then a disk or a server hangs that it waits for. Processes that it started end with it.
     """
     asyncio.get_running_loop().call_later(max(LEAST_S, seconds), _end, seconds)
 
@@ -55,9 +61,13 @@ def _end(seconds: float) -> None:
 
 
 def notify(state: str) -> None:
-    """Tell systemd how far a service is (sd_notify), if a unit of `Type=notify` started it. Never fails."""
+    """Send the state of a service to systemd (sd_notify). Never fails.
+
+    Without a unit of `Type=notify` nothing is sent.
+    """
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return
-    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as to:
-        to.sendto(state.encode(), f"\0{address[1:]}" if address.startswith("@") else address)
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+        # A leading @ stands for the abstract socket namespace.
+        sender.sendto(state.encode(), f"\0{address[1:]}" if address.startswith("@") else address)

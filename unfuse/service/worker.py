@@ -1,4 +1,4 @@
-"""One worker: its options by the settings, and running it."""
+"""Run one worker, or all workers of this machine, and check schedulers for them."""
 
 from __future__ import annotations
 
@@ -57,12 +57,15 @@ from unfuse.worker.worker import Worker
 
 
 def worker_options(settings: Settings) -> WorkerOptions:
-    """Return the options of a worker. Fingerprints of weights are cached in its data folder.
+    """Return the options of a worker for these settings.
 
+    From now on fingerprints of weights are cached in the data folder.
     Raises ConfigError, and InvalidParameter if several servers run and none is named.
     """
     FINGERPRINTS.remember_in(Path(settings.data_dir))
-    wanted, compute, run_folder = settings.worker, settings.compute, open_run_folder(settings.run_dir)
+    wanted = settings.worker
+    compute = settings.compute
+    run_folder = open_run_folder(settings.run_dir)
     addresses = schedulers(settings)
     trusted = worker_trust(settings, addresses)
     secret = trusted.secret if isinstance(trusted, Keys) else ""
@@ -101,12 +104,13 @@ def worker_options(settings: Settings) -> WorkerOptions:
 
 
 async def _run(worker: Worker, health: str) -> None:
+    """Run a worker, and answer health probes at the address `health`, if there is one."""
     async with answering(health, lambda: worker.lacking):
         await worker.run()
 
 
 def _obey_signals(worker: Worker, drain_timeout: float, *, is_started_by_another: bool) -> None:
-    """Have signals drain the worker, and hurry it, as `work` says."""
+    """Install the signal handlers that drain the worker, and hurry it. `work` documents them."""
     loop = asyncio.get_running_loop()
 
     def stop(hurries: bool) -> None:
@@ -131,27 +135,35 @@ def _obey_signals(worker: Worker, drain_timeout: float, *, is_started_by_another
 async def work(
     options: WorkerOptions, engines: Mapping[str, TransferEngine], lifeline: int | None, fork_server: int | None
 ) -> None:
-    """Run a worker until SIGTERM or SIGINT drains it, a second one hurries it, or `lifeline` closes.
+    """Run a worker until SIGTERM or SIGINT drains it, or `lifeline` closes.
 
-    `lifeline` is the reading end of a pipe held by whoever started the worker. A worker that has one leaves Ctrl-C,
-    which reaches the whole process group, to its starter, and hurries by HURRY alone: a service manager may send
-    SIGTERM to all processes, beside its starter. `fork_server` is the descriptor of a socket to one; without it a
-    worker on CPUs that loads weights again and again starts one of its own. Raises ConfigError.
+    A second signal ends it at once. Raises ConfigError.
+
+    `options`: the options of the worker.
+    `engines`: its transfer engines by name.
+    `lifeline`: the reading end of a pipe whose other end the worker's starter keeps open, or None.
+    `fork_server`: the descriptor of a socket to a fork server, or None.
+
+    A worker with a lifeline leaves Ctrl-C, which reaches the whole process group, to its starter, and is hurried by
+    the signal HURRY alone: a service manager may send SIGTERM to all processes, beside its starter. Without a fork
+    server, a worker on CPUs that loads weights again and again starts its own.
     """
-    loop, own = asyncio.get_running_loop(), list[LocalLauncher]()
+    loop = asyncio.get_running_loop()
+    fork_launchers: list[LocalLauncher] = []
 
     def forks(models: Sequence[str], often: bool) -> socket.socket | None:
+        """Return a socket to the fork server, or None if the worker needs none."""
         if fork_server is not None:
             return socket.socket(fileno=fork_server)
         compute = options.compute
-        if compute.parallel == AUTO:  # which is not decided yet, and chooses among the same devices
+        if compute.parallel == AUTO:  # not decided yet; it chooses among the same devices
             compute = msgspec.structs.replace(compute, parallel="")
         if not often or not only_cpu(devices_of(options.role, WorkerPlan(compute=compute), devices())):
             return None
-        begun = ForkServers(models)
-        own.append(LocalLauncher((), forks=begun))  # which starts it again when it dies
-        own[0].start()
-        return socket.socket(fileno=os.dup(begun.asks))
+        servers = ForkServers(models)
+        fork_launchers.append(LocalLauncher((), forks=servers))  # the launcher restarts the server when it dies
+        fork_launchers[0].start()
+        return socket.socket(fileno=os.dup(servers.asks))
 
     worker = Worker(options, engines, forks)
     running = asyncio.create_task(_run(worker, options.health))
@@ -163,35 +175,42 @@ async def work(
         with contextlib.suppress(asyncio.CancelledError):
             await running
     finally:
-        for launcher in own:
+        for launcher in fork_launchers:
             await launcher.stop(0)
 
 
-STRANGER = Register(WorkerInfo("", "", "", (), 0, "", 0))  # a worker without pools, which asks what there is to serve
+#: The registration of a worker without pools. The scheduler's answer says what it serves.
+STRANGER = Register(WorkerInfo("", "", "", (), 0, "", 0))
 
 
 class MachineWorkers(Stoppable):
-    """All workers of a machine, for schedulers that run elsewhere (`unfuse worker --workers auto`).
+    """All workers of this machine, for schedulers elsewhere (`unfuse worker --workers auto`).
 
-    They are placed, and kept running, as those are that `serve` starts, and end as those do.
+    The workers are placed, restarted and stopped like those that `unfuse serve` starts.
     """
 
     def __init__(self, settings: Settings, logs: Logs) -> None:
         super().__init__(settings.serve.drain_timeout)
-        self._settings, self._logs = settings, logs
+        self._settings = settings
+        self._logs = logs
 
     async def run(self, starting: Callable[[ServingPlan], object]) -> None:
-        """Run them until `stop`; `starting` is called with what is started. Raises ConfigError if one cannot start."""
+        """Run the workers until `stop`. Raises ConfigError if one cannot start.
+
+        `starting` is called with the plan before they start.
+        """
         planning = asyncio.create_task(self._plan())
         await first(planning, self.stopping.wait())
         if self.stopping.is_set():
             return
-        planned, settings = planning.result(), self._settings
+        planned = planning.result()
+        settings = self._settings
         starting(planned)
-        named = {"node": settings.worker.node} if settings.worker.node else {}
+
+        flags = {"node": settings.worker.node} if settings.worker.node else {}
         scheduler = FIELDS["worker.scheduler"]
         environment = {**self._logs.environment, scheduler.variable: scheduler.written(schedulers(settings))}
-        specs = specs_of(planned, settings, named, environment)
+        specs = specs_of(planned, settings, flags, environment)
         launcher = LocalLauncher(specs, self._logs.relay, forks=forked(planned))
         launcher.start()
         try:
@@ -202,7 +221,7 @@ class MachineWorkers(Stoppable):
             await launcher.stop(self.budget.left(self.reserve), self.budget.hurry)
 
     async def _plan(self) -> ServingPlan:
-        """Ask a scheduler what to serve, until one answers, and decide who of that is started here."""
+        """Plan this machine's workers for what a scheduler offers; wait until one answers."""
         addresses = schedulers(self._settings)
         link = SchedulerLink(addresses, worker_trust(self._settings, addresses), lambda: None)
         try:
@@ -213,62 +232,86 @@ class MachineWorkers(Stoppable):
 
 
 def plan_here(settings: Settings, welcome: Registered) -> ServingPlan:
-    """This machine's workers for that offer; those for results only if they are seen here. Raises ConfigError."""
+    """Return the plan of this machine's workers for the models that a scheduler serves.
+
+    Roles that need the result store are planned only if it can be reached here. Raises ConfigError.
+    """
     if not welcome.models:
         raise ConfigError("the scheduler serves no model yet: start it with one")
     FINGERPRINTS.remember_in(Path(settings.data_dir))
-    compute, places = settings.compute, welcome.places
+    compute = settings.compute
+    places = welcome.places
     dtypes = ",".join(dict.fromkeys(",".join(dtype for _, _, dtype in welcome.models).split(",")))
     compute = compute if compute.dtype != "auto" else replace(compute, dtype=dtypes)
     serve = replace(settings.serve, workers=settings.worker.workers)
     planned = plan_for(
-        [source for _, source, _ in welcome.models], "", wanted(replace(settings, serve=serve, compute=compute)),
-        devices(device_memory(settings)), means(settings), results=sees(places.results, places.mark),
-    )  # fmt: skip
+        [source for _, source, _ in welcome.models],
+        "",
+        wanted(replace(settings, serve=serve, compute=compute)),
+        devices(device_memory(settings)),
+        means(settings),
+        results=sees(places.results, places.mark),
+    )
     if planned.refusal:
         raise ConfigError(planned.refusal)
     return planned
 
 
-ANSWER_S = 6.0  # the longest that a scheduler may take to answer
-CLOCKS_S = 5.0  # seconds by which two clocks may differ
+#: The longest that a scheduler may take to answer, in seconds.
+ANSWER_S = 6.0
+
+#: Seconds by which two clocks may differ.
+CLOCKS_S = 5.0
 
 
 class CheckResult(msgspec.Struct, frozen=True):
-    """What was looked at, whether it is as it should be, and a sentence: if it is not, what to do."""
+    """The result of one check of `unfuse doctor`."""
 
+    #: What was checked: port, key, version, clock, models or results.
     what: str
+
+    #: Whether it is as it should be.
     ok: bool
+
+    #: The result in a sentence; if it is not ok, also what to do.
     says: str
 
 
 async def checks(settings: Settings) -> list[CheckResult]:
-    """Port, key, version, clock, models and results of each scheduler that is named; later ones need the earlier."""
-    found: list[CheckResult] = []
+    """Check port, key, version, clock, models and results of each named scheduler.
+
+    The checks of a scheduler end at its port, key or version if that is not ok.
+    """
+    results: list[CheckResult] = []
     for address in schedulers(settings):
-        port = await _port(address)
-        found.append(port)
+        port = await _check_port(address)
+        results.append(port)
         if not port.ok:
             continue
-        began = time.time()
+
+        sent_at = time.time()
         try:
-            welcome = await _welcome(address, worker_trust(settings, [address]))
+            welcome = await _register(address, worker_trust(settings, [address]))
         except (ConfigError, ConnectionError) as error:
-            found.append(CheckResult("key", False, str(error)))
+            results.append(CheckResult("key", False, str(error)))
             continue
         if isinstance(welcome, str):
-            found.append(CheckResult("version", False, welcome))
+            results.append(CheckResult("version", False, welcome))
             continue
-        found.append(CheckResult("key", True, f"{address} and this machine know each other"))
-        found += [_version(welcome), _clock(welcome, (began + time.time()) / 2), *_models(welcome), _results(welcome)]
-    return found
+
+        results.append(CheckResult("key", True, f"{address} and this machine know each other"))
+        answered_at = (sent_at + time.time()) / 2  # halfway between request and response
+        results += [_check_version(welcome), _check_clock(welcome, answered_at)]
+        results += [*_check_models(welcome), _check_results(welcome)]
+    return results
 
 
-async def _port(address: str) -> CheckResult:
+async def _check_port(address: str) -> CheckResult:
+    """Check that a scheduler's socket exists, or that its TCP port accepts a connection."""
     if path := unix_path(address):
-        there = path.exists()
+        exists = path.exists()
         return CheckResult(
-            "port", there, f"{path} is there" if there else f"{path} is not there: start `unfuse serve` here"
+            "port", exists, f"{path} is there" if exists else f"{path} is not there: start `unfuse serve` here"
         )
     parts = urlsplit(address)
     host, port = parts.hostname or "", parts.port or 0
@@ -286,8 +329,11 @@ async def _port(address: str) -> CheckResult:
     return CheckResult("port", True, f"{host}:{port} can be reached")
 
 
-async def _welcome(address: str, trusted: Trust) -> Registered | str:
-    """The answer to a worker that comes, or why a version cannot be understood. Raises ConnectionError."""
+async def _register(address: str, trusted: Trust) -> Registered | str:
+    """Return a scheduler's answer to a registration, or why it does not understand this version.
+
+    Raises ConnectionError if it does not accept this machine's key.
+    """
     dealer = Dealer(address, trusted)
     try:
         answer = await dealer.call(STRANGER, ANSWER_S)
@@ -304,15 +350,18 @@ async def _welcome(address: str, trusted: Trust) -> Registered | str:
     return f"{address} does not understand this version, {__version__} ({why}): install the same one on both machines"
 
 
-def _version(welcome: Registered) -> CheckResult:
-    there = welcome.version
-    if there == __version__:
+def _check_version(welcome: Registered) -> CheckResult:
+    """Check that the scheduler has the version of this machine."""
+    remote_version = welcome.version
+    if remote_version == __version__:
         return CheckResult("version", True, f"both have {__version__}")
-    advice = f"install the same one here: pip install 'unfuse[serve]=={there}'"
-    return CheckResult("version", False, f"this machine has unfuse {__version__}, the scheduler {there}: {advice}")
+    advice = f"install the same one here: pip install 'unfuse[serve]=={remote_version}'"
+    says = f"this machine has unfuse {__version__}, the scheduler {remote_version}: {advice}"
+    return CheckResult("version", False, says)
 
 
-def _clock(welcome: Registered, now: float) -> CheckResult:
+def _check_clock(welcome: Registered, now: float) -> CheckResult:
+    """Check that the scheduler's clock differs from `now`, in Unix seconds, by at most CLOCKS_S."""
     if not welcome.now:
         return CheckResult("clock", True, "the scheduler does not tell its time")
     ahead = now - welcome.now
@@ -323,7 +372,8 @@ def _clock(welcome: Registered, now: float) -> CheckResult:
     return CheckResult("clock", False, f"the clock here is {abs(ahead):.0f} s {way} the scheduler's: {advice}")
 
 
-def _models(welcome: Registered) -> Iterator[CheckResult]:
+def _check_models(welcome: Registered) -> Iterator[CheckResult]:
+    """Check that the sources of the served models can be resolved here."""
     for name, source, _ in welcome.models:
         try:
             resolve_source(source, None, ())
@@ -342,21 +392,25 @@ def _models(welcome: Registered) -> Iterator[CheckResult]:
         yield CheckResult("models", False, "the scheduler serves no model yet: start it with one")
 
 
-def _results(welcome: Registered) -> CheckResult:
-    places, cards = welcome.places, list[ModelSpec]()
+def _check_results(welcome: Registered) -> CheckResult:
+    """Check which stages can run here, by whether the result store can be reached."""
+    places = welcome.places
     if sees(places.results, places.mark):
         return CheckResult("results", True, "this machine can run all stages")
+
+    cards: list[ModelSpec] = []
     for _, source, _ in welcome.models:
-        with suppress(ConfigError):  # which the check of models says
+        with suppress(ConfigError):  # the check of models reports it
             cards.append(card_of(source, resolve_source(source, None, ())))
-    apart = roles_apart(cards)
+    roles = roles_apart(cards)
     advice = "a shared folder at the same path, or --results s3://BUCKET/PREFIX there, would let this one run them"
-    if cards and not apart:
+    if cards and not roles:
         says = f"{places.results} is not seen here, and every stage of these models needs it: {advice}"
         return CheckResult("results", False, says)
-    runs = f" of the roles {', '.join(apart)} run here, the others" if apart else " that need it"
+    runs = f" of the roles {', '.join(roles)} run here, the others" if roles else " that need it"
     return CheckResult(
-        "results", True,
+        "results",
+        True,
         f"{places.results} is not seen here: stages{runs} stay on the scheduler's machine, which has to have workers "
         f"for them; {advice} too",
-    )  # fmt: skip
+    )

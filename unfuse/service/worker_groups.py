@@ -1,4 +1,4 @@
-"""The models of a service and the workers that it started for them, which come and go while it runs."""
+"""Start, replace and stop a service's worker groups as models are added and removed."""
 
 from __future__ import annotations
 
@@ -28,49 +28,61 @@ from unfuse.service.plan import PlannedModel, ServingPlan
 from unfuse.weights.gguf_model import files_of
 from unfuse.worker.records import read_record
 
-LOOK_S = 1.0  # seconds between two looks at which models have left
-LAST_WORDS = b"unfuse: "  # what the line begins with in which a command says why it ends
-LEAVING_S = 10.0  # seconds beside the drain timeout that workers of a model that left get to end
-QUIET = 2  # how many looks in a row find no request of a model that left before its workers go: one may be on its way
+LOOK_S = 1.0  # seconds between two checks for added and removed models
+LAST_WORDS = b"unfuse: "  # the beginning of the line in which a command reports why it ends
+LEAVING_S = 10.0  # seconds beyond the drain timeout for the workers of a removed model to stop
 
+#: Consecutive checks without a request of a removed model before its workers stop. A request may be on its way.
+QUIET = 2
+
+#: Plans models (sources by name) beside other workers: bytes by device that these use, and bytes that are still to be
+#: allocated.
 Plans = Callable[[Mapping[str, str], Counter[str], Counter[str]], ServingPlan]
-"""Plans models, by name and where each is, beside others that take, or will take, bytes of devices."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False)
 class _WorkerGroup:
-    """The workers of one plan, and how many looks in a row found nothing left to do for models that have left.
-
-    `first` is the number of its first worker. Its heir is the crew that was started beside it for those that stay;
-    `next` the plan of those that are to take its place, with a model more.
-    """
+    """The workers of one plan, which start and stop together."""
 
     plan: ServingPlan
     launcher: Launcher
+
+    #: The number of its first worker.
     first: int
+
     loading: LoadingProgress
+
+    #: Why a worker could not start, as the worker logged it; "" if there is no reason.
     reason: str = ""
-    """The reason why a worker could not start, as it logged it; "" if there is none."""
-    quiet: int = 0
-    heir: _WorkerGroup | None = None
-    next: ServingPlan | None = None
+
+    #: Consecutive checks that found no request of its removed models.
+    idle_checks: int = 0
+
+    #: The group that was started beside this one, for the models that stay.
+    successor: _WorkerGroup | None = None
+
+    #: The plan that replaces this group, with one more model; None if it stays.
+    replacement: ServingPlan | None = None
 
     @property
     def models(self) -> list[str]:
-        return _models(self.next or self.plan)
+        """The names of its models, or of its replacement's."""
+        return _models(self.replacement or self.plan)
 
 
 class WorkerGroups(AddModel):
-    """The crews of a service: one for the models that it began with, and one for each that was added.
+    """The worker groups of a service: of the configured models, and of added ones.
 
-    `plan` decides who serves these models, by name and where they are, where devices hold so many bytes and will hold
-    some of them only soon; it raises ConfigError. `start` starts those workers, the first of which has that number
-    among all; their lines are for `hear`. `changed` is told all plans.
+    `plan`: returns the plan for models beside other workers; raises ConfigError.
+    `start`: starts the workers of a plan, numbered from the given number, and has their log lines passed to `hear`.
+    `changed`: called with all plans whenever they change.
+    `drain_timeout`: seconds that workers get to finish or save their tasks when they are stopped.
+    `server`: the name under which added models are recorded in the queue.
 
-    What is added is recorded in the queue, as this `server`'s, and served again by the server of that name when it
-    starts. What is added at a server that starts no workers is offered to workers by all such servers.
+    A server serves the models recorded under its name again when it starts. A model that is added at a server without
+    workers is offered to workers by all such servers.
     """
 
     def __init__(
@@ -83,127 +95,152 @@ class WorkerGroups(AddModel):
         drain_timeout: float,
         server: str = "",
     ) -> None:
-        self._scheduler, self._dispatcher, self._drain_timeout = scheduler, dispatcher, drain_timeout
-        self._plan, self._start, self._changed, self._server = plan, start, changed, server
-        self._crews, self._started, self._changing = list[_WorkerGroup](), 0, asyncio.Lock()
+        self._scheduler = scheduler
+        self._dispatcher = dispatcher
+        self._drain_timeout = drain_timeout
+        self._plan = plan
+        self._start = start
+        self._changed = changed
+        self._server = server
+
+        self._groups: list[_WorkerGroup] = []
+        #: The group of the configured models.
         self._first: _WorkerGroup | None = None
-        self._stops = asyncio.Event()
-        """Set when all workers are to end, so that nobody waits long for those of a model that left."""
-        self._sources = dict[str, str]()
-        """Where models are that were added, by name, in the order in which they were."""
-        self._restored, self._without_crew = set[str](), set[str]()
-        self._given_up = dict[str, tuple[int, str]]()
-        """Models that cannot be served: for how many looks requests may still come, and the reason."""
+        #: The number of the next worker to start.
+        self._next_number = 0
+        #: Held while groups are changed.
+        self._changing = asyncio.Lock()
+        #: Set once all workers are to stop, so that stopping the group of a removed model does not take long.
+        self._stopping = asyncio.Event()
+
+        #: The sources of added models by name, in the order in which they were added.
+        self._sources: dict[str, str] = {}
+        #: Names of recorded models that are served again.
+        self._restored: set[str] = set()
+        #: Names of models whose group was removed, and that need another one.
+        self._ungrouped: set[str] = set()
+        #: Models that cannot be served: the number of checks in which requests may still arrive, and the reason.
+        self._unservable: dict[str, tuple[int, str]] = {}
         self._has_warned = False
 
     def begin(self, plan: ServingPlan) -> Launcher:
-        """Start the workers of a plan. Where the first ones that began cannot start, it is up to the caller to end."""
-        number, self._started = self._started, self._started + len(plan.workers) + 1
-        crew = _WorkerGroup(plan, self._start(plan, number), number, LoadingProgress(_models(plan)))
-        crew.loading.expect([worker.role for worker in plan.workers])
-        self._first = self._first or crew
-        self._crews.append(crew)
+        """Start the workers of a plan as a group, and return their launcher.
+
+        If workers of the first group cannot start, it is up to the caller to stop the service.
+        """
+        number = self._next_number
+        self._next_number += len(plan.workers) + 1
+        group = _WorkerGroup(plan, self._start(plan, number), number, LoadingProgress(_models(plan)))
+        group.loading.expect([worker.role for worker in plan.workers])
+        self._first = self._first or group
+        self._groups.append(group)
         self._offer()
-        return crew.launcher
+        return group.launcher
 
     def hear(self, number: int, line: bytes) -> None:
-        """Read what the worker of that number writes, in whatever thread."""
-        for crew in list(self._crews):
-            if not 0 <= number - crew.first <= len(crew.plan.workers):
+        """Read a line that the worker of this number wrote. Any thread may call this."""
+        for group in list(self._groups):
+            if not 0 <= number - group.first <= len(group.plan.workers):
                 continue
             if line.startswith(LAST_WORDS):
-                crew.reason = line.removeprefix(LAST_WORDS).decode(errors="replace").strip()
+                group.reason = line.removeprefix(LAST_WORDS).decode(errors="replace").strip()
             elif record := read_record(line):
-                crew.loading.hear(number - crew.first, record)
+                group.loading.hear(number - group.first, record)
 
     @override
     def progress(self, name: str) -> AddModelProgress | None:
-        latest = next((crew for crew in reversed(self._crews) if name in _models(crew.plan)), None)
-        found = latest.loading.earliest() if latest else None
-        return AddModelProgress(found.phase, found.done, found.total) if found else None
+        latest = next((group for group in reversed(self._groups) if name in _models(group.plan)), None)
+        progress = latest.loading.earliest() if latest else None
+        return AddModelProgress(progress.phase, progress.done, progress.total) if progress else None
 
     @override
     async def add(self, name: str, source: str) -> None:
         registry = self._scheduler.registry
         async with self._changing:
             if self._scheduler.draining:
-                raise _stopping()
+                raise _refusal_stopping()
             if name in await registry.cards():
-                raise _exists(name)
-            if any(name in crew.models for crew in self._crews):
+                raise _refusal_exists(name)
+            if any(name in group.models for group in self._groups):
                 message = f"model {name!r} is leaving: it can be added again once its requests and workers have ended"
                 raise Refusal(409, "model_leaves", message, "name", {"retry-after": "2"})
-            planned, crew = await self._placed(name, source)
+            planned, group = await self._placed(name, source)
             if not await registry.admit(planned.models[0].card, self._owner):
                 del self._sources[name]
-                raise _exists(name)  # at another server, meanwhile
+                raise _refusal_exists(name)  # at another server, meanwhile
             self._restored.discard(name)
-            self._serve(planned, crew)
+            self._start_added(planned, group)
             log.info("model added", model=name, workers=len(planned.workers), beside=_models(planned)[1:])
 
     async def look(self) -> None:
-        """Serve again what was added before, and end workers of models that have left."""
+        """Check once: restore recorded models, and stop or replace groups of removed and failed models."""
         await asyncio.sleep(LOOK_S)
         async with self._changing:
-            await self._restore()
+            await self._restore_models()
             await self._warn_of_unserved()
             gone = await self._scheduler.registry.gone()
-            for crew in list(self._crews):
-                if crew.launcher.failed.done() and crew is not self._first:
-                    await self._fail(crew)
-                elif crew.next:
-                    await crew.launcher.stop(self._drain_timeout + LEAVING_S, self._stops)
-                    self._crews.remove(crew)
-                    self.begin(crew.next)
-                elif leaving := gone.intersection(crew.models):
-                    crew.quiet = 0 if await self._unfinished(leaving) else crew.quiet + 1
-                    if crew.quiet >= QUIET and await self._followed(crew, set(crew.models).difference(leaving)):
-                        await self._end(crew, leaving)
-            self._without_crew -= gone
-            if self._without_crew:
-                self.begin(await self._planned(sorted(self._without_crew)))
-                self._without_crew.clear()
-            await self._give_up_late()
+            for group in list(self._groups):
+                if group.launcher.failed.done() and group is not self._first:
+                    await self._fail_group(group)
+                elif group.replacement:
+                    await group.launcher.stop(self._drain_timeout + LEAVING_S, self._stopping)
+                    self._groups.remove(group)
+                    self.begin(group.replacement)
+                elif removed := gone.intersection(group.models):
+                    group.idle_checks = 0 if await self._unfinished(removed) else group.idle_checks + 1
+                    staying = set(group.models).difference(removed)
+                    if group.idle_checks >= QUIET and await self._is_succeeded(group, staying):
+                        await self._end_group(group, removed)
+            self._ungrouped -= gone
+            if self._ungrouped:
+                self.begin(await self._planned(sorted(self._ungrouped)))
+                self._ungrouped.clear()
+            await self._fail_late_requests()
 
     @property
     def has_workers(self) -> bool:
-        """Whether there are workers to end."""
-        return any(crew.plan.workers for crew in self._crews)
+        """Whether there are workers to stop."""
+        return any(group.plan.workers for group in self._groups)
 
     async def stop(self, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
-        """End all workers, as a launcher does."""
-        self._stops.set()
+        """Drain and stop all workers, within `drain_timeout` seconds, or at once if `hurry` is set."""
+        self._stopping.set()
         async with self._changing:
-            await asyncio.gather(*(crew.launcher.stop(drain_timeout, hurry) for crew in self._crews))
+            await asyncio.gather(*(group.launcher.stop(drain_timeout, hurry) for group in self._groups))
 
     @property
     def _owner(self) -> str:
-        """Who serves again what is added here: this server, or all that start no workers."""
+        """The server name recorded with models added here; "" stands for all servers without workers."""
         return self._server if self._first is None or self._first.plan.workers else ""
 
     def _is_ours(self, record: DeclaredModels) -> bool:
-        """Whether a model that was added is served here. One that never was is not tried again."""
+        """Whether a recorded model is served by this server.
+
+        A model that failed without a server name was never served, and is not tried again.
+        """
         if record.failed and not record.server:
             return False
         return record.server == self._owner or not self._scheduler.queue.shared
 
-    async def _restore(self) -> None:
-        """Serve what was added before this server started, or at another one that starts no workers either."""
-        registry, served = self._scheduler.registry, {name for crew in self._crews for name in crew.models}
+    async def _restore_models(self) -> None:
+        """Serve models that were added before this start, or at another server without workers."""
+        registry = self._scheduler.registry
+        served = {name for group in self._groups for name in group.models}
         for name, record in (await registry.recorded()).items():
             if name in self._restored or not self._is_ours(record) or self._scheduler.draining:
                 continue
             if name in registry.configured:
-                await registry.withdraw(name)  # it is named at the start now
-            elif name not in served and not (record.gone and await self._left(name)):
+                await registry.withdraw(name)  # it is one of the configured models now
+            elif name not in served and not (record.gone and await self._forget_removed(name)):
                 await self._serve_again(record)
                 self._restored.add(name)
 
     async def _warn_of_unserved(self) -> None:
-        """Say once which models nobody serves whose requests a queue from before this start still has."""
+        """Log once which models have requests in the queue, but are not served."""
         if self._has_warned:
             return
-        served = {*await self._scheduler.registry.cards(), *(name for crew in self._crews for name in crew.models)}
+
+        served = {*await self._scheduler.registry.cards(), *(name for group in self._groups for name in group.models)}
         waiting = Counter[str]()
         async for page in self._pages():
             waiting.update(
@@ -214,193 +251,226 @@ class WorkerGroups(AddModel):
             log.warning(message, model=model, requests=count)
         self._has_warned = True
 
-    async def _left(self, name: str) -> bool:
-        """Whether a model that was removed needs no workers, since no request of it is left."""
+    async def _forget_removed(self, name: str) -> bool:
+        """Delete the record of a removed model, and return True, unless it has unfinished requests."""
         if await self._unfinished([name]):
             return False
         await self._scheduler.registry.left(name)
         return True
 
     async def _serve_again(self, record: DeclaredModels) -> None:
-        """Serve a model as it was added. Where that fails, its requests fail with the reason."""
-        registry, (card, *_) = self._scheduler.registry, record.cards
+        """Serve a recorded model again.
+
+        If it cannot be served, its requests fail with the reason.
+        """
+        registry = self._scheduler.registry
+        card, *_ = record.cards
         try:
-            planned, crew = await self._placed(card.name, card.source)
+            planned, group = await self._placed(card.name, card.source)
         except (ConfigError, OSError) as error:
             if self._owner or not self._scheduler.queue.shared:
-                await self._refuse(card, str(error), self._server)
+                await self._fail_model(card, str(error), self._server)
             else:
                 log.warning("a model that was added cannot be offered to workers", model=card.name, reason=str(error))
             return
-        found = planned.models[0].card
-        if found.pools() != card.pools():
+        current = planned.models[0].card
+        if current.pools() != card.pools():
             await self._end_requests([card.name], "its files, or --dtype, have changed since the request was accepted")
-        if not record.gone and (record.failed or found != card):
-            await registry.admit(found, self._owner, again=True)
-        self._serve(planned, crew)
+        if not record.gone and (record.failed or current != card):
+            await registry.admit(current, self._owner, again=True)
+        self._start_added(planned, group)
         log.info("a model that was added is served again", model=card.name, workers=len(planned.workers))
 
-    def _serve(self, planned: ServingPlan, instead: _WorkerGroup | None) -> None:
-        """Start the workers of a plan for one model more, beside the others or `instead` of a crew."""
-        self._given_up.pop(planned.models[0].card.name, None)
-        if instead:
-            instead.next = planned
+    def _start_added(self, planned: ServingPlan, replaced: _WorkerGroup | None) -> None:
+        """Start the workers of a plan with one more model.
+
+        If they replace a group, they start at the next check.
+        """
+        self._unservable.pop(planned.models[0].card.name, None)
+        if replaced:
+            replaced.replacement = planned
         else:
             self.begin(planned)
 
-    async def _refuse(self, card: ModelSpec, reason: str, server: str) -> None:
-        """Serve a model no more that cannot be served; its requests fail with the reason, which is recorded.
+    async def _fail_model(self, card: ModelSpec, reason: str, server: str) -> None:
+        """Record why a model cannot be served, and fail its requests with that reason.
 
-        The `server`, if any, tries it again when it starts.
+        The `server`, if any, tries the model again when it starts.
         """
         reason = without_source(reason, card.source, card.name)
         log.error("a model that was added cannot be served", model=card.name, reason=reason)
         await self._scheduler.registry.fail(card, reason, server)
         self._sources.pop(card.name, None)
-        self._given_up[card.name] = QUIET, reason
+        self._unservable[card.name] = QUIET, reason
         await self._end_requests([card.name], reason)
         await self._scheduler.registry.left(card.name)
 
-    async def _give_up_late(self) -> None:
-        """Fail requests that were accepted while their model was found to be one that cannot be served."""
-        for name, (looks, reason) in list(self._given_up.items()):
+    async def _fail_late_requests(self) -> None:
+        """Fail requests that were accepted while their model turned out to be unservable."""
+        for name, (checks_left, reason) in list(self._unservable.items()):
             await self._end_requests([name], reason)
-            self._given_up[name] = looks - 1, reason
-            if not looks:
-                del self._given_up[name]
+            self._unservable[name] = checks_left - 1, reason
+            if not checks_left:
+                del self._unservable[name]
 
     async def _end_requests(self, models: Collection[str], reason: str = "") -> None:
-        """End the requests of these models: with a reason they fail, else they are cancelled."""
+        """Fail all requests of these models with the reason, or cancel them without one."""
         scheduler = self._scheduler
-        while late := await self._unfinished(models):
+        while requests := await self._unfinished(models):
             await asyncio.gather(
-                *(scheduler.give_up(request, reason) if reason else scheduler.cancel(request) for request in late)
+                *(scheduler.give_up(request, reason) if reason else scheduler.cancel(request) for request in requests)
             )
 
-    async def _followed(self, crew: _WorkerGroup, staying: Collection[str]) -> bool:
-        """Whether a crew may end: all workers are there that go on with its models, or have no room beside it."""
-        if crew.heir is None and staying:
+    async def _is_succeeded(self, group: _WorkerGroup, staying: Collection[str]) -> bool:
+        """Whether a group may end: its successor's workers are registered, or it has none.
+
+        A successor is started for the `staying` models if its workers fit beside the group.
+        """
+        if group.successor is None and staying:
             with contextlib.suppress(ConfigError):
                 planned = await self._planned(sorted(staying))
-                if len(planned.workers) >= len(crew.plan.workers):
+                if len(planned.workers) >= len(group.plan.workers):
                     self.begin(planned)
-                    crew.heir = self._crews[-1]
-        if crew.heir is None or crew.heir not in self._crews:
+                    group.successor = self._groups[-1]
+        if group.successor is None or group.successor not in self._groups:
             return True
         workers = await self._scheduler.registry.workers()
-        there = sum({card.name for card in worker.cards} <= set(staying) for worker in workers)
-        return there >= len(crew.heir.plan.workers)
+        registered = sum({card.name for card in worker.cards} <= set(staying) for worker in workers)
+        return registered >= len(group.successor.plan.workers)
 
-    async def _end(self, crew: _WorkerGroup, leaving: Collection[str]) -> None:
-        """End a crew; the models that stay, and have no other one yet, get one, with which their requests go on."""
-        await crew.launcher.stop(self._drain_timeout + LEAVING_S, self._stops)
-        self._dissolve(crew, leaving)
-        await self._end_requests(leaving)  # these came while the workers went
-        for name in leaving:
+    async def _end_group(self, group: _WorkerGroup, removed: Collection[str]) -> None:
+        """Stop a group whose `removed` models have no requests.
+
+        Its other models get another group if they have none; their requests continue there.
+        """
+        await group.launcher.stop(self._drain_timeout + LEAVING_S, self._stopping)
+        self._remove_group(group, removed)
+        await self._end_requests(removed)  # requests that arrived while the workers stopped
+        for name in removed:
             self._sources.pop(name, None)
             self._restored.discard(name)
             await self._scheduler.registry.left(name)
-        log.info("model removed", models=sorted(leaving))
+        log.info("model removed", models=sorted(removed))
 
-    async def _fail(self, crew: _WorkerGroup) -> None:
-        """Serve a model no more whose workers could not start, of several the last added one; its requests fail.
+    async def _fail_group(self, group: _WorkerGroup) -> None:
+        """Stop a group whose workers cannot start, and fail requests of the faulty model.
 
-        Those that were started beside a crew are tried again once it has ended.
+        Of several models, the last added one counts as faulty. A successor fails no model: it is tried again once the
+        other group has ended.
         """
-        error, models = crew.launcher.failed.exception(), {model.card.name: model.card for model in crew.plan.models}
-        is_heir = any(one.heir is crew for one in self._crews)
-        await crew.launcher.stop(0 if is_heir else self._drain_timeout + LEAVING_S)  # all they write is heard then
-        if is_heir:
-            self._crews.remove(crew)
-            return
-        blamed = [name for name in self._sources if name in models][-1:] or [*models]
-        self._dissolve(crew, blamed)
-        for name in blamed:
-            again = self._server if name in self._restored else ""
-            await self._refuse(models[name], crew.reason or str(error), again)
+        error = group.launcher.failed.exception()
+        models = {model.card.name: model.card for model in group.plan.models}
+        is_successor = any(other.successor is group for other in self._groups)
+        await group.launcher.stop(0 if is_successor else self._drain_timeout + LEAVING_S)
+        # All lines of the workers are read now, including the reason of the failure.
 
-    def _dissolve(self, crew: _WorkerGroup, leaving: Collection[str]) -> None:
-        """Forget a crew that has ended. Models that stay get another one at the end of a look."""
-        self._crews.remove(crew)
-        self._without_crew.update(set(crew.models).difference(leaving, *(one.models for one in self._crews)))
+        if is_successor:
+            self._groups.remove(group)
+            return
+
+        faulty = [name for name in self._sources if name in models][-1:] or [*models]
+        self._remove_group(group, faulty)
+        for name in faulty:
+            again = self._server if name in self._restored else ""
+            await self._fail_model(models[name], group.reason or str(error), again)
+
+    def _remove_group(self, group: _WorkerGroup, removed: Collection[str]) -> None:
+        """Remove a stopped group from the list.
+
+        Its other models get another group at the end of a check.
+        """
+        self._groups.remove(group)
+        self._ungrouped.update(set(group.models).difference(removed, *(other.models for other in self._groups)))
         self._offer()
 
     async def _unfinished(self, models: Collection[str]) -> list[str]:
-        """Requests of these models that are not over: those of a page of the list that has any."""
+        """Return ids of unfinished requests of these models, of the first page with any."""
         async for page in self._pages():
-            if found := [record.context.id for record in page if record.context.request.model in models]:
-                return found
+            if ids := [record.context.id for record in page if record.context.request.model in models]:
+                return ids
         return []
 
     async def _pages(self) -> AsyncIterator[Sequence[RequestRecord]]:
-        """The requests that are not over, in pages of the list."""
+        """Yield the unfinished requests of the queue, in pages."""
         after = None
         while page := await self._scheduler.queue.list(RequestFilter(over=False), after=after, limit=500):
             yield page
             after = page[-1].context.id
 
     async def _placed(self, name: str, source: str) -> tuple[ServingPlan, _WorkerGroup | None]:
-        """The plan for one more model: beside those that are there, or with those of a crew, in whose place its workers
-        come. That model is the first, which is loaded first: so it is known whether it can be. Raises ConfigError.
+        """Return the plan for one more model, and the group that it replaces, or None.
+
+        The model is the first of the plan, and so is loaded first: if it cannot be loaded, that shows at once.
+        Raises ConfigError.
         """
         self._sources[name] = source
         try:
-            planned, crew = await self._beside_or_with(name)
+            planned, group = await self._plan_beside_or_with(name)
         except BaseException:
             del self._sources[name]
             raise
         self._sources[name] = planned.models[0].card.source
-        return planned, crew
+        return planned, group
 
-    async def _beside_or_with(self, name: str) -> tuple[ServingPlan, _WorkerGroup | None]:
+    async def _plan_beside_or_with(self, name: str) -> tuple[ServingPlan, _WorkerGroup | None]:
+        """Return a plan for this model alone, or else together with a group's models.
+
+        The second value is that group, or None.
+        """
         try:
             return await self._planned([name]), None
         except ConfigError as alone:
-            heirs = [crew.heir for crew in self._crews]
-            for crew in [crew for crew in self._crews if crew.heir is None and crew not in heirs]:
+            successors = [group.successor for group in self._groups]
+            for group in [group for group in self._groups if group.successor is None and group not in successors]:
                 with contextlib.suppress(ConfigError):
-                    planned = await self._planned([name, *crew.models], crew)
+                    planned = await self._planned([name, *group.models], group)
                     if _is_here(planned.models[0]):
-                        return planned, crew
+                        return planned, group
                     alone = ConfigError(f"{alone}; it can take turns with others once its files are here: unfuse pull")
             raise alone
 
-    async def _planned(self, models: Sequence[str], instead: _WorkerGroup | None = None) -> ServingPlan:
-        """The plan for these models beside those that are there, or `instead` of some.
+    async def _planned(self, models: Sequence[str], replaced: _WorkerGroup | None = None) -> ServingPlan:
+        """Return the plan for these models beside the running groups, except a replaced one.
 
-        Raises ConfigError, and Refusal once all workers are to end, which does not wait for a hub that is slow.
+        Raises ConfigError, and Refusal as soon as all workers are to stop, even while a slow hub is read.
         """
         missing = (await self._scheduler.registry.missing()).keys()
-        others = [crew for crew in self._crews if crew is not instead]
-        heirs = [crew.heir for crew in self._crews]
-        loading = [crew for crew in self._crews if crew in heirs or not missing.isdisjoint(_models(crew.plan))]
-        coming = _taken([crew for crew in loading if crew is not instead])
-        if instead and instead not in loading:
-            coming.subtract(_taken([instead]))  # which will be free
-        found_by = {name: self._sources.get(name, name) for name in models}
-        planning = asyncio.create_task(in_own_thread(partial(self._plan, found_by, _taken(others), coming)))
-        await first(planning, self._stops.wait())
+        others = [group for group in self._groups if group is not replaced]
+        successors = [group.successor for group in self._groups]
+        loading = [
+            group for group in self._groups if group in successors or not missing.isdisjoint(_models(group.plan))
+        ]
+        unallocated = _taken([group for group in loading if group is not replaced])
+        if replaced and replaced not in loading:
+            unallocated.subtract(_taken([replaced]))  # these bytes will be free
+        sources = {name: self._sources.get(name, name) for name in models}
+        planning = asyncio.create_task(in_own_thread(partial(self._plan, sources, _taken(others), unallocated)))
+        await first(planning, self._stopping.wait())
         if planning.cancelled():
-            raise _stopping()
+            raise _refusal_stopping()
         return planning.result()
 
     def _offer(self) -> None:
-        plans = [crew.plan for crew in self._crews]
+        """Offer the models of all groups to workers, and report the changed plans."""
+        plans = [group.plan for group in self._groups]
         models = [model for plan in plans for model in plan.models]
         self._dispatcher.offer([(model.card.name, model.card.source, model.dtypes) for model in models])
         self._changed(plans)
 
 
-def _exists(name: str) -> Refusal:
+def _refusal_exists(name: str) -> Refusal:
     return Refusal(409, "model_exists", f"a model {name!r} is served already: send another name", "name")
 
 
-def _stopping() -> Refusal:
+def _refusal_stopping() -> Refusal:
     return Refusal(503, "stopping", "the server is stopping", headers={"retry-after": "5"})
 
 
 def _is_here(model: PlannedModel) -> bool:
-    """Whether it is all on this disk: nobody waits for a download in the place of what is there."""
+    """Whether all weights of a model are on this disk.
+
+    A group is replaced only then, so that no request of its models waits for a download.
+    """
     with contextlib.suppress(ConfigError):
         return bool([files_of(model.folder).weights(component) for component in model.components])
     return False
@@ -410,6 +480,6 @@ def _models(plan: ServingPlan) -> list[str]:
     return [model.card.name for model in plan.models]
 
 
-def _taken(crews: Sequence[_WorkerGroup]) -> Counter[str]:
-    """The bytes that they take together, by device."""
-    return sum((taken(crew.plan.workers, crew.plan.wanted) for crew in crews), Counter())
+def _taken(groups: Sequence[_WorkerGroup]) -> Counter[str]:
+    """Return the bytes that these groups use together, by device."""
+    return sum((taken(group.plan.workers, group.plan.wanted) for group in groups), Counter())
