@@ -1,1 +1,1 @@
-"""The command line: one file per verb, and the only place where parts are put together."""
+"""The command line, and the only place where all parts are composed; one file per verb."""

@@ -1,4 +1,4 @@
-"""All verbs. They are light to import: what a verb needs, it imports when it runs."""
+"""All verbs of the command. A verb imports its heavy modules only when it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`unfuse chat`."""
+"""`unfuse chat`: a conversation with a language model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from unfuse.client import Client
     from unfuse.client.client import Chat
 
-LOOK_S = 0.2  # seconds between two looks at how far workers have loaded
+#: Seconds between two checks whether workers have loaded.
+LOOK_S = 0.2
 
+#: The most bytes of a picture. In base64 it is a third longer, and servers accept 32 MiB.
 MAX_IMAGE = 24 << 20
-"""The most bytes of a picture: in base64 it is a third longer, and a server reads 32 MiB."""
 
 
 @takes(*PLACING, *COMPUTE)
@@ -63,11 +64,11 @@ def chat(
     """
     require_files([("--image", file) for file in image or ()])
     flags |= {**terminal.flags, "server": server, "api_key": api_key, "serve.models": [model] if model else None}
-    given = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    options = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    params: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if schema:
-        asked["response_format"] = {"type": "json_schema", "json_schema": {"schema": json_of(schema)}}
-    said: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        params["response_format"] = {"type": "json_schema", "json_schema": {"schema": json_of(schema)}}
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     pictures = [_image_part(file) for file in image or ()]
     lines = lines_of_stdin() if prompt is None else iter([argument_of(prompt, terminal)])
     refused: UnfuseError | None = None
@@ -79,50 +80,53 @@ def chat(
                 if isinstance(line, InvalidParameter):
                     raise line
                 content = [*pictures, {"type": "text", "text": line}] if pictures else line
-                asks = {"role": "user", "content": content}
-                answer = _answered(client.chat([*said, asks], **asked), progress, whole=schema is not None)
+                question = {"role": "user", "content": content}
+                answer = _print_answer(client.chat([*messages, question], **params), progress, whole=schema is not None)
             except (InvalidParameter, PermanentError, Overloaded) as error:
-                ends = isinstance(error, UnknownModel) or (isinstance(error, Overloaded) and not is_terminal())
-                if prompt is not None or ends:
+                is_final = isinstance(error, UnknownModel) or (isinstance(error, Overloaded) and not is_terminal())
+                if prompt is not None or is_final:
                     raise
                 progress.close()
                 terminal.write(f"{error}\n")
                 refused = refused or error
                 continue
-            said += [asks, answer]
-            pictures = []
+            messages += [question, answer]
+            pictures = []  # only the first message has them
     if refused and not is_terminal():
         raise typer.Exit(exit_code(refused))
 
 
 def _wait_until_loaded(client: Client, progress: ProgressDisplay) -> None:
-    """Show how far private workers are, and then nothing more, since what is typed would be drawn over.
+    """Show progress until private workers have loaded, and then close it.
 
-    Raises TransientError if they cannot start.
+    Later progress would be drawn over the line that a user types. Raises TransientError if the workers cannot start.
     """
     while isinstance(progress.status(), LoadingProgress) and str(progress.status()):
-        client.get("/health")
+        client.get("/health")  # raises if the workers have ended
         time.sleep(LOOK_S)
     progress.close()
 
 
 def _image_part(file: Path) -> dict[str, Any]:
-    """Return the content part with a picture as a data URL. Raises InvalidParameter for a large file, and OSError."""
+    """Return the message part of a picture, as a data URL.
+
+    Raises InvalidParameter for a file of more than MAX_IMAGE bytes, OSError if it cannot be read.
+    """
     if file.stat().st_size > MAX_IMAGE:
         raise InvalidParameter(f"--image {file} is larger than {MAX_IMAGE >> 20} MiB: give a smaller file", "image")
     kind = mimetypes.guess_type(file.name)[0] or "image/png"
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{b64encode(file.read_bytes()).decode()}"}}
 
 
-def _answered(answer: Chat, progress: ProgressDisplay, *, whole: bool) -> dict[str, Any]:
+def _print_answer(answer: Chat, progress: ProgressDisplay, *, whole: bool) -> dict[str, Any]:
     """Print an answer as it streams, and return its message.
 
     Raises PermanentError if the answer must be `whole` and ran out of tokens.
     """
-    for part in answer:
-        if part and answer.text == part:
+    for delta in answer:
+        if delta and answer.text == delta:  # the first text
             progress.close()
-        typer.echo(part, nl=False)
+        typer.echo(delta, nl=False)
     typer.echo()
     if whole and answer.finish_reason == "length":
         raise PermanentError("the answer ran out of tokens before it matched --schema: raise --max-tokens")

@@ -1,4 +1,4 @@
-"""`unfuse compare`."""
+"""`unfuse compare`: compare diffusers, undivided, with unfuse on this machine."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from unfuse.service.comparison import ComparisonFigures, ComparisonProgress
     from unfuse.service.plan import ServingPlan
 
+#: The most concurrent requests.
 MOST_AT_ONCE = 10_000
 
 
@@ -49,34 +50,42 @@ def compare(
 
     Example: unfuse compare unfuse/shapes --levels 1,4 --rounds 3
     """
-    asked["prompt"], counts = prompt, _counts(levels)
+    asked["prompt"] = prompt
+    counts = _parse_levels(levels)
     check_bounds(asked, medium_for(asked))
     require_files([("--image", image)])
     terminal.open_log()
-    told = {**flags, **terminal.flags, "serve.models": [model]}
     from unfuse.service.comparison import sized
     from unfuse.service.options import options, plan
     from unfuse.service.service import without_keys
 
-    loaded = load(told, config)
+    loaded = load({**flags, **terminal.flags, "serve.models": [model]}, config)
     planned = plan(options(without_keys(loaded)))
-    wanted = _ComparisonOptions(planned, sized(planned.models[0].card, asked, image), image, rounds, counts)
-    whole, split = _measure_both(wanted, loaded, terminal)
-    _report(whole, split, len(planned.workers), json)
+    comparison = _ComparisonOptions(planned, sized(planned.models[0].card, asked, image), image, rounds, counts)
+    whole, split = _measure_both(comparison, loaded, terminal)
+    _print_report(whole, split, len(planned.workers), json)
 
 
 @dataclass(frozen=True)
 class _ComparisonOptions:
-    """What is measured: requests that ask for this, in so many rounds, and so many of them at once."""
+    """The requests of a comparison, and the plan of the workers."""
 
     plan: ServingPlan
+
+    #: The parameters of all requests.
     asked: dict[str, Any]
+
+    #: The reference image of all requests.
     image: Path | None
+
+    #: The number of requests whose latency is measured.
     rounds: int
+
+    #: The numbers of concurrent requests.
     counts: list[int]
 
-    def course(self, totals: Mapping[str, int], settings: Settings, terminal: Terminal) -> ComparisonProgress:
-        """Count requests, and say how long they will take."""
+    def progress(self, totals: Mapping[str, int], settings: Settings, terminal: Terminal) -> ComparisonProgress:
+        """Return the progress of a comparison with this number of requests by side."""
         from unfuse.service.comparison import ComparisonProgress, predicted_s
         from unfuse.service.plan import means
 
@@ -84,38 +93,40 @@ class _ComparisonOptions:
 
 
 def _measure_both(
-    wanted: _ComparisonOptions, loaded: LoadedSettings, terminal: Terminal
+    options: _ComparisonOptions, loaded: LoadedSettings, terminal: Terminal
 ) -> tuple[ComparisonFigures, ComparisonFigures]:
-    """Measure diffusers, and then unfuse."""
+    """Return the figures of diffusers, and those of unfuse, which runs afterwards."""
     from unfuse.service.comparison import ComparedPools, UndividedPipeline, measure, requests_of, threads_to_try
     from unfuse.service.service import own_pools
 
-    number, trials = requests_of(wanted.rounds, wanted.counts), 2 * len(threads_to_try(wanted.plan))
-    course = wanted.course({"diffusers": number + trials, "unfuse": number}, loaded.settings, terminal)
-    repeats = wanted.asked, wanted.rounds, wanted.counts
+    requests = requests_of(options.rounds, options.counts)
+    trials = 2 * len(threads_to_try(options.plan))
+    progress = options.progress({"diffusers": requests + trials, "unfuse": requests}, loaded.settings, terminal)
     loading = LoadingProgress(loaded.settings.serve.models)
     terminal.heard = loading.hear
-    with progress_on(terminal, lambda: loading if loading.is_under_way else course):
-        with UndividedPipeline(wanted.plan, wanted.image, terminal.relay, course.made) as pipeline:
-            course.begin("diffusers")
-            whole = measure(pipeline, *repeats)
+    with progress_on(terminal, lambda: loading if loading.is_under_way else progress):
+        with UndividedPipeline(options.plan, options.image, terminal.relay, progress.made) as pipeline:
+            progress.begin("diffusers")
+            whole = measure(pipeline, options.asked, options.rounds, options.counts)
         with own_pools(loaded, terminal, loading) as client:
-            course.begin("unfuse")
-            return whole, measure(ComparedPools(client, wanted.image, course.made), *repeats)
+            progress.begin("unfuse")
+            pools = ComparedPools(client, options.image, progress.made)
+            return whole, measure(pools, options.asked, options.rounds, options.counts)
 
 
-def _counts(levels: str) -> list[int]:
-    """The numbers of requests at once. Raises UsageError for what are none."""
-    found = [level.strip() for level in levels.split(",")]
-    for level in found:
+def _parse_levels(levels: str) -> list[int]:
+    """Return the numbers of concurrent requests in --levels. Raises UsageError."""
+    numbers = [level.strip() for level in levels.split(",")]
+    for level in numbers:
         if not (level.isdecimal() and 0 < int(level) <= MOST_AT_ONCE):
             raise UsageError(
                 f"--levels {levels}: {level!r} is no number from 1 to {MOST_AT_ONCE}; write it like 1,4,16"
             )
-    return [int(level) for level in found]
+    return [int(level) for level in numbers]
 
 
-def _report(whole: ComparisonFigures, split: ComparisonFigures, workers: int, json: bool) -> None:
+def _print_report(whole: ComparisonFigures, split: ComparisonFigures, workers: int, json: bool) -> None:
+    """Print the figures of both sides side by side, and the conclusion."""
     from unfuse.service.comparison import verdict
 
     same = sum(a == b for a, b in zip(whole.digests, split.digests, strict=True))
@@ -125,16 +136,16 @@ def _report(whole: ComparisonFigures, split: ComparisonFigures, workers: int, js
     memory = [("largest process", whole.largest, split.largest), ("all processes", whole.memory, split.memory)]
     memory += [("GPU memory", whole.gpu, split.gpu)] if whole.gpu else []
     rows += [_row(name, ByteSize(a), ByteSize(b)) for name, a, b in memory]
-    said = verdict(whole, split, workers)
+    conclusion = verdict(whole, split, workers)
     if json:
-        show.as_json({"figures": rows, "requests": len(whole.digests), "equal": same, "verdict": said})
+        show.as_json({"figures": rows, "requests": len(whole.digests), "equal": same, "verdict": conclusion})
         return
     show.as_table(rows, ["measure", "diffusers", "unfuse", "gain"], "nothing was measured")
     typer.echo(f"gain above 1: unfuse is better; {same} of {len(whole.digests)} requests are equal, byte for byte")
-    typer.echo(said)
+    typer.echo(conclusion)
 
 
 def _row(name: str, whole: float, split: float, *, more_is_better: bool = False) -> dict[str, Any]:
-    """A line of the table: its gain is above 1 where unfuse is better."""
+    """Return a row of the table, whose gain is above 1 if unfuse is better."""
     better, worse = (split, whole) if more_is_better else (whole, split)
     return {"measure": name, "diffusers": whole, "unfuse": split, "gain": better / worse if worse else None}

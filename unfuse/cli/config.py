@@ -1,4 +1,4 @@
-"""`unfuse config`."""
+"""`unfuse config`: show the settings and their origins."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from unfuse.service.settings import FIELDS, ByteSize, SettingField, load
 
 app = CommandRegistry("What is set, and where.")
 
+#: Stands for a secret.
 HIDDEN = "********"
 
-PASSWORD = re.compile(r"(://[^/@\s]*:)[^/@\s]*@")  # what follows the user in an address, of Redis or another store
+#: The password in the URL of Redis or another store.
+PASSWORD = re.compile(r"(://[^/@\s]*:)[^/@\s]*@")
 
 
 @app.verb()
@@ -39,6 +41,7 @@ def show(terminal: Terminal, config: Config = None, json: Json = False) -> None:
 
 
 def _value(field: SettingField, settings: Settings) -> Any:
+    """Return the value of a setting for output, with secrets hidden."""
     value: Any = settings
     for part in field.name.split("."):
         value = getattr(value, part)

@@ -1,4 +1,4 @@
-"""Connects verbs to a server."""
+"""Connect verbs to a server, or to private workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def client(server: str | None, api_key: str | None, config: Path | None) -> Client:
-    """A client of the server that the flags or settings name; the caller closes it."""
+    """Return a client of the server that flags or settings name. The caller closes it."""
     from unfuse.client import connect
 
     settings = load({"server": server, "api_key": api_key}, config).settings
@@ -31,10 +31,12 @@ def client(server: str | None, api_key: str | None, config: Path | None) -> Clie
 def client_of(
     loaded: LoadedSettings, terminal: Terminal, check: Callable[[ServingPlan], object] | None = None
 ) -> Iterator[tuple[Client, ProgressDisplay]]:
-    """A client of the server that was named, or of private workers that end with the block; and its progress.
+    """Yield a client of the named server, or of private workers, and the progress display.
 
-    None of these workers starts if `check` raises for their plan. Servers of this machine that could be asked instead
-    are said.
+    Private workers start if no server is named, and end with the block. Servers of this machine that could be used
+    instead are printed first.
+
+    `check`: called with the plan of private workers; none of them starts if it raises.
     """
     server = "" if loaded.origins["server"] == DEFAULT else loaded.settings.server
     if not server:
@@ -59,10 +61,10 @@ def client_of(
 
 
 def servers_here(run_dir: str) -> list[str]:
-    """The addresses of this user's servers on this machine."""
+    """Return the URLs of this user's servers on this machine."""
     from unfuse.wire.unix_socket import servers
 
     try:
         return [f"http://127.0.0.1:{port}" for port in servers(run_dir)]
-    except ConfigError:  # others can enter the folder, which is said when workers meet there
+    except ConfigError:  # other users can enter the folder; workers report that when they use it
         return []

@@ -1,4 +1,4 @@
-"""`unfuse dead`."""
+"""`unfuse dead`: list, show, delete and retry dead letters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`unfuse doctor`: what this machine has, its way to a scheduler, and what models need."""
+"""`unfuse doctor` and `unfuse disk`: check this machine, its schedulers, models and disks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def doctor(
     FINGERPRINTS.remember_in(Path(loaded.settings.data_dir))
     if "worker.scheduler" in flags:
         show_checks(loaded.settings, json)
-    machine = look(((serve := loaded.settings.serve).port, *_ports(serve.listen)))
+    serve = loaded.settings.serve
+    machine = look((serve.port, *_ports(serve.listen)))
     planned_for, is_here = devices_to_size(device_memory(loaded.settings))
     removed = remove_leftovers(loaded.settings) if clean else []
     if clean and not json:
@@ -63,9 +64,9 @@ def doctor(
     if not json:
         print_machine(machine)
         print_installation(loaded.settings)
-    found = None
+    plan = None
     if models:
-        found = plan_for(models, serve.revision, wanted(loaded.settings), planned_for, means(loaded.settings))
+        plan = plan_for(models, serve.revision, wanted(loaded.settings), planned_for, means(loaded.settings))
     if json:
         facts = {
             "machine": msgspec.to_builtins(machine, str_keys=True),
@@ -76,20 +77,22 @@ def doctor(
             "is_this_machine": is_here,
             **({"removed": removed} if clean else {}),
         }
-        show.as_json({**facts, **(_report(found, loaded.settings.data_dir) if found else {})})
+        show.as_json({**facts, **(_plan_facts(plan, loaded.settings.data_dir) if plan else {})})
         return
     if not is_here:
-        shown = ", ".join(f"{device.name} {readable_bytes(device.free)}" for device in planned_for)
-        typer.echo(f"{'planned for':12} another machine: {shown}")
-    if found:
-        _print_plan(found, loaded.settings.data_dir)
+        other_devices = ", ".join(f"{device.name} {readable_bytes(device.free)}" for device in planned_for)
+        typer.echo(f"{'planned for':12} another machine: {other_devices}")
+    if plan:
+        _print_plan(plan, loaded.settings.data_dir)
 
 
 def _ports(addresses: Iterable[str]) -> list[int]:
+    """Return the ports of those addresses that have one."""
     return [int(port) for address in addresses if (port := address.rpartition(":")[2]).isdecimal()]
 
 
-def _report(plan: ServingPlan, data_dir: str) -> dict[str, Any]:
+def _plan_facts(plan: ServingPlan, data_dir: str) -> dict[str, Any]:
+    """Return the facts on a plan that are printed as JSON."""
     from unfuse.service.report import batches_of, gains, layouts_of, verdict
 
     return {
@@ -106,6 +109,7 @@ def _report(plan: ServingPlan, data_dir: str) -> dict[str, Any]:
 
 
 def _components(model: PlannedModel) -> list[dict[str, Any]]:
+    """Return a table row for each component of a model."""
     return [
         msgspec.structs.asdict(component) | {"files": ByteSize(component.files), "memory": ByteSize(component.memory)}
         for component in model.components.values()
@@ -113,6 +117,7 @@ def _components(model: PlannedModel) -> list[dict[str, Any]]:
 
 
 def _print_plan(plan: ServingPlan, data_dir: str) -> None:
+    """Print a plan: components, placement, layouts, batches, gains and verdict."""
     from unfuse.service.report import basis_of, batches_of, gains, layouts_of, verdict
 
     for model in plan.models:
@@ -144,20 +149,23 @@ def _print_plan(plan: ServingPlan, data_dir: str) -> None:
 
 
 def show_checks(settings: Settings, json: bool) -> NoReturn:
-    """Print whether this machine's workers could work for the schedulers, and exit: with 1 if they could not."""
+    """Print whether workers of this machine can work for the schedulers, and exit.
+
+    The exit code is 1 if a check fails, else 0.
+    """
     from unfuse.service.worker import checks
 
-    found = asyncio.run(checks(settings))
+    results = asyncio.run(checks(settings))
     if json:
-        show.as_json({"checks": [asdict(check) for check in found]})
+        show.as_json({"checks": [asdict(result) for result in results]})
     else:
-        for check in found:
-            typer.echo(f"{check.what:12} {'ok' if check.ok else 'FAILS':6} {check.says}")
-    raise typer.Exit(int(not all(check.ok for check in found)))
+        for result in results:
+            typer.echo(f"{result.what:12} {'ok' if result.ok else 'FAILS':6} {result.says}")
+    raise typer.Exit(int(not all(result.ok for result in results)))
 
 
 def print_machine(machine: Machine) -> None:
-    """Print what this machine has."""
+    """Print the system, processors, memory, GPUs, libraries and ports of this machine."""
     gpus = ", ".join(
         f"{gpu.name} ({readable_bytes(gpu.free)} of {readable_bytes(gpu.memory)} free)" for gpu in machine.gpus
     )
@@ -174,7 +182,7 @@ def print_machine(machine: Machine) -> None:
 
 
 def print_installation(settings: Settings) -> None:
-    """Print which servers run here, and how workers and tensors come in."""
+    """Print this user's servers on this machine, and the state of each transfer engine."""
     from unfuse.service.addresses import AT_RISK, running, transfers
 
     typer.echo(f"{'servers':12} {', '.join(running(settings.run_dir)) or 'none of this user runs here'}")
@@ -192,5 +200,5 @@ def disk(terminal: Terminal, config: Config = None, json: Json = False) -> None:
     if json:
         show.as_json(rows)
         return
-    shown = [row | {"bytes": "elsewhere" if row["bytes"] is None else ByteSize(row["bytes"])} for row in rows]
-    show.as_table(shown, ["what", "bytes", "files", "path", "may go"], "nothing")
+    readable = [row | {"bytes": "elsewhere" if row["bytes"] is None else ByteSize(row["bytes"])} for row in rows]
+    show.as_table(readable, ["what", "bytes", "files", "path", "may go"], "nothing")

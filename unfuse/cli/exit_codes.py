@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from unfuse.core.errors import InvalidParameter, Overloaded, TransientError, UnfuseError, UsageError
 
-FAILED, USAGE, REFUSED, SIGNALLED = 1, 2, 3, 128
-"""Exit codes beside 0; the number of a signal is added to the last: 130 after Ctrl-C, 143 after SIGTERM."""
+#: Any failure that is not one of the following.
+FAILED = 1
+
+#: Wrong usage.
+USAGE = 2
+
+#: The server is overloaded or unreachable: the command may succeed later.
+REFUSED = 3
+
+#: Ended by a signal, whose number is added: 130 after Ctrl-C, 143 after SIGTERM.
+SIGNALLED = 128
 
 
 def exit_code(error: UnfuseError) -> int:
-    """The exit code for an error: 2 wrong usage, 3 worth trying again later, 1 anything else."""
+    """Return the exit code for an error: USAGE, REFUSED or FAILED."""
     if isinstance(error, InvalidParameter | UsageError):
         return USAGE
     return REFUSED if isinstance(error, Overloaded | TransientError) else FAILED

@@ -1,4 +1,4 @@
-"""Files that a verb reads, names of those that it writes, and standard input."""
+"""Read files and standard input for a verb, and name and write its output files."""
 
 from __future__ import annotations
 
@@ -17,26 +17,29 @@ if TYPE_CHECKING:
     from unfuse.cli.terminal import Terminal
     from unfuse.client import Result
 
+#: The output format by the suffix of a file's name.
 FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".mp4": "mp4"}
 
+#: The argument that stands for standard input.
 STDIN = "-"
-"""The argument that stands for standard input."""
 
+#: The most bytes that are read from standard input at a time. Servers accept no longer prompt.
 MAX_STDIN = 2 << 20
-"""The most bytes that are read of standard input at one time: no server reads a longer prompt."""
 
 
 def kind_of(output: Path, overwrite: bool = False) -> tuple[str, bool]:
-    """The format by a file's name, and whether it is one of a video. Raises InvalidParameter.
+    """Return the format of an output file, and whether it is for a video.
 
-    The folder must be writable, and with `overwrite` also a file of that name.
+    Raises InvalidParameter for an unknown suffix, and unless the folder, or with `overwrite` an existing file, is
+    writable.
     """
     from unfuse.client.result import NUMBERED
 
     if output.is_dir():
         raise InvalidParameter(f"-o {output} is a folder: name a file in it, such as {output / 'out.png'}", "output")
-    form, numbered = FORMATS.get(output.suffix.lower()), NUMBERED.search(output.name) is not None
-    if form is None or (numbered and form != "png"):
+    format = FORMATS.get(output.suffix.lower())
+    is_numbered = NUMBERED.search(output.name) is not None
+    if format is None or (is_numbered and format != "png"):
         raise InvalidParameter(f"-o {output}: the name must end in one of {', '.join(FORMATS)}", "output")
     if not output.parent.is_dir():
         raise InvalidParameter(f"-o {output}: there is no folder {output.parent}", "output")
@@ -45,13 +48,13 @@ def kind_of(output: Path, overwrite: bool = False) -> tuple[str, bool]:
             pass
     except OSError as error:
         raise InvalidParameter(f"-o {output}: it cannot be written there ({error.strerror})", "output") from error
-    return form, form == "mp4" or numbered
+    return format, format == "mp4" or is_numbered
 
 
 def save(result: Result, output: Path, overwrite: bool) -> list[Path]:
-    """Write the files of a result under this name, or under the next one of which no file is there yet.
+    """Write the files of a result, under an unused name, and return them.
 
-    With `overwrite`, files that are there are replaced. Raises PermanentError when a file cannot be written.
+    With `overwrite`, existing files are replaced. Raises PermanentError if a file cannot be written.
     """
     if overwrite or not result.data:
         return result.save(output) if result.data else []
@@ -64,20 +67,26 @@ def save(result: Result, output: Path, overwrite: bool) -> list[Path]:
 
 
 def names_after(output: Path) -> Iterator[Path]:
-    """Yield `output`, then the names to use where a file is there: NAME-2.png, NAME-3.png, …, or NAME-2-%04d.png."""
+    """Yield `output`, then names to use if it exists: NAME-2.png, NAME-3.png, ….
+
+    For a name with a number format, these are NAME-2-%04d.png and so on.
+    """
     from unfuse.client.result import NUMBERED
 
     yield output
-    found = NUMBERED.search(output.name)
+    match = NUMBERED.search(output.name)
     for number in count(2):
-        if found:
-            yield output.with_name(f"{output.name[: found.start()]}{number}-{output.name[found.start() :]}")
+        if match:
+            yield output.with_name(f"{output.name[: match.start()]}{number}-{output.name[match.start() :]}")
         else:
             yield output.with_stem(f"{output.stem}-{number}")
 
 
 def _create(files: Sequence[Path]) -> bool:
-    """Create these files, empty, so that no other process gets their names; none if one of them is there."""
+    """Create these files, empty, so that no other process gets their names.
+
+    Returns False, and creates none, if one of them exists. Raises PermanentError if one cannot be created.
+    """
     created = []
     try:
         for file in files:
@@ -93,7 +102,7 @@ def _create(files: Sequence[Path]) -> bool:
 
 
 def _remove_empty(files: Sequence[Path]) -> None:
-    """Remove those of these files that are empty."""
+    """Remove the empty ones of these files."""
     for file in files:
         with suppress(OSError):
             if not file.stat().st_size:
@@ -101,14 +110,17 @@ def _remove_empty(files: Sequence[Path]) -> None:
 
 
 def require_files(named: Sequence[tuple[str, Path | None]]) -> None:
-    """Raise InvalidParameter, with its flag, for a file that is not there."""
+    """Raise InvalidParameter for a file that does not exist, with its flag.
+
+    `named`: pairs of a flag and its file, or None.
+    """
     for flag, file in named:
         if file is not None and not file.is_file():
             raise InvalidParameter(f"{flag} {file}: there is no such file", flag.lstrip("-"))
 
 
 def json_of(file: Path) -> Any:
-    """What a JSON file says. Raises InvalidParameter for one that cannot be read."""
+    """Return the content of a JSON file. Raises InvalidParameter if it cannot be read."""
     try:
         return json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -116,32 +128,35 @@ def json_of(file: Path) -> Any:
 
 
 def is_terminal() -> bool:
-    """Whether a person types standard input. It may also be closed."""
+    """Whether standard input is a terminal. It may also be closed."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 
 def argument_of(text: str, terminal: Terminal) -> str:
-    """Return an argument of the command line, or for `-` the text on standard input. Raises InvalidParameter."""
+    """Return an argument, or for `-` the text on standard input.
+
+    Raises InvalidParameter for empty, long or undecodable input, UsageError if it cannot be read.
+    """
     if text != STDIN:
         return text
     if is_terminal():
         terminal.say("type the prompt, and end it with Enter and Ctrl-D")
-    found = _text(_read_stdin(lines=False), "standard input").strip()
-    if not found:
+    prompt = _decode(_read_stdin(lines=False), "standard input").strip()
+    if not prompt:
         raise InvalidParameter("standard input is empty: write a prompt to it, or give the prompt as the argument")
-    return found
+    return prompt
 
 
 def lines_of_stdin() -> Iterator[str | InvalidParameter]:
-    """Yield the lines of standard input, without empty ones; an InvalidParameter in the place of one that is no text.
+    """Yield the lines of standard input without empty ones, prompting on a terminal.
 
-    Where a person types, they are asked for.
+    An InvalidParameter takes the place of a line that is too long, or not UTF-8.
     """
     number = 0
     while True:
         number += 1
         try:
-            line = _typed() if is_terminal() else _text(_read_stdin(lines=True), f"line {number} of standard input")
+            line = _input() if is_terminal() else _decode(_read_stdin(lines=True), f"line {number} of standard input")
         except EOFError:
             return
         except InvalidParameter as error:
@@ -151,25 +166,29 @@ def lines_of_stdin() -> Iterator[str | InvalidParameter]:
             yield line.strip()
 
 
-def _typed() -> str:
-    """Ask for a line, on standard error where standard output goes elsewhere. Raises EOFError at the end."""
-    asks = "> "
+def _input() -> str:
+    """Prompt for a line on the terminal, and return it. Raises EOFError at the end.
+
+    The prompt is on standard error if standard output is no terminal. Raises InvalidParameter for a line that is not
+    UTF-8.
+    """
+    prompt = "> "
     if not sys.stdout.isatty():
-        sys.stderr.write(asks)
+        sys.stderr.write(prompt)
         sys.stderr.flush()
-        asks = ""
+        prompt = ""
     try:
-        line = input(asks)
-        line.encode()  # where the locale is C, bytes that are no text come as halves of surrogate pairs
+        line = input(prompt)
+        line.encode()  # in the locale C, undecodable bytes are lone surrogates, which cannot be encoded
         return line
     except UnicodeError as error:
         raise InvalidParameter("that line is not UTF-8: type it again") from error
 
 
 def _read_stdin(*, lines: bool) -> bytes:
-    """Read standard input, or a line of it. Raises InvalidParameter for too much, and EOFError where no line is left.
+    """Return all bytes of standard input, or with `lines` the next line.
 
-    Raises UsageError where nothing can be read.
+    Raises InvalidParameter for more than MAX_STDIN bytes, EOFError if no line is left, UsageError if it cannot be read.
     """
     if sys.stdin is None:
         raise EOFError if lines else UsageError("standard input is closed: write a prompt to it")
@@ -189,8 +208,11 @@ def _read_stdin(*, lines: bool) -> bytes:
     )
 
 
-def _text(data: bytes, what: str) -> str:
-    """Decode what was read. Raises InvalidParameter for bytes that are not UTF-8."""
+def _decode(data: bytes, what: str) -> str:
+    """Decode input, without a byte order mark. Raises InvalidParameter if it is not UTF-8.
+
+    `what`: the name of the input in the error.
+    """
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""`unfuse generate`."""
+"""`unfuse generate`: generate pictures or a video from a prompt."""
 
 from __future__ import annotations
 
@@ -67,30 +67,36 @@ def generate(
     What is left out is the model's own default. Ctrl-C cancels the request, keeps the pictures that are finished, and
     ends the workers it started.
     """
-    form, video = kind_of(output, overwrite)
+    format, video = kind_of(output, overwrite)
     if not video and (medium_for(asked) is VIDEO or "fps" in asked):
         raise InvalidParameter(f"-o {output}: frames need a name such as NAME.mp4 or NAME-%04d.png", "output")
-    require_files([*(("--image", one) for one in image or ()), ("--mask", mask), ("--last-frame", last_frame)])
+    require_files([*(("--image", file) for file in image or ()), ("--mask", mask), ("--last-frame", last_frame)])
     check_numbers(asked)
-    asked |= {"prompt": argument_of(prompt, terminal), "model": model, "output_format": form}
+    asked |= {"prompt": argument_of(prompt, terminal), "model": model, "output_format": format}
     check_bounds(asked, VIDEO if video else IMAGE)
     asked |= {"image": image or None, "mask": mask, "last_frame": last_frame, "video": video}
+    params = {name: value for name, value in asked.items() if value is not None}
     number = asked.get("n", 1)
+
     flags |= {**terminal.flags, "server": server, "api_key": api_key, "serve.models": [model] if model else None}
-    result, whole = _made(load(flags, config), terminal, {key: one for key, one in asked.items() if one is not None})
+    result, is_complete = _run_request(load(flags, config), terminal, params)
+
     several = number > 1 and not video
     output = output.with_stem(f"{output.stem}-%d") if several else output
     files = save(result, output, overwrite)
-    _report(result, files, terminal, video, json)
+    _print_report(result, files, terminal, video, json)
     if files and files[0] not in result.files_at(output):
         terminal.say(f"{output} exists, so the new file is {files[0]}; --overwrite replaces existing files")
-    if not whole:
+    if not is_complete:
         terminal.say(f"interrupted: kept {len(files)}{f' of {number}' * several}, cancelled the rest")
         raise KeyboardInterrupt
 
 
-def _made(loaded: LoadedSettings, terminal: Terminal, asked: dict[str, Any]) -> tuple[Result, bool]:
-    """The result, and whether it is complete: after an interrupt it has what was finished."""
+def _run_request(loaded: LoadedSettings, terminal: Terminal, asked: dict[str, Any]) -> tuple[Result, bool]:
+    """Run a request, and return its result and whether that is complete.
+
+    An interrupt cancels the request; the result then has the finished files.
+    """
 
     def check(plan: ServingPlan) -> None:
         from unfuse.service.options import check_request
@@ -110,8 +116,8 @@ def _made(loaded: LoadedSettings, terminal: Terminal, asked: dict[str, Any]) -> 
             return request.stop(), False
 
 
-def _report(result: Result, files: list[Path], terminal: Terminal, video: bool, json: bool) -> None:
-    """Print the files, and how long each stage took."""
+def _print_report(result: Result, files: list[Path], terminal: Terminal, video: bool, json: bool) -> None:
+    """Print the files, and the seconds of each stage."""
     if json:
         names = [str(file) for file in files]
         flagged = {"flagged": result.flagged} if result.flagged else {}
@@ -120,8 +126,8 @@ def _report(result: Result, files: list[Path], terminal: Terminal, video: bool, 
     for stage, seconds in result.timings.items():
         if not any(seconds.values()):
             continue
-        parts = "  ".join(f"{name.removesuffix('_s')} {value:7.3f} s" for name, value in seconds.items())
-        terminal.say(f"{stage:16} {parts}")
+        columns = "  ".join(f"{name.removesuffix('_s')} {value:7.3f} s" for name, value in seconds.items())
+        terminal.say(f"{stage:16} {columns}")
     for index, file in zip(result.indexes, files, strict=True):
         typer.echo(f"{file} (seed {nth_seed(result.seed, index * (not video))})")
     for index in result.flagged:

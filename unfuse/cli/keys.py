@@ -1,4 +1,4 @@
-"""`unfuse keys`."""
+"""`unfuse keys`: make and list API keys, and the keys of schedulers and workers."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def add(
 
     fields = {"admin": "yes" * admin, "read": "yes" * read, "models": models, "rate": rate}
     fields["concurrent"] = str(concurrent or "")
-    place = _place(terminal, file, config)
-    typer.echo(add_key(place, name, {field: value for field, value in fields.items() if value}))
+    key_file = _key_file(terminal, file, config)
+    typer.echo(add_key(key_file, name, {field: value for field, value in fields.items() if value}))
     terminal.say(
-        f"this key is not shown again, since the file has only its hash; start a server with --api-keys {place}; one "
-        "that has this file already accepts the key within seconds"
+        f"this key is not shown again, since the file has only its hash; start a server with --api-keys {key_file}; "
+        "one that has this file already accepts the key within seconds"
     )
 
 
@@ -81,7 +81,7 @@ def ls(terminal: Terminal, file: File = None, config: Config = None, json: Json 
     """
     from unfuse.edge.keys import SHOWN_DIGITS, rows_of
 
-    place = _place(terminal, file, config)
+    key_file = _key_file(terminal, file, config)
     rows = [
         {
             "name": entry.name,
@@ -93,10 +93,10 @@ def ls(terminal: Terminal, file: File = None, config: Config = None, json: Json 
             "concurrent": key.allowance.concurrent or None,
             "stored_as": "plain text" if entry.plain else "hash",
         }
-        for entry, key in rows_of(place)
+        for entry, key in rows_of(key_file)
     ]
     columns = ["name", "hash", "admin", "read", "models", "rate", "concurrent", "stored_as"]
-    show.listing(rows, columns, f"no key in {place}", json)
+    show.listing(rows, columns, f"no key in {key_file}", json)
 
 
 @app.verb(server=True)
@@ -116,10 +116,10 @@ def rm(
     """
     from unfuse.edge.keys import SHOWN_DIGITS, remove_keys
 
-    place = _place(terminal, file, config)
-    for entry in remove_keys(place, which):
+    key_file = _key_file(terminal, file, config)
+    for entry in remove_keys(key_file, which):
         typer.echo(f"{entry.name} {entry.digest.hex()[:SHOWN_DIGITS]}")
-    terminal.say(f"removed from {place}")
+    terminal.say(f"removed from {key_file}")
 
 
 @app.verb(server=True)
@@ -140,7 +140,7 @@ def hash(terminal: Terminal, file: Annotated[Path, typer.Argument(help="Key file
         )
 
 
-def _place(terminal: Terminal, file: Path | None, config: Path | None) -> Path:
-    """Return the key file that is meant."""
+def _key_file(terminal: Terminal, file: Path | None, config: Path | None) -> Path:
+    """Return the key file: `file`, else the first --api-keys, else the data folder's."""
     settings = load(terminal.flags, config).settings
     return file or Path(next(iter(settings.serve.api_keys), "") or Path(settings.data_dir, "api-keys"))

@@ -1,4 +1,7 @@
-"""The entry point of the command, its signals and exit codes. It imports nothing heavy: signals work at once."""
+"""The entry point of the `unfuse` command: its signals and exit codes.
+
+Nothing heavy is imported here, so that signals are handled at once.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,15 @@ from typing import NoReturn, TextIO
 from unfuse.cli.exit_codes import FAILED, SIGNALLED, exit_code
 from unfuse.core.errors import UnfuseError
 
+#: The escape sequence that makes the cursor visible. Progress hides it.
 SHOW_CURSOR = b"\x1b[?25h"
 
+#: The numbers of the received signals.
 _received: list[int] = []
 
 
 def main() -> NoReturn:
-    """The entry point of the command."""
+    """Run the command line of this process, and exit."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     sys.unraisablehook = _unraisable
@@ -27,35 +32,36 @@ def main() -> NoReturn:
     try:
         run(sys.argv[1:])
     except KeyboardInterrupt:
-        _end()
-    except SystemExit as ended:
+        _exit_by_signal()
+    except SystemExit as exit_request:
         if _received:
-            _end()
-        sys.exit(ended.code)
+            _exit_by_signal()
+        sys.exit(exit_request.code)
 
 
 def run(arguments: Sequence[str]) -> NoReturn:
-    """Run a command line and exit; an error of ours, or of the system, is one line on standard error."""
+    """Run a command line and exit. UnfuseError and OSError become one line on standard error."""
     from unfuse.cli.app import app
 
     code = 0
     try:
         app(arguments, prog_name="unfuse")
     except UnfuseError as error:
-        code = _say(str(error), exit_code(error))
+        code = _print_error(str(error), exit_code(error))
     except OSError as error:
-        code = _say(": ".join(filter(None, (error.filename, error.strerror or str(error)))), FAILED)
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 0
+        code = _print_error(": ".join(filter(None, (error.filename, error.strerror or str(error)))), FAILED)
+    except SystemExit as exit_request:
+        code = exit_request.code if isinstance(exit_request.code, int) else 0
     for stream in (sys.stdout, sys.stderr):
-        code = _flushed(stream, code)
+        code = _flush(stream, code)
     sys.exit(code)
 
 
 def _open_closed_streams() -> None:
-    """Open standard streams that are closed, as /dev/null: else a socket or a file would get their numbers.
+    """Open closed standard streams as /dev/null.
 
-    What libraries write to standard error would go there. `sys.stdin` stays None, which verbs that read it say.
+    Otherwise a socket or a file would get the descriptor of standard error, and the lines that libraries write there.
+    `sys.stdin` stays None; verbs that read it raise an error.
     """
     for number in range(3):
         try:
@@ -66,19 +72,24 @@ def _open_closed_streams() -> None:
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
-def _flushed(stream: TextIO, code: int) -> int:
-    """Flush a stream and return the exit code; an error is reported once, and the rest dropped."""
+def _flush(stream: TextIO, code: int) -> int:
+    """Flush a stream, and return the exit code.
+
+    After an error the stream is /dev/null, so that the rest is dropped and the error is reported once.
+    """
     try:
         stream.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if not code:
-            return FAILED if isinstance(error, BrokenPipeError) else _say(f"standard output: {error.strerror}", FAILED)
+            if isinstance(error, BrokenPipeError):
+                return FAILED
+            return _print_error(f"standard output: {error.strerror}", FAILED)
     return code
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """On the first signal, end and keep what is finished; on the next one, end at once."""
+    """Raise KeyboardInterrupt for the first signal; exit at once for the next one."""
     _received.append(number)
     if len(_received) == 1:
         raise KeyboardInterrupt
@@ -87,23 +98,26 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     os._exit(SIGNALLED + number)
 
 
-def _unraisable(lost: sys.UnraisableHookArgs) -> None:
-    """A signal that came in a callback of the interpreter, out of which no exception goes: it ends all the same."""
-    if lost.exc_type is KeyboardInterrupt:
-        _end()
-    sys.__unraisablehook__(lost)
+def _unraisable(unraisable: sys.UnraisableHookArgs) -> None:
+    """Exit for a signal that arrived in a callback of the interpreter, which cannot raise."""
+    if unraisable.exc_type is KeyboardInterrupt:
+        _exit_by_signal()
+    sys.__unraisablehook__(unraisable)
 
 
-def _end() -> NoReturn:
-    """End as the first signal asked; without Python's own end, which may turn an interrupt into a SIGINT to itself."""
+def _exit_by_signal() -> NoReturn:
+    """Exit with the code of the first signal.
+
+    Python's own exit is avoided, because it may turn an interrupt into a SIGINT to itself.
+    """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(SIGNALLED + _received[0])
 
 
-def _say(sentence: str, code: int) -> int:
-    """Print in one line why the command ends, and return the exit code."""
+def _print_error(sentence: str, code: int) -> int:
+    """Print in one line why the command fails, and return the exit code."""
     with suppress(OSError):
         sys.stderr.write(f"unfuse: {' '.join(sentence.split())}\n")
         sys.stderr.flush()

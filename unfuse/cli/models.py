@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 app = CommandRegistry("The models of a server, and those that could be served from here.")
 
-LOOK_S = 0.5  # seconds between two questions how far a model is
+#: Seconds between two requests for the state of a loading model.
+LOOK_S = 0.5
 
 Name = Annotated[str, typer.Argument(help="Name of the model, as `models ls` has it.", metavar="NAME")]
 
@@ -50,11 +51,11 @@ def ls(server: Server = None, api_key: ApiKey = None, config: Config = None, jso
             raise
         typer.echo(str(error), err=True)
     names = {row["id"] for row in served}
-    could = [row for row in here() if row["id"] not in names] if can_serve else []
+    available = [row for row in here() if row["id"] not in names] if can_serve else []
     if json:
-        show.as_json([*served, *could])
+        show.as_json([*served, *available])
         return
-    rows = [*({**row, "state": _state(row)} for row in served), *could]
+    rows = [*({**row, "state": _state(row)} for row in served), *available]
     show.as_table(rows, ["id", "state", "default", "created", "owned_by"], "no model")
     if not can_serve:
         return
@@ -89,20 +90,20 @@ def add(
     path = expanded(model)
     source = str(path.absolute()) if path.exists() else model
     with connecting.client(server, api_key, config) as client:
-        found: dict[str, Any] = {}
-        with progress_on(terminal, lambda: f"{found['id']}: {_waits_for(found)}" if found else f"looking into {model}"):
+        added: dict[str, Any] = {}
+        with progress_on(terminal, lambda: f"{added['id']}: {_waits_for(added)}" if added else f"looking into {model}"):
             try:
-                found = client.add_model(source, name)
+                added = client.add_model(source, name)
             except InvalidParameter as error:
                 if error.param == "model":
                     raise InvalidParameter(f"{model} cannot be added: {error}", error.param) from error
                 raise
-            while wait and found["state"] == "loading":
+            while wait and added["state"] == "loading":
                 time.sleep(LOOK_S)
-                found = client.model(found["id"])
-    if wait and found["state"] != "ready":
-        raise PermanentError(f"model {found['id']} cannot be served: {found['reason']}")
-    show.as_json(found) if json else typer.echo(f"{found['id']} is {_state(found)}")
+                added = client.model(added["id"])
+    if wait and added["state"] != "ready":
+        raise PermanentError(f"model {added['id']} cannot be served: {added['reason']}")
+    show.as_json(added) if json else typer.echo(f"{added['id']} is {_state(added)}")
 
 
 @app.verb()
@@ -112,12 +113,15 @@ def rm(name: Name, server: Server = None, api_key: ApiKey = None, config: Config
     Example: unfuse models rm mine
     """
     with connecting.client(server, api_key, config) as client:
-        gone = client.remove_model(name)
-    show.as_json(gone) if json else typer.echo(f"{gone['id']} is removed: requests that were accepted are finished")
+        removed = client.remove_model(name)
+    if json:
+        show.as_json(removed)
+    else:
+        typer.echo(f"{removed['id']} is removed: requests that were accepted are finished")
 
 
 def _state(model: Mapping[str, Any]) -> str:
-    """Return the state of a served model in words, with its progress or its reason."""
+    """Return the state of a served model as text, with its progress or its reason."""
     state, progress = str(model["state"]), model.get("progress")
     if progress:
         of = f" {readable_bytes(progress['done'])} of {readable_bytes(progress['total'])}" if progress["total"] else ""
@@ -126,13 +130,16 @@ def _state(model: Mapping[str, Any]) -> str:
 
 
 def _waits_for(model: Mapping[str, Any]) -> str:
-    """Return the state of a model that is waited for, also where this server starts no workers that could tell it."""
+    """Return the state of a loading model as text.
+
+    A server without workers of its own reports no progress.
+    """
     is_elsewhere = model["state"] == "loading" and not model.get("progress")
     return "loading: its workers have not joined yet" if is_elsewhere else _state(model)
 
 
 def here() -> Iterator[dict[str, Any]]:
-    """Models that are packaged, installed, or at least partly in the hub library's cache."""
+    """Yield the models that are packaged, installed, or at least partly in the hub cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     from unfuse.models import served_classes
@@ -170,43 +177,47 @@ def pull(
     from unfuse.models import fetch
 
     settings = load({**flags, **terminal.flags}, config).settings
-    choice = StageSelector(roles_of(settings.worker.role), settings.worker.component)
+    selector = StageSelector(roles_of(settings.worker.role), settings.worker.component)
     terminal.open_log()
     rows: list[dict[str, Any]] = []
-    heard: list[DownloadProgress] = []
+    reports: list[DownloadProgress] = []
 
     def status() -> str:
-        return f"{heard[-1].model}: {heard[-1]}" if heard else f"looking into {', '.join(models)}"
+        return f"{reports[-1].model}: {reports[-1]}" if reports else f"looking into {', '.join(models)}"
 
     with progress_on(terminal, status):
         for name in models:
-            heard.clear()
-            card, folder = fetch(name, choice, revision=settings.serve.revision, tell=heard.append)
-            if not any(choice.takes(stage) for stage in card.pipeline.stages):
+            reports.clear()
+            card, folder = fetch(name, selector, revision=settings.serve.revision, tell=reports.append)
+            if not any(selector.takes(stage) for stage in card.pipeline.stages):
                 roles = ", ".join(dict.fromkeys(stage.role for stage in card.pipeline.stages))
                 raise ConfigError(f"no stage of model {name} is what --role and --component say: its roles are {roles}")
-            brought = heard[0].total - heard[0].done if heard else 0
-            rows.append({"model": name, "brought": ByteSize(brought), "folder": str(folder)})
+            downloaded = reports[0].total - reports[0].done if reports else 0
+            rows.append({"model": name, "brought": ByteSize(downloaded), "folder": str(folder)})
     show.listing(rows, ["model", "brought", "folder"], "no model", json)
 
 
-_WORKER = ["id", "role", "node", "pid", "slots", "leased", "healthy", "seen_s", "ranks", "models"]
-_POOL = ["id", "state", "models", "workers", "slots", "leased", "waiting", "oldest_s"]
+#: The columns of `unfuse workers` and `unfuse pools`.
+_WORKER_COLUMNS = ["id", "role", "node", "pid", "slots", "leased", "healthy", "seen_s", "ranks", "models"]
+_POOL_COLUMNS = ["id", "state", "models", "workers", "slots", "leased", "waiting", "oldest_s"]
 
 
 def workers(server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
     """List the workers that are registered at a server."""
     with connecting.client(server, api_key, config) as client:
         rows = client.workers()
-    said = rows if json else [{**row, "ranks": _spent(row.get("ranks", ()))} for row in rows]
-    show.listing(said, _WORKER, "no worker is registered", json)
+    listed = rows if json else [{**row, "ranks": _rank_seconds(row.get("ranks", ()))} for row in rows]
+    show.listing(listed, _WORKER_COLUMNS, "no worker is registered", json)
     machines = {row["node"] for row in rows if row["healthy"]}
     if len(machines) > 1 and not json:
         typer.echo(f"{sum(row['healthy'] for row in rows)} healthy workers on {len(machines)} machines")
 
 
-def _spent(ranks: Sequence[Mapping[str, float]]) -> str:
-    """Of each rank the seconds that it computed, and those that it waited for others: a slow one waits least."""
+def _rank_seconds(ranks: Sequence[Mapping[str, float]]) -> str:
+    """Return the seconds of each rank as text: computing + waiting for other ranks.
+
+    A slow rank waits least.
+    """
     return ", ".join(f"{rank['compute_s']:.1f}+{rank['exchange_s']:.1f}" for rank in ranks) or "–"
 
 
@@ -214,4 +225,4 @@ def pools(server: Server = None, api_key: ApiKey = None, config: Config = None, 
     """List the pools of a server, and how much waits in each."""
     with connecting.client(server, api_key, config) as client:
         rows = client.pools()
-    show.listing(rows, _POOL, "no pool: no model is served", json)
+    show.listing(rows, _POOL_COLUMNS, "no pool: no model is served", json)

@@ -1,4 +1,4 @@
-"""`unfuse operator`."""
+"""`unfuse operator`: serve the DiffusionPipelines of a Kubernetes cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows progress on standard error: in one place of a terminal, else as a line from time to time."""
+"""Show progress on standard error: as bars on a terminal, else as occasional lines."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ from typing_extensions import override
 from unfuse.cli.terminal import ProgressDisplay, Status, Terminal, retried
 from unfuse.core.request import Event
 
+#: How often bars are redrawn.
 REFRESHES_PER_S = 4
+
+#: Without a terminal, the longest time without a line, in seconds. Users should not wait 2 s for the next one.
+SILENCE_S = 1.5
 
 
 class ProgressBars(ProgressDisplay):
-    """One bar for each stage that has started, below a line on what goes on."""
+    """One bar for each started stage, below a line on the current activity."""
 
     def __init__(self, terminal: Terminal, status: Status) -> None:
-        self.status, self._terminal = status, terminal
+        self.status = status
+        self._terminal = terminal
         self._progress = RichProgress(
             TextColumn("{task.description:16}", markup=False),
             BarColumn(),
@@ -32,16 +37,18 @@ class ProgressBars(ProgressDisplay):
             console=terminal.console,
         )
         self._spinner = Spinner("dots")
-        self._began = time.monotonic()
-        # Its own thread would take its lock before the console's, threads that write take them the other way round
+        self._opened_at = time.monotonic()
+        # No automatic refresh: rich's thread acquires the lock of Live before the console's, threads that write acquire
+        # them the other way round, and both would deadlock.
         self._live = Live(Group(self, self._progress), console=terminal.console, auto_refresh=False)
-        self._over = threading.Event()
+        self._closed = threading.Event()
+        #: The bar and the number of steps of each stage.
         self._bars: dict[str, tuple[TaskID, int]] = {}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The line on what goes on, if there is one."""
+        """Render the line on the current activity, if there is one."""
         if text := str(self.status()):
-            self._spinner.update(text=Text(f"{text}  {time.monotonic() - self._began:.0f} s"))
+            self._spinner.update(text=Text(f"{text}  {time.monotonic() - self._opened_at:.0f} s"))
             yield self._spinner
 
     def __enter__(self) -> Self:
@@ -52,14 +59,15 @@ class ProgressBars(ProgressDisplay):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._closed.set()
         with self._terminal.console:
-            self.status = str
+            self.status = str  # str() is "": no activity is shown
             self._live.stop()
             self._terminal.draws = False
 
     def _refresh(self) -> None:
-        while not self._over.wait(1 / REFRESHES_PER_S):
+        """Redraw the bars until this is closed."""
+        while not self._closed.wait(1 / REFRESHES_PER_S):
             with self._terminal.console:
                 if self._live.is_started:
                     self._live.refresh()
@@ -82,11 +90,8 @@ class ProgressBars(ProgressDisplay):
             self._progress.reset(bar, completed=0)
 
 
-SILENCE_S = 1.5  # where lines are written, the longest time without one; people should not have to wait for 2 s
-
-
 def progress_on(terminal: Terminal, status: Status) -> ProgressDisplay:
-    """The kind of progress for this terminal."""
+    """Return the progress display that suits this terminal."""
     if terminal.quiet:
         return NoProgress(status)
     if not terminal.interactive:
@@ -95,7 +100,7 @@ def progress_on(terminal: Terminal, status: Status) -> ProgressDisplay:
 
 
 class NoProgress(ProgressDisplay):
-    """No progress."""
+    """A display that shows nothing, for --quiet."""
 
     def __init__(self, status: Status) -> None:
         self.status = status
@@ -105,17 +110,20 @@ class NoProgress(ProgressDisplay):
         pass
 
     def __exit__(self, *_: object) -> None:
-        """Nothing was shown."""
+        """Do nothing."""
 
 
 class ProgressLines(ProgressDisplay):
-    """A line for each stage that ends, and one on what goes on whenever there was none for a while."""
+    """A line for each completed stage, and one on the current activity after each silence."""
 
     def __init__(self, terminal: Terminal, status: Status) -> None:
-        self.status, self._terminal = status, terminal
-        self._began: dict[str, float] = {}
+        self.status = status
+        self._terminal = terminal
+        #: The monotonic time of each stage's first event.
+        self._started_at: dict[str, float] = {}
+        #: The running stage and its progress, as text.
         self._running = ""
-        self._over = threading.Event()
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._fill_silence, daemon=True)
 
     def __enter__(self) -> Self:
@@ -124,16 +132,16 @@ class ProgressLines(ProgressDisplay):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._closed.set()
         self._thread.join()
 
     @override
     def show(self, event: Event) -> None:
         stage, now = event.stage, time.monotonic()
-        began = self._began.setdefault(stage, now)
+        started_at = self._started_at.setdefault(stage, now)
         if event.type == "stage_completed":
             self._running = ""
-            self._terminal.say(f"{stage}: done in {now - began:.1f} s")
+            self._terminal.say(f"{stage}: done in {now - started_at:.1f} s")
         elif event.type == "retrying":
             self._terminal.say(retried(event))
         elif event.type == "progress":
@@ -142,8 +150,9 @@ class ProgressLines(ProgressDisplay):
             self._running = f"{stage}: running"
 
     def _fill_silence(self) -> None:
-        opened = time.monotonic()
-        while not self._over.wait(max(0.0, self._terminal.wrote_at + SILENCE_S - time.monotonic())):
+        """Write a line whenever none was written for SILENCE_S seconds, until this is closed."""
+        opened_at = time.monotonic()
+        while not self._closed.wait(max(0.0, self._terminal.wrote_at + SILENCE_S - time.monotonic())):
             if time.monotonic() - self._terminal.wrote_at >= SILENCE_S:
                 text = self._running or str(self.status()) or "working"
-                self._terminal.say(f"{text} ({time.monotonic() - opened:.0f} s)")
+                self._terminal.say(f"{text} ({time.monotonic() - opened_at:.0f} s)")

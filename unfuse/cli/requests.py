@@ -1,4 +1,4 @@
-"""`unfuse requests`."""
+"""`unfuse requests`: list, show and cancel requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from unfuse.cli.verbs import ApiKey, CommandRegistry, Config, Json, Server
 
 app = CommandRegistry("What was asked of a server.")
 
-PROMPT_CHARS = 40  # characters of a prompt that a table shows
+#: The most characters of a prompt in a table.
+PROMPT_CHARS = 40
 
 Id = Annotated[str, typer.Argument(help="Id of the request.", metavar="ID")]
 Limit = Annotated[int, typer.Option(help="At most this many.", min=1, max=1000)]
@@ -57,43 +58,49 @@ def cancel(id: Id, server: Server = None, api_key: ApiKey = None, config: Config
 
 
 def _wide(request: dict[str, Any]) -> dict[str, Any]:
-    """The further columns of a request."""
-    words = " ".join((request["prompt"] or "").split())
+    """Return the columns that --wide adds to a request."""
+    prompt = " ".join((request["prompt"] or "").split())
     return {
         "seconds": float(sum(request["cost"]["device_s"].values())),
         "money": _money(request["cost"]["money"]),
-        "prompt": words if len(words) <= PROMPT_CHARS else words[: PROMPT_CHARS - 1] + "…",
+        "prompt": prompt if len(prompt) <= PROMPT_CHARS else prompt[: PROMPT_CHARS - 1] + "…",
     }
 
 
 def _money(amount: float | None) -> str | None:
-    """An amount as people read it; a picture often costs less than a thousandth."""
+    """Return an amount of money as text, or None.
+
+    It has six digits after the point, since a picture often costs less than a thousandth.
+    """
     return None if amount is None else f"{amount:.6f}".rstrip("0").rstrip(".")
 
 
 def _cost(cost: dict[str, Any]) -> str:
-    """The cost of a request in words: what it has used, at which price, and what was predicted."""
+    """Return the cost of a request as text: seconds of devices, money, and predicted seconds."""
     used = [f"{shown.cell(float(seconds))} s of {device}" for device, seconds in cost["device_s"].items()]
     money = [] if cost["money"] is None else [f"money {_money(cost['money'])}"]
     return ", ".join([*(used or ["nothing used"]), *money, f"predicted {shown.cell(float(cost['predicted_s']))} s"])
 
 
 def tell(request: dict[str, Any], json: bool) -> None:
-    """Print one request, as JSON or for people."""
+    """Print one request, as JSON or as text with a table of its stages."""
     if json:
         shown.as_json(request)
         return
-    told = request | ({"cost": _cost(request["cost"])} if request.get("cost") else {})
-    for name, value in told.items():
+
+    fields = request | ({"cost": _cost(request["cost"])} if request.get("cost") else {})
+    for name, value in fields.items():
         if name not in ("stages", "result", "error", "object"):
             typer.echo(f"{name:15} {shown.cell(shown.shown(name, value))}")
+
     if request.get("error"):
         typer.echo(f"{'error':15} {request['error'].get('message')}")
         for line in (request["error"].get("evidence") or "").splitlines():
             typer.echo(f"{'evidence':15} {line}")
     for file in request.get("result") or ():
-        about = "flagged" if file.get("flagged") else f"{file['content_type']}, {file['bytes']} bytes"
-        typer.echo(f"{'result':15} {file['url']} ({about})")
+        details = "flagged" if file.get("flagged") else f"{file['content_type']}, {file['bytes']} bytes"
+        typer.echo(f"{'result':15} {file['url']} ({details})")
+
     typer.echo()
     charges = ["failures", "crashes", "recomputes"]
     columns = ["name", "status", "worker", "attempt", *charges, "queued_s", "run_s"]

@@ -1,4 +1,4 @@
-"""`unfuse serve`."""
+"""`unfuse serve`: serve models over HTTP."""
 
 from __future__ import annotations
 
@@ -57,20 +57,21 @@ def serve(
 
     SIGTERM and Ctrl-C stop accepting and save what runs, to go on after the next start; a second one stops at once.
     """
-    began = time.monotonic()
+    started_at = time.monotonic()
     loaded = load({**flags, "serve.models": models or None}, config)
     with begun_early(loaded.settings, fork_server) as forks:
         from unfuse.service.options import options
 
-        run(options(loaded), terminal, forks, began)
+        run(options(loaded), terminal, forks, started_at)
 
 
 @contextmanager
 def begun_early(settings: Settings, inherited: int | None = None) -> Iterator[ForkServers | InheritedForks | None]:
-    """Start the fork server before this process imports anything heavy, and close it after the block.
+    """Start a fork server before this process imports anything heavy, since its imports take longest.
 
-    Its imports take longest. Yields None unless all workers run on CPUs and all models are local. With the descriptor
-    of an `inherited` fork server, yields that one instead.
+    It is closed after the block. Yields None unless all workers run on CPUs and all models are local.
+
+    `inherited`: the descriptor of a socket to an inherited fork server, which is used instead.
     """
     if inherited is not None:
         with closing(InheritedForks(inherited)) as forks:
@@ -78,71 +79,89 @@ def begun_early(settings: Settings, inherited: int | None = None) -> Iterator[Fo
         return
     from unfuse.weights.source import is_local
 
-    serve, on_cpu = settings.serve, settings.compute.device in (CPU, "auto") and not settings.serve.place
+    serve = settings.serve
+    on_cpu = settings.compute.device in (CPU, "auto") and not serve.place
     local = all(map(is_local, serve.models))
     if serve.workers == NONE or serve.launcher != "local" or not (on_cpu and local) or len(devices()) > 1:
         yield None
         return
-    with closing(ForkServers(serve.models)) as begun:
-        yield begun
+    with closing(ForkServers(serve.models)) as forks:
+        yield forks
 
 
 def tell(plan: ServingPlan, say: Callable[[str], object]) -> None:
-    """Say what each component of each worker takes, line by line, and all of them on each device."""
+    """Print the memory of each component of each worker, and the sum for each device.
+
+    `say` is called with each line.
+    """
     columns = ["worker", "role", "device", "component", "dtype", "memory", "models"]
     for line in show.table(plan.rows(), columns, "no worker is started here"):
         say(line)
     for component, times in plan.repeats().items():
         say(f"{component} is listed {times} times in a worker: each stage that uses it loads its own copy")
     for sums in plan.memory():
-        takes = f"{readable_bytes(sums['takes'])} of {readable_bytes(sums['free'])} free, processes and arenas counted"
-        say(f"{sums['device']}: {takes}; activations come on top")
+        used = f"{readable_bytes(sums['takes'])} of {readable_bytes(sums['free'])} free, processes and arenas counted"
+        say(f"{sums['device']}: {used}; activations come on top")
 
 
 class _StartReport:
-    """Says what is served, on what and where, and when everything is there, `began` being when the verb was called."""
+    """Prints the lines of a start: what is served, where, and when it is ready.
+
+    `began` is the monotonic time at which the verb was called.
+    """
 
     def __init__(self, options: ServeOptions, plan: ServingPlan, terminal: Terminal, began: float) -> None:
         from unfuse.service.report import StartScreen
         from unfuse.service.service import public_names
 
-        self._options, self._plan, self._terminal, self._began = options, plan, terminal, began
+        self._options = options
+        self._plan = plan
+        self._terminal = terminal
+        self._started_at = began
         self._screen = StartScreen(plan, public_names(options.serve), keyed=bool(options.keys))
         self._url = ""
 
     def opening(self) -> None:
-        """Say what is served, and on what."""
-        self._say(self._screen.opening())
+        """Print which models are served, and by which workers."""
+        self._print(self._screen.opening())
         if self._terminal.is_detailed:
             tell(self._plan, self._terminal.say)
 
     def started(self, url: str, addresses: Sequence[str]) -> None:
-        """Say where clients are answered, and how workers elsewhere come to these addresses."""
+        """Print the URL for clients, and how workers elsewhere connect to the control addresses."""
         from unfuse.service.addresses import invitations, keys_folder
 
-        self._url, options = url, self._options
-        self._say(filter(None, [options.keys.note]))
-        self._say(invitations(options.trust, keys_folder(options.settings, "worker"), addresses))
-        self._say([f"requests are accepted at {url}"])
+        self._url = url
+        options = self._options
+        self._print(filter(None, [options.keys.note]))
+        self._print(invitations(options.trust, keys_folder(options.settings, "worker"), addresses))
+        self._print([f"requests are accepted at {url}"])
 
     def ready(self) -> None:
-        """Say how long it took, and how to try it, unless no worker was started here."""
-        if self._url:
-            self._say(self._screen.ready(self._url, time.monotonic() - self._began))
+        """Print how long the start took, and how to try the server.
 
-    def _say(self, lines: Iterable[str]) -> None:
+        Without workers here, this is called before requests are accepted, and prints nothing.
+        """
+        if self._url:
+            self._print(self._screen.ready(self._url, time.monotonic() - self._started_at))
+
+    def _print(self, lines: Iterable[str]) -> None:
+        """Print these lines on the terminal."""
         for line in lines:
             self._terminal.say(line)
 
 
 def run(options: ServeOptions, terminal: Terminal, forks: ForkServers | InheritedForks | None, began: float) -> None:
-    """Serve until stopped by a signal. The verb was called when the monotonic clock was at `began`."""
+    """Serve until a signal stops it, and raise KeyboardInterrupt if that was SIGINT.
+
+    `began` is the monotonic time at which the verb was called.
+    """
     stopped_by: list[int] = []
     loading = LoadingProgress(options.serve.models)
     terminal.heard = loading.hear
     terminal.open_log()
-    with ExitStack() as shown:
-        shown.enter_context(progress_on(terminal, lambda: loading))
+    with ExitStack() as progress:
+        progress.enter_context(progress_on(terminal, lambda: loading))
         import asyncio
 
         import uvloop
@@ -152,7 +171,8 @@ def run(options: ServeOptions, terminal: Terminal, forks: ForkServers | Inherite
         from unfuse.service.stopping import AT_ONCE_S, end_after
 
         async def serving() -> None:
-            service, loop = Service(options, found, terminal, forks), asyncio.get_running_loop()
+            service = Service(options, planned, terminal, forks)
+            loop = asyncio.get_running_loop()
 
             def stop(number: int) -> None:
                 end_after(AT_ONCE_S if stopped_by else options.serve.drain_timeout)
@@ -164,21 +184,21 @@ def run(options: ServeOptions, terminal: Terminal, forks: ForkServers | Inherite
                 loop.add_signal_handler(number, stop, number)
 
             def ready() -> None:
-                shown.close()
-                start.ready()
+                progress.close()
+                report.ready()
 
-            loading.expect([worker.role for worker in found.workers], lambda: loop.call_soon_threadsafe(ready))
+            loading.expect([worker.role for worker in planned.workers], lambda: loop.call_soon_threadsafe(ready))
 
             def started(url: str) -> None:
-                start.started(url, service.addresses)
+                report.started(url, service.addresses)
                 notify(READY)
 
             await service.run(started)
 
-        listen(options).close()
-        found = plan(options)
-        start = _StartReport(options, found, terminal, began)
-        start.opening()
+        listen(options).close()  # a port in use is reported before the models are read
+        planned = plan(options)
+        report = _StartReport(options, planned, terminal, began)
+        report.opening()
         uvloop.run(serving())
     if signal.SIGINT in stopped_by:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Printing data: JSON for programs, a table for people, both on standard output."""
+"""Print data on standard output: JSON for programs, or a table for people."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from unfuse.arena.limits import readable_bytes
 from unfuse.service.logs import harmless
 from unfuse.service.settings import ByteSize
 
+#: The indent of a table row's further lines.
 INDENT = "    "
 
 
@@ -25,41 +26,50 @@ def as_json(data: object) -> None:
 
 
 def listing(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], empty: str, json: bool) -> None:
-    """Print rows whole as JSON, or these columns of them as a table."""
+    """Print whole rows as JSON, or these columns of them as a table."""
     as_json(rows) if json else as_table(rows, columns, empty)
 
 
 def as_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], empty: str) -> None:
-    """Print these columns of the rows, or the sentence `empty` when there is none; no wider than the terminal."""
+    """Print these columns of the rows as a table, no wider than the terminal.
+
+    `empty`: the sentence to print if there is no row.
+    """
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for line in table(rows, columns, empty, width):
         typer.echo(line)
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], empty: str, width: int | None = None) -> list[str]:
-    """The lines of a table of these columns, or the sentence `empty` when there is no row.
+    """Return the lines of a table of these columns, or the sentence `empty` without rows.
 
-    Columns that do not fit into `width` characters stand on further lines of their row, indented; nothing is cut.
+    `width`: the most characters of a line. Columns that do not fit are on further lines of their row, indented. Nothing
+    is cut.
     """
     if not rows:
         return [empty]
     lines = [[column.replace("_", " ").upper() for column in columns]]
     lines += [[cell(shown(column, row.get(column))) for column in columns] for row in rows]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
+
+    # The indexes of the columns on each line of a row.
     groups: list[list[int]] = [[]]
-    for place in range(len(columns)):
-        taken = len(INDENT) * (len(groups) > 1) + sum(widths[other] + 2 for other in groups[-1])
-        if groups[-1] and width and taken + widths[place] > width:
+    for index in range(len(columns)):
+        used = len(INDENT) * (len(groups) > 1) + sum(widths[other] + 2 for other in groups[-1])
+        if groups[-1] and width and used + widths[index] > width:
             groups.append([])
-        groups[-1].append(place)
-    parts = (
-        (INDENT * (number > 0) + "  ".join(line[place].ljust(widths[place]) for place in group)).rstrip()
-        for line in lines for number, group in enumerate(groups)
-    )  # fmt: skip
-    return [piece for part in parts for piece in _wrapped(part, width)]
+        groups[-1].append(index)
+
+    texts = (
+        (INDENT * (number > 0) + "  ".join(line[index].ljust(widths[index]) for index in group)).rstrip()
+        for line in lines
+        for number, group in enumerate(groups)
+    )
+    return [wrapped for text in texts for wrapped in _wrap(text, width)]
 
 
-def _wrapped(line: str, width: int | None) -> list[str]:
+def _wrap(line: str, width: int | None) -> list[str]:
+    """Return a line broken at this width, or 20 characters, with further lines indented."""
     if not width or len(line) <= width:
         return [line]
     indent = line[: len(line) - len(line.lstrip())]
@@ -67,7 +77,7 @@ def _wrapped(line: str, width: int | None) -> list[str]:
 
 
 def cell(value: Any) -> str:
-    """A value as it stands in a table."""
+    """Return a value as text for a table, with control characters escaped."""
     if value is None or value == "":
         return "-"
     if isinstance(value, bool):
@@ -75,7 +85,7 @@ def cell(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(cell(item) for item in value) or "-"
     if isinstance(value, dict):
-        return ", ".join(f"{harmless(str(name))}={cell(one)}" for name, one in value.items()) or "-"
+        return ", ".join(f"{harmless(str(name))}={cell(item)}" for name, item in value.items()) or "-"
     if isinstance(value, ByteSize):
         return readable_bytes(value)
     if isinstance(value, float):
@@ -84,10 +94,10 @@ def cell(value: Any) -> str:
 
 
 def shown(name: str, value: Any) -> Any:
-    """A field of that name as people read it: times as local date and time."""
+    """Return the value of a field for people: times as local date and time."""
     return when(value) if name == "created" or name.endswith("_at") else value
 
 
 def when(seconds: float | None) -> str | None:
-    """Unix seconds as local date and time."""
+    """Return Unix seconds as local date and time, or None."""
     return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

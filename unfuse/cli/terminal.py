@@ -1,4 +1,4 @@
-"""The terminal of a verb: progress stays in one place, and everything else is written above it."""
+"""The terminal of a verb: progress in one place, and all other lines above it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from unfuse.core.request import Event
 from unfuse.service.groups import LogSettings
 from unfuse.service.logs import Logs
 
-Status = Callable[[], object]  # returns what goes on, in a few words; "" if there is nothing to show
+#: Returns the current activity as a short text; "" if there is nothing to show.
+Status = Callable[[], object]
 
 
 class LockedConsole(Console):
     """A console on which one thread draws at a time.
 
-    `rich.live.Live` moves the cursor up by the height of what was drawn last, and only then renders what is below. Two
+    `rich.live.Live` moves the cursor up by the height of its last drawing, and only then renders the next one. Two
     threads that do so at once move it by the same height, and leave lines behind.
     """
 
@@ -44,30 +45,42 @@ class LockedConsole(Console):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            super().__exit__(kind, error, traceback)  # writes what was drawn
+            super().__exit__(kind, error, traceback)  # writes the buffered output
         finally:
             self._drawing.release()
 
 
 class Terminal(Logs):
-    """Standard error of a verb, and what was said of it; `flags` are the settings that flags gave."""
+    """Standard error of a verb: its log, and its progress.
+
+    `flags`: the values of the shared flags by the dotted name of their setting.
+    The other parameters are those of `Logs`.
+    """
 
     def __init__(
-        self, log: LogSettings | None = None, usual: str = "warning", *, quiet: bool = False,
+        self,
+        log: LogSettings | None = None,
+        usual: str = "warning",
+        *,
+        quiet: bool = False,
         flags: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(log, usual, quiet=quiet)
         self.flags = flags or {}
-        self.wrote_at = time.monotonic()  # the time at which something was last written
-        self.draws = False  # whether progress is being drawn, above which everything else goes
+
+        #: The monotonic time of the last written line.
+        self.wrote_at = time.monotonic()
+
+        #: Whether progress is drawn; lines are then written above it.
+        self.draws = False
 
     @cached_property
     def console(self) -> Console:
-        """Standard error for what has colours and moves."""
+        """The console on standard error, for colours and progress."""
         return LockedConsole(stderr=True, highlight=False)
 
     def write(self, text: str) -> int:
-        """Write whole lines, above the progress that is shown."""
+        """Write whole lines, above the progress if it is drawn."""
         self.wrote_at = time.monotonic()
         if not self.draws:
             return super().write(text)
@@ -77,19 +90,20 @@ class Terminal(Logs):
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"], Protocol):
-    """What is shown while it is open: what goes on now, and the stages of a request."""
+    """Shows progress while it is open: the current activity, and the stages of a request."""
 
+    #: Returns the current activity.
     status: Status
 
     @abstractmethod
     def show(self, event: Event) -> None:
-        """Handle the next event of a request."""
+        """Show the next event of a request."""
 
     def close(self) -> None:
-        """Show nothing from now on."""
+        """Stop showing progress."""
         self.__exit__(None, None, None)
 
 
 def retried(event: Event) -> str:
-    """Why a stage runs again."""
+    """Return a line on a stage that is retried, with the reason."""
     return f"{event.stage}: {event.message or 'trying again'}"

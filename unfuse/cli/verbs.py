@@ -1,6 +1,6 @@
-"""Verbs and their options: for settings, for parameters, and those about standard error that all verbs take.
+"""Define verbs and their options: settings, request parameters, and shared ones for logging.
 
-Each setting and parameter is described once: in `groups`, in the media.
+Options are derived from the descriptions of settings in `service.groups` and of parameters in the modalities.
 """
 
 from __future__ import annotations
@@ -28,11 +28,19 @@ from unfuse.service.installed import require_server
 from unfuse.service.settings import FIELDS, REMOVED, ByteSize, SettingField, load
 
 KEYWORD_ONLY = Parameter.KEYWORD_ONLY
-MADE, LOGGING, CLIENTS, KEPT, WORKERS, MACHINES, COMPUTING, QUEUEING, EXPERT = (
-    "What to make", "Standard error", "Clients", "What is kept, and where", "Workers", "Between machines", "Computing",
-    "Who waits, and for what", "Expert",
-)  # fmt: skip
 
+#: The headings of options in `--help`.
+MADE = "What to make"
+LOGGING = "Standard error"
+CLIENTS = "Clients"
+KEPT = "What is kept, and where"
+WORKERS = "Workers"
+MACHINES = "Between machines"
+COMPUTING = "Computing"
+QUEUEING = "Who waits, and for what"
+EXPERT = "Expert"
+
+#: The settings under each heading, by the beginning of their name; the longest match counts.
 PANELS: dict[str, tuple[str, ...]] = {
     MADE: (),
     CLIENTS: (
@@ -61,32 +69,46 @@ PANELS: dict[str, tuple[str, ...]] = {
     LOGGING: ("log.",),
     EXPERT: ("serve.dispatch", "compute.loop", "compute.collective_s"),
 }  # fmt: skip
-"""The heading of a setting in `--help`, by the beginning of its name; the longest match counts."""
 
-OFFERED: set[str] = set()  # settings that some verb has a flag for
-COMPUTE = tuple(name for name in FIELDS if name.startswith("compute."))  # how compute processes work
+#: The settings that some verb has a flag for. Filled while verbs are defined.
+OFFERED: set[str] = set()
 
+#: The settings of compute processes.
+COMPUTE = tuple(name for name in FIELDS if name.startswith("compute."))
+
+#: The settings that say which workers run where.
 PLACING = (
-    "serve.workers", "serve.place", "serve.device_memory", "worker.max_loaded_models", "arena.bytes", "kv.bytes",
-)  # fmt: skip
-"""Which workers run where, beside how they compute."""
+    "serve.workers",
+    "serve.place",
+    "serve.device_memory",
+    "worker.max_loaded_models",
+    "arena.bytes",
+    "kv.bytes",
+)
 
 
 def option_of(name: str, **more: Any) -> Any:
-    """The option of the setting with that dotted name; it is None unless the flag is given."""
+    """Return the option for a setting. Its value is None unless the flag is used.
+
+    `name`: the dotted name of the setting.
+    `more`: further arguments of typer.Option.
+    """
     field = FIELDS[name]
-    shown = ByteSize(field.default) if field.unit == "byte" else field.default
-    usual = "" if shown in ((), "") or shown is True else f" [default: {cell(shown)}]"
+    default = ByteSize(field.default) if field.unit == "byte" else field.default
+    suffix = "" if default in ((), "") or default is True else f" [default: {cell(default)}]"
     flag = field.flag
     if isinstance(field.default, bool):
         flag += f"/--no-{flag.removeprefix('--')}"
     OFFERED.add(name)
     more.setdefault("metavar", _metavar(field))
-    return typer.Option(flag, help=field.description + usual, show_default=False, rich_help_panel=_panel(name), **more)
+    return typer.Option(flag, help=field.description + suffix, show_default=False, rich_help_panel=_panel(name), **more)
 
 
 def _metavar(field: SettingField) -> str | None:
-    """What stands for a value in `--help`; None is for the choices, or nothing, as the type has it."""
+    """Return the placeholder of a value in `--help`.
+
+    None leaves it to the type, which shows its choices, or nothing.
+    """
     kind = get_args(field.type)[0]
     if get_origin(kind) is tuple:
         return "TEXT (repeatable)"
@@ -96,44 +118,48 @@ def _metavar(field: SettingField) -> str | None:
 
 
 def parameter_of(name: str) -> Parameter:
-    """The option of a setting as a verb's signature has it."""
-    keyword, kind = name.replace(".", "_"), _typed(name) | None
+    """Return the option for a setting as a parameter of a verb's signature."""
+    keyword, kind = name.replace(".", "_"), _cli_type(name) | None
     return Parameter(keyword, KEYWORD_ONLY, default=None, annotation=Annotated[kind, option_of(name)])
 
 
 def _panel(name: str) -> str | None:
-    fits = {start: panel for panel, starts in PANELS.items() for start in starts if name.startswith(start)}
-    return fits[max(fits, key=len)] if fits else None
+    """Return the heading of a setting in `--help`, or None."""
+    matches = {start: panel for panel, starts in PANELS.items() for start in starts if name.startswith(start)}
+    return matches[max(matches, key=len)] if matches else None
 
 
 def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb an option for each of these settings; it gets them as its argument `flags`, for `load`."""
+    """Add an option for each of these settings to a verb.
+
+    The verb gets the used ones by dotted name as its argument `flags`, for `load`.
+    """
     return gathering("flags", {name: parameter_of(name) for name in names})
 
 
 def gathering(into: str, options: Mapping[str, Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb these options; those that are given arrive, by these names, as its argument `into`."""
+    """Add options to a verb, which gets the used ones by name as `into`."""
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(verb, eval_str=True)
-        parameters = [found.replace(kind=KEYWORD_ONLY) for found in signature.parameters.values()]
-        parameters = [found for found in parameters if found.name != into] + [*options.values()]
+        parameters = [parameter.replace(kind=KEYWORD_ONLY) for parameter in signature.parameters.values()]
+        parameters = [parameter for parameter in parameters if parameter.name != into] + [*options.values()]
 
         @wraps(verb)
-        def called(**given: Any) -> None:
-            found = {name: given.pop(option.name) for name, option in options.items()}
-            given[into] = {name: value for name, value in found.items() if value not in (None, [])}
-            verb(**given)
+        def wrapper(**arguments: Any) -> None:
+            values = {name: arguments.pop(option.name) for name, option in options.items()}
+            arguments[into] = {name: value for name, value in values.items() if value not in (None, [])}
+            verb(**arguments)
 
-        called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return called
+        wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return wrapper
 
     return decorate
 
 
-def _typed(name: str) -> Any:
-    """The type of a setting as the command line has it: lists for tuples, and text for what only `load` reads."""
+def _cli_type(name: str) -> Any:
+    """Return the type of a setting's option: lists for tuples, text for units."""
     kind = get_args(FIELDS[name].type)[0]
     if get_origin(kind) is tuple:
         return list[str]
@@ -148,16 +174,20 @@ Server = Annotated[str | None, option_of("server", metavar="URL")]
 ApiKey = Annotated[str | None, option_of("api_key", metavar="KEY")]
 
 
+#: The types of parameters that the command line parses, by kind. All other kinds are text.
 TYPES = {"integer": int, "number": float, "flag": bool, "scaled": list[str]}
-"""Types that the command line parses; all others are text."""
 
-LINES = {one.name: one for medium in (IMAGE, VIDEO) for one in medium.parameters if one.offered}
+#: The parameters of picture and video requests that have a flag, by name.
+LINES = {parameter.name: parameter for medium in (IMAGE, VIDEO) for parameter in medium.parameters if parameter.offered}
 
 
 def asks(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb a flag for each of these parameters (without names: all); it gets them as its argument `asked`."""
-    lines = [LINES[name] for name in names] or LINES.values()
-    return gathering("asked", {one.name: _argument(one) for one in lines})
+    """Add an option for each of these request parameters, or for all, to a verb.
+
+    The verb gets the used ones by name as its argument `asked`.
+    """
+    parameters = [LINES[name] for name in names] or LINES.values()
+    return gathering("asked", {parameter.name: _option_parameter(parameter) for parameter in parameters})
 
 
 def check_numbers(asked: Mapping[str, object]) -> None:
@@ -169,38 +199,46 @@ def check_numbers(asked: Mapping[str, object]) -> None:
 
 
 def words_of(line: RequestParameter) -> str:
-    """What `--help` says of a parameter: its words, its bounds, its default."""
+    """Return the help text of a parameter: its description, bounds and default."""
     parts = [f"{line.description[:1].upper()}{line.description[1:]}."]
     parts += [f"[{line.bounds}]"] if line.bounds else []
     parts += [f"[default: {line.default}]"] if line.default not in (None, "") else []
     return " ".join(parts)
 
 
-def _flag(line: RequestParameter) -> str:
-    return line.flag or "--" + line.name.replace("_", "-")
+def _flag(parameter: RequestParameter) -> str:
+    """Return the flag of a request parameter."""
+    return parameter.flag or "--" + parameter.name.replace("_", "-")
 
 
-def _argument(line: RequestParameter) -> Parameter:
-    flag, kind = _flag(line), TYPES.get(line.kind, str)
+def _option_parameter(parameter: RequestParameter) -> Parameter:
+    """Return the option for a request parameter as a parameter of a verb's signature."""
+    flag = _flag(parameter)
+    kind = TYPES.get(parameter.kind, str)
     names = f"{flag}/--no-{flag.removeprefix('--')}" if kind is bool else flag
-    option = typer.Option(names, help=words_of(line), metavar=line.metavar or None, rich_help_panel=MADE)
-    return Parameter(line.name, KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
+    option = typer.Option(names, help=words_of(parameter), metavar=parameter.metavar or None, rich_help_panel=MADE)
+    return Parameter(parameter.name, KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
 
 
-ARGUMENTS, OPTIONS = "Arguments", "Options"
+#: The headings of arguments and of options without a heading of their own.
+ARGUMENTS = "Arguments"
+OPTIONS = "Options"
 
+#: Names that other command lines have for a verb, and the name here.
 SYNONYMS = {"list": "ls", "get": "show", "describe": "show", "delete": "rm", "remove": "rm", "create": "add"}
-"""Words that other commands have for what is another verb here."""
 
 
-def _tell_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
+    """Print the version and exit, if the flag is used."""
     if wanted:
         typer.echo(f"unfuse {unfuse.__version__}")
         raise typer.Exit
 
 
-VERSION = typer.Option("--version", is_eager=True, callback=_tell_version, help="Say which version this is, and end.")
+VERSION = typer.Option("--version", is_eager=True, callback=_print_version, help="Say which version this is, and end.")
 QUIET = typer.Option("-q", "--quiet", help="Write only errors to standard error.", rich_help_panel=LOGGING)
+
+#: The options that all verbs have.
 SHARED = (
     Parameter("context", KEYWORD_ONLY, annotation=typer.Context),
     parameter_of("log.level"),
@@ -211,22 +249,22 @@ SHARED = (
 
 
 class PanelCommand(TyperCommand):
-    """A verb whose options stand under headings in its help, in the order of PANELS."""
+    """A verb whose help lists its options under headings, in the order of PANELS."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments. Raises UsageError for a removed flag, with what replaces it."""
-        for flag in (written.partition("=")[0] for written in takewhile(lambda written: written != "--", args)):
+        """Parse the arguments. Raises UsageError for a removed flag, with what replaces it."""
+        for flag in (argument.partition("=")[0] for argument in takewhile(lambda argument: argument != "--", args)):
             if flag in REMOVED:
                 raise UsageError(f"{flag} is not a flag any more; {REMOVED[flag]}")
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments and options."""
+        """Write the help on arguments and options."""
         sections: dict[str, list[tuple[str, str]]] = {ARGUMENTS: [], OPTIONS: [], **{name: [] for name in PANELS}}
-        for found in self.get_params(ctx):
-            usual = ARGUMENTS if found.param_type_name == "argument" else OPTIONS
-            if record := found.get_help_record(ctx):
-                sections[getattr(found, "rich_help_panel", None) or usual].append(record)
+        for parameter in self.get_params(ctx):
+            default_title = ARGUMENTS if parameter.param_type_name == "argument" else OPTIONS
+            if record := parameter.get_help_record(ctx):
+                sections[getattr(parameter, "rich_help_panel", None) or default_title].append(record)
         for title, records in sections.items():
             if records:
                 with formatter.section(title):
@@ -234,17 +272,17 @@ class PanelCommand(TyperCommand):
 
 
 class CommandGroup(TyperGroup):
-    """Verbs whose help lists the whole sentence of each, and that know other words for some."""
+    """A group of verbs whose help shows whole sentences, and that suggests verbs for synonyms."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the verb that is called. Raises UsageError for another word, with the verb."""
-        meant = SYNONYMS.get(args[0]) if args and args[0] not in self.commands else None
-        if meant in self.commands:
-            raise UsageError(f"`{ctx.command_path} {args[0]}` is no verb: did you mean `{ctx.command_path} {meant}`?")
+        """Return the called verb. Raises UsageError for a synonym, with the verb."""
+        verb = SYNONYMS.get(args[0]) if args and args[0] not in self.commands else None
+        if verb in self.commands:
+            raise UsageError(f"`{ctx.command_path} {args[0]}` is no verb: did you mean `{ctx.command_path} {verb}`?")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the verbs."""
+        """Write the help on the verbs."""
         verbs = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl(
@@ -253,26 +291,38 @@ class CommandGroup(TyperGroup):
 
 
 class CommandRegistry(typer.Typer):
-    """Verbs, each of which has the options on standard error; one that asks for a `terminal` is given it."""
+    """Registers functions as verbs, and adds the shared options to each.
+
+    A function with a parameter `terminal` gets a Terminal made from these options.
+    """
 
     def __init__(self, help: str, **more: Any) -> None:
         settings = {"help_option_names": ["-h", "--help"]}
         super().__init__(
-            help=help, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
-            context_settings=settings, cls=CommandGroup, **more,
-        )  # fmt: skip
-        self.callback()(_with_signature(_keep, SHARED))
+            help=help,
+            no_args_is_help=True,
+            pretty_exceptions_enable=False,
+            rich_markup_mode=None,
+            context_settings=settings,
+            cls=CommandGroup,
+            **more,
+        )
+        self.callback()(_with_signature(_store_shared_options, SHARED))
 
     def usual(self, function: Callable[..., None]) -> Callable[..., None]:
-        """Make a function the verb that runs where none is named."""
+        """Make a function the default verb, which runs if none is named."""
         self.info.no_args_is_help = False
-        self.callback(invoke_without_command=True)(_with_usual(function, "warning"))
+        self.callback(invoke_without_command=True)(_default_callback(function, "warning"))
         return function
 
     def verb(
         self, usual: str = "warning", *, server: bool = False
     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """Make a function a verb that logs from level `usual` on; a `server` one needs what a server has installed."""
+        """Return a decorator that makes a function a verb.
+
+        `usual`: its log level for the setting "auto".
+        `server`: whether it needs the packages of a server.
+        """
 
         def decorate(function: Callable[..., None]) -> Callable[..., None]:
             self.command(cls=PanelCommand)(_with_terminal(function, usual, server))
@@ -281,52 +331,59 @@ class CommandRegistry(typer.Typer):
         return decorate
 
 
-def _with_usual(function: Callable[..., None], usual: str) -> Callable[..., None]:
-    """Return the callback of a group that runs this verb where none is named.
+def _default_callback(function: Callable[..., None], usual: str) -> Callable[..., None]:
+    """Return the callback of a group that runs this verb if none is named.
 
-    Options before another verb, which would have no effect, raise UsageError.
+    It raises UsageError for options before another verb, since they would have no effect.
     """
-    run, shared = _with_terminal(function, usual, server=False), {one.name for one in SHARED}
+    run = _with_terminal(function, usual, server=False)
+    shared_names = {option.name for option in SHARED}
 
-    def called(**given: Any) -> None:
-        context: typer.Context = given["context"]
+    def callback(**arguments: Any) -> None:
+        context: typer.Context = arguments["context"]
         if context.invoked_subcommand is None:
-            run(**given)
+            run(**arguments)
             return
-        _keep(**{name: given.pop(name) for name in shared})
-        if said := [name for name, value in given.items() if value]:
-            verb, flag = f"{context.command_path} {context.invoked_subcommand}", f"--{said[0].replace('_', '-')}"
+        _store_shared_options(**{name: arguments.pop(name) for name in shared_names})
+        if used := [name for name, value in arguments.items() if value]:
+            verb, flag = f"{context.command_path} {context.invoked_subcommand}", f"--{used[0].replace('_', '-')}"
             raise UsageError(f"{flag} has no effect there: write {verb} {flag}")
 
-    return _with_signature(called, [*inspect.signature(run).parameters.values()])
+    return _with_signature(callback, [*inspect.signature(run).parameters.values()])
 
 
-def _keep(context: typer.Context, log_level: str | None, log_format: str | None, quiet: bool, version: bool) -> None:
-    """Keep the options about standard error for the verb, whether they come before or after its name."""
-    said = {"log.level": log_level, "log.format": log_format, "quiet": quiet or None}
-    context.obj = {**(context.obj or {}), **{name: value for name, value in said.items() if value is not None}}
+def _store_shared_options(
+    context: typer.Context, log_level: str | None, log_format: str | None, quiet: bool, version: bool
+) -> None:
+    """Store the shared options in the context, whether they precede or follow the verb."""
+    options = {"log.level": log_level, "log.format": log_format, "quiet": quiet or None}
+    context.obj = {**(context.obj or {}), **{name: value for name, value in options.items() if value is not None}}
 
 
 def _with_terminal(function: Callable[..., None], usual: str, server: bool) -> Callable[..., None]:
+    """Return a function with the shared options, which passes a terminal on."""
     signature = inspect.signature(function, eval_str=True)
 
     @wraps(function)
-    def called(**given: Any) -> None:
-        context: typer.Context = given["context"]
+    def wrapper(**arguments: Any) -> None:
+        context: typer.Context = arguments["context"]
         if server:
             require_server(f"`{context.command_path}`")
-        _keep(**{shared.name: given.pop(shared.name) for shared in SHARED})
+        _store_shared_options(**{shared.name: arguments.pop(shared.name) for shared in SHARED})
         if "terminal" in signature.parameters:
             flags = {name: value for name, value in context.obj.items() if name in FIELDS}
-            log = load(flags, given.get("config")).settings.log
-            given["terminal"] = Terminal(log, usual, quiet="quiet" in context.obj, flags=flags)
-        function(**given)
+            log = load(flags, arguments.get("config")).settings.log
+            arguments["terminal"] = Terminal(log, usual, quiet="quiet" in context.obj, flags=flags)
+        function(**arguments)
 
-    own = (found.replace(kind=KEYWORD_ONLY) for name, found in signature.parameters.items() if name != "terminal")
-    return _with_signature(called, (*own, *SHARED))
+    parameters = (
+        parameter.replace(kind=KEYWORD_ONLY) for name, parameter in signature.parameters.items() if name != "terminal"
+    )
+    return _with_signature(wrapper, (*parameters, *SHARED))
 
 
 def _with_signature(function: Callable[..., None], parameters: Sequence[Parameter]) -> Callable[..., None]:
+    """Set the signature of a function that is read by typer, and return the function."""
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return function

@@ -1,4 +1,4 @@
-"""`unfuse worker`."""
+"""`unfuse worker`: run one worker, or all workers of this machine."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def worker(
 
     settings = load(flags, config).settings
     if settings.worker.workers or settings.compute.parallel != AUTO:
-        parse_parallel(settings.compute.parallel)  # refuses what is wrong before it waits for a scheduler
+        parse_parallel(settings.compute.parallel)  # raises for a wrong value before waiting for a scheduler
     if settings.worker.workers:
-        if said := [
+        if unsuitable := [
             name
             for name in ("worker.role", "worker.component", "worker.model", "serve.component_source")
             if flags.get(name)
         ]:
-            raise UsageError(f"--workers starts all that the scheduler serves: leave out {FIELDS[said[0]].flag}")
+            raise UsageError(f"--workers starts all that the scheduler serves: leave out {FIELDS[unsuitable[0]].flag}")
         if settings.worker.health:
             raise UsageError("--health is one worker's: with --workers each would need a port of its own, leave it out")
         work_all(settings, terminal)
@@ -70,7 +70,7 @@ def worker(
 
 
 def work_all(settings: Settings, terminal: Terminal) -> None:
-    """Run all workers of this machine until stopped by a signal."""
+    """Run all workers of this machine until a signal stops them."""
     import asyncio
 
     import uvloop
@@ -83,14 +83,15 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
 
     terminal.open_log()
     await_scheduler(settings)
-    named = " or ".join(schedulers(settings))
-    loading = LoadingProgress([f"what {named} serves"])
+    scheduler_names = " or ".join(schedulers(settings))
+    loading = LoadingProgress([f"what {scheduler_names} serves"])
     terminal.heard = loading.hear
-    with ExitStack() as shown:
-        shown.enter_context(progress_on(terminal, lambda: loading))
+    with ExitStack() as progress:
+        progress.enter_context(progress_on(terminal, lambda: loading))
 
         async def working() -> None:
-            workers, loop = MachineWorkers(settings, terminal), asyncio.get_running_loop()
+            workers = MachineWorkers(settings, terminal)
+            loop = asyncio.get_running_loop()
 
             def stop() -> None:
                 end_after(AT_ONCE_S if workers.stopping.is_set() else settings.serve.drain_timeout)
@@ -101,8 +102,8 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
                 loop.add_signal_handler(number, stop)
 
             def ready(count: int) -> None:
-                shown.close()
-                terminal.say(f"{count} worker{'s' * (count > 1)} of this machine work for {named}")
+                progress.close()
+                terminal.say(f"{count} worker{'s' * (count > 1)} of this machine work for {scheduler_names}")
                 notify(READY)
 
             def starting(planned: ServingPlan) -> None:
