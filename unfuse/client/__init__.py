@@ -1,4 +1,4 @@
-"""Python's way to a gateway."""
+"""The Python client of a gateway: `connect` for blocking calls, `aconnect` for asyncio."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from unfuse.client.result import Result
 
 
 def connect(url: str, key: str | None = None) -> Client:
-    """A client of the gateway at `url`, such as http://127.0.0.1:8000; `key` is one of its API keys."""
+    """Return a blocking client of a gateway.
+
+    `url`: the gateway's address, such as http://127.0.0.1:8000.
+    `key`: one of its API keys, or None if it has none.
+    """
     return Client(url, key)
 
 
 def aconnect(url: str, key: str | None = None) -> AsyncClient:
-    """The same for asyncio: `async with aconnect(url) as client`."""
+    """Return an asynchronous client of a gateway: `async with aconnect(url) as client`.
+
+    The parameters are those of `connect`.
+    """
     return AsyncClient(url, key)
 
 

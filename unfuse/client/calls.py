@@ -1,7 +1,7 @@
-"""How a gateway is asked, and its answers read; and the two transports that carry calls.
+"""Build requests to a gateway, parse its responses, and send calls over two HTTP transports.
 
-Both transports have the same coroutines. Those of `BlockingTransport` never suspend, so that `run` and `iterate` drive
-the asynchronous client to its end without an event loop and without another thread.
+Both transports have the same coroutines. Those of `BlockingTransport` never suspend, so `run` and `iterate` drive the
+asynchronous client to completion without an event loop and without another thread.
 """
 
 from __future__ import annotations
@@ -26,13 +26,20 @@ from unfuse.core.request import Event
 
 
 def error_of(response: httpx2.Response) -> errors.UnfuseError:
-    """The error for an error response; one that is not in OpenAI's format becomes the message."""
+    """Return the exception for an error response, chosen by its status and error code.
+
+    If the body is not in OpenAI's error format, its first 200 characters become the message.
+    """
     try:
         body = json.loads(response.content)["error"]
-        message, param, code = str(body["message"]), body.get("param"), body.get("code")
+        message = str(body["message"])
+        param = body.get("param")
+        code = body.get("code")
     except (ValueError, TypeError, KeyError):
         message = f"{response.request.url} answered {response.status_code}: {' '.join(response.text.split())[:200]}"
-        param, code = None, None
+        param = None
+        code = None
+
     match response.status_code:
         case 400 if code == "context_length_exceeded":
             return errors.ContextLengthExceeded(message, param)
@@ -52,7 +59,10 @@ def error_of(response: httpx2.Response) -> errors.UnfuseError:
 
 
 def _retry_after(header: str) -> float:
-    """Return the seconds in a Retry-After header; 1 if it is missing, or a date, which some proxies send."""
+    """Return the seconds in a Retry-After header, or 1 if there are none.
+
+    The header may be missing, or be a date, which some proxies send.
+    """
     try:
         return float(header)
     except ValueError:
@@ -63,17 +73,20 @@ T = TypeVar("T")
 
 
 class AsyncTransport:
-    """Calls of one gateway on an event loop. `settings` and `options` are httpx2's."""
+    """Asynchronous HTTP calls to one gateway.
+
+    `settings` are the keyword arguments of `httpx2.AsyncClient`, `options` those of one httpx2 call.
+    """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._http = httpx2.AsyncClient(**settings)
 
     async def request(self, method: str, path: str, **options: Any) -> httpx2.Response:
-        """Return the response of a call, also if it is a refusal."""
+        """Return the response of a call, also if it is an error response."""
         return await self._http.request(method, path, **options)
 
     async def events(self, path: str, **options: Any) -> AsyncGenerator[httpx2.ServerSentEvent, None]:
-        """Yield the server-sent events of one connection. Raises the error that a refusal was made from."""
+        """Yield the server-sent events of one connection. Raises the error of an error response."""
         async with self._http.sse(path, **options) as source:
             if source.response.is_error:
                 await source.response.aread()
@@ -82,11 +95,11 @@ class AsyncTransport:
                 yield event
 
     async def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Wait without blocking the event loop."""
         await asyncio.sleep(seconds)
 
     async def call(self, function: Callable[..., T], *arguments: object) -> T:
-        """Call a function that reads files."""
+        """Call a function that reads files, in a thread, and return its result."""
         return await asyncio.to_thread(function, *arguments)
 
     async def close(self) -> None:
@@ -95,17 +108,21 @@ class AsyncTransport:
 
 
 class BlockingTransport:
-    """The same for callers without an event loop: each coroutine blocks until it is done."""
+    """HTTP calls to one gateway for callers without an event loop.
+
+    It has the coroutines of `AsyncTransport`. Each blocks its thread until it is done, and never suspends.
+    `settings` are the keyword arguments of `httpx2.Client`, `options` those of one httpx2 call.
+    """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._http = httpx2.Client(**settings)
 
     async def request(self, method: str, path: str, **options: Any) -> httpx2.Response:
-        """Return the response of a call, also if it is a refusal."""
+        """Return the response of a call, also if it is an error response."""
         return self._http.request(method, path, **options)
 
     async def events(self, path: str, **options: Any) -> AsyncGenerator[httpx2.ServerSentEvent, None]:
-        """Yield the server-sent events of one connection. Raises the error that a refusal was made from."""
+        """Yield the server-sent events of one connection. Raises the error of an error response."""
         with self._http.sse(path, **options) as source:
             if source.response.is_error:
                 source.response.read()
@@ -114,11 +131,11 @@ class BlockingTransport:
                 yield event
 
     async def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Wait, blocking the thread."""
         time.sleep(seconds)
 
     async def call(self, function: Callable[..., T], *arguments: object) -> T:
-        """Call a function that reads files."""
+        """Call a function that reads files, in this thread, and return its result."""
         return function(*arguments)
 
     async def close(self) -> None:
@@ -127,7 +144,7 @@ class BlockingTransport:
 
 
 def run(awaitable: Awaitable[T]) -> T:
-    """Return the result of a coroutine that never suspends, as those over a BlockingTransport."""
+    """Return the result of a coroutine that never suspends, as over a BlockingTransport."""
     try:
         next(awaitable.__await__())
     except StopIteration as end:
@@ -136,7 +153,10 @@ def run(awaitable: Awaitable[T]) -> T:
 
 
 def iterate(items: AsyncGenerator[T, None]) -> Iterator[T]:
-    """Yield the items of an asynchronous generator that never suspends. Closing this iterator closes it."""
+    """Yield the items of an asynchronous generator that never suspends.
+
+    Closing this iterator closes the generator.
+    """
     try:
         while True:
             yield run(anext(items))
@@ -146,28 +166,38 @@ def iterate(items: AsyncGenerator[T, None]) -> Iterator[T]:
         run(items.aclose())
 
 
-TIMEOUT_S = 60.0  # the longest silence of a response, in seconds; event streams send something every 15 seconds
-ADD_TIMEOUT_S = 3600.0  # the same for the answer to adding a model: a server may read all bytes of its weights first
-USUAL = "http://127.0.0.1:8000"  # the default address of `unfuse serve`
-RECONNECTS = 8  # how often in a row an event stream is resumed without a new event
+#: Read timeout of a call, in seconds. Event streams send something every 15 seconds.
+TIMEOUT_S = 60.0
 
+#: Read timeout of adding a model, in seconds. A server may read all bytes of the weights before it responds.
+ADD_TIMEOUT_S = 3600.0
+
+#: The default address of `unfuse serve`.
+USUAL = "http://127.0.0.1:8000"
+
+#: How often in a row an event stream is resumed without a new event.
+RECONNECTS = 8
+
+#: An API key, or an empty string for none.
 KEY = re.compile(r"[!-~]*")
-"""An API key, or none."""
 
+#: The path of chat completions.
 CHATS = "/v1/chat/completions"
 
-
+#: How many idempotency keys are tried for one new request while shards of the server's queue are unreachable.
 MOST_KEYS = 64
-"""How many idempotency keys are tried for one new request, where parts of the server's queue are away."""
 
 
 def fresh_key() -> dict[str, str]:
-    """The headers of a call with an idempotency key that was never used before."""
+    """Return the headers of a call with a new idempotency key."""
     return {"idempotency-key": uuid.uuid4().hex, "unfuse-new-key": "true"}
 
 
 def settings(url: str, key: str | None) -> dict[str, Any]:
-    """What an HTTP client of that gateway is made with. Raises InvalidParameter for a key that cannot be sent."""
+    """Return the keyword arguments for an HTTP client of the gateway at `url`.
+
+    Raises InvalidParameter for an API key that cannot be sent in a header.
+    """
     key = (key or "").strip()
     if not KEY.fullmatch(key):
         raise InvalidParameter(
@@ -177,14 +207,19 @@ def settings(url: str, key: str | None) -> dict[str, Any]:
     return {"base_url": url, "headers": headers, "timeout": TIMEOUT_S, "trust_env": False}
 
 
-File = str | Path | bytes  # a file's path, or its bytes
+#: A file's path, or its bytes.
+File = str | Path | bytes
 
 
 def submission(
     prompt: str, image: File | Sequence[File] | None, mask: File | None, last_frame: File | None, video: bool | None,
     params: Mapping[str, object],
 ) -> tuple[str, dict[str, Any]]:  # fmt: skip
-    """Return the path and options of the call that asks for pictures or a video, as `Client.submit` says."""
+    """Return the path and options of the call that submits a picture or video request.
+
+    `Client.submit` documents the parameters. Files named by a path are read here.
+    Raises InvalidParameter for `mask` or `last_frame` without `image`.
+    """
     if video is None:
         video = medium_for(params) is VIDEO or last_frame is not None
     still = "/v1/images/generations" if image is None else "/v1/images/edits"
@@ -192,24 +227,32 @@ def submission(
         raise InvalidParameter("mask says where a picture is to change: give it as image too", "mask")
     if last_frame is not None and image is None:
         raise InvalidParameter("last_frame says how a video ends: give what it begins with as image too", "last_frame")
-    path, body = "/v1/videos" if video else still, {"prompt": prompt, **params}
+    path = "/v1/videos" if video else still
+    body = {"prompt": prompt, **params}
     headers = {"prefer": "respond-async", **fresh_key()}
     if image is None:
         return path, {"json": body, "headers": headers}
+
+    # Calls with files are multipart forms. A form has no nested objects: {"a": {"b": 1}} becomes the field a[b].
     form = {name: value for name, value in body.items() if value is not None and not isinstance(value, dict)}
-    inner = [(name, value) for name, value in body.items() if isinstance(value, dict)]
-    form |= {f"{name}[{key}]": one for name, value in inner for key, one in value.items()}
-    several = [image] if isinstance(image, str | Path | bytes) else image
-    sent = [("input_reference" if video else "image", one) for one in several]
-    sent += [(name, one) for name, one in (("mask", mask), ("last_frame", last_frame)) if one is not None]
-    files = [(name, (name, one if isinstance(one, bytes) else Path(one).read_bytes())) for name, one in sent]
+    nested = [(name, value) for name, value in body.items() if isinstance(value, dict)]
+    form |= {f"{name}[{key}]": item for name, value in nested for key, item in value.items()}
+
+    images = [image] if isinstance(image, str | Path | bytes) else image
+    named_files = [("input_reference" if video else "image", file) for file in images]
+    named_files += [(name, file) for name, file in (("mask", mask), ("last_frame", last_frame)) if file is not None]
+    files = [(name, (name, file if isinstance(file, bytes) else Path(file).read_bytes())) for name, file in named_files]
     return path, {"data": form, "files": files, "headers": headers}
 
 
 def conversation(messages: str | Sequence[Mapping[str, Any]], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of a streamed chat. Raises InvalidParameter for text that is not valid Unicode."""
-    said = [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
-    body = {**params, "messages": said, "stream": True}
+    """Return the body of a streamed chat completion.
+
+    `messages` are chat messages, or the text of a single user message.
+    Raises InvalidParameter for text that is not valid Unicode.
+    """
+    chat_messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
+    body = {**params, "messages": chat_messages, "stream": True}
     try:
         msgspec.json.encode(body)
     except UnicodeEncodeError as error:
@@ -219,42 +262,58 @@ def conversation(messages: str | Sequence[Mapping[str, Any]], params: Mapping[st
 
 
 def event_of(message: httpx2.ServerSentEvent) -> Event | None:
-    """An event of a request; None for an error: who comes again is told why."""
+    """Return the request event of a server-sent event, or None for an error event.
+
+    None ends the connection. The next call of the client then gets the reason as an error response.
+    """
     return None if message.event == "error" else msgspec.json.decode(message.data, type=Event)
 
 
 class ChatChunk(NamedTuple):
-    """A chat event: its id, the id of its request, and the deltas of the choices."""
+    """One event of a streamed chat completion."""
 
+    #: The event's id, which a resumed connection starts after; "" if the event has none.
     id: str
+
+    #: The request's id; "" if the event has none.
     request: str
+
+    #: The deltas of the choices, in OpenAI's format.
     choices: list[dict[str, Any]]
 
 
 class ChatStreamState:
-    """The state of one streamed chat across reconnections.
-
-    `headers` are sent with the next call. `lost` counts consecutive broken connections. `request` is the request's id.
-    """
+    """The state of one streamed chat across reconnections."""
 
     def __init__(self) -> None:
+        #: The headers of the next call: an idempotency key, and where to resume.
         self.headers = fresh_key()
+
+        #: Consecutive broken connections without a new event.
         self.lost = 0
+
+        #: The request's id; "" until the first event.
         self.request = ""
-        self._keys = 1
+
+        #: The number of idempotency keys tried so far.
+        self._keys_tried = 1
 
     def break_off(self, error: TransientError) -> float:
-        """Record a call that failed. Returns the seconds to wait before the next one, without the factor of a client.
+        """Record a failed call, and return the factor of the pause before the next one.
 
-        Where the server queued nothing, because it cannot reach the place of a new key, the next call has another one.
-        Raises the error where there was enough of it, or nobody listened at the first call: that is a wrong address.
+        The pause is this factor times the client's `reconnect_delay`. If the server queued nothing because it cannot
+        reach the queue shard of a new idempotency key, the next call has another key and follows without a pause.
+        Raises the error after RECONNECTS failures, and if the first connection fails: the address is then wrong.
         """
         if not self.request and not self.lost and isinstance(error.__cause__, httpx2.ConnectError):
             raise error
-        if isinstance(error, KeyUnavailable) and "unfuse-new-key" in self.headers and self._keys < MOST_KEYS:
+
+        if isinstance(error, KeyUnavailable) and "unfuse-new-key" in self.headers and self._keys_tried < MOST_KEYS:
             self.headers |= fresh_key()
-            self._keys += 1
+            self._keys_tried += 1
             return 0.0
+
+        # The server may have queued the request under this key: it is not new any more.
         self.headers.pop("unfuse-new-key", None)
         if self.lost >= RECONNECTS:
             raise error
@@ -262,11 +321,12 @@ class ChatStreamState:
         return backoff(self.lost)
 
     def take(self, chunk: ChatChunk) -> list[dict[str, Any]]:
-        """Record the progress of the answer. Returns the deltas of the choices."""
+        """Record a received event, and return the deltas of its choices."""
         self.headers.pop("unfuse-new-key", None)
         if chunk.id:
             self.headers["last-event-id"] = chunk.id
-        self.lost, self.request = 0, chunk.request or self.request
+        self.lost = 0
+        self.request = chunk.request or self.request
         return chunk.choices
 
     @property
@@ -276,48 +336,54 @@ class ChatStreamState:
 
 
 def chunk(message: httpx2.ServerSentEvent) -> ChatChunk | None:
-    """Read a chat event; None for the last. Raises PermanentError for an error."""
+    """Parse an event of a chat stream; return None for the last event.
+
+    Raises PermanentError for an error event.
+    """
     if message.data == "[DONE]":
         return None
-    told = msgspec.json.decode(message.data, type=dict[str, Any])
-    if "error" in told:
-        raise PermanentError(told["error"]["message"])
-    return ChatChunk(message.id or "", str(told.get("id") or ""), told["choices"])
+    payload = msgspec.json.decode(message.data, type=dict[str, Any])
+    if "error" in payload:
+        raise PermanentError(payload["error"]["message"])
+    return ChatChunk(message.id or "", str(payload.get("id") or ""), payload["choices"])
 
 
 def model_path(name: str) -> str:
-    """Return the path of a model."""
+    """Return the path of a model's object in the API."""
     return f"/v1/models/{quote(name)}"
 
 
 def given(**params: Any) -> dict[str, Any]:
-    """Those that are not None."""
+    """Return the parameters that are not None."""
     return {name: value for name, value in params.items() if value is not None}
 
 
 def backoff(lost: int) -> float:
-    """Return the factor of a pause before a stream is resumed that broke this often in a row."""
+    """Return the pause factor after `lost` broken connections in a row: exponential, at most 32."""
     return 2.0 ** min(lost, 5)
 
 
 def foreign(url: str) -> PermanentError:
-    """What answers there is something else."""
+    """Return the error for a URL where another server than `unfuse serve` responds."""
     return PermanentError(f"{url} does not answer as `unfuse serve` does: is it another server, or a proxy?")
 
 
 def unreachable(url: str, error: httpx2.TransportError) -> TransientError:
-    """Nobody answers."""
+    """Return the error for a URL where no server responds."""
     return TransientError(f"no answer from {url} ({error}): is `unfuse serve` running there?")
 
 
 def checked(url: str) -> str:
-    """Check the URL of a gateway. Raises InvalidParameter, with what was probably meant."""
+    """Return the URL of a gateway without its trailing slashes.
+
+    Raises InvalidParameter for anything but an http:// or https:// URL, and suggests a correction.
+    """
     try:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return url.rstrip("/")
         bare = parts.netloc if "://" in url else url
-        near = f"http://{bare}" if urlsplit(f"http://{bare}").hostname else USUAL
+        suggestion = f"http://{bare}" if urlsplit(f"http://{bare}").hostname else USUAL
     except ValueError:
-        near = USUAL
-    raise InvalidParameter(f"{url!r} is no address of a server: did you mean {near}?", "server")
+        suggestion = USUAL
+    raise InvalidParameter(f"{url!r} is no address of a server: did you mean {suggestion}?", "server")

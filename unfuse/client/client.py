@@ -1,4 +1,4 @@
-"""The client of a gateway, for asyncio; and for programs without an event loop, whose calls block their thread."""
+"""The Python clients of a gateway: `AsyncClient` for asyncio, `Client` for blocking calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from unfuse.core.request import TERMINAL_EVENTS, Event
 
 
 class AsyncRequest:
-    """A request of this client. `view` is the request object as it was last read."""
+    """A submitted request, for asyncio: its events, its result, and its cancellation.
+
+    `view` is the request object as it was last read. Raises PermanentError for an object without an id: the server at
+    the client's URL is then another one.
+    """
 
     def __init__(self, client: AsyncClient, view: dict[str, Any]) -> None:
         if not isinstance(view.get("id"), str):
@@ -36,19 +40,23 @@ class AsyncRequest:
         return str(self.view["id"])
 
     async def refresh(self) -> dict[str, Any]:
-        """Read the request object again."""
+        """Read the request object again, and return it."""
         self.view = await self._client.get(f"/v1/requests/{self.id}")
         return self.view
 
     async def events(self, after: int = 0) -> AsyncGenerator[Event, None]:
-        """The events after `after`, over lost connections, to the end. Raises TransientError if the server is gone."""
+        """Yield the events with a sequence number above `after`, until the request is over.
+
+        A broken connection is resumed. Raises TransientError if RECONNECTS resumptions in a row bring no event.
+        """
         lost = 0
         while True:
-            sent = {"last-event-id": str(after)}
-            events = self._client.stream(f"/v1/requests/{self.id}/events", calls.event_of, headers=sent)
+            headers = {"last-event-id": str(after)}
+            events = self._client.stream(f"/v1/requests/{self.id}/events", calls.event_of, headers=headers)
             try:
                 async for event in events:
-                    after, lost = event.seq, 0
+                    after = event.seq
+                    lost = 0
                     yield event
                     if event.type in TERMINAL_EVENTS:
                         return
@@ -63,37 +71,41 @@ class AsyncRequest:
             await self._client.pause(calls.backoff(lost))
 
     async def cancel(self) -> dict[str, Any]:
-        """Cancel the request; one that is over does not change."""
+        """Cancel the request, and return its object. A request that is over does not change."""
         self.view = await self._client.post(f"/v1/requests/{self.id}/cancel")
         return self.view
 
     async def result(self) -> Result:
-        """Wait for the result. Raises PermanentError with the reason if there is none."""
+        """Wait for the result. Raises PermanentError, with the reason, unless the request completes."""
         async for _ in self.events():
             pass
         view = await self.refresh()
         if view["status"] != "completed":
             reason = (view["error"] or {}).get("message") or f"it was {view['status']}"
             raise PermanentError(f"request {self.id} has no result: {reason}")
-        return await self._finished()
+        return await self._download_result()
 
     async def stop(self) -> Result:
         """Cancel the request, and return the results that are finished: none, some or all."""
         await self.cancel()
-        return await self._finished()
+        return await self._download_result()
 
-    async def _finished(self) -> Result:
-        """Return the files of the request, without those that a safety checker flagged."""
+    async def _download_result(self) -> Result:
+        """Download the files of the request, without those that a safety checker flagged."""
         indexes = [place_of(file) for file in self.view["result"] if not file.get("flagged")]
         data = [await self._client.download(f"/v1/requests/{self.id}/result/{index}") for index in indexes]
         return Result(self.view, data, indexes)
 
 
 class AsyncClient:
-    """A client of the gateway at `url`, for one event loop. A refusal raises the error that it was made from.
+    """An asynchronous client of one gateway, for one event loop.
 
-    `reconnect_delay` is the seconds before a lost event stream is first taken up again. `transport` is how calls are
-    made; `Client` has another one. Raises InvalidParameter for what is no http:// or https:// address.
+    `url`: the gateway's address. Raises InvalidParameter unless it is an http:// or https:// URL.
+    `key`: an API key, or None.
+    `reconnect_delay`: seconds before a broken event stream is first resumed; later pauses are longer.
+    `transport`: the class that sends calls; `Client` passes `BlockingTransport`.
+
+    Each call raises the `unfuse.core.errors` exception that an error response stands for.
     """
 
     def __init__(
@@ -114,18 +126,21 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections; requests go on."""
+        """Close the connections. Submitted requests continue on the server."""
         await self._transport.close()
 
     async def generate(self, prompt: str, **asked: Any) -> Result:
-        """Make pictures or a video from a prompt, as `Client.generate` does."""
+        """Generate pictures or a video, and return the result. `Client.generate` documents the parameters."""
         return await (await self.submit(prompt, **asked)).result()
 
     async def submit(
         self, prompt: str, *, image: File | Sequence[File] | None = None, mask: File | None = None,
         last_frame: File | None = None, video: bool | None = None, **params: object,
     ) -> AsyncRequest:  # fmt: skip
-        """Ask for pictures or a video, as `Client.submit` does; a picture's file is read in a thread."""
+        """Submit a request for pictures or a video. `Client.submit` documents the parameters.
+
+        Files are read in a thread.
+        """
         path, options = await self._transport.call(calls.submission, prompt, image, mask, last_frame, video, params)
         for _ in range(calls.MOST_KEYS - 1):
             with suppress(KeyUnavailable):
@@ -134,87 +149,112 @@ class AsyncClient:
         return AsyncRequest(self, await self._json("POST", path, **options))
 
     def chat(self, messages: str | Sequence[Mapping[str, Any]], **params: Any) -> AsyncChat:
-        """Answer messages, or a text of the user's, as `Client.chat` does."""
+        """Stream the answer to chat messages. `Client.chat` documents the parameters."""
         return AsyncChat(self._choices(calls.conversation(messages, params)))
 
     async def request(self, id: str) -> AsyncRequest:
-        """A request by its id. Raises NotFound."""
+        """Return the request with this id. Raises NotFound."""
         return AsyncRequest(self, await self.get(f"/v1/requests/{id}"))
 
     async def requests(
         self, status: str | None = None, limit: int = 100, after: str | None = None
     ) -> list[dict[str, Any]]:
-        """Request objects, newest first."""
+        """Return request objects, newest first.
+
+        `status`: only requests of this status.
+        `limit`: the most objects to return.
+        `after`: the id of a request; the list starts behind it.
+        """
         return await self.list("/v1/requests", **calls.given(status=status, limit=limit, after=after))
 
     async def models(self) -> list[dict[str, Any]]:
-        """Served models, with their limits and defaults."""
+        """Return the served models, with their limits and defaults."""
         return await self.list("/v1/models")
 
     async def model(self, name: str) -> dict[str, Any]:
-        """One model: its state, its progress while it loads, the reason of a failure. Raises UnknownModel."""
+        """Return a model's state, its loading progress, or the reason of its failure. Raises UnknownModel."""
         return await self.get(calls.model_path(name))
 
     async def add_model(self, model: str, name: str | None = None) -> dict[str, Any]:
-        """Serve one more model, a folder of the server's machine or a hub name, under this name.
+        """Start serving another model, and return its object while it loads.
 
-        Returns while it loads. Requests for it are accepted from now on. Raises InvalidParameter for what cannot be
-        served, PermanentError for a name that is taken, ConfigError without an admin's key.
+        `model`: a folder on the server's machine, or a name on the Hugging Face hub.
+        `name`: the name that clients use.
+
+        Requests for the model are accepted from now on. Raises InvalidParameter for a model that cannot be served,
+        PermanentError for a name that is in use, ConfigError without an admin's key.
         """
         body = calls.given(model=model, name=name)
         return await self._json("POST", "/v1/models", json=body, timeout=calls.ADD_TIMEOUT_S)
 
     async def remove_model(self, name: str) -> dict[str, Any]:
-        """Accept no more requests for a model; those accepted are finished. Raises UnknownModel."""
+        """Stop accepting requests for a model; accepted ones are finished. Raises UnknownModel."""
         return await self._json("DELETE", calls.model_path(name))
 
     async def dead(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
-        """Dead requests, newest first, with the evidence in their errors."""
+        """Return dead letters: requests that failed too often, newest first, with evidence in their errors.
+
+        `limit`: the most objects to return.
+        `after`: the id of a request; the list starts behind it.
+        """
         return await self.list("/v1/dead", **calls.given(limit=limit, after=after))
 
     async def retry(self, id: str) -> AsyncRequest:
-        """Ask anew for what was given up. Raises NotFound, PermanentError if not dead, Overloaded, TransientError."""
+        """Submit a dead request again, as a new request.
+
+        Raises NotFound, PermanentError if the request is not dead, Overloaded, TransientError.
+        """
         return AsyncRequest(self, await self.post(f"/v1/dead/{id}/retry"))
 
     async def forget_dead(self, id: str) -> None:
-        """Delete a dead request, or an unreadable record. Raises NotFound for anything else."""
+        """Delete a dead request, or an unreadable record of the queue.
+
+        Raises NotFound for any other id.
+        """
         await self._send("DELETE", f"/v1/dead/{id}")
 
     async def workers(self) -> list[dict[str, Any]]:
-        """Registered workers."""
+        """Return the registered workers."""
         return await self.list("/v1/workers")
 
     async def pools(self) -> list[dict[str, Any]]:
-        """Pools, with the number of tasks that wait in each."""
+        """Return the pools, with the number of queued tasks of each."""
         return await self.list("/v1/pools")
 
     async def list(self, path: str, **params: Any) -> list[dict[str, Any]]:
-        """The rows at a path, such as /v1/models, /v1/workers, /v1/pools or /v1/dead."""
+        """Return the objects of a list, such as /v1/models, /v1/workers, /v1/pools or /v1/dead.
+
+        Raises PermanentError if the response is no list.
+        """
         rows = (await self.get(path, **params)).get("data")
         if not isinstance(rows, list):
             raise calls.foreign(f"{self.url}{path}")
         return rows
 
     async def get(self, path: str, **params: Any) -> dict[str, Any]:
-        """The JSON object at a path."""
+        """Return the JSON object at a path. `params` form the query string."""
         return await self._json("GET", path, params=params)
 
     async def post(
         self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        """The JSON object that a POST returns."""
+        """POST a JSON body to a path, and return the JSON object of the response."""
         return await self._json("POST", path, json=body or {}, headers=headers)
 
     async def download(self, path: str) -> bytes:
-        """The bytes at a path."""
+        """Return the bytes at a path."""
         return (await self._send("GET", path)).content
 
     async def stream(
         self, path: str, read: Callable[[httpx2.ServerSentEvent], T | None], *, to_its_end: bool = False, **sent: Any
     ) -> AsyncGenerator[T, None]:
-        """Yield what is read of each event of one connection, up to one that is read as None.
+        """Yield the parsed server-sent events of one connection.
 
-        Raises TransientError if it breaks, and, `to_its_end`, if it ends without such a one.
+        `read`: parses an event; the stream ends at an event that is parsed as None.
+        `to_its_end`: also raise TransientError if the connection ends without that event.
+        `sent`: options of the call.
+
+        Raises TransientError if the connection breaks, PermanentError for events of another server.
         """
         try:
             async with aclosing(self._transport.events(path, **sent)) as events:
@@ -230,35 +270,39 @@ class AsyncClient:
             raise TransientError(f"{self.url} ended an answer before it was whole")
 
     async def pause(self, factor: float) -> None:
-        """Wait this many times the `reconnect_delay`."""
+        """Wait `factor` times the `reconnect_delay`."""
         await self._transport.sleep(self.reconnect_delay * factor)
 
     async def _choices(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the deltas of the only choice. Closing the iterator before the end cancels the request."""
-        conversation = calls.ChatStreamState()
+        """Yield the deltas of the only choice.
+
+        Closing the generator before its end cancels the request.
+        """
+        state = calls.ChatStreamState()
         try:
-            async with aclosing(self._resumed_choices(body, conversation)) as choices:
+            async with aclosing(self._resumed_choices(body, state)) as choices:
                 async for choice in choices:
                     yield choice
         except (GeneratorExit, asyncio.CancelledError, KeyboardInterrupt):
             with suppress(UnfuseError, RuntimeError):  # a closed client raises RuntimeError
-                if conversation.request:
-                    await self.post(conversation.cancel_path)
+                if state.request:
+                    await self.post(state.cancel_path)
             raise
 
     async def _resumed_choices(
-        self, body: dict[str, Any], conversation: calls.ChatStreamState
+        self, body: dict[str, Any], state: calls.ChatStreamState
     ) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the deltas of the choices, reconnecting after transient errors."""
         while True:
-            sent = {"method": "POST", "json": body, "headers": {**conversation.headers}}
-            chunks = self.stream(calls.CHATS, calls.chunk, to_its_end=True, **sent)
+            options = {"method": "POST", "json": body, "headers": {**state.headers}}
+            chunks = self.stream(calls.CHATS, calls.chunk, to_its_end=True, **options)
             try:
                 async for chunk in chunks:
-                    for choice in conversation.take(chunk):
+                    for choice in state.take(chunk):
                         yield choice
                 return
             except TransientError as error:
-                await self.pause(conversation.break_off(error))
+                await self.pause(state.break_off(error))
             finally:
                 await chunks.aclose()
 
@@ -271,7 +315,7 @@ class AsyncClient:
             raise calls.foreign(str(response.url)) from None
 
     async def _send(self, method: str, path: str, **options: Any) -> httpx2.Response:
-        """Return the response of a call. Raises the error that a refusal was made from."""
+        """Return the response of a call. Raises the error of an error response."""
         try:
             response = await self._transport.request(method, path, **options)
         except httpx2.TransportError as error:
@@ -282,20 +326,23 @@ class AsyncClient:
 
 
 class ReceivedAnswer:
-    """The answer received so far; complete after the last delta.
-
-    `tool_calls` have the form that messages of a chat have. `reasoning` is the text before the answer, if the server
-    parses reasoning. `finish_reason` says why the answer ended.
-    """
+    """The chat answer received so far; complete after the last delta."""
 
     def __init__(self) -> None:
+        #: The content received so far.
         self.text = ""
+
+        #: The text before the answer, if the server parses reasoning.
         self.reasoning = ""
+
+        #: The tool calls, in the form that they have in chat messages.
         self.tool_calls: list[dict[str, Any]] = []
+
+        #: Why the answer ended, such as "stop" or "length"; None before its end.
         self.finish_reason: str | None = None
 
     def take(self, choice: dict[str, Any]) -> str:
-        """Read what is told of the only choice; returns the text that it adds."""
+        """Add a delta of the only choice, and return the text that it adds."""
         delta: dict[str, Any] = choice["delta"]
         self.reasoning += str(delta.get("reasoning_content") or "")
         for call in delta.get("tool_calls") or ():
@@ -304,20 +351,23 @@ class ReceivedAnswer:
             else:
                 self.tool_calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
         self.finish_reason = choice["finish_reason"] or self.finish_reason
-        part = str(delta.get("content") or "")
-        self.text += part
-        return part
+        new_text = str(delta.get("content") or "")
+        self.text += new_text
+        return new_text
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer so far, as the next messages have it."""
+        """The answer so far as an assistant message, to be appended to the conversation."""
         if self.tool_calls:
             return {"role": "assistant", "content": self.text or None, "tool_calls": self.tool_calls}
         return {"role": "assistant", "content": self.text}
 
 
 class Chat(ReceivedAnswer, Iterator[str]):
-    """The parts of an answer, as they come, each once."""
+    """A streamed chat answer. Iterating yields the text of each delta, once.
+
+    `choices` yields the deltas.
+    """
 
     def __init__(self, choices: Iterator[dict[str, Any]]) -> None:
         super().__init__()
@@ -331,7 +381,10 @@ class Chat(ReceivedAnswer, Iterator[str]):
 
 
 class AsyncChat(ReceivedAnswer, AsyncIterator[str]):
-    """The same, for `async for`. `choices` yields what the parts are read from."""
+    """A streamed chat answer for `async for`. Iterating yields the text of each delta, once.
+
+    `choices` yields the deltas.
+    """
 
     def __init__(self, choices: AsyncGenerator[dict[str, Any], None]) -> None:
         super().__init__()
@@ -349,7 +402,10 @@ T = TypeVar("T")
 
 
 def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
-    """Return the blocking form of a method of `_async`, the asynchronous twin of each object of this module."""
+    """Return the blocking form of an asynchronous method.
+
+    It is called on `_async`, the asynchronous twin of each blocking object.
+    """
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -359,7 +415,10 @@ def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> C
 
 
 class Request:
-    """A request of this client. `view` is the request object as it was last read."""
+    """A submitted request: its events, its result, and its cancellation.
+
+    The methods are those of `AsyncRequest`; each blocks until it is done.
+    """
 
     def __init__(self, client: Client, view: dict[str, Any]) -> None:
         self._async = AsyncRequest(client._async, view)
@@ -378,7 +437,10 @@ class Request:
         return self._async.view
 
     def events(self, after: int = 0) -> Iterator[Event]:
-        """The events after `after`, over lost connections, to the end. Raises TransientError if the server is gone."""
+        """Yield the events with a sequence number above `after`, until the request is over.
+
+        A broken connection is resumed. Raises TransientError if RECONNECTS resumptions in a row bring no event.
+        """
         return iterate(self._async.events(after))
 
     refresh = blocking(AsyncRequest.refresh)
@@ -388,10 +450,13 @@ class Request:
 
 
 class Client:
-    """A client of the gateway at `url`. A refusal of the server raises the error that it was made from.
+    """A blocking client of one gateway. Several threads may use one client at once.
 
-    `reconnect_delay` is the seconds before a lost event stream is first taken up again. Raises InvalidParameter for
-    what is no http:// or https:// address. Several threads may use one client at once.
+    `url`: the gateway's address. Raises InvalidParameter unless it is an http:// or https:// URL.
+    `key`: an API key, or None.
+    `reconnect_delay`: seconds before a broken event stream is first resumed; later pauses are longer.
+
+    Each call raises the `unfuse.core.errors` exception that an error response stands for.
     """
 
     def __init__(self, url: str, key: str | None = None, *, reconnect_delay: float = 0.1) -> None:
@@ -408,43 +473,55 @@ class Client:
         self.close()
 
     def generate(self, prompt: str, **asked: Any) -> Result:
-        """Make pictures or a video from a prompt, as `submit` does, and wait. Also raises PermanentError."""
+        """Submit a request for pictures or a video, and wait for its result.
+
+        The parameters and errors are those of `submit`. Also raises PermanentError if the request does not complete.
+        """
         return run(self._async.generate(prompt, **asked))
 
     def submit(
         self, prompt: str, *, image: File | Sequence[File] | None = None, mask: File | None = None,
         last_frame: File | None = None, video: bool | None = None, **params: object,
     ) -> Request:  # fmt: skip
-        """Ask for pictures or a video; `params` are those of POST /v1/images/generations or /v1/videos.
+        """Submit a request for pictures or a video, and return it at once.
 
-        It is a video if `video` says so, or else if `params` ask for what only a video has: seconds, frames, mp4.
-        `image` is the picture to start from, as a file's path or its bytes, for a model that takes one, or several of
-        them, `mask` another one that is transparent where the first is to change, `last_frame` one that a video ends
-        with which begins with the first.
+        `image`: the picture to start from, for a model that accepts one, or several of them.
+        `mask`: a picture that is transparent where `image` is to change.
+        `last_frame`: the picture that a video ends with; the video begins with `image`.
+        `video`: whether to make a video. By default it depends on `params` and `last_frame`: seconds, frames or mp4
+        are for videos only.
+        `params`: the parameters of POST /v1/images/generations or /v1/videos.
+
+        Pictures are given as a file's path or as bytes.
         Raises InvalidParameter, UnknownModel, Overloaded, TransientError.
         """
-        submitted = self._async.submit(prompt, image=image, mask=mask, last_frame=last_frame, video=video, **params)
-        return Request(self, run(submitted).view)
+        submission = self._async.submit(prompt, image=image, mask=mask, last_frame=last_frame, video=video, **params)
+        return Request(self, run(submission).view)
 
     def chat(self, messages: str | Sequence[Mapping[str, Any]], **params: Any) -> Chat:
-        """Answer messages, or a text of the user's; gives the parts of the answer as they come, each once.
+        """Stream the answer to chat messages.
 
-        `params` are those of POST /v1/chat/completions, such as response_format and tools, without n. A connection that
-        breaks is resumed where it broke. Closing the answer before its end cancels the request. Iterating raises
-        InvalidParameter, UnknownModel, Overloaded, PermanentError, TransientError.
+        `messages`: chat messages in OpenAI's format, or the text of a single user message.
+        `params`: the parameters of POST /v1/chat/completions, such as response_format and tools, without n.
+
+        A broken connection is resumed where it broke. Closing the answer before its end cancels the request. Iterating
+        raises InvalidParameter, UnknownModel, Overloaded, PermanentError, TransientError.
         """
         return Chat(iterate(self._async.chat(messages, **params).choices))
 
     def request(self, id: str) -> Request:
-        """A request by its id. Raises NotFound."""
+        """Return the request with this id. Raises NotFound."""
         return Request(self, self.get(f"/v1/requests/{id}"))
 
     def retry(self, id: str) -> Request:
-        """Ask anew for what was given up. Raises NotFound, PermanentError if not dead, Overloaded, TransientError."""
+        """Submit a dead request again, as a new request.
+
+        Raises NotFound, PermanentError if the request is not dead, Overloaded, TransientError.
+        """
         return Request(self, self.post(f"/v1/dead/{id}/retry"))
 
     def get(self, path: str, **params: Any) -> dict[str, Any]:
-        """The JSON object at a path."""
+        """Return the JSON object at a path. `params` form the query string."""
         return run(self._async.get(path, **params))
 
     requests = blocking(AsyncClient.requests)

@@ -15,21 +15,27 @@ from unfuse.core.errors import InvalidParameter, PermanentError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+#: Pillow's format by the suffix of a file's name.
 _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
+
+#: The content type of a video.
 _VIDEO = "video/mp4"
-NUMBERED = re.compile(r"%0?\d*d")  # the part of a file's name that is replaced by the number of each frame
+
+#: The part of a file's name that is replaced by the number of each picture or frame.
+NUMBERED = re.compile(r"%0?\d*d")
 
 
 class Result:
-    """The result of one request: pictures, a video, or its frames.
-
-    `view` is the request object they came with, `data` the files, in order, `indexes` the place of each of them among
-    what was asked for: from 0, unless some are missing.
-    """
+    """The result of one request: pictures, a video, or its frames."""
 
     def __init__(self, view: Mapping[str, Any], data: Sequence[bytes], indexes: Sequence[int] | None = None) -> None:
+        #: The request object.
         self.view = view
+
+        #: The bytes of the files, in order.
         self.data = list(data)
+
+        #: The index of each file among the requested ones: from 0 without gaps, unless some are missing.
         self.indexes = list(range(len(self.data)) if indexes is None else indexes)
 
     def __repr__(self) -> str:
@@ -53,18 +59,21 @@ class Result:
 
     @property
     def timings(self) -> dict[str, dict[str, float]]:
-        """Seconds of every stage by name: waited (queued_s), read (get_s), computed (run_s), wrote (put_s)."""
+        """Seconds of each stage by name: queued_s, get_s (reading inputs), run_s, put_s (writing outputs)."""
         names = ("queued_s", "get_s", "run_s", "put_s")
         return {stage["name"]: {name: stage[name] for name in names} for stage in self.view["stages"]}
 
     @property
     def is_video(self) -> bool:
-        """Whether it is one mp4 file."""
+        """Whether the result is one mp4 file."""
         return [file["content_type"] for file in self.view.get("result", ())] == [_VIDEO]
 
     @cached_property
     def images(self) -> list[Image]:
-        """The pictures, or the frames of a video, decoded at first use. Raises ImportError if av is missing."""
+        """The pictures, or the frames of a video, decoded at first use.
+
+        Raises ImportError for a video if the library av is missing.
+        """
         from PIL import Image
 
         if self.is_video:
@@ -78,11 +87,13 @@ class Result:
         return [Image.open(BytesIO(data)) for data in self.data]
 
     def save(self, path: str | Path) -> list[Path]:
-        """Write the pictures and return where: to `path`, or NAME-0.png, NAME-1.png, … if there are several.
+        """Write the files, and return their paths.
 
-        A name such as NAME-%04d.png numbers them as it says. A picture that has the format of the path's suffix already
-        is written as it came, any other converted; a video is written as .mp4 alone.
-        Raises InvalidParameter for a suffix that does not fit, and PermanentError when a file cannot be written.
+        `path`: the name of a single file. Several pictures become NAME-0.png, NAME-1.png, …, or, for a name such as
+        NAME-%04d.png, are numbered by that format.
+
+        A picture in the format of the path's suffix is written unchanged, any other is converted. A video can only be
+        written as .mp4. Raises InvalidParameter for another suffix, PermanentError if a file cannot be written.
         """
         try:
             return self._save(Path(path))
@@ -90,32 +101,36 @@ class Result:
             raise PermanentError(f"{error.filename or path} cannot be written: {error.strerror}") from error
 
     def files_at(self, path: Path) -> list[Path]:
-        """Return the files that `save` writes for this path. Raises InvalidParameter for a suffix that does not fit."""
-        known = [".mp4"] if self.is_video else [*_FORMATS]
-        if path.suffix.lower() not in known:
-            raise InvalidParameter(f"{path} must end in one of {', '.join(known)}", "path")
-        several = len(self.data) + len(self.flagged) > 1 or NUMBERED.search(path.name)
-        return [_numbered(path, index) if several and not self.is_video else path for index in self.indexes]
+        """Return the paths that `save` writes. Raises InvalidParameter for an unsupported suffix."""
+        suffixes = [".mp4"] if self.is_video else [*_FORMATS]
+        if path.suffix.lower() not in suffixes:
+            raise InvalidParameter(f"{path} must end in one of {', '.join(suffixes)}", "path")
+        is_numbered = len(self.data) + len(self.flagged) > 1 or NUMBERED.search(path.name)
+        return [_numbered(path, index) if is_numbered and not self.is_video else path for index in self.indexes]
 
     def _save(self, path: Path) -> list[Path]:
-        form, paths = _FORMATS.get(path.suffix.lower()), self.files_at(path)
+        format = _FORMATS.get(path.suffix.lower())
+        paths = self.files_at(path)
         if self.is_video:
             path.write_bytes(self.data[0])
             return [path]
+
         for target, data, image in zip(paths, self.data, self.images, strict=True):
-            if image.format == form:
+            if image.format == format:
                 target.write_bytes(data)
             else:
-                (image.convert("RGB") if form == "JPEG" else image).save(target, form)
+                # JPEG has no alpha channel.
+                (image.convert("RGB") if format == "JPEG" else image).save(target, format)
         return paths
 
 
 def place_of(file: Mapping[str, Any]) -> int:
-    """Return the index of a result in its request, from its entry in a request object."""
+    """Return the index of a result file, from its entry in the request object."""
     return int(urlsplit(file["url"]).path.rpartition("/")[2])
 
 
 def _numbered(path: Path, index: int) -> Path:
+    """Return the path with a number, formatted by its pattern or added to its stem."""
     if not NUMBERED.search(path.name):
         return path.with_stem(f"{path.stem}-{index}")
-    return path.with_name(NUMBERED.sub(lambda found: found[0] % index, path.name, count=1))
+    return path.with_name(NUMBERED.sub(lambda match: match[0] % index, path.name, count=1))
