@@ -1,4 +1,7 @@
-"""The stage port. A stage is loaded once per compute process and fed tasks; it never sees queues, refs or addresses."""
+"""The stage port: a stage computes tasks in batches.
+
+It is loaded once per compute process, and never sees queues, refs or addresses.
+"""
 
 from __future__ import annotations
 
@@ -19,266 +22,305 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+#: Tensors by name. None is a value that the stage did not compute, such as a negative embedding without guidance.
 Tensors = Mapping[str, "Tensor | None"]
+
+#: (name, dtype, shape) of each tensor of an output, in the order in which they are written.
 Outline = Sequence[tuple[str, str, tuple[int, ...]]]
 
 
 class StageInput(msgspec.Struct, frozen=True):
-    """One task as a stage sees it.
+    """One task as a stage sees it: parameters, input tensors and uploads."""
 
-    Its parameters, the tensors of its inputs by name (read-only: never written), the uploads it reads by name, and the
-    pieces that are recorded of what it makes: see `Stage.grown`. A task of a higher `priority` goes first.
-    `prefix` has the first prefix blocks, which others have made: see `Stage.prefix_blocks`; it is gone once the task
-    began. An input that the stage has `received` in pieces is not among the tensors. Whether the task `extends` the
-    prefix blocks of another stage: see `StageSpec.extends`. `derived` is what the server found out about the request.
-    """
-
+    #: The parameters of the request.
     params: Params
+    #: The input tensors by name. Read-only: a stage never writes to them. Without the inputs in `received`.
     tensors: Tensors
+    #: The uploaded files that the stage reads, by name.
     uploads: Mapping[str, bytes] = {}
+    #: The chunks recorded from earlier attempts at this task, in order: see `Stage.grown`.
     recorded: tuple[bytes, ...] = ()
+    #: Tasks of a higher priority go first.
     priority: int = 0
+    #: The first prefix blocks, computed by other tasks: see `Stage.prefix_blocks`. Dropped once the task has started.
     prefix: tuple[Tensors, ...] = ()
+    #: The input that the stage received in chunks (`Stage.receive`), or None.
     received: Any = None
+    #: Whether the task extends the prefix blocks of another stage: see `StageSpec.extends`.
     extends: bool = False
+    #: What the server derived from the request.
     derived: DerivedFacts = DerivedFacts()
 
 
 class EncodedMedia(msgspec.Struct, frozen=True):
-    """An encoded picture or video, ready for the result store."""
+    """One encoded file for the result store: a picture, a video or a text."""
 
     content_type: str
     data: bytes
 
 
 class StageOutput(msgspec.Struct, frozen=True):
-    """What a stage made: tensors for later stages, or media for the client (a final stage).
+    """The output of one task: tensors for later stages, or media of a final stage.
 
-    Tensors share no memory with the task's inputs, which may be gone when they are read.
+    Tensors share no memory with the task's inputs, which may be freed before the output is read.
     """
 
+    #: Tensors by name, for later stages.
     tensors: Tensors = {}
+    #: Files for the client, from a final stage.
     media: tuple[EncodedMedia, ...] = ()
 
 
 class OpenOutput(Protocol):
-    """Where an output is written that is read meanwhile, from the front of its first tensor to the end of its last."""
+    """An output that other processes read while it is written.
+
+    It is written in order, from the start of its first tensor to the end of its last.
+    """
 
     @property
     def tensors(self) -> Mapping[str, Any]:
-        """The tensors by name, to be written."""
+        """The tensors to write into, by name."""
 
     def due(self, name: str, elements: int) -> bool:
-        """Whether others can read more once so many elements of a tensor, and all tensors before it, are written."""
+        """Return whether readers gain data once this is written.
+
+        `elements`: how many elements of tensor `name` would be written, and all of the tensors before it.
+        """
 
     def written(self, name: str, elements: int) -> None:
-        """These are written, and do not change any more. Never fails."""
+        """Announce that these first elements of a tensor are written and final. Never fails."""
 
 
 class StreamedInput(Protocol):
-    """Takes an input that comes in pieces, for a task that will begin, or be dropped."""
+    """Receives an input in chunks, before its task starts or is dropped."""
 
     def take(self, piece: Any) -> None:
-        """Take the next bytes of the object, a tensor of uint8 that changes afterwards."""
+        """Consume the next bytes of the object, a uint8 tensor (bytes,).
+
+        The caller reuses the tensor's memory afterwards.
+        """
 
     def drop(self) -> None:
-        """The task will not begin."""
+        """Free the received data: the task will not start."""
 
 
 @dataclass(frozen=True)
 class PrefixBlock:
-    """A part of an output that is equal for all tasks of the same beginning."""
+    """A block for prefix caching: equal for all tasks with the same prefix."""
 
-    #: Its place among the blocks of the task, from 0 on.
+    #: Its index among the blocks of the task, from 0.
     number: int
 
-    #: Returns a copy of its tensors, which steps do not change. To be called before the next step.
+    #: Returns a copy of the block's tensors, which later steps do not change. Call it before the next step.
     read: Callable[[], Tensors]
 
-    #: Identifies this block and all before it, where the stage's spec `extends` the blocks of another stage.
+    #: Identifies this block and all before it. Set only if the stage's spec `extends` the blocks of another stage.
     digest: str = ""
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """The state of a stepped stage between two steps, without what the task has: tensors, and plain values."""
+    """The state of a stepped stage between two steps, without the task's inputs."""
 
+    #: Tensors by name.
     tensors: Tensors
+    #: Plain values by name.
     values: dict[str, Any] = {}
 
 
 class ReportsTextStats(Protocol):
-    """What keeps texts: says how many, and how often one of them gave up its keys and values for others, so far."""
+    """The text sequences of a stage, which count KV cache blocks, prompts and retractions."""
 
+    #: How often the KV of a sequence was freed for other sequences, so far.
     retracted: int
 
     def load(self) -> TextStats:
-        """The present numbers."""
+        """Return the current numbers."""
 
     def leftovers(self) -> Mapping[str, int]:
-        """Bytes of memory that is taken now, by a name of what takes it: none while no state of a task exists."""
+        """Return leaked memory in bytes by owner: empty if no memory is in use.
+
+        Call it only while no task has a state.
+        """
 
     def end_all(self) -> None:
-        """Free the memory of everything that was begun here, while no state of a task exists."""
+        """Free the memory of all sequences. Call it only while no task has a state."""
 
 
 @dataclass(frozen=True)
 class OneStepState:
-    """A task of a stage of one step: `output` is None before the step."""
+    """The state of a task in a stage with one step."""
 
     task: StageInput
+    #: None before the step.
     output: StageOutput | None = None
 
 
 class Stage(ABC):
     """One stage kind of one model, with its weights in memory.
 
-    A stage of one step implements `verify` and `run`. A stage of several steps is a `SteppedStage`. The step loop runs
-    both by the same methods; the state of a stage of one step is a `OneStepState`.
+    A stage of one step implements `verify` and `run`. A stage of several steps is a `SteppedStage`. The step loop calls
+    the same methods of both; the state of a stage of one step is a `OneStepState`.
 
-    `verify` raises PermanentError when inputs are missing or of the wrong shape; it must not touch their values.
-    A task that is run alone gets what the undivided pipeline makes of it, bit for bit; mates change it by no more than
-    rounding. `uploads` names the attachments a task brings.
-    No entry keeps a gradient: a stage computes as under `torch.no_grad()`, whatever the caller's grad mode.
+    - `verify` raises PermanentError if inputs are missing or of the wrong shape. It must not read their values.
+    - A task that is run alone gets the result of the undivided pipeline, bit for bit. The rest of its batch changes the
+      result by rounding only.
+    - No method records gradients: a stage computes as under `torch.no_grad()`, whatever the caller's grad mode.
     """
 
+    #: The stage kind, as in StageSpec.
     kind: str
+    #: Names of the uploads that each task needs.
     uploads: tuple[str, ...] = ()
+    #: The text sequences of the stage, or None. Several stages may share them.
     texts: ReportsTextStats | None = None
-    """What keeps the texts that this stage works on, if any; stages may share it."""
+    #: Amounts by resource that this process provides, for resources that tasks need (`StageSpec.needs`, `brings`).
     resources: Mapping[str, int] = {}
-    """Amounts that the process has of what tasks of this stage need (`StageSpec.needs`), as far as it `brings` them."""
+    #: Whether the stage aims at batch invariance: equal bytes for a task whatever the rest of its batch.
     exact = False
-    """Whether a task should get the same bytes whatever its mates, as far as this stage can see to that."""
+    #: Whether `step` of a single state computes it otherwise than `step_alone`, so that these two are compared as well.
     differs_alone = False
-    """Whether `step` of a single state computes it otherwise than `step_alone`, so that these are compared, too."""
+    #: Whether all tasks that may share a forward always do, within memory, without measuring if batching is faster.
     all_together = False
-    """Whether all tasks that may share a forward do, as far as there is memory, without finding out if that pays."""
+    #: Whether the next step may run while `grown` reports the last one, and its prefix blocks are stored, in a second
+    #: thread. The report uses no data that steps need. It may find that the state is finished: then that step was
+    #: wasted.
     can_overlap = False
-    """Whether a step may be computed while the one before is still reported, by `grown`, in another thread, where its
-    prefix blocks are stored too. That touches nothing that steps need, and may find that the state is over: then the
-    step was one too many.
-    """
 
     @abstractmethod
     def verify(self, task: StageInput) -> None:
         """Check the names, shapes and dtypes of a task's inputs. Raises PermanentError."""
 
     def uploads_of(self, derived: DerivedFacts) -> Sequence[str]:
-        """The attachments that a task of such a request brings. Raises PermanentError."""
+        """Return the names of the uploads that a task of this request reads. Raises PermanentError."""
         return self.uploads
 
     def batch_key(self, task: StageInput) -> Hashable:
-        """Tasks of equal key may run in one batch."""
+        """Return a key: tasks with equal keys may run in one batch."""
         return tuple(task.params.get(name) for name in PIXELS)
 
     def exact_batch_key(self, state: Any) -> Hashable | None:
-        """What states must have in common, beside the batch key, to get the same bytes together as alone.
+        """Return a key for batch invariance: states with equal keys may share a forward.
 
-        It covers whatever in their inputs decides how a batch is computed, such as the length of a text behind which
-        all is padding. None: that cannot be said, and in an exact pool each task is run by itself.
+        States of equal batch key and equal exact batch key get the same bytes together as alone. The key covers all
+        properties of the inputs that decide how a batch is computed, such as the length of a text before its padding.
+        None: unknown, so an exact pool runs each task alone.
         """
         return None
 
     @abstractmethod
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
-        """Run tasks to their end, in order."""
+        """Run tasks to their end. Returns their outputs in the same order."""
 
     def warm_up(self) -> None:  # noqa: B027
-        """Compute something made up, so that no task pays for what is made at first use. Leaves nothing behind."""
+        """Compute a made-up task, so that no real task pays for first-use initialization.
+
+        Leaves no state behind.
+        """
 
     def receive(self, derived: DerivedFacts, priority: int, names: Collection[str]) -> StreamedInput | None:
-        """Begin to take an input, which has tensors of these names, before its task begins; None: it is to be whole."""
+        """Return a receiver for an input in chunks, before its task starts.
+
+        `names`: the names of the input's tensors. None: the stage needs this input whole.
+        """
         return None
 
     def start(self, task: StageInput) -> Any:
-        """The state before the first step."""
+        """Return the state before the first step."""
         return OneStepState(task)
 
     def save(self, state: Any) -> Checkpoint | None:
-        """What `resume` needs to continue exactly, in memory that steps do not change.
+        """Return a checkpoint from which `resume` continues exactly, in memory that steps do not change.
 
-        None from a stage that starts from the beginning. Raises PermanentError for a state that cannot be saved.
+        None: tasks of this stage restart from the beginning. Raises PermanentError for a state that cannot be saved.
         """
         return None
 
     def resume(self, task: StageInput, checkpoint: Checkpoint) -> Any:
-        """The saved state, also in another process. Raises PermanentError for a checkpoint of another task.
+        """Return the saved state, also in another process.
 
-        Whoever goes on from it gets the bytes that go on from the original.
+        Steps from it make the same bytes as steps from the original. Raises PermanentError for a checkpoint of
+        another task.
         """
         raise PermanentError(f"stage {self.kind} starts from the beginning")
 
     def waits(self, state: Any) -> bool:
-        """Whether a step would not advance this state now, since it waits for something; others should go first."""
+        """Return whether a step would not advance this state now. Other states should go first."""
         return False
 
     def step(self, batch: Sequence[Any]) -> list[Any]:
-        """Compute one step of these states: a result for `advance` of each, or the error of one that has none.
+        """Compute one step of these states. Returns a result for `advance` or an error for each.
 
-        A stage with an exact batch key changes no state here, so that a step can be computed again with other mates, to
-        compare the results. When it raises, out of memory perhaps, it has changed none of them either: smaller batches
-        of them may be tried.
+        A stage with an exact batch key changes no state here, so that the step can be repeated in another batch to
+        compare the results. If this method raises, for example out of memory, no state has changed either: the caller
+        may retry with smaller batches.
         """
         return [*self.run([state.task for state in batch])]
 
     def step_alone(self, state: Any) -> Any:
-        """The result that `step` should have for this state, bit for bit, whatever its mates."""
+        """Return the reference result of a step.
+
+        `step` should return the same bytes in every batch.
+        """
         return self.step([state])[0]
 
     def advance(self, state: Any, result: Any) -> Any:
-        """The state after a step with this result. The given state must not be used again."""
+        """Return the state after a step with this result.
+
+        The given state must not be used again.
+        """
         return OneStepState(state.task, result)
 
     def progress(self, state: Any) -> tuple[int, int]:
-        """(steps done, steps in all)."""
+        """Return (steps done, total steps)."""
         return int(state.output is not None), 1
 
     def outline(self, state: Any) -> Outline:
-        """Names, dtypes and shapes of an output that can be read while it is written, when a state begins.
+        """Return names, dtypes and shapes of an output that others read while it is written.
 
-        None from a stage whose output is known only at its end.
+        Called when a state starts. Empty: the output is known only at its end.
         """
         return ()
 
     def write_to(self, state: Any, output: OpenOutput) -> None:  # noqa: B027
-        """Have the steps of a state that begins write its output there, each as much as it has; or `finish` has it all.
+        """Make the steps of a new state write their output as soon as it is computed.
 
-        What is written once stays, also where a step is made again.
+        Data that was written stays unchanged, also when a step is repeated. A stage that does not write during steps
+        returns all tensors from `finish`.
         """
 
     def finish(self, state: Any) -> StageOutput:
-        """The output of a state whose steps are all done."""
+        """Return the output of a state whose steps are all done."""
         output: StageOutput = state.output
         return output
 
     def let_go(self, state: Any) -> None:  # noqa: B027
-        """The state is of no use any more: give back what it has of what tasks share. Called once, whatever happens."""
+        """Release the shared resources of a state. Called exactly once per state, also after errors."""
 
     def preview(self, state: Any) -> EncodedMedia | None:
-        """A small picture of what the state is becoming; None from a stage without previews."""
+        """Return a small picture of the current result; None from a stage without previews."""
         return None
 
     def part(self, state: Any) -> bytes:
-        """What a step added to a result that can be read while it grows; b"" from a stage without such.
+        """Return the video fragment that the last step added to the result's stream, or b"".
 
-        It is asked for after each step but the last one, after which the result is there.
+        Called after each step except the last, after which the result itself is stored.
         """
         return b""
 
     def grown(self, state: Any) -> Sequence[bytes]:
-        """The pieces that a step added to an output which is read while it grows; none from a stage without such.
+        """Return the chunks, such as token deltas, that the last step added to the output.
 
-        It is asked for once after each step, and `progress` counts behind it. Pieces are numbered as they come, behind
-        those that are `recorded` of the task, and recorded before anybody sees them. So a state that starts, or
-        resumes, goes on behind what is recorded.
+        Called once after each step, before `progress` counts it. Chunks are numbered in order, after those in
+        `StageInput.recorded`, and are recorded before any client reads them. A state that starts or resumes therefore
+        continues after its recorded chunks.
         """
         return ()
 
     def prefix_blocks(self, state: Any) -> Sequence[PrefixBlock]:
-        """The prefix blocks that the last step completed, in order; none from a stage without such.
+        """Return the prefix blocks that the last step completed, in order.
 
-        A stage whose spec `goes_on` makes its output in such blocks. A task may be given the first of them as its
-        `prefix`, in order; it takes what it can, and makes the others itself.
+        A stage whose spec `goes_on` computes its output in such blocks. A task may get the first of them as its
+        `prefix`, in order; it uses those that it has room for and computes the others.
         """
         return ()
 
@@ -287,32 +329,39 @@ State = TypeVar("State")
 
 
 class SteppedStage(Stage, Generic[State]):
-    """A stage that advances in steps. Its whole state is one value, so that it can pause, stop and move.
+    """A stage that advances in steps.
 
-    It implements `verify`, `start`, `step`, `progress` and `finish`. A stage of which an exact pool may share forwards
-    implements `exact_batch_key` and `advance` too, and its `step` changes no state.
+    Its whole state is one value, so that a task can pause, stop and move to another process. It implements `verify`,
+    `start`, `step`, `progress` and `finish`. A stage whose tasks may share forwards in an exact pool also implements
+    `exact_batch_key` and `advance`, and its `step` changes no state.
     """
 
     @abstractmethod
     def start(self, task: StageInput) -> State:
-        """The state before the first step."""
+        """Return the state before the first step."""
 
     @abstractmethod
     def step(self, batch: Sequence[State]) -> list[Any]:
-        """Compute one step of these states, as `Stage.step` does; by default, results are the next states."""
+        """Compute one step of these states, as `Stage.step` does.
+
+        By default, results are the next states.
+        """
 
     def advance(self, state: State, result: Any) -> State:
-        """The state after a step with this result. The given state must not be used again."""
+        """Return the state after a step with this result.
+
+        The given state must not be used again.
+        """
         following: State = result
         return following
 
     @abstractmethod
     def progress(self, state: State) -> tuple[int, int]:
-        """(steps done, steps in all)."""
+        """Return (steps done, total steps)."""
 
     @abstractmethod
     def finish(self, state: State) -> StageOutput:
-        """The output of a state whose steps are all done."""
+        """Return the output of a state whose steps are all done."""
 
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
         """Run each task from start to finish, one after the other."""
@@ -325,15 +374,16 @@ class SteppedStage(Stage, Generic[State]):
                     raise following
                 state = following
                 self.grown(state)
+
             outputs.append(self.finish(state))
             self.let_go(state)
         return outputs
 
 
 def next_states(stage: Stage, states: Sequence[Any]) -> list[Any]:
-    """Make one step of these states. Returns the next states, with an error in the place of one that failed.
+    """Return the states after one more step, or the error of a state that failed.
 
-    A single state is stepped as it is alone.
+    A single state is stepped by `step_alone`.
     """
     results = stage.step(states) if len(states) > 1 else [stage.step_alone(state) for state in states]
     pairs = zip(states, results, strict=True)
@@ -344,7 +394,10 @@ T = TypeVar("T", str, int, float)
 
 
 def need(params: Params, name: str, kind: type[T]) -> T:
-    """The parameter of this name and type; an int is accepted for a float. Raises PermanentError if it is missing."""
+    """Return a required parameter of this type; an int is accepted for a float.
+
+    Raises PermanentError if it is missing or of another type.
+    """
     value = params.get(name)
     if kind is float and type(value) is int:
         return kind(value)
@@ -354,30 +407,37 @@ def need(params: Params, name: str, kind: type[T]) -> T:
 
 
 def need_tensor(task: StageInput, name: str, shape: Sequence[int | None], whole: bool = False) -> Tensor:
-    """The task's tensor of this name. Raises PermanentError unless it is there, of that shape (None: any length).
+    """Return a required input tensor of a task. Checks its shape and dtype.
 
-    It must be floating point; where it is to be of `whole` numbers, it must not.
+    `shape`: the expected shape; None is any length. `whole`: the dtype must be an integer, else floating point.
+    Raises PermanentError if the tensor is missing or does not match.
     """
     tensor = task.tensors.get(name)
     if tensor is None:
         raise PermanentError(f"input {name} is missing")
-    wanted = [side if side is not None else got for side, got in zip(shape, tensor.shape, strict=False)]
-    if list(tensor.shape) != wanted or len(shape) != tensor.ndim or tensor.is_floating_point() == whole:
+
+    expected_shape = [side if side is not None else actual for side, actual in zip(shape, tensor.shape, strict=False)]
+    has_shape = list(tensor.shape) == expected_shape and len(shape) == tensor.ndim
+    if not has_shape or tensor.is_floating_point() == whole:
         sides = "×".join("any" if side is None else str(side) for side in shape)
-        found = f"{tensor.dtype} of {tuple(tensor.shape)}"
-        raise PermanentError(f"input {name} must be {'integer' if whole else 'floating point'} of {sides}, not {found}")
+        actual_type = f"{tensor.dtype} of {tuple(tensor.shape)}"
+        expected_kind = "integer" if whole else "floating point"
+        raise PermanentError(f"input {name} must be {expected_kind} of {sides}, not {actual_type}")
     return tensor
 
 
-NEGATIVE = "negative_"  # prefix of what was made from the negative prompt; the value is None without guidance
-TOWARDS, AWAY = "towards", "away"  # the halves of guidance: what is predicted for the prompt, and for its negative
+#: Prefix of the names of tensors for the negative prompt. Their value is None without guidance.
+NEGATIVE = "negative_"
+
+#: The halves of classifier-free guidance (CFG): the prediction for the prompt, and for the negative prompt.
+TOWARDS, AWAY = "towards", "away"
 
 
 def guidance_scale(params: Params) -> float:
-    """How much further than the negative prompt's a prediction goes. Raises PermanentError without a scale."""
+    """Return the guidance scale of a request. Raises PermanentError without one."""
     return need(params, "guidance_scale", float)
 
 
 def applies(scale: float) -> bool:
-    """Whether there is a second half at that scale: above 1, as diffusers has it."""
+    """Return whether guidance is on at this scale: above 1, as in diffusers."""
     return scale > 1.0

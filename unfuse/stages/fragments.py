@@ -1,6 +1,6 @@
-"""Fragmented MP4 (ISO/IEC 14496-12) of one H.264 track, played as it grows: a head, then a fragment a frame.
+"""Fragmented MP4 (ISO/IEC 14496-12) with one H.264 track: streamed while it is encoded.
 
-The bytes depend on nothing but the frames: whoever has the same encoded frames writes the same stream.
+The stream is a header, then one fragment per frame. Its bytes depend on the encoded frames only.
 """
 
 from __future__ import annotations
@@ -11,69 +11,103 @@ from fractions import Fraction
 from pathlib import Path
 from struct import pack, unpack
 
+#: The start code between NAL units.
 START_CODE = re.compile(rb"\x00+\x00\x01")
-TYPE, IDR, SEQUENCE, PICTURE = 31, 5, 7, 8
-"""The bits of a NAL unit's first byte that are its type; the types of IDR pictures and of both sets of parameters."""
 
-MATRIX = pack(">9i", 0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)  # shown as it is: neither turned nor scaled
-KEY, OTHER = 0x02000000, 0x01010000  # flags of a frame that can be decoded by itself, and of one that needs others
+#: The bits of a NAL unit's first byte that are its type.
+TYPE = 31
+#: The NAL unit type of IDR pictures.
+IDR = 5
+#: The NAL unit types of sequence and picture parameter sets.
+SEQUENCE, PICTURE = 7, 8
 
+#: The identity: frames are neither rotated nor scaled.
+MATRIX = pack(">9i", 0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)
+#: Sample flags of a frame that can be decoded by itself, and of one that needs others.
+KEY, OTHER = 0x02000000, 0x01010000
+
+#: The id of the track.
 ONLY_TRACK = 1
 
 
 def exact_rate(fps: float) -> Fraction:
-    """Frames a second as videos have them."""
+    """Return frames per second as the exact fraction that videos use."""
     return Fraction(fps).limit_denominator(1001)
 
 
 class Fragments:
-    """Writes a stream of frames of one size at one rate, all shown in the order in which they are decoded.
+    """Writes a stream of frames of one size at one rate, in display order.
 
-    `avcc` is the decoder configuration record (ISO/IEC 14496-15) that MP4 files have.
+    `rate`: frames per second.
+    `avcc`: the decoder configuration record of MP4 files (ISO/IEC 14496-15).
     """
 
     def __init__(self, width: int, height: int, rate: Fraction, avcc: bytes) -> None:
-        self._width, self._height, self._rate, self._avcc = width, height, rate, avcc
+        self._width = width
+        self._height = height
+        self._rate = rate
+        self._avcc = avcc
         self._frames = 0
 
     def head(self) -> bytes:
-        """What the stream begins with."""
-        rate, numbers = self._rate.numerator, pack(">6H", 1, 0, 0, 0, 0, 0)
-        movie = _full(b"mvhd", pack(">4I", 0, 0, rate, 0), pack(">IHHII", 0x10000, 0x100, 0, 0, 0), MATRIX, bytes(24),
-                      pack(">I", ONLY_TRACK + 1))  # fmt: skip
-        track = _full(b"tkhd", pack(">5I", 0, 0, ONLY_TRACK, 0, 0), bytes(16), MATRIX,
-                      pack(">2I", self._width << 16, self._height << 16), flags=3)  # fmt: skip
-        undefined = 0x55C4
-        media = _full(b"mdhd", pack(">4IHH", 0, 0, rate, 0, undefined, 0))
-        shown = _full(b"hdlr", bytes(4), b"vide", bytes(12), b"video\0")
-        place = _box(b"dinf", _full(b"dref", pack(">I", 1), _full(b"url ", flags=1)))
-        looks = pack(">HHIIIH", self._width, self._height, 0x480000, 0x480000, 0, 1) + bytes(32) + pack(">Hh", 24, -1)
-        entry = _box(b"avc1", bytes(6), numbers[:2], bytes(16), looks, _box(b"avcC", self._avcc))
-        none_yet = b"".join(_full(kind, bytes(4)) for kind in (b"stts", b"stsc")) + _full(b"stsz", bytes(8))
-        samples = _box(b"stbl", _full(b"stsd", pack(">I", 1), entry), none_yet, _full(b"stco", bytes(4)))
-        about = _box(b"minf", _full(b"vmhd", bytes(8), flags=1), place, samples)
-        extends = _box(b"mvex", _full(b"trex", pack(">5I", ONLY_TRACK, 1, self._rate.denominator, 0, 0)))
+        """Return the header of the stream: the boxes `ftyp` and `moov`."""
+        rate, reserved = self._rate.numerator, pack(">6H", 1, 0, 0, 0, 0, 0)
+
+        times = pack(">4I", 0, 0, rate, 0)
+        rate_and_volume = pack(">IHHII", 0x10000, 0x100, 0, 0, 0)
+        mvhd = _full_box(b"mvhd", times, rate_and_volume, MATRIX, bytes(24), pack(">I", ONLY_TRACK + 1))
+
+        ids = pack(">5I", 0, 0, ONLY_TRACK, 0, 0)
+        size = pack(">2I", self._width << 16, self._height << 16)
+        tkhd = _full_box(b"tkhd", ids, bytes(16), MATRIX, size, flags=3)
+
+        undefined_language = 0x55C4
+        mdhd = _full_box(b"mdhd", pack(">4IHH", 0, 0, rate, 0, undefined_language, 0))
+        hdlr = _full_box(b"hdlr", bytes(4), b"vide", bytes(12), b"video\0")
+        dinf = _box(b"dinf", _full_box(b"dref", pack(">I", 1), _full_box(b"url ", flags=1)))
+        visual_entry = (
+            pack(">HHIIIH", self._width, self._height, 0x480000, 0x480000, 0, 1) + bytes(32) + pack(">Hh", 24, -1)
+        )
+
+        avc1 = _box(b"avc1", bytes(6), reserved[:2], bytes(16), visual_entry, _box(b"avcC", self._avcc))
+
+        # The tables are empty, because all samples are in fragments.
+        empty_tables = b"".join(_full_box(kind, bytes(4)) for kind in (b"stts", b"stsc")) + _full_box(b"stsz", bytes(8))
+        stbl = _box(b"stbl", _full_box(b"stsd", pack(">I", 1), avc1), empty_tables, _full_box(b"stco", bytes(4)))
+        minf = _box(b"minf", _full_box(b"vmhd", bytes(8), flags=1), dinf, stbl)
+        mvex = _box(b"mvex", _full_box(b"trex", pack(">5I", ONLY_TRACK, 1, self._rate.denominator, 0, 0)))
+
         brands = b"iso5" + pack(">I", 512) + b"iso5iso6avc1mp41"
-        whole = _box(b"trak", track, _box(b"mdia", media, shown, about))
-        return _box(b"ftyp", brands) + _box(b"moov", movie, whole, extends)
+        trak = _box(b"trak", tkhd, _box(b"mdia", mdhd, hdlr, minf))
+        return _box(b"ftyp", brands) + _box(b"moov", mvhd, trak, mvex)
 
     def fragment(self, frame: bytes) -> bytes:
-        """The next frame, its NAL units each behind its length."""
-        began, self._frames = self._frames * self._rate.denominator, self._frames + 1
-        track = _full(b"tfhd", pack(">I", ONLY_TRACK), flags=0x20000)
-        times = _full(b"tfdt", pack(">Q", began), version=1)
-        run = pack(">3I", self._rate.denominator, len(frame), KEY if _begins_anew(frame) else OTHER)
-        size = len(self._moof(track, times, run, 0))
-        return self._moof(track, times, run, size + 8) + _box(b"mdat", frame)
+        """Return the next frame as a fragment: the boxes `moof` and `mdat`.
 
-    def _moof(self, track: bytes, times: bytes, run: bytes, offset: int) -> bytes:
-        number = _full(b"mfhd", pack(">I", self._frames))
-        samples = _full(b"trun", pack(">2I", 1, offset), run, flags=0x701)
-        return _box(b"moof", number, _box(b"traf", track, times, samples))
+        `frame`: NAL units, each after its length in 4 bytes.
+        """
+        decode_time = self._frames * self._rate.denominator
+        self._frames += 1
+
+        tfhd = _full_box(b"tfhd", pack(">I", ONLY_TRACK), flags=0x20000)
+        tfdt = _full_box(b"tfdt", pack(">Q", decode_time), version=1)
+        sample = pack(">3I", self._rate.denominator, len(frame), KEY if _is_key_frame(frame) else OTHER)
+
+        moof_size = len(self._moof(tfhd, tfdt, sample, 0))
+        return self._moof(tfhd, tfdt, sample, moof_size + 8) + _box(b"mdat", frame)
+
+    def _moof(self, tfhd: bytes, tfdt: bytes, sample: bytes, offset: int) -> bytes:
+        """Return the `moof` box of the current frame.
+
+        `offset`: bytes from its start to the frame's data.
+        """
+        mfhd = _full_box(b"mfhd", pack(">I", self._frames))
+        trun = _full_box(b"trun", pack(">2I", 1, offset), sample, flags=0x701)
+        return _box(b"moof", mfhd, _box(b"traf", tfhd, tfdt, trun))
 
 
-def _begins_anew(frame: bytes) -> bool:
-    """Whether no frame behind this one needs one before it: then it is coded as an IDR picture."""
+def _is_key_frame(frame: bytes) -> bool:
+    """Return whether a frame is a random access point: an IDR picture."""
     while frame:
         (size,) = unpack(">I", frame[:4])
         if frame[4] & TYPE == IDR:
@@ -83,27 +117,36 @@ def _begins_anew(frame: bytes) -> bool:
 
 
 def units(encoded: bytes) -> list[bytes]:
-    """The NAL units of what an encoder made, without the start codes between them."""
+    """Return the NAL units of encoded data, without the start codes between them."""
     return [unit for unit in START_CODE.split(encoded) if unit]
 
 
 def with_lengths(encoded: bytes) -> bytes:
-    """An encoded frame as MP4 has it: each NAL unit behind its length."""
+    """Return an encoded frame as MP4 stores it: each NAL unit after its length.
+
+    Lengths have 4 bytes.
+    """
     return b"".join(pack(">I", len(unit)) + unit for unit in units(encoded))
 
 
 def configuration(parameters: bytes) -> bytes:
-    """The decoder configuration record of an encoder's parameters: one set of the sequence, one of pictures."""
+    """Return the decoder configuration record for an encoder's parameter sets.
+
+    `parameters`: one sequence parameter set and one picture parameter set, with start codes.
+    """
     kinds = {unit[0] & TYPE: unit for unit in units(parameters)}
     sequence, picture = kinds[SEQUENCE], kinds[PICTURE]
-    color_420_of_8_bits = b"\xfd\xf8\xf8\0" if sequence[1] >= 100 else b""
-    lengths_of_4_bytes, one = b"\xff", b"\xe1"
-    record = b"\1" + sequence[1:4] + lengths_of_4_bytes + one + pack(">H", len(sequence)) + sequence
-    return record + b"\1" + pack(">H", len(picture)) + picture + color_420_of_8_bits
+    high_profile_fields = b"\xfd\xf8\xf8\0" if sequence[1] >= 100 else b""
+    lengths_of_4_bytes, one_set = b"\xff", b"\xe1"
+    record = b"\1" + sequence[1:4] + lengths_of_4_bytes + one_set + pack(">H", len(sequence)) + sequence
+    return record + b"\1" + pack(">H", len(picture)) + picture + high_profile_fields
 
 
 def streamed(path: Path, fps: float) -> Iterator[bytes]:
-    """A finished MP4 file as the stream that was written while it was made: the head, then frame after frame."""
+    """Yield a finished MP4 file as the stream that was written while it was encoded.
+
+    The header first, then one fragment per frame.
+    """
     import av
 
     with av.open(str(path)) as container:
@@ -116,10 +159,11 @@ def streamed(path: Path, fps: float) -> Iterator[bytes]:
 
 
 def _box(kind: bytes, *content: bytes) -> bytes:
+    """Return a box: its size, its type and its content."""
     size = 8 + sum(map(len, content))
     return pack(">I", size) + kind + b"".join(content)
 
 
-def _full(kind: bytes, *content: bytes, version: int = 0, flags: int = 0) -> bytes:
-    """A box with a version and flags."""
+def _full_box(kind: bytes, *content: bytes, version: int = 0, flags: int = 0) -> bytes:
+    """Return a full box: one with a version and flags."""
     return _box(kind, pack(">I", version << 24 | flags), *content)

@@ -1,6 +1,7 @@
-"""Image encoding: the picture that a request brings becomes what its denoising starts from.
+"""Image encoding: the uploaded picture of a request becomes the input of its denoising.
 
-Redrawing: denoising starts from the picture, with as much noise as the strength says, and keeps what a mask does.
+Redraw (image to image, inpainting): denoising starts from the picture with noise by the strength. A mask keeps parts of
+the picture unchanged.
 """
 
 from __future__ import annotations
@@ -23,34 +24,34 @@ from unfuse.stages.base import Stage, StageInput, StageOutput, Tensors, need
 
 
 class ImageEncoder(Protocol):
-    """What a family says about pictures: image encoder, VAE, or both in memory."""
+    """What a model family provides for image encoding: an image encoder, a VAE, or both."""
 
+    #: Uploads that a request may have besides `image`. The family's pipeline decides which it reads.
     beside: Sequence[str]
-    """Uploads that a request may bring beside `image`; what its pipeline says it reads."""
+    #: Whether pictures are encoded one by one, in their own sizes, whatever size is requested.
     each: bool
-    """Whether pictures are encoded one by one, in sizes of their own, whatever size is asked for."""
 
     def verify(self, params: Params) -> None:
-        """Raise PermanentError unless the parameters hold what `encode` reads."""
+        """Raise PermanentError unless the parameters have what `encode` reads."""
 
     def encode(self, pictures: Mapping[str, Sequence[Image.Image]], params: Params) -> Tensors:
-        """Tensors by name, with a batch axis of one row a request.
+        """Return tensors by name, each (requests, …): one row per request.
 
-        `pictures` has those of each request, in order, by the name of the upload. `params` are any request's: sizes
-        agree.
+        `pictures`: the pictures of all requests, in order, by the name of the upload. `params`: those of any of the
+        requests, because their sizes are equal.
         """
 
 
 class ImageEncode(Stage):
-    """The upload `image` in, and others that a request has beside it; whatever the family makes of them out."""
+    """The image encoder stage: the upload `image` and further ones in, the family's tensors out."""
 
     kind = "image_encode"
     uploads = (UPLOAD,)
 
     @override
     def batch_key(self, task: StageInput) -> Hashable:
-        brings = self.uploads_of(task.derived)
-        return brings if self._encoder.each else (brings, super().batch_key(task))
+        uploads = self.uploads_of(task.derived)
+        return uploads if self._encoder.each else (uploads, super().batch_key(task))
 
     @override
     def uploads_of(self, derived: DerivedFacts) -> Sequence[str]:
@@ -60,22 +61,24 @@ class ImageEncode(Stage):
         self._encoder = encoder
 
     def verify(self, task: StageInput) -> None:
-        """Raise PermanentError unless there is an upload, and the parameters the family reads."""
+        """Raise PermanentError unless the upload and the family's parameters are present."""
         if UPLOAD not in task.uploads:
             raise PermanentError(f"upload {UPLOAD} is missing")
         self._encoder.verify(task.params)
 
     @torch.no_grad()
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
-        """Encode all at once, or one by one."""
+        """Encode all requests in one call, or one by one if the family requires it."""
         if self._encoder.each and len(batch) > 1:
             return [output for task in batch for output in self.run([task])]
+
         names = [name for name in self.uploads_of(batch[0].derived) if name != MASK]
         pictures = {name: [read_picture(task.uploads[name]) for task in batch] for name in names}
-        together = self._encoder.encode(pictures, batch[0].params)
+        encoded = self._encoder.encode(pictures, batch[0].params)
+
         rows = [slice(row, row + 1) for row in range(len(batch))]
         return [
-            StageOutput({name: value if value is None else value[row] for name, value in together.items()})
+            StageOutput({name: value if value is None else value[row] for name, value in encoded.items()})
             for row in rows
         ]
 
@@ -85,144 +88,196 @@ def read_picture(data: bytes) -> Image.Image:
 
     Raises PermanentError if it is not a complete picture.
     """
-    return _read(read_rgb, data, "the picture")
+    return _read_or_fail(read_rgb, data, "the picture")
 
 
 def read_mask(data: bytes) -> Image.Image:
     """Return the alpha channel of an upload (mode L). Raises PermanentError as `read_picture` does."""
-    return _read(read_alpha, data, "the mask")
+    return _read_or_fail(read_alpha, data, "the mask")
 
 
-def _read(read: Callable[[bytes, str], Image.Image], data: bytes, name: str) -> Image.Image:
+def _read_or_fail(read: Callable[[bytes, str], Image.Image], data: bytes, name: str) -> Image.Image:
+    """Read a picture. Raises PermanentError for InvalidParameter."""
     try:
         return read(data, name)
     except InvalidParameter as error:
         raise PermanentError(str(error)) from error
 
 
+#: The tensor with the mean and log-variance that the VAE computes of a picture.
 MOMENTS = "moments"
 
 
 class KeptLatents(NamedTuple):
-    """A picture's latents, the noise of its request, and where denoising changes them: there the mask is 1."""
+    """The latents of a picture that denoising must keep where the mask says so.
 
+    All three have the shape of the request's latents; the mask may have one channel only.
+    """
+
+    #: The latents of the picture, without noise.
     latents: Tensor
+    #: The noise of the request.
     noise: Tensor
+    #: 1 where denoising changes the picture, else 0.
     mask: Tensor
 
     def over(self, scheduler: Any, latents: Tensor, step: int) -> Tensor:
-        """Latents after so many steps, and where they are not to change those of the picture, which are as noisy."""
-        following = scheduler.timesteps[step : step + 1]
-        kept = noised(scheduler, self.latents, self.noise, following) if len(following) else self.latents
-        return (1 - self.mask) * kept + self.mask * latents
+        """Return latents after a step, with the kept parts replaced by the picture's latents.
+
+        `step`: the number of steps done. The picture's latents get as much noise as the next step expects, none after
+        the last.
+        """
+        next_timestep = scheduler.timesteps[step : step + 1]
+        picture_latents = (
+            noised(scheduler, self.latents, self.noise, next_timestep) if len(next_timestep) else self.latents
+        )
+        return (1 - self.mask) * picture_latents + self.mask * latents
 
 
 class DenoiseStart(NamedTuple):
-    """Where denoising begins: with which latents, after how many steps, and what it keeps."""
+    """The start of denoising."""
 
+    #: The first latents.
     latents: Tensor
+    #: How many steps are skipped.
     step: int = 0
+    #: What denoising must keep of a picture, or None.
     kept: KeptLatents | None = None
 
 
 @dataclass(frozen=True)
 class Redraw:
-    """How a family's pipelines redraw, by the configuration of its VAE, with latents of these channels, in the dtype of
-    the transformer. `pack` makes of a grid what the transformer sees; `whole`: what is less than a step is not made;
-    `repeats`: beside a mask latents are repeated, and lie otherwise then.
-    """
+    """Redraws pictures as a family's pipelines do (image to image, inpainting)."""
 
+    #: The configuration of the VAE.
     config: Mapping[str, Any]
+    #: Channels of the latents.
     channels: int
+    #: The dtype of the transformer.
     dtype: torch.dtype
+    #: Turns a grid, (1, channels, height, width), into the transformer's latents; None: they are the grid.
     pack: Callable[[Tensor], Tensor] | None = None
+    #: Whether a fraction of a step is skipped; else it is computed as a whole step.
     whole: bool = False
+    #: Whether the pipeline copies the latents if there is a mask, which changes their memory layout.
     repeats: bool = False
 
     def shapes(self, task: StageInput) -> dict[str, tuple[int | None, ...]]:
-        """Of what it needs of a task, to redraw its picture, if there is one. Raises PermanentError."""
-        given = {MOMENTS: (1, 2 * self.channels, None, None), MASK: (1, 1, None, None)}
-        found: dict[str, tuple[int | None, ...]] = {
-            name: shape for name, shape in given.items() if task.tensors.get(name) is not None
+        """Return the shapes of the tensors that redrawing needs; empty for a task without a picture.
+
+        Raises PermanentError if the strength leaves no step to compute.
+        """
+        known_shapes = {MOMENTS: (1, 2 * self.channels, None, None), MASK: (1, 1, None, None)}
+        shapes: dict[str, tuple[int | None, ...]] = {
+            name: shape for name, shape in known_shapes.items() if task.tensors.get(name) is not None
         }
-        if found and self._skipped(task.params) >= need(task.params, "num_inference_steps", int):
+
+        if shapes and self._skipped_steps(task.params) >= need(task.params, "num_inference_steps", int):
             raise PermanentError("strength leaves no step to make: send more")
-        return found
+        return shapes
 
     def draw(self, moments: Tensor, generator: torch.Generator) -> Tensor:
-        """A grid drawn from what the VAE says of a picture, shifted and scaled."""
+        """Sample a latent grid from the VAE's moments of a picture, shifted and scaled.
+
+        `moments`: (1, 2 × channels, height, width). Returns (1, channels, height, width) in the transformer's dtype.
+        """
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
         as_pictures = moments.clone(memory_format=torch.channels_last)  # as the VAE made them: see `layout`
-        drawn = DiagonalGaussianDistribution(as_pictures).sample(generator).to(self.dtype)
+        sample = DiagonalGaussianDistribution(as_pictures).sample(generator).to(self.dtype)
+
         shift, scale = self.config.get("shift_factor"), self.config.get("scaling_factor", 0.18215)
         if self.config.get("latents_mean"):
-            named = (torch.tensor(self.config[f"latents_{name}"]).view(1, -1, 1, 1) for name in ("mean", "std"))
-            shift, deviation = (values.to(drawn) for values in named)
+            statistics = (torch.tensor(self.config[f"latents_{name}"]).view(1, -1, 1, 1) for name in ("mean", "std"))
+
+            shift, deviation = (values.to(sample) for values in statistics)
             scale = 1.0 / deviation
-        shifted = drawn if shift is None else drawn - shift
-        found: Tensor = shifted * scale
-        return found
+
+        shifted_sample = sample if shift is None else sample - shift
+        latents: Tensor = shifted_sample * scale
+        return latents
 
     def begin(self, task: StageInput, grid: Tensor, noise: Tensor, scheduler: Any) -> DenoiseStart:
-        """From the picture's latents in this grid; with a mask and all steps from the noise alone."""
-        step, mask = self._skipped(task.params), task.tensors.get(MASK)
-        latents = self._arranged(grid.contiguous() if self.repeats and mask is not None else grid)
+        """Return the start of denoising from a picture's latent grid.
+
+        With a mask and a strength of 1, the first latents are noise only. Raises PermanentError if the picture's
+        latents have another size than the noise.
+        """
+        step, mask = self._skipped_steps(task.params), task.tensors.get(MASK)
+        latents = self._pack_grid(grid.contiguous() if self.repeats and mask is not None else grid)
+
         scheduler.set_begin_index(step)
         if latents.shape != noise.shape:
             raise PermanentError(f"latents of the picture are {tuple(grid.shape)}, which is another size")
-        started = noised(scheduler, latents, noise, scheduler.timesteps[step : step + 1])
-        if mask is None:
-            return DenoiseStart(started, step)
-        kept = KeptLatents(latents, noise, self._arranged(mask.to(grid)))
-        return DenoiseStart(scaled(scheduler, noise) if task.params["strength"] == 1 else started, step, kept)
 
-    def _arranged(self, grid: Tensor) -> Tensor:
+        noisy_latents = noised(scheduler, latents, noise, scheduler.timesteps[step : step + 1])
+
+        if mask is None:
+            return DenoiseStart(noisy_latents, step)
+        kept_latents = KeptLatents(latents, noise, self._pack_grid(mask.to(grid)))
+        return DenoiseStart(
+            scaled(scheduler, noise) if task.params["strength"] == 1 else noisy_latents, step, kept_latents
+        )
+
+    def _pack_grid(self, grid: Tensor) -> Tensor:
+        """Return a grid, (1, 1 or channels, height, width), as the transformer's latents."""
         return self.pack(grid.expand(-1, self.channels, -1, -1)) if self.pack else grid
 
-    def _skipped(self, params: Params) -> int:
+    def _skipped_steps(self, params: Params) -> int:
+        """Return how many steps are skipped by the request's strength."""
         steps = need(params, "num_inference_steps", int)
-        made = min(steps * need(params, "strength", float), steps)
-        return steps - int(made) if self.whole else int(steps - made)
+        computed = min(steps * need(params, "strength", float), steps)
+        return steps - int(computed) if self.whole else int(steps - computed)
 
 
 def noised(scheduler: Any, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
-    """Latents as noisy as before the step that the scheduler makes next."""
-    flows = hasattr(scheduler, "scale_noise")
-    given = (latents, timestep, noise) if flows else (latents, noise, timestep)
-    made: Tensor = (scheduler.scale_noise if flows else scheduler.add_noise)(*given)
-    return made
+    """Return latents with the noise level of this timestep.
+
+    `latents`, `noise`: of equal shape. `timestep`: (1,). Returns the same shape.
+    """
+    is_flow_matching = hasattr(scheduler, "scale_noise")
+    args = (latents, timestep, noise) if is_flow_matching else (latents, noise, timestep)
+    noisy_latents: Tensor = (scheduler.scale_noise if is_flow_matching else scheduler.add_noise)(*args)
+    return noisy_latents
 
 
 def scaled(scheduler: Any, noise: Tensor) -> Tensor:
-    """Noise as the first latents of a scheduler that goes all the way."""
+    """Return noise as the first latents of a scheduler that runs all steps. Same shape."""
     return noise * getattr(scheduler, "init_noise_sigma", 1.0)
 
 
 def layout(latents: Tensor) -> torch.memory_format:
-    """How a grid lies in memory: as pictures do, if it began as one, for convolutions round otherwise there."""
+    """Return the memory layout of latents: channels-last if they came from a picture.
+
+    Convolutions round differently by layout.
+    """
     as_pictures = latents.ndim == 4 and not latents.is_contiguous()
     return torch.channels_last if as_pictures else torch.contiguous_format
 
 
 class RedrawEncode(ImageEncode):
-    """The upload `image` in, and `mask` if there is one; what the VAE says of the picture out, and where it changes."""
+    """The redraw encoder stage: `image` and an optional `mask` in, `moments` and `mask` out."""
 
     kind = "redraw_encode"
 
     @override
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
-        made = zip(batch, super().run(batch), strict=True)
-        return [StageOutput({**output.tensors, MASK: _mask(task, output)}) for task, output in made]
+        encoded = zip(batch, super().run(batch), strict=True)
+        return [StageOutput({**output.tensors, MASK: _latent_mask(task, output)}) for task, output in encoded]
 
 
-def _mask(task: StageInput, encoded: StageOutput) -> Tensor | None:
-    """1 for latents that change, which are those in whose places the mask is transparent, else 0."""
+def _latent_mask(task: StageInput, encoded: StageOutput) -> Tensor | None:
+    """Return a mask, (1, 1, latent height, latent width): 1 for latents that change, else 0.
+
+    Latents change where the uploaded mask is transparent. None without an uploaded mask.
+    """
     from diffusers.image_processor import VaeImageProcessor
 
     if MASK not in task.uploads or (moments := encoded.tensors[MOMENTS]) is None:
         return None
+
     alpha = read_mask(task.uploads[MASK])
+
     processor = VaeImageProcessor(vae_scale_factor=1, do_normalize=False, do_binarize=True, do_convert_grayscale=True)
     size = {side: need(task.params, side, int) for side in ("height", "width")}
     changes = processor.preprocess(Image.eval(alpha, lambda opaque: 255 - opaque), **size)

@@ -1,8 +1,9 @@
-"""How the keys and values of a prompt lie in the object by which one worker hands them to another.
+"""The layout of a prompt's KV in the object that transfers it to another worker.
 
-What is computed first lies first, so that the object can be read while it is made: chunk after chunk of the prompt,
-in it layer after layer, in that head after head, with its keys and then its values. So one layer's share of the heads,
-which is what a rank of another degree needs, is one range. Two tensors hold it, however long the prompt is.
+Data that is computed first comes first, so that the object can be read while it is written (streaming KV transfer):
+chunk after chunk of the prompt; within a chunk, layer after layer; within a layer, head after head, each with its keys
+and then its values. One layer's share of the heads, which a rank of another parallel degree needs, is therefore one
+contiguous range. The object has two tensors, however long the prompt is.
 """
 
 from __future__ import annotations
@@ -24,26 +25,37 @@ if TYPE_CHECKING:
 
     from unfuse.parallel.group import Axis
 
-CHUNKS, REST = "chunks", "rest"  # the tensors: all chunks that are full, and the last one if it is not
+#: The names of the tensors: all full chunks (chunks, layers, heads, 2, CHUNK, width), and the last chunk if it is not
+#: full (layers, heads, 2, tokens, width).
+CHUNKS, REST = "chunks", "rest"
+#: All heads.
 ALL = slice(None)
 
 
 @dataclass(frozen=True)
 class KvLayout:
-    """The layout for so many `tokens`; a unit is what one layer keeps of one chunk."""
+    """The layout of the KV of one prompt.
 
+    A unit is the KV of one layer and one chunk.
+    """
+
+    #: Layers of the model.
     layers: int
+    #: KV heads of the model, of all ranks.
     heads: int
+    #: The width of a head.
     width: int
+    #: The dtype of the KV.
     dtype: torch.dtype
+    #: Tokens of the prompt.
     tokens: int
 
     def unit(self, tokens: int) -> tuple[int, ...]:
-        """The shape of a unit of so many tokens."""
+        """Return the shape of a unit of this many tokens: (heads, 2, tokens, width)."""
         return self.heads, 2, tokens, self.width
 
     def outline(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Names, dtypes and shapes of the tensors."""
+        """Return names, dtypes and shapes of the tensors."""
         chunks, rest = divmod(self.tokens, CHUNK)
         dtype = str(self.dtype).removeprefix("torch.")
         return [
@@ -52,63 +64,72 @@ class KvLayout:
         ]
 
     def fits(self, tensors: Mapping[str, Tensor | None]) -> bool:
-        """Whether those of such an object are among these tensors."""
-        found = [(one.dtype, tuple(one.shape)) for one in map(tensors.get, (CHUNKS, REST)) if one is not None]
-        return found == [(self.dtype, shape) for _, _, shape in self.outline()]
+        """Return whether these tensors are an object of this layout."""
+        types = [
+            (tensor.dtype, tuple(tensor.shape)) for tensor in map(tensors.get, (CHUNKS, REST)) if tensor is not None
+        ]
+        return types == [(self.dtype, shape) for _, _, shape in self.outline()]
 
     def read(self, tensors: Mapping[str, Any]) -> Iterator[tuple[int, int, Tensor]]:
-        """The units in their order, each as (first token, layer, what it has)."""
+        """Yield the units in order: (first token, layer, KV of shape `unit`)."""
         for chunk, layers in enumerate([*tensors[CHUNKS], tensors[REST]]):
             yield from ((chunk * CHUNK, layer, unit) for layer, unit in enumerate(layers))
 
 
 class KvBlocks(NamedTuple):
-    """Keys and values of the first `tokens` of a sequence, in tensors of such an object."""
+    """The KV of the first tokens of a sequence, in tensors of a KvLayout."""
 
+    #: The number of tokens.
     tokens: int
+    #: The tensors CHUNKS and REST.
     tensors: Mapping[str, Tensor | None]
 
 
 class KvReader:
-    """Puts what comes of such an object, in pieces of any length, into a sequence, which has grown by as much.
+    """Writes a received object into a sequence, from byte chunks of any length.
 
-    Of the heads, the sequence has only `heads`.
+    `kv`: a sequence that has already been extended by the object's tokens.
+    `heads`: the heads that the sequence has.
     """
 
     def __init__(self, kv: KvSequence, layout: KvLayout, heads: slice = ALL) -> None:
-        self._kv, self._layout, self._heads = kv, layout, heads
+        self._kv = kv
+        self._layout = layout
+        self._heads = heads
         self._unit = torch.empty(prod(layout.unit(CHUNK)), dtype=layout.dtype)
         self._done = self._filled = 0
 
     @property
     def whole(self) -> bool:
-        """Whether everything is there, and still is."""
-        return self._kv.length == self._layout.tokens and not self._tokens()
+        """Whether all of the object has been written and the sequence still has it."""
+        return self._kv.length == self._layout.tokens and not self._unit_tokens()
 
     def take(self, piece: Tensor) -> None:
-        """Take the next bytes. Does nothing from when on the sequence has given up what it had."""
+        """Consume the next bytes, uint8 (bytes,). Does nothing once the sequence is retracted."""
         memory = self._unit.view(torch.uint8)
-        while piece.numel() and (tokens := self._tokens()) and self._kv.length == self._layout.tokens:
+        while piece.numel() and (tokens := self._unit_tokens()) and self._kv.length == self._layout.tokens:
             elements = prod(self._layout.unit(tokens))
-            some = piece[: elements * self._layout.dtype.itemsize - self._filled]
-            memory[self._filled : self._filled + some.numel()] = some
-            self._filled, piece = self._filled + some.numel(), piece[some.numel() :]
+
+            next_bytes = piece[: elements * self._layout.dtype.itemsize - self._filled]
+            memory[self._filled : self._filled + next_bytes.numel()] = next_bytes
+            self._filled, piece = self._filled + next_bytes.numel(), piece[next_bytes.numel() :]
+
             if self._filled == elements * self._layout.dtype.itemsize:
                 chunk, layer = divmod(self._done, self._layout.layers)
                 unit = self._unit[:elements].view(self._layout.unit(tokens))[self._heads]
                 self._kv.write(layer, unit[:, 0], unit[:, 1], chunk * CHUNK)
                 self._done, self._filled = self._done + 1, 0
 
-    def _tokens(self) -> int:
-        """Those of the unit that comes next; 0 if none does."""
-        left = self._layout.tokens - self._done // self._layout.layers * CHUNK
-        return max(0, min(CHUNK, left))
+    def _unit_tokens(self) -> int:
+        """Return the tokens of the next unit; 0 after the last one."""
+        remaining = self._layout.tokens - self._done // self._layout.layers * CHUNK
+        return max(0, min(CHUNK, remaining))
 
 
 class KvWriter:
-    """Writes what a sequence has into such an object, as it comes, each unit once; before `to`, nothing.
+    """Writes the KV of a sequence into an object while prefill computes it, each unit once.
 
-    It leaves out the `first` chunks.
+    Before `to`, nothing is written. The `first` chunks are left out.
     """
 
     def __init__(self, kv: KvSequence, layout: KvLayout, first: int = 0) -> None:
@@ -117,12 +138,12 @@ class KvWriter:
         self._output: OpenOutput | None = None
 
     def to(self, output: OpenOutput) -> None:
-        """Write there from now on."""
+        """Write into this output from now on."""
         self._output = output
 
     @property
     def written(self) -> KvBlocks | None:
-        """What is there of it, in whole chunks; None without any."""
+        """The written KV, in whole chunks; None without any."""
         chunks = min(self._done, self._layout.tokens // CHUNK * self._layout.layers) // self._layout.layers
         if not (self._output and chunks):
             return None
@@ -130,56 +151,61 @@ class KvWriter:
         return KvBlocks(chunks * CHUNK, {CHUNKS: whole[:chunks], REST: rest[..., :0, :]})
 
     def layer(self, layer: int) -> None:
-        """This layer has what it keeps of the sequence's last chunk. What others can read then is written at once."""
+        """Write a layer's KV of the sequence's last chunk, if readers gain data by it.
+
+        Called when the layer is computed. After the last layer, everything is written.
+        """
         if not self._output:
             return
         chunk, layers = (self._kv.length - 1) // CHUNK, self._layout.layers
         units = chunk * layers + layer + 1
-        if units > self._done and (layer + 1 == layers or self._output.due(*self._written(units))):
+        if units > self._done and (layer + 1 == layers or self._output.due(*self._end_of(units))):
             self._write(units, self._output.tensors)
-            self._output.written(*self._written(units))
+            self._output.written(*self._end_of(units))
 
     def stepped(self) -> None:
-        """A step of the sequence is made."""
+        """Called after each step of the sequence."""
 
     def prefix_block(self, number: int) -> Tensors:
-        """Keys and values of a chunk, of shape (layers, 2, heads, CHUNK, width), for other prompts."""
+        """Return the KV of a chunk as a prefix block: `kv`, (layers, 2, heads, CHUNK, width)."""
         span = number * CHUNK, (number + 1) * CHUNK
         return {"kv": torch.stack([torch.stack(self._kv.read(layer, *span)) for layer in range(self._layout.layers)])}
 
     def finish(self) -> dict[str, Tensor]:
-        """All tensors of a sequence that is complete; none if they were written elsewhere."""
+        """Return all tensors of a complete sequence; none if they were written into an output."""
         units = -(-self._layout.tokens // CHUNK) * self._layout.layers
         if self._output:
             if self._done < units:  # no step has computed what came last
                 self._write(units, self._output.tensors)
-                self._output.written(*self._written(units))
+                self._output.written(*self._end_of(units))
             return {}
-        tensors = self._room()
+
+        tensors = self._allocate()
         self._write(units, tensors)
         return tensors
 
     def _write(self, units: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write what is there up to this number of units."""
+        """Write the remaining units up to this number."""
         for unit in range(self._done, units):
             chunk, layer = divmod(unit, self._layout.layers)
             start = chunk * CHUNK
             keys, values = self._kv.read(layer, start, min(start + CHUNK, self._layout.tokens))
-            into = self._chunk(tensors, chunk)[layer]
-            into[:, 0].copy_(keys)
-            into[:, 1].copy_(values)
+            target = self._chunk(tensors, chunk)[layer]
+            target[:, 0].copy_(keys)
+            target[:, 1].copy_(values)
         self._done = max(self._done, units)
 
-    def _room(self) -> dict[str, Tensor]:
+    def _allocate(self) -> dict[str, Tensor]:
+        """Return new tensors for the object, with undefined contents."""
         outline = self._layout.outline()
         return {name: torch.empty(shape, dtype=self._layout.dtype) for name, _, shape in outline}
 
     def _chunk(self, tensors: Mapping[str, Tensor], chunk: int) -> Tensor:
-        """Where all layers of a chunk lie."""
+        """Return where all layers of a chunk are: (layers, heads, 2, tokens, width)."""
         return tensors[CHUNKS][chunk] if chunk < self._layout.tokens // CHUNK else tensors[REST]
 
-    def _written(self, units: int) -> tuple[str, int]:
-        """The tensor in which that many units end, and how many of its elements they are."""
+    def _end_of(self, units: int) -> tuple[str, int]:
+        """Return the position after this many units: the tensor, and elements of it."""
         chunks, rest = divmod(self._layout.tokens, CHUNK)
         full = chunks * self._layout.layers
         if units <= full:
@@ -188,19 +214,24 @@ class KvWriter:
 
 
 class SharedKvWriter(KvWriter):
-    """Of a sequence of which each of several ranks has some heads, `layout` being that of all: behind a step they
-    gather the chunks that it completed, and the first one writes them. What it hands on is read from there, by it.
+    """Writes the KV of a sequence with tensor parallelism, where each rank has some heads.
+
+    After a step the ranks gather the chunks that it completed, and rank 0 writes them. Prefix blocks are read from
+    there.
+
+    `layout`: that of all ranks' heads.
+    `axis`: the ranks.
     """
 
     def __init__(self, kv: KvSequence, layout: KvLayout, axis: Axis, first: int = 0) -> None:
         super().__init__(kv, layout, first)
         self._axis = axis
-        self._made: dict[str, Tensor] = {}
+        self._new_tensors: dict[str, Tensor] = {}
 
     @property
     @override
     def written(self) -> None:
-        """Nothing: it is not there for all of them."""
+        """None: other ranks than the first do not have the written KV."""
 
     @override
     def layer(self, layer: int) -> None:
@@ -208,16 +239,19 @@ class SharedKvWriter(KvWriter):
 
     @override
     def stepped(self) -> None:
+        """Gather and write the chunks that the last step completed."""
         layers, tokens = self._layout.layers, self._layout.tokens
         while (start := self._done // layers * CHUNK) < tokens and self._kv.length >= min(start + CHUNK, tokens):
             stop = min(start + CHUNK, tokens)
-            own = torch.stack([torch.stack(self._kv.read(layer, start, stop), 1) for layer in range(layers)])
-            whole = self._axis.gather(own).movedim(0, 1).flatten(1, 2)
+            own_heads = torch.stack([torch.stack(self._kv.read(layer, start, stop), 1) for layer in range(layers)])
+            all_heads = self._axis.gather(own_heads).movedim(0, 1).flatten(1, 2)
+
             self._done += layers
             if self._axis.rank == 0:
-                self._chunk(self._tensors, start // CHUNK).copy_(whole)
+                self._chunk(self._tensors, start // CHUNK).copy_(all_heads)
+
             if self._output:
-                self._output.written(*self._written(self._done))
+                self._output.written(*self._end_of(self._done))
 
     @override
     def prefix_block(self, number: int) -> Tensors:
@@ -229,7 +263,8 @@ class SharedKvWriter(KvWriter):
 
     @property
     def _tensors(self) -> Mapping[str, Tensor]:
+        """The tensors to write into: the output's, or new ones."""
         if self._output:
             return self._output.tensors
-        self._made = self._made or self._room()
-        return self._made
+        self._new_tensors = self._new_tensors or self._allocate()
+        return self._new_tensors

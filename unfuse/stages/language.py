@@ -1,7 +1,8 @@
-"""Decode of a language model, and what it has in common with prefill: sequences that grow in one paged KV.
+"""Prefill and decode of a language model, over sequences in one paged KV cache.
 
-A state is its tokens, and how many of them are in the KV. Whatever is not there yet is computed, a chunk a step: so a
-sequence that comes from another worker, one whose blocks were taken, and one of an attempt that died go on alike.
+The state of a sequence is its tokens, and how many of them are in the KV cache. Missing tokens are computed in chunks,
+one chunk per step (chunked prefill). A sequence from another worker, a retracted one, and one of a failed attempt
+therefore continue in the same way.
 """
 
 from __future__ import annotations
@@ -48,31 +49,39 @@ if TYPE_CHECKING:
     from unfuse.parallel.group import Group
 
 
-MADE_UP = 16  # tokens of the prompts that stages warm up with
-PATIENCE_S = 0.005  # how long a step waits where there is nothing else to do
+#: Tokens of the made-up prompt of a warm-up.
+MADE_UP = 16
+#: Seconds that a step waits for a grammar if it has nothing else to compute.
+PATIENCE_S = 0.005
 
+#: A token; the error of drawing it; or None while its grammar has not computed which tokens are allowed.
 Drawn = SampledToken | PermanentError | None
-"""A token, why there cannot be one, or that there is none yet, since it is not known what may follow."""
 
+#: Sampling parameters that are required numbers.
 SAMPLED = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 @dataclass(frozen=True)
 class PrefillState(SequenceState):
-    """A prompt, of which `before` tokens were in the KV before the last step."""
+    """A prompt during prefill."""
 
+    #: Tokens in the KV cache before the last step.
     before: int = 0
+    #: Writes the KV for decode.
     handed: KvWriter = field(kw_only=True)
 
     @property
     def blocks(self) -> list[PrefixBlock]:
         """The chunks that the last step completed."""
-        numbers = range(self.before // CHUNK, self.done // CHUNK)
-        return [PrefixBlock(number, partial(self.handed.prefix_block, number)) for number in numbers]
+        chunk_numbers = range(self.before // CHUNK, self.done // CHUNK)
+        return [PrefixBlock(number, partial(self.handed.prefix_block, number)) for number in chunk_numbers]
 
 
 class Prefill(PromptStage[PrefillState]):
-    """Computes the KV of all tokens of a prompt but the last one, which `decode` begins with."""
+    """Chunked prefill: computes the KV of all tokens of a prompt except the last.
+
+    Decode starts with the last token.
+    """
 
     kind = "prefill"
     can_overlap = True
@@ -86,12 +95,14 @@ class Prefill(PromptStage[PrefillState]):
     @override
     def start(self, task: StageInput) -> PrefillState:
         ids = unpacked(task.uploads[PROMPT])
-        sight = self._sequences.sight(ids, task)
+        vision_inputs = self._sequences.sight(ids, task)
+
         with self._sequences.beginning(task.priority) as kv:
-            taken = self._sequences.take(kv, task.prefix, len(ids) - 1)
-            handed = self._sequences.writer(kv, len(ids) - 1)
+            cached_tokens = self._sequences.take(kv, task.prefix, len(ids) - 1)
+            writer = self._sequences.writer(kv, len(ids) - 1)
+
         self._sequences.prompts += 1
-        return PrefillState(kv, ids[:-1], taken, sight=sight, before=taken, handed=handed)
+        return PrefillState(kv, ids[:-1], cached_tokens, sight=vision_inputs, before=cached_tokens, handed=writer)
 
     @override
     def step(self, batch: Sequence[PrefillState]) -> list[int | Exception]:
@@ -136,17 +147,19 @@ class Prefill(PromptStage[PrefillState]):
 
 @dataclass(frozen=True)
 class RecomputedChunks(PrefillState):
-    """The whole chunks of a prompt and its answer, those with tokens of the answer computed again as prefill does it.
+    """Whole chunks of a prompt and its answer, recomputed as prefill computes them.
 
-    A token by itself has other bytes than the same token in a chunk, and a later prompt is to have those of its chunk.
-    `digests` are those of the chunks.
+    Only chunks with tokens of the answer are computed. A token that is computed alone has other bytes than the same
+    token in a chunk, and the prefix cache must have the bytes of the chunk, for later prompts.
     """
 
+    #: The digests of the chunks, by their number.
     digests: tuple[str, ...] = ()
 
     @property
     @override
     def blocks(self) -> list[PrefixBlock]:
+        """The chunks that the last step completed, with their digests."""
         return [replace(block, digest=self.digests[block.number]) for block in super().blocks]
 
     @property
@@ -155,47 +168,63 @@ class RecomputedChunks(PrefillState):
         return self.done == len(self.ids)
 
     def stepped(self, done: int) -> RecomputedChunks | None:
-        """What a step that left so many tokens in the KV made of it; None where there was no room for a chunk."""
+        """Return the state after a step that left `done` tokens in the KV cache.
+
+        None if a chunk did not fit: the remaining chunks are not computed.
+        """
         return replace(self, before=self.done, done=done) if done > self.done else None
 
 
 @dataclass(frozen=True)
 class DecodeState(SequenceState):
-    """A sequence whose tokens from `prompt` on are the answer, under a `constraint`; the last step made `sampled`."""
+    """A sequence during decode. Its tokens from `prompt` on are the answer."""
 
+    #: Tokens of the prompt.
     prompt: int = 0
+    #: How tokens are sampled.
     how: SamplingParams = SamplingParams()
+    #: The text of the answer.
     words: AnswerText = field(kw_only=True)
+    #: The token of the last step, or None.
     sampled: SampledToken | None = None
+    #: The grammar that the answer must match, or None.
     constraint: GrammarMatcher | None = None
+    #: The pictures and videos of the prompt.
     shown: tuple[MediaItem, ...] = ()
-    """The pictures and videos of the prompt, as JSON."""
+    #: Whether the answer is added to the prefix cache.
     extends: bool = False
-    """Whether the answer goes into the prefix cache."""
+    #: Whether the last token has been drawn.
     over: bool = False
-    """Whether the last token is drawn."""
+    #: Chunks of the answer to recompute for the prefix cache, after the last token is drawn; or None.
     again: RecomputedChunks | None = None
-    """Chunks of the answer that are still to be computed for the prefix cache, once the last token is drawn."""
 
     @property
     @override
     def most(self) -> int:
+        """The most tokens that the sequence may have."""
         return self.prompt + self.words.most
 
     @property
     def answer(self) -> list[int]:
-        """The ids of the answer so far."""
+        """The token ids of the answer so far."""
         return self.ids[self.prompt :]
 
     @override
     def chunk(self, *, exact: bool) -> list[int]:
-        """Where bytes count, chunks end where those of prefill ended, and the tokens behind them come one by one."""
-        left = self.prompt - 1 - self.kv.length
-        return super().chunk(exact=exact)[: max(1, left) if exact else None]
+        """Return the tokens to compute next.
+
+        `exact`: chunks end where those of prefill ended, and the tokens after them are computed one by one, as they
+        were before.
+        """
+        remaining_prompt = self.prompt - 1 - self.kv.length
+        return super().chunk(exact=exact)[: max(1, remaining_prompt) if exact else None]
 
 
 class ReceivedKv(StreamedInput):
-    """Keys and values of a prompt that come in pieces; what there is no room for is computed again."""
+    """Receives the KV of a prompt in chunks (`StreamedInput`). Tokens without room are recomputed later.
+
+    `tokens`: how many tokens of the prompt the object has.
+    """
 
     def __init__(self, sequences: SequencePool, priority: int, tokens: int) -> None:
         self._sequences = sequences
@@ -206,7 +235,7 @@ class ReceivedKv(StreamedInput):
 
     @property
     def tokens(self) -> int:
-        """How many are there."""
+        """The number of received tokens; 0 until all are received."""
         return self.kv.length if self._reader.whole else 0
 
     @override
@@ -219,11 +248,12 @@ class ReceivedKv(StreamedInput):
 
 
 class Decode(PromptStage[DecodeState]):
-    """Makes one token a step, once all that are there are in the KV.
+    """Decode with continuous batching: one new token per sequence and step.
 
-    Behind the last one it computes whole chunks of the answer, where others may go on from that: see
-    `RecomputedChunks`. Of several ranks, a `group`, the first one draws, and follows grammars; the others go on with
-    what it has drawn.
+    Tokens that are missing in the KV cache are computed first. After the last token, whole chunks of the answer are
+    recomputed for the prefix cache if it is to be extended: see `RecomputedChunks`.
+
+    `group`: with tensor parallelism, the ranks. Rank 0 samples and follows grammars; the other ranks use its tokens.
     """
 
     kind = "decode"
@@ -233,22 +263,26 @@ class Decode(PromptStage[DecodeState]):
         self, sequences: SequencePool, tokenizer: ChatTokenizer, grammars: Grammars, group: Group | None = None
     ) -> None:
         super().__init__(sequences)
-        self._tokenizer, self._grammars, self._group = tokenizer, grammars, group
+        self._tokenizer = tokenizer
+        self._grammars = grammars
+        self._group = group
 
     @override
     def warm_up(self) -> None:
-        """A token of a made-up prompt, whose keys and values are put in place as those that come from prefill."""
+        """Decode one token of a made-up prompt, with a KV written as from prefill."""
         layout = self._sequences.layout(MADE_UP - 1)
         tensors = {name: torch.zeros(shape, dtype=layout.dtype) for name, _, shape in layout.outline()}
-        kv, given = self._sequences.begin(0), self._given(tensors, layout.tokens)
-        assert given
-        done, words = self._sequences.put(kv, given), AnswerText(self._tokenizer, StopConditions(), 1)
-        state = DecodeState(kv, [0] * (done + 1), done, given=given, prompt=done + 1, words=words)
-        (made,) = next_states(self, [state])
+        kv, kv_blocks = self._sequences.begin(0), self._kv_blocks(tensors, layout.tokens)
+        assert kv_blocks
+        done = self._sequences.put(kv, kv_blocks)
+        words = AnswerText(self._tokenizer, StopConditions(), 1)
+        state = DecodeState(kv, [0] * (done + 1), done, given=kv_blocks, prompt=done + 1, words=words)
+
+        (next_state,) = next_states(self, [state])
         self.let_go(state)
-        if isinstance(made, Exception):
-            raise made
-        self.grown(made)
+        if isinstance(next_state, Exception):
+            raise next_state
+        self.grown(next_state)
 
     @override
     def uploads_of(self, derived: DerivedFacts) -> Sequence[str]:
@@ -262,43 +296,61 @@ class Decode(PromptStage[DecodeState]):
 
     @override
     def start(self, task: StageInput) -> DecodeState:
-        """Where there is no room for the KV that came, it is put in place when there is."""
+        """Return the state before the first step.
+
+        A KV that does not fit into the cache now is written once there is room.
+        """
         prompt = unpacked(task.uploads[PROMPT])
-        most, derived = need(task.params, "max_tokens", int), task.derived
-        words = AnswerText(self._tokenizer, ending(task.params, derived), most, derived.reading)
+        max_tokens, derived = need(task.params, "max_tokens", int), task.derived
+
+        words = AnswerText(self._tokenizer, ending(task.params, derived), max_tokens, derived.reading)
         ids = [*prompt]
         for data in task.recorded:
-            piece: TokenDelta = decode(data, TokenDelta)
-            words.add(piece.id, piece.logprob, tuple((id, logprob) for id, _, logprob in piece.top))
-            ids.append(piece.id)
-        sight = self._sequences.sight(prompt, task)
-        how = msgspec.structs.replace(sampling(task.params), ends=tuple(words.ends))
+            delta: TokenDelta = decode(data, TokenDelta)
+            words.add(delta.id, delta.logprob, tuple((id, logprob) for id, _, logprob in delta.top))
+            ids.append(delta.id)
+
+        vision_inputs = self._sequences.sight(prompt, task)
+        sampling_params = msgspec.structs.replace(sampling(task.params), ends=tuple(words.ends))
+
         if isinstance(task.received, ReceivedKv):
-            kv, done, given = task.received.kv, task.received.tokens, None
+            kv = task.received.kv
+            done = task.received.tokens
+            kv_blocks = None
         else:
-            given = self._given(task.tensors, len(prompt) - 1)
+            kv_blocks = self._kv_blocks(task.tensors, len(prompt) - 1)
             with self._sequences.beginning(task.priority) as kv:
-                done = self._sequences.put(kv, given) if given else 0
+                done = self._sequences.put(kv, kv_blocks) if kv_blocks else 0
+
         state = DecodeState(
-            kv, ids, done, sight=sight, given=given, prompt=len(prompt), how=how, words=words, shown=derived.shown,
+            kv,
+            ids,
+            done,
+            sight=vision_inputs,
+            given=kv_blocks,
+            prompt=len(prompt),
+            how=sampling_params,
+            words=words,
+            shown=derived.shown,
             extends=task.extends,
-        )  # fmt: skip
+        )
         try:
-            state = replace(state, constraint=self._constraint(task))
+            state = replace(state, constraint=self._open_constraint(task))
             return replace(state, over=bool(words.ended) or (bool(task.recorded) and _is_last(state)))
         except BaseException:
             self.let_go(state)
             raise
 
-    def _constraint(self, task: StageInput) -> GrammarMatcher | None:
+    def _open_constraint(self, task: StageInput) -> GrammarMatcher | None:
+        """Return the task's grammar; None without one, and on ranks other than 0."""
         grammar = task.uploads.get(GRAMMAR)
         if grammar is None or (self._group and self._group.rank):
             return None
         reading = task.derived.reading
         constraint: GrammarMatcher
-        constraint = opened = self._grammars.open(grammar)
+        constraint = matcher = self._grammars.open(grammar)
         if reading and reading.reasoning:
-            constraint = ConstraintAfterReasoning(opened, reading, self._tokenizer)
+            constraint = ConstraintAfterReasoning(matcher, reading, self._tokenizer)
         self._sequences.constraints.add(constraint)
         return constraint
 
@@ -306,55 +358,68 @@ class Decode(PromptStage[DecodeState]):
     def waits(self, state: DecodeState) -> bool:
         return not state.over and state.constraint is not None and state.constraint.waits()
 
-    def _given(self, tensors: Tensors, tokens: int) -> KvBlocks | None:
-        """The KV that prefill made of so many tokens; None if it is no such KV."""
+    def _kv_blocks(self, tensors: Tensors, tokens: int) -> KvBlocks | None:
+        """Return prefill's KV of the first `tokens` tokens, or None if the tensors do not fit."""
         return KvBlocks(tokens, tensors) if self._sequences.layout(tokens).fits(tensors) else None
 
     @override
     def step(self, batch: Sequence[DecodeState]) -> list[tuple[int, SampledToken | None] | Exception]:
-        return self._computed(batch, exact=False)
+        return self._run_step(batch, exact=False)
 
     @override
     def step_alone(self, state: DecodeState) -> tuple[int, SampledToken | None] | Exception:
-        return self._computed([state], exact=self.exact)[0]
+        return self._run_step([state], exact=self.exact)[0]
 
-    def _computed(
+    def _run_step(
         self, batch: Sequence[DecodeState], *, exact: bool
     ) -> list[tuple[int, SampledToken | None] | Exception]:
-        """What may follow by a grammar is found out during the forward; where that is late, the step was in vain.
+        """Run one step: compute KV and logits, and sample.
 
-        Ranks make it for all states, since the others do not know of what the first one waits for.
+        Returns (tokens in the KV cache, sampled token or None), or an error, for each state. Grammars compute their
+        allowed tokens during the forward. If one is late, its state samples nothing and the step is wasted. Ranks
+        compute every state, because only rank 0 knows which grammars are late.
         """
-        writing = [state for state in batch if not state.over]
-        again = [state.again for state in batch if state.again]
-        constrained = [state.constraint for state in writing if state.constraint]
-        if len(constrained) == len(batch) and all(one.waits() for one in constrained):
-            constrained[0].waits(PATIENCE_S)
-        going = [state for state in writing if self._group or not self.waits(state)]
-        for state in going:
+        unfinished = [state for state in batch if not state.over]
+        recomputed = [state.again for state in batch if state.again]
+        constraints = [state.constraint for state in unfinished if state.constraint]
+        if len(constraints) == len(batch) and all(constraint.waits() for constraint in constraints):
+            constraints[0].waits(PATIENCE_S)
+
+        active = [state for state in unfinished if self._group or not self.waits(state)]
+        for state in active:
             if state.constraint:
                 state.constraint.begin(state.answer)
-        logits = self._sequences.forward([*going, *again], exact=exact)[: len(going)]
-        ends = [(state, behind) for state, behind in zip(going, logits, strict=True) if behind is not None]
-        made: dict[KvSequence, tuple[int, SampledToken | None] | Exception] = {}
-        made |= {state.kv: (state.kv.length, None) for state in (*going, *again)}
-        for (state, _), drawn in zip(ends, self._drawn(ends), strict=True):
-            if isinstance(drawn, PermanentError):
-                made[state.kv] = drawn
-            else:
-                made[state.kv] = (state.kv.length if drawn else state.done), drawn
-        return [made.get(state.kv, (state.done, None)) for state in batch]
 
-    def _drawn(self, ends: Sequence[tuple[DecodeState, Tensor]]) -> list[Drawn]:
-        """What follows each of these, by the logits behind it."""
+        logits = self._sequences.forward([*active, *recomputed], exact=exact)[: len(active)]
+
+        samplable = [
+            (state, next_logits) for state, next_logits in zip(active, logits, strict=True) if next_logits is not None
+        ]
+
+        results: dict[KvSequence, tuple[int, SampledToken | None] | Exception] = {}
+        results |= {state.kv: (state.kv.length, None) for state in (*active, *recomputed)}
+        for (state, _), token in zip(samplable, self._sample_all(samplable), strict=True):
+            if isinstance(token, PermanentError):
+                results[state.kv] = token
+            else:
+                results[state.kv] = (state.kv.length if token else state.done), token
+
+        return [results.get(state.kv, (state.done, None)) for state in batch]
+
+    def _sample_all(self, ends: Sequence[tuple[DecodeState, Tensor]]) -> list[Drawn]:
+        """Sample the next token of each state, from logits (vocabulary,).
+
+        On several ranks, rank 0 samples for all.
+        """
         group = self._group
-        own = [_draw(*end) for end in ends] if group is None or group.rank == 0 else []
+        own_tokens = [_sample_token(*end) for end in ends] if group is None or group.rank == 0 else []
         if group is None or not ends:
-            return own
+            return own_tokens
+
         group.meet()
-        said = encode([str(drawn) if isinstance(drawn, PermanentError) else drawn for drawn in own])
-        told: list[SampledToken | str | None] = decode(group.exchange(said)[0], list[SampledToken | str | None])
-        return [PermanentError(drawn) if isinstance(drawn, str) else drawn for drawn in told]
+        packed = encode([str(token) if isinstance(token, PermanentError) else token for token in own_tokens])
+        tokens: list[SampledToken | str | None] = decode(group.exchange(packed)[0], list[SampledToken | str | None])
+        return [PermanentError(token) if isinstance(token, str) else token for token in tokens]
 
     @override
     def advance(self, state: DecodeState, result: tuple[int, SampledToken | None]) -> DecodeState:
@@ -363,25 +428,37 @@ class Decode(PromptStage[DecodeState]):
             return replace(state, sampled=None, again=state.again and state.again.stepped(done))
         if sampled:
             state.ids.append(sampled.token)
+
         state = replace(state, done=done, sampled=sampled)
         if not (sampled and _is_last(state)):
             return state
-        return replace(state, over=True, again=self._again(state))
+        return replace(state, over=True, again=self._recomputed_chunks(state))
 
-    def _again(self, state: DecodeState) -> RecomputedChunks | None:
-        """What is to be computed again of a text that is over; None if nobody would find it."""
-        first, chunks = (state.prompt - 1) // CHUNK, min((len(state.ids) - 1) // CHUNK, MOST_SHARED)
-        if not state.extends or first >= chunks or state.words.has_reasoning:
+    def _recomputed_chunks(self, state: DecodeState) -> RecomputedChunks | None:
+        """Return the chunks of a finished answer to recompute for the prefix cache.
+
+        None if no later prompt would find them.
+        """
+        first_chunk = (state.prompt - 1) // CHUNK
+        chunks = min((len(state.ids) - 1) // CHUNK, MOST_SHARED)
+        if not state.extends or first_chunk >= chunks or state.words.has_reasoning:
             return None
         if state.sight and not state.sight.ends_in_text:
             return None
+
         self._sequences.step_back(state.kv)
         digests = self._sequences.digests(state.ids[: state.prompt], state.answer, state.shown)
-        handed = self._sequences.writer(state.kv, chunks * CHUNK, first)
+        writer = self._sequences.writer(state.kv, chunks * CHUNK, first_chunk)
         return RecomputedChunks(
-            state.kv, state.ids[: chunks * CHUNK], first * CHUNK, before=first * CHUNK, sight=state.sight,
-            handed=handed, yields=True, digests=digests,
-        )  # fmt: skip
+            state.kv,
+            state.ids[: chunks * CHUNK],
+            first_chunk * CHUNK,
+            before=first_chunk * CHUNK,
+            sight=state.sight,
+            handed=writer,
+            yields=True,
+            digests=digests,
+        )
 
     @override
     def prefix_blocks(self, state: DecodeState) -> Sequence[PrefixBlock]:
@@ -389,23 +466,26 @@ class Decode(PromptStage[DecodeState]):
 
     @override
     def progress(self, state: DecodeState) -> tuple[int, int]:
-        """The tokens; as if the last one were to come, while a text that is over has something left to do."""
-        made = len(state.ids) - state.prompt
-        over = state.over or state.words.ended or (made and state.ids[-1] in state.words.ends)
-        left = state.again is not None and not state.again.complete
-        return made - 1 if left else made, made if over else state.words.most
+        """Return (tokens of the answer, its final or most tokens).
+
+        While a finished answer still has chunks to recompute, one token less counts as done.
+        """
+        answer_tokens = len(state.ids) - state.prompt
+        is_over = state.over or state.words.ended or (answer_tokens and state.ids[-1] in state.words.ends)
+        has_chunks_left = state.again is not None and not state.again.complete
+        return answer_tokens - 1 if has_chunks_left else answer_tokens, answer_tokens if is_over else state.words.most
 
     @override
     def grown(self, state: DecodeState) -> Sequence[bytes]:
         if state.sampled is None:
             return []
-        made = state.sampled
-        return [encode(state.words.add(made.token, made.logprob, made.top))]
+        sampled = state.sampled
+        return [encode(state.words.add(sampled.token, sampled.logprob, sampled.top))]
 
     @override
     def finish(self, state: DecodeState) -> StageOutput:
         words = state.words
-        answer = Answer("".join(piece.text for piece in words.made), words.ended, words.made, words.stop_reason)
+        answer = Answer("".join(delta.text for delta in words.made), words.ended, words.made, words.stop_reason)
         return StageOutput(media=(EncodedMedia("application/json", msgspec.json.encode(answer)),))
 
     @override
@@ -417,11 +497,15 @@ class Decode(PromptStage[DecodeState]):
 
 
 def _is_last(state: DecodeState) -> bool:
-    """Whether the last token of an answer ends it, whatever its text."""
+    """Return whether the last token ends an answer, whatever its text.
+
+    It does by its number (the maximum length) or by its id.
+    """
     return len(state.answer) == state.words.most or state.ids[-1] in state.words.ends
 
 
-def _draw(state: DecodeState, logits: Tensor) -> Drawn:
+def _sample_token(state: DecodeState, logits: Tensor) -> Drawn:
+    """Sample a token from logits (vocabulary,); None if the allowed tokens are not known yet."""
     try:
         allowed = None
         if state.constraint:
@@ -434,28 +518,30 @@ def _draw(state: DecodeState, logits: Tensor) -> Drawn:
 
 
 def sampling(params: Params) -> SamplingParams:
-    """How a request's tokens are drawn."""
-    said: dict[str, Any] = {name: need(params, name, float) for name in SAMPLED}
-    said |= {"min_tokens": _least(params)}
-    said |= {"bad_words": tuple(map(tuple, json.loads(str(params.get("bad_words") or "[]"))))}
+    """Return the sampling parameters of a request. Raises PermanentError."""
+    values: dict[str, Any] = {name: need(params, name, float) for name in SAMPLED}
+    values |= {"min_tokens": _min_tokens(params)}
+    values |= {"bad_words": tuple(map(tuple, json.loads(str(params.get("bad_words") or "[]"))))}
+
     biases = {int(token): bias for token, bias in json.loads(need(params, "logit_bias", str)).items()}
-    shown = need(params, "logprobs", int) if params.get("logprobs") is not None else None
+    logprobs = need(params, "logprobs", int) if params.get("logprobs") is not None else None
     seed, top_k = need(params, "seed", int), need(params, "top_k", int)
-    return SamplingParams(**said, top_k=top_k, seed=seed, logit_bias=biases, logprobs=shown)
+    return SamplingParams(**values, top_k=top_k, seed=seed, logit_bias=biases, logprobs=logprobs)
 
 
 def ending(params: Params, derived: DerivedFacts) -> StopConditions:
-    """Return the stop conditions of a request."""
+    """Return the stop conditions of a request. Raises PermanentError."""
     return StopConditions(
         tuple(json.loads(need(params, "stop", str))),
         frozenset(json.loads(str(params.get("stop_token_ids") or "[]"))),
         bool(params.get("ignore_eos")) and not derived.grammar,
-        _least(params),
+        _min_tokens(params),
         bool(params.get("include_stop_str_in_output")),
         derived.continues,
         params.get("skip_special_tokens") is False,
     )
 
 
-def _least(params: Params) -> int:
+def _min_tokens(params: Params) -> int:
+    """Return the parameter `min_tokens`, or 0."""
     return need(params, "min_tokens", int) if params.get("min_tokens") else 0

@@ -1,4 +1,4 @@
-"""One forward of a language model for many sequences of any lengths, over paged keys and values."""
+"""A language model over paged attention: one forward for sequences of any lengths."""
 
 from __future__ import annotations
 
@@ -21,63 +21,89 @@ from unfuse.stages.refusal import refusal
 
 @dataclass(frozen=True)
 class VisionRows:
-    """Of a chunk of tokens: the rows that are seen, their embeddings, and what deeper layers add to them."""
+    """The visible tokens of a chunk: those that stand for a picture or video."""
 
+    #: Their rows in the chunk, (visible tokens,).
     rows: Tensor
+    #: Their embeddings, (visible tokens, width).
     embeddings: Tensor
+    #: What each deepstack layer adds to them, each (visible tokens, width).
     deep: list[Tensor]
 
 
 class VisionInputs:
-    """What a prompt shows. Positions of its tokens are (3, tokens); those behind it go on from the last, in each row.
+    """The pictures and videos of a prompt: embeddings and positions of its tokens.
 
-    So does `generate` of transformers 5.23. Its forward, where nobody says positions, goes on from the largest instead
-    (`rope_deltas`), which is another one where a video has just been shown.
+    Positions are (3, tokens): frame, row and column (multimodal rotary positions). Positions of the answer continue
+    from the prompt's last token, in each of the three. This is what `generate` of transformers 5.23 does. Its forward,
+    if it gets no positions, continues from the largest position instead (`rope_deltas`), which differs if a video has
+    just been shown.
+
+    `ids`: the token ids of the prompt.
+    `tensors`: the features of each picture and video, (tokens, width), by name.
+    `layers`: the number of deepstack layers.
+    Raises PermanentError if features are missing or of another size.
     """
 
     def __init__(
         self, ids: Sequence[int], shown: Sequence[MediaItem], tensors: Tensors, vision: VisionConfig, layers: int
     ) -> None:
-        """`tensors` has what was encoded, each with so many `layers` of deepstack. Raises PermanentError."""
+
         runs = [*vision.runs(ids, shown)]
-        self._positions = _positions(len(ids), runs, vision)
-        ends = ["", *(f".{layer}" for layer in range(layers))]
-        self._runs = [(run.start, [_part(tensors, run, end, vision.tokens(run.grid)) for end in ends]) for run in runs]
+        self._positions = _token_positions(len(ids), runs, vision)
+
+        suffixes = ["", *(f".{layer}" for layer in range(layers))]
+        self._runs = [
+            (run.start, [_run_features(tensors, run, suffix, vision.tokens(run.grid)) for suffix in suffixes])
+            for run in runs
+        ]
 
     @property
     def ends_in_text(self) -> bool:
-        """Whether the last token is text: then those behind the prompt have the positions of a longer prompt."""
+        """Whether the last token is text.
+
+        Then tokens after the prompt have the positions that they have in a longer prompt.
+        """
         return bool((self._positions[:, -1] == self._positions[0, -1]).all())
 
     def positions(self, start: int, stop: int) -> Tensor:
-        """(3, stop - start): those of tokens in these places."""
+        """Return the positions of tokens `start` to `stop`, (3, stop - start)."""
         length = self._positions.shape[1]
-        behind = torch.arange(max(start, length), max(stop, length)) + 1 - length
-        return torch.cat([self._positions[:, start:stop], self._positions[:, -1:] + behind], 1)
+        steps_after_prompt = torch.arange(max(start, length), max(stop, length)) + 1 - length
+        return torch.cat([self._positions[:, start:stop], self._positions[:, -1:] + steps_after_prompt], 1)
 
     def seen(self, start: int, stop: int) -> VisionRows | None:
-        """What is seen of the tokens in these places; their rows count from `start`."""
+        """Return the visible tokens from `start` to `stop`, or None. Their rows count from `start`."""
         rows, values = list[Tensor](), list[list[Tensor]]()
         for place, parts in self._runs:
             first, last = max(place, start), min(place + len(parts[0]), stop)
             if first < last:
                 rows.append(torch.arange(first - start, last - start))
                 values.append([part[first - place : last - place] for part in parts])
+
         if not rows:
             return None
         embeddings, *deep = (torch.cat(layer) for layer in zip(*values, strict=True))
         return VisionRows(torch.cat(rows), embeddings, deep)
 
 
-def _part(tensors: Tensors, run: TokenRun, end: str, tokens: int) -> Tensor:
-    value = tensors.get(run.shown.shown + end)
-    if value is None or value.ndim != 2 or value.shape[0] != run.shown.tokens:
+def _run_features(tensors: Tensors, run: TokenRun, suffix: str, tokens: int) -> Tensor:
+    """Return the features of one run of tokens, (tokens, width).
+
+    `suffix`: "" for the embeddings, ".0" and so on for a deepstack layer.
+    """
+    features = tensors.get(run.shown.shown + suffix)
+    if features is None or features.ndim != 2 or features.shape[0] != run.shown.tokens:
         raise PermanentError(f"what was encoded of {run.shown.shown[:12]} is missing, or of another size")
-    return value[run.first : run.first + tokens]
+    return features[run.first : run.first + tokens]
 
 
-def _positions(length: int, runs: Sequence[TokenRun], vision: VisionConfig) -> Tensor:
-    """Those of transformers: text goes on by one in all rows; what is shown has frame, row and column behind it."""
+def _token_positions(length: int, runs: Sequence[TokenRun], vision: VisionConfig) -> Tensor:
+    """Return the positions of a prompt's tokens as transformers computes them, (3, length).
+
+    Text advances all three positions by one per token. A picture or video has frame, row and column positions, counted
+    from its first token. Text after it continues behind the larger of its rows and columns.
+    """
     parts: list[Tensor] = []
     place = position = 0
     for run in [*runs, None]:
@@ -86,48 +112,65 @@ def _positions(length: int, runs: Sequence[TokenRun], vision: VisionConfig) -> T
         position += stop - place
         if run is None:
             break
-        frames, rows, columns = (side // by for side, by in zip(run.grid, (1, vision.merge, vision.merge), strict=True))
-        paced = run.shown.images and not vision.timed
-        pace = vision.pace * torch.tensor(run.shown.seconds) if paced else 1
-        moments = (torch.arange(frames) * pace).long()
-        axes = torch.meshgrid(moments, torch.arange(rows), torch.arange(columns), indexing="ij")
+
+        frames, rows, columns = (
+            side // divisor for side, divisor in zip(run.grid, (1, vision.merge, vision.merge), strict=True)
+        )
+        is_paced = run.shown.images and not vision.timed
+        pace = vision.pace * torch.tensor(run.shown.seconds) if is_paced else 1
+        frame_positions = (torch.arange(frames) * pace).long()
+        axes = torch.meshgrid(frame_positions, torch.arange(rows), torch.arange(columns), indexing="ij")
         parts.append(torch.stack(axes).reshape(3, -1) + position)
+
         place, position = stop + frames * rows * columns, position + max(rows, columns)
     return torch.cat(parts, 1)
 
 
-PAGED = "unfuse_paged"  # the name under which transformers finds the attention over paged keys and values
-LONG = 1 << 18  # bytes a run (of a layer, on average) from which reading several in place costs less than joining them
+#: The name under which transformers finds paged attention.
+PAGED = "unfuse_paged"
+#: Bytes per run of contiguous keys and values, per layer and on average, from which reading several runs in place costs
+#: less than joining them.
+LONG = 1 << 18
 
+#: Called with the number of each layer, once its keys and values are written.
 OnLayer = Callable[[int], None]
 
+#: A sequence, the ids of its new tokens, and optionally the pictures and videos of its prompt.
 Part = tuple[KvSequence, Sequence[int]] | tuple[KvSequence, Sequence[int], VisionInputs | None]
-"""A sequence, the ids of its new tokens, and what its prompt shows."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The rows of one sequence in a forward, and where all its tokens lie."""
+    """One sequence in a forward."""
 
+    #: The rows of its new tokens.
     rows: slice
+    #: Where all its tokens lie in the KV cache.
     spans: list[Span]
 
 
 @dataclass(frozen=True)
 class _Forward:
-    """What attention needs to know of a forward: its parts, and where the new tokens of all of them lie."""
+    """What paged attention needs of a forward."""
 
+    #: The KV cache.
     kv: PagedKvCache
+    #: The sequences.
     parts: list[_Part]
+    #: Where the new tokens of all sequences lie in the KV cache, (tokens,).
     places: Tensor
+    #: Whether the forward has one sequence only, whose bytes must not depend on where its KV lies.
     alone: bool
+    #: Called after each layer, or None.
     on_layer: OnLayer | None
 
 
 class LanguageModel:
-    """A causal language model of transformers over paged keys and values, which have its device and dtype.
+    """A causal language model of transformers with paged attention and continuous batching.
 
-    The model is used for nothing else from then on. Raises ConfigError for one whose attention is not served.
+    `model`: the transformers model. It is changed and must not be used otherwise afterwards.
+    `kv`: the KV cache, of the model's device and dtype.
+    Raises ConfigError for a model whose attention is not served.
     """
 
     def __init__(self, model: Any, kv: PagedKvCache) -> None:
@@ -141,89 +184,121 @@ class LanguageModel:
 
     @torch.no_grad()
     def forward(self, parts: Sequence[Part], alone: bool = False, on_layer: OnLayer | None = None) -> list[Tensor]:
-        """Compute keys and values of the last tokens of each sequence, and what may follow.
+        """Compute KV of the new tokens of each sequence.
 
-        A part is a sequence, once, which has grown by its new tokens, and their ids, and what its prompt shows, if
-        anything; what it has before them was computed earlier. Returns each part's float32 logits (of shape (words,))
-        behind its last token. Said again, it computes the same again. All parts share a forward; `alone`, each has one
-        of its own, and its bytes depend neither on mates nor on where its keys and values lie. `on_layer` hears of each
-        layer, in order, when what it keeps of these tokens is in place (on the device's current stream). Raises
-        ValueError for a part without tokens, or with more than its sequence has.
+        Returns float32 logits (vocabulary,) after each last token.
+
+        `parts`: each sequence at most once. It has already been extended by its new tokens; the tokens before them were
+        computed earlier.
+        `alone`: each sequence gets a forward of its own, for batch invariance: its bytes depend neither on the batch
+        nor on where its KV lies. Else all share one forward.
+        `on_layer`: called for each layer, in order, when its KV of these tokens is written (on the device's current
+        stream). With `alone`, in the last forward only. A repeated call computes the same again. Raises ValueError for
+        a part without tokens, or with more tokens than its sequence has.
         """
         if not alone:
             return self._forward(parts, False, on_layer) if parts else []
         last = len(parts) - 1
-        each = (self._forward([part], True, on_layer if at == last else None) for at, part in enumerate(parts))
-        return [logits for (logits,) in each]
+        forwards = (
+            self._forward([part], True, on_layer if index == last else None) for index, part in enumerate(parts)
+        )
+        return [logits for (logits,) in forwards]
 
     def _forward(self, parts: Sequence[Part], alone: bool, on_layer: OnLayer | None) -> list[Tensor]:
+        """Compute one forward of all parts. Returns the logits of each part."""
         ids: list[int] = []
         positions: list[int] = []
         places: list[int] = []
-        rows: list[_Part] = []
-        sights = list[tuple[slice, int, VisionInputs]]()
-        for sequence, tokens, *shows in parts:
+        model_parts: list[_Part] = []
+        vision_parts = list[tuple[slice, int, VisionInputs]]()
+        for sequence, tokens, *vision in parts:
             start = sequence.length - len(tokens)
             if not tokens:
                 raise ValueError("a part has no tokens, so there is nothing for logits to follow")
-            rows.append(_Part(slice(len(ids), len(ids) + len(tokens)), sequence.spans()))
-            sights += [(rows[-1].rows, start, sight) for sight in shows if sight]
+            model_parts.append(_Part(slice(len(ids), len(ids) + len(tokens)), sequence.spans()))
+            vision_parts += [(model_parts[-1].rows, start, vision_inputs) for vision_inputs in vision if vision_inputs]
             ids += tokens
             positions += range(start, sequence.length)
             places += (place for span in sequence.spans(start) for place in range(*span))
-        device = self._kv.keys[0].device
-        packed, at, where = torch.tensor([ids, positions, places], device=device)
-        hidden = self._decoder(
-            **(self._shown(packed, at, sights) if sights else {"input_ids": packed[None], "position_ids": at[None]}),
-            use_cache=False,
-            paged=_Forward(self._kv, rows, where, alone, on_layer),
-        ).last_hidden_state
-        ends = [part.rows.stop - 1 for part in rows]
-        return [*self._head(hidden[0, ends]).float()]
 
-    def _shown(self, ids: Tensor, positions: Tensor, sights: list[tuple[slice, int, VisionInputs]]) -> dict[str, Any]:
-        """Inputs where some parts, at these rows and from these places on, belong to prompts that show something."""
-        at = positions.expand(3, 1, -1).clone()
-        found: list[tuple[int, VisionRows]] = []
-        for rows, start, sight in sights:
+        device = self._kv.keys[0].device
+        packed, rope_positions, cache_positions = torch.tensor([ids, positions, places], device=device)
+
+        hidden = self._decoder(
+            **(
+                self._vision_inputs(packed, rope_positions, vision_parts)
+                if vision_parts
+                else {"input_ids": packed[None], "position_ids": rope_positions[None]}
+            ),
+            use_cache=False,
+            paged=_Forward(self._kv, model_parts, cache_positions, alone, on_layer),
+        ).last_hidden_state
+
+        last_rows = [part.rows.stop - 1 for part in model_parts]
+        return [*self._head(hidden[0, last_rows]).float()]
+
+    def _vision_inputs(
+        self, ids: Tensor, positions: Tensor, vision_parts: list[tuple[slice, int, VisionInputs]]
+    ) -> dict[str, Any]:
+        """Return the model's inputs if some parts have prompts with pictures or videos.
+
+        `ids`, `positions`: (tokens,).
+        `vision_parts`: (rows of the part, its first position, its pictures and videos).
+        """
+        rope_positions = positions.expand(3, 1, -1).clone()
+        visible: list[tuple[int, VisionRows]] = []
+        for rows, start, vision_inputs in vision_parts:
             stop = start + rows.stop - rows.start
-            at[:, 0, rows] = sight.positions(start, stop).to(at)
-            if seen := sight.seen(start, stop):
-                found.append((rows.start, seen))
-        if not found:
-            return {"input_ids": ids[None], "position_ids": at}
+            rope_positions[:, 0, rows] = vision_inputs.positions(start, stop).to(rope_positions)
+            if seen := vision_inputs.seen(start, stop):
+                visible.append((rows.start, seen))
+
+        if not visible:
+            return {"input_ids": ids[None], "position_ids": rope_positions}
+
         embeddings = self._decoder.get_input_embeddings()(ids)
-        places = torch.cat([first + seen.rows for first, seen in found]).to(ids.device)
-        embeddings[places] = torch.cat([seen.embeddings for _, seen in found]).to(embeddings)
-        given = {"inputs_embeds": embeddings[None], "position_ids": at}
-        if deep := [*zip(*(seen.deep for _, seen in found), strict=True)]:
+        visible_rows = torch.cat([first + seen.rows for first, seen in visible]).to(ids.device)
+        embeddings[visible_rows] = torch.cat([seen.embeddings for _, seen in visible]).to(embeddings)
+
+        inputs = {"inputs_embeds": embeddings[None], "position_ids": rope_positions}
+        if deep := [*zip(*(seen.deep for _, seen in visible), strict=True)]:
             mask = torch.zeros_like(ids, dtype=torch.bool)
-            mask[places] = True
-            added = [torch.cat(layer).to(embeddings) for layer in deep]
-            given |= {"visual_pos_masks": mask[None], "deepstack_visual_embeds": added}
-        return given
+            mask[visible_rows] = True
+            deepstack = [torch.cat(layer).to(embeddings) for layer in deep]
+            inputs |= {"visual_pos_masks": mask[None], "deepstack_visual_embeds": deepstack}
+        return inputs
 
 
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, scaling: float, paged: _Forward, **_: Any
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: keeps the new keys and values, and has each part attend to its sequence.
+    """Paged attention as transformers calls it: write new KV, then attend.
 
-    `query` is (1, heads, tokens, width) of packed tokens, `key` and `value` have the heads that are kept.
+    Each part attends to its own sequence.
+
+    `query`: (1, heads, tokens, width) of the packed new tokens of all parts.
+    `key`, `value`: (1, KV heads, tokens, width).
+    Returns (1, tokens, heads, width).
     """
     layer = module.layer_idx
     keys, values = paged.kv.keys[layer], paged.kv.values[layer]
     keys.index_copy_(1, paged.places, key[0])
     values.index_copy_(1, paged.places, value[0])
+
     if paged.on_layer:
         paged.on_layer(layer)
-    attend = _in_one_piece if paged.alone else _in_place
-    made = [attend(query[0, :, part.rows], keys, values, part.spans, scaling) for part in paged.parts]
-    return torch.cat(made, 1).transpose(0, 1)[None], None
+
+    attend = _attend_contiguous if paged.alone else _attend_in_place
+    attended = [attend(query[0, :, part.rows], keys, values, part.spans, scaling) for part in paged.parts]
+    return torch.cat(attended, 1).transpose(0, 1)[None], None
 
 
-def _in_one_piece(query: Tensor, keys: Tensor, values: Tensor, spans: list[Span], scaling: float) -> Tensor:
-    """As transformers computes it, over keys and values that lie behind each other; a copy, if in several runs."""
+def _attend_contiguous(query: Tensor, keys: Tensor, values: Tensor, spans: list[Span], scaling: float) -> Tensor:
+    """Attend as transformers does, over contiguous keys and values.
+
+    `query`: (heads, new tokens, width). `keys`, `values`: (KV heads, cache tokens, width). Returns (heads, new tokens,
+    width). Several runs are copied into one.
+    """
     new, length = query.shape[1], sum(stop - start for start, stop in spans)
     return scaled_dot_product_attention(
         query[None],
@@ -235,24 +310,29 @@ def _in_one_piece(query: Tensor, keys: Tensor, values: Tensor, spans: list[Span]
     )[0]
 
 
-def _in_place(query: Tensor, keys: Tensor, values: Tensor, spans: list[Span], scaling: float) -> Tensor:
-    """For a single token, nothing is copied that lies in one run, or in long ones. Heads that share a key are its rows.
+def _attend_in_place(query: Tensor, keys: Tensor, values: Tensor, spans: list[Span], scaling: float) -> Tensor:
+    """Attend without a copy where that is faster. Shapes are those of `_attend_contiguous`.
 
-    Chunks of several tokens may copy: that is once a chunk, which computes much more with it.
+    For a single new token, nothing is copied if its sequence lies in one run or in long runs. The query heads that
+    share a KV head are rows of one product. Chunks of several new tokens may copy: that is once per chunk, which
+    computes much more.
     """
     heads, new, width = query.shape
     if new > 1:
-        return _in_one_piece(query, keys, values, spans, scaling)
+        return _attend_contiguous(query, keys, values, spans, scaling)
+
     rows = query.reshape(keys.shape[0], -1, width)
     lengths = [stop - start for start, stop in spans]
     nbytes = sum(lengths) * 2 * keys.shape[0] * width * keys.element_size()
     if len(spans) == 1 or nbytes < LONG * len(spans):
-        kept = joined(keys, spans)[None], joined(values, spans)[None]
-        return scaled_dot_product_attention(rows[None], *kept, scale=scaling).reshape(heads, 1, width)
-    asked = (rows * scaling).mT
-    scores = torch.cat([keys[:, start:stop] @ asked for start, stop in spans], 1)
-    shares = torch.split_with_sizes(scores.mT.softmax(-1, torch.float32).to(query.dtype), lengths, -1)
-    seen = torch.zeros_like(rows)
-    for share, (start, stop) in zip(shares, spans, strict=True):
-        seen = torch.baddbmm(seen, share, values[:, start:stop])
-    return seen.reshape(heads, 1, width)
+        contiguous_kv = joined(keys, spans)[None], joined(values, spans)[None]
+        return scaled_dot_product_attention(rows[None], *contiguous_kv, scale=scaling).reshape(heads, 1, width)
+
+    scaled_queries = (rows * scaling).mT
+    scores = torch.cat([keys[:, start:stop] @ scaled_queries for start, stop in spans], 1)
+    weights = torch.split_with_sizes(scores.mT.softmax(-1, torch.float32).to(query.dtype), lengths, -1)
+
+    attended = torch.zeros_like(rows)
+    for span_weights, (start, stop) in zip(weights, spans, strict=True):
+        attended = torch.baddbmm(attended, span_weights, values[:, start:stop])
+    return attended.reshape(heads, 1, width)

@@ -1,6 +1,7 @@
-"""Frames to files: PNG, JPEG and WebP pictures, MP4 video. The same frames make the same bytes every time.
+"""Encodes frames into files: PNG, JPEG and WebP pictures, MP4 video (H.264).
 
-Frames come a few at a time, and are not kept: a video's are encoded, and of what that makes a stream can be sent on.
+Equal frames make equal bytes. Frames arrive a few at a time and are not stored: a video is encoded as frames arrive,
+and its encoded frames can be streamed.
 """
 
 from __future__ import annotations
@@ -29,42 +30,52 @@ from unfuse.stages.fragments import Fragments, configuration, exact_rate, with_l
 if TYPE_CHECKING:
     import torch
 
+#: Pixels in RGB: uint8 (frames, height, width, 3).
 Frames = NDArray[np.uint8]
 
+#: The content type of each output format.
 CONTENT_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp", "mp4": "video/mp4"}
 
-THREADS = 1  # a fixed number, not the machine's, as the bytes depend on it; more made larger files in no less time
+#: Threads of the video codec. Fixed, not the machine's number, because the bytes depend on it. More threads made larger
+#: files in no less time.
+THREADS = 1
 
+#: Options of x264: each frame is encoded at once, without lookahead, and frames are in display order.
+#:
+#: mbtree is off because, with it, x264's vector code makes different bytes from the same frames about once in 1,000
+#: files.
 X264 = {"preset": "veryfast", "crf": "18", "x264-params": "mbtree=0:bframes=0:force-cfr=1"}
-"""Each frame is encoded as soon as it is there, without looking ahead, in the order in which frames are shown.
 
-With mbtree, x264's vector code makes other bytes of the same frames about once in 1,000 files.
-"""
-
+#: The codec's number for the BT.709 colour space.
 BT709 = 1
+#: The codec's number for limited (video) range.
 LIMITED_RANGE = 1
 
 
 def need_format(output_format: str) -> None:
-    """Raise PermanentError for a format nobody writes."""
+    """Raise PermanentError for an unknown output format."""
     if output_format not in CONTENT_TYPES:
         raise PermanentError(f"output_format must be {', '.join(CONTENT_TYPES)}, not {output_format!r}")
 
 
 class MediaWriter(ABC):
-    """A file, or several, to which frames (frames, height, width, 3) are added as they are made."""
+    """An open file, or several, to which frames are added as they are decoded."""
 
     @abstractmethod
     def add(self, frames: Frames) -> bytes:
-        """Encode the next frames; returns what they add to the stream (b"": nothing). Raises PermanentError."""
+        """Encode the next frames. Returns the bytes that they add to the stream.
+
+        `frames`: uint8 (frames, height, width, 3). b"": nothing to stream yet. Raises PermanentError for frames that
+        cannot be encoded.
+        """
 
     @abstractmethod
     def finish(self) -> tuple[EncodedMedia, ...]:
-        """What all frames have become. Nothing can be added any more."""
+        """Return the files with all frames. No frame can be added afterwards."""
 
 
 def record(params: Params) -> MediaWriter:
-    """Begin a recording: one video for mp4, else one picture a frame.
+    """Return a writer for the requested format: one video for mp4, else one picture per frame.
 
     Reads `output_format`, for mp4 `fps`, for jpeg and webp `output_compression` (the quality, 0 to 100; default 100).
     Raises PermanentError for other formats.
@@ -73,46 +84,60 @@ def record(params: Params) -> MediaWriter:
     need_format(output_format)
     if output_format == "mp4":
         return VideoWriter(need(params, "fps", float))
-    given = params.get("output_compression")
-    return ImageWriter(output_format, max(1, given) if isinstance(given, int) else 100)
+
+    quality = params.get("output_compression")
+    return ImageWriter(output_format, max(1, quality) if isinstance(quality, int) else 100)
 
 
 def to_bytes(frames: NDArray[Any], whose: str, advice: str) -> Frames:
-    """Frames of 0 to 1 as uint8; halves round to even. Raises PermanentError, with `advice`, unless all are finite."""
+    """Return float frames in 0 to 1 as uint8, of the same shape.
+
+    Halves round to even.
+
+    `whose`: the component that made the pixels. `advice`: what to do about values that are not finite. Raises
+    PermanentError, with both, unless all values are finite.
+    """
     if not np.isfinite(frames).all():
         raise PermanentError(f"the {whose} produced pixels that are not finite: {advice}")
     return (frames * 255).round().astype(np.uint8)
 
 
 def encode(frames: Frames, params: Params) -> tuple[EncodedMedia, ...]:
-    """Encode frames (frames, height, width, 3) that are all there, as `record` would. Raises PermanentError."""
-    recording = record(params)
-    recording.add(frames)
-    return recording.finish()
+    """Encode frames (frames, height, width, 3) into files, as `record` does.
+
+    Raises PermanentError.
+    """
+    writer = record(params)
+    writer.add(frames)
+    return writer.finish()
 
 
 class ImageWriter(MediaWriter):
-    """A picture for each frame."""
+    """Writes one picture per frame."""
 
     def __init__(self, output_format: str, quality: int) -> None:
         self._format, self._quality = output_format, quality
-        self._pictures: list[EncodedMedia] = []
+        self._files: list[EncodedMedia] = []
 
     @override
     def add(self, frames: Frames) -> bytes:
-        kind = CONTENT_TYPES[self._format]
-        self._pictures += [EncodedMedia(kind, _picture(frame, self._format, self._quality)) for frame in frames]
+        content_type = CONTENT_TYPES[self._format]
+        self._files += [
+            EncodedMedia(content_type, _encode_picture(frame, self._format, self._quality)) for frame in frames
+        ]
         return b""
 
     @override
     def finish(self) -> tuple[EncodedMedia, ...]:
-        return tuple(self._pictures)
+        return tuple(self._files)
 
 
 class VideoWriter(MediaWriter):
-    """H.264 in yuv420p, tagged BT.709. The finished file has its index first, so that browsers start before its end.
+    """Writes an MP4 video: H.264 in yuv420p, tagged BT.709.
 
-    A file on disk, without a name: the index is moved in front by rewriting the finished file, which libav opens again.
+    The index is at the start of the finished file (faststart), so that browsers play it before they have all of it.
+    libav moves the index by rewriting the finished file, which it opens again. The file is therefore on disk, without a
+    name.
     """
 
     def __init__(self, fps: float) -> None:
@@ -127,15 +152,17 @@ class VideoWriter(MediaWriter):
         import av
 
         if self._container is None:
-            self._begin(*frames.shape[1:3])
+            self._open(*frames.shape[1:3])
+
         packets = []
         for frame in frames:
             rgb = av.VideoFrame.from_ndarray(frame, format="rgb24")
             yuv = rgb.reformat(format="yuv420p", dst_colorspace="ITU709", threads=THREADS)
             packets += self._stream.encode(yuv)
-        streamed = [self._streamed(bytes(packet)) for packet in packets]
+
+        fragments = [self._fragment(bytes(packet)) for packet in packets]
         self._container.mux(packets)
-        return b"".join(streamed)
+        return b"".join(fragments)
 
     @override
     def finish(self) -> tuple[EncodedMedia, ...]:
@@ -145,63 +172,84 @@ class VideoWriter(MediaWriter):
         self._container.close()
         return (EncodedMedia(CONTENT_TYPES["mp4"], self._path.read_bytes()),)
 
-    def _begin(self, height: int, width: int) -> None:
+    def _open(self, height: int, width: int) -> None:
+        """Open the file and the encoder for frames of this size. Raises PermanentError for odd sizes."""
         import av
 
         if height % 2 or width % 2:
             raise PermanentError(f"a video must have even sides, not {width}x{height}: ask for png frames instead")
+
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
         self._path = Path(f"/proc/self/fd/{descriptor}")
+
         self._container = av.open(str(self._path), "w", format="mp4", options={"movflags": "faststart"})
-        weakref.finalize(self, _close, descriptor, self._container)
+        weakref.finalize(self, _close_file, descriptor, self._container)
+
         self._stream = self._container.add_stream("libx264", rate=self._rate, options=X264)
-        self._stream.width, self._stream.height, self._stream.pix_fmt = width, height, "yuv420p"
+        self._stream.width = width
+        self._stream.height = height
+        self._stream.pix_fmt = "yuv420p"
+
         codec = self._stream.codec_context
         codec.thread_count = THREADS
         codec.colorspace = codec.color_primaries = codec.color_trc = BT709
         codec.color_range = LIMITED_RANGE
 
-    def _streamed(self, encoded: bytes) -> bytes:
-        """An encoded frame as a fragment of the stream; the first one behind the stream's head."""
+    def _fragment(self, encoded: bytes) -> bytes:
+        """Return an encoded frame as a fragment of the stream.
+
+        The stream's header comes before the first one.
+        """
         head = b""
         if self._fragments is None:
             codec = self._stream.codec_context
-            record = configuration(codec.extradata)
-            self._fragments = Fragments(codec.width, codec.height, self._rate, record)
+            decoder_configuration = configuration(codec.extradata)
+            self._fragments = Fragments(codec.width, codec.height, self._rate, decoder_configuration)
             head = self._fragments.head()
         return head + self._fragments.fragment(with_lengths(encoded))
 
 
 def read_frames(data: bytes, numbers: Sequence[int]) -> Iterator[Image.Image]:
-    """An MP4 file's frames by ascending numbers from 0, each when decoded. Raises PermanentError if one is missing."""
+    """Yield the frames of an MP4 file with these numbers, as RGB pictures.
+
+    `numbers`: frame numbers from 0, ascending. Each frame is yielded as soon as it is decoded. Raises PermanentError if
+    a frame is missing or the file cannot be decoded.
+    """
     import av
 
-    left = deque(numbers)
+    remaining = deque(numbers)
+
     try:
         with av.open(io.BytesIO(data), "r", format="mp4") as container:
             stream = container.streams.video[0]
             stream.codec_context.thread_count = THREADS
             for number, frame in enumerate(container.decode(stream)):
-                while left and left[0] == number:
-                    left.popleft()
+                while remaining and remaining[0] == number:
+                    remaining.popleft()
                     yield Image.fromarray(frame.to_ndarray(format="rgb24"))
-                if not left:
+                if not remaining:
                     return
     except (av.FFmpegError, IndexError, ValueError) as error:
         raise PermanentError(f"the video cannot be decoded: {error}") from error
-    raise PermanentError(f"the video has no frame {left[0]}: it is cut or damaged")
+    raise PermanentError(f"the video has no frame {remaining[0]}: it is cut or damaged")
 
 
-def _close(descriptor: int, container: Any) -> None:
-    """Close a file and libav's own hold of it, which nothing else ends when a video is given up in the middle."""
+def _close_file(descriptor: int, container: Any) -> None:
+    """Close the file and libav's container of it.
+
+    Nothing else closes them if the video is abandoned midway.
+    """
     with suppress(Exception):
         container.close()
     os.close(descriptor)
 
 
-def _picture(frame: Frames, output_format: str, quality: int) -> bytes:
-    """PNG at level 1: five times as fast as the standard level, and little larger."""
+def _encode_picture(frame: Frames, output_format: str, quality: int) -> bytes:
+    """Encode one frame, (height, width, 3).
+
+    PNG uses level 1: five times as fast as the default level, and little larger.
+    """
     options: dict[str, Any] = {"compress_level": 1} if output_format == "png" else {"quality": quality}
     file = io.BytesIO()
     Image.fromarray(frame).save(file, output_format, **options)
@@ -209,17 +257,19 @@ def _picture(frame: Frames, output_format: str, quality: int) -> bytes:
 
 
 def remedy(what: str, dtype: torch.dtype | None, params: Params | None = None) -> str:
-    """Return advice for a part of a model (`what`, in `dtype`) that produced NaN or infinite values.
+    """Return advice for a component that produced NaN or infinite values.
 
-    `params` are the request's parameters, if they may be the cause.
+    `what`: the component. `dtype`: its dtype. `params`: the request's parameters, if they may be the cause.
     """
-    import torch  # encoding files does without it
+    import torch  # imported here because encoding files needs no torch
 
-    asked = params or {}
-    knobs = ["guidance_scale"] * bool(asked.get("guidance_scale")) + ["lora_scale"] * bool(asked.get("lora"))
-    tries = [f"try a smaller {' or '.join(knobs)}"] if knobs else []
+    parameters = params or {}
+    knobs = ["guidance_scale"] * bool(parameters.get("guidance_scale")) + ["lora_scale"] * bool(parameters.get("lora"))
+
+    suggestions = [f"try a smaller {' or '.join(knobs)}"] if knobs else []
+
     if dtype == torch.float32:
-        tries.append("download the model's files again, in case they are damaged")
+        suggestions.append("download the model's files again, in case they are damaged")
     else:
-        tries.append(f"serve {what} in float32")
-    return ", or ".join(tries)
+        suggestions.append(f"serve {what} in float32")
+    return ", or ".join(suggestions)

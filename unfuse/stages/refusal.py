@@ -1,41 +1,48 @@
-"""What a language model must not have, to be computed over paged keys and values. Needs no torch."""
+"""Which language models cannot be served with paged attention, by their configuration. Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+#: The kinds of rotary position scaling whose results were compared, and are served. Others depend on the current length
+#: of the text.
 ROPES = ("default", "linear", "llama3", "yarn")
-"""Scalings of rotary positions that were compared; others depend on how long a text has become."""
 
+#: Configuration entries whose presence means that the model has another kind of attention, and what that does.
 UNLIKE = {
     "attention_chunk_size": "attends within chunks",
     "attn_logit_softcapping": "caps what its attention scores",
     "kv_lora_rank": "keeps compressed keys and values",
 }
-"""What says by its presence that attention is another one."""
 
 
 def refusal(config: Mapping[str, Any], sees: bool = False) -> str:
-    """Why a model of this configuration (what `config.json` has) cannot be served, in a sentence; "" if it can.
+    """Return why a model of this configuration cannot be served, or "" if it can.
 
-    One that `sees` may have rotary positions of three sections.
+    `config`: the contents of `config.json`.
+    `sees`: whether the model is multimodal; it may then have rotary positions of three sections.
     """
     kinds = sorted({*(config.get("layer_types") or ())} - {"full_attention"})
     if kinds:
         return f"its layers are of kind {', '.join(kinds)}: only full_attention is served"
+
     window = config.get("use_sliding_window", True) and config.get("sliding_window")
     if window and "layer_types" not in config:
         return f"it attends within a sliding window of {window} tokens: only attention to all tokens is served"
-    for name, does in UNLIKE.items():
+
+    for name, behaviour in UNLIKE.items():
         if config.get(name):
-            return f"it {does} ({name}), which is not served"
+            return f"it {behaviour} ({name}), which is not served"
+
     sinks = [name for name, value in config.items() if "sink" in name and value]
     if sinks:
         return f"it has attention sinks ({sinks[0]}), which are not served"
+
     rope = {**(config.get("rope_parameters") or config.get("rope_scaling") or {})}
     if sees and rope.pop("mrope_section", None):
         rope = {name: "default" if value == "mrope" else value for name, value in rope.items()}
+
     kind = rope.get("rope_type", rope.get("type", "default"))
     if "mrope_section" in rope or any(isinstance(value, Mapping) for value in rope.values()):
         return "its rotary positions have several sections or differ by layer: only one kind of position is served"

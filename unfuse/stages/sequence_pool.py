@@ -1,4 +1,4 @@
-"""The sequences of a language model in one paged KV: who has room, what each adds to it, what others may go on from."""
+"""The sequences of a language model in one paged KV cache: room, chunks and prefix caching."""
 
 from __future__ import annotations
 
@@ -25,47 +25,60 @@ if TYPE_CHECKING:
     from unfuse.parallel.group import Axis
 
 
-LAST = 1 << 62  # the place of sequences that every other one comes before
+#: The order number of sequences that come after all others.
+LAST = 1 << 62
 
 
 @dataclass(frozen=True)
 class SequenceState:
-    """A sequence: `ids`, which later states share, `done` of them in the KV before this step, `sight` it shows."""
+    """The state of one sequence of tokens."""
 
+    #: Its keys and values.
     kv: KvSequence
+    #: Its token ids. Later states share this list.
     ids: list[int]
+    #: How many of its tokens were in the KV cache before this step.
     done: int = 0
+    #: The pictures and videos that its prompt shows, or None.
     sight: VisionInputs | None = field(default=None, kw_only=True)
+    #: Writes its KV for another worker; None if no worker needs it.
     handed: KvWriter | None = field(default=None, kw_only=True)
-    """Writes what the sequence has for another worker, if it is for one."""
+    #: Its KV from another worker, as long as that can be read.
     given: KvBlocks | None = field(default=None, kw_only=True)
-    """What another worker has made of it, as long as that can be read."""
+    #: Whether it stops when there is no room, instead of retracting others or waiting.
     yields: bool = field(default=False, kw_only=True)
-    """Whether it does without what there is no room for, rather than take that of others, or wait for it."""
 
     @property
     def elsewhere(self) -> KvBlocks | None:
-        """What is there of its beginning beside the KV."""
+        """The KV of its first tokens outside the KV cache, or None."""
         return self.handed.written if self.handed else self.given
 
     @property
     def most(self) -> int:
-        """How many tokens it may have."""
+        """The most tokens that it may have."""
         return len(self.ids)
 
     def chunk(self, *, exact: bool) -> list[int]:
-        """The tokens to add next; where they were added before, `exact` says to do so in the same chunks."""
+        """Return the next tokens to compute: up to the end of the current chunk.
+
+        `exact`: tokens that were computed before must be computed again in the same chunks.
+        """
         start = self.kv.length
         return self.ids[start : start - start % CHUNK + CHUNK]
 
 
 class SequencePool:
-    """All sequences of a process, in one KV. Where that is full, the last ones give up theirs, and wait.
+    """All sequences of a process in one paged KV cache, with retraction.
 
-    Those of higher priority come before others, and of one priority the older. So the first one can always go on, and
-    none is lost: what a sequence gave up is put in place again where it is there elsewhere, and else computed again
-    from its tokens. Of several ranks each has some of the heads, and otherwise the same sequences: all make the same
-    calls, in the same order.
+    If the cache is full, the last sequences are retracted: their blocks are freed, and they wait. Sequences are ordered
+    by priority, then by age, the oldest first. The first one can always continue, and no sequence is lost: a retracted
+    one gets its KV back from where it is stored elsewhere, or is recomputed from its tokens.
+
+    With tensor parallelism each rank has a share of the heads, and the same sequences. All ranks make the same calls in
+    the same order.
+
+    `deep`: the number of deepstack layers of the vision encoder.
+    `axis`: the ranks of the model; None for one.
     """
 
     def __init__(
@@ -76,65 +89,85 @@ class SequencePool:
         deep: int = 0,
         axis: Axis | None = None,
     ) -> None:
-        self._model, self._kv, self._vision, self._deep, self._axis = model, kv, vision, deep, axis
-        rank, self._share = axis.rank if axis else 0, kv.keys[0].shape[0]
-        self.heads = slice(rank * self._share, (rank + 1) * self._share)
-        """Those of the model whose keys and values are here."""
-        self._ranks: dict[KvSequence, tuple[int, int]] = {}
-        self._wanted: dict[KvSequence, int] = {}
-        self._begun = 0
-        self.retracted, self.prompts = 0, 0
-        """How often a sequence gave up its blocks, and how many sequences are prompts that are prefilled."""
-        self.constraints = set[GrammarMatcher]()  # those of the texts that have to match a grammar
+        self._model = model
+        self._kv = kv
+        self._vision = vision
+        self._deep = deep
+        self._axis = axis
+        self._own_heads = kv.keys[0].shape[0]
+        rank = axis.rank if axis else 0
+        #: The heads of the model whose keys and values this process has.
+        self.heads = slice(rank * self._own_heads, (rank + 1) * self._own_heads)
+
+        #: The place of each sequence: (negative priority, number). The smallest comes first.
+        self._order: dict[KvSequence, tuple[int, int]] = {}
+        #: The blocks that each sequence needs by its present tokens, or by the most that it may have.
+        self._wanted_blocks: dict[KvSequence, int] = {}
+        self._started = 0
+
+        #: How often a sequence was retracted.
+        self.retracted = 0
+        #: How many sequences are prompts in prefill.
+        self.prompts = 0
+        #: The grammars of the texts that must match one.
+        self.constraints = set[GrammarMatcher]()
 
     @property
     def tokens(self) -> int:
-        """How many tokens the KV has room for, in whole blocks."""
+        """The capacity of the KV cache in tokens, in whole blocks."""
         return self.usage().blocks * self._kv.block
 
     def layout(self, tokens: int) -> KvLayout:
-        """How so many tokens of a sequence are handed on."""
-        heads = self._share * (self._axis.size if self._axis else 1)
+        """Return the layout in which this many tokens of a sequence are transferred."""
+        heads = self._own_heads * (self._axis.size if self._axis else 1)
         return KvLayout(len(self._kv.keys), heads, self._kv.keys[0].shape[-1], self._kv.keys[0].dtype, tokens)
 
     def writer(self, sequence: KvSequence, tokens: int, first: int = 0) -> KvWriter:
-        """What hands so many tokens of a sequence on, without its `first` chunks."""
+        """Return a writer that transfers the first `tokens` tokens of a sequence, without its `first` chunks."""
         layout = self.layout(tokens)
         return SharedKvWriter(sequence, layout, self._axis, first) if self._axis else KvWriter(sequence, layout, first)
 
     def usage(self) -> KvUsage:
-        """What of the KV is taken."""
+        """Return the used and the total number of blocks."""
         return self._kv.usage()
 
     def load(self) -> TextStats:
-        """What there is of blocks and prompts, and of texts whose grammar is not compiled yet."""
+        """Return the numbers of blocks, prompts in prefill, and texts whose grammar is being compiled."""
         usage = self.usage()
         compiling = sum(constraint.compiling for constraint in self.constraints)
         return TextStats(usage.used, usage.free, self.prompts, compiling)
 
     def sight(self, ids: Sequence[int], task: StageInput) -> VisionInputs | None:
-        """What a prompt of these ids shows; None of one that shows nothing. Raises PermanentError."""
+        """Return what a prompt of these token ids shows, or None. Raises PermanentError."""
         if self._vision is None or not task.derived.shown:
             return None
         return VisionInputs(ids, task.derived.shown, task.tensors, self._vision, self._deep)
 
     def leftovers(self) -> dict[str, int]:
-        """Bytes that sequences have, and blocks that none has, by name: none while no state of a task exists."""
-        size, left = self._kv.block_bytes, self.usage().used
-        found = dict[str, int]()
-        for sequence, (_, number) in self._ranks.items():
-            found[f"sequence {number} of {sequence.length} tokens"] = sequence.blocks * size
-            left -= sequence.blocks
-        return found | ({f"{left} blocks of no sequence": left * size} if left else {})
+        """Return leaked memory in bytes by owner: sequences, and blocks of no sequence.
+
+        Call it only while no task has a state.
+        """
+        block_bytes, unowned_blocks = self._kv.block_bytes, self.usage().used
+        leaked_bytes = dict[str, int]()
+        for sequence, (_, number) in self._order.items():
+            leaked_bytes[f"sequence {number} of {sequence.length} tokens"] = sequence.blocks * block_bytes
+            unowned_blocks -= sequence.blocks
+        return leaked_bytes | (
+            {f"{unowned_blocks} blocks of no sequence": unowned_blocks * block_bytes} if unowned_blocks else {}
+        )
 
     def end_all(self) -> None:
-        """End every sequence, while no state of a task exists."""
-        for sequence in [*self._ranks]:
+        """End every sequence. Call it only while no task has a state."""
+        for sequence in [*self._order]:
             self.end(sequence)
 
     @contextmanager
     def beginning(self, priority: int) -> Iterator[KvSequence]:
-        """Begin a sequence for a state that is made in the block. It ends if the block fails."""
+        """Start a sequence for a state that is created in the block.
+
+        It ends if the block raises.
+        """
         sequence = self.begin(priority)
         try:
             yield sequence
@@ -143,126 +176,159 @@ class SequencePool:
             raise
 
     def digests(self, prompt: Sequence[int], answer: Sequence[int], shown: Sequence[MediaItem]) -> tuple[str, ...]:
-        """The digests by which prompts that go on behind an answer find its chunks and those of its prompt.
+        """Return the digests under which later prompts find the chunks of a prompt and its answer.
 
-        `shown` is what the prompt shows.
+        `shown`: the pictures and videos of the prompt.
         """
         places = places_of(self._vision, prompt, shown) if self._vision and shown else ()
         return beginnings([*prompt, *answer], places)
 
     def begin(self, priority: int) -> KvSequence:
-        """A sequence, the youngest of its priority."""
+        """Start a sequence, the youngest of its priority."""
         sequence = self._kv.sequence()
-        self._begun += 1
-        self._ranks[sequence] = -priority, self._begun
+        self._started += 1
+        self._order[sequence] = -priority, self._started
         return sequence
 
     def take(self, sequence: KvSequence, prefix: Sequence[Tensors], most: int) -> int:
-        """Put others' prefix blocks in place while there is room. Returns the tokens there are, up to `most`."""
+        """Write cached prefix blocks (prefix caching) while there is room.
+
+        Returns the tokens in the cache.
+
+        `prefix`: consecutive blocks; their tensor `kv` is (layers, 2, heads, CHUNK, width).
+        `most`: the most tokens to write.
+        """
         layout = self.layout(CHUNK)
         for block in prefix:
-            both, start = block.get("kv"), sequence.length
+            block_kv, start = block.get("kv"), sequence.length
             shape = layout.layers, 2, layout.heads, CHUNK, layout.width
-            if both is None or both.shape != shape or start + CHUNK > most:
+            if block_kv is None or block_kv.shape != shape or start + CHUNK > most:
                 break
             try:
                 sequence.grow(CHUNK)
             except NoKvBlocks:
                 break
-            for layer, (keys, values) in enumerate(both):
+            for layer, (keys, values) in enumerate(block_kv):
                 sequence.write(layer, keys[self.heads], values[self.heads], start)
         return sequence.length
 
     def put(self, sequence: KvSequence, given: KvBlocks) -> int:
-        """Put what another worker has made in its place, where there is room now. Returns how many tokens there are."""
+        """Write KV from another worker, if there is room now.
+
+        Returns the tokens in the cache.
+        """
         with suppress(NoKvBlocks):
             sequence.grow(given.tokens)
-            self._put(sequence, given)
+            self._write(sequence, given)
         return sequence.length
 
     def step_back(self, sequence: KvSequence) -> None:
-        """Let every other sequence come before it, and take its room where they need that."""
-        self._begun += 1
-        self._ranks[sequence] = LAST, self._begun
+        """Put a sequence behind all others, which may then retract it."""
+        self._started += 1
+        self._order[sequence] = LAST, self._started
 
     def end(self, sequence: KvSequence) -> None:
-        """It is of no use any more."""
+        """Free a sequence."""
         sequence.free()
-        self._ranks.pop(sequence, None)
-        self._wanted.pop(sequence, None)
+        self._order.pop(sequence, None)
+        self._wanted_blocks.pop(sequence, None)
 
     def forward(self, states: Sequence[SequenceState], *, exact: bool = False) -> list[Tensor | None]:
-        """Add the next chunk of each to the KV. Returns the logits behind those whose tokens are all there then."""
-        parts, handed = dict[KvSequence, tuple[list[int], VisionInputs | None]](), list[KvWriter]()
-        for state in sorted(states, key=lambda state: self._ranks[state.kv]):
-            if chunk := self._next(state, exact):
-                parts[state.kv] = chunk, state.sight
-                handed += [state.handed] if state.handed else []
+        """Compute the next chunk of each sequence (chunked prefill, continuous batching).
 
-        def hand_on(layer: int) -> None:
-            for writer in handed:
+        Returns, for each, logits (vocabulary,) after its last token, or None if some of its tokens are not computed
+        yet.
+        """
+        parts = dict[KvSequence, tuple[list[int], VisionInputs | None]]()
+        writers = list[KvWriter]()
+        for state in sorted(states, key=lambda state: self._order[state.kv]):
+            if chunk := self._next_chunk(state, exact):
+                parts[state.kv] = chunk, state.sight
+                writers += [state.handed] if state.handed else []
+
+        def on_layer(layer: int) -> None:
+            for writer in writers:
                 writer.layer(layer)
 
-        run = [(kv, *part) for kv, part in parts.items()]
+        model_parts = [(kv, *part) for kv, part in parts.items()]
         try:
-            made = self._model.forward(run, exact, hand_on if handed else None)
+            logits_per_part = self._model.forward(model_parts, exact, on_layer if writers else None)
         except BaseException:
-            for kv, chunk, _ in run:  # or it would count as computed, where it was before the sequence gave it up
+            # Otherwise these tokens would count as computed: a retracted sequence has more tokens in `done`.
+            for kv, chunk, _ in model_parts:
                 kv.truncate(kv.length - len(chunk))
             raise
+
         for state in states:
             if state.handed:
                 state.handed.stepped()
-        logits = dict(zip(parts, made, strict=True))
+
+        logits = dict(zip(parts, logits_per_part, strict=True))
         return [logits.get(state.kv) if state.kv.length == len(state.ids) else None for state in states]
 
-    def _next(self, state: SequenceState, exact: bool) -> list[int]:
-        """The tokens that a sequence adds now, for which it has taken room; none if it has to wait, or to yield."""
-        state.kv.truncate(min(state.done, state.kv.length))  # of a step that was made before, to compare
-        self._wanted[state.kv] = self._kv.blocks(state.most if exact else len(state.ids))
+    def _next_chunk(self, state: SequenceState, exact: bool) -> list[int]:
+        """Return the tokens that a sequence adds in this step, and make room for them.
+
+        Empty if the sequence has to wait.
+        """
+        # A step that is repeated, to compare its results, has left tokens of the first time.
+        state.kv.truncate(min(state.done, state.kv.length))
+        self._wanted_blocks[state.kv] = self._kv.blocks(state.most if exact else len(state.ids))
+
         if state.yields and state.kv.length < state.done:
             return []
-        if not (state.kv.length or state.yields or self._begins(state)):
+        if not (state.kv.length or state.yields or self._may_start(state)):
             return []
+
         chunk = state.chunk(exact=exact)
         return chunk if chunk and self._make_room(state.kv, len(chunk)) else []
 
-    def _begins(self, state: SequenceState) -> bool:
-        """Whether a sequence that has nothing takes room: if there is enough for all tokens that it has by now.
+    def _may_start(self, state: SequenceState) -> bool:
+        """Return whether an empty sequence may take room: if all its present tokens fit.
 
-        Else it would soon give up again what it had computed again. Where that is one token a forward, there has to be
-        enough for all that it may have, beside what those before it may.
+        Otherwise it would soon be retracted again. Where its tokens are computed one per forward (`exact`), there must
+        be room for all tokens that it may have, beside those that the sequences before it may have. Writes its KV from
+        elsewhere if there is any.
         """
-        before = [other for other, rank in self._ranks.items() if other.length and rank < self._ranks[state.kv]]
-        held = sum(max(other.blocks, self._wanted.get(other, 0)) for other in before)
-        if self._wanted[state.kv] + held > self.usage().blocks:
+        sequences_before = [
+            other for other, rank in self._order.items() if other.length and rank < self._order[state.kv]
+        ]
+        blocks_before = sum(max(other.blocks, self._wanted_blocks.get(other, 0)) for other in sequences_before)
+        if self._wanted_blocks[state.kv] + blocks_before > self.usage().blocks:
             return False
-        if given := state.elsewhere:
-            self._make_room(state.kv, given.tokens)
-            self._put(state.kv, given)
+
+        if stored_kv := state.elsewhere:
+            self._make_room(state.kv, stored_kv.tokens)
+            self._write(state.kv, stored_kv)
         return True
 
-    def _put(self, sequence: KvSequence, given: KvBlocks) -> None:
+    def _write(self, sequence: KvSequence, given: KvBlocks) -> None:
+        """Write KV from another worker into a sequence that has room for it."""
         for start, layer, unit in self.layout(given.tokens).read(given.tensors):
-            own = unit[self.heads]
-            sequence.write(layer, own[:, 0], own[:, 1], start)
+            own_unit = unit[self.heads]
+            sequence.write(layer, own_unit[:, 0], own_unit[:, 1], start)
 
     def _make_room(self, sequence: KvSequence, tokens: int) -> bool:
-        """Grow a sequence, if need be in place of those behind it. False if it has to wait for those before it."""
+        """Grow a sequence, retracting later ones if necessary.
+
+        Returns False if it has to wait for earlier ones.
+        """
         while True:
             try:
                 sequence.grow(tokens)
                 return True
             except NoKvBlocks:
-                last = max((one for one in self._ranks if one.length), key=self._ranks.__getitem__, default=sequence)
-                if self._ranks[last] <= self._ranks[sequence]:
+                last = max(
+                    (other for other in self._order if other.length), key=self._order.__getitem__, default=sequence
+                )
+                if self._order[last] <= self._order[sequence]:
                     return False
                 last.free()
-                self.retracted += self._ranks[last][0] != LAST
+                self.retracted += self._order[last][0] != LAST
 
 
 class PromptStage(SteppedStage[State]):
-    """A stage of sequences that begin with a prompt, all of which may share a forward."""
+    """A stage of sequences that start with a prompt. All tasks may share a forward."""
 
     uploads = (PROMPT,)
 
@@ -271,7 +337,7 @@ class PromptStage(SteppedStage[State]):
 
     @override
     def verify(self, task: StageInput) -> None:
-        """Raise PermanentError for a prompt of another length than was said."""
+        """Raise PermanentError if the prompt has another length than the request states."""
         if len(unpacked(task.uploads[PROMPT])) != task.derived.prompt_tokens:
             raise PermanentError("the prompt is not as long as it was said to be")
 
@@ -283,10 +349,13 @@ class PromptStage(SteppedStage[State]):
 def open_model(
     model: Any, device: str, tokens: int, vision: VisionConfig | None = None, deep: int = 0, axis: Axis | None = None
 ) -> SequencePool:
-    """A model of transformers, with a KV for so many tokens. Raises ConfigError for one that is not served.
+    """Return a pool of sequences for a transformers model, with a new KV cache.
 
-    One with `vision` reads what was encoded of pictures, with so many layers that add to deeper ones. Of one that is
-    spread over the ranks of an `axis`, this one has a share of the heads.
+    `tokens`: the capacity of the KV cache.
+    `vision`: how the model reads pictures and videos, or None.
+    `deep`: the number of deepstack layers of the vision encoder.
+    `axis`: the ranks over which the model is spread; each has a share of the heads.
+    Raises ConfigError for a model that is not served.
     """
     config = model.config.get_text_config()
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

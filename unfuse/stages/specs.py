@@ -1,52 +1,107 @@
-"""What each kind of stage is, as data: a family fills in what is its model's. No torch here, for cards need none."""
+"""The StageSpec of each stage kind, as data. Model families fill in their model's values.
+
+Needs no torch, because model specs are read by processes without it.
+"""
 
 from __future__ import annotations
 
 from unfuse.core.modalities import PIXELS, Workload
 from unfuse.core.plan import StageSpec
 
+#: Parameters that hold a guidance scale, in order of preference.
 GUIDANCE = ("true_cfg_scale", "guidance_scale")
 
+#: The text encoder: prompt, and negative prompt under guidance, to embeddings.
 TEXT_ENCODE = StageSpec(
-    "text_encode", "text_encode", (), role="encoder", slots=4,
+    "text_encode",
+    "text_encode",
+    (),
+    role="encoder",
+    slots=4,
     work=Workload(guidance=GUIDANCE, size=("max_sequence_length",)),
-)  # fmt: skip
+)
 
+#: The image encoder: uploaded pictures to what denoising is conditioned on.
 IMAGE_ENCODE = StageSpec("image_encode", "image_encode", (), role="encoder", slots=4, uploads=True)
 
+#: Image to image: the VAE encodes the picture that denoising starts from.
 REDRAW_ENCODE = StageSpec(
-    "redraw_encode", "redraw_encode", ("vae",), outputs=("moments", "mask"), role="decoder", slots=4, uploads=True,
-    reads=("image", "mask", *PIXELS), spreads={"tiles": 0}, when="image",
-)  # fmt: skip
-
-DENOISE = StageSpec(
-    "denoise", "denoise", (), outputs=("latents",), per_sample=True, role="denoiser",
-    work=Workload("num_inference_steps", GUIDANCE, PIXELS, part="strength"),
-)  # fmt: skip
-
-WHOLE = StageSpec(
-    "whole", "whole", (), per_sample=True, role="whole",
-    work=Workload("num_inference_steps", GUIDANCE, PIXELS, part="strength"),
-)  # fmt: skip
-
-PREFILL = StageSpec(
-    "prefill", "prefill", ("model",), outputs=("kv",), role="prefill", slots=32,
-    work=Workload(size=("prompt_tokens",)), goes_on=True, uploads=True,
-)  # fmt: skip
-
-DECODE = StageSpec(
-    "decode", "decode", ("model",), ("kv",), per_sample=True, role="decode", slots=32,
-    work=Workload("expected_tokens", size=()), uploads=True, extends="kv",
-)  # fmt: skip
-
-VISION_ENCODE = StageSpec(
-    "vision_encode", "vision_encode", ("model",), outputs=("seen",), role="vision", slots=4, each="shown",
-    reads=("shown", "images", "picked", "frames", "rows", "columns"), work=Workload(size=("tokens",)),
+    "redraw_encode",
+    "redraw_encode",
+    ("vae",),
+    outputs=("moments", "mask"),
+    role="decoder",
+    slots=4,
     uploads=True,
-)  # fmt: skip
+    reads=("image", "mask", *PIXELS),
+    spreads={"tiles": 0},
+    when="image",
+)
 
-VAE_DECODE = StageSpec(
-    "vae_decode", "vae_decode", ("vae",), ("latents",), per_sample=True, role="decoder", slots=4
-)  # fmt: skip
+#: The denoiser: noise and embeddings to latents.
+DENOISE = StageSpec(
+    "denoise",
+    "denoise",
+    (),
+    outputs=("latents",),
+    per_sample=True,
+    role="denoiser",
+    work=Workload("num_inference_steps", GUIDANCE, PIXELS, part="strength"),
+)
 
-ADAPTED = DENOISE.kind, WHOLE.kind  # the kinds of stages that use adapters
+#: The undivided pipeline as one stage.
+WHOLE = StageSpec(
+    "whole",
+    "whole",
+    (),
+    per_sample=True,
+    role="whole",
+    work=Workload("num_inference_steps", GUIDANCE, PIXELS, part="strength"),
+)
+
+#: Prefill of a language model: a prompt to its KV.
+PREFILL = StageSpec(
+    "prefill",
+    "prefill",
+    ("model",),
+    outputs=("kv",),
+    role="prefill",
+    slots=32,
+    work=Workload(size=("prompt_tokens",)),
+    goes_on=True,
+    uploads=True,
+)
+
+#: Decode of a language model: a prompt and its KV to an answer, token by token.
+DECODE = StageSpec(
+    "decode",
+    "decode",
+    ("model",),
+    ("kv",),
+    per_sample=True,
+    role="decode",
+    slots=32,
+    work=Workload("expected_tokens", size=()),
+    uploads=True,
+    extends="kv",
+)
+
+#: The vision encoder of a language model: one picture or video of a prompt to embeddings.
+VISION_ENCODE = StageSpec(
+    "vision_encode",
+    "vision_encode",
+    ("model",),
+    outputs=("seen",),
+    role="vision",
+    slots=4,
+    each="shown",
+    reads=("shown", "images", "picked", "frames", "rows", "columns"),
+    work=Workload(size=("tokens",)),
+    uploads=True,
+)
+
+#: The VAE decoder: latents to pixels and encoded files.
+VAE_DECODE = StageSpec("vae_decode", "vae_decode", ("vae",), ("latents",), per_sample=True, role="decoder", slots=4)
+
+#: The kinds of stages that use LoRA adapters.
+ADAPTED = DENOISE.kind, WHOLE.kind

@@ -1,4 +1,4 @@
-"""Text encoding: a prompt, and under guidance its negative, become embeddings."""
+"""Text encoding: a prompt, and its negative under guidance, become embeddings."""
 
 from __future__ import annotations
 
@@ -14,22 +14,32 @@ from unfuse.stages.batch_invariant_ops import one_by_one
 
 
 class TextEncoder(Protocol):
-    """What a family says about text: tokenizer and encoder in memory."""
+    """What a model family provides for text encoding: a tokenizer and an encoder in memory."""
 
     def guidance(self, params: Params) -> float:
-        """The request's guidance scale: the negative prompt is encoded where that applies."""
+        """Return the request's guidance scale. The negative prompt is encoded if guidance applies."""
 
     def encode(self, texts: Sequence[str], length: int) -> Tensors:
-        """Embeddings by name, with a batch axis of one row a text, each text cut or padded to `length` tokens."""
+        """Return embeddings by name, each (texts, …): one row per text.
+
+        Token embeddings are (texts, tokens, width), pooled ones (texts, width). Each text is cut or padded to `length`
+        tokens. A value may be None.
+        """
 
     def exact_batch_key(self, text: str, length: int) -> Hashable:
-        """What texts of one such length must have in common to be encoded together as they are alone."""
+        """Return a key: texts with equal keys get the same bytes together as alone.
+
+        Compared between texts of equal `length` only.
+        """
 
 
 class TextEncode(Stage):
-    """Prompt in, embeddings out by name, negative ones after NEGATIVE, or None; `kind` tells two encoders apart.
+    """The text encoder stage: prompt in, embeddings by name out.
 
-    With `zeros`, requests without a negative prompt are guided away from zeros, not from an empty text.
+    Embeddings of the negative prompt have the prefix NEGATIVE; they are None without guidance. A pipeline with two
+    encoders has two such stages, told apart by `kind`.
+
+    `zeros`: a request without a negative prompt is guided away from zeros, not from an empty text.
     """
 
     def __init__(self, encoder: TextEncoder, kind: str = "text_encode", zeros: bool = False) -> None:
@@ -37,7 +47,7 @@ class TextEncode(Stage):
         self.kind = kind
 
     def verify(self, task: StageInput) -> None:
-        """Raise PermanentError unless there is a prompt, a guidance scale and a length."""
+        """Raise PermanentError without a prompt, a guidance scale or a valid length."""
         need(task.params, "prompt", str)
         self._encoder.guidance(task.params)
         length = need(task.params, "max_sequence_length", int)
@@ -45,42 +55,50 @@ class TextEncode(Stage):
             raise PermanentError(f"max_sequence_length must be at least 1, not {length}")
 
     def batch_key(self, task: StageInput) -> Hashable:
-        """Texts of one length may be encoded together."""
+        """Return the padded length: texts of one length may be encoded together."""
         return task.params.get("max_sequence_length")
 
     def exact_batch_key(self, state: OneStepState) -> Hashable:
-        """How the encoder's work depends on the lengths of the texts."""
+        """Return the encoder's key for the request's prompt and negative prompt."""
         params = state.task.params
         length = need(params, "max_sequence_length", int)
-        texts = [need(params, "prompt", str), *self._negatives([params])]
+        texts = [need(params, "prompt", str), *self._negative_prompts([params])]
         return tuple(self._encoder.exact_batch_key(text, length) for text in texts)
 
     @torch.no_grad()
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
-        """One forward for the prompts, another for the negative prompts: an undivided pipeline's two, for one task."""
+        """Encode all prompts in one forward, and all negative prompts in another.
+
+        For one task these are the two forwards of an undivided pipeline. Each embedding is (1, …).
+        """
         tasks = [task.params for task in batch]
         length = need(tasks[0], "max_sequence_length", int)
         guided = [params for params in tasks if applies(self._encoder.guidance(params))]
+
         prompts = self._encode([need(params, "prompt", str) for params in tasks], length)
-        negatives = self._encode(self._negatives(guided), length)
+        negatives = self._encode(self._negative_prompts(guided), length)
+
         outputs = []
         for params, positive in zip(tasks, prompts, strict=True):
             negative = next(negatives) if params in guided else dict.fromkeys(positive)
             if self._zeros and params in guided and params.get("negative_prompt") is None:
-                negative = {name: None if made is None else torch.zeros_like(made) for name, made in positive.items()}
+                negative = {
+                    name: None if value is None else torch.zeros_like(value) for name, value in positive.items()
+                }
             outputs.append(StageOutput({**positive, **{NEGATIVE + name: value for name, value in negative.items()}}))
+
         return outputs
 
-    def _negatives(self, tasks: Sequence[Params]) -> list[str]:
-        """The negative prompts of those that are guided."""
+    def _negative_prompts(self, tasks: Sequence[Params]) -> list[str]:
+        """Return the negative prompts of the guided requests, "" where there is none."""
         guided = (params for params in tasks if applies(self._encoder.guidance(params)))
         return [str(params.get("negative_prompt") or "") for params in guided]
 
     def _encode(self, texts: Sequence[str], length: int) -> Iterator[Tensors]:
-        """The embeddings of each text."""
+        """Yield the embeddings of each text by name, each (1, …)."""
         if not texts:
             return
         with one_by_one(len(texts) if self.exact else 1):
-            together = self._encoder.encode(texts, length)
+            embeddings = self._encoder.encode(texts, length)
         for row in range(len(texts)):
-            yield {name: None if value is None else value[row : row + 1] for name, value in together.items()}
+            yield {name: None if value is None else value[row : row + 1] for name, value in embeddings.items()}

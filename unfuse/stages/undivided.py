@@ -1,8 +1,9 @@
-"""A pipeline as it is: one stage from the prompt to the file, for models that nobody has taken apart.
+"""The undivided pipeline as one stage, from the prompt to the file.
 
-Its steps happen inside one call, which tells of each. The call has a thread of its own, that rests at every step until
-the step loop wants the next one: so it is told of, cancelled and overtaken as any other stage is. One thread computes
-at a time.
+For models that no model family of unfuse divides into stages. All steps happen inside one call of the pipeline, which
+reports each step through a callback. The call runs in a thread of its own, which pauses at every step until the step
+loop requests the next one. Its progress is therefore reported, and it can be cancelled and preempted, as in any other
+stage. Only one thread computes at a time.
 """
 
 from __future__ import annotations
@@ -32,71 +33,79 @@ from unfuse.stages.image_encode import read_picture
 from unfuse.stages.media import encode, need_format, remedy, to_bytes
 from unfuse.weights.adapters import LoadedAdapters
 
+#: Fields of pipeline outputs that mark the pictures which the safety checker replaced by black ones.
 FLAGS = ("nsfw_content_detected", "nsfw_detected", "watermark_detected")
-"""Fields of pipeline outputs with the pictures that the safety checker replaced by black ones."""
 
+#: The placeholder file for a flagged picture.
 FLAGGED = b'{"title": "the safety checker of the model flagged this picture", "type": "about:blank"}'
-"""The placeholder file for a flagged picture."""
 
+#: The exceptions that pipelines raise for parameters that they do not accept.
 REFUSALS = ValueError, TypeError, NotImplementedError, AssertionError
-"""What a pipeline raises for parameters that it does not take."""
 
 
 class CallAbandoned(UnfuseError):
-    """Raised inside a call that is given up, at its step."""
+    """Raised inside a paused call that was stopped."""
 
 
 class PausedCall:
-    """A call that rests where it says so. `make` gets the function by which it does; what it returns is the `result`.
+    """A call in its own thread that pauses at points of its own choice.
 
-    Of `go_on` and `stop`, each is called from one thread, that of the step loop.
+    `make`: the function to call. Its argument is a function that pauses the call.
+    The step loop calls `go_on` and `stop`, from one thread.
     """
 
     def __init__(self, make: Callable[[Callable[[], None]], Any]) -> None:
-        self._make, self.result = make, None
-        self._told: SimpleQueue[bool] = SimpleQueue()
-        self._heard: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        #: What the call returned; None before its end.
+        self.result: Any = None
+        #: Whether the call has ended, also by an error.
         self.is_over = False
+        self._make = make
+        self._go_on_or_stop: SimpleQueue[bool] = SimpleQueue()
+        self._paused_or_ended: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     def go_on(self) -> None:
-        """Begin, or go on, to the next rest or the end. Raises what the call raised."""
+        """Start or continue the call until its next pause or its end.
+
+        Raises what the call raised.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
         else:
-            self._told.put(True)
-        if error := self._heard.get():
+            self._go_on_or_stop.put(True)
+        if error := self._paused_or_ended.get():
             raise error
 
     def stop(self) -> None:
-        """Give the call up, if it is not over. It has ended when this returns."""
+        """Stop the call if it has not ended. Returns when it has ended."""
         if self._thread is None or self.is_over:
             return
-        self._told.put(False)
-        self._heard.get()
+        self._go_on_or_stop.put(False)
+        self._paused_or_ended.get()
 
-    def _rest(self) -> None:
-        self._heard.put(None)
-        if not self._told.get():
+    def _pause(self) -> None:
+        """Pause the call, from its own thread. Raises CallAbandoned if it is stopped."""
+        self._paused_or_ended.put(None)
+        if not self._go_on_or_stop.get():
             raise CallAbandoned
 
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            self.result = self._make(self._rest)
-        except BaseException as raised:  # it is raised again where somebody waits for the call
+            self.result = self._make(self._pause)
+        except BaseException as raised:  # `go_on` raises it again, in the thread of the step loop
             error = raised
         self.is_over = True
-        self._heard.put(error)
+        self._paused_or_ended.put(error)
 
 
 class RandomState:
     """torch's global random state of one pipeline call, seeded with the request's seed.
 
     Pipelines use the global state for random numbers without a generator: the noise of some noise schedulers, or a
-    sample of a VAE's latent distribution. Calls take turns between their steps, so each has a state of its own. The
-    numbers are those of a script that calls `torch.manual_seed(seed)` before the pipeline.
+    sample of a VAE's latent distribution. Several calls alternate between their steps, so each has a state of its own.
+    The numbers are those of a script that calls `torch.manual_seed(seed)` before the pipeline.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -127,39 +136,58 @@ class RandomState:
 
     def _write(self, states: list[torch.Tensor]) -> None:
         torch.set_rng_state(states[0])
-        for one, state in zip(self._cuda, states[1:], strict=True):
-            torch.cuda.set_rng_state(state, one)
+        for device, state in zip(self._cuda, states[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)
 
 
 @dataclass
 class RunningCall:
-    """A request in its call, so many steps of which are done."""
+    """A request in its pipeline call."""
 
+    #: The parameters of the request.
     params: Params
+    #: Identifies the LoRA adapters of the request; "": none.
     lora_id: str
+    #: The call, paused between two steps.
     call: PausedCall
+    #: The number of steps.
     steps: int
+    #: The steps done.
     done: int = 0
 
 
 class UndividedStage(SteppedStage[RunningCall]):
-    """Parameters, and pictures where the model takes them, in; media out.
+    """The undivided pipeline as a stage: parameters and pictures in, media out.
 
-    Each request has a `pipeline` of its own, which shares the weights: a noise scheduler has state, and so has a call.
-    `takes` maps each parameter of the call to a parameter of requests. Results of a call without a size are
-    `picture_scale` times as large as the start picture (0: the call takes a size, or no picture). The state of a call
-    cannot be saved between its steps.
+    Each request has its own copy of the pipeline, which shares the weights: noise schedulers and calls have state. The
+    state of a call cannot be saved between its steps.
+
+    `takes`: the request parameter for each parameter of the call.
+    `draws_there`: whether the generator is on the device; else it is on the CPU.
+    `picture_scale`: the factor from the start picture's size to the result's size, for a call without size parameters;
+    0: the call has sizes, or takes no picture.
+    `uploads`: the uploads that the pipeline needs.
     """
 
     kind = "whole"
 
     def __init__(
-        self, pipeline: Any, takes: Mapping[str, str], device: torch.device, draws_there: bool,
-        loras: LoadedAdapters | None = None, picture_scale: int = 0, uploads: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
-        self._pipeline, self._takes, self._loras, self._picture_scale = pipeline, takes, loras, picture_scale
+        self,
+        pipeline: Any,
+        takes: Mapping[str, str],
+        device: torch.device,
+        draws_there: bool,
+        loras: LoadedAdapters | None = None,
+        picture_scale: int = 0,
+        uploads: tuple[str, ...] = (),
+    ) -> None:
+        self._pipeline = pipeline
+        self._takes = takes
+        self._loras = loras
+        self._picture_scale = picture_scale
         self._known = frozenset(inspect.signature(pipeline.__call__).parameters)
-        self._device, self.uploads = device, uploads
+        self._device = device
+        self.uploads = uploads
         models: list[Any] = [part for part in pipeline.components.values() if isinstance(part, torch.nn.Module)]
         self._dtypes = [(model, model.dtype) for model in models if hasattr(model, "dtype")]
         self._generator_device = device if draws_there else torch.device("cpu")
@@ -170,7 +198,7 @@ class UndividedStage(SteppedStage[RunningCall]):
 
     @override
     def verify(self, task: StageInput) -> None:
-        """Raise PermanentError unless seed and format are there, and the picture that the model starts from."""
+        """Raise PermanentError without a seed, a known format, or the picture that the model needs."""
         need(task.params, "seed", int)
         need_format(need(task.params, "output_format", str))
         if task.derived.lora_id and self._loras is None:
@@ -184,27 +212,33 @@ class UndividedStage(SteppedStage[RunningCall]):
 
     @override
     def start(self, task: StageInput) -> RunningCall:
-        """The call begins with its first step."""
+        """Prepare the call. It starts with the first step."""
         params = task.params
-        said = ((own, params.get(name)) for own, name in self._takes.items())
-        given: dict[str, Any] = {own: value for own, value in said if value is not None}
+        values = ((argument, params.get(name)) for argument, name in self._takes.items())
+        arguments: dict[str, Any] = {argument: value for argument, value in values if value is not None}
         pictures = {name: self._picture(data, params) for name, data in task.uploads.items()}
-        given |= {own: pictures[name] for own, name in self._takes.items() if name in pictures}
-        if (seen := [pictures[name] for name in REFERENCES if name in pictures])[1:]:
-            given[UPLOAD] = seen
+        arguments |= {argument: pictures[name] for argument, name in self._takes.items() if name in pictures}
+        if (references := [pictures[name] for name in REFERENCES if name in pictures])[1:]:
+            arguments[UPLOAD] = references
+
         generator = torch.Generator(self._generator_device).manual_seed(need(params, "seed", int))
-        running = RunningCall(params, task.derived.lora_id, PausedCall(lambda rest: None), max(1, _count(params)))
-        running.call = PausedCall(lambda rest: self._call(given | {"generator": generator}, running, rest))
+
+        steps = max(1, _requested_steps(params))
+        running = RunningCall(params, task.derived.lora_id, PausedCall(lambda rest: None), steps)
+        running.call = PausedCall(lambda rest: self._call(arguments | {"generator": generator}, running, rest))
         return running
 
     @override
     def step(self, batch: Sequence[RunningCall]) -> list[RunningCall | Exception]:
-        """To the next step of each; the last one goes on to the end, as what comes behind it tells of nothing."""
-        return [self._stepped(state) for state in batch]
+        """Continue each call to its next step, the last one to its end.
+
+        The pipeline reports nothing after its last step: the VAE decode, for example, belongs to that step.
+        """
+        return [self._continue_call(state) for state in batch]
 
     @override
     def progress(self, state: RunningCall) -> tuple[int, int]:
-        """(steps done, steps in all), as the pipeline counts them once it has begun."""
+        """Return (steps done, total steps), as the pipeline counts them once it has started."""
         return (state.steps, state.steps) if state.call.is_over else (min(state.done, state.steps - 1), state.steps)
 
     @override
@@ -216,17 +250,22 @@ class UndividedStage(SteppedStage[RunningCall]):
         output = state.call.result
         if any(np.ravel(getattr(output, name, None) or ()).any() for name in FLAGS):
             return StageOutput(media=(EncodedMedia(FLAGGED_TYPE, FLAGGED),))
-        made = next((getattr(output, name) for name in ("frames", "images", "image") if hasattr(output, name)), None)
-        if made is None:
+
+        result = next((getattr(output, name) for name in ("frames", "images", "image") if hasattr(output, name)), None)
+        if result is None:
             raise PermanentError(f"the pipeline made a {type(output).__name__}, which has no pictures and no video")
-        return StageOutput(media=encode(self._pixels(made, state.params), state.params))
+        return StageOutput(media=encode(self._pixels(result, state.params), state.params))
 
     @override
     def let_go(self, state: RunningCall) -> None:
-        """A call that is not over ends here."""
+        """Stop the call if it has not ended."""
         state.call.stop()
 
-    def _stepped(self, state: RunningCall) -> RunningCall | Exception:
+    def _continue_call(self, state: RunningCall) -> RunningCall | Exception:
+        """Continue a call to its next step.
+
+        Returns the state, or the error of the call.
+        """
         try:
             if self._loras is not None:
                 self._loras.use(state.params, state.lora_id)
@@ -238,39 +277,43 @@ class UndividedStage(SteppedStage[RunningCall]):
             if not hasattr(error.obj, "set_timesteps"):
                 return error
             return Unsuitable(f"the pipeline does not work with the model's noise scheduler: {error}")
-        except Exception as error:  # the others of the batch go on
+        except Exception as error:  # the rest of the batch continues
             return error
         return state
 
-    def _call(self, given: dict[str, Any], running: RunningCall, rest: Callable[[], None]) -> Any:
-        """What the pipeline makes."""
-        own, random = self._own(), RandomState(need(running.params, "seed", int), self._device)
+    def _call(self, arguments: dict[str, Any], running: RunningCall, pause_call: Callable[[], None]) -> Any:
+        """Call the pipeline and return its output.
 
-        def wait() -> None:
-            random.leave()
-            rest()
-            random.enter()
+        `arguments`: those of the call. `pause_call`: pauses it, at each step except the last.
+        """
+        pipeline = self._copy_pipeline()
+        random_state = RandomState(need(running.params, "seed", int), self._device)
 
-        def reached(pipeline: Any, *_: object) -> dict[str, Any]:
+        def pause() -> None:
+            random_state.leave()
+            pause_call()
+            random_state.enter()
+
+        def on_step(pipeline: Any, *_: object) -> dict[str, Any]:
             running.done += 1
-            running.steps = max(
-                running.steps if running.done > 1 else 1, _timesteps(pipeline) or _count(running.params)
-            )
+            known_steps = running.steps if running.done > 1 else 1
+            running.steps = max(known_steps, _pipeline_steps(pipeline) or _requested_steps(running.params))
             if running.done < running.steps:
-                wait()
+                pause()
             return {}
 
         if "callback_on_step_end" in self._known:
-            given["callback_on_step_end"] = reached
+            arguments["callback_on_step_end"] = on_step
         elif "callback_steps" in self._known:
-            given |= {"callback": lambda *_: reached(own) and None, "callback_steps": 1}
+            arguments |= {"callback": lambda *_: on_step(pipeline) and None, "callback_steps": 1}
         else:
-            own.progress_bar = _telling(own.progress_bar, lambda *_: reached(own))
-        random.enter()
+            pipeline.progress_bar = _reporting_bar(pipeline.progress_bar, lambda *_: on_step(pipeline))
+
+        random_state.enter()
         try:
-            return own(**given, output_type="np")
+            return pipeline(**arguments, output_type="np")
         finally:
-            random.leave()
+            random_state.leave()
             self._restore_dtypes()
 
     def _restore_dtypes(self) -> None:
@@ -280,55 +323,67 @@ class UndividedStage(SteppedStage[RunningCall]):
                 model.to(dtype)
 
     def _picture(self, upload: bytes, params: Params) -> Image:
-        """Return an uploaded picture, resized if the call takes no size, because then it decides the result's size."""
+        """Return an uploaded picture.
+
+        It is resized if the call takes no size, because then the picture decides the result's size.
+        """
         picture = read_picture(upload)
         if not self._picture_scale:
             return picture
         width, height = (need(params, side, int) // self._picture_scale for side in ("width", "height"))
         return picture if picture.size == (width, height) else picture.resize((width, height), Resampling.LANCZOS)
 
-    def _lowest(self) -> torch.dtype | None:
+    def _lowest_dtype(self) -> torch.dtype | None:
         """The dtype with the fewest bits among the pipeline's components; None if it has no weights."""
         dtypes = {getattr(part, "dtype", None) for part in self._pipeline.components.values()}
-        floats = [one for one in dtypes if isinstance(one, torch.dtype) and one.is_floating_point]
-        return min(floats, key=lambda one: torch.finfo(one).bits, default=None)
+        floats = [dtype for dtype in dtypes if isinstance(dtype, torch.dtype) and dtype.is_floating_point]
+        return min(floats, key=lambda dtype: torch.finfo(dtype).bits, default=None)
 
-    def _own(self) -> Any:
-        """A pipeline like this one, of the same weights."""
+    def _copy_pipeline(self) -> Any:
+        """Return a copy of the pipeline that shares all components except its noise scheduler."""
         shared = [part for part in self._pipeline.components.values() if not hasattr(part, "set_timesteps")]
         return copy.deepcopy(self._pipeline, {id(part): part for part in shared})
 
-    def _pixels(self, made: Any, params: Params) -> NDArray[np.uint8]:
-        """Frames (frames, height, width, 3) of what a call made of one request: a batch of one."""
-        frames = np.asarray(made)
+    def _pixels(self, result: Any, params: Params) -> NDArray[np.uint8]:
+        """Return the result of a call for one request as frames, (frames, height, width, 3).
+
+        `made`: (frames, height, width, 3), with a batch axis of 1 before it for videos. Values are 0 to 1.
+        Raises PermanentError for other shapes, for values that are not finite, and for a size that was not requested.
+        """
+        frames = np.asarray(result)
         frames = frames[0] if frames.ndim == 5 else frames
         if frames.ndim != 4 or frames.shape[-1] != 3:
             raise PermanentError(f"the pipeline made an array of {frames.shape}, which are no pictures in RGB")
-        pixels = to_bytes(frames, "pipeline", remedy("the model", self._lowest(), params))
+
+        pixels = to_bytes(frames, "pipeline", remedy("the model", self._lowest_dtype(), params))
         for name, size in zip(("num_frames", "height", "width"), frames.shape[:3], strict=True):
             if name in self._takes and params[name] != size:
                 raise PermanentError(f"the pipeline made a {name} of {size}, not {params[name]}: ask for {name} {size}")
         return pixels
 
 
-def _telling(bar: Callable[..., Any], reached: Callable[..., object]) -> Callable[..., Any]:
-    """The progress bar of a pipeline whose call takes no callback: it tells of each step."""
+def _reporting_bar(bar: Callable[..., Any], reached: Callable[..., object]) -> Callable[..., Any]:
+    """Wrap a pipeline's progress bar factory: its bars call `reached` at each step.
 
-    def made(*given: Any, **named: Any) -> Any:
-        shown = bar(*given, **named)
-        shown.update = reached
-        return shown
+    For a pipeline without a step callback.
+    """
 
-    return made
+    def create_bar(*args: Any, **kwargs: Any) -> Any:
+        progress_bar = bar(*args, **kwargs)
+        progress_bar.update = reached
+        return progress_bar
+
+    return create_bar
 
 
-def _timesteps(pipeline: Any) -> int:
-    """How many steps the pipeline makes, if it says so."""
+def _pipeline_steps(pipeline: Any) -> int:
+    """Return the number of steps by the pipeline itself; 0 if it does not know."""
     with suppress(AttributeError, TypeError):
         return int(pipeline.num_timesteps)
     return 0
 
 
-def _count(params: Params) -> int:
+def _requested_steps(params: Params) -> int:
+    """Return the number of steps of the request; 1 without that parameter."""
     steps = params.get("num_inference_steps")
     return steps if isinstance(steps, int) else 1

@@ -1,7 +1,7 @@
-"""VAE decoding: latents become pixels, and pixels an encoded file. Pixels never leave this stage.
+"""VAE decode: latents become pixels, and pixels an encoded file. Pixels never leave this stage.
 
-A VAE that decodes a video from its beginning to its end does so in steps. Of its pixels those of one step exist at a
-time: they are encoded as they come, and clients may have what that makes.
+A causal VAE decodes a video in steps, from the first frame to the last. Only the pixels of one step exist at a time:
+they are encoded at once, and clients can stream the encoded frames.
 """
 
 from __future__ import annotations
@@ -23,49 +23,68 @@ from unfuse.stages.media import MediaWriter, encode, need_format, record, remedy
 
 
 class VaeDecoder(Protocol):
-    """What a family says about decoding: a VAE in memory."""
+    """What a model family provides for VAE decode: a VAE in memory."""
 
+    #: Shape of a request's latents, with a batch axis of 1. None is any length.
     latents: tuple[int | None, ...]
-    """Shape of the latents a request brings, with a batch axis of 1; None is any length."""
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
-        """A request's latents as a grid (1, channels, frames, height, width), on the VAE's device and in its dtype."""
+        """Return a request's latents as a grid, on the VAE's device and in its dtype.
+
+        The grid is (1, channels, frames, height, width).
+        """
 
     def decode(self, grid: Tensor) -> Tensor:
-        """Pixels (requests, 3, frames, height, width), −1 to 1, for a grid of one or more requests."""
+        """Return the pixels of a grid of one or more requests, from −1 to 1.
+
+        `grid`: (requests, channels, latent frames, latent height, latent width). Returns (requests, 3, frames, height,
+        width).
+        """
 
 
 @runtime_checkable
 class CausalDecoder(VaeDecoder, Protocol):
-    """A decoder that can make a request's pixels in pieces, from the first frame to the last."""
+    """A VAE decoder that can decode one request piece by piece, in frame order."""
 
     def pieces(self, grid: Tensor) -> int:
-        """How many pieces the pixels of a request come in, by its grid."""
+        """Return the number of pieces of a request's pixels.
+
+        `grid`: (1, channels, latent frames, latent height, latent width).
+        """
 
     def decode_pieces(self, grid: Tensor) -> Iterator[Tensor]:
-        """These pieces (1, 3, frames, height, width): joined along frames, they are what `decode` makes, bit for bit.
+        """Yield the pieces, (1, 3, frames, height, width).
 
-        Between two of them, others may be decoded.
+        Joined along frames, they equal the result of `decode`, bit for bit. Pieces of other requests may be decoded in
+        between.
         """
 
 
 @dataclass
 class VaeDecodeState:
-    """A request that is decoded in so many `steps`. `part` is what the last one added to the stream of its file."""
+    """A request between two steps of VAE decode."""
 
+    #: The latents, (1, channels, frames, height, width).
     grid: Tensor
+    #: The number of steps: one for each piece.
     steps: int
+    #: The remaining pieces of pixels; empty for a VAE that decodes at once.
     pieces: Iterator[Tensor]
+    #: The open file to which the frames are added.
     recording: MediaWriter
+    #: The steps done.
     done: int = 0
+    #: What the last step added to the stream of the file.
     part: bytes = b""
 
 
 class VaeDecode(SteppedStage[VaeDecodeState]):
-    """`latents` in, media out, in the request's `output_format`: one video, or one picture a frame.
+    """The VAE decode stage: `latents` in, media out.
 
-    Requests whose pixels come in pieces have a step for each; those of others are decoded at once, together with their
-    mates. A state cannot be saved, as its encoder's cannot: another attempt makes the same bytes from the beginning.
+    The files are in the request's `output_format`: one video, or one picture per frame. A request whose pixels come in
+    several pieces has one step for each. The others are decoded at once, together with the rest of their batch. A state
+    cannot be saved, because its video encoder cannot: another attempt starts from the beginning and makes the same
+    bytes.
     """
 
     kind = "vae_decode"
@@ -75,7 +94,7 @@ class VaeDecode(SteppedStage[VaeDecodeState]):
 
     @override
     def verify(self, task: StageInput) -> None:
-        """Raise PermanentError unless latents of the right shape and a known format are there."""
+        """Raise PermanentError unless latents of the right shape and a known format are present."""
         need_tensor(task, "latents", self._decoder.latents)
         need_format(need(task.params, "output_format", str))
 
@@ -92,9 +111,10 @@ class VaeDecode(SteppedStage[VaeDecodeState]):
     @torch.no_grad()
     def step(self, batch: Sequence[VaeDecodeState]) -> list[VaeDecodeState | Exception]:
         if batch[0].steps > 1:
-            return [_added(state, state.pieces) for state in batch]
-        whole = iter(self._decoder.decode(torch.cat([state.grid for state in batch])).chunk(len(batch)))
-        return [_added(state, whole) for state in batch]
+            return [_add_frames(state, state.pieces) for state in batch]
+
+        decoded = iter(self._decoder.decode(torch.cat([state.grid for state in batch])).chunk(len(batch)))
+        return [_add_frames(state, decoded) for state in batch]
 
     @override
     def progress(self, state: VaeDecodeState) -> tuple[int, int]:
@@ -109,47 +129,58 @@ class VaeDecode(SteppedStage[VaeDecodeState]):
         return StageOutput(media=state.recording.finish())
 
 
-def _added(state: VaeDecodeState, pixels: Iterator[Tensor]) -> VaeDecodeState | Exception:
-    """The state with the next of these pixels in its file; an error if they cannot be made or encoded."""
+def _add_frames(state: VaeDecodeState, pixels: Iterator[Tensor]) -> VaeDecodeState | Exception:
+    """Add the next of these pixels to the state's file.
+
+    `pixels`: yields (1, 3, frames, height, width) each. Returns the state, or the error of decoding or encoding.
+    """
     try:
         state.part = state.recording.add(to_pixels(next(pixels)[0]))
-    except Exception as error:  # the others of the batch go on
+    except Exception as error:  # the rest of the batch continues
         return error
     state.done += 1
     return state
 
 
 def to_pixels(video: Tensor) -> NDArray[np.uint8]:
-    """Frames (frames, height, width, 3) as uint8 of pixels (3, frames, height, width), −1 to 1.
+    """Return video pixels as uint8 frames.
 
-    The arithmetic is diffusers' `VideoProcessor.postprocess_video` and `numpy_to_pil`: halves round to even.
-    Raises PermanentError for values that are not finite.
+    `video`: (3, frames, height, width), from −1 to 1. Returns (frames, height, width, 3). The arithmetic is that of
+    diffusers' `VideoProcessor.postprocess_video` and `numpy_to_pil`: halves round to even. Raises PermanentError for
+    values that are not finite.
     """
     unit = (video.permute(1, 0, 2, 3) * 0.5 + 0.5).clamp(0, 1)
     frames: NDArray[np.float32] = unit.cpu().permute(0, 2, 3, 1).float().numpy()
     return to_bytes(frames, "decoder", remedy("the model's decoder", video.dtype))
 
 
-CELLS = 32  # longest side that is decoded, in latent cells: 256 pixels of a VAE that makes eight of a cell
+#: The longest side of a preview in latent cells: 256 pixels for a VAE with 8 pixels per cell.
+CELLS = 32
 
+#: The file format of previews.
 FORMAT: Params = {"output_format": "jpeg", "output_compression": 80}
 
 
 class PreviewDecoder:
-    """Decodes one frame of a shrunk grid. `load` brings the VAE; it is called when the first preview is asked for."""
+    """Decodes small previews: the first frame of a downscaled grid.
+
+    `load` returns the VAE. It is called at the first preview.
+    """
 
     def __init__(self, load: Callable[[], VaeDecoder]) -> None:
         self._load = load
         self._decoder: VaeDecoder | None = None
 
     def picture(self, latents: Tensor, params: Params) -> EncodedMedia:
-        """A JPEG of a request's latents."""
+        """Return a JPEG preview of a request's latents."""
         self._decoder = self._decoder or self._load()
         grid = self._decoder.unpack(latents, params)[:, :, :1]
+
         height, width = grid.shape[-2:]
         shrink = CELLS / max(height, width)
         if shrink < 1:
             size = (1, max(1, round(height * shrink)), max(1, round(width * shrink)))
             grid = interpolate(grid, size, mode="area")
+
         (media,) = encode(to_pixels(self._decoder.decode(grid)[0])[:1], FORMAT)
         return media

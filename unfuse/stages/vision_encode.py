@@ -1,4 +1,4 @@
-"""Vision encoding: a picture or a video that a prompt shows becomes what its tokens are for a language model."""
+"""Vision encoding: a picture or video of a prompt becomes embeddings for a language model."""
 
 from __future__ import annotations
 
@@ -21,36 +21,48 @@ from unfuse.stages.media import read_frames
 
 @dataclass(frozen=True)
 class VisionFeatures:
-    """Embeddings (tokens, width), and of as many what is added behind each of the first layers (deepstack)."""
+    """The features of one picture or video."""
 
+    #: The embeddings of its tokens, (tokens, width).
     embeddings: torch.Tensor
+    #: What is added after each of the first layers of the language model (deepstack), each (tokens, width).
     deep: Sequence[torch.Tensor] = ()
 
 
 @dataclass(frozen=True)
 class VisionInput:
-    """A picture, or the frames of a `video`, which come as they are decoded; and the grid that they become."""
+    """A picture, or the frames of a video."""
 
+    #: The picture alone, or the frames as they are decoded.
     images: Iterable[Image.Image]
+    #: The grid of patches that they become.
     grid: Grid
+    #: Whether they are frames of a video.
     video: bool
 
 
 class VisionEncoder(Protocol):
-    """A family's vision tower in memory. What it makes has this dtype and width, and so many `deep` layers."""
+    """What a model family provides for vision encoding: a vision tower in memory."""
 
+    #: The dtype of the features, by torch's name.
     dtype: str
+    #: The width of the features.
     width: int
+    #: The number of deepstack layers.
     deep: int
 
     def encode(self, views: Sequence[VisionInput]) -> list[VisionFeatures]:
-        """What it sees in each. Raises PermanentError for a grid that is not theirs."""
+        """Return the features of each input.
+
+        Raises PermanentError for a grid that does not match its pictures.
+        """
 
 
 class VisionEncode(Stage):
-    """An upload in, what the family sees in it out, under the name that it has by its content.
+    """The vision encoder stage: an upload in, its features out.
 
-    Each is told of as soon as it is made, so that its readers may fetch it: none waits for mates.
+    Features are named by the content of the upload (`MediaItem.shown`). Different uploads never share a batch: the
+    features of each are announced once they are computed, so that readers may fetch them without waiting for others.
     """
 
     kind = "vision_encode"
@@ -60,53 +72,63 @@ class VisionEncode(Stage):
 
     @override
     def uploads_of(self, derived: DerivedFacts) -> Sequence[str]:
-        return (_shown(derived).upload,)
+        return (_media_item(derived).upload,)
 
     @override
     def verify(self, task: StageInput) -> None:
-        self._shapes(task)
+        self._outline(task)
 
     @override
     def batch_key(self, task: StageInput) -> Hashable:
-        return _shown(task.derived).shown
+        return _media_item(task.derived).shown
 
     @override
     def outline(self, state: OneStepState) -> Outline:
-        return self._shapes(state.task)
+        return self._outline(state.task)
 
-    def _shapes(self, task: StageInput) -> Outline:
-        shape = _shown(task.derived).tokens, self._encoder.width
-        return [(name, self._encoder.dtype, shape) for name in _names(task, self._encoder.deep)]
+    def _outline(self, task: StageInput) -> Outline:
+        """Return the outline: one tensor (tokens, width) for the embeddings and each deepstack layer."""
+        shape = _media_item(task.derived).tokens, self._encoder.width
+        return [(name, self._encoder.dtype, shape) for name in _tensor_names(task, self._encoder.deep)]
 
     @override
     @torch.no_grad()
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
-        tasks = [(task, _shown(task.derived)) for task in batch]
-        views = [VisionInput(_images(task, s), Grid(s.frames, s.rows, s.columns), s.images > 0) for task, s in tasks]
+        items = [(task, _media_item(task.derived)) for task in batch]
+        views = [
+            VisionInput(_decode_images(task, item), Grid(item.frames, item.rows, item.columns), item.images > 0)
+            for task, item in items
+        ]
+
         outputs = []
-        for task, seen in zip(batch, self._encoder.encode(views), strict=True):
-            named = zip(_names(task, len(seen.deep)), (seen.embeddings, *seen.deep), strict=True)
-            outputs.append(StageOutput(dict(named)))
+        for task, features in zip(batch, self._encoder.encode(views), strict=True):
+            tensors = zip(_tensor_names(task, len(features.deep)), (features.embeddings, *features.deep), strict=True)
+            outputs.append(StageOutput(dict(tensors)))
         return outputs
 
 
-def _shown(derived: DerivedFacts) -> MediaItem:
-    """What a task encodes."""
+def _media_item(derived: DerivedFacts) -> MediaItem:
+    """Return the one picture or video that a task encodes.
+
+    Raises PermanentError for any other number.
+    """
     if len(derived.shown) != 1:
         raise PermanentError(f"a task of vision_encode must be for one picture or video, not {len(derived.shown)}")
     return derived.shown[0]
 
 
-def _names(task: StageInput, deep: int) -> list[str]:
-    name = _shown(task.derived).shown
+def _tensor_names(task: StageInput, deep: int) -> list[str]:
+    """Return the names of a task's output tensors: the embeddings, then each deepstack layer."""
+    name = _media_item(task.derived).shown
     return [name, *(f"{name}.{layer}" for layer in range(deep))]
 
 
-def _images(task: StageInput, shown: MediaItem) -> Iterator[Image.Image]:
+def _decode_images(task: StageInput, item: MediaItem) -> Iterator[Image.Image]:
+    """Yield the picture, or the shown frames of the video, of a task."""
     (data,) = task.uploads.values()
-    if shown.picked:
-        yield from read_frames(data, [int(number) for number in shown.picked.split(",")])
-    elif shown.images:
+    if item.picked:
+        yield from read_frames(data, [int(number) for number in item.picked.split(",")])
+    elif item.images:
         pictures: list[bytes] = decode(data, list[bytes], MAX_UPLOAD_BYTES)
         yield from map(read_picture, pictures)
     else:
