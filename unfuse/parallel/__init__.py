@@ -1,1 +1,1 @@
-"""How one forward spreads over the ranks of a worker: a kind a file, over torch.distributed."""
+"""Parallelism within one forward: tensor, sequence, pipeline, tile and CFG parallel ranks, over torch.distributed."""

@@ -1,4 +1,7 @@
-"""Devices by torch's own names: cpu, cuda (ROCm's too), xpu, mps. In what kinds differ is asked for here alone."""
+"""Accelerator devices by torch's names: cpu, cuda (also ROCm), xpu, mps.
+
+Differences between kinds of devices are queried in this module only.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,22 @@ import torch
 
 from unfuse.core.errors import ConfigError
 
+#: The torch.distributed backend of each accelerator kind, by which ranks exchange tensors. Copies from pinned memory
+#: to these devices overlap with computing.
 EXCHANGES = {"cuda": "nccl", "xpu": "xccl"}
-"""What ranks exchange tensors with, by kinds of devices; copies from pinned memory to these go on beside computing."""
 
 
 def found() -> list[str]:
-    """The devices besides the processor."""
+    """Return the names of the accelerators of this machine, without the CPU."""
     kind = torch.accelerator.current_accelerator()
     return [f"{kind.type}:{number}" for number in range(torch.accelerator.device_count())] if kind else []
 
 
 def present(name: str) -> str:
-    """That name of a device. Raises ConfigError where torch has none of it here."""
+    """Return this device name if torch can use the device here.
+
+    Raises ConfigError otherwise; the message lists the devices that torch has here.
+    """
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
@@ -31,26 +38,35 @@ def present(name: str) -> str:
 
 
 def memory(device: str) -> tuple[int, int]:
-    """Bytes of a device that are free, and all: where it has none of its own, those of the host that it may take."""
-    of_kind = torch.get_device_module(torch.device(device))
-    if hasattr(of_kind, "mem_get_info"):
-        return int((both := of_kind.mem_get_info(device))[0]), int(both[1])
-    return (every := int(of_kind.recommended_max_memory())) - held(device), every
+    """Return (free, total) bytes of a device's memory.
+
+    A device without memory of its own (mps) counts the host memory that it may use.
+    """
+    device_module = torch.get_device_module(torch.device(device))
+    if hasattr(device_module, "mem_get_info"):
+        free, total = device_module.mem_get_info(device)
+        return int(free), int(total)
+
+    total = int(device_module.recommended_max_memory())
+    return total - held(device), total
 
 
 def held(device: str) -> int:
-    """Bytes of a device that torch has taken for this process."""
-    of_kind = torch.get_device_module(torch.device(device))
-    has_own = hasattr(of_kind, "memory_reserved")
-    return int(of_kind.memory_reserved(device) if has_own else of_kind.driver_allocated_memory())
+    """Return the bytes of a device that torch has reserved for this process."""
+    device_module = torch.get_device_module(torch.device(device))
+    reports_reserved = hasattr(device_module, "memory_reserved")
+    return int(device_module.memory_reserved(device) if reports_reserved else device_module.driver_allocated_memory())
 
 
 def name_of(device: str) -> str:
-    """What the maker calls a device; its kind where torch does not say."""
-    of_kind = torch.get_device_module(torch.device(device))
-    return str(of_kind.get_device_name(device) if hasattr(of_kind, "get_device_name") else device.partition(":")[0])
+    """Return the product name of a device, or its kind if that is unknown."""
+    device_module = torch.get_device_module(torch.device(device))
+    if hasattr(device_module, "get_device_name"):
+        return str(device_module.get_device_name(device))
+    return device.partition(":")[0]
 
 
 if __name__ == "__main__":
-    for one in found():
-        sys.stdout.write(",".join((one.partition(":")[0], *map(str, memory(one)), name_of(one))) + "\n")
+    for device in found():
+        fields = device.partition(":")[0], *map(str, memory(device)), name_of(device)
+        sys.stdout.write(",".join(fields) + "\n")

@@ -1,8 +1,10 @@
-"""The ranks of one worker: how they find each other, agree, and exchange tensors. Gloo between CPUs, NCCL between GPUs.
+"""The process group of one worker: its ranks meet and exchange tensors.
 
-Every rank makes the same calls in the same order. A rank that fails before the first exchange of a step tells the
-others, and all go on; what fails later leaves the others waiting, so it ends the process, and the worker's parent
-starts all ranks anew.
+Over torch.distributed: gloo between CPUs, NCCL between CUDA GPUs (other devices: see `devices.EXCHANGES`).
+
+Every rank makes the same calls in the same order. A rank that fails before the first exchange of a step reports its
+error to the others, and all ranks continue. A rank that fails later would leave the others waiting, so its process
+exits, and the worker's parent restarts all ranks.
 """
 
 from __future__ import annotations
@@ -33,114 +35,156 @@ from unfuse.parallel.devices import EXCHANGES
 
 T = TypeVar("T")
 
-LOOPBACK = "lo"  # the network interface on which gloo listens: ranks are processes of one machine
-SMALL = 1 << 16  # bytes of a tensor that each rank adds up whole: one exchange is faster than two with half of each
+#: The network interface on which gloo listens. Loopback, because all ranks are processes of one machine.
+LOOPBACK = "lo"
+
+#: Bytes up to which each rank sums the whole tensor: one exchange of it is faster than two exchanges of its parts.
+SMALL = 1 << 16
 
 
 class RankFailed(TransientError):
-    """Another rank could not do its part of a step, for a reason that may pass."""
+    """Another rank failed in this step for a temporary reason."""
 
 
 class RankError(UnfuseError):
-    """Another rank raised an exception that no rule in `core/retries.py` names."""
+    """Another rank raised an exception that no retry rule in `core/retries.py` names."""
 
 
+#: The exception that the other ranks raise when one rank fails, by the cause of its retry rule.
+#: The same retry policy then applies on all ranks. RankFailed for all other causes.
 ERRORS: dict[str, type[Exception]] = {
-    "memory": torch.OutOfMemoryError, "device": getattr(torch, "AcceleratorError", RuntimeError), "request": Unsuitable,
-    "permanent": PermanentError, "unknown": RankError,
-}  # fmt: skip
-"""The exception that ranks raise after the failure of another one, by the cause of its retry rule, so that the same
-rule applies to them. RankFailed for all other causes."""
+    "memory": torch.OutOfMemoryError,
+    "device": getattr(torch, "AcceleratorError", RuntimeError),
+    "request": Unsuitable,
+    "permanent": PermanentError,
+    "unknown": RankError,
+}
 
 
 class Group:
-    """All ranks of a worker, of which this process is number `rank` of `size`.
+    """The process group of all ranks of a worker.
 
-    They meet in the file `rendezvous`, which is used once. An exchange that takes longer than `limit_s` seconds ends
-    the process.
+    `rank`, `size`: the rank of this process, and the number of ranks.
+    `rendezvous`: the path of the file through which the ranks meet; used once.
+    `limit_s`: seconds after which a pending exchange ends the process.
+    Raises ConfigError for a kind of device between which torch cannot exchange tensors.
     """
 
+    #: The folder of the rendezvous file.
+    folder: Path
+    #: Seconds spent in exchanges so far.
+    waited_s: float
+    #: The most time that an exchange may take.
+    limit: timedelta
+
     def __init__(self, rank: int, size: int, rendezvous: str, device: str, limit_s: float) -> None:
-        self.rank, self.size, self.device = rank, size, torch.device(device)
-        self.folder = Path(rendezvous).parent  # where they met
-        self.waited_s = 0.0  # seconds spent in exchanges so far
-        self.limit, self._met = timedelta(seconds=limit_s), True
+        self.rank = rank
+        self.size = size
+        self.device = torch.device(device)
+        self.folder = Path(rendezvous).parent
+        self.waited_s = 0.0
+        self.limit = timedelta(seconds=limit_s)
+        self._has_met = True  # whether the ranks have met in the current step; True outside of steps
+
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
         kind, on_gpu = self.device.type, self.device.type in EXCHANGES
         if on_gpu:
             torch.get_device_module(self.device).set_device(self.device)
         elif kind != "cpu":
             raise ConfigError(f"--device {device}: torch has nothing by which ranks on such devices exchange tensors")
+
         dist.init_process_group(
-            f"cpu:gloo,{kind}:{EXCHANGES[kind]}" if on_gpu else "gloo", init_method=f"file://{rendezvous}", rank=rank,
-            world_size=size, timeout=self.limit, device_id=self.device if on_gpu else None,
-        )  # fmt: skip
+            f"cpu:gloo,{kind}:{EXCHANGES[kind]}" if on_gpu else "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=size,
+            timeout=self.limit,
+            device_id=self.device if on_gpu else None,
+        )
 
     def exchange(self, own: bytes) -> list[bytes]:
-        """What each rank gives, in their order."""
+        """Send this rank's bytes to all ranks. Returns those of each rank, in rank order.
+
+        Lengths may differ.
+        """
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         self.wait(lambda: dist.all_gather(lengths, torch.tensor([len(own)])))
         sizes = [int(length) for length in lengths]
         if not any(sizes):
             return [b""] * self.size
+
         padded = torch.frombuffer(bytearray(own.ljust(max(sizes), b"\0")), dtype=torch.uint8)
-        given = [torch.empty_like(padded) for _ in range(self.size)]
-        self.wait(lambda: dist.all_gather(given, padded))
-        return [bytes(data[:size].numpy()) for data, size in zip(given, sizes, strict=True)]
+        received = [torch.empty_like(padded) for _ in range(self.size)]
+        self.wait(lambda: dist.all_gather(received, padded))
+        return [bytes(data[:size].numpy()) for data, size in zip(received, sizes, strict=True)]
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Run one step on all ranks. Raises an exception in ERRORS, or RankFailed, if another rank failed."""
-        self._met = False
+        """Run one step on all ranks.
+
+        If another rank failed before its first exchange, raises the exception for its cause in ERRORS, or RankFailed.
+        If this rank fails after its first exchange, its process exits.
+        """
+        self._has_met = False
         try:
             yield
             self.meet()
-        except _Told as told:
-            raise told.error from None
+        except _RemoteError as remote:
+            raise remote.error from None
         except Exception as error:
-            if self._met:
-                self._end(f"it failed amid a step: {type(error).__name__}: {error}")
-            self._met = True
+            if self._has_met:
+                self._exit(f"it failed amid a step: {type(error).__name__}: {error}")
+            self._has_met = True
             self.exchange(encode((rule_of(error).cause, f"{type(error).__name__}: {error}")))
             raise
 
     def meet(self) -> None:
-        """See to it that all ranks have come so far in their step; called before their first exchange."""
-        if self._met:
+        """Wait until all ranks reach their first exchange of this step. Later calls do nothing.
+
+        Raises the error of a rank that failed before; `together` turns it into the exception that callers see.
+        """
+        if self._has_met:
             return
-        self._met = True
-        for rank, said in enumerate(self.exchange(b"")):
-            if said:
-                failed: tuple[str, str] = decode(said, tuple[str, str])
-                raise _Told(ERRORS.get(failed[0], RankFailed)(f"rank {rank}: {failed[1]}"))
+        self._has_met = True
+        for rank, report in enumerate(self.exchange(b"")):
+            if report:
+                failure: tuple[str, str] = decode(report, tuple[str, str])
+                cause, message = failure
+                raise _RemoteError(ERRORS.get(cause, RankFailed)(f"rank {rank}: {message}"))
 
     def wait(self, exchange: Callable[[], T]) -> T:
-        """Make an exchange. One that fails ends the process: what other ranks have of it is not known."""
-        began = time.monotonic()
+        """Run an exchange and return its result. If it fails, this process exits.
+
+        After a failed exchange it is unknown which ranks have its data.
+        """
+        started = time.monotonic()
         try:
             return exchange()
         except RuntimeError as error:
-            self._end(f"an exchange with other ranks failed: {str(error).splitlines()[0]}")
+            self._exit(f"an exchange with other ranks failed: {str(error).splitlines()[0]}")
         finally:
-            self.waited_s += time.monotonic() - began
+            self.waited_s += time.monotonic() - started
 
-    def _end(self, reason: str) -> NoReturn:
-        """End at once: an orderly end would wait for other ranks."""
+    def _exit(self, reason: str) -> NoReturn:
+        """Exit immediately: an orderly exit would wait for other ranks."""
         sys.stderr.write(f"rank {self.rank} ends: {reason}\n")
         sys.stderr.flush()
         os._exit(1)
 
     def mesh(self, spread: ParallelDegrees) -> Mesh:
-        """The ranks as that spread has them. Every rank calls this, in the same order."""
+        """Return the ranks arranged by these parallel degrees.
+
+        All ranks make the same calls, in the same order.
+        """
         return Mesh(self, spread)
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the process group."""
         dist.destroy_process_group()
 
 
-class _Told(Exception):
-    """Another rank has told of an error: nobody need be told of this one."""
+class _RemoteError(Exception):
+    """Another rank reported an error, so this rank must not report one of its own."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -148,102 +192,139 @@ class _Told(Exception):
 
 
 class Mesh:
-    """The ranks of a stage, arranged by the kinds over which it is spread. Each rank has a place along each kind."""
+    """The device mesh of a stage: each rank has a coordinate along each parallel kind."""
 
     def __init__(self, group: Group, spread: ParallelDegrees) -> None:
-        self.group, self.degrees, self._ranks = group, spread.degrees, spread.ranks
-        self._places = [*product(*(range(degree) for degree in self._ranks.values()))]
-        self._made: dict[tuple[str, ...], Axis] = {}
+        self.group = group
+        self.degrees = spread.degrees
+        self._ranks = spread.ranks
+        self._coordinates = [*product(*(range(degree) for degree in self._ranks.values()))]
+        self._axes: dict[tuple[str, ...], Axis] = {}
 
     def axis(self, *kinds: str) -> Axis:
-        """The ranks that differ from this one in their place along these kinds alone, itself included. Those of
-        kinds that take the ranks of others are neighbours.
+        """Return the axis of this rank along these parallel kinds.
+
+        It has the ranks, this one included, that differ from this rank in their coordinates along these kinds only.
+        Kinds in SHARING use the ranks of other kinds: their axis has neighbouring ranks.
         """
         along = tuple(kind for kind in KINDS if kind in kinds and kind in self.degrees)
-        if along not in self._made:
-            self._made[along] = self._axis(along)
-        return self._made[along]
+        if along not in self._axes:
+            self._axes[along] = self._create_axis(along)
+        return self._axes[along]
 
-    def _axis(self, along: Sequence[str]) -> Axis:
-        """All ranks make all groups, as torch asks."""
-        own: Axis | None = None
-        same: dict[tuple[int, ...], list[int]] = {}
+    def _create_axis(self, along: Sequence[str]) -> Axis:
+        """Create the process groups of all axes along these kinds. torch requires this of every rank."""
+        own_axis: Axis | None = None
+        ranks_by_key: dict[tuple[int, ...], list[int]] = {}
         share = next((self.degrees[kind] for kind in along if kind in SHARING), 0)
-        for rank, place in enumerate(self._places):
-            others = tuple(at for kind, at in zip(self._ranks, place, strict=True) if kind not in along)
-            others = (rank // share,) if share else others
-            same.setdefault(others, []).append(rank)
-        for ranks in same.values():
-            made = dist.new_group(ranks, timeout=self.group.limit)
+
+        for rank, coordinates in enumerate(self._coordinates):
+            key = tuple(at for kind, at in zip(self._ranks, coordinates, strict=True) if kind not in along)
+            key = (rank // share,) if share else key
+            ranks_by_key.setdefault(key, []).append(rank)
+
+        for ranks in ranks_by_key.values():
+            process_group = dist.new_group(ranks, timeout=self.group.limit)
             if self.group.rank in ranks:
-                own = Axis(self.group, made, ranks.index(self.group.rank), len(ranks))
-                own.gather(torch.zeros(1, device=self.group.device))  # from now on nobody needs the rendezvous
-        assert own is not None  # each rank has a place
-        return own
+                own_axis = Axis(self.group, process_group, ranks.index(self.group.rank), len(ranks))
+                # The first exchange connects the ranks. The rendezvous file is not needed any more after it.
+                own_axis.gather(torch.zeros(1, device=self.group.device))
+
+        assert own_axis is not None  # each rank has coordinates
+        return own_axis
 
 
 class Axis:
-    """Some ranks in a row, of which this process is number `rank` of `size`, and what they exchange."""
+    """A process group of some ranks in a row, and its collective operations.
+
+    `rank`, `size`: the rank of this process within the axis, and its number of ranks.
+    """
 
     def __init__(self, group: Group, ranks: dist.ProcessGroup, rank: int, size: int) -> None:
-        self.group, self._ranks, self.rank, self.size = group, ranks, rank, size
+        self.group = group
+        self.rank = rank
+        self.size = size
+        self._process_group = ranks
 
     def transpose(self, tensor: Tensor) -> Tensor:
-        """Of a tensor (size, …), row `r` goes to rank `r`; row `r` of the result is what rank `r` had for this one."""
-        given = tensor.contiguous()
-        made = torch.empty_like(given)
-        self._wait(lambda: dist.all_to_all_single(made, given, group=self._ranks))
-        return made
+        """Exchange rows all to all.
+
+        `tensor` is (size, …). Its row `r` goes to rank `r`. Returns (size, …): row `r` came from rank `r`.
+        """
+        sent = tensor.contiguous()
+        received = torch.empty_like(sent)
+        self._wait(lambda: dist.all_to_all_single(received, sent, group=self._process_group))
+        return received
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """(size, …): what each rank has, of equal shapes."""
-        given = tensor.contiguous()
-        made = given.new_empty(self.size, *given.shape)
-        self._wait(lambda: dist.all_gather([*made.unbind(0)], given, group=self._ranks))
-        return made
+        """Return the tensors of all ranks (all-gather).
+
+        `tensor` is (…), of equal shape on all ranks. Returns (size, …), in rank order.
+        """
+        sent = tensor.contiguous()
+        received = sent.new_empty(self.size, *sent.shape)
+        self._wait(lambda: dist.all_gather([*received.unbind(0)], sent, group=self._process_group))
+        return received
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of what ranks have, of equal shapes; in their order, so that rows do not depend on their batch."""
+        """Return the sum of the tensors of all ranks (all-reduce).
+
+        `tensor` is (…), of equal shape on all ranks. Returns the same shape and dtype. Summed in float32 and in rank
+        order, for batch invariance: a row's sum does not depend on the rest of its batch.
+        """
         if tensor.nbytes <= SMALL:
             return reduce(torch.add, self.gather(tensor).float().unbind(0)).to(tensor.dtype)
+
         numbers = functional.pad(tensor.flatten(), (0, -tensor.numel() % self.size))
         parts = self.transpose(numbers.view(self.size, -1))
-        own = reduce(torch.add, parts.float().unbind(0)).to(tensor.dtype)
-        return self.gather(own).flatten()[: tensor.numel()].view(tensor.shape)
+        own_part = reduce(torch.add, parts.float().unbind(0)).to(tensor.dtype)
+        return self.gather(own_part).flatten()[: tensor.numel()].view(tensor.shape)
 
     def hand_out(self, tensor: Tensor, giver: int) -> Tensor:
-        """What rank `giver` has; the others give a tensor like it."""
-        made = tensor.contiguous() if self.rank == giver else torch.empty_like(tensor).contiguous()
-        self._wait(lambda: dist.broadcast(made, group=self._ranks, group_src=giver))
-        return made
+        """Return the tensor of rank `giver` (broadcast).
+
+        `tensor` is (…). The other ranks pass one of the same shape and dtype.
+        """
+        result = tensor.contiguous() if self.rank == giver else torch.empty_like(tensor).contiguous()
+        self._wait(lambda: dist.broadcast(result, group=self._process_group, group_src=giver))
+        return result
 
     def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Begin to give a tensor to the next rank, the last one's to the first. Call what is returned for what came."""
-        given, came = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        before, behind = ((self.rank + step) % self.size for step in (-1, 1))
-        ways = [
-            dist.P2POp(dist.isend, given, group=self._ranks, group_peer=behind),
-            dist.P2POp(dist.irecv, came, group=self._ranks, group_peer=before),
-        ]
-        works = self._wait(lambda: dist.batch_isend_irecv(ways))
+        """Start to send a tensor to the next rank of the ring.
 
-        def arrived() -> Tensor:
+        The last rank sends to the first. Returns a function that waits for the tensor of the previous rank, of the same
+        shape, and returns it.
+        """
+        sent = tensor.contiguous()
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        previous_rank, next_rank = ((self.rank + step) % self.size for step in (-1, 1))
+        operations = [
+            dist.P2POp(dist.isend, sent, group=self._process_group, group_peer=next_rank),
+            dist.P2POp(dist.irecv, received, group=self._process_group, group_peer=previous_rank),
+        ]
+        works = self._wait(lambda: dist.batch_isend_irecv(operations))
+
+        def wait_for_tensor() -> Tensor:
             for work in works:
                 self._wait(work.wait)
-            return came
+            return received
 
-        return arrived
+        return wait_for_tensor
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The same ranks for torch's own kinds."""
-        return DeviceMesh.from_group(self._ranks, self.group.device.type)
+        """The same ranks as a torch DeviceMesh, for torch's own parallelism (FSDP2)."""
+        return DeviceMesh.from_group(self._process_group, self.group.device.type)
 
     def _wait(self, exchange: Callable[[], T]) -> T:
+        """Run an exchange, after all ranks have reached their first one of the step."""
         self.group.meet()
         return self.group.wait(exchange)
 
 
 def give_back() -> None:
-    """Return to the system what was let go: of weights that came and went more would stay here than others take."""
+    """Return freed heap memory to the system.
+
+    After weights were loaded and freed, the allocator would otherwise retain more memory than other processes need.
+    """
     ctypes.CDLL(None).malloc_trim(0)

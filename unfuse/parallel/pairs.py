@@ -1,4 +1,4 @@
-"""Two processes of different workers, of which one gives the other bytes: gloo between CPUs, NCCL between GPUs."""
+"""Sends bytes between two processes of different workers: gloo between CPUs, NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 c10d: Any = torch.distributed  # its types leave out groups beside the default one
-GIVER, TAKER = 0, 1  # the ranks of a pair
+#: The ranks of a pair: the sender and the receiver.
+GIVER, TAKER = 0, 1
 
 
 class TorchPairs:
-    """The pairs that this process is in, by name; they move bytes of `memory`, NCCL by way of the GPU `device`.
+    """The transfer pairs of this process, by name, over torch.distributed.
 
-    These are the methods of `transfer.base.Pairs`, but torch's errors (RuntimeError) come as they are, and KeyError for
-    a pair that is not known. One thread at a time uses a pair; any may end it.
+    They send from `memory` and receive into it; NCCL copies through the GPU `device`. The methods are those of
+    `transfer.base.Pairs`, but raise torch's errors (RuntimeError), and KeyError for an unknown pair. One thread at a
+    time uses a pair; any thread may end it.
+
+    `memory`: host memory, uint8 (bytes,).
     """
 
     def __init__(self, memory: NDArray[np.uint8], device: str) -> None:
@@ -31,60 +35,79 @@ class TorchPairs:
         self._pairs: dict[str, Future[_Pair]] = {}
 
     def offer(self, pair: str, backend: str, host: str, patience_s: float) -> int:
-        """Only a thread waits for the other process, for `patience_s` at most."""
+        """Open the sending end of a pair. Returns the port for the receiver.
+
+        Returns at once; a thread waits for the receiver, at most `patience_s` seconds.
+        """
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         port: int = listener.getsockname()[1]
-        made = self._pairs[pair] = Future()
+        connection = self._pairs[pair] = Future()
 
-        def meet() -> None:
+        def connect() -> None:
             try:
-                made.set_result(_Pair(GIVER, backend, self._device, host, patience_s, (host, port), listener.detach()))
+                sender = _Pair(GIVER, backend, self._device, host, patience_s, (host, port), listener.detach())
+                connection.set_result(sender)
             except Exception as error:
-                made.set_exception(error)
+                connection.set_exception(error)
 
-        Thread(target=meet, name="transfer-pair", daemon=True).start()
+        Thread(target=connect, name="transfer-pair", daemon=True).start()
         return port
 
     def join(self, pair: str, backend: str, host: str, patience_s: float, at: tuple[str, int]) -> None:
-        """Returns when both are there."""
-        made = self._pairs[pair] = Future[_Pair]()
-        made.set_result(_Pair(TAKER, backend, self._device, host, patience_s, at))
+        """Open the receiving end of a pair. Returns when both ends are connected.
+
+        `at`: the host and port of the sender.
+        """
+        connection = self._pairs[pair] = Future[_Pair]()
+        connection.set_result(_Pair(TAKER, backend, self._device, host, patience_s, at))
 
     def move(self, pair: str, start: int, stop: int) -> None:
-        """Whoever offered the pair gives."""
+        """Move the bytes [start, stop) of `memory`, from the process that offered the pair."""
         self._pairs[pair].result().move(self._memory[start:stop])
 
     def part(self, pair: str) -> None:
-        """A pair that is moving ends when that piece has come, or after its patience."""
+        """Forget a pair. A move in progress ends with its last byte, or at the timeout."""
         self._pairs.pop(pair, None)
 
 
 class _Pair:
-    """A group of two, which meet in the store at a host and port: the giver listens there."""
+    """A process group of two, which meet in a TCPStore at a host and port.
+
+    The sender serves the store. `listens`: the file descriptor of its listening socket.
+    """
 
     def __init__(
         self, rank: int, backend: str, device: str, host: str, patience_s: float, at: tuple[str, int], listens: int = -1
     ) -> None:
-        gives, limit = rank == GIVER, timedelta(seconds=patience_s)
+        is_sender = rank == GIVER
+        limit = timedelta(seconds=patience_s)
         store = c10d.TCPStore(
-            *at, is_master=gives, timeout=limit, wait_for_workers=False, master_listen_fd=listens if gives else None
+            *at,
+            is_master=is_sender,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listens if is_sender else None,
         )
-        self._gives, self._device = gives, torch.device("cpu" if backend == "gloo" else device)
+
+        self._is_sender = is_sender
+        self._device = torch.device("cpu" if backend == "gloo" else device)
+
         if backend == "gloo":
             kind, options = c10d.ProcessGroupGloo, c10d.ProcessGroupGloo._Options()
             options._devices = [kind.create_device(hostname=host)]
         else:
             kind, options = c10d.ProcessGroupNCCL, c10d.ProcessGroupNCCL.Options()
+
         options._timeout = limit
         self._group: Any = kind(store, rank, 2, options)
 
     def move(self, data: torch.Tensor) -> None:
-        """Give bytes, or take them."""
-        there = data.to(self._device)
-        if self._gives:
-            self._group.send([there], TAKER, 0).wait()
+        """Send these bytes, or receive into them: uint8 (bytes,)."""
+        buffer = data.to(self._device)
+        if self._is_sender:
+            self._group.send([buffer], TAKER, 0).wait()
         else:
-            self._group.recv([there], GIVER, 0).wait()
-        if there is not data:
+            self._group.recv([buffer], GIVER, 0).wait()
+        if buffer is not data:
             torch.accelerator.synchronize(self._device)
-            data.copy_(there)
+            data.copy_(buffer)

@@ -1,4 +1,7 @@
-"""Where a model may be cut to be spread over ranks, as data: a family says it of each of its transformers. No torch."""
+"""Parallel plans: how a transformer is sharded over ranks, as data.
+
+Each model family declares a plan for each of its transformers. Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -13,86 +16,103 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
+#: The parameters that hold all experts of a layer: (dimension of the experts' width, matrices side by side there).
+#: Their first dimension is the expert.
 EXPERTS = {"gate_up_proj": (1, 2), "down_proj": (2, 1)}
-"""What the experts of a model have in a parameter each, number of the expert first: along which dimension their width
-is, and how many things lie side by side there.
-"""
 
 
 class SequenceDim(msgspec.Struct, frozen=True):
-    """A tensor with tokens along the dimension `axis`: those of these segments, one behind the other.
+    """A tensor with tokens along one dimension (sequence parallel)."""
 
-    With `dims`, only a tensor of so many dimensions has them; another one is for all tokens.
-    """
-
+    #: The dimension of the tokens.
     axis: int
+    #: The segments of tokens, such as text and picture, in their order along that dimension.
     segments: tuple[str, ...]
+    #: If not 0, only a tensor with this number of dimensions has the tokens. Any other tensor is passed whole to all
+    #: ranks.
     dims: int = 0
 
 
 class TensorParallelLayers(msgspec.Struct, frozen=True):
-    """Of which weights of a model each rank keeps a share. Layers are named by patterns, as `fnmatch` has them.
+    """The layers whose weights are sharded for tensor parallelism.
 
-    A rank has some `outputs` of a layer, and what follows works on so much less: on some heads, on a part of the width.
-    Of the layer behind, it has the columns for these `inputs`, and what ranks make of them is summed. Of `gathered`
-    layers it has some outputs too, which are put together at once. Where several things lie side by side along what is
-    cut, `packed` says how many of them are as wide as the other side, and into how many equal ones the rest falls. Of
-    modules that are `experts` a rank has a part of the width of each expert, as of a feed-forward; files may have each
-    expert by itself, under its number, or what gates them apart. `norms` are over all heads, `heads` the numbers of
-    heads that modules hold (MODULE.NAME). Files have some `gathered` layers under the names `stored`. Degrees must
-    divide what the entries `divided` of the model's configuration say.
+    Layers and modules are named by `fnmatch` patterns. A rank computes some outputs of a layer: some heads, or a part
+    of the feed-forward width. It holds the matching input columns of the next layer, and the partial results are summed
+    over ranks.
     """
 
+    #: Layers of which each rank holds some outputs (column parallel).
     outputs: tuple[str, ...]
+    #: Layers of which each rank holds the columns for its inputs (row parallel). Their results are summed over ranks.
     inputs: tuple[str, ...]
+    #: Entries of the model's configuration that the degree must divide.
     divided: tuple[str, ...]
+    #: Layers of which each rank holds some outputs, which are gathered at once.
     gathered: tuple[str, ...] = ()
+    #: Layers with several matrices side by side along the sharded dimension, by pattern: (how many are as wide as the
+    #: other side of the weight, into how many equal matrices the rest is split).
     packed: Mapping[str, tuple[int, int]] = {}
+    #: Norms over all heads: each rank has the weights of its own heads.
     norms: tuple[str, ...] = ()
+    #: Attributes (MODULE.NAME) that hold a number of heads, which is divided by the degree.
     heads: tuple[str, ...] = ()
+    #: Names under which files store some of the `gathered` layers.
     stored: tuple[str, ...] = ()
+    #: Modules that hold experts: each rank has a part of the width of every expert, as in a feed-forward. Files may
+    #: store each expert by itself, under its number, or the gate projection apart.
     experts: tuple[str, ...] = ()
 
     def shared(self, tensors: Mapping[str, int]) -> int:
-        """How many elements ranks have a share of, by those of all tensors in a model's files: all but these a rank
-        has whole, at most, since of a bias that is added to a sum only the first has any.
+        """Return how many elements of a model's files are in sharded tensors.
+
+        `tensors`: elements of each tensor by name. All other tensors are whole on every rank. That is an upper bound: a
+        bias that is added to a sum is on the first rank only.
         """
-        whole = (*self.outputs, *self.gathered, *self.stored)
-        each = tuple(f"{pattern}.*" for pattern in self.experts)
-        ways = {"weight": (*whole, *self.inputs, *self.norms, *each), "bias": whole}
-        ways |= dict.fromkeys((*EXPERTS, "gate_proj", "up_proj"), self.experts)
+        column_parallel = (*self.outputs, *self.gathered, *self.stored)
+        expert_layers = tuple(f"{pattern}.*" for pattern in self.experts)
+        patterns_by_parameter = {
+            "weight": (*column_parallel, *self.inputs, *self.norms, *expert_layers),
+            "bias": column_parallel,
+        }
+        patterns_by_parameter |= dict.fromkeys((*EXPERTS, "gate_proj", "up_proj"), self.experts)
         named = ((*name.rpartition("."), elements) for name, elements in tensors.items())
-        return sum(n for layer, _, kind, n in named if any(fnmatchcase(layer, way) for way in ways.get(kind, ())))
+        return sum(
+            count
+            for layer, _, kind, count in named
+            if any(fnmatchcase(layer, pattern) for pattern in patterns_by_parameter.get(kind, ()))
+        )
 
     def common(self, config: Mapping[str, Any]) -> int:
-        """What degrees must divide, by a model's configuration: that of the language, where it has several.
+        """Return the number that tensor parallel degrees must divide.
 
-        An entry that is null is as another one says; where one is missing no degree will do.
+        `config`: the model's configuration; its text part is used if it has several. An entry that is null counts as
+        equal to the others. A missing entry gives 1, so that no degree fits.
         """
-        own = config.get("text_config", config)
-        return gcd(*(int(own.get(entry, 1) or 0) for entry in self.divided))
+        text_config = config.get("text_config", config)
+        return gcd(*(int(text_config.get(entry, 1) or 0) for entry in self.divided))
 
 
 class ParallelPlan(msgspec.Struct, frozen=True):
-    """Where a transformer may be cut.
+    """The parallel plan of a transformer: where it may be cut, by parallel kind."""
 
-    `blocks` are its lists of blocks, in the order in which they run, and `attention` the module of a block in which
-    every token sees the others, whose `order` is that of these segments. Tokens enter in those arguments of the first
-    block that are named in `enter`, one segment each; `follow` names what all blocks are given that lies along tokens,
-    a rule an element where it is a tuple. They leave in what the last block returns, of which `leave` has a rule an
-    element; one without segments is not read any more. `gives` names the arguments of a block in the place of which it
-    gives others, in their order; what a block is not given, it does not give. Its weights are cut as `matrices` says.
-    """
-
+    #: The lists of blocks (submodule names), in the order in which they run.
     blocks: tuple[str, ...]
+    #: The submodule of a block in which all tokens attend to each other.
     attention: str
+    #: The order of the segments in that attention.
     order: tuple[str, ...]
+    #: Arguments of the first block with the tokens, one segment each.
     enter: Mapping[str, SequenceDim]
+    #: One rule for each element that the last block returns. An element without segments is not read any more.
     leave: tuple[SequenceDim, ...]
+    #: The layers that tensor parallelism shards.
     matrices: TensorParallelLayers
+    #: Further arguments of every block that lie along tokens: one rule for each element of a tuple.
     follow: Mapping[str, tuple[SequenceDim, ...]] = {}
+    #: The arguments of a block that it returns in new versions, in order. An argument that a block does not get is not
+    #: returned.
     gives: tuple[str, ...] = ("hidden_states",)
 
     def blocks_of(self, model: Module) -> list[Module]:
-        """The blocks of such a transformer, in the order in which they run."""
+        """Return the blocks of a transformer of this plan, in the order in which they run."""
         return [block for name in self.blocks for block in model.get_submodule(name).children()]

@@ -1,8 +1,8 @@
-"""Tokens spread over ranks: each has a share of them in a transformer's blocks, and attention is over all.
+"""Sequence parallel attention: each rank has a share of the tokens, and attends to all.
 
-Before the first block each rank takes its share of every segment (of text, of the picture), and behind the last one all
-get the whole again; whatever else the model does, it does on whole tensors. Shares are of equal length: where that does
-not divide, the last ones end in zeros, which attention leaves out. Attention over all is by `ulysses`, or by
+Before the first block each rank takes its share of every segment (text, picture). After the last block all ranks gather
+the whole again. The rest of the model runs on whole tensors. Shares have equal length: where the length does not
+divide, the last ones end in padding (zeros), which attention leaves out. Attention is computed by `ulysses` or by
 `RingAttention`.
 """
 
@@ -22,81 +22,103 @@ from typing_extensions import override
 from unfuse.parallel.group import Axis
 from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim
 
+#: Shares are multiples of ROWS tokens: matrix products process rows in groups of this size, other rows differently.
+#: A share has at least FEW tokens, unless the whole segment has less: products of fewer rows round differently.
 ROWS, FEW = 8, 16
-"""Shares are multiples of so many tokens: products of matrices take rows by as many, and others in another way. They
-also take fewer than these otherwise, so a share has no fewer unless the whole has.
-"""
 
-TOKENS = 2  # the dimension of tokens in what attention is given: (rows, heads, tokens, width)
+#: The dimension of tokens in the tensors of attention: (rows, heads, tokens, width).
+TOKENS = 2
 
 
 class SequenceShares:
-    """How many tokens each segment has in the forward that runs, and which of them are this rank's."""
+    """The length of each segment in the running forward, and the ranks' shares of it.
+
+    `order`: the segments in their order within attention.
+    """
 
     def __init__(self, axis: Axis, order: Sequence[str]) -> None:
         self.axis, self.order = axis, order
         self.lengths: dict[str, int] = {}
 
     def share(self, segment: str) -> int:
-        """How many tokens of a segment each rank has, zeros included."""
+        """Return how many tokens of a segment each rank has, with padding."""
         whole = self.lengths[segment]
         return max(-(-whole // (self.axis.size * ROWS)) * ROWS, FEW if whole >= FEW else 0)
 
     def kept(self, rank: int) -> list[tuple[int, int]]:
-        """Of the shares of a rank, in order: where each begins, and how many of its tokens are there at all."""
-        found, start = [], 0
+        """Return (start, tokens) of each segment within the shares of a rank, in order.
+
+        `start` is an offset within that rank's tokens. `tokens` counts real tokens, without padding.
+        """
+        spans, start = [], 0
         for segment in self.order:
             share = self.share(segment)
-            found.append((start, max(0, min(share, self.lengths[segment] - rank * share))))
+            spans.append((start, max(0, min(share, self.lengths[segment] - rank * share))))
             start += share
-        return found
+        return spans
 
     @property
     def whole(self) -> int:
-        """All tokens."""
+        """The number of tokens of all segments, without padding."""
         return sum(self.lengths[segment] for segment in self.order)
 
     def own(self, tensor: Tensor, along: SequenceDim) -> Tensor:
-        """This rank's share of a tensor."""
+        """Return this rank's share of a tensor: its tokens only, along the dimension `along.axis`.
+
+        `tensor` is (…, tokens, …). Returns (…, padded share of tokens, …), or the tensor itself if it has no tokens by
+        `along.dims`.
+        """
         if along.dims not in (0, tensor.dim()):
             return tensor
-        pieces = torch.split(tensor, [self.lengths[segment] for segment in along.segments], along.axis)
-        shares = [self._own(piece, along.axis, self.share(s)) for piece, s in zip(pieces, along.segments, strict=True)]
+        segments = torch.split(tensor, [self.lengths[segment] for segment in along.segments], along.axis)
+        shares = [
+            self._own(piece, along.axis, self.share(s)) for piece, s in zip(segments, along.segments, strict=True)
+        ]
         return shares[0] if len(shares) == 1 else torch.cat(shares, along.axis)
 
     def _own(self, piece: Tensor, axis: int, share: int) -> Tensor:
-        there = piece.shape[axis]
-        start = min(self.axis.rank * share, there)
-        return _padded(piece.narrow(axis, start, min(share, there - start)), axis, share)
+        """Return this rank's padded share of one segment."""
+        length = piece.shape[axis]
+        start = min(self.axis.rank * share, length)
+        return _pad(piece.narrow(axis, start, min(share, length - start)), axis, share)
 
     def joined(self, shares: Tensor, axis: int, segments: Sequence[str]) -> Tensor:
-        """The whole of shares (ranks, …), along that axis of each, in the order of the segments."""
+        """Return the whole tensor from the shares of all ranks, without padding.
+
+        `shares` is (ranks, …, share of tokens, …), where `axis` is the token dimension of one share. Returns (…,
+        tokens, …) in the order of the segments.
+        """
         parts = torch.split(shares, [self.share(segment) for segment in segments], axis + 1)
+
         wholes = []
         for part, segment in zip(parts, segments, strict=True):
-            lined = part.movedim(0, axis)
-            whole = lined.reshape(*part.shape[1 : axis + 1], -1, *part.shape[axis + 2 :])
+            by_rank = part.movedim(0, axis)
+            whole = by_rank.reshape(*part.shape[1 : axis + 1], -1, *part.shape[axis + 2 :])
             wholes.append(whole.narrow(axis, 0, self.lengths[segment]))
+
         return wholes[0] if len(wholes) == 1 else torch.cat(wholes, axis)
 
     def apart(self, whole: Tensor, axis: int) -> Tensor:
-        """Shares (ranks, …) of a whole, as `joined` takes them."""
+        """Split a whole tensor into padded shares, the inverse of `joined`.
+
+        `whole` is (…, tokens, …) along `axis`. Returns (ranks, …, share of tokens, …).
+        """
         parts, pieces = [], torch.split(whole, [self.lengths[segment] for segment in self.order], axis)
         for segment, part in zip(self.order, pieces, strict=True):
             share = self.share(segment)
-            padded = _padded(part, axis, share * self.axis.size)
+            padded = _pad(part, axis, share * self.axis.size)
             parts.append(torch.unflatten(padded, axis, (self.axis.size, share)).movedim(axis, 0))
         return torch.cat(parts, axis + 1)
 
 
+#: Attention over the tokens of all ranks. Called with the shares; this rank's queries, keys and values, each (rows,
+#: heads, share of tokens, width); and a mask over all tokens in order (…, tokens), or None. Returns (rows, heads, share
+#: of tokens, width).
 Attend = Callable[..., Tensor]
-"""Attention over the tokens of all ranks: what this rank's tokens get of all, by its shares, queries, keys and values
-(rows, heads, tokens, width), and a mask for all tokens in order, or None.
-"""
 
 
-class _Replaced(TorchFunctionMode):
-    """Puts attention over all ranks in the place of torch's."""
+class _AttentionOverride(TorchFunctionMode):
+    """Replaces torch's attention by attention over all ranks."""
 
     def __init__(self, shares: SequenceShares, attend: Attend) -> None:
         super().__init__()
@@ -104,39 +126,53 @@ class _Replaced(TorchFunctionMode):
 
     @override
     def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
+        """Call the function, or attend over all ranks in the place of `scaled_dot_product_attention`."""
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | dict(kwargs or {})
-        q, k, v, mask = given.pop("query"), given.pop("key"), given.pop("value"), given.pop("attn_mask", None)
-        if given.pop("enable_gqa", False) and q.shape[1] != k.shape[1]:
+        arguments = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | dict(kwargs or {})
+        q = arguments.pop("query")
+        k = arguments.pop("key")
+        v = arguments.pop("value")
+        mask = arguments.pop("attn_mask", None)
+        if arguments.pop("enable_gqa", False) and q.shape[1] != k.shape[1]:
             k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
         shares = self._shares
         if mask is not None and mask.shape[-1] != shares.whole:
             mask = shares.joined(shares.axis.gather(mask), mask.dim() - 1, shares.order)
-        return self._attend(shares, q, k, v, mask, **given)
+        return self._attend(shares, q, k, v, mask, **arguments)
 
 
-def _padded(tensor: Tensor, axis: int, length: int) -> Tensor:
-    """A tensor of that length along an axis, with zeros behind its own values; itself, if none are missing."""
+def _pad(tensor: Tensor, axis: int, length: int) -> Tensor:
+    """Return a tensor padded with zeros to a length along one axis.
+
+    A tensor that has this length already is returned itself.
+    """
     shape = [*tensor.shape]
     shape[axis] = length - tensor.shape[axis]
     return torch.cat([tensor, tensor.new_zeros(shape)], axis) if shape[axis] else tensor
 
 
 def share_tokens(model: Module, cut: ParallelPlan, axis: Axis, attend: Attend) -> None:
-    """Spread a transformer's tokens over these ranks."""
+    """Make the ranks of this axis share a transformer's tokens (sequence parallel)."""
     blocks, shares = cut.blocks_of(model), SequenceShares(axis, cut.order)
     for number, block in enumerate(blocks):
-        _Entrance(block, shares, cut.enter if number == 0 else {}, cut.follow)
-        _within(block.get_submodule(cut.attention), _Replaced(shares, attend))
-    blocks[-1].register_forward_hook(functools.partial(_leave, shares, cut.leave))
+        _BlockEntry(block, shares, cut.enter if number == 0 else {}, cut.follow)
+        _run_in_mode(block.get_submodule(cut.attention), _AttentionOverride(shares, attend))
+    blocks[-1].register_forward_hook(functools.partial(_gather_outputs, shares, cut.leave))
 
 
-class _Entrance:
-    """What a block is given, cut to this rank's share."""
+class _BlockEntry:
+    """A hook that cuts the arguments of a block to this rank's share of tokens.
+
+    `enter`: the arguments of the first block with the tokens; empty for the other blocks.
+    `follow`: further arguments along tokens.
+    """
 
     def __init__(
         self,
@@ -145,74 +181,94 @@ class _Entrance:
         enter: Mapping[str, SequenceDim],
         follow: Mapping[str, tuple[SequenceDim, ...]],
     ) -> None:
-        self._shares, self._enter, self._follow = shares, enter, follow
+        self._shares = shares
+        self._enter = enter
+        self._follow = follow
         self._signature = inspect.signature(block.forward)
         block.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, block: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         bound = self._signature.bind(*args, **kwargs)
-        given = bound.arguments
+        arguments = bound.arguments
+
         for name, along in self._enter.items():
-            self._shares.lengths[along.segments[0]] = given[name].shape[along.axis]
+            self._shares.lengths[along.segments[0]] = arguments[name].shape[along.axis]
+
         for name, along in self._enter.items():
-            given[name] = self._shares.own(given[name], along)
+            arguments[name] = self._shares.own(arguments[name], along)
+
         for name, rules in self._follow.items():
-            if given.get(name) is not None:
-                given[name] = self._cut(given[name], rules)
+            if arguments.get(name) is not None:
+                arguments[name] = self._shard(arguments[name], rules)
+
         return bound.args, bound.kwargs
 
-    def _cut(self, value: Any, rules: tuple[SequenceDim, ...]) -> Any:
+    def _shard(self, value: Any, rules: tuple[SequenceDim, ...]) -> Any:
         if isinstance(value, Tensor):
             return self._shares.own(value, rules[0])
-        every = rules * len(value) if len(rules) == 1 else rules
-        return tuple(self._shares.own(one, along) for one, along in zip(value, every, strict=True))
+        rule_per_element = rules * len(value) if len(rules) == 1 else rules
+        return tuple(self._shares.own(tensor, along) for tensor, along in zip(value, rule_per_element, strict=True))
 
 
-def _leave(shares: SequenceShares, rules: tuple[SequenceDim, ...], block: Module, args: Any, made: Any) -> Any:
-    """The whole of what the last block has made of shares."""
-    single = isinstance(made, Tensor)
+def _gather_outputs(
+    shares: SequenceShares, rules: tuple[SequenceDim, ...], block: Module, args: Any, outputs: Any
+) -> Any:
+    """Return the whole outputs of the last block, gathered from the shares of all ranks."""
+    is_single = isinstance(outputs, Tensor)
     wholes = tuple(
         shares.joined(shares.axis.gather(part), along.axis, along.segments) if along.segments else part
-        for part, along in zip((made,) if single else made, rules, strict=True)
+        for part, along in zip((outputs,) if is_single else outputs, rules, strict=True)
     )
-    return wholes[0] if single else wholes
+    return wholes[0] if is_single else wholes
 
 
-def _within(module: Module, mode: TorchFunctionMode) -> None:
-    """Have a module run in that mode."""
-    inner = module.forward
+def _run_in_mode(module: Module, mode: TorchFunctionMode) -> None:
+    """Make a module run its forward in this torch function mode."""
+    original_forward = module.forward
 
-    @functools.wraps(inner)
+    @functools.wraps(original_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         with mode:
-            return inner(*args, **kwargs)
+            return original_forward(*args, **kwargs)
 
     module.forward = forward
 
 
 def ulysses(shares: SequenceShares, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any) -> Tensor:
-    """Attention by heads, an Attend: ranks exchange tokens for heads, and each computes some heads over all tokens.
+    """Ulysses attention, an `Attend`: ranks exchange tokens for heads.
 
-    After Jacobs et al., DeepSpeed Ulysses, 2023. Two exchanges an attention, of this rank's queries, keys and values,
-    and of what they give: 4 ÷ ranks × tokens × width numbers leave a rank, less what it keeps. Tokens lie in their
-    order for the attention itself, so that each head computes what it computes on one rank.
+    Each rank computes some heads over all tokens. After Jacobs et al., DeepSpeed Ulysses, 2023.
+
+    `q`, `k`, `v`: (rows, heads, share of tokens, width).
+    `mask`: (…, tokens), or None.
+    Returns (rows, heads, share of tokens, width).
+
+    There are two exchanges per attention: of this rank's queries, keys and values, and of the results. Each rank sends
+    4 ÷ ranks × tokens × width numbers, less its own part. Tokens are in their order during attention, so that each head
+    computes the same as on one rank.
     """
     axis = shares.axis
-    each = torch.unflatten(torch.stack([q, k, v]), 2, (axis.size, -1)).movedim(2, 0)
-    q, k, v = shares.joined(axis.transpose(each), TOKENS + 1, shares.order).unbind(0)
-    made = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **more)
-    back = axis.transpose(shares.apart(made, TOKENS))
-    return back.movedim(0, 1).flatten(1, 2)
+    by_heads = torch.unflatten(torch.stack([q, k, v]), 2, (axis.size, -1)).movedim(2, 0)
+    q, k, v = shares.joined(axis.transpose(by_heads), TOKENS + 1, shares.order).unbind(0)
+
+    attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **more)
+    by_tokens = axis.transpose(shares.apart(attended, TOKENS))
+    return by_tokens.movedim(0, 1).flatten(1, 2)
 
 
 class RingAttention:
-    """An Attend in a ring of ranks, each for `heads.size` neighbours that hold a part of its heads.
+    """Ring attention, an `Attend`: keys and values pass round the ranks.
 
-    After Liu et al., Ring Attention with Blockwise Transformers, 2023. Keys and values go round the ranks. While it
-    computes with what it has, a rank sends it on and receives the next. Sums over parts are put together by their
-    log-sum-exps in float32, so results differ from those of one rank by rounding. Keys and values of its share leave a
-    rank once for each other rank. Over a product with `ulysses`, ranks first exchange tokens for heads with their
-    neighbours; then these go round.
+    After Liu et al., Ring Attention with Blockwise Transformers, 2023. While a rank computes with the keys and values
+    that it has, it sends them on and receives the next. Partial results are combined by their log-sum-exps in float32,
+    so they differ from those of one rank by rounding. The keys and values of a share leave their rank once for each
+    other rank.
+
+    In a product with `ulysses`, the ring has groups of `heads.size` neighbours, each with a part of the heads: ranks
+    first exchange tokens for heads with their neighbours, then keys and values pass round the ring.
+
+    `ring`: the axis along which keys and values pass.
+    `heads`: the axis of neighbours that share out the heads.
     """
 
     def __init__(self, ring: Axis, heads: Axis) -> None:
@@ -221,56 +277,102 @@ class RingAttention:
     def __call__(
         self, shares: SequenceShares, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any
     ) -> Tensor:
-        """What this rank's tokens get of all."""
-        near = self._heads.size
-        if near > 1:
-            each = torch.unflatten(torch.stack([q, k, v]), 2, (near, -1)).movedim(2, 0)
-            q, k, v = self._heads.transpose(each).movedim(0, 3).flatten(3, 4).unbind(0)
-        made = self._round(shares, q, torch.stack([k, v]), mask, more.get("scale"))
-        if near > 1:
-            back = self._heads.transpose(torch.unflatten(made, 2, (near, -1)).movedim(2, 0))
-            made = back.movedim(0, 1).flatten(1, 2)
-        return made
+        """Return the attention of this rank's tokens to all tokens.
 
-    def _round(self, shares: SequenceShares, q: Tensor, kv: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        `q`, `k`, `v`: (rows, heads, share of tokens, width).
+        `mask`: (…, tokens), or None.
+        Returns (rows, heads, share of tokens, width).
+        """
+        neighbours = self._heads.size
+
+        if neighbours > 1:
+            by_heads = torch.unflatten(torch.stack([q, k, v]), 2, (neighbours, -1)).movedim(2, 0)
+            q, k, v = self._heads.transpose(by_heads).movedim(0, 3).flatten(3, 4).unbind(0)
+
+        attended = self._attend_in_ring(shares, q, torch.stack([k, v]), mask, more.get("scale"))
+
+        if neighbours > 1:
+            by_tokens = self._heads.transpose(torch.unflatten(attended, 2, (neighbours, -1)).movedim(2, 0))
+            attended = by_tokens.movedim(0, 1).flatten(1, 2)
+        return attended
+
+    def _attend_in_ring(
+        self, shares: SequenceShares, q: Tensor, kv: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """Return the attention of these queries to all keys and values of the ring.
+
+        `q` is (rows, heads, tokens, width), `kv` is (2, rows, heads, tokens, width). Returns the shape of `q`.
+        """
         total = q.new_zeros(q.shape, dtype=torch.float32)
-        known = q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
-        for turn in range(self._ring.size):
-            arrives = self._ring.pass_on(kv) if turn + 1 < self._ring.size else None
-            held, places = self._there(shares, (self._ring.rank - turn) % self._ring.size, kv.shape[-2])
-            if len(held):
-                k, v = kv[..., held.to(kv.device), :].unbind(0)
-                part, weight = _attention(q, k, v, None if mask is None else mask[..., places.to(mask.device)], scale)
-                both = torch.logaddexp(known, weight)
-                total = torch.where(known.isneginf()[..., None], 0.0, total * (known - both).exp()[..., None])
-                total += torch.where(weight.isneginf()[..., None], 0.0, part.float() * (weight - both).exp()[..., None])
-                known = both
-            kv = arrives() if arrives else kv
+        log_sum_exp = q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
+
+        for round_number in range(self._ring.size):
+            receive_next = self._ring.pass_on(kv) if round_number + 1 < self._ring.size else None
+            offsets, positions = self._token_positions(
+                shares, (self._ring.rank - round_number) % self._ring.size, kv.shape[-2]
+            )
+            if len(offsets):
+                k, v = kv[..., offsets.to(kv.device), :].unbind(0)
+                part, part_log_sum_exp = _attention(
+                    q, k, v, None if mask is None else mask[..., positions.to(mask.device)], scale
+                )
+                new_log_sum_exp = torch.logaddexp(log_sum_exp, part_log_sum_exp)
+                total = torch.where(
+                    log_sum_exp.isneginf()[..., None], 0.0, total * (log_sum_exp - new_log_sum_exp).exp()[..., None]
+                )
+                total += torch.where(
+                    part_log_sum_exp.isneginf()[..., None],
+                    0.0,
+                    part.float() * (part_log_sum_exp - new_log_sum_exp).exp()[..., None],
+                )
+                log_sum_exp = new_log_sum_exp
+            kv = receive_next() if receive_next else kv
+
         return total.to(q.dtype)
 
-    def _there(self, shares: SequenceShares, place: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Of the tokens that a place of the ring has: where in them those lie that are no zeros, and where in all."""
-        near, held, places = self._heads.size, list[Tensor](), list[Tensor]()
-        for number in range(near):
-            rank, before, begin = place * near + number, number * (tokens // near), 0
+    def _token_positions(self, shares: SequenceShares, place: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the positions of the tokens at one place of the ring, without padding.
+
+        The first result indexes the tokens of that place, the second one the tokens of all ranks. Both are 1-d.
+        """
+        neighbours = self._heads.size
+        offsets = list[Tensor]()
+        positions = list[Tensor]()
+
+        for number in range(neighbours):
+            rank = place * neighbours + number
+            before = number * (tokens // neighbours)
+            segment_start = 0
             for segment, (start, count) in zip(shares.order, shares.kept(rank), strict=True):
-                held.append(torch.arange(before + start, before + start + count))
-                first = begin + rank * shares.share(segment)
-                places.append(torch.arange(first, first + count))
-                begin += shares.lengths[segment]
-        return torch.cat(held), torch.cat(places)
+                offsets.append(torch.arange(before + start, before + start + count))
+                first = segment_start + rank * shares.share(segment)
+                positions.append(torch.arange(first, first + count))
+                segment_start += shares.lengths[segment]
+        return torch.cat(offsets), torch.cat(positions)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    """What these keys and values give, and the log-sum-exp of their weights (rows, heads, tokens)."""
+    """Return the attention to these keys and values, and the log-sum-exp of its weights.
+
+    `q`: (rows, heads, query tokens, width).
+    `k`, `v`: (rows, heads, key tokens, width).
+    `mask`: broadcastable to (rows, heads, query tokens, key tokens): bool (True: attend) or added to the scores; or
+    None.
+    Returns (rows, heads, query tokens, width) and float32 (rows, heads, query tokens).
+    """
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
     if q.device.type == "cpu":
-        made, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
+        attended, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, attn_mask=mask, scale=scale
+        )
     else:
         bias = None if mask is None else mask.expand(*q.shape[:-1], k.shape[-2])
-        made, weight, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)
-    weight = weight[..., : q.shape[-2]].float()
+        attended, log_sum_exp, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, bias, True, scale=scale
+        )
+
+    log_sum_exp = log_sum_exp[..., : q.shape[-2]].float()
     if mask is not None:  # of keys that are all hidden torch says 0, which is the weight of one key
-        weight = weight.masked_fill(mask.isneginf().all(-1), float("-inf"))
-    return made, weight
+        log_sum_exp = log_sum_exp.masked_fill(mask.isneginf().all(-1), float("-inf"))
+    return attended, log_sum_exp

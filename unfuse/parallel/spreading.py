@@ -1,16 +1,19 @@
-"""Spreads a loaded model over the ranks of its stage: by tensor, by tokens (`sequence`), by layers, or weights alone.
+"""Spreads a loaded model over ranks: tensor, sequence, pipeline parallel, or FSDP.
 
-Tensor: each rank has a share of the heads and of the feed-forward's width, in every layer, and their weights alone.
-After Shoeybi et al., Megatron-LM, 2019. Tokens are whole on all ranks. What a pair of layers makes between them stays
-on its rank; what the second one makes is summed over ranks, so that results differ from those of one rank by rounding.
+Tensor parallel: each rank has a share of the heads and of the feed-forward's width in every layer, and only their
+weights. After Shoeybi et al., Megatron-LM, 2019. Tokens are whole on all ranks. The values between the two layers of a
+pair stay on their rank; the results of the second layer are summed over ranks, so results differ from those of one rank
+by rounding.
 
-Layers: each rank holds a range of the blocks, and all get what a range gives from the rank that has it. What lies
-around the blocks is on every rank, and computed there. One rank computes at a time, and the others wait: this is for
-models that one device does not hold, and needs least of what connects devices.
+Sequence parallel: see `parallel/sequence.py`.
 
-Shard: weights of which each rank keeps a share are spread by torch's FSDP2. Ranks gather a block's weights before it
-runs, and let go of what is not theirs behind it, so that a rank holds its share, the rest of the model around the
-blocks, and a block or two. What is computed is not spread.
+Layers (pipeline parallel without micro-batches): each rank holds a range of the blocks, and broadcasts the result of
+its range. The modules around the blocks are on every rank and are computed there. One rank computes at a time, and the
+others wait. This is for models that do not fit into one device, and needs the least bandwidth between devices.
+
+Shard: torch's FSDP2 shards the weights. Ranks gather a block's weights before it runs and free the other ranks' shards
+after it. A rank thus holds its share, the model around the blocks, and one or two whole blocks. The computation itself
+is not parallel.
 """
 
 from __future__ import annotations
@@ -33,22 +36,29 @@ from unfuse.parallel.sequence import RingAttention, share_tokens, ulysses
 
 
 def spread(model: Module, cut: ParallelPlan | TensorParallelLayers, mesh: Mesh) -> None:
-    """Have the model compute its part of each forward, by the kinds over which its stage is spread."""
+    """Parallelize a model over the ranks of a stage, by the parallel kinds of the mesh.
+
+    Changes the model in place. `cut`: the model's plan, or only its tensor parallel layers.
+    """
     if "tensor" in mesh.degrees:
         share_matrices(model, cut if isinstance(cut, TensorParallelLayers) else cut.matrices, mesh.axis("tensor"))
+
     if isinstance(cut, ParallelPlan) and "layers" in mesh.degrees:
         share_layers(model, cut, mesh.axis("layers"))
+
     if isinstance(cut, ParallelPlan) and mesh.degrees.keys() & {"ring", "ulysses"}:
         ring, heads = mesh.axis("ring"), mesh.axis("ulysses")
         attend = RingAttention(ring, heads) if ring.size > 1 else ulysses
         share_tokens(model, cut, mesh.axis("ring", "ulysses"), attend)
+
     if isinstance(cut, ParallelPlan) and SHARD in mesh.degrees:
         share_weights(model, cut, mesh.axis(SHARD))
+
     give_back()
 
 
 def share_weights(model: Module, cut: ParallelPlan, axis: Axis) -> None:
-    """Spread a transformer's weights over these ranks; what this one keeps lies on its device."""
+    """Shard a transformer's weights over these ranks by FSDP2. This rank's share is on its device."""
     model.requires_grad_(False)  # else all weights of a block would have to be of one dtype
     mesh = axis.mesh
     for part in (*cut.blocks_of(model), model):
@@ -58,111 +68,135 @@ def share_weights(model: Module, cut: ParallelPlan, axis: Axis) -> None:
     model.register_forward_pre_hook(lambda *_: axis.group.meet(), prepend=True)
 
 
-OUTPUTS, INPUTS = 0, 1  # where in the weight of a linear layer they are; an embedding has it the other way round
+#: The dimensions of outputs and inputs in the weight of a linear layer. An embedding has them the other way round.
+OUTPUTS, INPUTS = 0, 1
 
 
 def share_matrices(model: Module, matrices: TensorParallelLayers, axis: Axis) -> None:
-    """Keep this rank's share of the weights, and have the layers exchange what they make with it."""
+    """Make a model tensor parallel: shard its layers, and exchange their results."""
     for name, module in [*model.named_modules()]:
-        if _among(name, matrices.outputs):
-            _keep(name, module, matrices, OUTPUTS, axis)
-        elif _among(name, matrices.inputs):
-            _keep(name, module, matrices, INPUTS, axis)
-            module.register_forward_hook(lambda _module, _given, made: axis.sum(made))
-        elif _among(name, matrices.gathered):
-            _keep(name, module, matrices, OUTPUTS, axis)
-            module.register_forward_hook(lambda _module, _given, made: axis.gather(made).movedim(0, -2).flatten(-2))
-        elif _among(name, matrices.experts):
+        if _matches_any(name, matrices.outputs):
+            _shard_layer(name, module, matrices, OUTPUTS, axis)
+        elif _matches_any(name, matrices.inputs):
+            _shard_layer(name, module, matrices, INPUTS, axis)
+            module.register_forward_hook(lambda _module, _args, output: axis.sum(output))
+        elif _matches_any(name, matrices.gathered):
+            _shard_layer(name, module, matrices, OUTPUTS, axis)
+            module.register_forward_hook(lambda _module, _args, output: axis.gather(output).movedim(0, -2).flatten(-2))
+        elif _matches_any(name, matrices.experts):
             for parameter, (along, parts) in EXPERTS.items():
                 weight = getattr(module, parameter)
-                _cut(weight, along, [weight.shape[along] // parts] * parts, axis)
-            module.register_forward_hook(lambda _module, _given, made: axis.sum(made))
-        elif _among(name, matrices.norms):
-            module.forward = _Norm(module, axis)
+                _shard(weight, along, [weight.shape[along] // parts] * parts, axis)
+            module.register_forward_hook(lambda _module, _args, output: axis.sum(output))
+        elif _matches_any(name, matrices.norms):
+            module.forward = _ShardedNorm(module, axis)
+
         for pattern in matrices.heads:
             modules, _, number = pattern.rpartition(".")
             if fnmatchcase(name, modules):
                 setattr(module, number, getattr(module, number) // axis.size)
 
 
-def _among(name: str, patterns: Iterable[str]) -> bool:
+def _matches_any(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _keep(name: str, layer: Any, matrices: TensorParallelLayers, side: int, axis: Axis) -> None:
-    """This rank's share of a layer's weights; of a bias that is added to a sum, the first rank has all."""
+def _shard_layer(name: str, layer: Any, matrices: TensorParallelLayers, side: int, axis: Axis) -> None:
+    """Replace a layer's weights by this rank's share.
+
+    `side`: OUTPUTS or INPUTS, the sharded dimension. A bias that is added to a sum over ranks stays whole on the first
+    rank and is removed on the others.
+    """
     weight = layer.weight
     along = side if isinstance(layer, Linear) else 1 - side
-    found = (packed for pattern, packed in matrices.packed.items() if fnmatchcase(name, pattern))
-    equal, rest = next(found, (0, 1))
+    matching = (packed for pattern, packed in matrices.packed.items() if fnmatchcase(name, pattern))
+    equal, rest = next(matching, (0, 1))
+
     width = weight.shape[1 - along]
     lengths = [width] * equal + [(weight.shape[along] - equal * width) // rest] * rest
-    _cut(weight, along, lengths, axis)
+    _shard(weight, along, lengths, axis)
+
     bias = getattr(layer, "bias", None)
     if bias is not None and side == OUTPUTS:
-        _cut(bias, 0, lengths, axis)
+        _shard(bias, 0, lengths, axis)
     elif bias is not None and axis.rank:
         layer.bias = None
 
 
-def _cut(weight: Parameter, along: int, lengths: list[int], axis: Axis) -> None:
-    """Of each of the parts that lie side by side, this rank's; in place, for all modules that have it."""
+def _shard(weight: Parameter, along: int, lengths: list[int], axis: Axis) -> None:
+    """Replace a weight, in place, by this rank's share of each part.
+
+    `weight`: (…, sum of lengths, …) along dimension `along`. Becomes (…, sum of lengths / ranks, …), for all modules
+    that share it.
+    `lengths`: the lengths of the parts that lie side by side.
+    """
     parts = torch.split(weight.data, lengths, along)
-    own = [torch.unflatten(part, along, (axis.size, -1)).select(along, axis.rank) for part in parts]
-    weight.data = torch.cat(own, along)
+    own_shares = [torch.unflatten(part, along, (axis.size, -1)).select(along, axis.rank) for part in parts]
+    weight.data = torch.cat(own_shares, along)
 
 
-class _Norm:
-    """A root mean square norm over the heads of all ranks, of which this one has some."""
+class _ShardedNorm:
+    """A root mean square norm over the heads of all ranks."""
 
     def __init__(self, norm: Any, axis: Axis) -> None:
-        _cut(norm.weight, 0, [len(norm.weight)], axis)
+        _shard(norm.weight, 0, [len(norm.weight)], axis)
         self._norm, self._axis = norm, axis
 
-    def __call__(self, given: Tensor) -> Tensor:
-        """What it makes of this rank's heads."""
-        squares = self._axis.sum(given.float().square().mean(-1, keepdim=True))
-        normed: Tensor = given * torch.rsqrt(squares / self._axis.size + self._norm.eps) * self._norm.weight
-        return normed.to(given.dtype)
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Normalize this rank's heads, (…, own width), by the mean square over all ranks' heads."""
+        squares = self._axis.sum(hidden.float().square().mean(-1, keepdim=True))
+        normed: Tensor = hidden * torch.rsqrt(squares / self._axis.size + self._norm.eps) * self._norm.weight
+        return normed.to(hidden.dtype)
 
 
 def share_layers(model: Module, cut: ParallelPlan, axis: Axis) -> None:
-    """Spread a transformer's blocks over these ranks; those of others lose their weights."""
+    """Assign a transformer's blocks to these ranks (pipeline parallel).
+
+    Frees the weights of the blocks of other ranks.
+    """
     blocks = cut.blocks_of(model)
     holders = held_by([sum(tensor.nbytes for tensor in block.parameters()) for block in blocks], axis.size)
-    for block, holder, behind in zip(blocks, holders, [*holders[1:], axis.size], strict=True):
+    for block, holder, next_holder in zip(blocks, holders, [*holders[1:], axis.size], strict=True):
         if holder != axis.rank:
-            _empty(block, cut.gives)
-        if holder != behind:
-            block.register_forward_hook(functools.partial(_hand_out, axis, holder))
+            _skip_block(block, cut.gives)
+        if holder != next_holder:
+            block.register_forward_hook(functools.partial(_broadcast, axis, holder))
 
 
 def held_by(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank that holds each block, so that each has about as many bytes, in a row, and one block at least."""
-    holders, whole, before = [0], sum(sizes), sizes[0]
-    for number, size in enumerate(sizes[1:], 1):
-        even = int(ranks * (before + size / 2) / whole)
-        holders.append(max(ranks - len(sizes) + number, min(holders[-1] + 1, even)))
-        before += size
+    """Return the rank that holds each block.
+
+    Ranks are in order, each has at least one block, and each has about as many bytes.
+    """
+    holders = [0]
+    total_bytes = sum(sizes)
+    bytes_before = sizes[0]
+    for index, size in enumerate(sizes[1:], 1):
+        even_rank = int(ranks * (bytes_before + size / 2) / total_bytes)
+        holders.append(max(ranks - len(sizes) + index, min(holders[-1] + 1, even_rank)))
+        bytes_before += size
     return holders
 
 
-def _empty(block: Module, gives: Sequence[str]) -> None:
-    """Take the weights of a block, and have it give what it is given."""
-    inner, signature = block.forward, inspect.signature(block.forward)
+def _skip_block(block: Module, gives: Sequence[str]) -> None:
+    """Free a block's weights, and make it return its inputs unchanged.
 
-    @functools.wraps(inner)
+    `gives`: the arguments that the block returns, in order.
+    """
+    original_forward, signature = block.forward, inspect.signature(block.forward)
+
+    @functools.wraps(original_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        passed = tuple(given[name] for name in gives if given.get(name) is not None)
+        arguments = signature.bind(*args, **kwargs).arguments
+        passed = tuple(arguments[name] for name in gives if arguments.get(name) is not None)
         return passed if len(passed) > 1 else passed[0]
 
     block.to("meta")
     block.forward = forward
 
 
-def _hand_out(axis: Axis, holder: int, block: Module, args: Any, made: Any) -> Any:
-    """What the rank that holds a block has made of it."""
-    if isinstance(made, Tensor):
-        return axis.hand_out(made, holder)
-    return tuple(axis.hand_out(part, holder) for part in made)
+def _broadcast(axis: Axis, holder: int, block: Module, args: Any, outputs: Any) -> Any:
+    """Return the outputs of a block from the rank that holds it."""
+    if isinstance(outputs, Tensor):
+        return axis.hand_out(outputs, holder)
+    return tuple(axis.hand_out(part, holder) for part in outputs)

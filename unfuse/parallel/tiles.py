@@ -1,9 +1,10 @@
-"""A VAE spread over ranks by tiles: each decodes, or encodes, some of them, and all of them blend what all have made.
+"""VAE tiling over ranks: each rank decodes or encodes some tiles, and all ranks blend them.
 
-A VAE's own code cuts a grid or a picture into tiles, has each decoded or encoded, and blends them where they meet. It
-runs twice here. First its decoder only notes what it is given, and makes nothing of it; then each rank decodes its
-share of that, all exchange what they made, and the decoder plays this back. So does its encoder. So all is as on one
-rank that works in tiles, bit for bit. What a tile becomes leaves the rank that made it once for each other rank.
+A VAE's own code cuts a grid or a picture into tiles, decodes or encodes each, and blends them at the borders. It runs
+twice here. First its decoder only records its calls and computes nothing. Then each rank computes its share of these
+calls, all ranks exchange their results, and the VAE runs again with a decoder that returns the recorded results.
+Encoding works alike. The result is the same as on one rank that works in tiles, bit for bit. The result of a tile
+leaves its rank once for each other rank.
 """
 
 from __future__ import annotations
@@ -21,88 +22,132 @@ from unfuse.parallel.group import Axis
 
 
 def spread(vae: Any, axis: Axis) -> None:
-    """Have these ranks share the tiles of what a VAE decodes and encodes, which has to work in tiles."""
+    """Make these ranks share the tiles that a VAE decodes and encodes.
+
+    The VAE must have tiling enabled. It is changed in place.
+    """
     vae.decode = Tiles(vae.decode, vae.decoder, axis)
     vae.encode = Tiles(vae.encode, vae.encoder, axis, getattr(vae.quant_conv, "in_channels", 1))
 
 
 class TileCall(NamedTuple):
-    """What a decoder or encoder is given. Those with one `feat_cache`, its memory of frames, are of one tile."""
+    """The arguments of one call of a decoder or encoder.
+
+    Calls with the same `feat_cache` (the VAE's memory of earlier frames) belong to one tile.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @property
     def tile(self) -> int:
-        """What tells the calls of one tile from others."""
+        """The identity of the tile."""
         return id(self.kwargs.get("feat_cache", self.args))
 
     @property
     def given(self) -> Tensor:
-        """What is decoded or encoded."""
-        given: Tensor = self.args[0]
-        return given
+        """The tensor to decode or encode."""
+        tensor: Tensor = self.args[0]
+        return tensor
 
 
 class Tiles:
-    """`work` of a VAE, which is to decode or to encode by that `part` of it, and whose tiles these ranks share.
+    """A VAE's `decode` or `encode`, with its tiles shared by the ranks of an axis.
 
-    What follows the part in `work` may read so many `channels` of what it makes.
+    `work`: the VAE's original method.
+    `part`: the decoder or encoder module that it calls for each tile.
+    `channels`: how many channels of that module's result the rest of `work` may slice.
     """
 
     def __init__(self, work: Callable[..., Any], part: Module, axis: Axis, channels: int = 1) -> None:
-        self._work, self._part, self._axis, self._channels = work, part, axis, channels
+        self._work = work
+        self._part = part
+        self._axis = axis
+        self._channels = channels
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What `work` makes of this on one rank."""
+        """Return what `work` returns on one rank."""
         calls = list[TileCall]()
-        with self._doing(lambda *given, **how: self._noted(calls, TileCall(given, how))):
+
+        with self._replaced_forward(lambda *args, **kwargs: self._record(calls, TileCall(args, kwargs))):
             self._work(*args, **kwargs)
-        like, owners, own = calls[0].given, shares(calls, self._axis.size), list[Tensor]()
+
+        first_tensor = calls[0].given
+        owners = shares(calls, self._axis.size)
+        own_results = list[Tensor]()
         for owner in owners:
-            call = calls.pop(0)  # so that what layers remember goes with the last call of a tile
+            # Popped, so that a tile's `feat_cache` is freed after the last call of the tile.
+            call = calls.pop(0)
             if owner == self._axis.rank:
-                own.append(self._part(*call.args, **call.kwargs))
-        made = _exchanged(self._axis, own, owners, like)
-        with self._doing(lambda *given, **how: next(made)):
+                own_results.append(self._part(*call.args, **call.kwargs))
+
+        results = _exchange(self._axis, own_results, owners, first_tensor)
+
+        with self._replaced_forward(lambda *args, **kwargs: next(results)):
             return self._work(*args, **kwargs)
 
     @contextmanager
-    def _doing(self, forward: Callable[..., Tensor]) -> Iterator[None]:
-        """Meanwhile the part does that."""
-        own, self._part.forward = self._part.forward, forward
+    def _replaced_forward(self, forward: Callable[..., Tensor]) -> Iterator[None]:
+        """Replace the module's forward within the block."""
+        original_forward = self._part.forward
+        self._part.forward = forward
         try:
             yield
         finally:
-            self._part.forward = own
+            self._part.forward = original_forward
 
-    def _noted(self, calls: list[TileCall], call: TileCall) -> Tensor:
-        """What is made of no request, and can be joined and blended with its like."""
+    def _record(self, calls: list[TileCall], call: TileCall) -> Tensor:
+        """Record a call. Returns an empty tensor, (0, channels, 1, …).
+
+        The batch size is 0, so that the VAE can still concatenate and blend it.
+        """
         calls.append(call)
         return call.given.new_empty(0, self._channels, *[1] * (call.given.dim() - 2))
 
 
 def shares(calls: Sequence[TileCall], ranks: int) -> list[int]:
-    """The rank that makes each call. Tiles go to whoever has least to do, the largest first."""
+    """Return the rank that computes each call.
+
+    The largest tiles are assigned first, each to the rank with the least work.
+    """
     sizes = dict[int, int]()
     for call in calls:
         sizes[call.tile] = sizes.get(call.tile, 0) + call.given.numel()
+
     loads, owners = [0] * ranks, dict[int, int]()
     for tile in sorted(sizes, key=lambda tile: -sizes[tile]):
         owners[tile] = loads.index(min(loads))
+
         loads[owners[tile]] += sizes[tile]
+
     return [owners[call.tile] for call in calls]
 
 
-def _exchanged(axis: Axis, own: list[Tensor], owners: Sequence[int], like: Tensor) -> Iterator[Tensor]:
-    """What all ranks made, in the order of calls: tensors of any shapes, behind each other in a row of each rank."""
-    mine, rank = iter(own), axis.rank
-    table = torch.tensor([next(mine).shape if owner == rank else [0] * like.dim() for owner in owners])
-    shapes = axis.gather(table.to(like.device)).sum(0).tolist()
-    sizes = [[prod(s) for s, owner in zip(shapes, owners, strict=True) if owner == each] for each in range(axis.size)]
-    row = like.new_empty(max(map(sum, sizes)))
-    for place, made in zip(torch.split(row[: sum(sizes[rank])], sizes[rank]), own, strict=True):
-        place.copy_(made.flatten())
-    own.clear()
-    pieces = [iter(torch.split(row[: sum(of)], of)) for row, of in zip(axis.gather(row), sizes, strict=True)]
-    return (next(pieces[owner]).view(shape) for owner, shape in zip(owners, shapes, strict=True))
+def _exchange(axis: Axis, own_results: list[Tensor], owners: Sequence[int], like: Tensor) -> Iterator[Tensor]:
+    """Return the results of all ranks, in the order of the calls.
+
+    Shapes may differ. Each rank sends its results in one flat row.
+
+    `own_results`: the results of this rank, in order; emptied.
+    `owners`: the rank of each call.
+    `like`: a tensor with the dtype, the device and the number of dimensions of the results.
+    """
+    unsent_results, rank = iter(own_results), axis.rank
+    own_shapes = torch.tensor([next(unsent_results).shape if owner == rank else [0] * like.dim() for owner in owners])
+
+    shapes = axis.gather(own_shapes.to(like.device)).sum(0).tolist()
+    sizes = [
+        [prod(shape) for shape, owner in zip(shapes, owners, strict=True) if owner == of_rank]
+        for of_rank in range(axis.size)
+    ]
+
+    buffer = like.new_empty(max(map(sum, sizes)))
+    for slot, result in zip(torch.split(buffer[: sum(sizes[rank])], sizes[rank]), own_results, strict=True):
+        slot.copy_(result.flatten())
+
+    own_results.clear()
+    results_by_rank = [
+        iter(torch.split(buffer[: sum(rank_sizes)], rank_sizes))
+        for buffer, rank_sizes in zip(axis.gather(buffer), sizes, strict=True)
+    ]
+    return (next(results_by_rank[owner]).view(shape) for owner, shape in zip(owners, shapes, strict=True))

@@ -1,8 +1,10 @@
-"""Weights that the ranks of a worker have together in host memory: the first one makes them, and all map what it made.
+"""Weights that the ranks of a worker share in host memory.
 
-Files that have tensors as they are used are mapped by every process, so that a machine holds them once. What is made of
-files, such as another dtype, each rank would make and hold for itself. Instead the first one writes it as a file of
-safetensors that is only in memory, and has no name, and all load that like any other. It goes with the last of them.
+Rank 0 writes them, and all ranks map them.
+
+Files that store tensors in the dtype in use are mapped by every process, so a machine holds them once. Converted
+weights, such as another dtype, would exist once per rank. Instead rank 0 writes them as a safetensors file without a
+name, in memory only (memfd), and all ranks load that file like any other. It is freed when the last rank closes it.
 """
 
 from __future__ import annotations
@@ -20,41 +22,60 @@ from torch.nn import Module
 from unfuse.core.errors import ConfigError
 from unfuse.parallel.group import Group, give_back
 
-LINE, BEGAN = 64, "began"
-"""Bytes of a line of memory, at which torch begins tensors; where metadata says which began elsewhere."""
+#: Bytes of a cache line. torch aligns new tensors to it.
+LINE = 64
 
+#: The metadata key for the offsets of tensors that were not aligned to LINE in rank 0.
+BEGAN = "began"
+
+#: Bytes of the length field at the start of a safetensors file.
 HEADER_LENGTH = 8
-DTYPES = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.bool: "BOOL",
-    torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64",
-}  # fmt: skip
-"""What safetensors files call these types."""
 
-WRITTEN = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # what the first rank does to the file when all is in it
+#: The names of dtypes in safetensors files.
+DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
+
+#: The seals that rank 0 sets on the file once it is complete.
+WRITTEN = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 @contextmanager
 def together(group: Group, load: Callable[[], dict[str, torch.Tensor]]) -> Iterator[str]:
-    """The path, within the block, of a file with the tensors that `load` gives the first rank; all ranks call this.
+    """Yield the path of a shared file with the tensors that `load` returns in rank 0.
 
-    "" where it gives none, or where a rank may not open what the first one has. Raises ConfigError, for the same reason
-    on all ranks, if it fails.
+    All ranks call this. The path is valid within the block. It is "" if `load` returns no tensors, or if a rank may not
+    open the file of rank 0. Raises ConfigError with the same message on all ranks if `load` fails.
     """
-    first = group.rank == 0
-    file = os.memfd_create("weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if first else -1
+    is_first = group.rank == 0
+    file = os.memfd_create("weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if is_first else -1
+
     try:
-        if first:
+        if is_first:
             fcntl.flock(file, fcntl.LOCK_EX)
-        place = group.exchange(f"/proc/{os.getpid()}/fd/{file}".encode())[0]
-        if not first:
+
+        path = group.exchange(f"/proc/{os.getpid()}/fd/{file}".encode())[0]
+        if not is_first:
             with suppress(OSError):
-                file = os.open(place.decode(), os.O_RDONLY)
-        if any(group.exchange(b"" if file >= 0 else b"!")):  # from here on all have it, whatever becomes of the first
+                file = os.open(path.decode(), os.O_RDONLY)
+
+        # After this exchange all ranks have the file open, even if rank 0 exits.
+        if any(group.exchange(b"" if file >= 0 else b"!")):
             yield ""
             return
-        if first:
+
+        if is_first:
             _fill(file, load)
-        fcntl.flock(file, fcntl.LOCK_SH)  # waits for the first, however long it takes
+
+        fcntl.flock(file, fcntl.LOCK_SH)  # waits until rank 0 has written the file, however long that takes
         if fcntl.fcntl(file, fcntl.F_GET_SEALS) & WRITTEN != WRITTEN:
             raise ConfigError(os.pread(file, 1 << 16, 0).decode() or "the first rank ended while it loaded weights")
         yield f"/proc/self/fd/{file}" if os.fstat(file).st_size else ""
@@ -64,7 +85,10 @@ def together(group: Group, load: Callable[[], dict[str, torch.Tensor]]) -> Itera
 
 
 def _fill(file: int, load: Callable[[], dict[str, torch.Tensor]]) -> None:
-    """Write what is loaded, or why it could not be."""
+    """Write the loaded tensors into the file and seal it.
+
+    If this fails, write the error message into the file and leave it unsealed.
+    """
     try:
         if tensors := load():
             write(file, tensors)
@@ -77,48 +101,59 @@ def _fill(file: int, load: Callable[[], dict[str, torch.Tensor]]) -> None:
 
 
 def write(file: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Write tensors as a file of safetensors, and let each go: it need not be there twice. Takes them out of `tensors`.
+    """Write tensors as a safetensors file, and free each of them once it is written.
 
-    Those that are one have one place and one name. What fills whole lines of memory lies first, so that all of it
-    begins at one; its metadata says how far behind the beginning of a line tensors began that did not.
+    Empties `tensors`, so that the weights never exist twice in memory. Tensors with the same memory and shape are
+    written once, under one name. Tensors whose size is a multiple of LINE come first, so that each of them is aligned.
+    The metadata has the offsets from LINE of tensors that were not aligned.
     """
-    known: dict[tuple[int, torch.Size], str] = {}
+    name_by_memory: dict[tuple[int, torch.Size], str] = {}
     for name, tensor in tensors.items():
-        known.setdefault((tensor.data_ptr(), tensor.shape), name)
-    names = sorted(known.values(), key=lambda name: (tensors[name].nbytes % LINE > 0, -tensors[name].itemsize))
-    began = {name: off for name in names if (off := tensors[name].data_ptr() % LINE)}
-    said: dict[str, object] = {"__metadata__": {"format": "pt", BEGAN: json.dumps(began)}}
+        name_by_memory.setdefault((tensor.data_ptr(), tensor.shape), name)
+
+    names = sorted(name_by_memory.values(), key=lambda name: (tensors[name].nbytes % LINE > 0, -tensors[name].itemsize))
+    offsets = {name: offset for name in names if (offset := tensors[name].data_ptr() % LINE)}
+
+    header: dict[str, object] = {"__metadata__": {"format": "pt", BEGAN: json.dumps(offsets)}}
+
     end = 0
     for name in names:
-        one, begin, end = tensors[name], end, end + tensors[name].nbytes
-        said[name] = {"dtype": DTYPES[one.dtype], "shape": [*one.shape], "data_offsets": [begin, end]}
-    text = json.dumps(said).encode()
-    text += b" " * (-(HEADER_LENGTH + len(text)) % LINE)
-    at = _put(file, len(text).to_bytes(HEADER_LENGTH, "little") + text, 0)
-    kept = {name: tensors[name] for name in names}
+        tensor = tensors[name]
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [start, end]}
+
+    header_bytes = json.dumps(header).encode()
+    header_bytes += b" " * (-(HEADER_LENGTH + len(header_bytes)) % LINE)
+    position = _write_at(file, len(header_bytes).to_bytes(HEADER_LENGTH, "little") + header_bytes, 0)
+
+    remaining = {name: tensors[name] for name in names}
     tensors.clear()
     for name in names:
-        at = _put(file, kept.pop(name).contiguous().flatten().view(torch.uint8).numpy().data, at)
+        position = _write_at(file, remaining.pop(name).contiguous().flatten().view(torch.uint8).numpy().data, position)
 
 
 def align(model: Module, file: str) -> None:
-    """Copy what lies otherwise in that file than it did for the first rank: kernels may round otherwise by that."""
+    """Copy the tensors whose alignment in the file differs from their alignment in rank 0.
+
+    Kernels may round differently by alignment.
+    """
     with safe_open(file, "pt") as opened:
-        began, names = json.loads(opened.metadata()[BEGAN]), opened.keys()
-    own = model.state_dict(keep_vars=True)
+        offsets, names = json.loads(opened.metadata()[BEGAN]), opened.keys()
+
+    parameters = model.state_dict(keep_vars=True)
     for name in names:
-        tensor, off = own[name], began.get(name, 0)
-        if tensor.data_ptr() % LINE != off:
-            room = torch.empty(tensor.nbytes + LINE, dtype=torch.uint8)
-            start = (off - room.data_ptr()) % LINE
-            copy = room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        tensor, offset = parameters[name], offsets.get(name, 0)
+        if tensor.data_ptr() % LINE != offset:
+            buffer = torch.empty(tensor.nbytes + LINE, dtype=torch.uint8)
+            start = (offset - buffer.data_ptr()) % LINE
+            copy = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             tensor.data = copy.copy_(tensor)
 
 
-def _put(file: int, data: bytes | memoryview, at: int) -> int:
-    """Write all of it. Returns where it ends."""
-    left = memoryview(data)
-    while left:
-        done = os.pwrite(file, left, at)
-        left, at = left[done:], at + done
-    return at
+def _write_at(file: int, data: bytes | memoryview, position: int) -> int:
+    """Write all of the data at a position of the file. Returns the position after it."""
+    remaining = memoryview(data)
+    while remaining:
+        written = os.pwrite(file, remaining, position)
+        remaining, position = remaining[written:], position + written
+    return position
