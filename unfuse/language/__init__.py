@@ -1,1 +1,1 @@
-"""What language models need around a forward: tokenizers, templates, parsers, grammars, sampling, paged KV."""
+"""Language models: tokenizers, chat templates, tool calls, grammars, sampling, and the paged KV cache."""

@@ -1,7 +1,7 @@
-"""Split the text of an answer into reasoning, content and tool calls, by the model's formats: one table row each.
+"""Parse answers into reasoning, content and tool calls, by the model's formats.
 
-The result does not depend on where the text is split. Text that starts like a call, but is not a call of an offered
-function, is content, unchanged. Formats have vLLM's parser names.
+A format is a table row. The result does not depend on where the text is split. Text that starts like a call, but is
+not a call of an offered function, is content, unchanged. Formats have vLLM's parser names.
 """
 
 from __future__ import annotations
@@ -18,39 +18,68 @@ _BEGINS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
 _ENDS = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "```")
 
 HERMES = CallFormat(
-    "hermes", "json", ("<tool_call>",), ("</tool_call>",),
-    open="<tool_call>\n", between="\n</tool_call>\n<tool_call>\n", close="\n</tool_call>",
-)  # fmt: skip
+    "hermes",
+    "json",
+    ("<tool_call>",),
+    ("</tool_call>",),
+    open="<tool_call>\n",
+    between="\n</tool_call>\n<tool_call>\n",
+    close="\n</tool_call>",
+)
 BARE = CallFormat(
-    "llama3_json", "json", ("<|python_tag|>",), bare="{[", head='{"name": "NAME", "parameters": ',
-)  # fmt: skip
+    "llama3_json",
+    "json",
+    ("<|python_tag|>",),
+    bare="{[",
+    head='{"name": "NAME", "parameters": ',
+)
 
+#: The formats of tool calls, by vLLM's parser name.
 CALL_FORMATS = {
-    one.name: one
-    for one in (
+    format.name: format
+    for format in (
         HERMES,
         BARE,
         CallFormat(
-            "qwen3_coder", "tags", ("<tool_call>", "<function="), ("</function>", "</tool_call>"), written=HERMES,
+            "qwen3_coder",
+            "tags",
+            ("<tool_call>", "<function="),
+            ("</function>", "</tool_call>"),
+            written=HERMES,
         ),
         CallFormat(
-            "deepseek_v3", "named", _BEGINS, _ENDS, inner=(SEPARATOR,),
-            open=_BEGINS[0] + _BEGINS[1], head="function<｜tool▁sep｜>NAME\n```json\n", tail="\n```",
-            between=f"{_ENDS[0]}\n{_BEGINS[1]}", close=_ENDS[0] + _ENDS[1],
+            "deepseek_v3",
+            "named",
+            _BEGINS,
+            _ENDS,
+            inner=(SEPARATOR,),
+            open=_BEGINS[0] + _BEGINS[1],
+            head="function<｜tool▁sep｜>NAME\n```json\n",
+            tail="\n```",
+            between=f"{_ENDS[0]}\n{_BEGINS[1]}",
+            close=_ENDS[0] + _ENDS[1],
         ),
         CallFormat(
-            "deepseek_v31", "named", _BEGINS, _ENDS, inner=(SEPARATOR,),
-            open=_BEGINS[0] + _BEGINS[1], head="NAME<｜tool▁sep｜>", tail="",
-            between=_ENDS[0] + _BEGINS[1], close=_ENDS[0] + _ENDS[1],
+            "deepseek_v31",
+            "named",
+            _BEGINS,
+            _ENDS,
+            inner=(SEPARATOR,),
+            open=_BEGINS[0] + _BEGINS[1],
+            head="NAME<｜tool▁sep｜>",
+            tail="",
+            between=_ENDS[0] + _BEGINS[1],
+            close=_ENDS[0] + _ENDS[1],
         ),
         CallFormat("mistral", "listed", ("[TOOL_CALLS]",), inner=("[CALL_ID]", "[ARGS]"), written=BARE),
         CallFormat("pythonic", "python", ("<|python_start|>",), ("<|python_end|>",), bare="[", written=BARE),
     )
-}  # fmt: skip
+}
 
+#: The formats of reasoning, by vLLM's parser name.
 REASONING_FORMATS = {
-    one.name: one
-    for one in (
+    format.name: format
+    for format in (
         ReasoningFormat("qwen3"),
         ReasoningFormat("deepseek_r1", always=True),
         ReasoningFormat("glm45"),
@@ -78,37 +107,41 @@ def format_of(template: str) -> CallFormat:
 
 
 def reasoning_of(template: str) -> ReasoningFormat | None:
-    """Return the reasoning format of a model with this chat template, or None."""
-    found = (REASONING_FORMATS[name] for name in ("seed_oss", "mistral", "qwen3"))
-    return next((one for one in found if one.begin in template or one.end in template), None)
+    """Return the reasoning format of a model with this chat template.
+
+    None if the template does not mention the marks of a format.
+    """
+    formats = (REASONING_FORMATS[name] for name in ("seed_oss", "mistral", "qwen3"))
+    return next((format for format in formats if format.begin in template or format.end in template), None)
 
 
+#: What a part of an answer is. "mark" is text that is not shown.
 Kind = Literal["content", "reasoning", "call", "arguments", "mark"]
 
+#: Characters between a call and a mark or another call, including a surplus brace and the end of a code fence.
 BETWEEN = " \r\n\t,;]}`"
-"""Characters between a call and a mark or another call, including a surplus brace and the end of a code fence."""
 
-LEAST = 4  # characters by which a truncated mark is recognized
+#: The least characters by which a truncated mark is recognized.
+LEAST = 4
 
 
 class AnswerPart(msgspec.Struct, frozen=True):
-    """A part of the text that a model wrote.
+    """A part of the text that a model generated."""
 
-    `text` is content, reasoning, the name of a called function, a piece of the last call's arguments, or "" for a mark.
-    `raw` is the model's text for this part: the `raw` of all parts together are the whole text.
-    """
-
+    #: What the part is.
     kind: Kind
+    #: Content, reasoning, the name of a called function, a delta of the last call's arguments, or "" for a mark.
     text: str
+    #: The model's text for this part. All `raw` together are the whole text.
     raw: str
 
 
 class CallReader:
-    """Extracts calls of the offered `functions` from a text, incrementally.
+    """Extracts tool calls from a text, incrementally.
 
-    `functions` maps each function to the types of its parameters by name, for formats without types. Without
-    `several`, only the first call is parsed, and the text is `over` after it. `forced` means that the answer consists
-    of calls, so that the rest of a truncated call is never content.
+    `functions`: the offered functions, each with the types of its parameters by name, for formats without types.
+    `several`: whether more than one call is parsed. If not, the text is `over` after the first.
+    `forced`: whether the answer consists of calls, so that the rest of a truncated call is never content.
     """
 
     def __init__(
@@ -119,16 +152,25 @@ class CallReader:
         several: bool = True,
         forced: bool = False,
     ) -> None:
-        self._format, self._several, self._forced = format, several, forced
+        self._format = format
+        self._several = several
+        self._forced = forced
         self._chars = CallInput()
         self._syntax = CallParsers(format, functions, self._chars, several)
         self._parts = list[AnswerPart]()
         self._text = ""  # not parsed yet
-        self._candidate, self._marked = "", False  # the start of a possible call; whether it is a mark
-        self._parsing: Generator[None, str, None] | None = None
+
+        self._candidate = ""  # the start of a possible call, with the white space before it
+        self._has_mark = False  # whether that start is a mark of the format
+        self._parsing: Generator[None, str, None] | None = None  # the parser of a possible call
         self._between = False  # whether the last parsed element is a call
-        self._new_line, self._begun = True, False
-        self.calls, self.over = 0, False
+
+        self._at_line_start = True  # whether only white space precedes in this line
+        self._has_content = False  # whether white space at the beginning was passed
+        #: The number of calls so far.
+        self.calls = 0
+        #: Whether the answer is complete, so that further text is ignored.
+        self.over = False
 
     def feed(self, text: str) -> list[AnswerPart]:
         """Add text. Returns the parts that are certain now."""
@@ -141,18 +183,21 @@ class CallReader:
         return self._pop_parts()
 
     def finish(self, *, cut: bool = False) -> list[AnswerPart]:
-        """Return the remaining parts at the end of the text. `cut`: the answer ran out of tokens."""
+        """Return the remaining parts at the end of the text.
+
+        `cut`: the answer ran out of tokens.
+        """
         if self._parsing is not None:
-            self._end_call(cut)
+            self._end_truncated_call(cut)
         elif self._text:
-            blank = self._between and not self._text.strip(BETWEEN)
-            hidden = blank or (cut and (self._forced or self._between or self._is_part_of_mark(self._text)))
+            is_space = self._between and not self._text.strip(BETWEEN)
+            hidden = is_space or (cut and (self._forced or self._between or self._is_truncated_mark(self._text)))
             self._emit("mark" if hidden else "content", "" if hidden else self._text, self._text)
         self._text = ""
         return self._pop_parts()
 
-    def _is_part_of_mark(self, text: str) -> bool:
-        """Whether a text is the beginning of a start mark, and long enough not to be something else."""
+    def _is_truncated_mark(self, text: str) -> bool:
+        """Return whether a text is a beginning of a start mark, and long enough."""
         text = text.strip()
         return len(text) >= LEAST and any(mark.startswith(text) for mark in self._format.starts)
 
@@ -163,34 +208,40 @@ class CallReader:
         return self._read_between() if self._between else self._read_content()
 
     def _read_content(self) -> bool:
-        """Parse content up to a possible call. White space at the beginning of an answer is held back."""
-        text, place = self._text, 0
-        if not self._begun:
-            place = len(text) - len(text.lstrip())
-        while place < len(text):
-            start = self._start(text, place)
-            if start is None:
-                sure = place if self._begun else 0
-                self._show(text[:sure])
-                self._text = text[sure:]
+        """Parse content up to a possible call.
+
+        White space at the beginning of an answer is held back.
+        """
+        text, index = self._text, 0
+        if not self._has_content:
+            index = len(text) - len(text.lstrip())
+        while index < len(text):
+            mark = self._find_start(text, index)
+            if mark is None:
+                certain = index if self._has_content else 0
+                self._emit_content(text[:certain])
+                self._text = text[certain:]
                 return False
-            if start:
-                before = "" if self._begun else text[:place]
-                self._show(text[len(before) : place])
-                self._text = text[place + len(start) :]
-                self._begin(before, start)
+            if mark:
+                before = "" if self._has_content else text[:index]
+                self._emit_content(text[len(before) : index])
+                self._text = text[index + len(mark) :]
+                self._start_call(before, mark)
                 return True
-            self._new_line = text[place] == "\n" or (self._new_line and text[place].isspace())
-            self._begun = True
-            place += 1
-        if self._begun:
-            self._show(text)
+            self._at_line_start = text[index] == "\n" or (self._at_line_start and text[index].isspace())
+            self._has_content = True
+            index += 1
+        if self._has_content:
+            self._emit_content(text)
             self._text = ""
         return False
 
-    def _start(self, text: str, place: int) -> str | None:
-        """Return the text that begins a call at this place: "" if none does, None if more text is needed."""
-        if self._new_line and text[place] in self._format.bare:
+    def _find_start(self, text: str, place: int) -> str | None:
+        """Return the text that starts a call at this place.
+
+        "" if no call starts there, None if more text is needed.
+        """
+        if self._at_line_start and text[place] in self._format.bare:
             return text[place]
         marks = [mark for mark in self._format.starts if mark[0] == text[place]]
         for mark in marks:
@@ -200,37 +251,40 @@ class CallReader:
         return None if any(mark.startswith(rest) for mark in marks) else ""
 
     def _read_between(self) -> bool:
-        """Parse the text after a call: marks, separators and white space, another call, or content."""
+        """Parse the text after a call: marks, separators, white space, a call or content."""
         rest = self._text.lstrip(BETWEEN)
         skipped = self._text[: len(self._text) - len(rest)]
         marks = (*self._format.ends, *self._format.starts)
         mark = next((mark for mark in marks if rest.startswith(mark)), "")
         if not rest or (not mark and any(mark.startswith(rest) for mark in marks)):
             return False
-        if mark in self._format.starts or (not mark and self._goes_on(rest)):
+        if mark in self._format.starts or (not mark and self._continues_calls(rest)):
             self._between = False
             self._text = rest[len(mark or rest[0]) :]
-            self._begin(skipped, mark or rest[0])
+            self._start_call(skipped, mark or rest[0])
         elif mark:
             self._emit("mark", "", skipped + mark)
             self._text = rest[len(mark) :]
         else:
-            blank = self._text[: len(self._text) - len(self._text.lstrip())]
-            self._emit("mark", "", blank)
-            self._text = self._text[len(blank) :]
-            self._between, self._begun = False, True
-            self._new_line = "\n" in blank
+            space = self._text[: len(self._text) - len(self._text.lstrip())]
+            self._emit("mark", "", space)
+            self._text = self._text[len(space) :]
+            self._between, self._has_content = False, True
+            self._at_line_start = "\n" in space
         return True
 
-    def _goes_on(self, rest: str) -> bool:
-        """Whether this may be a further object of a list, or a further bare call."""
+    def _continues_calls(self, rest: str) -> bool:
+        """Return whether this may be another object of a list, or another bare call."""
         listed = self._format.syntax in ("json", "listed") and rest[0] == "{"
         return listed or rest[0] in self._format.bare
 
-    def _begin(self, before: str, start: str) -> None:
-        """Start parsing a possible call at `start`. If it is not a call, `before` and `start` are content."""
+    def _start_call(self, before: str, start: str) -> None:
+        """Start parsing a possible call at `start`.
+
+        If it is not a call, `before` and `start` are content.
+        """
         self._chars.reset(before + start)
-        self._candidate, self._marked = before + start, start in self._format.starts
+        self._candidate, self._has_mark = before + start, start in self._format.starts
         self._parsing = self._syntax.parse(start)
         next(self._parsing)
 
@@ -243,47 +297,51 @@ class CallReader:
                 self._parsing.send(char)
             except (StopIteration, NotACall) as end:
                 self._text = text[place + 1 :]
-                self._drain()
-                self._close(isinstance(end, NotACall))
+                self._emit_events()
+                self._end_parsing(isinstance(end, NotACall))
                 return True
-        self._drain()
+        self._emit_events()
         return False
 
-    def _drain(self) -> None:
-        for kind, piece, raw in self._chars.pop_events():
-            self._emit(kind, piece, raw)
+    def _emit_events(self) -> None:
+        """Emit the call parser's events as parts."""
+        for kind, text, raw in self._chars.pop_events():
+            self._emit(kind, text, raw)
             self.calls += kind == "call"
 
-    def _close(self, failed: bool) -> None:
-        """Handle the end of the call parser: its unparsed text is content, or is parsed again."""
+    def _end_parsing(self, failed: bool) -> None:
+        """Handle the end of the call parser.
+
+        Its unparsed text is content if the call `failed` before it was certain; otherwise it is parsed again.
+        """
         self._parsing = None
-        left = self._chars.left()
-        began = self._chars.started
-        if failed and not began:
-            self._show(self._candidate)
-            self._text = left[len(self._candidate) :] + self._text
-            self._new_line, self._begun = False, True
+        unparsed = self._chars.left()
+        was_call = self._chars.started
+        if failed and not was_call:
+            self._emit_content(self._candidate)
+            self._text = unparsed[len(self._candidate) :] + self._text
+            self._at_line_start, self._has_content = False, True
             return
-        self._text = left + self._text
+        self._text = unparsed + self._text
         self._between = True
         self.over = not self._several and self.calls > 0
 
-    def _end_call(self, cut: bool) -> None:
+    def _end_truncated_call(self, cut: bool) -> None:
         """End an unfinished call at the end of the text."""
         assert self._parsing is not None
         if not cut:
             self._syntax.end()
-        self._drain()
-        left = self._chars.left()
-        hidden = self._chars.started or (cut and (self._forced or self._marked))
-        self._emit("mark" if hidden else "content", "" if hidden else left, left)
+        self._emit_events()
+        unparsed = self._chars.left()
+        hidden = self._chars.started or (cut and (self._forced or self._has_mark))
+        self._emit("mark" if hidden else "content", "" if hidden else unparsed, unparsed)
         self._parsing = None
 
-    def _show(self, text: str) -> None:
+    def _emit_content(self, text: str) -> None:
         self._emit("content", text, text)
 
     def _emit(self, kind: Kind, text: str, raw: str) -> None:
-        """Add a part; join it to the last one if both are of the same kind."""
+        """Add a part, or extend the last one if both are of the same kind."""
         if not raw and not text:
             return
         last = self._parts[-1] if self._parts else None
@@ -298,23 +356,27 @@ class CallReader:
 
 
 def opened(format: ReasoningFormat, start: str, *, continues: bool = False) -> bool:
-    """Return whether an answer begins within reasoning, if `start` is the text before it in its turn.
+    """Return whether an answer starts within its reasoning.
 
-    The template writes that text, or it is the last message, which the answer `continues`.
+    `start`: the text before the answer in its turn. The template writes it, or it is the last message.
+    `continues`: whether the answer continues that message.
     """
-    begun, ended = start.rfind(format.begin), start.rfind(format.end)
-    return begun > ended or (format.always and ended < 0 and not continues)
+    last_begin, last_end = start.rfind(format.begin), start.rfind(format.end)
+    return last_begin > last_end or (format.always and last_end < 0 and not continues)
 
 
 class AnswerReader:
-    """Parses an answer incrementally. The parts do not depend on where the text is split."""
+    """Parses an answer incrementally into parts.
+
+    The parts do not depend on where the text is split.
+    """
 
     def __init__(self, reading: AnswerParsing) -> None:
         self.reasoning = ReasoningReader(reading.reasoning, reading.opened) if reading.reasoning else None
         self._calls: CallReader | None = None
         if reading.calls:
-            about = {"several": reading.several, "forced": reading.forced}
-            self._calls = CallReader(reading.calls, reading.functions, **about)
+            options = {"several": reading.several, "forced": reading.forced}
+            self._calls = CallReader(reading.calls, reading.functions, **options)
 
     @property
     def over(self) -> bool:
@@ -323,50 +385,62 @@ class AnswerReader:
 
     def feed(self, text: str) -> list[AnswerPart]:
         """Add text. Returns the parts that are certain now."""
-        return self._read(self.reasoning.feed(text) if self.reasoning else [AnswerPart("content", text, text)])
+        return self._replace_content(
+            self.reasoning.feed(text) if self.reasoning else [AnswerPart("content", text, text)]
+        )
 
     def finish(self, *, cut: bool = False) -> list[AnswerPart]:
-        """Return the remaining parts at the end of the text. `cut`: the answer ran out of tokens."""
-        parts = self._read(self.reasoning.finish(cut=cut)) if self.reasoning else []
+        """Return the remaining parts at the end of the text.
+
+        `cut`: the answer ran out of tokens.
+        """
+        parts = self._replace_content(self.reasoning.finish(cut=cut)) if self.reasoning else []
         return parts + (self._calls.finish(cut=cut) if self._calls else [])
 
-    def _read(self, parts: list[AnswerPart]) -> list[AnswerPart]:
-        """Replace content by the parts that the call parser makes of it."""
+    def _replace_content(self, parts: list[AnswerPart]) -> list[AnswerPart]:
+        """Replace content by the parts of calls and content in it."""
         if self._calls is None:
             return parts
-        found = list[AnswerPart]()
+        replaced = list[AnswerPart]()
         for part in parts:
-            found += self._calls.feed(part.raw) if part.kind == "content" else [part]
-        return found
+            replaced += self._calls.feed(part.raw) if part.kind == "content" else [part]
+        return replaced
 
 
 class ReasoningReader:
     """Separates the reasoning at the beginning of an answer from the rest, incrementally.
 
-    White space around the reasoning is dropped. `opened`: the prompt already contains the begin mark.
+    White space around the reasoning is dropped.
+
+    `opened`: whether the prompt already contains the begin mark.
     """
 
     def __init__(self, format: ReasoningFormat, opened: bool) -> None:
-        self._format, self._held = format, ""
-        self._blank = True  # whether the reasoning so far is only white space
+        self._format = format
+        self._buffer = ""  # text that is not parsed yet
+        self._only_space = True  # whether the reasoning so far is only white space
+        #: Where in the answer the text so far ends. "behind" is between reasoning and content.
         self.state: Literal["start", "opened", "inside", "behind", "content"] = "opened" if opened else "start"
 
     def feed(self, text: str) -> list[AnswerPart]:
         """Add text. Returns the parts that are certain now."""
-        self._held += text
+        self._buffer += text
         parts = list[AnswerPart]()
-        while self._held and (more := self._advance()) is not None:
+        while self._buffer and (more := self._advance()) is not None:
             parts += more
         return parts
 
     def finish(self, *, cut: bool = False) -> list[AnswerPart]:
-        """Return the remaining parts at the end of the text. `cut`: the answer ran out of tokens."""
-        held, self._held = self._held, ""
+        """Return the remaining parts at the end of the text.
+
+        `cut`: the answer ran out of tokens.
+        """
+        rest, self._buffer = self._buffer, ""
         if self.state in ("opened", "inside"):
-            shown = "" if cut or not held.strip() else held.rstrip()
-            return [AnswerPart("reasoning", shown, held)] if shown else _mark(held)
-        marked = self.state == "start" and cut and len(held.strip()) >= LEAST
-        return _mark(held) if marked or not held else [AnswerPart("content", held, held)]
+            text = "" if cut or not rest.strip() else rest.rstrip()
+            return [AnswerPart("reasoning", text, rest)] if text else _mark_part(rest)
+        is_truncated_mark = self.state == "start" and cut and len(rest.strip()) >= LEAST
+        return _mark_part(rest) if is_truncated_mark or not rest else [AnswerPart("content", rest, rest)]
 
     def _advance(self) -> list[AnswerPart] | None:
         """Parse one step. Returns its parts, or None if more text is needed."""
@@ -376,12 +450,13 @@ class ReasoningReader:
             case "inside":
                 return self._read_reasoning()
             case "behind":
-                return self._read_behind()
-        held, self._held = self._held, ""
-        return [AnswerPart("content", held, held)]
+                return self._read_after_reasoning()
+        content, self._buffer = self._buffer, ""
+        return [AnswerPart("content", content, content)]
 
     def _read_start(self) -> list[AnswerPart] | None:
-        begin, rest = self._format.begin, self._held.lstrip()
+        """Parse the begin mark and the white space around it."""
+        begin, rest = self._format.begin, self._buffer.lstrip()
         if begin.startswith(rest):
             if rest != begin:
                 return None
@@ -393,45 +468,49 @@ class ReasoningReader:
             return []
         self.state = "inside"
         text = rest.lstrip()
-        mark = self._held[: len(self._held) - len(text)]
-        self._held = text
-        self._blank = True
-        return _mark(mark)
+        mark = self._buffer[: len(self._buffer) - len(text)]
+        self._buffer = text
+        self._only_space = True
+        return _mark_part(mark)
 
     def _read_reasoning(self) -> list[AnswerPart] | None:
-        """Parse reasoning up to its end mark. Trailing white space is held back, because it may precede the mark."""
-        if self._blank:
-            text = self._held.lstrip()
-            mark = _mark(self._held[: len(self._held) - len(text)])
-            self._held, self._blank = text, not text
+        """Parse reasoning up to its end mark.
+
+        Trailing white space is held back, because it may precede the mark.
+        """
+        if self._only_space:
+            text = self._buffer.lstrip()
+            mark = _mark_part(self._buffer[: len(self._buffer) - len(text)])
+            self._buffer, self._only_space = text, not text
             return mark
         end = self._format.end
-        at = self._held.find(end)
-        if at >= 0:
-            text, raw = self._held[:at].rstrip(), self._held[: at + len(end)]
-            self._held = self._held[at + len(end) :]
+        position = self._buffer.find(end)
+        if position >= 0:
+            text, raw = self._buffer[:position].rstrip(), self._buffer[: position + len(end)]
+            self._buffer = self._buffer[position + len(end) :]
             self.state = "behind"
-            return [AnswerPart("reasoning", text, text), *_mark(raw[len(text) :])] if text else _mark(raw)
-        sure = self._held[: len(self._held) - overlap(self._held, end)].rstrip()
-        if not sure:
+            return [AnswerPart("reasoning", text, text), *_mark_part(raw[len(text) :])] if text else _mark_part(raw)
+        certain = self._buffer[: len(self._buffer) - overlap(self._buffer, end)].rstrip()
+        if not certain:
             return None
-        self._held = self._held[len(sure) :]
-        return [AnswerPart("reasoning", sure, sure)]
+        self._buffer = self._buffer[len(certain) :]
+        return [AnswerPart("reasoning", certain, certain)]
 
-    def _read_behind(self) -> list[AnswerPart]:
+    def _read_after_reasoning(self) -> list[AnswerPart]:
         """Drop white space between reasoning and content."""
-        text = self._held.lstrip()
-        mark = self._held[: len(self._held) - len(text)]
-        self._held = text
+        text = self._buffer.lstrip()
+        mark = self._buffer[: len(self._buffer) - len(text)]
+        self._buffer = text
         if text:
             self.state = "content"
-        return _mark(mark)
+        return _mark_part(mark)
 
 
 def overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of `text` that is a beginning of `mark`."""
+    """Return the length of the longest end of `text` that `mark` begins with."""
     return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-size:])), 0)
 
 
-def _mark(raw: str) -> list[AnswerPart]:
+def _mark_part(raw: str) -> list[AnswerPart]:
+    """Return text that is not shown as a part; no part for ""."""
     return [AnswerPart("mark", "", raw)] if raw else []

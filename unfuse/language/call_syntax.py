@@ -13,10 +13,17 @@ from unfuse.core.text import SEPARATOR, CallFormat
 
 #: A parser coroutine: it receives characters by `send`, and returns a value when its element is complete.
 Parsing = Generator[None, str, Any]
+
+#: What a parser emits: the kind, its text, and the model's text for it.
 Event = tuple[Literal["call", "arguments", "mark"], str, str]
 
-MAX_NAME = 128  # the longest text that is read as the head of a call
+#: The longest text that is read as the head of a call.
+MAX_NAME = 128
+
+#: The white space of JSON.
 SPACE = " \r\n\t"
+
+#: The characters of JSON outside strings, and of unquoted words that models write.
 _JSON = frozenset(' \r\n\t,:"[]{}+-.') | frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_")
 _OPENED = re.compile(r"\n[ \t]*<parameter=([^>\n]{1,128})>")
 _CONSTANTS = {"true": True, "false": False, "null": None}
@@ -28,8 +35,9 @@ class NotACall(Exception):
 
 @dataclass
 class ParsedCall:
-    """What has been parsed of a JSON object that may be a call."""
+    """The parsed beginning of a JSON object that may be a call."""
 
+    #: The function's name; "" before it was parsed.
     name: str = ""
     #: Arguments as text, if they came before the name.
     arguments: str = ""
@@ -101,12 +109,18 @@ class CallInput:
 
 
 class CallParsers:
-    """The call parsers for one answer. They raise NotACall for other text, and for a function that is not offered."""
+    """The call parsers for one answer.
+
+    They raise NotACall for other text, and for a function that is not offered.
+    """
 
     def __init__(
         self, format: CallFormat, functions: Mapping[str, Mapping[str, str]], chars: CallInput, several: bool
     ) -> None:
-        self._format, self._functions, self._chars, self._several = format, functions, chars, several
+        self._format = format
+        self._functions = functions
+        self._chars = chars
+        self._several = several
         self._tagged: TaggedArguments | None = None
 
     def parse(self, start: str) -> Parsing:
@@ -130,7 +144,8 @@ class CallParsers:
         if self._tagged is not None:
             self._chars.emit("arguments", (self._tagged.argument() if self._tagged.begun else "") + "}")
 
-    def _begin(self, name: str) -> None:
+    def _emit_call(self, name: str) -> None:
+        """Emit the start of a call. Raises NotACall if the function is not offered."""
         if name not in self._functions:
             raise NotACall
         self._chars.emit("call", name)
@@ -142,7 +157,10 @@ class CallParsers:
         return char
 
     def _until(self, mark: str, stops: str = "\n") -> Parsing:
-        """Return the text before a mark, and consume the mark. Raises NotACall at a character in `stops`."""
+        """Return the text before a mark, and consume the mark.
+
+        Raises NotACall at a character in `stops`.
+        """
         text = ""
         while not text.endswith(mark):
             text += yield from self._chars.next()
@@ -151,7 +169,7 @@ class CallParsers:
         return text.removesuffix(mark)
 
     def _json(self, start: str) -> Parsing:
-        """Parse an object with a name and arguments, which may be the first one of a list, or in a code fence."""
+        """Parse an object with a name and arguments, also in a list or code fence."""
         char = start if start in ("{", "[") else (yield from self._space())
         if char == "`":
             yield from self._until("\n", stops="")
@@ -161,54 +179,54 @@ class CallParsers:
         yield from self._object(char)
 
     def _object(self, char: str) -> Parsing:
-        """Parse an object with a name, arguments (an object or a string) and any other keys, in any order.
+        """Parse an object with a name, arguments and any other keys, in any order.
 
-        Also accepts OpenAI's form, where name and arguments are in an object `function`.
+        The arguments are an object or a string. Also accepts OpenAI's form, with both in an object `function`.
         """
         if char != "{":
             raise NotACall
-        found = ParsedCall()
-        while found.depth:
+        call = ParsedCall()
+        while call.depth:
             char = yield from self._space()
             if char == "}":
-                found.depth -= 1
+                call.depth -= 1
             elif char == '"':
-                yield from self._field(found)
-            elif char == "{" and found == ParsedCall():
-                found.depth += 1  # some models double the braces, as their template does
+                yield from self._field(call)
+            elif char == "{" and call == ParsedCall():
+                call.depth += 1  # some models double the braces, as their template does
             elif char != ",":
                 self._chars.put_back()
                 break
         if not self._chars.started:
-            if not found.name or found.depth or self._format.bare:
+            if not call.name or call.depth or self._format.bare:
                 raise NotACall
-            self._begin(found.name)
+            self._emit_call(call.name)
             self._chars.emit("arguments", "{}")
 
-    def _field(self, found: ParsedCall) -> Parsing:
+    def _field(self, call: ParsedCall) -> Parsing:
         """Parse a key, whose opening quote was consumed, and its value."""
         key = yield from self._string()
         if (yield from self._space()) != ":":
             raise NotACall
         char = yield from self._space()
         if key in ("arguments", "parameters") and not self._chars.started:
-            found.arguments = yield from self._arguments(char, found.name)
+            call.arguments = yield from self._arguments(char, call.name)
         elif key in ("name", "function") and char == '"':
             name = yield from self._string()
-            found.name = found.name or name
+            call.name = call.name or name
         elif key == "function" and char == "{":
-            found.depth += 1
+            call.depth += 1
         else:
             yield from self._other(char)
-        if found.name and found.arguments and not self._chars.started:
-            self._begin(found.name)
-            self._chars.emit("arguments", found.arguments)
+        if call.name and call.arguments and not self._chars.started:
+            self._emit_call(call.name)
+            self._chars.emit("arguments", call.arguments)
 
     def _arguments(self, char: str, name: str) -> Parsing:
-        """Return the arguments as text; "" if they were streamed, because the name was already known."""
+        """Return the arguments as text; "" if streamed, because the name was known."""
         if char == "{" and name:
             self._chars.put_back()
-            self._begin(name)
+            self._emit_call(name)
             self._chars.stream(True)
             yield from self._chars.next()
             yield from self._nested()
@@ -224,11 +242,13 @@ class CallParsers:
         raise NotACall
 
     def _nested(self) -> Parsing:
-        """Return the rest of an object or list, up to its end or to a character that JSON does not allow.
+        """Return the rest of an object or list, up to its end.
 
-        Line breaks and other control characters in strings are escaped, as JSON requires.
+        Also ends at a character that JSON does not allow. Line breaks and other control characters in strings are
+        escaped, as JSON requires.
         """
-        open, text = 1, list[str]()
+        open = 1
+        text = list[str]()
         quoted = escaped = False
         while open:
             char = yield from self._chars.next()
@@ -266,7 +286,10 @@ class CallParsers:
             raise NotACall from error
 
     def _other(self, char: str) -> Parsing:
-        """Skip the value of another key. Until the call is certain, raises NotACall for an object or list."""
+        """Skip the value of another key.
+
+        Until the call is certain, raises NotACall for an object or list.
+        """
         if char == '"':
             yield from self._string()
         elif char in "{[":
@@ -288,7 +311,10 @@ class CallParsers:
         return word
 
     def _named_arguments(self) -> Parsing:
-        """Parse `NAME mark JSON`, or `TYPE mark NAME newline JSON`. The JSON may be in a code fence."""
+        """Parse `NAME mark JSON`, or `TYPE mark NAME newline JSON`.
+
+        The JSON may be in a code fence.
+        """
         head = yield from self._until(SEPARATOR, stops="")
         name = head.strip().removeprefix(self._format.starts[1]).strip()
         if name == "function":
@@ -330,7 +356,10 @@ class CallParsers:
         yield from self._arguments(char, name or " ")
 
     def _tags(self, start: str) -> Parsing:
-        """Parse a function tag with one tag per parameter. Also accepts JSON in the outer tag."""
+        """Parse a function tag with one tag per parameter.
+
+        Also accepts JSON in the outer tag.
+        """
         if start == "<tool_call>":
             char = yield from self._space()
             if char in "{[":
@@ -340,7 +369,7 @@ class CallParsers:
             if char + (yield from self._until("=")) != "<function":
                 raise NotACall
         name = (yield from self._until(">")).strip("\"' ")
-        self._begin(name)
+        self._emit_call(name)
         self._tagged = TaggedArguments(self._functions[name])
         self._chars.emit("arguments", "{")
         tag = yield from self._tag()
@@ -350,7 +379,7 @@ class CallParsers:
         self._chars.emit("arguments", "}")
 
     def _tag(self) -> Parsing:
-        """Return the beginning of a tag, up to its first = or >; "" if no tag follows."""
+        """Return a tag up to its first = or >; "" if no tag follows."""
         if (yield from self._space()) != "<":
             self._chars.put_back()
             return ""
@@ -381,7 +410,7 @@ class CallParsers:
             if char != "(" or name not in self._functions:
                 raise NotACall
             arguments = keywords((yield from self._parentheses()))
-            self._begin(name)
+            self._emit_call(name)
             self._chars.emit("arguments", arguments)
             char = "]" if not self._several else (yield from self._space())
             if char == "]":
@@ -392,7 +421,8 @@ class CallParsers:
 
     def _parentheses(self) -> Parsing:
         """Return the text up to the closing parenthesis; the opening one was consumed."""
-        open, text = 1, ""
+        open = 1
+        text = ""
         quote, escaped = "", False
         while open:
             char = yield from self._chars.next()
@@ -413,8 +443,10 @@ class TaggedArguments:
     """Converts arguments written as tags to JSON, by the types of the function's parameters."""
 
     def __init__(self, types: Mapping[str, str]) -> None:
-        self._types, self._count = types, 0
-        self._name, self._value = "", list[str]()
+        self._types = types
+        self._count = 0  # how many arguments `argument` has returned
+        self._name = ""  # the current parameter
+        self._value = list[str]()  # the characters of its value
 
     def begin(self, name: str) -> None:
         """Start the value of this parameter."""
@@ -438,7 +470,7 @@ class TaggedArguments:
         return tag
 
     def _ends_call(self, tag: str, before: str) -> bool:
-        """Whether this tag ends the call although the value has no closing tag. Calls within the value do not."""
+        """Return whether this tag ends the call although the value has no closing tag."""
         ends = tag == "</tool_call>" and before.endswith("\n</function>")
         return ends and "<function=" not in "".join(self._value)
 
@@ -448,7 +480,7 @@ class TaggedArguments:
         return bool(self._name)
 
     def argument(self) -> str:
-        """Return the value as a JSON member, with a comma before it unless it is the first.
+        """Return the value as a JSON member, after a comma unless it is the first.
 
         If closing tags were omitted, it contains several values, and all their members are returned.
         """
@@ -456,12 +488,14 @@ class TaggedArguments:
         for tag in ("</tool_call>", "</function>", "</parameter>"):
             text = text.removesuffix(tag).rstrip() if tag != "</parameter>" else text.removesuffix(tag)
         written = ""
-        while (found := _OPENED.search(text)) and found[1] in self._types and found[1] != self._name:
-            written += self._one(text[: found.start()])
-            self._name, text = found[1], text[found.end() :]
-        return written + self._one(text)
+        while (opened := _OPENED.search(text)) and opened[1] in self._types and opened[1] != self._name:
+            written += self._member(text[: opened.start()])
+            self._name = opened[1]
+            text = text[opened.end() :]
+        return written + self._member(text)
 
-    def _one(self, text: str) -> str:
+    def _member(self, text: str) -> str:
+        """Return the current parameter with this value as a JSON member, and end it."""
         text = text.removeprefix("\n").removesuffix("\n")
         value = json_value(text, self._types.get(self._name, "string").split("|"))
         written = f"{', ' if self._count else ''}{json.dumps(self._name, ensure_ascii=False)}: {value}"
@@ -471,7 +505,7 @@ class TaggedArguments:
 
 
 def json_value(text: str, types: Sequence[str]) -> str:
-    """Return a text as a JSON value of one of these types, or as a JSON string if it is of none of them."""
+    """Return a text as JSON of one of these types, else as a string."""
     word = text.strip()
     if word in ("null", "None") and "null" in types:
         return "null"
@@ -501,7 +535,10 @@ def _python_value(text: str) -> str:
 
 
 def keywords(text: str) -> str:
-    """Return the keyword arguments of a Python call as JSON. Raises NotACall for positional or non-literal ones."""
+    """Return the keyword arguments of a Python call as JSON.
+
+    Raises NotACall for positional or non-literal arguments.
+    """
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
@@ -517,6 +554,7 @@ def keywords(text: str) -> str:
 
 
 def _literal(node: ast.expr) -> Any:
+    """Return the value of a literal, also with JSON's constants. Raises NotACall for other code."""
     match node:
         case ast.Constant(value=str() | int() | float() | None as value):
             return value
@@ -532,13 +570,14 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _text(key: ast.expr | None) -> str:
+    """Return the value of a string literal. Raises NotACall for other code."""
     if isinstance(key, ast.Constant) and isinstance(key.value, str):
         return key.value
     raise NotACall
 
 
 def object_in(text: str) -> str:
-    """Return arguments that were written as a string. Raises NotACall if it is not a JSON object."""
+    """Return the JSON object in a string of arguments, as text. Raises NotACall."""
     try:
         value = json.loads(text or "{}")
         text.encode()

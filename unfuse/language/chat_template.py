@@ -1,4 +1,4 @@
-"""A model's chat template: from messages to the text of a prompt, in Jinja's sandbox and within bounds.
+"""Chat templates: render messages to a prompt, in Jinja's sandbox and within limits.
 
 Special tokens in clients' texts stay plain text, while those of the template become tokens. Before the template is
 rendered, a mark is inserted into each special token in a client's text. Special tokens that the template writes have no
@@ -28,19 +28,25 @@ from tokenizers import Tokenizer
 from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.language.messages import TEXT_PARTS
 
-MAX_CHARACTERS = 32 * 1024 * 1024  # the longest prompt a template may make
-MAX_S = 5.0  # seconds of computing that it may take for that
+#: The longest prompt that a template may render, in characters.
+MAX_CHARACTERS = 32 * 1024 * 1024
 
+#: The most CPU seconds for rendering a prompt.
+MAX_S = 5.0
+
+#: The CPU time of this thread at which rendering is stopped.
 _deadline = ContextVar[float]("deadline", default=float("inf"))
+
+#: A chat message: an object with a role, a content and more.
 Message = Mapping[str, Any]
 
 
 class TemplateTooLarge(TemplateError):
-    """A template takes too long, or renders too long a prompt."""
+    """The template takes too long, or renders too long a prompt."""
 
 
 class _Generation(Extension):
-    """{% generation %} marks what training looks at; here it is a block like any."""
+    """Support for `{% generation %}`, which marks text for training and has no effect here."""
 
     tags = {"generation"}
 
@@ -50,24 +56,25 @@ class _Generation(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja as transformers sets it up for templates, whose every loop and call looks at the clock.
+    """Jinja's sandbox, set up as in transformers, with a limit on CPU time.
 
-    So none goes on for ever, even one without output. The clock is that of this thread's computing: a machine under
-    load fails no prompt. A template belongs to a model, which is trusted not to use up memory on purpose.
+    Every loop iteration and call checks the limit, so that a template without output is stopped too. The limit counts
+    this thread's CPU time, so that no prompt fails because the machine is busy. Memory is not limited: a template
+    belongs to a model, which is trusted not to exhaust memory on purpose.
     """
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         self.filters["tojson"] = _tojson
-        self.globals.pop("lipsum")  # it makes as much text as it is told to, in a loop of its own
-        self.globals |= {"raise_exception": _raise, "_on": _on}
+        self.globals.pop("lipsum")  # it can make any amount of text, in a loop without checks
+        self.globals |= {"raise_exception": _raise, "_on": _check_limit}
         self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
-            on = nodes.Call(nodes.Name("_on", "load"), [], [], None, None)
-            loop.body.insert(0, nodes.ExprStmt(on).set_lineno(loop.lineno))
+            check = nodes.Call(nodes.Name("_on", "load"), [], [], None, None)
+            loop.body.insert(0, nodes.ExprStmt(check).set_lineno(loop.lineno))
         return tree
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
@@ -77,41 +84,51 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class ChatTemplate:
-    """A template. `source` names it in errors. Raises ConfigError for one that is not valid.
+    """A compiled chat template. Raises ConfigError if it is not valid.
 
-    It may take `seconds` of computing and make a prompt of `characters`.
+    `text`: the Jinja source.
+    `source`: where it comes from, for error messages.
+    `characters`: the longest prompt.
+    `seconds`: the most CPU seconds for rendering.
     """
 
     def __init__(self, text: str, source: str, characters: int = MAX_CHARACTERS, seconds: float = MAX_S) -> None:
-        self._characters, self._seconds, self.text = characters, seconds, text
+        self._characters = characters
+        self._seconds = seconds
+        #: The Jinja source.
+        self.text = text
         try:
             self._template = _Sandbox().from_string(text)
         except (TemplateError, RecursionError) as error:
             raise ConfigError(f"the chat template of {source} is not valid: {error}") from error
 
     def prompt(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
-        """The text of a prompt. Raises InvalidParameter for messages that the template refuses, or fails on."""
+        """Return the rendered prompt.
+
+        Raises InvalidParameter if the template refuses the messages, fails on them, or exceeds its limits.
+        """
         token = _deadline.set(time.thread_time() + self._seconds)
-        made, length = [], 0
+        parts = []
+        length = 0
         try:
-            told = [_with_arguments(message) for message in messages]
-            for part in self._template.generate({**variables, "messages": told}):
-                made.append(part)
+            messages = [_with_arguments(message) for message in messages]
+            for part in self._template.generate({**variables, "messages": messages}):
+                parts.append(part)
                 length += len(part)
                 if length > self._characters:
                     raise TemplateTooLarge(f"it makes more than {self._characters} characters")
-        except Exception as error:  # whatever somebody else's template raises
+        except Exception as error:  # a model's template can raise anything
             reason = str(error) or type(error).__name__
             raise InvalidParameter(
                 f"messages: the model's chat template fails on them: {reason}", "messages"
             ) from error
         finally:
             _deadline.reset(token)
-        return "".join(made)
+        return "".join(parts)
 
 
 class CallArguments(dict[str, Any]):
-    """Arguments of a call, which become JSON if a template converts them to text."""
+    """The arguments of a tool call, which become JSON when converted to text."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -132,6 +149,10 @@ def _with_arguments(message: Message) -> Message:
 
 
 def _call(call: Any) -> Any:
+    """Return a tool call with its arguments as `CallArguments`.
+
+    Unchanged if the arguments are not an object.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
         return call
@@ -139,22 +160,23 @@ def _call(call: Any) -> Any:
 
 
 def plain(messages: Sequence[Message], shows: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Messages as templates read them: content as one text, and no key without a value.
+    """Return messages with text content as one string and no keys without a value.
 
-    Content with parts of a type in `shows` stays a list. Raises InvalidParameter for what is no message, and for
-    content that is nothing of that, naming it.
+    `shows`: the types of parts, such as "image", that stay in the content, which is then a list of parts.
+    Raises InvalidParameter for a malformed message, or a part of another type.
     """
     if not messages:
         raise InvalidParameter("messages: at least one is needed", "messages")
-    made = []
+
+    plain_messages = []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InvalidParameter(f"messages[{number}] must be an object with a role", "messages")
         if message.get("content") is None and message["role"] != "assistant":
             raise InvalidParameter(f"messages[{number}] of role {message['role'][:40]} needs a content", "messages")
         content = {"content": _content(message["content"], number, shows)} if "content" in message else {}
-        made.append({key: value for key, value in {**message, **content}.items() if value is not None})
-    return made
+        plain_messages.append({key: value for key, value in {**message, **content}.items() if value is not None})
+    return plain_messages
 
 
 def text_alone(message: Message) -> Message:
@@ -169,6 +191,10 @@ def text_alone(message: Message) -> Message:
 
 
 def _content(content: Any, number: int, shows: Collection[str]) -> str | list[Any] | None:
+    """Return the content of message `number` as a string, or as a list of parts.
+
+    It is a list if it has any part in `shows`.
+    """
     if content is None:
         return None
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -179,20 +205,21 @@ def _content(content: Any, number: int, shows: Collection[str]) -> str | list[An
         if kind in shows:
             continue
         if kind not in TEXT_PARTS:
-            shown = str(kind)[:40]
+            type_name = str(kind)[:40]
             raise InvalidParameter(
-                f"messages[{number}].content: parts of type {shown} are not read, only text", "messages"
+                f"messages[{number}].content: parts of type {type_name} are not read, only text", "messages"
             )
         if not isinstance(part.get("text"), str):
             raise InvalidParameter(f"messages[{number}].content: a part of type text needs a text", "messages")
+
     texts = [part["text"] for part in parts if part["type"] in TEXT_PARTS]
     if len(texts) == len(parts):
         return "".join(texts)
     return [{**part, "type": "text"} if part["type"] in TEXT_PARTS else part for part in parts]
 
 
-def _on() -> None:
-    """Go on: called by each turn of a loop, so that `call` looks at the clock."""
+def _check_limit() -> None:
+    """Do nothing. Each loop iteration calls it, so that `_Sandbox.call` checks the time."""
 
 
 def _raise(message: str) -> NoReturn:
@@ -206,23 +233,30 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is, where Jinja's own filter would write it for HTML."""
+    """Return a value as JSON, without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-PRIVATE = range(0xF0000, 0xFFFFE)  # characters for private use, which have no meaning in texts
-BYTE = re.compile("<0x[0-9A-F]{2}>")  # SentencePiece's byte fallback tokens
+#: Characters for private use, which have no meaning in texts.
+PRIVATE = range(0xF0000, 0xFFFFE)
+
+#: SentencePiece's byte fallback tokens.
+BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 def unused_characters(text: str, count: int) -> list[str]:
-    """Return characters that do not occur in this text, literally or JSON-escaped, and that templates do not strip."""
-    known, found = set(text), list[str]()
+    """Return `count` characters that do not occur in this text, literally or JSON-escaped.
+
+    Templates do not strip them as white space. Raises InvalidParameter if there are too few.
+    """
+    used = set(text)
+    unused = list[str]()
     for code in (0x7F, *PRIVATE):
         character = chr(code)
-        if character not in known and _escaped(character) not in text:
-            found.append(character)
-        if len(found) == count:
-            return found
+        if character not in used and _escaped(character) not in text:
+            unused.append(character)
+        if len(unused) == count:
+            return unused
     message = "messages: they contain every private-use character of Unicode: leave some of these characters out"
     raise InvalidParameter(message, "messages")
 
@@ -232,39 +266,45 @@ def texts_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for key, one in value.items():
+        for key, item in value.items():
             yield from texts_in(key)
-            yield from texts_in(one)
+            yield from texts_in(item)
     elif isinstance(value, list | tuple):
-        texts = [one["text"] for one in value if isinstance(one, Mapping) and isinstance(one.get("text"), str)]
+        texts = [part["text"] for part in value if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
         if len(texts) > 1:
             yield "".join(texts)  # a special token may span two parts of a message
-        for one in value:
-            yield from texts_in(one)
+        for item in value:
+            yield from texts_in(item)
 
 
 class SpecialText:
-    """Distinguishes special tokens of a template from those in clients' texts. Thread-safe.
+    """Distinguishes a template's special tokens from those in clients' texts. Thread-safe.
 
-    `specials` are plain text in every message. `marks`, such as `<think>`, are plain text in all messages but the
-    assistant's, since models write them.
+    `specials`: tokens that are plain text in every message.
+    `marks`: tokens such as `<think>` that are plain text in all messages but the assistant's, since models write them.
     """
 
     def __init__(self, tokenizer: Tokenizer, specials: Collection[str], marks: Collection[str]) -> None:
         self._tokenizer = tokenizer
         self._specials = frozenset(token for token in specials if len(token) > 1 and not BYTE.fullmatch(token))
         self._all = self._specials | frozenset(token for token in marks if len(token) > 1)
+
         added = tokenizer.get_added_tokens_decoder().values()
         self._normalized = bool(tokenizer.normalizer) and any(
             token.normalized for token in added if token.content in self._all
         )
+
+        # Each token is replaced by an unguessable name while a prompt is encoded.
         nonce = "".join(chr(PRIVATE[byte]) for byte in secrets.token_bytes(8))
         self._names = {
             token: f"{nonce}{chr(PRIVATE[256 + place])}{nonce}" for place, token in enumerate(sorted(self._all))
         }
 
     def is_in(self, value: Any) -> bool:
-        """Whether a string in this JSON value has a special token. Raises InvalidParameter if nested too deeply."""
+        """Return whether a string in this JSON value contains a special token.
+
+        Raises InvalidParameter if the value is nested too deeply.
+        """
         try:
             text = "\n".join(texts_in(value))
         except RecursionError as error:
@@ -274,27 +314,33 @@ class SpecialText:
         return self._normalized and any(token in self._tokenizer.normalizer.normalize_str(text) for token in self._all)
 
     def marked(self, value: Any, mark: str, answer: bool = False) -> Any:
-        """Return the JSON value with a mark inserted into each special token; in an `answer` only into `specials`."""
+        """Return the JSON value with a mark inserted into each special token in its strings.
+
+        In an assistant's message (`answer`) the tokens `marks` stay unchanged.
+        """
         if isinstance(value, str):
-            return self._marked(value, mark, self._specials if answer else self._all)
+            return self._mark_text(value, mark, self._specials if answer else self._all)
         if isinstance(value, Mapping):
             answer = answer or value.get("role") == "assistant"
-            return {self.marked(key, mark, answer): self.marked(one, mark, answer) for key, one in value.items()}
+            return {self.marked(key, mark, answer): self.marked(item, mark, answer) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return self._parts([self.marked(one, mark, answer) for one in value], mark)
+            return self._mark_parts([self.marked(item, mark, answer) for item in value], mark)
         return value
 
-    def _marked(self, text: str, mark: str, tokens: Collection[str]) -> str:
-        found = [token for token in tokens if token in text]
-        if not found:
+    def _mark_text(self, text: str, mark: str, tokens: Collection[str]) -> str:
+        """Return the text with a mark after the first character of each of these tokens."""
+        present = [token for token in tokens if token in text]
+        if not present:
             return text
-        pattern = _any_of(found)
+
+        # A token that overlaps with one that was marked needs another pass.
+        pattern = _any_of(present)
         while pattern.search(text):
             text = pattern.sub(lambda match: match[0][0] + mark + match[0][1:], text)
         return text
 
-    def _parts(self, parts: list[Any], mark: str) -> list[Any]:
-        """Return the parts with a mark between two texts that together would form a special token."""
+    def _mark_parts(self, parts: list[Any], mark: str) -> list[Any]:
+        """Return the parts with a mark between texts that together form a special token."""
         before = ""
         for place, part in enumerate(parts):
             text = part.get("text") if isinstance(part, dict) else None
@@ -307,19 +353,25 @@ class SpecialText:
         return parts
 
     def ids(self, text: str, mark: str) -> list[int]:
-        """Return the ids of a rendered template in which the special tokens of clients are marked."""
+        """Return the token ids of a rendered prompt.
+
+        `mark`: the character that `marked` inserted into special tokens of clients.
+        """
         written = [token for token in self._all if token in text]
         if written:
             text = _any_of(written).sub(lambda match: self._names[match[0]], text)
         text = text.replace(mark, "").replace(_escaped(mark), "")
-        return list(self._copy.encode(text, add_special_tokens=False).ids)
+        return list(self._renamed_tokenizer.encode(text, add_special_tokens=False).ids)
 
     @cached_property
-    def _copy(self) -> Tokenizer:
-        """The tokenizer with other names for the special tokens. Raises ConfigError if that changes an id."""
-        said = json.loads(self._tokenizer.to_str())
-        model, names = said["model"], self._names
-        for token in said["added_tokens"]:
+    def _renamed_tokenizer(self) -> Tokenizer:
+        """A copy of the tokenizer with other names for the special tokens.
+
+        Raises ConfigError if that changes an id.
+        """
+        settings = json.loads(self._tokenizer.to_str())
+        model, names = settings["model"], self._names
+        for token in settings["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])
         if isinstance(model["vocab"], dict):
             model["vocab"] = {names.get(token, token): id for token, id in model["vocab"].items()}
@@ -328,9 +380,9 @@ class SpecialText:
         if model.get("unk_token") in names:
             model["unk_token"] = names[model["unk_token"]]
         if "merges" in model:
-            model["merges"] = [merge for merge in model["merges"] if not _parts_of(merge) & names.keys()]
-        said["post_processor"] = None
-        copy = Tokenizer.from_str(json.dumps(said))
+            model["merges"] = [merge for merge in model["merges"] if not _merge_tokens(merge) & names.keys()]
+        settings["post_processor"] = None
+        copy = Tokenizer.from_str(json.dumps(settings))
         if any(copy.token_to_id(name) != self._tokenizer.token_to_id(token) for token, name in names.items()):
             raise ConfigError("the model's tokenizer cannot distinguish its special tokens from text")
         return copy
@@ -346,6 +398,7 @@ def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
 
 
-def _parts_of(merge: str | list[str]) -> set[str]:
-    one, other = merge.split(" ", 1) if isinstance(merge, str) else merge
-    return {one, other, one + other}
+def _merge_tokens(merge: str | list[str]) -> set[str]:
+    """Return the two tokens of a BPE merge, and the merged one."""
+    first, second = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return {first, second, first + second}

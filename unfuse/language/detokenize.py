@@ -1,6 +1,6 @@
-"""The text of an answer while its tokens are drawn: what of it may be shown, and where it ends.
+"""Incremental detokenization: the text of an answer, up to its stop condition.
 
-Each token costs the same, however long the text is.
+The cost of a token does not depend on the length of the text.
 """
 
 from __future__ import annotations
@@ -19,19 +19,25 @@ if TYPE_CHECKING:
 
 
 class Detokenizer:
-    """Turns tokens into text, one by one. Its state follows from the tokens: a new one that gets them all goes on.
+    """Turns token ids into text incrementally.
 
-    A token may be half a character. What is no UTF-8 becomes U+FFFD, as soon as no later token can repair it. Special
-    tokens are left out, except those in `marks`, which maps ids to text. `first` is false for tokens that
-    continue a text: the space with which some tokenizers begin each text is then kept.
+    A token may end within a character. Invalid UTF-8 becomes U+FFFD as soon as no later token can complete it. Special
+    tokens are omitted, except those in `marks`. The state depends on the tokens alone, so a new detokenizer that is fed
+    the same tokens continues the text.
+
+    `marks`: the text of special tokens to show, by id.
+    `first`: false for tokens that continue a text, where the space that some tokenizers put before each text is part of
+    it.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, marks: Mapping[int, str] | None = None, *, first: bool = True) -> None:
-        self._tokenizer, self._first, self._marks = tokenizer, first, marks or {}
+        self._tokenizer = tokenizer
+        self._first = first
+        self._marks = marks or {}
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def add(self, id: int) -> str:
-        """The text that becomes certain with this token."""
+        """Return the text that is certain after this token."""
         if id in self._tokenizer.specials:
             return self._marks.get(id, "")
         piece = self._tokenizer.piece(id, self._first)
@@ -39,82 +45,104 @@ class Detokenizer:
         return self._decoder.decode(piece)
 
     def finish(self) -> str:
-        """What is left when no token follows: U+FFFD for a character that is incomplete."""
+        """Return the remaining text at the end: U+FFFD for an incomplete character."""
         return self._decoder.decode(b"", True)
 
 
 class StopStrings:
-    """Ends a text before the first stop string. What may be the beginning of one is held back until that is decided.
+    """Ends a text before its first stop string.
 
-    The first is the one that is complete first; of several that end there, the longest. Where pieces of text begin and
-    end makes no difference. Costs are linear in the text, however long the strings are.
+    Text that may be the beginning of a stop string is held back until that is decided. The first stop string is the one
+    that is complete first; of several that end at the same character, the longest. The result does not depend on where
+    the text is split. Costs are linear in the length of the text, however long the strings are.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._matches = [_Match(string) for string in strings if string]
         self._stopped = False
-        self.stopped_by = ""  # the stop string that ended the text
+        #: The stop string that ended the text; "" before.
+        self.stopped_by = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """(what may be shown now, whether the text has stopped): what follows a stop is never shown."""
+        """Add text.
+
+        Returns the text that may be sent now, and whether a stop string ended the text.
+        Text after a stop string is dropped.
+        """
         if self._stopped or not self._matches:
             return ("" if self._stopped else text), self._stopped
-        before = self._held()
-        held, had = before.string, before.length
+
+        # The text that was held back is the first `pending` characters of `string`.
+        longest = self._longest_match()
+        string, pending = longest.string, longest.length
         for read, char in enumerate(text, 1):
-            ended = [match for match in self._matches if match.goes_on(char)]
-            if ended:
+            complete = [match for match in self._matches if match.advance(char)]
+            if complete:
                 self._stopped = True
-                self.stopped_by = max(ended, key=lambda match: match.length).string
-                return _cut(held, had, text, had + read - len(self.stopped_by)), True
-        return _cut(held, had, text, had + len(text) - self._held().length), False
+                self.stopped_by = max(complete, key=lambda match: match.length).string
+                return _prefix(string, pending, text, pending + read - len(self.stopped_by)), True
+
+        return _prefix(string, pending, text, pending + len(text) - self._longest_match().length), False
 
     def skip(self, text: str) -> str:
-        """Add text without looking for stop strings. Returns the text that may be sent: all of it."""
+        """Return the text unchanged, without a search for stop strings."""
         return text
 
     def finish(self, *, cut: bool = False) -> str:
-        """Return the text that was held back, at the end of the answer. `cut` makes no difference here."""
-        held = self._held() if self._matches and not self._stopped else None
-        return held.string[: held.length] if held else ""
+        """Return the text that was held back, at the end of the answer.
 
-    def _held(self) -> _Match:
+        `cut` makes no difference here.
+        """
+        match = self._longest_match() if self._matches and not self._stopped else None
+        return match.string[: match.length] if match else ""
+
+    def _longest_match(self) -> _Match:
+        """Return the match whose beginning covers all text that is held back."""
         return max(self._matches, key=lambda match: match.length)
 
 
 class _Match:
-    """How much of a string's beginning ends a text (Knuth, Morris, Pratt). Its table goes as far as has matched."""
+    """The incremental search for one string, after Knuth, Morris and Pratt.
+
+    Its table covers only the longest beginning that has matched so far.
+    """
 
     def __init__(self, string: str) -> None:
-        self.string, self.length = string, 0
-        self._borders = [0, 0]  # of the first n characters: how many begin and end them, all of them apart
+        self.string = string
+        self.length = 0  # of the longest beginning of `string` that the text ends with
 
-    def goes_on(self, char: str) -> bool:
-        """Take the next character; whether the string is complete."""
-        self.length = self._extended(self.length, char)
+        # For the first n characters of `string`: the length of the longest shorter beginning that they end with.
+        self._borders = [0, 0]
+
+    def advance(self, char: str) -> bool:
+        """Add the text's next character. Returns whether the text ends with the string."""
+        self.length = self._extend(self.length, char)
         if self.length == len(self._borders):
-            self._borders.append(self._extended(self._borders[-1], char))
+            self._borders.append(self._extend(self._borders[-1], char))
         return self.length == len(self.string)
 
-    def _extended(self, length: int, char: str) -> int:
+    def _extend(self, length: int, char: str) -> int:
+        """Return the new length of a match of this length after one more character."""
         while length and self.string[length] != char:
             length = self._borders[length]
         return length + (self.string[length] == char)
 
 
-def _cut(held: str, had: int, text: str, count: int) -> str:
-    """The first `count` characters of `held[:had] + text`, at the cost of those alone."""
-    return held[:count] if count <= had else held[:had] + text[: count - had]
+def _prefix(string: str, pending: int, text: str, count: int) -> str:
+    """Return the first `count` characters of `string[:pending] + text`, without joining all of them."""
+    return string[:count] if count <= pending else string[:pending] + text[: count - pending]
 
 
 class ContentStopStrings:
-    """Stop strings for a parsed answer: they apply to its content only, not to reasoning and tool calls.
+    """Stop strings for the content of a parsed answer, not its reasoning and tool calls.
 
     Without parallel tool calls the text also stops after the first call.
     """
 
     def __init__(self, strings: Sequence[str], reading: AnswerParsing) -> None:
-        self._strings, self._stops, self._reader = strings, StopStrings(strings), AnswerReader(reading)
+        self._strings = strings
+        self._stops = StopStrings(strings)
+        self._reader = AnswerReader(reading)
 
     @property
     def stopped_by(self) -> str:
@@ -122,108 +150,161 @@ class ContentStopStrings:
         return self._stops.stopped_by
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """Add text. Returns the text that may be sent now, with all marks, and whether the answer has stopped."""
+        """Add text.
+
+        Returns the text that may be sent now, and whether the answer has stopped.
+        The text contains all marks.
+        """
         return self._add(self._reader.feed(text))
 
     def skip(self, text: str) -> str:
-        """Add text without looking for stop strings. Returns the text that may be sent now, with all marks."""
+        """Add text without a search for stop strings. Returns the text that may be sent.
+
+        The text contains all marks.
+        """
         return "".join(part.raw for part in self._reader.feed(text))
 
     def finish(self, *, cut: bool = False) -> str:
-        """Return the text that was held back, at the end of the answer. `cut`: it ran out of tokens."""
+        """Return the text that was held back, at the end of the answer.
+
+        `cut`: it ran out of tokens.
+        """
         text, stopped = self._add(self._reader.finish(cut=cut))
         return text if stopped else text + self._stops.finish()
 
     def _add(self, parts: Sequence[AnswerPart]) -> tuple[str, bool]:
-        shown = ""
+        """Search the content of these parts for stop strings. Returns what `feed` returns."""
+        output = ""
         for part in parts:
             if part.kind == "content":
                 text, stopped = self._stops.feed(part.raw)
-                shown += text
+                output += text
                 if stopped:
-                    return shown, True
+                    return output, True
             else:
-                shown += self._stops.finish() + part.raw
+                # A stop string does not extend over reasoning or a tool call.
+                output += self._stops.finish() + part.raw
                 self._stops = StopStrings(self._strings)
-        return shown, self._reader.over
+        return output, self._reader.over
 
 
 class StopConditions(msgspec.Struct, frozen=True):
-    """The stop conditions of an answer: stop strings, the token ids `stop_ids`, and the model's end-of-text tokens.
+    """The stop conditions of an answer, beside its maximum length."""
 
-    With `ignore_eos` the end-of-text tokens do not stop it. An answer of fewer than `least` tokens only stops at its
-    maximum length. With `include` the stop string, or the token in `stop_ids`, is part of the answer. `continues`: the
-    answer continues a text in the prompt. `shows_special`: special tokens are kept as text.
-    """
-
+    #: Stop strings.
     stops: tuple[str, ...] = ()
+    #: Token ids that end the answer, in addition to the model's end-of-text tokens.
     stop_ids: frozenset[int] = frozenset()
+    #: Whether the model's end-of-text tokens do not end the answer.
     ignore_eos: bool = False
+    #: The number of tokens in which stop strings are ignored. Sampling excludes end tokens there (`min_tokens`).
     least: int = 0
+    #: Whether the stop string, or the token in `stop_ids`, is part of the answer.
     include: bool = False
+    #: Whether the answer continues a text in the prompt.
     continues: bool = False
+    #: Whether special tokens are part of the text.
     shows_special: bool = False
 
 
 class AnswerText:
-    """The text of an answer as far as it may be sent. It has at most `most` tokens, and stops as `ending` says."""
+    """The text of an answer while its tokens are generated, and why it ended.
+
+    `ending`: the stop conditions.
+    `most`: the maximum length in tokens.
+    `reading`: how the answer is parsed. With None, all of it is content.
+    """
+
+    #: The token ids that end the answer.
+    ends: frozenset[int]
+    #: The maximum length in tokens.
+    most: int
+    #: The deltas so far, one per token.
+    made: list[TokenDelta]
+    #: Why the answer ended: "stop" or "length"; "" before.
+    ended: str
+    #: The stop string or stop token that ended the answer. None for the model's end-of-text tokens.
+    stop_reason: str | int | None
 
     def __init__(
         self, tokenizer: ChatTokenizer, ending: StopConditions, most: int, reading: AnswerParsing | None = None
     ) -> None:
         self.ends = ending.stop_ids if ending.ignore_eos else tokenizer.stops | ending.stop_ids
-        self.most, self.made = most, list[TokenDelta]()
-        self.ended = ""  # why the answer is over: "stop" or "length"
-        self.stop_reason: str | int | None = None
-        self._tokenizer, self._ending, self._reading = tokenizer, ending, reading
+        self.most = most
+        self.made = []
+        self.ended = ""
+        self.stop_reason = None
+
+        self._tokenizer = tokenizer
+        self._ending = ending
+        self._reading = reading
         marks = tokenizer.mark_ids(reading.marks) if reading else {}
         if ending.shows_special:
             marks |= {id: tokenizer.piece(id).decode(errors="replace") for id in tokenizer.specials}
         self._detokenizer = Detokenizer(tokenizer, marks, first=not ending.continues)
         self._stops = ContentStopStrings(ending.stops, reading) if reading else StopStrings(ending.stops)
+
         self._starts = list[int]()  # for each token, the length of the text before it
-        self._length, self._shown, self._certain = 0, 0, 0
+        self._length = 0  # of the text of all tokens
+        self._sent_length = 0  # of the text in all deltas
+        self._certain = 0  # how many of the first tokens have final text
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether the turn of the answer has reasoning, which chat templates leave out of later turns."""
+        """Whether the answer has reasoning in its turn.
+
+        Chat templates omit reasoning from later turns.
+        """
         reading = self._reading
         if reading is None or reading.reasoning is None:
             return False
-        text = "".join(piece.text for piece in self.made)
+        text = "".join(delta.text for delta in self.made)
         marked = any(mark in text for mark in (reading.reasoning.begin, reading.reasoning.end))
         return marked or reading.opened or reading.reasoned
 
     def add(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> TokenDelta:
-        """Add a token, with its logprob and (id, logprob) of the likeliest ones, if these are asked for."""
+        """Add a token, and return the new text that may be sent.
+
+        `logprob`: the token's logprob, or None if not requested.
+        `top`: (id, logprob) of the likeliest tokens, if requested.
+        """
         over = token in self.ends
         self._starts.append(self._length)
-        text, stopped = ("", False) if over and not self._shows(token) else self._feed(self._detokenizer.add(token))
+        hidden = over and not self._is_included(token)
+        text, stopped = ("", False) if hidden else self._feed(self._detokenizer.add(token))
+
         self.ended = "stop" if over or stopped else "length" if len(self._starts) == self.most else ""
         if self.ended and not stopped:
             more, stopped = self._feed(self._detokenizer.finish())
             text += more + ("" if stopped else self._stops.finish(cut=self.ended == "length"))
             self.ended = "stop" if stopped else self.ended
+
         if stopped:
             self.stop_reason = self._stops.stopped_by or None
             text += self._stops.stopped_by if self._ending.include else ""
         elif over and token in self._ending.stop_ids and token not in self._tokenizer.stops:
             self.stop_reason = token
-        self._shown += len(text)
-        self.made.append(self._piece(token, text, logprob, top, over=over, stopped=stopped))
+
+        self._sent_length += len(text)
+        self.made.append(self._delta(token, text, logprob, top, over=over, stopped=stopped))
         return self.made[-1]
 
-    def _shows(self, token: int) -> bool:
+    def _is_included(self, token: int) -> bool:
+        """Return whether this token, which ends the answer, is part of it."""
         return self._ending.include and token in self._ending.stop_ids
 
     def _feed(self, text: str) -> tuple[str, bool]:
-        """Add text. Returns the text that may be sent, and whether a stop string ended it (not before `least`)."""
+        """Add text.
+
+        Returns the text that may be sent, and whether a stop string ended it.
+        Stop strings are ignored in the first `least` tokens.
+        """
         self._length += len(text)
         if len(self._starts) <= self._ending.least:
             return self._stops.skip(text), False
         return self._stops.feed(text)
 
-    def _piece(
+    def _delta(
         self,
         token: int,
         text: str,
@@ -233,12 +314,14 @@ class AnswerText:
         over: bool,
         stopped: bool,
     ) -> TokenDelta:
+        """Return the delta of a token, with its logprobs if requested."""
         if logprob is None:
             return TokenDelta(token, text)
         if self.ended and (not stopped or self._ending.include):
-            self._certain = len(self._starts) - (over and not self._shows(token))
-        while self._certain < len(self._starts) and self._starts[self._certain] < self._shown:
+            self._certain = len(self._starts) - (over and not self._is_included(token))
+        while self._certain < len(self._starts) and self._starts[self._certain] < self._sent_length:
             self._certain += 1
+
         data = tuple(self._tokenizer.piece(id) for id, _ in top)
-        named = tuple((id, token_name(of), likely) for (id, likely), of in zip(top, data, strict=True))
+        named = tuple((id, token_name(token_bytes), value) for (id, value), token_bytes in zip(top, data, strict=True))
         return TokenDelta(token, text, logprob, named, TokenBytes(self._tokenizer.piece(token), data, self._certain))

@@ -1,7 +1,8 @@
-"""The program that compiles grammars and says which tokens may follow. Nothing but it knows llguidance.
+"""The program that compiles grammars and computes the allowed tokens, with llguidance.
 
-It reads a tokenizer, and forks a process for each grammar: whatever that does, it harms no other. Such a process has
-bounds of its own on computing and memory, and is killed by the kernel at these.
+It reads a tokenizer and forks a process for each grammar, so that a grammar cannot fail others. Each process has limits
+on CPU time and memory; at its limits, it fails or is killed by the kernel. This is the only module that imports
+llguidance.
 """
 
 from __future__ import annotations
@@ -24,18 +25,26 @@ from unfuse.core.codec import MAX_BYTES, decode, encode, frame, read_message
 from unfuse.core.text import unpacked
 from unfuse.language.grammars import AllowedTokens, AllowedTokensQuery, Grammar, GrammarCompiled
 
-TRIAL_S, COMPILE_S, STEP_S = 2.0, 4.0, 1.0
-"""Seconds of computing that trying a grammar may take, compiling it for a model's tokens, and one answer."""
+#: The most CPU seconds for checking a grammar without a model.
+TRIAL_S = 2.0
 
-MEMORY = 512 * 1024 * 1024  # bytes that the process of a grammar may take, beside what it begins with
+#: The most CPU seconds for compiling a grammar for a model's tokens.
+COMPILE_S = 4.0
 
+#: The most CPU seconds for one answer.
+STEP_S = 1.0
+
+#: The most bytes of address space that a grammar process may add to what it starts with.
+MEMORY = 512 * 1024 * 1024
+
+#: The longest error message, in characters.
 MAX_ERROR = 300
 
 LIMITS = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
 
 
 class _Bytes:
-    """A tokenizer whose tokens are the bytes, for those who only want to know whether a grammar can be compiled."""
+    """A tokenizer whose tokens are the bytes, to check grammars without a model."""
 
     eos_token_id, bos_token_id = 256, None
     tokens: Sequence[bytes] = [*(bytes([byte]) for byte in range(256)), b"<end>"]
@@ -46,7 +55,7 @@ class _Bytes:
 
 
 class _Model:
-    """The tokenizer of a model, as llguidance asks for it."""
+    """The tokenizer of a model, with the interface that llguidance expects."""
 
     bos_token_id = None
 
@@ -64,7 +73,7 @@ class _Model:
 
 
 def open_tokenizer(source: str) -> LLTokenizer:
-    """That of a model, or of bytes if there is no model."""
+    """Return the tokenizer of the model at this path, or that of bytes for ""."""
     if not source:
         return LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=256)
     model = _Model(Path(source))
@@ -72,7 +81,10 @@ def open_tokenizer(source: str) -> LLTokenizer:
 
 
 def compiled(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
-    """The matcher of a grammar. Raises ValueError for one that is none, or that no text matches."""
+    """Return the matcher of a grammar.
+
+    Raises ValueError if the grammar is not valid, or no text matches it.
+    """
     if grammar.kind == "json_schema":
         text = LLMatcher.grammar_from_json_schema(grammar.text)
     elif grammar.kind == "regex":
@@ -84,14 +96,18 @@ def compiled(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
     if matcher.is_error():
         raise ValueError(matcher.get_error())
-    first = matcher.compute_bitmask()
-    if matcher.is_error() or not any(first):
+
+    mask = matcher.compute_bitmask()
+    if matcher.is_error() or not any(mask):
         raise ValueError(matcher.get_error())
     return matcher
 
 
 def in_lark(text: str) -> str:
-    """Translate a grammar from the EBNF of llama.cpp and XGrammar to Lark's notation. Raises ValueError."""
+    """Translate a grammar from the EBNF of llama.cpp and XGrammar to Lark's notation.
+
+    Raises ValueError if it is not valid.
+    """
     try:
         return gbnf_to_lark(text)
     except (GbnfToLarkError, IndexError, KeyError, RecursionError) as error:
@@ -99,7 +115,7 @@ def in_lark(text: str) -> str:
 
 
 def follow(matcher: LLMatcher, message: AllowedTokensQuery) -> AllowedTokens:
-    """What may follow a text that goes on with these ids."""
+    """Append a query's ids to its text, and return the tokens that may follow."""
     ids = unpacked(message.ids)
     length = message.start + len(ids)
     if ids and not matcher.consume_tokens(ids):
@@ -111,15 +127,18 @@ def follow(matcher: LLMatcher, message: AllowedTokensQuery) -> AllowedTokens:
 
 
 def shown(error: str) -> str:
-    """What llguidance says is wrong, in one line."""
+    """Return an error message of llguidance as one line, never empty."""
     line = " ".join(error.removesuffix("<non-verbose/>").split())
-    nothing = not line or line.startswith("NoExtension")
-    return "no text matches it" if nothing else line[:MAX_ERROR]
+    is_empty = not line or line.startswith("NoExtension")
+    return "no text matches it" if is_empty else line[:MAX_ERROR]
 
 
 @contextmanager
-def _within(seconds: float) -> Iterator[None]:
-    """The kernel ends this process when it has computed for so long: nobody else could."""
+def _cpu_limit(seconds: float) -> Iterator[None]:
+    """Let the kernel kill this process after this many seconds of CPU time.
+
+    The calls of llguidance cannot be interrupted otherwise.
+    """
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
@@ -128,37 +147,43 @@ def _within(seconds: float) -> Iterator[None]:
 
 
 def serve(tokenizer: LLTokenizer, grammar: Grammar, connection: socket.socket, seconds: float) -> None:
-    """Compile a grammar within so many seconds, and follow texts until nobody listens any more."""
+    """Compile a grammar, and answer queries until the connection is closed.
+
+    `seconds`: the most CPU seconds for compiling.
+    """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    texts = dict[int, LLMatcher]()
+    max_bytes = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+
+    texts = dict[int, LLMatcher]()  # by the number of the text
     try:
-        with _within(seconds):
+        with _cpu_limit(seconds):
             matcher = compiled(tokenizer, grammar)
     except ValueError as error:
         connection.sendall(frame(encode(GrammarCompiled(shown(str(error))))))
         return
     connection.sendall(frame(encode(GrammarCompiled())))
+
     with connection.makefile("rb") as received:
         while True:
             try:
                 message: AllowedTokensQuery = decode(
-                    read_message(partial(_exactly, received), MAX_BYTES), AllowedTokensQuery
+                    read_message(partial(_read_exactly, received), MAX_BYTES), AllowedTokensQuery
                 )
             except EOFError:
                 return
             if message.over:
                 texts.pop(message.text, None)
                 continue
-            with _within(STEP_S):
+            with _cpu_limit(STEP_S):
                 if message.text not in texts:
                     texts[message.text] = matcher.deep_copy()
                 answer = follow(texts[message.text], message)
             connection.sendall(frame(encode(answer)))
 
 
-def _exactly(file: BinaryIO, size: int) -> bytes:
+def _read_exactly(file: BinaryIO, size: int) -> bytes:
+    """Return the next `size` bytes of a file. Raises EOFError if it ends before."""
     data = file.read(size)
     if len(data) < size:
         raise EOFError
@@ -166,36 +191,39 @@ def _exactly(file: BinaryIO, size: int) -> bytes:
 
 
 def main() -> None:
-    """Read a tokenizer, then fork a process for each grammar that comes, until nobody is left who could send one.
+    """Read a tokenizer, then fork a process for each grammar.
 
-    A grammar comes as two descriptors: a file that has it, and the connection of those who follow it.
+    Returns when the control socket is closed. A grammar arrives as two descriptors: a file that contains it, and the
+    connection for its queries.
     """
     control, source = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; who started this one knows when it is over
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal: the parent decides when to stop
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children need no wait()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = open_tokenizer(source)
     while True:
-        said, descriptors, _, _ = socket.recv_fds(control, 1, 2)
-        if not said:
+        data, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+        if not data:
             return
+
         if os.fork() == 0:
             control.close()
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what is wrong with a grammar is told to who asked
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # errors are sent over the connection
             file, connection = descriptors
-            _serve_one(tokenizer, file, connection, COMPILE_S if source else TRIAL_S)
+            _serve_and_exit(tokenizer, file, connection, COMPILE_S if source else TRIAL_S)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _serve_one(tokenizer: LLTokenizer, file: int, connection: int, seconds: float) -> NoReturn:
+def _serve_and_exit(tokenizer: LLTokenizer, file: int, connection: int, seconds: float) -> NoReturn:
+    """Serve the grammar in this file, in a forked process."""
     code = 1
     try:
-        with os.fdopen(file, "rb") as held, socket.socket(fileno=connection) as connected:
-            serve(tokenizer, decode(held.read(), Grammar), connected, seconds)
+        with os.fdopen(file, "rb") as grammar_file, socket.socket(fileno=connection) as connected:
+            serve(tokenizer, decode(grammar_file.read(), Grammar), connected, seconds)
         code = 0
     except OSError:
-        pass  # nobody listens any more
+        pass  # the connection was closed
     finally:
         os._exit(code)
 

@@ -1,6 +1,7 @@
-"""Grammars, what the text of an answer must be: each lives in a process that says what tokens may follow a text.
+"""Structured outputs: grammars that constrain decoding, each compiled in a process of its own.
 
-Nothing here waits for one longer than it is told to. What a grammar does to its process harms its own texts alone.
+The process returns a bit mask of the tokens that may follow a text. No call here blocks longer than its caller allows.
+A grammar that exhausts or crashes its process fails only the texts that follow this grammar.
 """
 
 from __future__ import annotations
@@ -29,47 +30,64 @@ from unfuse.language.detokenize import Detokenizer
 if TYPE_CHECKING:
     from unfuse.language.tokenizer import ChatTokenizer
 
-MAX_CHARS = 256 * 1024  # the longest grammar, in characters
+#: The longest grammar, in characters.
+MAX_CHARS = 256 * 1024
 
+#: The notation of a grammar.
 Kind = Literal["json_schema", "regex", "lark", "ebnf"]
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """A JSON schema (made by `schema_text`), a regular expression, or a grammar, for llguidance.
+    """The required format of a text, for llguidance.
 
-    A grammar is in Lark's notation, or in the EBNF of llama.cpp (GBNF) and XGrammar.
+    A JSON schema (from `schema_text`), a regular expression, or a grammar in Lark's notation or in EBNF: that of
+    llama.cpp (GBNF) and XGrammar.
     """
 
+    #: The notation of `text`.
     kind: Kind
+    #: The grammar.
     text: str
 
 
 class GrammarCompiled(msgspec.Struct, frozen=True):
-    """A grammar is compiled, or cannot be, for this reason."""
+    """The result of compiling a grammar."""
 
+    #: Why the grammar cannot be compiled; "" if it was.
     error: str = ""
 
 
 class AllowedTokensQuery(msgspec.Struct, frozen=True, array_like=True):
-    """A text has these ids from number `start` on: say what may follow; or it is `over`."""
+    """Request the tokens that may follow a text, or report that the text is over."""
 
+    #: The number of the text.
     text: int
+    #: The position of the first of `ids` in the text.
     start: Annotated[int, msgspec.Meta(ge=0)] = 0
+    #: The token ids from `start` on, packed (`core.text.packed`).
     ids: bytes = b""
+    #: Whether the text is over. The query then has no answer.
     over: bool = False
 
 
 class AllowedTokens(msgspec.Struct, frozen=True, array_like=True):
-    """Behind `length` ids of a text, those tokens may follow whose bit is set; none, for this reason."""
+    """The tokens that may follow the first `length` tokens of a text."""
 
+    #: The number of the text.
     text: int
+    #: The length of the text in tokens.
     length: int
+    #: A bit per token id, set if the token may follow.
     mask: bytes = b""
+    #: Why no token may follow; "" if one may.
     error: str = ""
 
 
 def pack_grammar(grammar: Grammar, param: str) -> bytes:
-    """As an upload has it. Raises InvalidParameter, which names this parameter."""
+    """Return the encoded grammar, in the form of an upload.
+
+    Raises InvalidParameter, for the parameter `param`, if the grammar is too long or not valid Unicode.
+    """
     if len(grammar.text) > MAX_CHARS:
         raise InvalidParameter(f"{param}: {len(grammar.text)} characters of grammar, of at most {MAX_CHARS}", param)
     try:
@@ -79,34 +97,49 @@ def pack_grammar(grammar: Grammar, param: str) -> bytes:
 
 
 def grammar_digest(packed: bytes) -> str:
-    """A hash of a packed grammar."""
+    """Return a hash of an encoded grammar."""
     return blake2b(packed, digest_size=16).hexdigest()
 
 
-KEPT = 16  # processes of grammars that are kept, those that nobody follows, too
-PATIENCE_S = 0.03  # how long a step waits for what may follow; a text whose answer comes later joins a later step
+#: The most grammar processes, unless texts use more. Beyond it, idle ones are closed, least recently used first.
+KEPT = 16
 
+#: Seconds that a step waits for the allowed tokens. A text whose mask comes later joins a later step.
+PATIENCE_S = 0.03
+
+#: The module that compiles grammars.
 PROGRAM = "unfuse.language.grammar_process"
 
 TOO_MUCH = "the grammar takes too much: more computing, more memory or deeper nesting than is allowed; make it simpler"
 
 
 class InvalidGrammar(PermanentError):
-    """The grammar cannot be compiled, no text matches it, or it takes too much."""
+    """The grammar cannot be compiled, matches no text, or exceeds its limits."""
 
 
 class _Process:
-    """The process of one grammar: answers of texts, by their numbers, as they come."""
+    """The connection to the process of one grammar, with its latest answers."""
+
+    #: The result of compiling; None before it arrives.
+    compiled: GrammarCompiled | None
+    #: The latest answer for each text, by number.
+    answers: dict[int, AllowedTokens]
+    #: The numbers of the texts that use the process.
+    texts: set[int]
+    #: Whether the process has ended, or the connection is closed.
+    dead: bool
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._received = connection, bytearray()
-        self.compiled: GrammarCompiled | None = None
-        self.answers = dict[int, AllowedTokens]()
-        self.texts, self.dead = set[int](), False
+        self._connection = connection
+        self._received = bytearray()
+        self.compiled = None
+        self.answers = {}
+        self.texts = set()
+        self.dead = False
         weakref.finalize(self, connection.close)
 
     def send(self, message: AllowedTokensQuery) -> None:
-        """Say it. A process that died meanwhile is `dead`."""
+        """Send a query. If the process has ended, `dead` becomes true."""
         if self.dead:
             return
         try:
@@ -115,8 +148,11 @@ class _Process:
         except OSError:
             self.dead = True
 
-    def hear(self, wait_s: float | None) -> None:
-        """Take what comes within so many seconds (None: until something comes); one message, or the end, is enough."""
+    def receive(self, wait_s: float | None) -> None:
+        """Receive what has arrived, at least one message or the end of the process.
+
+        Returns without a message after `wait_s` seconds; None waits without limit.
+        """
         if self.dead:
             return
         try:
@@ -136,34 +172,41 @@ class _Process:
                 self.answers |= {answer.text: answer} if answer.text in self.texts else {}
 
     def close(self) -> None:
-        """Nobody needs it any more: it ends by itself."""
+        """Close the connection. The process then ends."""
         self.dead = True
         self._connection.close()
 
 
 class Grammars:
-    """The grammars of one model, by its `source`; without one they can be compiled, and nothing be followed.
+    """The grammar processes of one model, one per grammar.
 
-    A step waits for what may follow for `patience_s` seconds (None: until it is known). Of many threads, each may call
-    `open` and `refusal`; a Constraint belongs to one.
+    `open` and `refusal` are thread-safe. A GrammarConstraint belongs to one thread.
+
+    `source`: the path of the model. With "" grammars can be checked, but not applied.
+    `patience_s`: seconds that a step waits for the allowed tokens. None: without limit.
     """
 
     def __init__(self, source: str = "", patience_s: float | None = PATIENCE_S) -> None:
         self.patience_s = patience_s
-        self._source, self._numbers, self._lock = source, count(), Lock()
+        self._source = source
+        self._numbers = count()
+        self._lock = Lock()
         self._processes = OrderedDict[bytes, _Process]()
-        self._control: socket.socket | None = None
-        self._ended: weakref.finalize[[socket.socket, subprocess.Popen[bytes]], Grammars] | None = None
+        self._control: socket.socket | None = None  # the connection to the program
+        self._stop_program: weakref.finalize[[socket.socket, subprocess.Popen[bytes]], Grammars] | None = None
 
     def open(self, grammar: bytes) -> GrammarConstraint:
-        """A new text, which has to match this packed grammar."""
+        """Return the constraint of a new text by this encoded grammar."""
         return GrammarConstraint(self, grammar, next(self._numbers))
 
     def refusal(self, grammar: bytes) -> str:
-        """Why a packed grammar cannot be compiled, "" if it can. Waits. Raises TransientError where none can be now."""
+        """Return why an encoded grammar cannot be compiled; "" if it can.
+
+        Blocks until that is known. Raises TransientError if the program that compiles grammars has ended.
+        """
         process = self.start(grammar)
         while process.compiled is None and not process.dead:
-            process.hear(None)
+            process.receive(None)
         process.close()
         if process.compiled is not None:
             return process.compiled.error
@@ -173,25 +216,30 @@ class Grammars:
 
     @property
     def running(self) -> bool:
-        """Whether the program runs: it closes its end when it ends, before it can be waited for."""
+        """Whether the program that compiles grammars runs."""
+        # The program's end of the socket is closed when it ends, before its exit status can be read.
         try:
             return self._control is not None and self._control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
         except OSError as error:
             return isinstance(error, BlockingIOError)
 
     def process(self, grammar: bytes) -> _Process:
-        """The process that texts of this grammar share."""
-        found = self._processes.get(grammar)
-        if found is None or found.dead:
-            found = self._processes[grammar] = self.start(grammar)
+        """Return the process that the texts of this grammar share.
+
+        Starts it if needed, and closes idle processes beyond KEPT.
+        """
+        process = self._processes.get(grammar)
+        if process is None or process.dead:
+            process = self._processes[grammar] = self.start(grammar)
         self._processes.move_to_end(grammar)
-        idle = [key for key, process in self._processes.items() if not process.texts and process is not found]
+
+        idle = [key for key, other in self._processes.items() if not other.texts and other is not process]
         for key in idle[: max(0, len(self._processes) - KEPT)]:
             self._processes.pop(key).close()
-        return found
+        return process
 
     def start(self, grammar: bytes) -> _Process:
-        """A process of its own for a grammar."""
+        """Start and return a process for a grammar, shared with no other text."""
         ours, theirs = socket.socketpair()
         file = os.memfd_create("grammar")
         try:
@@ -205,13 +253,20 @@ class Grammars:
         return _Process(ours)
 
     def _send(self, file: int, connection: int) -> None:
-        try:
-            socket.send_fds(self._control or self._begin(), [b"g"], [file, connection])
-        except OSError:  # the program was killed
-            socket.send_fds(self._begin(), [b"g"], [file, connection])
+        """Send the descriptors of a grammar and its connection to the program.
 
-    def _begin(self) -> socket.socket:
-        """Start the program; it may take a second until it answers."""
+        Starts the program if it does not run.
+        """
+        try:
+            socket.send_fds(self._control or self._start_program(), [b"g"], [file, connection])
+        except OSError:  # the program was killed
+            socket.send_fds(self._start_program(), [b"g"], [file, connection])
+
+    def _start_program(self) -> socket.socket:
+        """Start the program that compiles grammars, and return the connection to it.
+
+        The program may take a second until it answers.
+        """
         self.close()
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", PROGRAM, str(theirs.fileno()), self._source]
@@ -219,30 +274,39 @@ class Grammars:
         with theirs:
             program = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
         self._control = ours
-        self._ended = weakref.finalize(self, _end, ours, program)
+        self._stop_program = weakref.finalize(self, _kill_program, ours, program)
         return ours
 
     def close(self) -> None:
-        """End the program. Processes of grammars end when nobody follows them."""
-        if self._ended is not None:
-            self._ended()
+        """End the program. A grammar process ends when its connection is closed."""
+        if self._stop_program is not None:
+            self._stop_program()
             self._control = None
 
 
-def _end(control: socket.socket, program: subprocess.Popen[bytes]) -> None:
+def _kill_program(control: socket.socket, program: subprocess.Popen[bytes]) -> None:
     control.close()
     program.kill()
     program.wait()
 
 
 class GrammarConstraint:
-    """A text that has to match a grammar. What it has so far is told with each call, and only grows."""
+    """The constraint of one text by a grammar: which tokens may follow it.
+
+    Each call has all token ids of the text so far. They must extend the ids of the previous call.
+    """
 
     def __init__(self, grammars: Grammars, grammar: bytes, number: int) -> None:
-        self._grammars, self._grammar, self._number = grammars, grammar, number
-        self._process, self._private = grammars.process(grammar), False
+        self._grammars = grammars
+        self._grammar = grammar
+        self._number = number  # of the text
+
+        self._process = grammars.process(grammar)
         self._process.texts.add(number)
-        self._told, self._late = -1, True
+        self._private = False  # whether no other text shares the process
+
+        self._queried = -1  # the number of ids that were sent; -1 before the first query
+        self._late = True  # whether the answer is overdue
 
     @property
     def compiling(self) -> bool:
@@ -250,40 +314,50 @@ class GrammarConstraint:
         return self._process.compiled is None
 
     def begin(self, ids: Sequence[int]) -> None:
-        """Ask what may follow these ids, if nobody has asked yet. The answer is made meanwhile."""
-        if self._told < len(ids):
-            start = max(0, self._told)
+        """Query the tokens that may follow these ids, unless already queried.
+
+        They are computed in the background.
+        """
+        if self._queried < len(ids):
+            start = max(0, self._queried)
             self._process.send(AllowedTokensQuery(self._number, start, packed(ids[start:])))
-            self._told = len(ids)
+            self._queried = len(ids)
 
     def waits(self, wait_s: float = 0.0) -> bool:
-        """Whether what may follow is overdue, also after so many seconds: a step should go on without this text.
+        """Return whether the answer is still overdue after waiting up to `wait_s` seconds.
 
-        It is from the first, until its grammar is compiled.
+        A step should then continue without this text. A new text is overdue until its grammar is compiled.
         """
-        self._late = self._late and self._grammars.patience_s is not None and not self._heard(wait_s)
+        self._late = self._late and self._grammars.patience_s is not None and not self._is_answered(wait_s)
         return self._late
 
     def allowed(self, ids: Sequence[int]) -> bytes | None:
-        """A bit per token, set if it may follow these ids; None if a step cannot wait for it. Raises InvalidGrammar."""
+        """Return a bit per token, set if it may follow these ids; None if overdue.
+
+        Raises InvalidGrammar if the grammar cannot be used, or no token may follow.
+        """
         self.begin(ids)
-        self._late = not self._heard(self._grammars.patience_s)
-        answer, compiled = self._process.answers.get(self._number), self._process.compiled
+        self._late = not self._is_answered(self._grammars.patience_s)
+        answer = self._process.answers.get(self._number)
+        compiled = self._process.compiled
         if self._late:
             return None
+
         if compiled and compiled.error:
             raise InvalidGrammar(f"the grammar cannot be used: {compiled.error}")
         if answer and answer.error:
             raise InvalidGrammar(f"the text cannot go on by its grammar: {answer.error}")
         if answer and answer.length == len(ids):
             return answer.mask
+
+        # The process has ended without an answer. This text is to blame if it was alone, or while compiling.
         if self._private or (compiled is None and self._grammars.running):
             raise InvalidGrammar(TOO_MUCH)
-        self._go_on_alone()
+        self._restart_in_private_process()
         return None if self._late else self.allowed(ids)
 
     def close(self) -> None:
-        """The text is over."""
+        """End the text, and release its state in the grammar process."""
         self._process.texts.discard(self._number)
         self._process.answers.pop(self._number, None)
         if self._private:
@@ -291,36 +365,51 @@ class GrammarConstraint:
         else:
             self._process.send(AllowedTokensQuery(self._number, over=True))
 
-    def _go_on_alone(self) -> None:
-        """The process died, of this text or of another: follow it in one of its own, where it harms no other."""
-        self.close()
-        self._process, self._private = self._grammars.start(self._grammar), True
-        self._process.texts.add(self._number)
-        self._told, self._late = -1, self._grammars.patience_s is not None
+    def _restart_in_private_process(self) -> None:
+        """Continue in a new process, which no other text shares.
 
-    def _heard(self, wait_s: float | None) -> bool:
-        """Whether there is an answer, or will never be one, within so many seconds."""
-        until = None if wait_s is None else time.monotonic() + wait_s
-        while not self._settled():
-            left = None if until is None else max(0.0, until - time.monotonic())
-            self._process.hear(left)
-            if left == 0.0:
-                return self._settled()
+        The shared one has ended because of this text or another.
+        """
+        self.close()
+        self._process = self._grammars.start(self._grammar)
+        self._private = True
+        self._process.texts.add(self._number)
+
+        self._queried = -1
+        self._late = self._grammars.patience_s is not None
+
+    def _is_answered(self, wait_s: float | None) -> bool:
+        """Return whether the query is answered, after waiting up to `wait_s` seconds.
+
+        Also true if there will never be an answer.
+        """
+        deadline = None if wait_s is None else time.monotonic() + wait_s
+        while not self._has_answer():
+            remaining_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            self._process.receive(remaining_s)
+            if remaining_s == 0.0:
+                return self._has_answer()
         return True
 
-    def _settled(self) -> bool:
-        process, answer = self._process, self._process.answers.get(self._number)
+    def _has_answer(self) -> bool:
+        """Return whether the last query is answered.
+
+        Also true if there will never be an answer.
+        """
+        process = self._process
+        answer = process.answers.get(self._number)
         if process.dead or (process.compiled and process.compiled.error):
             return True
-        if self._told < 0:
+        if self._queried < 0:
             return process.compiled is not None
-        return answer is not None and (answer.length == self._told or bool(answer.error))
+        return answer is not None and (answer.length == self._queried or bool(answer.error))
 
 
 class ConstraintAfterReasoning:
-    """Applies a constraint to the tokens after the reasoning. Within the reasoning every token is allowed.
+    """Applies a grammar constraint to the tokens after the reasoning.
 
-    An answer without reasoning is constrained from its first token; only the mark that begins reasoning is allowed too.
+    Within the reasoning every token is allowed. An answer without reasoning is constrained from its first token; only
+    the mark that starts reasoning is allowed too.
     """
 
     def __init__(self, constraint: GrammarConstraint, reading: AnswerParsing, tokenizer: ChatTokenizer) -> None:
@@ -329,9 +418,10 @@ class ConstraintAfterReasoning:
         self._constraint = constraint
         self._reader = ReasoningReader(format, reading.opened)
         self._detokenizer = Detokenizer(tokenizer, tokenizer.mark_ids(reading.marks))
-        self._any = b"\xff" * (-(-tokenizer.size // 8))
-        self._begin = tokenizer.mark_ids([format.begin]) if not reading.opened else {}
-        self._read, self._reasoned = 0, 0
+        self._all_tokens = b"\xff" * (-(-tokenizer.size // 8))
+        self._start_marks = tokenizer.mark_ids([format.begin]) if not reading.opened else {}
+        self._read = 0  # how many tokens were read
+        self._reasoned = 0  # how many of them belong to the reasoning
 
     @property
     def compiling(self) -> bool:
@@ -339,23 +429,32 @@ class ConstraintAfterReasoning:
         return self._constraint.compiling
 
     def begin(self, ids: Sequence[int]) -> None:
-        """Start computing the tokens allowed after these ids in the background, if the reasoning is over."""
-        if self._behind(ids):
+        """Query the tokens that may follow these ids, if the reasoning is over.
+
+        They are computed in the background.
+        """
+        if self._is_constrained(ids):
             self._constraint.begin(ids[self._reasoned :])
 
     def waits(self, wait_s: float = 0.0) -> bool:
-        """Whether that computation is overdue, after waiting up to `wait_s` seconds. Never within reasoning."""
-        return not self._reasons and self._constraint.waits(wait_s)
+        """Return whether the answer is still overdue after waiting up to `wait_s` seconds.
+
+        It never is within reasoning.
+        """
+        return not self._is_reasoning and self._constraint.waits(wait_s)
 
     def allowed(self, ids: Sequence[int]) -> bytes | None:
-        """Return a bit mask of the tokens allowed after these ids; None if overdue. Raises PermanentError."""
-        if not self._behind(ids):
-            return self._any
+        """Return a bit per token, set if it may follow these ids; None if overdue.
+
+        Raises InvalidGrammar if the grammar cannot be used, or no token may follow.
+        """
+        if not self._is_constrained(ids):
+            return self._all_tokens
         mask = self._constraint.allowed(ids[self._reasoned :])
         if ids or mask is None:
             return mask
         bits = bytearray(mask)
-        for id in self._begin:
+        for id in self._start_marks:
             if id // 8 < len(bits):
                 bits[id // 8] |= 1 << id % 8
         return bytes(bits)
@@ -365,19 +464,23 @@ class ConstraintAfterReasoning:
         self._constraint.close()
 
     @property
-    def _reasons(self) -> bool:
+    def _is_reasoning(self) -> bool:
+        """Whether the last token read is within the reasoning."""
         return self._reader.state in ("opened", "inside")
 
-    def _behind(self, ids: Sequence[int]) -> bool:
-        """Whether the grammar applies after these ids. They must extend the ids of the previous call."""
+    def _is_constrained(self, ids: Sequence[int]) -> bool:
+        """Return whether the grammar applies after these ids.
+
+        They must extend the ids of the previous call.
+        """
         for id in ids[self._read :]:
-            reasoned = self._reasons or id in self._begin
+            reasoned = self._is_reasoning or id in self._start_marks
             self._reader.feed(self._detokenizer.add(id))
             self._read += 1
             if reasoned:
                 self._reasoned = self._read
-        return not self._reasons
+        return not self._is_reasoning
 
 
+#: The constraint of a text, which returns the tokens that may follow it.
 GrammarMatcher = GrammarConstraint | ConstraintAfterReasoning
-"""What follows a text that has to match a grammar."""

@@ -1,6 +1,7 @@
-"""A chat's messages as templates read them: earlier ones leniently, with calls of tools, and ever simpler.
+"""Adapt a chat's messages to what its template accepts.
 
-A client cannot repair what a model or a tool wrote.
+Earlier messages are read leniently, because a client cannot repair what a model or a tool wrote. Tool calls are
+converted for templates with and without tools. If a template refuses the messages, simpler forms are tried.
 """
 
 from __future__ import annotations
@@ -14,97 +15,113 @@ from typing import Any
 from unfuse.core.errors import InvalidParameter
 from unfuse.language.answer_reader import CALL_FORMATS
 
+#: A chat message: an object with a role, a content and more.
 Message = Mapping[str, Any]
 
+#: Types of content parts with a picture or video. They are handled as in new messages.
 SHOWN_PARTS = ("image_url", "video_url", "video", "image")
-"""Types of content parts with a picture or video. They are handled as in new messages."""
 
+#: Types of text parts, of chat completions and of the Responses API.
 TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of text parts, of chat completions and of the Responses API."""
 
 
 def read_leniently(messages: Sequence[Any], *, knows_developer: bool) -> list[Any]:
-    """Return the messages in the form that templates expect. Values that are not messages stay unchanged.
+    """Return earlier messages in the form that templates expect.
 
-    Unless the template handles the role `developer` (`knows_developer`), it becomes `system`.
+    Values that are not messages stay unchanged. The role `developer` becomes `system`, unless `knows_developer` says
+    that the template handles it.
     """
-    return [_read(message, knows_developer) for message in messages]
+    return [_read_message(message, knows_developer) for message in messages]
 
 
-def _read(message: Any, knows_developer: bool) -> Any:
+def _read_message(message: Any, knows_developer: bool) -> Any:
+    """Return a message in the form that templates expect."""
     if not isinstance(message, Mapping):
         return message
     match message.get("role"):
         case "developer" if not knows_developer:
             return {**message, "role": "system"}
         case "assistant":
-            return _assistant(message)
+            return _read_assistant(message)
         case "tool" | "function":
-            return {**message, "role": "tool", "content": _result(message.get("content"))}
+            return {**message, "role": "tool", "content": _read_result(message.get("content"))}
     return message
 
 
-def _assistant(message: Mapping[str, Any]) -> dict[str, Any]:
+def _read_assistant(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return an assistant message with text content, and with arguments of calls as objects."""
     read = {key: value for key, value in message.items() if key not in ("tool_calls", "function_call")}
     calls = message.get("tool_calls")
     if not calls and isinstance(message.get("function_call"), Mapping):
         calls = [{"type": "function", "function": message["function_call"]}]
     if isinstance(calls, list):
-        calls = [call for one in calls if (call := _call(one)) is not None]
+        calls = [call for value in calls if (call := _read_call(value)) is not None]
     if calls:
         read["tool_calls"] = calls
+
     content = message.get("content")
     if isinstance(content, list):
-        content = [part for one in content if (part := _part(one)) is not None]
+        content = [part for value in content if (part := _read_part(value)) is not None]
     elif isinstance(content, str):
-        content = _whole(content)
+        content = _replace_surrogates(content)
     if not content and isinstance(message.get("refusal"), str):
-        content = _whole(message["refusal"])
+        content = _replace_surrogates(message["refusal"])
     if content is None and not calls:
         content = ""
-    return {**read, "content": content, "reasoning_content": _reasoning(message)}
+    return {**read, "content": content, "reasoning_content": _read_reasoning(message)}
 
 
-def _reasoning(message: Mapping[str, Any]) -> str | None:
+def _read_reasoning(message: Mapping[str, Any]) -> str | None:
     """Return the reasoning of an assistant message, from `reasoning_content` or `reasoning`."""
-    said = (message.get(name) for name in ("reasoning_content", "reasoning"))
-    return next((_whole(text) for text in said if isinstance(text, str)), None)
+    values = (message.get(name) for name in ("reasoning_content", "reasoning"))
+    return next((_replace_surrogates(text) for text in values if isinstance(text, str)), None)
 
 
-def _part(part: Any) -> dict[str, Any] | None:
-    """Return a part of an assistant message's content; None for an ignored part, such as reasoning."""
+def _read_part(part: Any) -> dict[str, Any] | None:
+    """Return a part of an assistant message's content; None for a part to ignore.
+
+    Reasoning, for example, is ignored.
+    """
     if isinstance(part, str):
-        return {"type": "text", "text": _whole(part)}
+        return {"type": "text", "text": _replace_surrogates(part)}
     if not isinstance(part, Mapping):
         return None
     kind = part.get("type")
     if kind in SHOWN_PARTS:
         return dict(part)
     text = part.get("refusal") if kind == "refusal" else part.get("text") if kind in TEXT_PARTS else None
-    return {"type": "text", "text": _whole(text)} if isinstance(text, str) else None
+    return {"type": "text", "text": _replace_surrogates(text)} if isinstance(text, str) else None
 
 
-def _result(content: Any) -> Any:
+def _read_result(content: Any) -> Any:
     """Return a tool's result as text or parts. Other values are written as JSON."""
     if content is None:
         return ""
     if isinstance(content, str):
-        return _whole(content)
+        return _replace_surrogates(content)
     if isinstance(content, list):
-        return [_result_part(part) for part in content]
+        return [_read_result_part(part) for part in content]
     return json.dumps(content, ensure_ascii=False)
 
 
-def _result_part(part: Any) -> Any:
-    """Return a part of a tool's result. Strings become text parts, other values JSON in a text part."""
+def _read_result_part(part: Any) -> Any:
+    """Return a part of a tool's result.
+
+    Strings become text parts, other values JSON in a text part.
+    """
     if isinstance(part, Mapping) and part.get("type") in (*TEXT_PARTS, *SHOWN_PARTS, "input_image"):
         return part
-    return {"type": "text", "text": _whole(part) if isinstance(part, str) else json.dumps(part, ensure_ascii=False)}
+    return {
+        "type": "text",
+        "text": _replace_surrogates(part) if isinstance(part, str) else json.dumps(part, ensure_ascii=False),
+    }
 
 
-def _call(call: Any) -> dict[str, Any] | None:
-    """Return a tool call with the name and the arguments, as an object, of its function; None if it names none."""
+def _read_call(call: Any) -> dict[str, Any] | None:
+    """Return a tool call with its function's name and arguments, as an object.
+
+    None if it does not name a function.
+    """
     if not isinstance(call, Mapping):
         return None
     function, custom = call.get("function"), call.get("custom")
@@ -112,13 +129,13 @@ def _call(call: Any) -> dict[str, Any] | None:
         function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         return None
-    about = {key: value for key, value in call.items() if key != "custom"}
-    read = {"name": function["name"], "arguments": _arguments(function.get("arguments"))}
-    return {**about, "type": "function", "function": read}
+    others = {key: value for key, value in call.items() if key != "custom"}
+    read = {"name": function["name"], "arguments": _read_arguments(function.get("arguments"))}
+    return {**others, "type": "function", "function": read}
 
 
-def _arguments(arguments: Any) -> dict[str, Any]:
-    """Return the arguments of a call; empty if they were truncated or are not an object."""
+def _read_arguments(arguments: Any) -> dict[str, Any]:
+    """Return the arguments of a call; empty if truncated or not an object."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -127,7 +144,7 @@ def _arguments(arguments: Any) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {}
 
 
-def _whole(text: str) -> str:
+def _replace_surrogates(text: str) -> str:
     """Return the text with U+FFFD for lone surrogates, which a truncated stream may leave."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
@@ -138,97 +155,107 @@ def simpler_forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
     First, each assistant message has one call. Then there is one system message, then roles alternate, and finally the
     system message is part of the user's.
     """
-    found = simplified(messages)
-    yield found
-    for simplify in (systems_first, _taking_turns, system_in_user):
-        found = simplify(found)
-        yield found
+    simpler = simplified(messages)
+    yield simpler
+    for simplify in (systems_first, _join_user_messages, system_in_user):
+        simpler = simplify(simpler)
+        yield simpler
 
 
 def systems_first(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with all system messages joined into one at the beginning."""
+    """Return the messages with all system messages joined at the beginning."""
     systems = [message for message in messages if message.get("role") == "system"]
     others = [message for message in messages if message.get("role") != "system"]
-    return [*([functools.reduce(_joined, systems)] if systems else []), *others]
+    return [*([functools.reduce(_join, systems)] if systems else []), *others]
 
 
 def system_in_user(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with the leading system message moved to the beginning of the first user message."""
+    """Return the messages with the leading system message in the first user message."""
     if not messages or messages[0].get("role") != "system":
         return [*messages]
     system, *others = messages
     place = next((place for place, message in enumerate(others) if message.get("role") == "user"), None)
     if place is None:
         return [{**system, "role": "user"}, *others]
-    return [*others[:place], {**_joined(system, others[place]), "role": "user"}, *others[place + 1 :]]
+    return [*others[:place], {**_join(system, others[place]), "role": "user"}, *others[place + 1 :]]
 
 
-def _taking_turns(messages: Sequence[Message]) -> list[Message]:
+def _join_user_messages(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with consecutive user messages joined."""
-    found = list[Message]()
+    joined = list[Message]()
     for message in messages:
-        if found and found[-1].get("role") == message.get("role") == "user":
-            found[-1] = _joined(found[-1], message)
+        if joined and joined[-1].get("role") == message.get("role") == "user":
+            joined[-1] = _join(joined[-1], message)
         else:
-            found.append(message)
-    return found
+            joined.append(message)
+    return joined
 
 
-def _joined(one: Message, other: Message) -> Message:
+def _join(first: Message, second: Message) -> Message:
     """Return the first message with the content of both."""
-    first, second = one.get("content") or "", other.get("content") or ""
-    if isinstance(first, str) and isinstance(second, str):
-        return {**one, "content": "\n\n".join(text for text in (first, second) if text)}
-    return {**one, "content": [*_parts(first), *_parts("\n\n"), *_parts(second)]}
+    first_content = first.get("content") or ""
+    second_content = second.get("content") or ""
+    if isinstance(first_content, str) and isinstance(second_content, str):
+        return {**first, "content": "\n\n".join(text for text in (first_content, second_content) if text)}
+    return {**first, "content": [*_parts(first_content), *_parts("\n\n"), *_parts(second_content)]}
 
 
 def _parts(content: Any) -> list[Any]:
+    """Return a message's content as a list of parts."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else [*content]
 
 
 def simplified(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the messages for a template that allows one call per message and no consecutive assistant messages.
+    """Return the messages with one call per message and no consecutive assistant messages.
 
     An assistant message with several calls becomes several messages, each followed by the result of its call.
     Consecutive assistant messages without calls are joined.
     """
-    found = list[Mapping[str, Any]]()
-    left = [*messages]
-    while left:
-        message = left.pop(0)
+    simpler = list[Mapping[str, Any]]()
+    remaining = [*messages]
+    while remaining:
+        message = remaining.pop(0)
         calls = message.get("tool_calls") or []
         if len(calls) > 1:
-            results = list(itertools.takewhile(lambda one: one.get("role") == "tool", left))
-            del left[: len(results)]
-            found += _one_by_one(message, calls, results)
-        elif found and _joins(found[-1]) and _joins(message):
-            content = "\n\n".join(part for part in (found[-1]["content"], message["content"]) if part)
-            found[-1] = {**found[-1], "content": content}
+            results = list(itertools.takewhile(lambda other: other.get("role") == "tool", remaining))
+            del remaining[: len(results)]
+            simpler += _split_calls(message, calls, results)
+        elif simpler and _is_plain_answer(simpler[-1]) and _is_plain_answer(message):
+            content = "\n\n".join(part for part in (simpler[-1]["content"], message["content"]) if part)
+            simpler[-1] = {**simpler[-1], "content": content}
         else:
-            found.append(message)
-    return found
+            simpler.append(message)
+    return simpler
 
 
-def _joins(message: Mapping[str, Any]) -> bool:
+def _is_plain_answer(message: Mapping[str, Any]) -> bool:
+    """Return whether this is an assistant message of text, without calls."""
     is_text = isinstance(message.get("content"), str) and not message.get("tool_calls")
     return message.get("role") == "assistant" and is_text
 
 
-def _one_by_one(
+def _split_calls(
     message: Mapping[str, Any], calls: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Return one assistant message per call, each followed by its results. Results without a call come last."""
-    found, left = list[Mapping[str, Any]](), [*results]
+    """Return one assistant message per call, each followed by its results.
+
+    Results without a call come last.
+    """
+    separate = list[Mapping[str, Any]]()
+    remaining = [*results]
     for place, call in enumerate(calls):
-        found.append({**message, "tool_calls": [call], **({"content": ""} if place else {})})
-        own = [one for one in left if one.get("tool_call_id") == call.get("id")]
-        found += own
-        left = [one for one in left if one not in own]
-    return found + left
+        # The text of the message belongs to the first call.
+        separate.append({**message, "tool_calls": [call], **({"content": ""} if place else {})})
+        call_results = [result for result in remaining if result.get("tool_call_id") == call.get("id")]
+        separate += call_results
+        remaining = [result for result in remaining if result not in call_results]
+    return separate + remaining
 
 
-OURS = CALL_FORMATS["hermes"]  # the format of calls for templates without tools
+#: The format of calls for templates that do not support tools.
+OURS = CALL_FORMATS["hermes"]
 
+#: The instruction in the system message for templates that do not support tools.
 ASKS = """You may call functions to help with what the user asks. These are the functions, as JSON:
 <tools>
 {tools}
@@ -236,34 +263,41 @@ ASKS = """You may call functions to help with what the user asks. These are the 
 
 For each call, answer with a JSON object of the function's name and its arguments between these tags:
 {begin}{{"name": <function-name>, "arguments": <arguments-as-json-object>}}{end}"""
-"""What a model is told of tools if its template cannot."""
 
 
 def with_calls(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, knows: bool
 ) -> list[Mapping[str, Any]]:
-    """Messages with calls as objects, or all as text, and `tools` in the first. Raises InvalidParameter."""
-    told = [_told(message, number, knows) for number, message in enumerate(messages)]
-    if not tools or knows or not told:
-        return told
-    asks = ASKS.format(tools="\n".join(json.dumps(tool) for tool in tools), begin=OURS.open, end=OURS.close)
-    system: Message = {"role": "system", "content": asks}
-    if not isinstance(told[0], Mapping) or told[0].get("role") != "system":
-        return [system, *told]
-    content = told[0].get("content")
+    """Return the messages with tool calls in the form that the template supports.
+
+    If the template supports tools (`knows`), the calls become objects. Otherwise calls and their results become text,
+    and the system message describes the tools. Raises InvalidParameter for malformed calls.
+    """
+    adapted = [_adapt_calls(message, number, knows) for number, message in enumerate(messages)]
+    if not tools or knows or not adapted:
+        return adapted
+
+    instruction = ASKS.format(tools="\n".join(json.dumps(tool) for tool in tools), begin=OURS.open, end=OURS.close)
+    system: Message = {"role": "system", "content": instruction}
+    if not isinstance(adapted[0], Mapping) or adapted[0].get("role") != "system":
+        return [system, *adapted]
+    content = adapted[0].get("content")
     if isinstance(content, str):
-        return [{**told[0], "content": f"{content}\n\n{asks}"}, *told[1:]]
-    return [{**system, "content": [*(content or []), *_parts(f"\n\n{asks}")]}, *told[1:]]
+        return [{**adapted[0], "content": f"{content}\n\n{instruction}"}, *adapted[1:]]
+    return [{**system, "content": [*(content or []), *_parts(f"\n\n{instruction}")]}, *adapted[1:]]
 
 
 def with_properties(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a tool with an empty `properties` if it is missing, for templates that iterate over it."""
+    """Return a tool with an empty `properties` if it has none.
+
+    Some templates iterate over `properties`.
+    """
     function = tool.get("function")
     parameters = function.get("parameters") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(parameters, Mapping):
         return tool
-    said = {key: value for key, value in parameters.items() if value is not None}
-    return {**tool, "function": {**function, "parameters": {"type": "object", "properties": {}, **said}}}
+    present = {key: value for key, value in parameters.items() if value is not None}
+    return {**tool, "function": {**function, "parameters": {"type": "object", "properties": {}, **present}}}
 
 
 def result_as_user(message: Any, number: int) -> Any:
@@ -273,8 +307,12 @@ def result_as_user(message: Any, number: int) -> Any:
     return {"role": "user", "content": f"<tool_response>\n{_text(message, number)}\n</tool_response>"}
 
 
-def _told(message: Any, number: int, knows: bool) -> Any:
-    """Read one message; a value that is no message is returned unchanged."""
+def _adapt_calls(message: Any, number: int, knows: bool) -> Any:
+    """Return message `number` with its calls as objects, or as text.
+
+    They become text unless the template `knows` tools. A value that is not a message stays unchanged.
+    Raises InvalidParameter for malformed calls.
+    """
     if not isinstance(message, Mapping):
         return message
     if message.get("role") == "tool" and not knows:
@@ -282,22 +320,26 @@ def _told(message: Any, number: int, knows: bool) -> Any:
     calls = message.get("tool_calls")
     if not calls:
         return {key: value for key, value in message.items() if key != "tool_calls"}
-    read = [call for one in calls if (call := _call(one))] if isinstance(calls, list) else []
+
+    read = [call for value in calls if (call := _read_call(value))] if isinstance(calls, list) else []
     if not isinstance(calls, list) or len(read) < len(calls):
         raise InvalidParameter(f"messages[{number}].tool_calls must be a list of calls of functions", "messages")
+
     if knows:
         return {
             "content": "",
             **{key: value for key, value in message.items() if value is not None},
             "tool_calls": read,
         }
+
     written = OURS.open + OURS.between.join(json.dumps(call["function"]) for call in read) + OURS.close
-    said = _text(message, number) if message.get("content") else ""
+    text = _text(message, number) if message.get("content") else ""
     reasoning = {key: message[key] for key in ("reasoning_content",) if message.get(key)}
-    return {"role": "assistant", **reasoning, "content": "\n".join(part for part in (said, written) if part)}
+    return {"role": "assistant", **reasoning, "content": "\n".join(part for part in (text, written) if part)}
 
 
 def _text(message: Mapping[str, Any], number: int) -> str:
+    """Return the content of message `number` as text. Raises InvalidParameter for other parts."""
     content = message.get("content") or ""
     parts = _parts(content) if isinstance(content, str | list) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]

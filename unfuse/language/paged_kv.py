@@ -1,7 +1,7 @@
-"""Keys and values of many token sequences in one memory, in blocks that each sequence takes as it grows.
+"""A paged KV cache: keys and values of many token sequences, allocated in blocks.
 
-After Kwon et al., 2023 (paged attention). There, any free block is taken; here the next one while it is free: then most
-sequences lie in one piece, or few, which attention reads in place.
+After Kwon et al., 2023 (paged attention). The paper allocates any free block. This cache prefers the block after the
+sequence's last one. Most sequences therefore lie in one or few contiguous runs, which attention reads in place.
 """
 
 from __future__ import annotations
@@ -15,62 +15,75 @@ from torch import Tensor
 
 from unfuse.core.errors import TransientError
 
-Span = tuple[int, int]  # the first of adjacent places (blocks or tokens), and the one behind the last
+#: A range of adjacent positions, (first, end): `end` is exclusive. Counts blocks or tokens, as the context says.
+Span = tuple[int, int]
 
 
 class NoKvBlocks(TransientError):
-    """There is no room for more tokens now: wait for a sequence to end, or give up the blocks of one."""
+    """The KV cache has too few free blocks.
+
+    The caller waits for a sequence to end, or frees one.
+    """
 
 
 @dataclass(frozen=True)
 class KvUsage:
-    """How many blocks there are, and how many of them are taken."""
+    """The total and used number of blocks of a KV cache."""
 
+    #: All blocks of the cache.
     blocks: int
+    #: Blocks that belong to a sequence.
     used: int
 
     @property
     def free(self) -> int:
-        """Blocks that nobody has."""
+        """The number of blocks that belong to no sequence."""
         return self.blocks - self.used
 
 
-class _Gaps:
-    """The free blocks, as gaps between runs, in order."""
+class _FreeBlocks:
+    """The free blocks, as ordered gaps between the runs in use."""
 
     def __init__(self, blocks: int) -> None:
         self._gaps: list[Span] = [(0, blocks)]
         self.free = blocks
 
-    def behind(self, place: int, most: int) -> int:
-        """Take up to so many blocks from this place on. Returns how many."""
-        index = bisect_left(self._gaps, (place, 0))
-        if index == len(self._gaps) or self._gaps[index][0] != place:
+    def extend_run(self, end: int, max_blocks: int) -> int:
+        """Allocate up to `max_blocks` blocks from block `end` on. Returns how many.
+
+        Returns 0 if block `end` is in use.
+        """
+        index = bisect_left(self._gaps, (end, 0))
+        if index == len(self._gaps) or self._gaps[index][0] != end:
             return 0
-        taken = min(most, self._gaps[index][1] - place)
-        self._cut(index, (place, place + taken))
-        return taken
 
-    def begin(self, most: int, tails: set[int]) -> Span:
-        """Take up to so many blocks where most fit and, of these, where most room is left to grow.
+        blocks = min(max_blocks, self._gaps[index][1] - end)
+        self._allocate(index, (end, end + blocks))
+        return blocks
 
-        In a gap behind the end of a sequence (`tails`), what is left is shared: half before, half behind.
+    def allocate_run(self, max_blocks: int, tails: set[int]) -> Span:
+        """Allocate a run of up to `max_blocks` blocks. Needs at least one free block.
+
+        Chooses the gap where the most blocks fit and, among those, the one with the most room left to extend the run.
+        `tails` are the blocks after the ends of all sequences. A gap that starts with one of them is split:
+        half of its room is before the new run, for that sequence, and half after it.
         """
 
-        def room(index: int) -> tuple[int, int]:
+        def fit_and_room(index: int) -> tuple[int, int]:
             start, end = self._gaps[index]
-            fits = min(most, end - start)
+            fits = min(max_blocks, end - start)
             return fits, (end - start - fits) // (2 if start in tails else 1)
 
-        index = max(range(len(self._gaps)), key=room)
-        start, end = self._gaps[index]
-        fits, left = room(index)
-        first = start + left if start in tails else start
-        self._cut(index, (first, first + fits))
+        index = max(range(len(self._gaps)), key=fit_and_room)
+        start, _ = self._gaps[index]
+        fits, room = fit_and_room(index)
+
+        first = start + room if start in tails else start
+        self._allocate(index, (first, first + fits))
         return first, first + fits
 
-    def give(self, run: Span) -> None:
-        """Take a run back, and join it with the gaps beside it."""
+    def release(self, run: Span) -> None:
+        """Free a run, and merge it with the adjacent gaps."""
         self.free += run[1] - run[0]
         index = bisect_left(self._gaps, run)
         if index < len(self._gaps) and self._gaps[index][0] == run[1]:
@@ -80,19 +93,33 @@ class _Gaps:
             run = (self._gaps.pop(index)[0], run[1])
         self._gaps.insert(index, run)
 
-    def _cut(self, index: int, run: Span) -> None:
+    def _allocate(self, index: int, run: Span) -> None:
+        """Remove a run from the gap at this index."""
         start, end = self._gaps[index]
-        left = [(start, run[0]), (run[1], end)]
-        self._gaps[index : index + 1] = [gap for gap in left if gap[0] < gap[1]]
+        remainders = [(start, run[0]), (run[1], end)]
+        self._gaps[index : index + 1] = [gap for gap in remainders if gap[0] < gap[1]]
         self.free -= run[1] - run[0]
 
 
 class PagedKvCache:
-    """Room for the keys and values of so many tokens: of each layer two tensors of shape (heads, tokens, width).
+    """A paged KV cache with key and value tensors per layer, (heads, tokens, width).
 
-    Heads are outermost, so that a rank with a share of the heads can take its own alone. A sequence has the same places
-    in every layer. What is there of `tokens` is rounded down to whole blocks. No lock: the caller has one.
+    Heads are the first dimension, so that with tensor parallelism a rank can copy its share of the heads alone.
+    A sequence has the same block positions in every layer. Not thread-safe: the caller locks.
+
+    `tokens`: the capacity, rounded down to whole blocks.
+    `block`: tokens per block.
+    Raises ValueError if the capacity is less than one block.
     """
+
+    #: Tokens per block.
+    block: int
+    #: The keys of each layer, (heads, tokens, width).
+    keys: list[Tensor]
+    #: The values of each layer, (heads, tokens, width).
+    values: list[Tensor]
+    #: Bytes of one block: keys and values of all layers.
+    block_bytes: int
 
     def __init__(
         self,
@@ -106,131 +133,169 @@ class PagedKvCache:
     ) -> None:
         if block < 1 or tokens < block:
             raise ValueError(f"room for {tokens} tokens has no block of {block}")
-        self.block, self._blocks = block, tokens // block
+
+        self.block = block
+        self._blocks = tokens // block
         shape = (heads, self._blocks * block, width)
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.block_bytes = 2 * layers * heads * block * width * dtype.itemsize
-        self._gaps = _Gaps(self._blocks)
-        self._grown: set[KvSequence] = set()
+
+        self._free_blocks = _FreeBlocks(self._blocks)
+        self._sequences: set[KvSequence] = set()  # those with at least one block
 
     def blocks(self, tokens: int) -> int:
-        """How many hold so many tokens."""
+        """Return how many blocks this number of tokens needs."""
         return -(-tokens // self.block)
 
     def sequence(self) -> KvSequence:
-        """A sequence without tokens."""
+        """Return a new, empty sequence."""
         return KvSequence(self)
 
     def usage(self) -> KvUsage:
-        """The present numbers."""
-        return KvUsage(self._blocks, self._blocks - self._gaps.free)
+        """Return the current block counts."""
+        return KvUsage(self._blocks, self._blocks - self._free_blocks.free)
 
-    def _take(self, sequence: KvSequence, runs: list[Span], wanted: int) -> list[Span]:
-        """These runs and so many blocks more. Raises NoKvBlocks, with nothing taken."""
-        if wanted > self._gaps.free:
+    def _allocate(self, sequence: KvSequence, runs: list[Span], blocks: int) -> list[Span]:
+        """Return a sequence's runs, extended by this many blocks.
+
+        Raises NoKvBlocks if too few blocks are free; nothing is allocated then.
+        """
+        if blocks > self._free_blocks.free:
             raise NoKvBlocks(
-                f"no room for {wanted * self.block} more tokens of keys and values ({self._gaps.free} of "
+                f"no room for {blocks * self.block} more tokens of keys and values ({self._free_blocks.free} of "
                 f"{self._blocks} blocks of {self.block} are free): wait for others to finish"
             )
+
         runs = [*runs]
-        if runs and wanted:
+        if runs and blocks:
             first, end = runs.pop()
-            more = self._gaps.behind(end, wanted)
-            runs.append((first, end + more))
-            wanted -= more
-        while wanted:
-            runs.append(self._gaps.begin(wanted, {one.tail for one in self._grown}))
-            wanted -= runs[-1][1] - runs[-1][0]
-        self._grown.add(sequence)
+            extension = self._free_blocks.extend_run(end, blocks)
+            runs.append((first, end + extension))
+            blocks -= extension
+
+        while blocks:
+            tails = {other.tail for other in self._sequences}
+            runs.append(self._free_blocks.allocate_run(blocks, tails))
+            blocks -= runs[-1][1] - runs[-1][0]
+
+        self._sequences.add(sequence)
         return runs
 
-    def _give(self, sequence: KvSequence, runs: Iterable[Span]) -> None:
+    def _release(self, sequence: KvSequence, runs: Iterable[Span]) -> None:
+        """Free these runs of a sequence, whose length is already updated."""
         for run in runs:
-            self._gaps.give(run)
+            self._free_blocks.release(run)
         if not sequence.length:
-            self._grown.discard(sequence)
+            self._sequences.discard(sequence)
 
 
 class KvSequence:
-    """The keys and values of one token sequence. What it holds before it is written is undefined."""
+    """The keys and values of one token sequence, in blocks of a paged KV cache.
+
+    The contents are undefined until `write`.
+    """
+
+    #: Tokens of the sequence. All of them have room in its blocks.
+    length: int
 
     def __init__(self, kv: PagedKvCache) -> None:
         self._kv = kv
         self._runs: list[Span] = []
-        self.length = 0  # tokens that it has room for, all of which count
+        self.length = 0
 
     @property
     def blocks(self) -> int:
-        """How many it has."""
+        """The number of its blocks."""
         return self._kv.blocks(self.length)
 
     @property
     def tail(self) -> int:
-        """The block behind its last one, into which it would grow; -1 without blocks."""
+        """The block after its last one, which extends it in place; -1 without blocks."""
         return self._runs[-1][1] if self._runs else -1
 
     def grow(self, tokens: int) -> None:
-        """Make it longer by so many tokens; what it has stays where it is. Raises NoKvBlocks, with nothing changed."""
+        """Extend the sequence by this many tokens. Its present tokens stay in place.
+
+        Raises NoKvBlocks if too few blocks are free; nothing is changed then. Raises ValueError for a negative number.
+        """
         if tokens < 0:
             raise ValueError(f"a sequence does not grow by {tokens} tokens: truncate it")
         if not tokens:
             return
-        wanted = self._kv.blocks(self.length + tokens) - self._kv.blocks(self.length)
-        self._runs = self._kv._take(self, self._runs, wanted)
+
+        blocks = self._kv.blocks(self.length + tokens) - self._kv.blocks(self.length)
+        self._runs = self._kv._allocate(self, self._runs, blocks)
         self.length += tokens
 
     def truncate(self, tokens: int) -> None:
-        """Keep this many tokens, from the first one on, and give back the blocks of the others."""
+        """Shorten the sequence to its first `tokens` tokens, and free the blocks of the others.
+
+        Raises ValueError unless 0 ≤ tokens ≤ length.
+        """
         if not 0 <= tokens <= self.length:
             raise ValueError(f"a sequence of {self.length} tokens has no first {tokens}")
-        kept = [*_within(self._runs, 0, self._kv.blocks(tokens))]
-        given = [*_within(self._runs, self._kv.blocks(tokens), self._kv.blocks(self.length))]
-        self._runs, self.length = kept, tokens
-        self._kv._give(self, given)
+
+        blocks = self._kv.blocks(tokens)
+        freed_runs = [*_subspans(self._runs, blocks, self._kv.blocks(self.length))]
+        self._runs = [*_subspans(self._runs, 0, blocks)]
+        self.length = tokens
+        self._kv._release(self, freed_runs)
 
     def free(self) -> None:
-        """Give back everything. The sequence may grow again."""
+        """Free all blocks. The sequence can be extended again."""
         self.truncate(0)
 
     def spans(self, start: int = 0, stop: int | None = None) -> list[Span]:
-        """Where its tokens from `start` to `stop` lie among those of a layer's tensors, in order."""
+        """Return where tokens `start` to `stop` lie along the token dimension of a layer's tensors.
+
+        The spans are in the order of the sequence. `stop` is exclusive, and the end of the sequence by default.
+        Raises ValueError if the range is not within the sequence.
+        """
         stop = self.length if stop is None else stop
         if not 0 <= start <= stop <= self.length:
             raise ValueError(f"a sequence of {self.length} tokens has none from {start} to {stop}")
+
         block = self._kv.block
-        return [*_within([(first * block, end * block) for first, end in self._runs], start, stop)]
+        return [*_subspans([(first * block, end * block) for first, end in self._runs], start, stop)]
 
     def read(self, layer: int, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer from token `start` to `stop`, each of shape (heads, tokens, width).
+        """Return a layer's keys and values of tokens `start` to `stop`, each (heads, tokens, width).
 
-        A view where they lie in one piece, which changes with the sequence; else a copy.
+        They are views of the cache, which later writes change, if the tokens are contiguous; otherwise copies.
         """
         spans = self.spans(start, stop)
         return joined(self._kv.keys[layer], spans), joined(self._kv.values[layer], spans)
 
     def write(self, layer: int, keys: Tensor, values: Tensor, start: int = 0) -> None:
-        """Write a layer's keys and values (heads, tokens, width) from token `start`. Raises ValueError beyond it."""
-        done = 0
+        """Write a layer's keys and values, each (heads, tokens, width), from token `start` on.
+
+        Raises ValueError if they extend beyond the sequence; nothing is written then.
+        """
+        written = 0
         for first, end in self.spans(start, start + keys.shape[1]):
-            part = slice(done, done + end - first)
-            self._kv.keys[layer][:, first:end] = keys[:, part]
-            self._kv.values[layer][:, first:end] = values[:, part]
-            done += end - first
+            source = slice(written, written + end - first)
+            self._kv.keys[layer][:, first:end] = keys[:, source]
+            self._kv.values[layer][:, first:end] = values[:, source]
+            written += end - first
 
 
 def joined(tensor: Tensor, spans: list[Span]) -> Tensor:
-    """What a layer's tensor has in these spans, in order: a view of one span, a copy of several."""
+    """Return a layer's tensor in these spans, (heads, tokens, width).
+
+    A view for one span, a copy for several. No spans give an empty tensor.
+    """
     if len(spans) == 1:
         return tensor[:, slice(*spans[0])]
     return torch.cat([tensor[:, :0], *(tensor[:, start:stop] for start, stop in spans)], 1)
 
 
-def _within(runs: Iterable[Span], start: int, stop: int) -> Iterator[Span]:
-    """The spans of the `start`th to the `stop`th place of these runs."""
+def _subspans(runs: Iterable[Span], start: int, stop: int) -> Iterator[Span]:
+    """Yield the spans of positions `start` to `stop` of these runs, counted in order."""
     passed = 0
     for first, end in runs:
-        low, high = max(start - passed, 0), min(stop - passed, end - first)
+        low = max(start - passed, 0)
+        high = min(stop - passed, end - first)
         if low < high:
             yield first + low, first + high
         passed += end - first

@@ -1,4 +1,7 @@
-"""Which token comes next. Every step of it is exact or in whole numbers: equal logits draw equal tokens everywhere."""
+"""Token sampling: choose the next token from the logits, deterministically.
+
+Every step is exact or in integers, so that equal logits draw equal tokens on every device.
+"""
 
 from __future__ import annotations
 
@@ -14,46 +17,66 @@ from unfuse.core.errors import PermanentError
 if TYPE_CHECKING:
     from torch import Tensor
 
-ONE = 1 << 40  # the weight of the likeliest token: 2⁴⁰ times less likely is never drawn, and sums of any vocabulary fit
-LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
-SERIES = tuple(accumulate(range(1, 9), lambda term, n: term * LN_2 / n, initial=1.0))  # 2ˣ, right to 2·10⁻¹⁰ to x = ½
-GREEDY = 1e-5  # temperatures below this take the likeliest token, as in vLLM
-UNLIKELY = -9999.0  # what OpenAI's API says for the logarithm of next to nothing
+#: The weight of the likeliest token. A token 2⁴⁰ times less likely has weight 0 and is never drawn.
+#: The sum of the weights of any vocabulary fits into 64 bits.
+ONE = 1 << 40
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+#: Coefficients of the Taylor series of 2ˣ. It is accurate to 2·10⁻¹⁰ for |x| ≤ ½.
+SERIES = tuple(accumulate(range(1, 9), lambda term, n: term * LN_2 / n, initial=1.0))
+
+#: Temperatures below this mean greedy sampling, as in vLLM.
+GREEDY = 1e-5
+
+#: The least logprob that is returned. OpenAI's API uses it for tokens of almost no probability.
+UNLIKELY = -9999.0
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How tokens are drawn. Without fields: from what the model says.
+    """How tokens are sampled. The defaults sample from the model's distribution, unchanged."""
 
-    `temperature` 0 takes the likeliest token. `top_k` (0: all), `top_p` and `min_p` leave out unlikely ones.
-    `logit_bias` is added by token. `repetition_penalty` is for tokens of prompt and text, `presence_penalty` for those
-    of the text, `frequency_penalty` for each time they are there. `logprobs`: how many of the likeliest tokens to tell.
-    The tokens `ends` are not drawn before `min_tokens` others, and no token is drawn that completes one of `bad_words`.
-    """
-
+    #: Divides the logits. 0 means greedy sampling.
     temperature: float = 1.0
+    #: Sample among this many likeliest tokens only. 0: among all.
     top_k: int = 0
+    #: Sample among the likeliest tokens that have this share of the probability together (nucleus sampling).
     top_p: float = 1.0
+    #: Exclude tokens less likely than this share of the likeliest token's probability.
     min_p: float = 0.0
+    #: Divides positive and multiplies negative logits of tokens that occur in the prompt or the text.
     repetition_penalty: float = 1.0
+    #: Subtracted from a token's logit for each time that it occurs in the text.
     frequency_penalty: float = 0.0
+    #: Subtracted from the logits of tokens that occur in the text.
     presence_penalty: float = 0.0
+    #: Added to the logits, by token id.
     logit_bias: dict[int, float] = {}
+    #: Together with a token's position it determines the random draw.
     seed: int = 0
+    #: How many of the likeliest tokens are returned with their logprobs. None: no logprobs at all.
     logprobs: int | None = None
+    #: The tokens `ends` are not drawn before this many other tokens.
     min_tokens: int = 0
+    #: The token ids that end a text.
     ends: tuple[int, ...] = ()
+    #: Token sequences that must not occur: their last token is not drawn after the others.
     bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 class SampledToken(msgspec.Struct, frozen=True):
-    """A token, and if asked for its logprob and (id, logprob) of the likeliest tokens, by what the model says.
+    """A sampled token, with its logprobs if requested.
 
-    Logprobs are those before bias, penalties and temperature, as in vLLM by default (`raw_logprobs`). OpenAI does not
-    say which theirs are; they do not change with the temperature.
+    Logprobs are the model's, before bias, penalties and temperature, as in vLLM by default (`raw_logprobs`).
+    OpenAI does not document which logprobs its API returns; they do not change with the temperature.
     """
 
+    #: The token id.
     token: int
+    #: Its natural-log probability, or None if not requested.
     logprob: float | None = None
+    #: (id, logprob) of the likeliest tokens, likeliest first.
     top: tuple[tuple[int, float], ...] = ()
 
 
@@ -65,24 +88,32 @@ def sample(
     made_ids: Sequence[int],
     allowed: bytes | None = None,
 ) -> SampledToken:
-    """Draw the token at a position of a text, from logits (vocabulary), of those with a bit in `allowed`, if given.
+    """Return the token to append at this position of a text.
 
-    In transformers' order: bias, penalties, what is allowed, temperature, top-k, top-p, min-p. vLLM, too, has the bias
-    before the penalties. A greedy choice among equals is the lowest id. Raises PermanentError for logits that are not
-    numbers.
+    Bias, penalties, allowed tokens, temperature, top-k, top-p and min-p apply in transformers' order.
+    vLLM, too, applies the bias before the penalties. Among equal logits, greedy sampling chooses the lowest id.
+
+    `logits`: (vocabulary).
+    `position`: the token's position, which together with the seed determines the draw.
+    `prompt_ids`, `made_ids`: the token ids of the prompt, and of the text generated so far.
+    `allowed`: a bit mask by token id; only tokens whose bit is set are drawn. None: all.
+    Raises PermanentError if the largest logit is not finite, and if no known token is allowed.
     """
     scores = adjusted(logits, how, prompt_ids, made_ids)
     if not bool(scores.max().isfinite()):
         raise PermanentError("the model gives no numbers for the next token: its weights may be damaged")
     if allowed is not None:
-        scores = scores.masked_fill(~_marked(allowed, scores), float("-inf"))
-    scores = _without(scores, banned(how, made_ids))
+        scores = scores.masked_fill(~_unpack_mask(allowed, scores), float("-inf"))
+    scores = _exclude(scores, banned(how, made_ids))
+
     if how.temperature < GREEDY:
         token = int(scores.argmax())
     else:
+        # The draw is a point below the total weight. The token whose interval contains it is chosen.
         sums = weights(scores, how).cumsum(0)
         drawn = chance(how.seed, position) * int(sums[-1]) >> 64
         token = int((sums <= drawn).sum())
+
     if how.logprobs is None:
         return SampledToken(token)
     logprobs = logits.float().log_softmax(0)
@@ -93,17 +124,17 @@ def sample(
 
 def banned(how: SamplingParams, made_ids: Sequence[int]) -> set[int]:
     """Return the tokens that must not be drawn next."""
-    found = {*how.ends} if len(made_ids) < how.min_tokens else set[int]()
+    tokens = {*how.ends} if len(made_ids) < how.min_tokens else set[int]()
     for *before, last in how.bad_words:
         if not before or [*made_ids[-len(before) :]] == before:
-            found.add(last)
-    return found
+            tokens.add(last)
+    return tokens
 
 
-def _without(scores: Tensor, tokens: set[int]) -> Tensor:
-    """Return scores with which these tokens are never drawn.
+def _exclude(scores: Tensor, tokens: set[int]) -> Tensor:
+    """Return the scores with -inf for these tokens, so that they are never drawn.
 
-    They are unchanged if no other token is left: a grammar takes precedence.
+    The scores are unchanged if no other token is left: a grammar takes precedence.
     """
     import torch
 
@@ -114,70 +145,93 @@ def _without(scores: Tensor, tokens: set[int]) -> Tensor:
     return others if bool(others.max() > float("-inf")) else scores
 
 
-def _marked(bits: bytes, scores: Tensor) -> Tensor:
-    """Which scores have their bit set; those beyond the bits have not. Raises PermanentError if none has."""
+def _unpack_mask(bits: bytes, scores: Tensor) -> Tensor:
+    """Return a boolean tensor in the shape of `scores`: whether each token's bit is set.
+
+    Tokens beyond the bits are false. Raises PermanentError if no token's bit is set.
+    """
     import torch
 
     packed = torch.frombuffer(bytearray(bits), dtype=torch.uint8).to(scores.device)
-    marks = (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=scores.device) & 1).bool().view(-1)
-    marked = torch.zeros_like(scores, dtype=torch.bool)
-    length = min(len(marks), len(scores))
-    marked[:length] = marks[:length]
-    if not bool(marked.any()):
+    bits_set = (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=scores.device) & 1).bool().view(-1)
+
+    mask = torch.zeros_like(scores, dtype=torch.bool)
+    length = min(len(bits_set), len(scores))
+    mask[:length] = bits_set[:length]
+    if not bool(mask.any()):
         raise PermanentError("the grammar allows only tokens that the model does not have")
-    return marked
+    return mask
 
 
 def chance(seed: int, position: int) -> int:
-    """A draw from 64 bits that seed and position alone decide: a retry draws it again, whatever came between."""
+    """Return a random number of 64 bits, determined by seed and position alone.
+
+    A retry therefore draws the same number, whatever was drawn in between.
+    """
     return int.from_bytes(blake2b(f"{seed}:{position}".encode(), digest_size=8).digest())
 
 
 def adjusted(logits: Tensor, how: SamplingParams, prompt_ids: Sequence[int], made_ids: Sequence[int]) -> Tensor:
-    """Logits as float64 with bias and penalties, the repetition penalty first as in vLLM."""
+    """Return the logits as float64 with bias and penalties applied, (vocabulary).
+
+    The repetition penalty is the first one, as in vLLM.
+    """
     import torch
 
     scores = logits.double()
     if how.logit_bias:
         biased = torch.tensor([*how.logit_bias], device=scores.device)
         scores = scores.index_put((biased,), scores[biased] + scores.new_tensor([*how.logit_bias.values()]))
+
     if how.repetition_penalty != 1:
-        there = torch.tensor([*prompt_ids, *made_ids], dtype=torch.long, device=scores.device)
-        seen = there.unique()  # type: ignore[no-untyped-call]
-        said = scores[seen]
-        said = torch.where(said > 0, said / how.repetition_penalty, said * how.repetition_penalty)
-        scores = scores.index_put((seen,), said)
+        text_ids = torch.tensor([*prompt_ids, *made_ids], dtype=torch.long, device=scores.device)
+        seen = text_ids.unique()  # type: ignore[no-untyped-call]
+        seen_scores = scores[seen]
+        penalized = torch.where(
+            seen_scores > 0, seen_scores / how.repetition_penalty, seen_scores * how.repetition_penalty
+        )
+        scores = scores.index_put((seen,), penalized)
+
     if made_ids and (how.frequency_penalty or how.presence_penalty):
-        there = torch.tensor(made_ids, device=scores.device)
-        made, counts = there.unique(return_counts=True)  # type: ignore[no-untyped-call]
-        less = counts.double() * how.frequency_penalty + how.presence_penalty
-        scores = scores.index_put((made,), scores[made] - less)
+        text_ids = torch.tensor(made_ids, device=scores.device)
+        seen, counts = text_ids.unique(return_counts=True)  # type: ignore[no-untyped-call]
+        penalty = counts.double() * how.frequency_penalty + how.presence_penalty
+        scores = scores.index_put((seen,), scores[seen] - penalty)
+
     return scores
 
 
 def weights(scores: Tensor, how: SamplingParams) -> Tensor:
-    """How likely tokens are beside ONE of the likeliest, 0 if left out; equal ones are kept or left out together."""
+    """Return each token's probability as an integer weight, (vocabulary): ONE for the likeliest token.
+
+    Tokens excluded by top-k, top-p or min-p have weight 0. Equally likely tokens are all included or all excluded.
+    `scores`: the adjusted logits as float64, (vocabulary).
+    """
     import torch
 
+    # 2ˣ as a Taylor series of the fraction, shifted by the integer part: exp() differs between devices.
     powers = ((scores - scores.max()) * (LOG2_E / how.temperature)).clamp(min=-62)
     whole = powers.round()
-    rest = powers - whole
-    series = torch.full_like(rest, SERIES[-1])
+    fraction = powers - whole
+    series = torch.full_like(fraction, SERIES[-1])
     for factor in reversed(SERIES[:-1]):
-        series = series.mul_(rest).add_(factor)
+        series = series.mul_(fraction).add_(factor)
     weight = series.mul_(ONE).long() >> (-whole).long()
+
     if 0 < how.top_k < len(weight):
         weight = weight * (weight >= weight.topk(how.top_k).values[-1])
     if how.top_p < 1:
-        weight = weight * (weight >= _last_of_nucleus(weight, how.top_p))
+        weight = weight * (weight >= _nucleus_threshold(weight, how.top_p))
     if how.min_p > 0:
         weight = weight * (weight >= int(how.min_p * ONE))
     return weight
 
 
-def _last_of_nucleus(weight: Tensor, share: float) -> Tensor:
-    """The smallest weight among the likeliest tokens that have this share together."""
+def _nucleus_threshold(weight: Tensor, share: float) -> Tensor:
+    """Return the smallest weight among the likeliest tokens that have this share together."""
     total = int(weight.sum())
-    least = int((1 - share) * total) // len(weight)  # all that weigh less are not what the others lack
+
+    # All tokens lighter than this weigh less than the excluded share together: the nucleus needs none of them.
+    least = int((1 - share) * total) // len(weight)
     largest = weight[weight >= least].sort(descending=True).values
     return largest[int((largest.cumsum(0) < int(share * total)).sum())]

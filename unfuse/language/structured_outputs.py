@@ -1,4 +1,7 @@
-"""Structured outputs: the format that a request demands, with the names of OpenAI, vLLM, SGLang and llama.cpp."""
+"""Structured outputs: the answer format that a request requires.
+
+Accepts the parameters of OpenAI, vLLM, SGLang and llama.cpp.
+"""
 
 from __future__ import annotations
 
@@ -14,47 +17,66 @@ from unfuse.core.parameters import printable
 from unfuse.core.text_parameters import schema_text, strict_in
 from unfuse.language.grammars import Grammar, Kind
 
+#: The request fields of OpenAI and of vLLM.
 FORMAT, STRUCTURED = "response_format", "structured_outputs"
 
+#: The most strings of a choice.
 MAX_CHOICES = 1000
 
+#: Options of vLLM's structured_outputs that are accepted and ignored.
 WITHOUT_EFFECT = (
-    "disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "_backend",
+    "disable_fallback",
+    "disable_any_whitespace",
+    "disable_additional_properties",
+    "whitespace_pattern",
+    "_backend",
     "_backend_was_auto",
-)  # fmt: skip
-"""Options of vLLM's structured_outputs that are accepted and ignored."""
+)
 
 
 class AnswerFormat(msgspec.Struct, frozen=True):
-    """The required format of an answer: a JSON schema, or the text of a grammar. `param` is the field it came from."""
+    """The required format of an answer: a JSON schema, or a grammar as text."""
 
+    #: The request field that it came from, for error messages.
     param: str
+    #: The notation.
     kind: Kind
+    #: The grammar, unless it is a JSON schema.
     text: str = ""
+    #: The JSON schema.
     schema: object = None
+    #: Whether the schema has `strict` set.
     strict: bool = False
 
     def grammar(self, relaxed: bool = False) -> Grammar:
-        """Return the grammar, `relaxed` as in `schema_text`. Raises InvalidParameter."""
+        """Return the grammar. Raises InvalidParameter.
+
+        `relaxed`: relaxes a schema as in `schema_text`.
+        """
         if self.kind != "json_schema":
             return Grammar(self.kind, self.text)
         return Grammar("json_schema", schema_text(self.schema, self.strict, self.param, relaxed))
 
 
 def answer_format(fields: Mapping[str, Any]) -> AnswerFormat | None:
-    """Return the format that a request demands; None for free text. Raises InvalidParameter."""
-    found = [one for one in _asked(fields) if one is not None]
-    if len(found) > 1:
-        first, second = found[0].param, found[1].param
+    """Return the format that a request requires; None for free text.
+
+    Raises InvalidParameter if it is malformed, or if several fields set a format.
+    """
+    formats = [answer for answer in _read_formats(fields) if answer is not None]
+    if len(formats) > 1:
+        first, second = formats[0].param, formats[1].param
         raise InvalidParameter(f"{first} and {second} both set the format of the answer: send one of them", second)
-    return found[0] if found else None
+    return formats[0] if formats else None
 
 
-def _asked(fields: Mapping[str, Any]) -> Iterator[AnswerFormat | None]:
+def _read_formats(fields: Mapping[str, Any]) -> Iterator[AnswerFormat | None]:
+    """Yield the formats in all fields of a request. Raises InvalidParameter."""
     yield _response_format(fields.get(FORMAT))
     for name, read in FIELDS.items():
         if (value := fields.get(name)) is not None:
             yield read(value, name)
+
     structured = fields.get(STRUCTURED)
     if structured is None:
         return
@@ -69,6 +91,7 @@ def _asked(fields: Mapping[str, Any]) -> Iterator[AnswerFormat | None]:
 
 
 def _schema(value: object, param: str) -> AnswerFormat:
+    """Read a JSON schema, as an object or as text."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -78,20 +101,25 @@ def _schema(value: object, param: str) -> AnswerFormat:
 
 
 def _text(kind: Kind, value: object, param: str) -> AnswerFormat:
+    """Read a grammar of this kind."""
     if not isinstance(value, str):
         raise InvalidParameter(f"{param} must be a string, not {printable(value)}", param)
     return AnswerFormat(param, kind, value)
 
 
 def _grammar(value: object, param: str) -> AnswerFormat:
-    """Read a grammar as vLLM does: as EBNF if it contains `::=`, else in Lark's notation."""
+    """Read a grammar as vLLM does.
+
+    It is EBNF if it contains `::=`, otherwise in Lark's notation.
+    """
     return _text("ebnf" if isinstance(value, str) and "::=" in value else "lark", value, param)
 
 
 def _choice(value: object, param: str) -> AnswerFormat:
+    """Read a list of strings, one of which is the answer."""
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_CHOICES:
         raise InvalidParameter(f"{param} must be a list of 1 to {MAX_CHOICES} strings", param)
-    texts = [one for one in value if isinstance(one, str)]
+    texts = [text for text in value if isinstance(text, str)]
     if len(texts) < len(value):
         raise InvalidParameter(f"{param} must be a list of strings", param)
     choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
@@ -99,16 +127,20 @@ def _choice(value: object, param: str) -> AnswerFormat:
 
 
 def _json_object(value: object, param: str) -> AnswerFormat:
+    """Return the format of any JSON object."""
     return AnswerFormat(param, "json_schema", schema={"type": "object"})
 
 
 def _structural_tag(value: object, param: str) -> AnswerFormat:
+    """Raise InvalidParameter, because structural tags are not supported."""
     message = f"{param}: structural_tag is not supported: send tools with strict functions instead"
     raise InvalidParameter(message, param)
 
 
+#: A reader of a field: its value and name become a format. Raises InvalidParameter.
 Read = Callable[[object, str], AnswerFormat]
 
+#: Parameters of vLLM and SGLang, each with its reader.
 FIELDS: dict[str, Read] = {
     "guided_json": _schema,
     "guided_regex": partial(_text, "regex"),
@@ -119,8 +151,8 @@ FIELDS: dict[str, Read] = {
     "ebnf": partial(_text, "ebnf"),
     "structural_tag": _structural_tag,
 }
-"""Parameters of vLLM and SGLang, each with its reader."""
 
+#: Fields of vLLM's structured_outputs, each with its reader.
 STRUCTURES: dict[str, Read] = {
     "json": _schema,
     "regex": partial(_text, "regex"),
@@ -129,29 +161,28 @@ STRUCTURES: dict[str, Read] = {
     "json_object": _json_object,
     "structural_tag": _structural_tag,
 }
-"""Fields of vLLM's structured_outputs, each with its reader."""
 
-
+#: The field that a response_format of each type must have.
 NEEDS = {
     "json_schema": "an object json_schema with a schema",
     "regex": "a string regex",
     "grammar": "a string grammar",
 }
-"""The field that a response_format of each type must have."""
 
 
 def _response_format(value: object) -> AnswerFormat | None:
+    """Read OpenAI's `response_format`; None for free text. Raises InvalidParameter."""
     match value:
         case None | {"type": "text"}:
             return None
-        case {"type": "json_object", "schema": schema, **about}:
-            return _strict(schema, about)
+        case {"type": "json_object", "schema": schema, **options}:
+            return _strict(schema, options)
         case {"type": "json_object"}:
             return _json_object(value, FORMAT)
-        case {"type": "json_schema", "json_schema": {"schema": schema, **about}}:
-            return _strict(schema, about)
-        case {"type": "json_schema", "schema": schema, **about}:
-            return _strict(schema, about)
+        case {"type": "json_schema", "json_schema": {"schema": schema, **options}}:
+            return _strict(schema, options)
+        case {"type": "json_schema", "schema": schema, **options}:
+            return _strict(schema, options)
         case {"type": "regex", "regex": str(text)} | {"type": "regex", "pattern": str(text)}:
             return AnswerFormat(FORMAT, "regex", text)
         case {"type": "grammar", "grammar": str(text)}:
@@ -160,11 +191,12 @@ def _response_format(value: object) -> AnswerFormat | None:
             return _structural_tag(value, FORMAT)
         case {"type": str(kind)} if kind in NEEDS:
             raise InvalidParameter(f"{FORMAT} of type {kind} needs {NEEDS[kind]}", FORMAT)
-    asked = value.get("type") if isinstance(value, dict) else value
+
+    type_name = value.get("type") if isinstance(value, dict) else value
     known = "text, json_object, json_schema, regex or grammar"
-    raise InvalidParameter(f"{FORMAT} must be of type {known}, not {printable(asked)}", FORMAT)
+    raise InvalidParameter(f"{FORMAT} must be of type {known}, not {printable(type_name)}", FORMAT)
 
 
-def _strict(schema: object, about: Mapping[Any, Any]) -> AnswerFormat:
+def _strict(schema: object, options: Mapping[Any, Any]) -> AnswerFormat:
     """Return the format for a schema, with `strict` from the object around it."""
-    return AnswerFormat(FORMAT, "json_schema", schema=schema, strict=strict_in(about, FORMAT))
+    return AnswerFormat(FORMAT, "json_schema", schema=schema, strict=strict_in(options, FORMAT))

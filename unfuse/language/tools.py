@@ -1,4 +1,4 @@
-"""Tools: functions that a model may call, and the grammar of an answer that calls them."""
+"""Tool calling: the functions of a request, and the grammar of answers that call them."""
 
 from __future__ import annotations
 
@@ -17,52 +17,71 @@ from unfuse.core.text_parameters import schema_text, strict_in, types_of
 from unfuse.language.grammars import Grammar
 from unfuse.language.structured_outputs import AnswerFormat
 
-MAX_TOOLS, MAX_CALLS = 128, 16  # the most functions of a request, and the most calls that a model may write at once
-NOTHING = {"type": "object", "additionalProperties": False}  # the schema of a function's parameters that says none
-SHOWN_NOTHING = {"type": "object", "properties": {}}  # the same for chat templates
+#: The most functions of a request.
+MAX_TOOLS = 128
 
-_NAME = re.compile("[a-zA-Z0-9_.-]{1,128}")  # as in MCP; OpenAI's API allows 64 characters, and no dot
+#: The most calls that a model may write in one answer.
+MAX_CALLS = 16
 
+#: The schema of a function's parameters if the request has none.
+NOTHING = {"type": "object", "additionalProperties": False}
+
+#: The same for chat templates.
+SHOWN_NOTHING = {"type": "object", "properties": {}}
+
+#: Names of functions, as in MCP. OpenAI's API allows 64 characters, and no dot.
+_NAME = re.compile("[a-zA-Z0-9_.-]{1,128}")
+
+#: Whether a model may or must call a function.
 Choice = Literal["auto", "required"]
 
+#: Parameters that OpenAI has deprecated, with their replacements.
 OLDER = {"functions": "tools", "function_call": "tool_choice"}
-"""Parameters that OpenAI has deprecated, with their replacements."""
 
 
 class Tools(msgspec.Struct, frozen=True):
-    """A request's functions, as they were sent, and which of them may or must be called."""
+    """A request's functions, and which of them the model may or must call."""
 
+    #: All functions, as they were sent: objects with `type` and `function`.
     functions: tuple[dict[str, Any], ...]
+    #: Whether the model may ("auto") or must ("required") call a function.
     choice: Choice = "auto"
+    #: The names of the functions that may be called.
     names: tuple[str, ...] = ()
+    #: Whether the model may write several calls in one answer.
     several: bool = True
 
     @property
     def callable(self) -> list[dict[str, Any]]:
         """The functions that may be called."""
-        return [one["function"] for one in self.functions if one["function"]["name"] in self.names]
+        return [tool["function"] for tool in self.functions if tool["function"]["name"] in self.names]
 
     @property
     def types(self) -> dict[str, dict[str, str]]:
-        """The types of the parameters of each callable function, by name."""
+        """The types of each callable function's parameters, by the function's name."""
         return {function["name"]: types_of(function.get("parameters")) for function in self.callable}
 
     @property
     def shown(self) -> list[dict[str, Any]]:
-        """All functions for chat templates. A missing description or missing parameters are added, empty."""
+        """All functions for chat templates.
+
+        A missing description or missing parameters are added, empty.
+        """
         return [{**tool, "function": _complete(tool["function"])} for tool in self.functions]
 
 
 def _complete(function: Mapping[str, Any]) -> dict[str, Any]:
-    said = {key: value for key, value in function.items() if value is not None}
-    return {
-        **said,
-        **{key: one for key, one in (("description", ""), ("parameters", SHOWN_NOTHING)) if key not in said},
-    }
+    """Return a function with an empty description and empty parameters where these are missing."""
+    present = {key: value for key, value in function.items() if value is not None}
+    defaults = {"description": "", "parameters": SHOWN_NOTHING}
+    return {**present, **{key: value for key, value in defaults.items() if key not in present}}
 
 
 def read_tools(fields: Mapping[str, Any]) -> Tools | None:
-    """What a request says of tools; None if it has none, or wants none. Raises InvalidParameter."""
+    """Return the tools of a request; None if it has none or disables them.
+
+    Raises InvalidParameter.
+    """
     for name, newer in OLDER.items():
         if fields.get(name) is not None:
             raise InvalidParameter(f"{name} is deprecated: send {newer} instead", name)
@@ -73,14 +92,15 @@ def read_tools(fields: Mapping[str, Any]) -> Tools | None:
         return None
     if not isinstance(functions, list) or len(functions) > MAX_TOOLS:
         raise InvalidParameter(f"tools must be a list of at most {MAX_TOOLS} functions", "tools")
-    tools = tuple(_function(one, f"tools[{number}]") for number, one in enumerate(functions))
-    names = tuple(one["function"]["name"] for one in tools)
+
+    tools = tuple(_read_function(value, f"tools[{number}]") for number, value in enumerate(functions))
+    names = tuple(tool["function"]["name"] for tool in tools)
     if double := next((name for name in names if names.count(name) > 1), None):
         raise InvalidParameter(f"tools: two functions are called {double}", "tools")
-    return _chosen(choice, Tools(tools, "auto", names, fields.get("parallel_tool_calls") is not False))
+    return _apply_choice(choice, Tools(tools, "auto", names, fields.get("parallel_tool_calls") is not False))
 
 
-def _chosen(choice: object, tools: Tools) -> Tools | None:
+def _apply_choice(choice: object, tools: Tools) -> Tools | None:
     """Return the tools as restricted by `tool_choice`; None for "none"."""
     names = tools.names
     match choice:
@@ -101,29 +121,36 @@ def _chosen(choice: object, tools: Tools) -> Tools | None:
 
 
 def _allowed(allowed: list[Any], names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the allowed tools. Raises InvalidParameter for one that is not in `names`."""
-    found = list[str]()
-    for one in allowed:
-        match one:
+    """Return the names of the allowed tools.
+
+    Raises InvalidParameter for a tool that is not in `names`.
+    """
+    allowed_names = list[str]()
+    for tool in allowed:
+        match tool:
             case {"type": "function", "function": {"name": str(name)}} if name in names:
-                found.append(name)
+                allowed_names.append(name)
             case {"type": "function", "name": str(name)} if name in names:
-                found.append(name)
+                allowed_names.append(name)
             case _:
-                message = f"tool_choice: each allowed tool must be a function in tools, not {printable(one)}"
+                message = f"tool_choice: each allowed tool must be a function in tools, not {printable(tool)}"
                 raise InvalidParameter(message, "tool_choice")
-    if not found:
+    if not allowed_names:
         raise InvalidParameter("tool_choice: at least one tool must be allowed", "tool_choice")
-    return tuple(found)
+    return tuple(allowed_names)
 
 
-def _function(value: Any, where: str) -> dict[str, Any]:
+def _read_function(value: Any, where: str) -> dict[str, Any]:
+    """Return a tool as an object with `type` and `function`. Raises InvalidParameter.
+
+    `where`: its place in the request, for error messages.
+    """
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "function":
         message = f"{where} is of type {kind[:40]}, which is not supported: send it as a tool of type function"
         raise InvalidParameter(message, "tools")
     if kind == "function" and "function" not in value and "name" in value:  # the form of the Responses API
-        value = {"type": kind, "function": {key: one for key, one in value.items() if key != "type"}}
+        value = {"type": kind, "function": {key: item for key, item in value.items() if key != "type"}}
     function = value.get("function") if kind == "function" else None
     if not isinstance(function, dict):
         raise InvalidParameter(f"{where} must be an object of type function, with a function", "tools")
@@ -142,11 +169,14 @@ def _function(value: Any, where: str) -> dict[str, Any]:
 def grammar_of(
     answer: AnswerFormat | None, tools: Tools | None, how: CallFormat, relaxed: bool = False
 ) -> Grammar | None:
-    """Return the grammar of an answer with this format and these tools; None if it may be any text.
+    """Return the grammar of an answer with these tools; None for free text.
 
-    With a format and optional tools, the model writes either calls or an answer of the format. With optional tools of
-    which some are strict, any text is allowed, but a call must follow the schema. Schemas are `relaxed` as in
-    `schema_text`. Raises InvalidParameter.
+    With an answer format and optional tools, the model writes either calls or an answer of the format. With
+    optional tools, some of them strict, any text is allowed, but a call must follow the schema.
+
+    `how`: the model's format of tool calls.
+    `relaxed`: relaxes the schemas as in `schema_text`.
+    Raises InvalidParameter.
     """
     if tools is None:
         return answer.grammar(relaxed) if answer else None
@@ -163,6 +193,7 @@ def grammar_of(
 
 
 def _lark(*rules: str) -> Grammar:
+    """Return a grammar of these rules in Lark's notation."""
     return Grammar("lark", "\n".join(rules))
 
 
@@ -172,7 +203,7 @@ def _literal(text: str) -> str:
 
 
 def _free(how: CallFormat) -> list[str]:
-    """Rules by which any text may be written, and what follows the mark of a call is a call."""
+    """Return rules for any text in which a call must follow a call's mark."""
     mark = how.starts[0]
     return [
         "start: (text_and_mark rest)* TEXT",
@@ -193,7 +224,8 @@ def _calls(tools: Tools, how: CallFormat, relaxed: bool) -> list[str]:
     ]
     for name, function in zip(names, tools.callable, strict=True):
         head = _literal(how.head.replace("NAME", function["name"]))
-        strict, schema = function.get("strict") is True, function.get("parameters") or NOTHING
+        strict = function.get("strict") is True
+        schema = function.get("parameters") or NOTHING
         arguments = schema_text(schema, strict, "tools", relaxed)
         rules.append(f"{name}: {head} %json {arguments} {_literal(how.tail)}")
     return rules
