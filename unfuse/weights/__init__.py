@@ -1,1 +1,1 @@
-"""Where weights are found, and how they are read: folders, the hub, single files, GGUF, adapters."""
+"""Model weights: where they are, and how they are read (folders, hub, GGUF, LoRA adapters)."""

@@ -1,4 +1,4 @@
-"""What a GGUF file says of itself, and where its tensors lie. After the format's specification, versions 2 and 3."""
+"""Read the metadata and tensor table of GGUF files (versions 2 and 3)."""
 
 from __future__ import annotations
 
@@ -11,47 +11,62 @@ from typing import Any, NamedTuple
 
 from unfuse.core.errors import ConfigError
 
-GGUF = ".gguf"  # the suffix of such files
+#: The suffix of GGUF files.
+GGUF = ".gguf"
 
+#: The remedy in messages about damaged files.
 REPAIR = "download or save the model again"
 
+#: The `struct` code of each scalar type.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+#: The other types of values.
 TEXT, ARRAY = 8, 9
 
+#: The most tensors that a file may have.
 MAX_TENSORS = 1 << 16
+
+#: The most dimensions that a tensor may have.
 MAX_DIMENSIONS = 5
 
+#: The supported quantization types by number: name, values per block, and bytes per block.
 QUANTISED = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
     6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
     12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18),
     23: ("IQ4_XS", 256, 136),
 }  # fmt: skip
-"""Types of tensors that are served, by their numbers: name, numbers in a block, and bytes of that."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file: its shape as torch has it, its type (a number of QUANTISED), the bytes where it lies."""
+    """A tensor in a GGUF file."""
 
+    #: Its shape in torch's order of dimensions.
     shape: tuple[int, ...]
+    #: Its quantization type: a key of QUANTISED.
     kind: int
+    #: The position of its first byte in the file.
     start: int
+    #: Bytes.
     size: int
 
 
 class GgufContents(NamedTuple):
-    """What a file says, its tensors by name, and at which byte the first of them may begin."""
+    """The metadata and tensor table of a GGUF file."""
 
+    #: The metadata: numbers, strings and lists of either, by key.
     said: dict[str, Any]
+    #: The tensors by name.
     tensors: dict[str, StoredTensor]
+    #: The position at which the tensors' data start.
     data: int
 
 
 def contents(file: Path) -> GgufContents:
-    """All values by key, and a table of the tensors: each is whole, lies in the file, and shares no byte with others.
+    """Return the metadata and the tensor table of a GGUF file.
 
-    Values are numbers, strings, and lists of either. Raises ConfigError, naming the file, for any other table, and for
-    a tensor of a type that is not served.
+    Each tensor is complete, within the file, and does not overlap others. Raises ConfigError for an invalid file, and
+    for a tensor of an unsupported type.
     """
     try:
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -63,82 +78,100 @@ def contents(file: Path) -> GgufContents:
 
 
 class _Reader:
-    """Reads values one behind the other."""
+    """Reads the values of a GGUF file in order.
+
+    Raises ValueError if they are not valid.
+    """
 
     def __init__(self, data: mmap.mmap) -> None:
-        self._data, self._at = data, 0
+        self._data = data
+        self._position = 0
 
-    def _values(self) -> dict[str, Any]:
+    def _read_metadata(self) -> dict[str, Any]:
+        """Return the metadata by key."""
         if self._data[:4] != b"GGUF" or self._data[4:8] not in (b"\2\0\0\0", b"\3\0\0\0"):
             raise ValueError("it does not begin as versions 2 and 3 do")
-        self._at = 16  # behind magic, version and the number of tensors
-        return {self._text(): self._value(self._number("I")) for _ in range(self._number("Q"))}
+        self._position = 16  # after the magic number, the version and the number of tensors
+        return {self._read_text(): self._read_value(self._read_number("I")) for _ in range(self._read_number("Q"))}
 
     def contents(self) -> GgufContents:
-        said, (count,) = self._values(), struct.unpack_from("<Q", self._data, 8)
+        """Return the metadata and the checked tensor table."""
+        metadata = self._read_metadata()
+        (count,) = struct.unpack_from("<Q", self._data, 8)
         if count > MAX_TENSORS:
             raise ValueError(f"it is said to have {count} tensors")
-        alignment = said.get("general.alignment", 32)
+        alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"its tensors are aligned to {str(alignment)[:40]}")
-        found = [(self._text(), self._tensor()) for _ in range(count)]
-        data = -(-self._at // alignment) * alignment
-        tensors = {name: _placed(name, data, alignment, *tensor) for name, tensor in found}
+
+        entries = [(self._read_text(), self._read_tensor()) for _ in range(count)]
+        data = -(-self._position // alignment) * alignment
+        tensors = {name: _stored_tensor(name, data, alignment, *entry) for name, entry in entries}
         if len(tensors) < count:
             raise ValueError("two of its tensors have one name")
-        placed = sorted(tensors.items(), key=lambda one: one[1].start)
-        for (one, before), (other, behind) in pairwise(placed):
-            if before.start + before.size > behind.start:
-                raise ValueError(f"its tensors {one} and {other} overlap")
-        if placed and (end := placed[-1][1].start + placed[-1][1].size) > len(self._data):
-            raise ValueError(f"it has {len(self._data)} bytes, and its tensors end at byte {end}")
-        return GgufContents(said, tensors, data)
 
-    def _tensor(self) -> tuple[tuple[int, ...], int, int]:
-        """Shape, type and offset of the next one."""
-        dimensions = self._number("I")
+        ordered = sorted(tensors.items(), key=lambda item: item[1].start)
+        for (first_name, first), (second_name, second) in pairwise(ordered):
+            if first.start + first.size > second.start:
+                raise ValueError(f"its tensors {first_name} and {second_name} overlap")
+        if ordered and (end := ordered[-1][1].start + ordered[-1][1].size) > len(self._data):
+            raise ValueError(f"it has {len(self._data)} bytes, and its tensors end at byte {end}")
+        return GgufContents(metadata, tensors, data)
+
+    def _read_tensor(self) -> tuple[tuple[int, ...], int, int]:
+        """Return the shape, type and offset of the next tensor in the table."""
+        dimensions = self._read_number("I")
         if not 1 <= dimensions <= MAX_DIMENSIONS:
             raise ValueError(f"it has a tensor of {dimensions} dimensions")
-        shape = self._numbers(f"{dimensions}Q")
-        return shape[::-1], self._number("I"), self._number("Q")
+        shape = self._read_numbers(f"{dimensions}Q")
+        return shape[::-1], self._read_number("I"), self._read_number("Q")
 
-    def _value(self, kind: int) -> Any:
+    def _read_value(self, kind: int) -> Any:
+        """Return a metadata value of this type."""
         if kind == ARRAY:
-            inside, count = self._number("I"), self._number("Q")
-            if inside == TEXT:
-                return [self._text() for _ in range(count)]
-            return list(self._numbers(f"{count}{_scalar(inside)}"))
-        return self._text() if kind == TEXT else self._number(_scalar(kind))
+            item_kind, count = self._read_number("I"), self._read_number("Q")
+            if item_kind == TEXT:
+                return [self._read_text() for _ in range(count)]
+            return list(self._read_numbers(f"{count}{_scalar(item_kind)}"))
+        return self._read_text() if kind == TEXT else self._read_number(_scalar(kind))
 
-    def _text(self) -> str:
-        length = self._number("Q")
-        if length > len(self._data) - self._at:
+    def _read_text(self) -> str:
+        """Return a length-prefixed UTF-8 text."""
+        length = self._read_number("Q")
+        if length > len(self._data) - self._position:
             raise ValueError("it ends in the middle of a text")
-        self._at += length
-        return self._data[self._at - length : self._at].decode()
+        self._position += length
+        return self._data[self._position - length : self._position].decode()
 
-    def _number(self, code: str) -> Any:
-        return self._numbers(code)[0]
+    def _read_number(self, code: str) -> Any:
+        """Return a number with this `struct` code."""
+        return self._read_numbers(code)[0]
 
-    def _numbers(self, codes: str) -> tuple[Any, ...]:
-        found = struct.unpack_from(f"<{codes}", self._data, self._at)
-        self._at += struct.calcsize(f"<{codes}")
-        return found
+    def _read_numbers(self, codes: str) -> tuple[Any, ...]:
+        """Return numbers with these `struct` codes."""
+        numbers = struct.unpack_from(f"<{codes}", self._data, self._position)
+        self._position += struct.calcsize(f"<{codes}")
+        return numbers
 
 
 def _scalar(kind: int) -> str:
+    """Return the `struct` code of a scalar type."""
     if kind not in SCALARS:
         raise ValueError(f"value of the unknown type {kind}")
     return SCALARS[kind]
 
 
-def _placed(name: str, data: int, alignment: int, shape: tuple[int, ...], kind: int, offset: int) -> StoredTensor:
+def _stored_tensor(
+    name: str, data: int, alignment: int, shape: tuple[int, ...], kind: int, offset: int
+) -> StoredTensor:
+    """Return a tensor at this offset from byte `data`. Raises ConfigError for an unsupported type."""
     if kind not in QUANTISED:
         served = ", ".join(known for known, _, _ in QUANTISED.values())
         raise ConfigError(f"tensor {name} is of type {kind}, which is not served: give a file of the types {served}")
-    called, numbers, width = QUANTISED[kind]
-    if not all(shape) or shape[-1] % numbers:
-        raise ValueError(f"its tensor {name} has the shape {shape}, and {called} has blocks of {numbers}")
+
+    kind_name, block_values, block_bytes = QUANTISED[kind]
+    if not all(shape) or shape[-1] % block_values:
+        raise ValueError(f"its tensor {name} has the shape {shape}, and {kind_name} has blocks of {block_values}")
     if offset % alignment:
         raise ValueError(f"its tensor {name} is not aligned to {alignment} bytes")
-    return StoredTensor(shape, kind, data + offset, prod(shape) // numbers * width)
+    return StoredTensor(shape, kind, data + offset, prod(shape) // block_values * block_bytes)

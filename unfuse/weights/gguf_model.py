@@ -1,4 +1,7 @@
-"""Language models in GGUF files: their metadata as transformers' configuration, and their weights by its names."""
+"""Language models in GGUF files, dequantized on loading into transformers' classes.
+
+The metadata become transformers' configuration, and the tensors get its names.
+"""
 
 from __future__ import annotations
 
@@ -19,47 +22,66 @@ from unfuse.weights.gguf import GGUF, QUANTISED, REPAIR, GgufContents, StoredTen
 if TYPE_CHECKING:
     import torch
 
+#: Classes of transformers by `general.architecture`.
 ARCHITECTURES = {
-    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
-}  # fmt: skip
-"""Classes by `general.architecture`."""
+}
 
-ROUTED = "qwen3moe"  # the architecture whose layers are mixtures of experts
+#: The architecture with a mixture of experts.
+ROUTED = "qwen3moe"
 
-SCALED = "rope_freqs.weight"  # the tensor that divides the frequencies of rotary positions, where a model has it
+#: The optional tensor that divides the frequencies of the rotary position embedding.
+SCALED = "rope_freqs.weight"
 
+#: The tensors outside the layers by their names in GGUF: transformers' name, and the shape in letters (see `expected`).
 OUTSIDE = {
-    "token_embd.weight": ("model.embed_tokens.weight", "vh"), "output_norm.weight": ("model.norm.weight", "h"),
+    "token_embd.weight": ("model.embed_tokens.weight", "vh"),
+    "output_norm.weight": ("model.norm.weight", "h"),
     "output.weight": ("lm_head.weight", "vh"),
-}  # fmt: skip
+}
+
+#: The same for the tensors of each layer.
 LAYER = {
-    "attn_norm.weight": ("input_layernorm.weight", "h"), "attn_q.weight": ("self_attn.q_proj.weight", "qh"),
-    "attn_k.weight": ("self_attn.k_proj.weight", "kh"), "attn_v.weight": ("self_attn.v_proj.weight", "kh"),
+    "attn_norm.weight": ("input_layernorm.weight", "h"),
+    "attn_q.weight": ("self_attn.q_proj.weight", "qh"),
+    "attn_k.weight": ("self_attn.k_proj.weight", "kh"),
+    "attn_v.weight": ("self_attn.v_proj.weight", "kh"),
     "attn_output.weight": ("self_attn.o_proj.weight", "hq"),
     "ffn_norm.weight": ("post_attention_layernorm.weight", "h"),
-}  # fmt: skip
-"""Of each layer: transformers' name of a tensor, and its shape, in letters that `expected` explains."""
-DENSE = {
-    "ffn_gate.weight": ("mlp.gate_proj.weight", "fh"), "ffn_up.weight": ("mlp.up_proj.weight", "fh"),
-    "ffn_down.weight": ("mlp.down_proj.weight", "hf"),
-}  # fmt: skip
-EXPERTS = {
-    "ffn_gate_inp.weight": ("mlp.gate.weight", "eh"), "ffn_gate_exps.weight": ("mlp.experts.gate_proj", "emh"),
-    "ffn_up_exps.weight": ("mlp.experts.up_proj", "emh"), "ffn_down_exps.weight": ("mlp.experts.down_proj", "ehm"),
-}  # fmt: skip
-"""Instead of these in a mixture of experts. transformers has the first two of all experts in one tensor: `_joined`."""
-BIASES = {f"attn_{one}.bias": (f"self_attn.{one}_proj.bias", of) for one, of in zip("qkv", "qkk", strict=True)}
-OUTPUT_BIAS = {"attn_output.bias": ("self_attn.o_proj.bias", "h")}
-NORMS = {f"attn_{one}_norm.weight": (f"self_attn.{one}_norm.weight", "d") for one in "qk"}
+}
 
-CHUNK = 1 << 21  # numbers that are dequantised at a time
+#: The feed-forward tensors of a layer without experts.
+DENSE = {
+    "ffn_gate.weight": ("mlp.gate_proj.weight", "fh"),
+    "ffn_up.weight": ("mlp.up_proj.weight", "fh"),
+    "ffn_down.weight": ("mlp.down_proj.weight", "hf"),
+}
+
+#: The feed-forward tensors of a mixture of experts. transformers has gate and up of all experts in one tensor: see
+#: `_join_gates`.
+EXPERTS = {
+    "ffn_gate_inp.weight": ("mlp.gate.weight", "eh"),
+    "ffn_gate_exps.weight": ("mlp.experts.gate_proj", "emh"),
+    "ffn_up_exps.weight": ("mlp.experts.up_proj", "emh"),
+    "ffn_down_exps.weight": ("mlp.experts.down_proj", "ehm"),
+}
+
+#: Optional tensors of a layer.
+BIASES = {f"attn_{letter}.bias": (f"self_attn.{letter}_proj.bias", of) for letter, of in zip("qkv", "qkk", strict=True)}
+OUTPUT_BIAS = {"attn_output.bias": ("self_attn.o_proj.bias", "h")}
+NORMS = {f"attn_{letter}_norm.weight": (f"self_attn.{letter}_norm.weight", "d") for letter in "qk"}
+
+#: How many values are dequantized at a time.
+CHUNK = 1 << 21
 
 
 class GgufModel(ModelFolder):
-    """Reads a model that is one GGUF file, as `ModelFolder` reads those of transformers.
+    """A model in one GGUF file, with the interface of `ModelFolder`.
 
-    Everything raises ConfigError, naming the file, for one that cannot be served.
+    Every method raises ConfigError if the file is not supported.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,13 +113,15 @@ class GgufModel(ModelFolder):
 
     @override
     def weights(self, component: str) -> list[Path]:
-        return [self.path] if self._tensors_by_name else []
+        return [self.path] if self._model_names else []
 
     @override
     def tensors(self, component: str) -> dict[str, tuple[str, int]]:
         stored = self._contents.tensors
-        names = {name: stored[own] for own, name in self._tensors_by_name.items()}
-        return {name: (f"GGUF {QUANTISED[one.kind][0]}", math.prod(one.shape)) for name, one in names.items()}
+        tensors = {name: stored[gguf_name] for gguf_name, name in self._model_names.items()}
+        return {
+            name: (f"GGUF {QUANTISED[tensor.kind][0]}", math.prod(tensor.shape)) for name, tensor in tensors.items()
+        }
 
     @override
     def size(self, component: str) -> int:
@@ -105,7 +129,7 @@ class GgufModel(ModelFolder):
 
     @override
     def identity(self, *components: str) -> str:
-        """A fingerprint of all bytes, independent of the file's name."""
+        """Return a fingerprint of all bytes, independent of the file's name."""
         digest = xxhash.xxh3_128(f"{self.path.stat().st_size}\0".encode())
         digest.update(FINGERPRINTS.content(self.path))
         return digest.hexdigest()
@@ -115,10 +139,10 @@ class GgufModel(ModelFolder):
         return {self.path.name: self.path}
 
     def load(self, kind: Any, dtype: torch.dtype) -> Any:
-        """The model, of that class of transformers, with all its weights in that dtype, on the CPU.
+        """Return the model on the CPU, as this class of transformers, dequantized to this dtype.
 
-        A few MiB of one tensor at a time are dequantised, and the experts of one layer joined, so that it takes little
-        more memory than its weights.
+        A few MiB of one tensor are dequantized at a time, and the experts of one layer joined. It therefore takes
+        little more memory than the model's weights.
         """
         import torch
 
@@ -127,19 +151,26 @@ class GgufModel(ModelFolder):
         with torch.device("meta"):
             model = kind(config).to(dtype)
         with self.path.open("rb") as stream:
-            for own, name in self._tensors_by_name.items():
-                weights[name] = self._unpermuted(own, _dequantised(stream, self._contents.tensors[own], dtype))
-            positions = type(model.model.rotary_emb)(config)
+            for gguf_name, name in self._model_names.items():
+                tensor = _dequantize(stream, self._contents.tensors[gguf_name], dtype)
+                weights[name] = self._unpermute(gguf_name, tensor)
+
+            # Buffers are not in the file: the rotary embedding is made anew outside the meta device.
+            rotary = type(model.model.rotary_emb)(config)
             if factors := self._contents.tensors.get(SCALED):
-                positions.inv_freq /= _dequantised(stream, factors, torch.float32)
-        model.model.rotary_emb = positions
-        model.load_state_dict(_joined(weights), strict=False, assign=True)
+                rotary.inv_freq /= _dequantize(stream, factors, torch.float32)
+
+        model.model.rotary_emb = rotary
+        model.load_state_dict(_join_gates(weights), strict=False, assign=True)
         model.tie_weights()
         return model
 
-    def _unpermuted(self, own: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Queries and keys of a llama as transformers has them: rows half a head apart lie side by side in files."""
-        part = own.rpartition(".")[0].rpartition(".")[2]
+    def _unpermute(self, gguf_name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor with the rows of a llama's queries and keys in transformers' order.
+
+        In the file, rows that are half a head apart are adjacent. Other tensors are unchanged.
+        """
+        part = gguf_name.rpartition(".")[0].rpartition(".")[2]
         if self._contents.said["general.architecture"] != "llama" or part not in ("attn_q", "attn_k"):
             return tensor
         heads = self._config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
@@ -147,156 +178,196 @@ class GgufModel(ModelFolder):
 
     @cached_property
     def _contents(self) -> GgufContents:
+        """The file's metadata and tensor table."""
         return contents(self.path)
 
     @cached_property
     def _config(self) -> dict[str, Any]:
-        found = self._contents
+        """The configuration in transformers' terms."""
+        file_contents = self._contents
         with self.reading("GGUF"):
             try:
-                return config_of(found)
+                return config_of(file_contents)
             except ConfigError as error:
                 raise ConfigError(f"model {self.path} cannot be served: {error}") from error
 
     @cached_property
-    def _tensors_by_name(self) -> dict[str, str]:
-        """Names in transformers by those in the file, which has all tensors that the model needs, and no others."""
+    def _model_names(self) -> dict[str, str]:
+        """The tensors' names in transformers, by their names in the file.
+
+        Raises ConfigError unless the file has all tensors that the model needs, and no others.
+        """
         stored = self._contents.tensors
         with self.reading("GGUF"):
-            wanted = expected(self._config, stored)
-        for own, (_, shape) in wanted.items():
-            if own not in stored:
-                raise ConfigError(f"model {self.path} lacks the tensor {own}; {REPAIR}")
-            if stored[own].shape != shape:
+            needed = expected(self._config, stored)
+        for name, (_, shape) in needed.items():
+            if name not in stored:
+                raise ConfigError(f"model {self.path} lacks the tensor {name}; {REPAIR}")
+            if stored[name].shape != shape:
                 raise ConfigError(
-                    f"model {self.path}: tensor {own} has the shape {stored[own].shape}, and {shape} by the "
+                    f"model {self.path}: tensor {name} has the shape {stored[name].shape}, and {shape} by the "
                     f"configuration; {REPAIR}"
                 )
-        if unknown := sorted(stored.keys() - wanted.keys()):
+        if unknown := sorted(stored.keys() - needed.keys()):
             raise ConfigError(
                 f"model {self.path} has the tensor {unknown[0][:80]}, which no {self.kind} has: give the model in "
                 "transformers' format"
             )
-        return {own: name for own, (name, _) in wanted.items() if name}
+        return {gguf_name: name for gguf_name, (name, _) in needed.items() if name}
 
 
 def files_of(path: Path) -> ModelFolder:
-    """Reads the model at a path: a folder, or a GGUF file."""
+    """Return the reader of the model at a path: a folder, or a GGUF file."""
     return GgufModel(path) if path.suffix == GGUF and path.is_file() else ModelFolder(path)
 
 
 def config_of(found: GgufContents) -> dict[str, Any]:
-    """What transformers would save. Raises ConfigError if not served, ValueError or TypeError for wrong values."""
-    said, stored = found.said, found.tensors
-    architecture = said.get("general.architecture")
+    """Return transformers' configuration of a model in a GGUF file.
+
+    Raises ConfigError if it is not supported, ValueError or TypeError for invalid values.
+    """
+    metadata = found.said
+    stored = found.tensors
+    architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ConfigError(
             f"it is of the architecture {str(architecture)[:80]}: served are GGUF files of {', '.join(ARCHITECTURES)}"
         )
-    own = {key.removeprefix(f"{architecture}."): value for key, value in said.items()}
-    if said.get("split.count", 1) > 1:
+
+    settings = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}
+    if metadata.get("split.count", 1) > 1:
         raise ConfigError("it is one of several files: join them (llama-gguf-split --merge), and give the result")
-    if own.get("expert_count") and architecture != ROUTED:
+    if settings.get("expert_count") and architecture != ROUTED:
         raise ConfigError(f"it is a mixture of experts: of these only the architecture {ROUTED} is served")
-    hidden, heads = _whole(own, "embedding_length"), _whole(own, "attention.head_count")
-    kept = _whole(own, "attention.head_count_kv", heads)
-    width = _whole(own, "attention.key_length", hidden // heads)
-    if heads % kept or width % 2 or _whole(own, "attention.value_length", width) != width:
-        raise ValueError(f"{heads} heads, {kept} of them with keys, of {width} numbers each")
-    if _whole(own, "rope.dimension_count", width) != width:
+
+    hidden, heads = _integer(settings, "embedding_length"), _integer(settings, "attention.head_count")
+    kv_heads = _integer(settings, "attention.head_count_kv", heads)
+    head_dim = _integer(settings, "attention.key_length", hidden // heads)
+    if heads % kv_heads or head_dim % 2 or _integer(settings, "attention.value_length", head_dim) != head_dim:
+        raise ValueError(f"{heads} heads, {kv_heads} of them with keys, of {head_dim} numbers each")
+    if _integer(settings, "rope.dimension_count", head_dim) != head_dim:
         raise ConfigError("its rotary positions turn a part of each head, which is not served")
-    ids = {name: said.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+
+    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
     return {
         "architectures": [ARCHITECTURES[architecture]],
-        "vocab_size": _whole(own, "vocab_size", len(said.get("tokenizer.ggml.tokens", ()))),
+        "vocab_size": _integer(settings, "vocab_size", len(metadata.get("tokenizer.ggml.tokens", ()))),
         "hidden_size": hidden,
-        "intermediate_size": _whole(own, "feed_forward_length"),
-        "num_hidden_layers": _whole(own, "block_count"),
+        "intermediate_size": _integer(settings, "feed_forward_length"),
+        "num_hidden_layers": _integer(settings, "block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": kept,
-        "head_dim": width,
-        "max_position_embeddings": _whole(own, "context_length"),
-        "rms_norm_eps": _positive(own, "attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(own),
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": _integer(settings, "context_length"),
+        "rms_norm_eps": _positive(settings, "attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(settings),
         "tie_word_embeddings": "output.weight" not in stored,
         "attention_bias": "blk.0.attn_output.bias" in stored,
-        "sliding_window": own.get("attention.sliding_window"),
+        "sliding_window": settings.get("attention.sliding_window"),
         **{f"{name}_token_id": id for name, id in ids.items() if id is not None},
-        **(_routing(own) if architecture == ROUTED else {}),
+        **(_routing(settings) if architecture == ROUTED else {}),
     }
 
 
-def _routing(own: Mapping[str, Any]) -> dict[str, Any]:
-    """What a mixture has more. Raises ValueError where a token would go to more experts than there are."""
-    experts, each = _whole(own, "expert_count"), _whole(own, "expert_used_count")
-    if each > experts:
-        raise ValueError(f"{each} of {experts} experts for each token")
-    width = _whole(own, "expert_feed_forward_length")
+def _routing(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a mixture of experts.
+
+    Raises ValueError if a token would be routed to more experts than there are.
+    """
+    experts, experts_per_token = _integer(settings, "expert_count"), _integer(settings, "expert_used_count")
+    if experts_per_token > experts:
+        raise ValueError(f"{experts_per_token} of {experts} experts for each token")
+    width = _integer(settings, "expert_feed_forward_length")
     return {
-        "num_experts": experts, "num_experts_per_tok": each, "moe_intermediate_size": width,
-        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    }  # fmt: skip
+        "num_experts": experts,
+        "num_experts_per_tok": experts_per_token,
+        "moe_intermediate_size": width,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
 
 
 def expected(config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """By the names of GGUF, the tensors of a model: transformers' name, if it has one, and the shape.
+    """Return the tensors that a model must have, by their names in GGUF.
 
-    Raises ValueError where there are fewer tensors than layers.
+    Each has transformers' name ("" if it has none), and the shape. Raises ValueError if there are fewer tensors than
+    layers.
     """
     layers, kind = config["num_hidden_layers"], config["architectures"][0]
     if layers > len(stored):
         raise ValueError(f"{layers} layers, and {len(stored)} tensors")
-    biased = kind == ARCHITECTURES["qwen2"] or config["attention_bias"]
-    routed = kind == ARCHITECTURES[ROUTED]
-    each = {
+
+    has_biases = kind == ARCHITECTURES["qwen2"] or config["attention_bias"]
+    has_experts = kind == ARCHITECTURES[ROUTED]
+    layer_tensors = {
         **LAYER,
-        **(EXPERTS if routed else DENSE),
-        **(BIASES if biased else {}),
+        **(EXPERTS if has_experts else DENSE),
+        **(BIASES if has_biases else {}),
         **(OUTPUT_BIAS if config["attention_bias"] else {}),
-        **(NORMS if routed or kind == ARCHITECTURES["qwen3"] else {}),
+        **(NORMS if has_experts or kind == ARCHITECTURES["qwen3"] else {}),
     }
+
     tied = {"output.weight"} if config["tie_word_embeddings"] else set()
-    named = {own: one for own, one in OUTSIDE.items() if own not in tied}
+    tensors = {gguf_name: entry for gguf_name, entry in OUTSIDE.items() if gguf_name not in tied}
     for layer in range(layers):
-        named |= {f"blk.{layer}.{own}": (f"model.layers.{layer}.{name}", of) for own, (name, of) in each.items()}
+        for gguf_name, (name, letters) in layer_tensors.items():
+            tensors[f"blk.{layer}.{gguf_name}"] = (f"model.layers.{layer}.{name}", letters)
     if SCALED in stored and kind == ARCHITECTURES["llama"]:
-        named[SCALED] = ("", "r")
-    width, heads, kept = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
+        tensors[SCALED] = ("", "r")
+
+    head_dim, heads, kv_heads = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
     sizes = {
-        "v": config["vocab_size"], "h": config["hidden_size"], "f": config["intermediate_size"],
-        "q": heads * width, "k": kept * width, "d": width, "r": width // 2,
-        "e": config.get("num_experts", 0), "m": config.get("moe_intermediate_size", 0),
-    }  # fmt: skip
-    return {own: (name, tuple(sizes[letter] for letter in of)) for own, (name, of) in named.items()}
+        "v": config["vocab_size"],
+        "h": config["hidden_size"],
+        "f": config["intermediate_size"],
+        "q": heads * head_dim,
+        "k": kv_heads * head_dim,
+        "d": head_dim,
+        "r": head_dim // 2,
+        "e": config.get("num_experts", 0),
+        "m": config.get("moe_intermediate_size", 0),
+    }
+    return {
+        gguf_name: (name, tuple(sizes[letter] for letter in letters)) for gguf_name, (name, letters) in tensors.items()
+    }
 
 
-def _rope(own: Mapping[str, Any]) -> dict[str, Any]:
-    """How positions turn. Raises ConfigError for a scaling that is not served."""
-    base = {"rope_theta": _positive(own, "rope.freq_base", 10_000.0)}
-    kind = own.get("rope.scaling.type", "none")
+def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of the rotary position embedding.
+
+    Raises ConfigError for an unsupported scaling.
+    """
+    base = {"rope_theta": _positive(settings, "rope.freq_base", 10_000.0)}
+    kind = settings.get("rope.scaling.type", "none")
     if kind == "linear":
-        return {"rope_type": kind, "factor": _positive(own, "rope.scaling.factor"), **base}
-    if kind != "none" or "rope.scale_linear" in own:
+        return {"rope_type": kind, "factor": _positive(settings, "rope.scaling.factor"), **base}
+    if kind != "none" or "rope.scale_linear" in settings:
         raise ConfigError(f"its rotary positions are scaled by {str(kind)[:40]}: linear is served")
     return {"rope_type": "default", **base}
 
 
-def _whole(own: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = own.get(key, default)
+def _integer(settings: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Return a positive 31-bit integer. Raises ValueError for other values."""
+    value = settings.get(key, default)
     if type(value) is not int or not 0 < value < 1 << 31:
         raise ValueError(f"{key} is {str(value)[:40]}")
     return value
 
 
-def _positive(own: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = own.get(key, default)
+def _positive(settings: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """Return a positive, finite float. Raises ValueError for other values."""
+    value = settings.get(key, default)
     if type(value) is not float or not 0 < value < math.inf:
         raise ValueError(f"{key} is {str(value)[:40]}")
     return value
 
 
-def _joined(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights, with the gates of a layer's experts and what they gate in one tensor, as transformers has them."""
+def _join_gates(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights with gate and up projections of a layer's experts joined.
+
+    transformers has both in one tensor (experts, 2 * moe_intermediate, hidden).
+    """
     import torch
 
     for gates in [name for name in weights if name.endswith(".experts.gate_proj")]:
@@ -305,17 +376,20 @@ def _joined(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _dequantised(stream: BinaryIO, stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
+def _dequantize(stream: BinaryIO, stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of an open file, dequantized to this dtype."""
     import numpy as np
     import torch
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    made = torch.empty(stored.shape, dtype=dtype)
-    rows = made.view(-1, stored.shape[-1])
-    width, step = stored.size // len(rows), max(1, CHUNK // stored.shape[-1])
+    tensor = torch.empty(stored.shape, dtype=dtype)
+    rows = tensor.view(-1, stored.shape[-1])
+    row_bytes = stored.size // len(rows)
+    chunk_rows = max(1, CHUNK // stored.shape[-1])
+
     stream.seek(stored.start)
-    for chunk in torch.split(rows, step):
-        raw = np.fromfile(stream, np.uint8, len(chunk) * width).reshape(len(chunk), width)
+    for chunk in torch.split(rows, chunk_rows):
+        raw = np.fromfile(stream, np.uint8, len(chunk) * row_bytes).reshape(len(chunk), row_bytes)
         chunk.copy_(torch.from_numpy(dequantize(raw, GGMLQuantizationType(stored.kind))))
-    return made
+    return tensor

@@ -1,8 +1,8 @@
-"""Brings the weights of a model from a hub into the hub library's cache, and goes on where somebody stopped.
+"""Resumable downloads of weights from a hub into the hub library's cache.
 
-The library does the rest: it knows caches, tokens and listings. But of a file that it could not bring to its end it
-keeps nothing. Here what came stays beside the file's place, under the name of its content; whoever asks next, in
-whatever process, gets what is missing. A file counts once it has the size and the hash that the hub lists.
+The library handles caches, tokens and listings, but discards a file whose download fails. Here the received bytes stay
+in a partial file, named by the hash of the content. The next download, in any process, fetches only the missing rest.
+A file is complete once its size and hash are those that the hub lists.
 """
 
 from __future__ import annotations
@@ -27,32 +27,49 @@ from unfuse.core.errors import ConfigError
 from unfuse.weights.fingerprints import HASHES
 from unfuse.weights.folder import HubFile, ModelFolder, hub_errors
 
-AT_ONCE = 4  # files that come side by side
-PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # before the next try, when no byte came since the last; then it gives up
+#: The number of parallel downloads.
+AT_ONCE = 4
+
+#: Seconds before each further try if no byte was received since the last one. After these, the download fails.
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 CHUNK = 1 << 20
-TELL_S, RATE_S = 1.5, 10.0  # how often somebody is told, and over how long a rate is taken
-LOOK_S = 0.5  # how often who waits for another process looks how far that is
-PART = ".unfuse-part"  # what is behind the name of a file's content while it is not whole
 
+#: Seconds between two reports of progress.
+TELL_S = 1.5
+
+#: Seconds over which the download rate is averaged.
+RATE_S = 10.0
+
+#: Seconds between two checks of a file that another process downloads.
+LOOK_S = 0.5
+
+#: The suffix of partial files, after the hash of the content.
+PART = ".unfuse-part"
+
+#: The errors of a full disk.
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DownloadProgress(msgspec.Struct, frozen=True):
-    """How far weights have come: bytes that are here, of all that were missing, and bytes a second of late."""
+    """The progress of downloading a model's weights."""
 
+    #: The model's hub name.
     model: str
+    #: Bytes received.
     done: int
+    #: Bytes of all files that were missing.
     total: int
+    #: Recent bytes per second; 0 if nothing was received.
     rate: float = 0.0
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until all are here, at that rate; None while nothing comes."""
+        """Estimated seconds until the end, or None without a rate."""
         return (self.total - self.done) / self.rate if self.rate else None
 
     def __str__(self) -> str:
-        """In words: 1.2 GiB of 22.2 GiB, 98.0 MiB/s, 3:40 left."""
+        """Return a text such as "1.2 GiB of 22.2 GiB, 98.0 MiB/s, 3:40 left"."""
         text = f"{readable_bytes(self.done)} of {readable_bytes(self.total)}"
         if self.eta_s is None:
             return text
@@ -60,122 +77,141 @@ class DownloadProgress(msgspec.Struct, frozen=True):
         return f"{text}, {readable_bytes(round(self.rate))}/s, {minutes}:{seconds:02} left"
 
 
+#: A callback for progress.
 Tell = Callable[[DownloadProgress], object]
 
 
 class DownloadStopped(Exception):
-    """Another file could not be brought, or nobody waits any more."""
+    """The download was stopped, because another file failed or the caller was interrupted."""
 
 
 def bring(model: ModelFolder, components: Collection[str], tell: Tell | None = None) -> None:
-    """Bring what is not here of these components' weights. Raises ConfigError: what is here, and what to do."""
+    """Download the missing weights of these components.
+
+    `tell`: called with the progress at the start and about every TELL_S seconds.
+    Raises ConfigError with what was received, and what to do.
+    """
     if model.hub and (lacking := model.lacking(components)):
         _Download(model.hub, model.path, lacking, tell or bool).run()
 
 
 class _Download:
-    """Some files of one commit."""
+    """The download of some files of one commit."""
 
     def __init__(self, hub: tuple[str, str], snapshot: Path, files: Mapping[str, HubFile], tell: Tell) -> None:
         self._name, self._commit = hub
         self._blobs = snapshot.parent.parent / "blobs"
-        self._files, self._tell = files, tell
-        self._here: dict[str, int] = {}
-        self._recent: deque[tuple[float, int]] = deque()
+        self._files = files  # by path
+        self._report = tell
+        self._received: dict[str, int] = {}  # bytes by path
+        self._recent: deque[tuple[float, int]] = deque()  # time and bytes received, over RATE_S seconds
         self._stopped = threading.Event()
 
     def run(self) -> None:
+        """Download all files. Raises ConfigError."""
         self._blobs.mkdir(parents=True, exist_ok=True)
         for path, file in self._files.items():
             with suppress(FileNotFoundError):
-                self._here[path] = self._part(file).stat().st_size
-        self._need_room()
-        self._tell(self._state())
+                self._received[path] = self._partial_file(file).stat().st_size
+
+        self._check_disk_space()
+        self._report(self._progress())
         with ThreadPoolExecutor(AT_ONCE) as pool:
             try:
-                left = {pool.submit(self._bring, path, file) for path, file in self._files.items()}
-                while left:
-                    done, left = wait(left, TELL_S)
+                pending = {pool.submit(self._download_file, path, file) for path, file in self._files.items()}
+                while pending:
+                    done, pending = wait(pending, TELL_S)
                     for future in done:
                         future.result()
-                    self._tell(self._state())
+                    self._report(self._progress())
             except BaseException:
                 self._stopped.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _part(self, file: HubFile) -> Path:
+    def _partial_file(self, file: HubFile) -> Path:
+        """Return the path of a file until it is complete."""
         return self._blobs / f"{file.digest}{PART}"
 
-    def _state(self) -> DownloadProgress:
-        now, done = time.monotonic(), sum(self._here.values())
+    def _progress(self) -> DownloadProgress:
+        """Return the progress of all files, and record it for the rate."""
+        now = time.monotonic()
+        done = sum(self._received.values())
         self._recent.append((now, done))
         while now - self._recent[0][0] > RATE_S:
             self._recent.popleft()
-        since, before = self._recent[0]
-        rate = max(0, done - before) / (now - since) if now > since else 0.0
+        start, done_at_start = self._recent[0]
+        rate = max(0, done - done_at_start) / (now - start) if now > start else 0.0
         return DownloadProgress(self._name, done, sum(file.size for file in self._files.values()), rate)
 
-    def _need_room(self) -> None:
-        state, free = self._state(), shutil.disk_usage(self._blobs).free
-        if (need := state.total - state.done) > free:
+    def _check_disk_space(self) -> None:
+        """Raise ConfigError if the disk is too small for the need bytes."""
+        progress = self._progress()
+        free = shutil.disk_usage(self._blobs).free
+        if (need := progress.total - progress.done) > free:
             raise ConfigError(
                 f"model {self._name}: {readable_bytes(need)} are still to come, and in {self._blobs} there is room for "
                 f"{readable_bytes(free)}: make room there, or set HF_HOME to a folder on a larger disk"
             )
 
-    def _bring(self, path: str, file: HubFile) -> None:
-        """Bring one file, and put it where the hub library looks for it."""
+    def _download_file(self, path: str, file: HubFile) -> None:
+        """Download one file, and store it in the hub library's cache."""
         from huggingface_hub import hf_hub_download
 
-        whole = self._part(file).with_name(file.digest)
-        with self._explained(path):
-            with self._locked(path, file, whole) as stream:
+        blob = self._partial_file(file).with_name(file.digest)
+        with self._config_errors(path):
+            with self._lock_partial_file(path, file, blob) as stream:
                 if stream is not None:
-                    self._complete(path, file, stream)
-                    if HASHES[file.algorithm](self._part(file), file.size) != file.digest:
-                        raise _Lie("its hash is another; it was removed, and a next try brings it anew")
-                    os.replace(self._part(file), whole)
-            self._here[path] = file.size
+                    self._download_rest(path, file, stream)
+                    if HASHES[file.algorithm](self._partial_file(file), file.size) != file.digest:
+                        raise _WrongFile("its hash is another; it was removed, and a next try brings it anew")
+                    os.replace(self._partial_file(file), blob)
+            self._received[path] = file.size
             hf_hub_download(self._name, path, revision=self._commit)
 
     @contextmanager
-    def _locked(self, path: str, file: HubFile, whole: Path) -> Iterator[BinaryIO | None]:
-        """What came of a file so far, for this process alone; None once it is whole. Whoever waits sees it grow."""
-        part = self._part(file)
-        while not whole.exists():
-            with part.open("a+b") as stream:
+    def _lock_partial_file(self, path: str, file: HubFile, blob: Path) -> Iterator[BinaryIO | None]:
+        """Open a partial file, locked for this process; yields None if the blob is complete.
+
+        While another process has the lock, waits and reports its progress.
+        """
+        partial = self._partial_file(file)
+        while not blob.exists():
+            with partial.open("a+b") as stream:
                 with suppress(BlockingIOError, FileNotFoundError):
                     fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if _is_at(stream, part):
+                    if _is_same_file(stream, partial):
                         yield stream
                         return
-                self._here[path] = os.fstat(stream.fileno()).st_size
+                self._received[path] = os.fstat(stream.fileno()).st_size
             if self._stopped.wait(LOOK_S):
                 raise DownloadStopped
         yield None
 
-    def _complete(self, path: str, file: HubFile, stream: BinaryIO) -> None:
-        """Ask for what is missing, again and again: a connection that ends, or is silent, is no reason to give up."""
+    def _download_rest(self, path: str, file: HubFile, stream: BinaryIO) -> None:
+        """Download the missing bytes of a file, with retries.
+
+        A connection that breaks or is silent is retried. The pauses start again after each one that received bytes.
+        """
         from httpx2 import TransportError
 
         pauses = iter(PAUSES_S)
-        while (before := stream.seek(0, os.SEEK_END)) < file.size:
+        while (offset := stream.seek(0, os.SEEK_END)) < file.size:
             try:
-                self._append(path, file, stream, before)
-            except (TransportError, _Busy) as error:
+                self._append_response(path, file, stream, offset)
+            except (TransportError, _TemporaryError) as error:
                 stream.flush()
-                if stream.seek(0, os.SEEK_END) > before:
+                if stream.seek(0, os.SEEK_END) > offset:
                     pauses = iter(PAUSES_S)
                 elif (pause := next(pauses, None)) is None:
                     raise ConnectionError(str(error) or type(error).__name__) from error
                 elif self._stopped.wait(pause):
                     raise DownloadStopped from error
-        if before > file.size:
-            raise _Lie(f"it has more than the {file.size} bytes that the hub lists")
+        if offset > file.size:
+            raise _WrongFile(f"it has more than the {file.size} bytes that the hub lists")
 
-    def _append(self, path: str, file: HubFile, stream: BinaryIO, at: int) -> None:
-        """Append what comes of one connection."""
+    def _append_response(self, path: str, file: HubFile, stream: BinaryIO, at: int) -> None:
+        """Append the bytes of one response, from offset `at` on."""
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
         from huggingface_hub.errors import HfHubHTTPError
         from huggingface_hub.utils._headers import build_hf_headers
@@ -184,41 +220,46 @@ class _Download:
         url = hf_hub_url(self._name, path, revision=self._commit)
         headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={at}-"} if at else {})}
         try:
-            place = get_hf_file_metadata(url).location
-            if _host(place) == _host(url):  # a token is for the hub alone
+            location = get_hf_file_metadata(url).location
+            if _host(location) == _host(url):  # the token must not be sent to other hosts
                 headers |= {k: v for k, v in build_hf_headers().items() if k.lower() == "authorization"}
             timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-            with get_session().stream("GET", place, headers=headers, timeout=timeout, follow_redirects=True) as answer:
-                hf_raise_for_status(answer)
-                if at and answer.status_code != 206:
-                    stream.truncate(at := 0)
-                for chunk in answer.iter_raw():
+            with get_session().stream(
+                "GET", location, headers=headers, timeout=timeout, follow_redirects=True
+            ) as response:
+                hf_raise_for_status(response)
+                if at and response.status_code != 206:
+                    stream.truncate(at := 0)  # the server sends the whole file
+                for chunk in response.iter_raw():
                     if self._stopped.is_set():
                         raise DownloadStopped
                     stream.write(chunk)
                     at += len(chunk)
-                    self._here[path] = at
+                    self._received[path] = at
                     if at > file.size:
-                        raise _Lie(f"more comes than the {file.size} bytes that the hub lists")
+                        raise _WrongFile(f"more comes than the {file.size} bytes that the hub lists")
         except HfHubHTTPError as error:
             if error.response.status_code in (408, 429) or error.response.status_code >= 500:
-                raise _Busy(f"it answers {error.response.status_code}") from error
+                raise _TemporaryError(f"it answers {error.response.status_code}") from error
             raise
         stream.flush()
         if at < file.size:
-            raise _Lie(f"it ends after {at} bytes, and the hub lists {file.size}")
+            raise _WrongFile(f"it ends after {at} bytes, and the hub lists {file.size}")
 
     @contextmanager
-    def _explained(self, path: str) -> Iterator[None]:
-        """Raises ConfigError for what goes wrong inside. A file that is not what was listed is removed."""
+    def _config_errors(self, path: str) -> Iterator[None]:
+        """Convert errors in this block to ConfigError.
+
+        A file that is not the one that the hub lists is removed.
+        """
         try:
             yield
-        except _Lie as error:
-            self._part(self._files[path]).unlink(missing_ok=True)
+        except _WrongFile as error:
+            self._partial_file(self._files[path]).unlink(missing_ok=True)
             raise ConfigError(f"model {self._name}: {path} is not the file that the hub lists: {error}") from error
         except hub_errors() as error:
-            state = self._state()
-            here = f"{readable_bytes(state.done)} of {readable_bytes(state.total)} are here"
+            progress = self._progress()
+            here = f"{readable_bytes(progress.done)} of {readable_bytes(progress.total)} are here"
             if isinstance(error, OSError) and error.errno in FULL:
                 reason = f"the disk of {self._blobs} is full: {here}; make room, and `unfuse pull` goes on from there"
             else:
@@ -226,19 +267,23 @@ class _Download:
             raise ConfigError(f"model {self._name}: {reason}") from error
 
 
-class _Lie(Exception):
-    """What comes is not what is listed."""
+class _WrongFile(Exception):
+    """The received file is not the one that the hub lists."""
 
 
-class _Busy(Exception):
-    """The hub asks to come again."""
+class _TemporaryError(Exception):
+    """The hub answers with an error that a retry may resolve."""
 
 
 def _host(url: str) -> str:
+    """Return the host and port of a URL."""
     return url.partition("://")[2].partition("/")[0]
 
 
-def _is_at(stream: BinaryIO, path: Path) -> bool:
-    """Whether that is still the file at this path: somebody may have finished it meanwhile."""
-    found, named = os.fstat(stream.fileno()), path.stat()
-    return (found.st_dev, found.st_ino) == (named.st_dev, named.st_ino)
+def _is_same_file(stream: BinaryIO, path: Path) -> bool:
+    """Return whether an open file is still the one at this path.
+
+    Another process may have completed and renamed it.
+    """
+    opened, current = os.fstat(stream.fileno()), path.stat()
+    return (opened.st_dev, opened.st_ino) == (current.st_dev, current.st_ino)

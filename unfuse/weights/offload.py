@@ -1,4 +1,7 @@
-"""Keeps weights in host memory while they do not run, so that a device need not hold a whole model."""
+"""CPU offload: keep weights in host memory while they are not used.
+
+A device then does not need room for a whole model.
+"""
 
 from __future__ import annotations
 
@@ -14,56 +17,66 @@ from unfuse.parallel.devices import EXCHANGES
 
 
 def rest(model: torch.nn.Module, device: torch.device, how: Offload) -> torch.nn.Module:
-    """Make a loaded model rest in host memory, as `--offload` says, and run on the device.
+    """Offload a loaded model to host memory, to run on the device, and return it.
 
-    With `model` it comes to the device when it runs and stays until another one runs there. With `sequential` its
-    layers come one by one, the next while one runs; a VAE still comes whole: it is small, and is run by its `decode`,
-    which tells nobody the order of its layers.
+    With `model`, all its weights move to the device when it runs, and stay until another model runs there. With
+    `sequential`, its layers move one at a time, the next while one runs. A VAE always moves as a whole: it is small,
+    and its `decode` does not show the order of its layers.
     """
     if how == "sequential" and not hasattr(model, "decode"):
         apply_group_offloading(model, device, offload_type="leaf_level", use_stream=device.type in EXCHANGES)
         return model
-    resting: torch.nn.Module = add_hook_to_module(model, _OffloadHook(model, _device_of(device)))
-    return resting
+
+    hooked: torch.nn.Module = add_hook_to_module(model, _OffloadHook(model, _shared_device(device)))
+    return hooked
 
 
 class _Device:
-    """The room on a device that the models of this process use in turn."""
+    """A device on which one model of this process is loaded at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.guest: _OffloadHook | None = None
+        #: The hook of the model that is loaded, or None.
+        self.loaded: _OffloadHook | None = None
 
 
-_device_of = cache(_Device)
+_shared_device = cache(_Device)
 
 
 class _OffloadHook(ModelHook):  # type: ignore[misc]
-    """Brings a model's weights to the device before it runs; they do not change, so nothing is ever copied back."""
+    """Moves a model's weights to the device before it runs.
 
-    def __init__(self, model: torch.nn.Module, seat: _Device) -> None:
-        pin = seat.device.type in EXCHANGES
+    They never change, so nothing is copied back.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: _Device) -> None:
+        pin = device.device.type in EXCHANGES
         self._tensors = [*model.parameters(), *model.buffers()]
-        self._resting = [tensor.data.pin_memory() if pin else tensor.data for tensor in self._tensors]
-        self._device_of = seat
-        self._leave()
+        self._host_data = [tensor.data.pin_memory() if pin else tensor.data for tensor in self._tensors]
+        self._device = device
+        self._unload()
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Take the seat; also called when a VAE encodes or decodes."""
-        seat = self._device_of
-        if seat.guest is not self:
-            if seat.guest:
-                seat.guest._leave()
-            seat.guest = None
+        """Load the model in the place of another one.
+
+        Also called when a VAE encodes or decodes.
+        """
+        device = self._device
+        if device.loaded is not self:
+            if device.loaded:
+                device.loaded._unload()
+            device.loaded = None
+
             try:
-                for tensor, data in zip(self._tensors, self._resting, strict=True):
-                    tensor.data = data.to(seat.device, non_blocking=True, copy=True)
-            except BaseException:  # such as a device that is full
-                self._leave()
+                for tensor, data in zip(self._tensors, self._host_data, strict=True):
+                    tensor.data = data.to(device.device, non_blocking=True, copy=True)
+            except BaseException:  # for example, out of memory
+                self._unload()
                 raise
-            seat.guest = self
+            device.loaded = self
         return args, kwargs
 
-    def _leave(self) -> None:
-        for tensor, data in zip(self._tensors, self._resting, strict=True):
+    def _unload(self) -> None:
+        """Free the device's memory: the weights are those in host memory again."""
+        for tensor, data in zip(self._tensors, self._host_data, strict=True):
             tensor.data = data

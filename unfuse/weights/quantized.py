@@ -1,4 +1,7 @@
-"""Components whose weights torchao has quantised, as diffusers and transformers save them in safetensors files."""
+"""Weights quantized by torchao, as diffusers and transformers save them in safetensors files.
+
+Other quantization formats are recognized by their tensors, and refused.
+"""
 
 from __future__ import annotations
 
@@ -14,59 +17,76 @@ if TYPE_CHECKING:
     import torch
 
 TORCHAO = "torchao"
-SETTING = "quantization_config"  # what says in a configuration that it is of quantised weights
 
-ANYWHERE = frozenset({
-    "Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "IntxWeightOnlyConfig",
-    "Int8DynamicActivationIntxWeightConfig", "Float8WeightOnlyConfig",
-})  # fmt: skip
+#: The field of a configuration that describes quantized weights.
+SETTING = "quantization_config"
+
+#: torchao's quantization methods that run on every device.
+ANYWHERE = frozenset(
+    {
+        "Int8WeightOnlyConfig",
+        "Int8DynamicActivationInt8WeightConfig",
+        "IntxWeightOnlyConfig",
+        "Int8DynamicActivationIntxWeightConfig",
+        "Float8WeightOnlyConfig",
+    }
+)
+
+#: torchao's quantization methods that have no implementation for CPUs.
 ON_GPUS = frozenset({"Int4WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig"})
-"""Of torchao's ways to quantise, those for which it has no code on CPUs."""
 
+#: The other types in configurations of these methods. Any other name is refused: torchao would look it up and call it.
 DETAILS = frozenset({
     "FqnToConfig", "PerRow", "PerAxis", "PerGroup", "PerTensor", "MappingType", "torch.dtype", "KernelPreference",
     "IntxChooseQParamsAlgorithm", "IntxPackingFormat", "Int4PackingFormat", "Int4ChooseQParamsAlgorithm",
     "Float8MMConfig", "Float8PackingFormat",
 })  # fmt: skip
-"""What configurations of these say more: torchao would look up any other name, and call what it finds."""
 
+#: Prefixes of the safetensors dtypes of quantized weights, which have no meaning without scales.
 CODES = ("I8", "U8", "I16", "U16", "I32", "U32", "F4", "F6", "E8")
-"""Prefixes of the safetensors dtypes of quantised weights, which have no meaning without scales."""
 
+#: Names of the tensors with which quantized values are converted to weights (scales, zero points, tables).
 SCALES = frozenset({
     "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_zero_point", "weight_packed", "weight_shape",
     "weight_format", "scale_weight", "scale_input", "input_scale", "scaled_fp8", "comfy_quant", "SCB", "absmax",
     "quant_map", "nested_absmax", "nested_quant_map", "qweight", "qzeros", "g_idx", "wscales", "wzeros",
 })  # fmt: skip
-"""Names of the tensors with which quantised values are converted to weights (scales, zero points, tables)."""
 
+#: Names of integer tensors that are not weights.
 BUFFERS = frozenset({
     "position_ids", "token_type_ids", "num_batches_tracked", "relative_position_index", "bias", "masked_bias", "mask",
     "attn_mask", "causal_mask",
 })  # fmt: skip
-"""Names of integer tensors that are not weights."""
 
-CASTS = "Tensor", "Int8Tensor"  # tensors that compute in any dtype, whichever they were made of
+#: torchao's tensor classes that compute in any dtype, whatever dtype they were quantized from.
+CASTS = "Tensor", "Int8Tensor"
 
 
 def refusal(said: object, speaks: bool) -> str:
-    """Why weights that are quantised so are not served, in words; "" if they are. A language model `speaks`."""
+    """Return why weights with these quantization settings are not supported; "" if they are.
+
+    `speaks`: whether the model is a language model.
+    """
     by = str(said.get("quant_method") if isinstance(said, dict) else said)[:40]
     if by != TORCHAO:
         return f"by {by}, which is not served: give it as torchao quantises it, as GGUF, or in its original precision"
     if speaks:
         return f"by {by}, which is not served of language models: give a GGUF file, or its original precision"
-    found = {*_types(said)}
-    if unknown := sorted(found - ANYWHERE - ON_GPUS - DETAILS):
+
+    types = {*_types(said)}
+    if unknown := sorted(types - ANYWHERE - ON_GPUS - DETAILS):
         served = ", ".join(sorted(ANYWHERE | ON_GPUS))
         return f"by {by} with {unknown[0][:80]}, which is not served: served are {served}"
-    if not found & (ANYWHERE | ON_GPUS):
+    if not types & (ANYWHERE | ON_GPUS):
         return f"by a {by} that does not say how: quantise it anew, with {by} 0.17 or later"
     return ""
 
 
 def codes(tensors: Mapping[str, tuple[str, int]]) -> str:
-    """Return why tensors with these names and types are unsupported quantised weights; "" if they are not."""
+    """Return why tensors of these dtypes are unsupported quantized weights; "" if not.
+
+    `tensors`: dtype and number of elements by name.
+    """
     instead = "provide it in its original precision, quantised by torchao, or as GGUF"
     for name, (dtype, _) in tensors.items():
         layer, _, last = name.rpartition(".")
@@ -83,7 +103,10 @@ def is_whole_number(dtype: str) -> bool:
 
 
 def library(said: Iterable[object]) -> set[str]:
-    """The library that components with these settings need. Raises ConfigError where it is not installed."""
+    """Return the library that components with these quantization settings need, if any.
+
+    Raises ConfigError if it is not installed.
+    """
     if not any(said):
         return set()
     if find_spec(TORCHAO) is None:
@@ -92,7 +115,11 @@ def library(said: Iterable[object]) -> set[str]:
 
 
 def check(component: str, said: object, files: Iterable[Path], dtype: str, device: str, offload: str) -> None:
-    """Raises ConfigError, before anything is loaded, where a component cannot compute; `said` if it is quantised."""
+    """Check that a component with these quantization settings can run, before it is loaded.
+
+    `said`: its settings; no check if it has none. `dtype`, `device`, `offload`: how it is to run.
+    Raises ConfigError if it cannot.
+    """
     from safetensors import safe_open
 
     if not said:
@@ -105,13 +132,14 @@ def check(component: str, said: object, files: Iterable[Path], dtype: str, devic
     for file in files:
         with safe_open(file, "pt") as opened:
             described = [json.loads(text) for key, text in (opened.metadata() or {}).items() if key.endswith(".weight")]
-        made = {one["_data"]["dtype"]["_data"] for one in described if one.get("_type") not in CASTS}
-        if made - {dtype}:
-            raise ConfigError(f"{component} is quantised for {min(made)}: use --dtype {component}={min(made)}")
+        fixed = [tensor for tensor in described if tensor.get("_type") not in CASTS]
+        dtypes = {tensor["_data"]["dtype"]["_data"] for tensor in fixed}
+        if dtypes - {dtype}:
+            raise ConfigError(f"{component} is quantised for {min(dtypes)}: use --dtype {component}={min(dtypes)}")
 
 
 def packed_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that a tensor takes in memory, which are those of its parts if it has any."""
+    """Return the bytes that a tensor takes in memory: those of its parts if quantized."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.nbytes
     parts, _ = tensor.__tensor_flatten__()
@@ -119,13 +147,13 @@ def packed_bytes(tensor: torch.Tensor) -> int:
 
 
 def _types(said: Any) -> Iterator[str]:
-    """All names of types in a configuration."""
-    left = [said]
-    while left:
-        one = left.pop()
-        if isinstance(one, dict):
-            if "_type" in one:
-                yield str(one["_type"])
-            left.extend(one.values())
-        elif isinstance(one, list):
-            left.extend(one)
+    """Yield the names of all types in quantization settings."""
+    remaining = [said]
+    while remaining:
+        value = remaining.pop()
+        if isinstance(value, dict):
+            if "_type" in value:
+                yield str(value["_type"])
+            remaining.extend(value.values())
+        elif isinstance(value, list):
+            remaining.extend(value)

@@ -1,4 +1,7 @@
-"""Components that the ranks of a worker have together in host memory, as the first one has made them of files."""
+"""Share a component's weights in host memory between the ranks of a worker.
+
+The first rank loads and converts them; all ranks map the result.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,27 @@ if TYPE_CHECKING:
 
     from unfuse.parallel.group import Group
 
+#: The file in which each library looks for weights first.
 WEIGHTS = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
-"""Where libraries look for weights first."""
 
+#: The files that a library reads beside the weights.
 BESIDE = (CONFIG, "generation_config.json")
 
 
 def held(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The weights and buffers that are here: of those that are spread over ranks, what this one keeps."""
+    """Return a model's weights and buffers that are on this rank.
+
+    Of tensors that are sharded over ranks, the local shards. Meta tensors are omitted.
+    """
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
 
 def moved(model: Any, device: torch.device) -> Any:
-    """The model with these on the device; tensors that have parts move by torch's own way."""
+    """Move a model's weights and buffers to the device, and return the model.
+
+    Only the local tensors move, unless some consist of parts, such as quantized ones, which need torch's own method.
+    """
     tensors = held(model)
     if any(hasattr(tensor, "__tensor_flatten__") for tensor in tensors):
         return model.to(device)
@@ -43,25 +53,29 @@ def moved(model: Any, device: torch.device) -> Any:
 def load_together(
     group: Group, folder: ModelFolder, component: str, library: str, load: Callable[[Path | None], Any], pin: bool
 ) -> Any:
-    """What `load` makes of a component's files for the first of these ranks, mapped by all of them.
+    """Load a component once for all ranks of a group, which map the result.
 
-    It is given a folder with what the first one has made, None for the component's own. Where a GPU reads weights from
-    host memory, `pin` keeps them there. What lies for the most part in files as it is used, each loads for itself.
+    The first rank's `load` reads the component's files and converts them. The other ranks, and then the first, load the
+    result from a file in shared memory. If most of the weights are used as they are in the files, each rank loads the
+    files itself, since these can be mapped.
+
+    `load`: returns the model, loaded from a folder with converted weights, or from the component's own folder for None.
+    `pin`: keep the weights in this memory, pinned, so that a GPU can read them from there.
     """
     from unfuse.parallel import weights
 
-    def taken() -> dict[str, torch.Tensor]:
+    def load_and_convert() -> dict[str, torch.Tensor]:
         model = load(None)
-        found = dict(model.state_dict()) if pin or _is_made(model, folder.tensors(component)) else {}
+        tensors = dict(model.state_dict()) if pin or _is_converted(model, folder.tensors(component)) else {}
         for tensor in (*model.parameters(), *model.buffers()):
-            tensor.data = tensor.new_empty(0)  # so that only `found` has what it had
-        return found
+            tensor.data = tensor.new_empty(0)  # only `tensors` refers to the data now
+        return tensors
 
-    with weights.together(group, taken) as file:
+    with weights.together(group, load_and_convert) as file:
         if not file:
             return load(None)
-        with _beside(file, folder, component, library, group.folder) as made:
-            model = load(made)
+        with _converted_folder(file, folder, component, library, group.folder) as converted:
+            model = load(converted)
         if pin:
             keep_in(model, Path(file))
         else:
@@ -69,66 +83,78 @@ def load_together(
         return model
 
 
-def _is_made(model: torch.nn.Module, stored: Mapping[str, tuple[str, int]]) -> bool:
-    """Whether files have less than half of a model's numbers in their dtypes, or experts that were joined."""
+def _is_converted(model: torch.nn.Module, stored: Mapping[str, tuple[str, int]]) -> bool:
+    """Return whether loading converts most weights.
+
+    That is so if the files have less than half of a model's numbers in the dtypes in which it uses them, or if experts
+    are joined.
+    """
     if has_single_experts(stored):
         return True
-    had, has = Counter[str](), Counter[str]()
-    for kind, elements in stored.values():
-        had[kind] += elements
+
+    in_files = Counter[str]()  # elements by dtype
+    in_model = Counter[str]()
+    for dtype, elements in stored.values():
+        in_files[dtype] += elements
     for tensor in model.parameters():
-        has[STORED.get(str(tensor.dtype).removeprefix("torch."), "")] += tensor.numel()
-    return 2 * (has - had).total() > has.total()
+        in_model[STORED.get(str(tensor.dtype).removeprefix("torch."), "")] += tensor.numel()
+    return 2 * (in_model - in_files).total() > in_model.total()
 
 
 @contextmanager
-def _beside(file: str, folder: ModelFolder, component: str, library: str, within: Path) -> Iterator[Path]:
-    """A folder, for the block, with a component's configuration and weights that are in that file."""
-    made = within / f".weights.{secrets.token_hex(8)}"
-    made.mkdir(mode=0o700)
+def _converted_folder(file: str, folder: ModelFolder, component: str, library: str, within: Path) -> Iterator[Path]:
+    """Yield a temporary folder with a component's configuration and the weights in `file`."""
+    temporary = within / f".weights.{secrets.token_hex(8)}"
+    temporary.mkdir(mode=0o700)
     try:
         for name in BESIDE:
             if (source := (folder.path / folder.at(component) / name).absolute()).exists():
-                (made / name).symlink_to(source)
-        (made / WEIGHTS[library]).symlink_to(file)
-        yield made
+                (temporary / name).symlink_to(source)
+        (temporary / WEIGHTS[library]).symlink_to(file)
+        yield temporary
     finally:
-        shutil.rmtree(made)
+        shutil.rmtree(temporary)
 
 
 def keep_in(model: torch.nn.Module, file: Path) -> None:
-    """Have a model's weights be the pages of that file, not a copy; pinned, so that each GPU reads those of all ranks.
+    """Replace a model's weights by the pages of a file in shared memory.
 
-    What is pinned so, torch does not copy to pin it.
+    With CUDA the memory is pinned (registered), so that each rank's GPU can read it. torch's own pinning would copy it.
     """
     import torch
 
     tensors = header(file)
     with file.open("r+b") as opened:
         memory = torch.frombuffer(mmap.mmap(opened.fileno(), 0), dtype=torch.uint8)
-    start = memory.nbytes - max(one["data_offsets"][1] for one in tensors.values())
-    own = model.state_dict(keep_vars=True)
-    for name, one in tensors.items():
-        begin, end = (start + at for at in one["data_offsets"])
-        own[name].data = memory[begin:end].view(own[name].dtype).view(own[name].shape)
+
+    data_start = memory.nbytes - max(entry["data_offsets"][1] for entry in tensors.values())
+    weights = model.state_dict(keep_vars=True)
+    for name, entry in tensors.items():
+        start, end = (data_start + offset for offset in entry["data_offsets"])
+        weights[name].data = memory[start:end].view(weights[name].dtype).view(weights[name].shape)
+
     if torch.cuda.is_available():
         torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]
 
 
 class MappedTensors:
-    """Where the memory of these tensors is, which lie in a file of all ranks."""
+    """The tensors that are mapped from a file, which all ranks share."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._places = {_place(tensor) for tensor in tensors}
+        self._addresses = {_storage_address(tensor) for tensor in tensors}
         self._bytes = sum(tensor.nbytes for tensor in tensors)
 
     def leave(self, tensors: Sequence[torch.Tensor]) -> None:
-        """If a rank keeps but a part of them, these, copy it, so that the file goes with what nobody keeps."""
+        """Copy a rank's tensors out of the mapped file if it needs fewer.
+
+        `tensors`: the tensors that the rank uses now. The file's memory is freed once no rank refers to it.
+        """
         if sum(tensor.nbytes for tensor in tensors) < self._bytes:
             for tensor in tensors:
-                if _place(tensor) in self._places:
+                if _storage_address(tensor) in self._addresses:
                     tensor.data = tensor.data.clone()
 
 
-def _place(tensor: torch.Tensor) -> int:
+def _storage_address(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's memory."""
     return tensor.untyped_storage().data_ptr()

