@@ -1,4 +1,7 @@
-"""Model families. No other folder knows a family's name; torch is imported only when a stage is loaded."""
+"""Model families.
+
+No other folder knows a family's name; torch is imported only when a stage is loaded.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from unfuse.weights.source import pipeline_class, resolve_source
 
 __all__ = ["Family", "card_of", "fetch", "find", "resolve_source", "served_classes"]
 
+#: Families by the class in model_index.json, or in config.json for a model of transformers.
 FAMILIES = {
     "Flux2KleinPipeline": "unfuse.models.modular:KLEIN",
     "FluxKontextPipeline": "unfuse.models.flux:KONTEXT",
@@ -39,34 +43,35 @@ FAMILIES = {
     "WanPipeline": "unfuse.models.wan:FAMILY",
     "ZImagePipeline": "unfuse.models.z_image:FAMILY",
 }
-"""Families by the class that model_index.json names, or config.json of a model that is no pipeline."""
 
-OUTSIDE = "unfuse.families"  # entry points of other packages' families, by pipeline class; they cannot replace ours
+#: The entry points of other packages' families, by pipeline class. They cannot replace those above.
+OUTSIDE = "unfuse.families"
 
 
 def served_classes() -> tuple[str, ...]:
-    """The pipeline classes that can be served."""
+    """Return the pipeline and model classes that are served in stages."""
     return tuple(sorted(FAMILIES))
 
 
 def find(source: str | Path) -> Family:
-    """The family of a model: of a folder or a GGUF file by what that says, of anything else by name.
+    """Return the family of a model, by its folder, GGUF file or name.
 
-    A folder of another pipeline is served undivided. Raises ConfigError when it holds no model, or one that is not
-    served.
+    A folder of another pipeline is served undivided. Raises ConfigError if there is no model, or it is not supported.
     """
     folder = files_of(Path(source)) if source and Path(source).exists() else None
-    found = folder.kind if folder else pipeline_class(str(source))
-    outside = entry_points(group=OUTSIDE) if found not in FAMILIES else ()
+    kind = folder.kind if folder else pipeline_class(str(source))
+    outside = entry_points(group=OUTSIDE) if kind not in FAMILIES else ()
     families = {point.name: point.value for point in outside} | FAMILIES
-    if found not in families and folder and not folder.is_whole and declared(found):
+
+    if kind not in families and folder and not folder.is_whole and declared(kind):
         return WHOLE
-    if found not in families:
+    if kind not in families:
         raise ConfigError(
-            f"model {source} is a {found[:80]}, which is not served; served are {', '.join(sorted(families))}, and "
+            f"model {source} is a {kind[:80]}, which is not served; served are {', '.join(sorted(families))}, and "
             "undivided any other pipeline of the installed diffusers"
         )
-    family: Family = resolve(families, found, "model family")
+
+    family: Family = resolve(families, kind, "model family")
     return family if folder is None or family.takes(folder) else WHOLE
 
 
@@ -78,22 +83,28 @@ def fetch(
     dtype: str = "auto",
     tell: Tell | None = None,
 ) -> tuple[ModelSpec, Path]:
-    """The card and the folder of a model, with the weights of the stages that are chosen; others are not downloaded.
+    """Return the spec and the folder of a model, after downloading needed weights.
 
-    `source` is what `resolve_source` finds it by, if that is not its name. Raises ConfigError.
+    `choice`: the stages whose weights are downloaded.
+    `source`: the name by which `resolve_source` finds the model, if it is not `name`.
+    `tell`: called with the download's progress.
+    Raises ConfigError.
     """
     folder = resolve_source(source or name, revision or None, ())
-    card = card_of(name, folder, dtype)
-    stages = [stage for stage in card.pipeline.stages if choice.takes(stage)]
-    resolve_source(card.source, None, {component for stage in stages for component in stage.components}, tell)
-    return card, folder
+    spec = card_of(name, folder, dtype)
+    stages = [stage for stage in spec.pipeline.stages if choice.takes(stage)]
+    resolve_source(spec.source, None, {component for stage in stages for component in stage.components}, tell)
+    return spec, folder
 
 
 def card_of(name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
-    """The card of the model in a folder. Raises ConfigError for one that is not served, or whose stages do not join."""
-    card = find(folder).card(name, folder, dtype)
+    """Return the spec of the model in a folder.
+
+    Raises ConfigError if it is not supported, or its stages do not fit together.
+    """
+    spec = find(folder).card(name, folder, dtype)
     try:
-        card.pipeline.validate()
+        spec.pipeline.validate()
     except ConfigError as error:
-        raise ConfigError(f"model {name} of family {card.family}: {error}") from error
-    return card
+        raise ConfigError(f"model {name} of family {spec.family}: {error}") from error
+    return spec

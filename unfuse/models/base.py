@@ -1,4 +1,4 @@
-"""The family port: everything unfuse knows of one kind of model, in one file."""
+"""The model family port: describe, divide and load one kind of model."""
 
 from __future__ import annotations
 
@@ -46,123 +46,136 @@ if TYPE_CHECKING:
     from unfuse.stages.vae_decode import VaeDecoder
     from unfuse.weights.adapters import LoadedAdapters
 
-EXTRAS = ("scipy", "torchsde")  # packages that a few noise schedulers need; unfuse does not install them
+#: Packages that a few noise schedulers need. unfuse does not install them.
+EXTRAS = ("scipy", "torchsde")
 
 EULER = "FlowMatchEulerDiscreteScheduler"
+#: Multistep schedulers. They draw no noise between steps, except with the configurations that `draws_noise` finds.
 MULTISTEP = ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler", "DEISMultistepScheduler")
-"""Multistep schedulers. They draw no noise between steps, except with the configurations that `draws_noise` finds."""
 
+#: Exceptions that classes raise for configurations and files that they cannot read.
 READ_ERRORS = (
     OSError, ValueError, TypeError, RuntimeError, LookupError, AttributeError, ArithmeticError, AssertionError,
     ImportError,
 )  # fmt: skip
-"""Exceptions that classes raise for configurations and files that they cannot read."""
 
-Report = Callable[[str, float, int], None]  # called for each loaded component: name, seconds, bytes of memory
+#: A callback for each loaded component: name, seconds, bytes of memory.
+Report = Callable[[str, float, int], None]
 
 
 class RuntimeOptions(msgspec.Struct, frozen=True):
-    """How a stage's components are to run: on which device, in which dtype by component, and what was set.
+    """How a stage's components run: devices, dtypes, parallelism and options."""
 
-    `loras` is the folder of adapters (LoRA), if any, `kept` has borrowed ones, `mesh` the ranks that share it if
-    there are several, `kv` the bytes for keys and values of tokens (0: as there is room). Stages of one process find in
-    `shared` what they have in common. `group` are all ranks of the worker, which load the same, in the same order.
-    """
-
+    #: The device of this rank.
     device: str
+    #: The dtype of each component.
     dtypes: Mapping[str, str]
     options: ComputeOptions = ComputeOptions()
+    #: The folder of LoRA adapters; "" for none.
     loras: str = ""
+    #: The ranks over which the stage is spread; None for one rank.
     mesh: Mesh | None = None
+    #: Bytes of the KV cache, for all ranks together. 0: as much as fits.
     kv: int = 0
+    #: Objects that the stages of one process share, such as models.
     shared: dict[Hashable, Any] = {}
+    #: All ranks of the worker, which load the same components in the same order.
     group: Group | None = None
+    #: The folder of adapters that were fetched from other machines.
     kept: str = ""
 
 
 class Family(ABC):
-    """One kind of model, stateless: the stages it has, what bounds a request, how each stage's components load."""
+    """A kind of model: its stages, its limits, and how its components load. Stateless."""
 
+    #: Whether its stages compute with torch. Other families get numpy arrays, and their processes never import torch.
     torch = True
-    """Whether its stages compute with torch. Those of a family that does not are given numpy arrays, and a process that
-    runs no others never imports torch."""
 
+    #: Installed packages, beside torch, on whose versions the bytes of its results depend.
     libraries: tuple[str, ...] = ("diffusers", "transformers")
-    """Installed packages, beside torch, on whose versions the bytes of its results depend."""
 
+    #: Whether its requests are batched by default, with results equal within a tolerance. `--batching` overrides it.
     batches = False
-    """Whether its requests share forwards, equal within a tolerance, unless `--batching` says otherwise."""
 
+    #: How its transformers are split for sequence, tensor and pipeline parallelism.
     cut: ParallelPlan | None = None
-    """Where its transformers may be cut, to be spread over ranks."""
 
     def takes(self, folder: ModelFolder) -> bool:
-        """Whether a folder of a class that this family is for is served by it; another is served undivided."""
+        """Return whether the family supports this folder of one of its classes.
+
+        Other folders are served undivided.
+        """
         return True
 
     @abstractmethod
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
-        """The card of the model in a folder, served as `name`.
+        """Return the spec of the model in a folder, served as `name`.
 
-        Must not import torch, nor what imports it: gateway, scheduler and a worker's parent call it. Equal folders and
-        dtypes give equal cards, wherever the card is made. Raises ConfigError for what cannot be served.
+        Must not import torch, directly or indirectly: gateway, scheduler and a worker's parent call it. Equal folders
+        and dtypes must give equal specs on every machine. Raises ConfigError if the model is not supported.
         """
 
     @abstractmethod
     def load(self, spec: StageSpec, folder: Path, runtime: RuntimeOptions, report: Report | None = None) -> Stage:
-        """A stage of that model with its weights on the device; no other component's weights are read.
+        """Return a stage of the model, with its weights on the device.
 
-        The runtime's dtypes are the card's. Raises ConfigError, naming the component, when one cannot be loaded.
+        Must not read other components' weights. The runtime's dtypes are those of the model spec. Raises ConfigError,
+        naming the component, if one cannot be loaded.
         """
 
     def prepare(self, folder: Path) -> None:  # noqa: B027 - there may be nothing to do
-        """Import what loading the stages of that model would, once for all processes that are forked from this one.
+        """Import the modules that loading the stages needs, before processes are forked.
 
-        It starts no thread and touches no GPU. What is not imported here is imported when it is needed.
+        Must not start a thread or use a GPU. Modules that are not imported here are imported when needed.
         """
 
 
 class DiffusersFamily(Family):
-    """A family that is a diffusers pipeline. Subclasses add its limits, its stages, and how these load."""
+    """A family that is a diffusers pipeline.
 
+    Subclasses define its limits, its stages, and how these load.
+    """
+
+    #: The family's name. Models of one family with equal text encoders and VAEs share the pools of these stages.
     name: str
-    """Also its recipe: models of one name do the same with equal text encoders and VAEs, and share their pools."""
+    #: The pipeline's file, relative to the diffusers package, and class. Its call has the defaults.
     source: tuple[str, str]
-    """The pipeline's file, relative to the diffusers package, and class: its call has the defaults."""
+    #: The library and supported classes of each component.
     classes: Mapping[str, tuple[str, tuple[str, ...]]]
-    """Library and known classes of each component."""
+    #: The text encoders by stage kind.
     text_encoders: Mapping[str, Callable[[Loader], TextEncoder]]
-    """By stage kind."""
+    #: The image encoder, if a stage encodes an image for the denoiser.
     image_encoder: Callable[[Loader], ImageEncoder]
-    """Of a family with a stage that encodes a picture for its denoiser."""
     denoiser: Callable[[Loader], Denoiser]
     vae: Callable[[Loader], VaeDecoder]
+    #: Reads the sizes of its latents. Raises ConfigError for configurations that do not fit each other.
     shape: Callable[[ModelFolder], Any]
-    """Reads the sizes of its latents. Raises ConfigError for configurations that do not fit each other."""
+    #: Whether latents pass between stages in float32, not in the dtype of the transformer.
     float32_latents = False
-    """Whether latents are handed on in float32, not in the dtype of the transformer."""
+    #: The uploads that it supports.
     accepts: tuple[AcceptedInput, ...] = ()
+    #: Whether diffusers can load LoRA adapters into its transformer.
     takes_lora = True
-    """Whether diffusers loads adapters (LoRA) into its transformer."""
     cut: ParallelPlan
+    #: The component that adapters are for.
     adapts = "transformer"
-    """The component that adapters are for."""
+    #: Whether an unsupported folder is served undivided instead of refused.
     else_whole = False
-    """Whether a folder that does not fit is served undivided, not refused."""
 
     @override
     def takes(self, folder: ModelFolder) -> bool:
         try:
             if not is_split(folder, self.classes):
                 return False
-            whole = self.else_whole and all((folder.path / part).exists() for part in self.components(folder))
-            return not whole or bool(self.standard(folder))
+            is_complete = self.else_whole and all((folder.path / part).exists() for part in self.components(folder))
+            return not is_complete or bool(self.standard(folder))
         except ConfigError:
             return False
 
     @override
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
-        model, serving = ModelFolder(folder), read_serving(folder, ServingConfig)
+        model = ModelFolder(folder)
+        serving = read_serving(folder, ServingConfig)
         dtypes = choose_dtypes(dtype, self.components(model))
         standard = {**call_defaults(*self.source), **self.standard(model)}
         limits = serving.bounds(self.limits(model, serving.over(standard)))
@@ -200,7 +213,10 @@ class DiffusersFamily(Family):
             getattr(import_module(library), name)
 
     def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
-        """Library and class of each component, by model_index.json. Raises ConfigError for what is not served."""
+        """Return the library and class of each component, from model_index.json.
+
+        Raises ConfigError for an unsupported class.
+        """
         index = folder.index()
         served = self.served(index)
         for component, (library, names) in served.items():
@@ -213,22 +229,25 @@ class DiffusersFamily(Family):
         return {component: tuple(index[component]) for component in served}
 
     def served(self, index: Mapping[str, Any]) -> Mapping[str, tuple[str, tuple[str, ...]]]:
-        """The classes of `classes` that model_index.json has."""
+        """Return the entries of `classes` that a model with this model_index.json has."""
         return self.classes
 
     def settings(self, index: Mapping[str, Any]) -> dict[str, str]:
-        """Settings in model_index.json that make equal components behave differently, by component."""
+        """Return settings in model_index.json that change what a component does, by component."""
         return {}
 
     def spreads(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
-        """By stage kind, the kinds by which a stage may be spread over ranks, as `Spread.refusal` reads them."""
-        denoises = [name for name in self.components(folder) if name.startswith(self.adapts)]
-        denoise = {} if any(map(folder.is_quantised, denoises)) else self.denoiser_spreads(folder)
-        ways = {DENOISE.kind: denoise, VAE_DECODE.kind: {"tiles": 0}}
-        return ways | encoder_spreads(folder, self.components(folder))
+        """Return how each stage kind may be spread over ranks.
+
+        For each kind of parallelism a number of heads or layers, as `Spread.refusal` reads it.
+        """
+        denoisers = [name for name in self.components(folder) if name.startswith(self.adapts)]
+        denoise = {} if any(map(folder.is_quantised, denoisers)) else self.denoiser_spreads(folder)
+        spreads = {DENOISE.kind: denoise, VAE_DECODE.kind: {"tiles": 0}}
+        return spreads | encoder_spreads(folder, self.components(folder))
 
     def denoiser_spreads(self, folder: ModelFolder) -> dict[str, int]:
-        """Those of denoising, by the transformer's configuration."""
+        """Return how denoising may be spread, from the transformer's configuration."""
         with folder.reading("transformer"):
             config = folder.config("transformer")
             heads, common = int(config["num_attention_heads"]), self.cut.matrices.common(config)
@@ -237,36 +256,46 @@ class DiffusersFamily(Family):
 
     @abstractmethod
     def standard(self, folder: ModelFolder) -> Params:
-        """Defaults that the pipeline's call does not have, or has otherwise."""
+        """Return defaults that the pipeline's call lacks, or that differ from it."""
 
     @abstractmethod
     def limits(self, folder: ModelFolder, defaults: Params) -> MediaLimits:
-        """What can be asked for, as far as the configurations say. Raises ConfigError for some that do not fit."""
+        """Return the limits of requests that follow from the configurations.
+
+        Raises ConfigError for configurations that do not fit each other.
+        """
 
     @abstractmethod
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
-        """The stages that encode, and the most room of their outputs; `widths` are bytes of a number, by component."""
+        """Return the encoding stages, with the largest size of their outputs.
+
+        `widths`: bytes per number, by component.
+        """
 
     def pipeline(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Pipeline:
-        """The encoders, then denoising of all that they make, then VAE decoding."""
+        """Return the pipeline: the encoders, denoising of all their outputs, and VAE decoding."""
         encoders = self.encoders(folder, limits, widths)
         inputs = tuple(name for encoder in encoders for name in encoder.outputs)
         denoisers = [name for name in self.components(folder) if name.startswith(self.adapts)]
         width = WIDTHS["float32"] if self.float32_latents else widths[self.adapts]
-        room, components = self.shape(folder).room(width), (*denoisers, "scheduler")
+        room = self.shape(folder).room(width)
+        components = (*denoisers, "scheduler")
         denoise = replace(DENOISE, components=components, inputs=inputs, room=room, shares=True)
         return Pipeline((*encoders, denoise, VAE_DECODE))
 
     def has_zeros(self, index: Mapping[str, Any]) -> bool:
-        """Whether, by model_index.json, zeros stand for a negative prompt that is not there."""
+        """Return whether model_index.json replaces a missing negative prompt by zero embeddings."""
         return False
 
     def redraw(self, loader: Loader, dtype: torch.dtype) -> Redraw | None:
-        """How pictures are redrawn with a transformer in that dtype; None of a family that does not do that."""
+        """Return how images are redrawn with a transformer in this dtype; None if not supported."""
         return None
 
     def stage(self, kind: str, loader: Loader) -> Stage:
-        """The stage of that kind; a denoiser loads the VAE when its first preview is due. Raises ConfigError."""
+        """Return the stage of this kind. Raises ConfigError if it cannot be loaded.
+
+        A denoiser loads the VAE when its first preview is due.
+        """
         from unfuse.stages.denoise import Denoise
         from unfuse.stages.image_encode import ImageEncode
         from unfuse.stages.text_encode import TextEncode
@@ -278,7 +307,8 @@ class DiffusersFamily(Family):
             return ImageEncode(self.image_encoder(loader))
         if kind == DENOISE.kind:
             denoiser, runtime = self.denoiser(loader), loader.runtime
-            preview, adapters = PreviewDecoder(lambda: self.vae(loader.alone)), self._adapters(loader, denoiser)
+            preview = PreviewDecoder(lambda: self.vae(loader.alone))
+            adapters = self._adapters(loader, denoiser)
             redraw = self.redraw(loader, denoiser.dtype)
             return Denoise(denoiser, runtime.options, preview, adapters, runtime.mesh, redraw)
         if kind == VAE_DECODE.kind:
@@ -286,7 +316,10 @@ class DiffusersFamily(Family):
         raise ConfigError(f"model {loader.folder.path} has no stage of kind {kind}")
 
     def _adapters(self, loader: Loader, denoiser: Denoiser) -> LoadedAdapters | None:
-        """Those of the transformer that the denoiser has loaded; where it has two, of the first, as in diffusers."""
+        """Return the LoRA adapters of the denoiser's transformer, or None if disabled.
+
+        With two transformers they are for the first, as in diffusers.
+        """
         from unfuse.weights.adapters import AdapterFolder, LoadedAdapters
 
         runtime = loader.runtime
@@ -295,21 +328,21 @@ class DiffusersFamily(Family):
         if runtime.options.offload == "sequential":
             raise ConfigError("--loras does not go with --offload sequential: use --offload model")
         pipeline = partial(getattr, import_module("diffusers"), self.source[1])
+        files = AdapterFolder(runtime.loras, runtime.kept)
         transformer, most = denoiser.transformers[0], runtime.options.max_loras
-        return LoadedAdapters(
-            AdapterFolder(runtime.loras, runtime.kept), transformer, pipeline, loader.device, most, self.adapts
-        )
+        return LoadedAdapters(files, transformer, pipeline, loader.device, most, self.adapts)
 
 
 def weights_ids(
     folder: ModelFolder, pipeline: Pipeline, recipe: str, settings: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, str]:
-    """The identity of each component of a pipeline.
+    """Return the identity of each component of a pipeline.
 
-    That of a stage's first component, which names the stage's pool, covers the others of the stage too: workers whose
-    transformers are equal and whose noise schedulers are not must not share a pool. `recipe` names what a family does
-    with its components: of equal ones, families that do the same share pools, and others do not; `settings` adds to it
-    for single components.
+    The identity of a stage's first component names the stage's pool, and covers the stage's other components too:
+    workers with equal transformers and different noise schedulers must not share a pool.
+
+    `recipe`: names how a family uses its components. Families with one recipe share the pools of equal components.
+    `settings`: adds to the recipe for single components.
     """
     alone = {component: (component,) for stage in pipeline.stages for component in stage.components}
     groups = {**alone, **{stage.components[0]: stage.components for stage in pipeline.stages}}
@@ -318,7 +351,7 @@ def weights_ids(
 
 
 class Loader:
-    """Loads components of one model onto one device, ready to compute, by class and from their own subfolders."""
+    """Loads components of one model onto one device, ready to run."""
 
     def __init__(
         self,
@@ -328,51 +361,66 @@ class Loader:
         report: Report | None,
         cut: ParallelPlan | None = None,
     ) -> None:
-        self.folder, self.runtime, self._classes, self._report, self._cut = folder, runtime, classes, report, cut
+        self.folder = folder
+        self.runtime = runtime
+        self._classes = classes  # library and class of each component
+        self._report = report
+        self._cut = cut
 
     @property
     def alone(self) -> Loader:
-        """One for what this rank loads, and others do not."""
+        """The same loader for components that only this rank loads."""
         return Loader(self.folder, self._classes, replace(self.runtime, mesh=None, group=None), self._report, self._cut)
 
     @property
     def device(self) -> torch.device:
-        """Where its components compute; one that is offloaded may lie elsewhere meanwhile."""
+        """The device on which its components run. Offloaded weights may be elsewhere."""
         import torch
 
         return torch.device(self.runtime.device)
 
     def model(self, component: str, part: Callable[[Any], Any] | None = None) -> Any:
-        """A component with weights, all of which must be in its safetensors files.
+        """Return a component with weights, all of which must be in its safetensors files.
 
-        `part` makes of its class that of a part of it, which alone is loaded then.
+        `part`: converts its class to that of a part of it, which alone is loaded.
+        Raises ConfigError.
         """
-        began, runtime, (library, name) = time.monotonic(), self.runtime, self._classes[component]
-        files, dtype, how = self.folder.weights(component), runtime.dtypes[component], runtime.options.offload
-        check(component, quantised := self.folder.quantisation(component), files, dtype, self.device.type, how)
-        load, group, offload = partial(self._checked, component, part), runtime.group, how != "none"
-        made = not isinstance(self.folder, GgufModel) and not quantised and not self.folder.has(component, dtype)
-        if group and (offload or made):
-            model = load_together(group, self.folder, component, library, load, offload)
+        start = time.monotonic()
+        runtime = self.runtime
+        library, name = self._classes[component]
+        files, dtype = self.folder.weights(component), runtime.dtypes[component]
+        quantised = self.folder.quantisation(component)
+        check(component, quantised, files, dtype, self.device.type, runtime.options.offload)
+
+        load = partial(self._load_checked, component, part)
+        offloads = runtime.options.offload != "none"
+        converts = not isinstance(self.folder, GgufModel) and not quantised and not self.folder.has(component, dtype)
+        if runtime.group and (offloads or converts):
+            model = load_together(runtime.group, self.folder, component, library, load, offloads)
             mapped = MappedTensors(held(model))
         else:
-            model, mapped = load(), MappedTensors(())
+            model = load()
+            mapped = MappedTensors(())
+
         if runtime.mesh and (cut := cut_of(component, name, self._cut)):
             from unfuse.parallel.spreading import spread
 
             spread(model, cut, runtime.mesh)
         mapped.leave(held(model))
-        model = self._settle(model)
-        self._tell(component, began, sum(map(packed_bytes, held(model))))
+        model = self._place(model)
+        self._report_load(component, start, sum(map(packed_bytes, held(model))))
         return model
 
-    def _checked(self, component: str, part: Callable[[Any], Any] | None, path: Path | None = None) -> Any:
-        """A component with weights, of its own folder or another one that has all of them."""
+    def _load_checked(self, component: str, part: Callable[[Any], Any] | None, path: Path | None = None) -> Any:
+        """Load a component from its own folder, or another one with all its weights.
+
+        Raises ConfigError if tensors are missing, unexpected, or stored as integers.
+        """
         import torch
 
         name, dtype = self.class_of(component), getattr(torch, self.runtime.dtypes[component])
         options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
-        model, info = self._read(component, options, part, path)
+        model, info = self._load(component, options, part, path)
         if missing := sorted(info["missing_keys"]):
             raise ConfigError(
                 f"model {self.folder.path}: the weights of component {component} lack {missing[0]} "
@@ -384,26 +432,30 @@ class Loader:
                 f"({len(unused)} tensors in all), which {name} with its configuration has no place for: give the "
                 "weights that belong to this configuration, in their original precision"
             )
-        if not self.folder.quantisation(component) and (whole := self._rounded(component, model)):
+        if not self.folder.quantisation(component) and (rounded := self._rounded(component, model)):
             raise ConfigError(
-                f"model {self.folder.path}: {component} has {whole} as integers, where {name} has floats: give it in "
+                f"model {self.folder.path}: {component} has {rounded} as integers, where {name} has floats: give it in "
                 "its original precision"
             )
         return model.eval()
 
     def _rounded(self, component: str, model: Any) -> str:
-        """The first floating-point tensor of a model that its files store as integers; "" if there is none."""
+        """Return the first floating-point tensor that the files store as integers; or ""."""
         stored = self.folder.tensors(component)
         floats = (key for key, tensor in model.state_dict().items() if tensor.is_floating_point() and key in stored)
         return next((key for key in floats if is_whole_number(stored[key][0])), "")
 
     def class_of(self, component: str) -> str:
-        """The class of a component, in its library."""
+        """Return the name of a component's class in its library."""
         return self._classes[component][1]
 
     def vae(self) -> Any:
-        """The VAE, as `--vae` says, or in tiles if ranks share these; in tiles it takes pictures one by one."""
-        vae, how, mesh = self.model("vae"), self.runtime.options.vae, self.runtime.mesh
+        """Return the VAE, with VAE slicing or tiling as `--vae` requests.
+
+        It is tiled, too, if ranks share the tiles. With slicing or tiling it processes images one by one.
+        """
+        vae = self.model("vae")
+        how, mesh = self.runtime.options.vae, self.runtime.mesh
         how = "tiled" if mesh and "tiles" in mesh.degrees else how
         if how != "whole":
             vae.enable_slicing()
@@ -426,15 +478,15 @@ class Loader:
         return scheduler
 
     def plain(self, component: str) -> Any:
-        """A component without weights, such as a tokenizer or a noise scheduler."""
-        began = time.monotonic()
+        """Return a component without weights, such as a tokenizer or a noise scheduler."""
+        start = time.monotonic()
         self.folder.config(component)
-        found = self._read(component, {}, None, None)
-        self._tell(component, began, self.folder.size(component))
-        return found
+        loaded = self._load(component, {}, None, None)
+        self._report_load(component, start, self.folder.size(component))
+        return loaded
 
-    def _settle(self, model: Any) -> Any:
-        """The model on the device, or resting until it runs there."""
+    def _place(self, model: Any) -> Any:
+        """Return the model on the device, or offloaded until it runs there."""
         offload = self.runtime.options.offload
         if offload == "none":
             return moved(model, self.device)
@@ -444,9 +496,10 @@ class Loader:
 
         return rest(model, self.device, offload)
 
-    def _read(
+    def _load(
         self, component: str, options: dict[str, Any], part: Callable[[Any], Any] | None, path: Path | None
     ) -> Any:
+        """Return what the component's class loads with these options. Raises ConfigError if it fails."""
         from safetensors import SafetensorError
 
         library, name = self._classes[component]
@@ -463,15 +516,18 @@ class Loader:
                 return load_single(kind, path / single, options["dtype"])
             return kind.from_pretrained(str(path), local_files_only=True, **options)
         except (*READ_ERRORS, SafetensorError) as error:
-            raise ConfigError(self._unreadable(component, path, whole, error)) from error
+            raise ConfigError(self._explain(component, path, whole, error)) from error
 
-    def _unreadable(self, component: str, path: Path, kind: Any, error: Exception) -> str:
-        """Why a component cannot be loaded. For one without weights, names the wrong field of its configuration."""
+    def _explain(self, component: str, path: Path, kind: Any, error: Exception) -> str:
+        """Return why a component cannot be loaded.
+
+        For one without weights, names the wrong field of its configuration.
+        """
         reason = " ".join(str(error).split()) or type(error).__name__
         sentence = f"component {component} in {path} cannot be loaded as {self.class_of(component)}"
         if isinstance(error, ImportError):
-            lacking = "" if "pip install" in reason else next((f": pip install {n}" for n in EXTRAS if n in reason), "")
-            return f"{sentence}: {reason.rstrip('.')}{lacking}"
+            missing = "" if "pip install" in reason else next((f": pip install {n}" for n in EXTRAS if n in reason), "")
+            return f"{sentence}: {reason.rstrip('.')}{missing}"
         if self.folder.weight_names(component) or not hasattr(kind, "config_name"):
             return f"{sentence}: {reason}"
         config = self.folder.config(component)
@@ -480,9 +536,10 @@ class Loader:
             sentence += f": {kind.config_name} says {field} is {value}, correct that field"
         return f"{sentence}: {reason[:200]}"
 
-    def _tell(self, component: str, began: float, size: int) -> None:
+    def _report_load(self, component: str, start: float, size: int) -> None:
+        """Report a component that was loaded since `start`, in `size` bytes."""
         if self._report is not None:
-            self._report(component, time.monotonic() - began, size)
+            self._report(component, time.monotonic() - start, size)
 
 
 def draws_noise(config: Mapping[str, Any]) -> bool:
@@ -497,9 +554,8 @@ def is_split(folder: ModelFolder, classes: Mapping[str, tuple[str, tuple[str, ..
     a class that is not a scheduler of diffusers this returns True, and the family refuses it. A folder without the
     scheduler's configuration has the components of other stages alone.
 
-    Args:
-        folder: the model, whose index names the scheduler's class.
-        classes: library and known classes of each component of the family.
+    `folder`: the model, whose index names the scheduler's class.
+    `classes`: library and known classes of each component of the family.
     """
     entry = folder.index().get("scheduler")
     if "scheduler" not in classes or not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers":
@@ -510,15 +566,15 @@ def is_split(folder: ModelFolder, classes: Mapping[str, tuple[str, tuple[str, ..
 
 
 def unreadable_field(kind: Any, config: Mapping[str, Any]) -> str:
-    """Return the field of a configuration because of which its class cannot be instantiated; "" if not a single one.
+    """Return the field of a configuration that prevents instantiating its class; or "".
 
-    It is the field without which (with its default value) the class can be instantiated.
+    The class can be instantiated without that field, with its default value. "" if it is not a single field.
     """
     known = inspect.signature(kind.__init__).parameters
-    given = {name: value for name, value in config.items() if name in known}
-    for name in given:
+    arguments = {name: value for name, value in config.items() if name in known}
+    for name in arguments:
         try:
-            kind(**{other: value for other, value in given.items() if other != name})
+            kind(**{other: value for other, value in arguments.items() if other != name})
         except READ_ERRORS:
             continue
         return name

@@ -1,8 +1,7 @@
-"""What families share: sizes that follow from configurations, text encoders, denoisers, VAEs, redrawing a picture.
+"""Components that families share: shapes, text encoders, denoisers, VAEs, image-to-image and inpainting.
 
-Redrawing, whole or where a mask says: the stages do what diffusers' pipelines for image to image and inpainting do with
-the components of a folder that text to picture has. A request without a picture has one stage less. The picture is
-encoded where the VAE is anyway.
+Image-to-image and inpainting ("redraw") do what diffusers' pipelines for these do, with the components of a text-to-
+image folder. A request without an image has one stage less. The image is encoded by a worker that has the VAE anyway.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ if TYPE_CHECKING:
     from unfuse.stages.image_encode import Redraw
 
 
-FAST_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # what any tokenizer may be saved as
+FAST_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes as which any tokenizer may be saved
 T5_TOKENIZERS = ("T5TokenizerFast", "T5Tokenizer", *FAST_TOKENIZERS)
 CLIP_TOKENIZERS = ("CLIPTokenizer", "CLIPTokenizerFast")
 
 
 def text_stage(sizes: Mapping[str, int], scale: str = "true_cfg_scale", end: str = "") -> StageSpec:
-    """Encoding of prompt and negative prompt; `sizes` are the most bytes of each output, `scale` is that of guidance.
+    """Return the stage that encodes prompt and negative prompt.
 
-    `end` is what ends the names of a model's second text encoder and its tokenizer.
+    `sizes`: the most bytes of each output. `scale`: the guidance parameter. `end`: the component names' suffix ("_2").
     """
     return replace(
         TEXT_ENCODE,
@@ -60,14 +59,14 @@ def text_stage(sizes: Mapping[str, int], scale: str = "true_cfg_scale", end: str
 
 
 def true_cfg_scale(params: Params) -> float:
-    """How much further than the negative prompt's a prediction goes; 1 without a negative prompt."""
+    """Return the classifier-free guidance (CFG) scale; 1 without a negative prompt."""
     return 1.0 if params.get("negative_prompt") is None else need(params, "true_cfg_scale", float)
 
 
 class GuidedTextEncoder:
-    """A tokenizer and its text encoder, of a model that a negative prompt guides; `end` is what ends their names.
+    """A tokenizer and text encoder for classifier-free guidance; `end` is the suffix of their names.
 
-    It guides by the true guidance scale, of models that were not distilled with one, unless another is given.
+    The scale is `true_cfg_scale`, unless `guidance` returns another one.
     """
 
     def __init__(self, loader: Loader, end: str = "", guidance: Callable[[Params], float] = true_cfg_scale) -> None:
@@ -75,40 +74,40 @@ class GuidedTextEncoder:
         self._device, self.guidance = loader.device, guidance
 
     def exact_batch_key(self, text: str, length: int) -> Hashable:
-        """Nothing, as long as the encoder sees padding as it sees other tokens."""
+        """Return (): requests share forwards if the encoder attends to padding as to text."""
         return ()
 
     def _tokens(self, texts: Sequence[str], length: int, padding: str = "max_length") -> Any:
-        """Ids and attention mask of the texts, cut or padded to so many tokens."""
-        how = {"padding": padding, "max_length": length, "truncation": True, "return_tensors": "pt"}
-        return self._tokenizer(list(texts), return_attention_mask=True, **how).to(self._device)
+        """Return ids and attention mask, each (texts, length), truncated or padded."""
+        options = {"padding": padding, "max_length": length, "truncation": True, "return_tensors": "pt"}
+        return self._tokenizer(list(texts), return_attention_mask=True, **options).to(self._device)
 
 
 class MaskedTextEncoder(GuidedTextEncoder):
-    """One that does not see padding. `_tokens` may put texts into a template first."""
+    """A text encoder that masks padding. `_tokens` may insert texts into a template."""
 
     @override
     def exact_batch_key(self, text: str, length: int) -> bool:
-        """Whether there is padding: without, no mask is computed with."""
+        """Return whether the text fills the length: then no mask is used."""
         return bool(self._tokens([text], length).attention_mask.all())
 
 
 class T5TextEncoder(GuidedTextEncoder):
-    """T5; a TextEncoder."""
+    """T5 as a TextEncoder."""
 
     name = "prompt_embeds"
 
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
-        """By its name (texts, length, text dim); it attends to the padding too."""
+        """Return `name` (texts, length, text dim). Attention includes the padding."""
         hidden = self._encoder(self._tokens(texts, length).input_ids, output_hidden_states=False)[0]
         return {self.name: hidden.to(self._encoder.dtype)}
 
 
 class ClipTextEncoder(GuidedTextEncoder):
-    """CLIP; a TextEncoder."""
+    """CLIP as a TextEncoder of pooled embeddings."""
 
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
-        """`pooled_prompt_embeds` (texts, pooled dim) of as many tokens as CLIP has, whatever the length."""
+        """Return `pooled_prompt_embeds` (texts, pooled dim). Texts always have CLIP's length."""
         tokens = self._tokens(texts, self._tokenizer.model_max_length)
         pooled = self._encoder(tokens.input_ids, output_hidden_states=False).pooler_output
         return {"pooled_prompt_embeds": pooled.to(self._encoder.dtype)}
@@ -116,26 +115,23 @@ class ClipTextEncoder(GuidedTextEncoder):
 
 Shapes = Mapping[str, tuple[int | None, ...]]
 
-PATCH = 2  # side of the square of latents that the transformer sees as one
-USUAL_LATENTS = 128  # side of a picture in latents, where pipelines have that as their default
+PATCH = 2  # side of the square of latents that is one token of the transformer
+USUAL_LATENTS = 128  # default side of an image in latents
 
 
 @dataclass(frozen=True)
 class PictureShape:
-    """Channels of latents, how many pixels one stands for along a side, and the sides in pixels that may be asked for.
+    """The sizes of an image's latents, as a grid or packed as patches."""
 
-    A transformer sees the latents as a grid, or packed as patches (rows, patches, channels of a patch).
-    """
-
-    channels: int
-    scale: int
-    multiple: int  # what sides must divide by
-    usual: int  # the side that nobody has to ask for
-    longest: int  # the longest side that the transformer knows
+    channels: int  # of latents
+    scale: int  # pixels per latent along a side
+    multiple: int  # of which sides in pixels must be
+    usual: int  # default side in pixels
+    longest: int  # longest side in pixels that the transformer supports
 
     @classmethod
     def of_vae(cls, folder: ModelFolder) -> PictureShape:
-        """Read the VAE's configuration; sizes are those of a transformer that sees patches. Raises ConfigError."""
+        """Read the VAE's configuration, for a transformer with patches. Raises ConfigError."""
         vae = folder.config("vae")
         with folder.reading("vae"):
             halvings = len(vae["temperal_downsample"]) if "z_dim" in vae else len(vae["block_out_channels"]) - 1
@@ -143,32 +139,32 @@ class PictureShape:
         return PictureShape(channels, scale, PATCH * scale, USUAL_LATENTS * scale, MediaLimits().max_size)
 
     def room(self, width: int) -> OutputSize:
-        """The bytes of latents whose numbers take `width` bytes each."""
+        """Return the size of latents in bytes, with `width` bytes per number."""
         return OutputSize(ALIGNMENT, self.channels * width / self.scale**2)
 
     def latents(self, params: Params) -> tuple[int, ...]:
-        """(1, channels, height, width) of a request's latents."""
+        """Return a request's shape of latents, (1, channels, height, width)."""
         sides = (need(params, side, int) // self.scale for side in ("height", "width"))
         return (1, self.channels, *sides)
 
     def packable(self, params: Params) -> tuple[int, ...]:
-        """(1, channels, height, width) of a request's latents where patches fill these."""
+        """Return that shape, (1, channels, height, width), rounded to whole patches."""
         rows, columns = self.patches(params)
         return 1, self.channels, PATCH * rows, PATCH * columns
 
     def patches(self, params: Params) -> tuple[int, int]:
-        """Rows and columns of patches."""
+        """Return the rows and columns of patches."""
         side = self.scale * PATCH
         return need(params, "height", int) // side, need(params, "width", int) // side
 
     def pack(self, grid: Tensor) -> Tensor:
-        """Latents (rows, channels, height, width) as patches."""
+        """Return latents (rows, channels, height, width) as (rows, patches, channels of a patch)."""
         count, channels, rows, columns = grid.shape
         tiled = grid.view(count, channels, rows // PATCH, PATCH, columns // PATCH, PATCH).permute(0, 2, 4, 1, 3, 5)
         return tiled.flatten(3).flatten(1, 2)
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
-        """Patches put side by side, as a video of one frame."""
+        """Return patches as a video of one frame, (1, channels, 1, height, width)."""
         rows, columns = self.patches(params)
         grid = latents.view(1, rows, columns, -1, PATCH, PATCH).permute(0, 3, 1, 4, 2, 5)
         return grid.reshape(1, -1, 1, PATCH * rows, PATCH * columns)
@@ -176,7 +172,7 @@ class PictureShape:
 
 @dataclass(frozen=True)
 class VideoShape:
-    """Channels of latents, and how many pixels along a side and frames one stands for."""
+    """The sizes of a video's latents: channels, and pixels and frames per latent."""
 
     channels: int
     spatial: int
@@ -184,24 +180,24 @@ class VideoShape:
 
     @property
     def multiple(self) -> int:
-        """What sides in pixels must divide by, as far as the configurations say."""
+        """The multiple that sides in pixels must be, by the configurations."""
         return self.spatial
 
     def room(self, width: int) -> OutputSize:
-        """The bytes of latents whose numbers take `width` bytes each."""
+        """Return the size of latents in bytes, with `width` bytes per number."""
         return OutputSize(ALIGNMENT, self.channels * width / self.spatial**2, self.temporal)
 
     def grid(self, params: Params) -> tuple[int, int, int]:
-        """Frames, height and width of a request's latents."""
+        """Return the frames, height and width of a request's latents."""
         frames = (need(params, "num_frames", int) - 1) // self.temporal + 1
         return frames, need(params, "height", int) // self.spatial, need(params, "width", int) // self.spatial
 
     def latents(self, params: Params) -> tuple[int, ...]:
-        """(1, channels, frames, height, width) of a request's latents."""
+        """Return a request's shape of latents, (1, channels, frames, height, width)."""
         return (1, self.channels, *self.grid(params))
 
     def bounds(self, multiple: int, defaults: Params) -> MediaLimits:
-        """What can be asked for, sides being multiples: twice the default length of a video at most."""
+        """Return the limits of requests: at most twice the default length of a video."""
         return MediaLimits(
             size_multiple=multiple,
             min_size=multiple,
@@ -212,14 +208,14 @@ class VideoShape:
 
 
 def need_channels(folder: ModelFolder, fit: int, found: int) -> None:
-    """Raise ConfigError when the transformer's channels are not those that its VAE makes."""
+    """Raise ConfigError if the transformer's channels are not those of its VAE."""
     if fit != found:
         reason = f"by its VAE the transformer has {fit} channels, by its configuration {found}"
         raise ConfigError(f"model {folder.path}: {reason}")
 
 
 def norm(vae: Any, grid: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean of each channel and 1/std, like the grid: dividing by 1/std rounds other than multiplying by std."""
+    """Return mean and 1/std by channel. Dividing by 1/std rounds unlike multiplying by std."""
     import torch
 
     mean, deviation = (
@@ -230,18 +226,18 @@ def norm(vae: Any, grid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shift(config: Mapping[str, Any], patches: int) -> float:
-    """How far a noise scheduler of that configuration is to be shifted for so many patches."""
+    """Return the timestep shift (mu) of a noise scheduler for this number of patches."""
     low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     low_shift, high_shift = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
     slope = (high_shift - low_shift) / (high - low)
-    found: float = patches * slope + (low_shift - slope * low)
-    return found
+    mu: float = patches * slope + (low_shift - slope * low)
+    return mu
 
 
 class FlowDenoiser:
-    """Transformer and the configuration of its noise scheduler, guided by a negative prompt; `sizes` are its latents'.
+    """A flow-matching denoiser: a transformer and its noise scheduler, with CFG by a negative prompt.
 
-    The rest of a Denoiser is for its family to say.
+    `sizes` returns the shape of a request's latents. Families add the rest of the Denoiser interface.
     """
 
     dtype: torch.dtype
@@ -250,126 +246,127 @@ class FlowDenoiser:
     conditions: Shapes = {}
     transformers: tuple[Any, ...]
     first = ""
+    #: Returns the guidance scale.
     guidance = staticmethod(true_cfg_scale)
-    """What guides: the true guidance scale, of models that were not distilled with one."""
+    #: The types of required parameters, beside the size.
     reads: Mapping[str, Any] = {}
-    """Types of parameters that it reads beside a size."""
+    #: Whether the pipeline calls `set_begin_index(0)`. Else the scheduler starts at the second of two equal timesteps.
     sets_begin = True
-    """Whether the pipeline calls `set_begin_index(0)`. Without it the noise scheduler looks its first timestep up, and
-    takes the second of two equal ones."""
 
     def __init__(
         self, loader: Loader, sizes: Callable[[Params], tuple[int, ...]], component: str = "transformer"
     ) -> None:
         self._sizes = sizes
         self._scheduler, self._transformer = loader.noise_scheduler(), loader.model(component)
-        self.device, self.dtype, self.transformers = loader.device, self._transformer.dtype, (self._transformer,)
+        self.device = loader.device
+        self.dtype = self._transformer.dtype
+        self.transformers = (self._transformer,)
 
     def verify(self, params: Params) -> None:
-        """Raise PermanentError for a size that does not fit, and unless there is what it reads."""
+        """Raise PermanentError for a size that does not fit, or a missing parameter."""
         self._sizes(params)
         for name, kind in self.reads.items():
             need(params, name, kind)
 
     def noise_dtype(self, params: Params) -> torch.dtype | None:
-        """The dtype in which noise is drawn; None for float32."""
+        """Return the dtype in which noise is drawn; None for float32."""
         return None
 
     def draw(self, params: Params, generator: torch.Generator) -> Tensor:
-        """Noise of these sizes."""
+        """Return noise in the shape of the request's latents."""
         import torch
 
         dtype = self.noise_dtype(params)
         return torch.randn(self._sizes(params), generator=generator, device=generator.device, dtype=dtype)
 
     def constants(self, params: Params) -> dict[str, Tensor]:
-        """Nothing."""
+        """Return no constants."""
         return {}
 
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
-        """Timesteps as the configuration spaces them."""
+        """Return a noise scheduler with the timesteps of its configuration."""
         return self._fresh(latents, num_inference_steps=need(params, "num_inference_steps", int))
 
     def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
-        """So many times the way from the one to the other."""
+        """Return the guided prediction: `scale` times the way from `away` to `towards`."""
         return away + scale * (towards - away)
 
     def phase(self, timestep: Tensor) -> Hashable:
-        """All timesteps alike."""
+        """Return (): all timesteps use the same transformer."""
         return ()
 
     def parts(self, latents: Tensor) -> int:
-        """None."""
+        """Return 1: a row has one timestep."""
         return 1
 
     def settle(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        """As they are."""
+        """Return the latents unchanged."""
         return latents
 
-    def _fresh(self, latents: Tensor, **given: Any) -> NoiseScheduler:
-        """Return a new noise scheduler of the same configuration with these timesteps. Raises Unsuitable."""
+    def _fresh(self, latents: Tensor, **timesteps: Any) -> NoiseScheduler:
+        """Return a new noise scheduler with these timesteps. Raises Unsuitable."""
         fresh = type(self._scheduler).from_config(self._scheduler.config)
         try:
-            fresh.set_timesteps(device=latents.device, **given)
+            fresh.set_timesteps(device=latents.device, **timesteps)
         except READ_ERRORS as error:
             raise Unsuitable(f"the model's noise scheduler does not accept these steps: {error}") from error
         if self.sets_begin:
             fresh.set_begin_index(0)
-        found: NoiseScheduler = fresh
-        return found
+        scheduler: NoiseScheduler = fresh
+        return scheduler
 
     def shifted(self, params: Params, latents: Tensor) -> NoiseScheduler:
-        """One of latents (rows, patches, …): the more patches, the longer it stays at high noise."""
+        """Return a noise scheduler with the timestep shift for (rows, patches, …) latents."""
         import numpy as np
 
         steps, mu = need(params, "num_inference_steps", int), shift(self._scheduler.config, latents.shape[1])
         return self._fresh(latents, sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
 
-    def _predicted(self, *args: Any, **given: Any) -> Tensor:
-        """What the transformer makes of this."""
-        predicted: Tensor = self._transformer(*args, **given, return_dict=False)[0]
+    def _predicted(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the transformer's output."""
+        predicted: Tensor = self._transformer(*args, **kwargs, return_dict=False)[0]
         return predicted
 
 
 class PictureEncoder:
-    """What ImageEncoders have in common."""
+    """The base of image encoders."""
 
+    #: Whether images are encoded one by one, each in its own size instead of the requested one.
     each = False
-    """Whether pictures are encoded one by one, in sizes of their own, whatever size is asked for."""
+    #: Uploads that a request may have beside `image`. The pipeline declares which of them it reads.
     beside: Sequence[str] = ()
-    """Uploads that a request may bring beside `image`; what its pipeline says it reads."""
 
     def verify(self, params: Params) -> None:
-        """It reads none."""
+        """Accept all parameters, because none is read."""
 
 
 class GridVae:
-    """A VAE whose latents come as a grid, and were normalised per channel; a VaeDecoder."""
+    """A VaeDecoder for latents in a grid that were normalized by channel."""
 
     def __init__(self, loader: Loader, channels: str = "z_dim") -> None:
         self.vae, self.device = loader.vae(), loader.device
         self.latents: tuple[int | None, ...] = (1, int(self.vae.config[channels]), None, None, None)
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
-        """As they are."""
+        """Return the latents on the VAE's device, in its dtype."""
         return latents.to(self.device, self.vae.dtype)
 
     def decode(self, grid: Tensor) -> Tensor:
-        """Pixels (rows, 3, frames, height, width)."""
+        """Return pixels (rows, 3, frames, height, width)."""
         mean, scale = norm(self.vae, grid)
         return self._decoded(grid / scale + mean)
 
     def _decoded(self, grid: Tensor) -> Tensor:
-        """What the VAE makes of this."""
+        """Return the VAE's output."""
         pixels: Tensor = self.vae.decode(grid, return_dict=False)[0]
         return pixels
 
 
-NAMED = {"image": "Img2Img", "mask": "Inpaint"}  # diffusers' words for what a request brings
+NAMED = {"image": "Img2Img", "mask": "Inpaint"}  # the parts of diffusers' class names, by upload
 
 
 class OneVae(Loader):
-    """Loads as another does, but the VAE once for all stages of a process: it remembers nothing between calls."""
+    """A loader that loads the stateless VAE once for all stages of a process."""
 
     def __init__(self, other: Loader) -> None:
         super().__init__(other.folder, other._classes, other.runtime, other._report, other._cut)
@@ -385,29 +382,26 @@ class OneVae(Loader):
 
 
 def forces_upcast(vae: Any) -> bool:
-    """Return whether a VAE's configuration asks for float32. False if its weights are not on this device (meta)."""
+    """Return whether a VAE's configuration requests float32; False on the meta device."""
     return bool(vae.config.get("force_upcast")) and not any(weight.is_meta for weight in vae.parameters())
 
 
 @contextmanager
 def computing_in(vae: Any, dtype: torch.dtype) -> Iterator[None]:
     """Cast a VAE to another dtype for the duration of the block."""
-    before = vae.dtype
-    if before == dtype:
+    original = vae.dtype
+    if original == dtype:
         yield
         return
     vae.to(dtype)
     try:
         yield
     finally:
-        vae.to(before)
+        vae.to(original)
 
 
 class PictureVae(PictureEncoder):
-    """The VAE as an ImageEncoder. Pictures are stretched to the requested size.
-
-    With `upcasts` it encodes in float32 if its configuration has `force_upcast`.
-    """
+    """The VAE as an ImageEncoder, in float32 if it `upcasts`. Images are stretched."""
 
     beside: Sequence[str] = (MASK,)
 
@@ -417,11 +411,11 @@ class PictureVae(PictureEncoder):
 
     @override
     def verify(self, params: Params) -> None:
-        """It reads a size."""
+        """Raise PermanentError without a size."""
         need(params, "height", int), need(params, "width", int)
 
     def encode(self, pictures: Mapping[str, Sequence[Image]], params: Params) -> dict[str, Tensor]:
-        """The `moments` of the distribution from which latents are drawn, each a row a picture."""
+        """Return `moments` (images, 2 * channels, height, width) of the latents' distribution."""
         from diffusers.image_processor import VaeImageProcessor
 
         size = {side: need(params, side, int) for side in ("height", "width")}
@@ -438,12 +432,12 @@ class PictureVae(PictureEncoder):
 
 
 class PictureFamily(DiffusersFamily):
-    """Pictures only. There is no negative prompt unless one is given, not even an empty one."""
+    """A text-to-image family. Without a negative prompt in the request there is none."""
 
+    #: The uploads that a request may have. For each, diffusers has a pipeline that has the default strength.
     starts: Sequence[str] = ()
-    """What such a request may bring; in diffusers each has a pipeline of its own, whose strength is usual for it."""
-    packs = False  # whether the transformer sees latents as patches
-    whole_steps = False  # whether a step that the strength spares in part is not made
+    packs = False  # whether the transformer's latents are packed as patches
+    whole_steps = False  # whether a step that the strength omits in part is omitted
     upcasts = False  # whether the pipeline encodes in float32 if the VAE's configuration has force_upcast
     repeats = False  # whether the pipeline for inpainting repeats the picture's latents for each of a prompt's pictures
 
@@ -465,28 +459,28 @@ class PictureFamily(DiffusersFamily):
 
     @override
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
-        card = super().card(name, folder, dtype)
+        spec = super().card(name, folder, dtype)
         if not self.starts:
-            return card
+            return spec
         shape = PictureShape.of_vae(ModelFolder(folder))
-        width = DTYPES["float32" if self.upcasts else card.dtypes["vae"]]
+        width = DTYPES["float32" if self.upcasts else spec.dtypes["vae"]]
         room = (2 * shape.channels * width + DTYPES["float32"]) / shape.scale**2
         encode = replace(REDRAW_ENCODE, room=OutputSize(2 * ALIGNMENT, room))
 
-        def behind(stage: StageSpec) -> StageSpec:
-            given = (*stage.inputs, *encode.outputs) if stage.kind == DENOISE.kind else stage.inputs
-            return replace(stage, inputs=given)
+        def with_moments(stage: StageSpec) -> StageSpec:
+            inputs = (*stage.inputs, *encode.outputs) if stage.kind == DENOISE.kind else stage.inputs
+            return replace(stage, inputs=inputs)
 
         return replace(
-            card,
-            pipeline=Pipeline((encode, *map(behind, card.pipeline.stages))),
-            accepts=tuple(AcceptedInput(what, "redraw", strength=self._usual_strength(what)) for what in self.starts),
+            spec,
+            pipeline=Pipeline((encode, *map(with_moments, spec.pipeline.stages))),
+            accepts=tuple(AcceptedInput(name, "redraw", strength=self._default_strength(name)) for name in self.starts),
         )
 
-    def _usual_strength(self, upload: str) -> float:
-        """The default of the pipeline that redraws with this upload: its file and class are named after this one's."""
-        (file, name), how = self.source, NAMED[upload]
-        call = call_defaults(file.replace(".py", f"_{how.lower()}.py"), name.replace("Pipeline", f"{how}Pipeline"))
+    def _default_strength(self, upload: str) -> float:
+        """Return the default strength of diffusers' pipeline for this upload, by its name."""
+        (file, name), kind = self.source, NAMED[upload]
+        call = call_defaults(file.replace(".py", f"_{kind.lower()}.py"), name.replace("Pipeline", f"{kind}Pipeline"))
         return float(call["strength"] or 0)
 
     @override
@@ -511,23 +505,21 @@ class PictureFamily(DiffusersFamily):
 
 
 class ProjectedClipTextEncoder(GuidedTextEncoder):
-    """CLIP's last hidden states but one, `names[0]` (texts, tokens, width), and where there is a second name what it
-    projects of all (texts, projected). Texts have as many tokens as CLIP has, whatever the length. A TextEncoder.
-    """
+    """CLIP as a TextEncoder of its last hidden states but one, and projected embeddings."""
 
     def __init__(self, loader: Loader, names: Sequence[str], end: str = "") -> None:
         super().__init__(loader, end, guidance_scale)
         self._names = names
 
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
-        """Both, by these names."""
+        """Return `names[0]` (texts, tokens, width) and `names[1]` (texts, projected)."""
         tokens = self._tokens(texts, self._tokenizer.model_max_length)
-        made = self._encoder(tokens.input_ids, output_hidden_states=True)
-        return dict(zip(self._names, (made.hidden_states[-2], made[0]), strict=False))
+        outputs = self._encoder(tokens.input_ids, output_hidden_states=True)
+        return dict(zip(self._names, (outputs.hidden_states[-2], outputs[0]), strict=False))
 
 
 class GridDenoiser(FlowDenoiser):
-    """A FlowDenoiser guided by `guidance_scale`, whose latents are a picture in the transformer's dtype."""
+    """A FlowDenoiser guided by `guidance_scale`, for latents in the transformer's dtype."""
 
     guidance = staticmethod(guidance_scale)
 
@@ -537,14 +529,15 @@ class GridDenoiser(FlowDenoiser):
 
 
 class GridPictureVae:
-    """An AutoencoderKL; a VaeDecoder. Latents are scaled in the dtype they come in, or `first` in the VAE's."""
+    """An AutoencoderKL as a VaeDecoder. With `cast_first` latents are scaled in its dtype."""
 
     def __init__(self, loader: Loader, cast_first: bool = False) -> None:
-        self._vae, self._device, self._cast_first = loader.vae(), loader.device, cast_first
+        self._vae, self._device = loader.vae(), loader.device
+        self._cast_first = cast_first
         self.latents: tuple[int | None, ...] = (1, int(self._vae.config.latent_channels), None, None)
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
-        """As a video of one frame."""
+        """Return the latents as a video of one frame."""
         config, dtype = self._vae.config, self.dtype
         grid = latents.to(self._device, dtype if self._cast_first else None) / config.scaling_factor
         shifted: Tensor = grid if config.shift_factor is None else grid + config.shift_factor
@@ -553,17 +546,17 @@ class GridPictureVae:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the VAE decodes."""
-        found: torch.dtype = self._vae.dtype
-        return found
+        dtype: torch.dtype = self._vae.dtype
+        return dtype
 
     def decode(self, grid: Tensor) -> Tensor:
-        """Pixels of the one frame of each."""
+        """Return pixels (rows, 3, 1, height, width)."""
         pixels: Tensor = self._vae.decode(grid.squeeze(2), return_dict=False)[0]
         return pixels.unsqueeze(2)
 
 
 class PackedDenoiser(FlowDenoiser):
-    """A FlowDenoiser of packed latents; `predict` is for its family to say."""
+    """A FlowDenoiser of packed latents. Families add `predict`."""
 
     def __init__(self, loader: Loader, shape: PictureShape) -> None:
         super().__init__(loader, shape.packable)
@@ -571,7 +564,7 @@ class PackedDenoiser(FlowDenoiser):
 
     @override
     def noise_dtype(self, params: Params) -> torch.dtype | None:
-        """The transformer's dtype, which in an undivided pipeline is the prompt embeddings' too."""
+        """Return the transformer's dtype, which is the embeddings' when undivided."""
         return self.dtype
 
     @override
@@ -582,9 +575,9 @@ class PackedDenoiser(FlowDenoiser):
 
 
 class VideoFamily(DiffusersFamily):
-    """Videos, whose frame rate is that of the pipeline's class. There is no negative prompt unless one is given."""
+    """A video family, with its class's frame rate. The negative prompt is optional."""
 
-    pixel_multiple: int  # what the pipeline refuses other sizes than multiples of, whatever the VAE
+    pixel_multiple: int  # of which the pipeline requires sides to be, whatever the VAE
     float32_latents = True
 
     @override

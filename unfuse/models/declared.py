@@ -1,4 +1,7 @@
-"""What diffusers' own source says of a pipeline class, read as text: cards are made in processes without torch."""
+"""What diffusers' source declares of a pipeline class, read as text without importing it.
+
+Model specs are made in processes without torch.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +23,26 @@ IMAGE, VIDEO = "image", "video"
 
 
 class DeclaredPipeline(msgspec.Struct, frozen=True):
-    """A pipeline class: the parameters of its call with their defaults, as far as these are plain values (else None).
-
-    `medium` is what a call returns: pictures or videos, or "" for anything else. `needs` are parameters without any
-    default. `loras`: it loads adapters.
-    """
+    """A pipeline class, as diffusers' source declares it."""
 
     name: str
+    #: The call's parameters with their defaults. None for a default that is not a number or text, or is missing.
     takes: dict[str, Value]
+    #: The call's parameters without a default.
     needs: tuple[str, ...]
+    #: The modality of results: "image" or "video", or "" for anything else.
     medium: str
+    #: Whether it can load LoRA adapters.
     loras: bool
 
 
 @cache
 def declared(name: str) -> DeclaredPipeline | None:
-    """What diffusers declares of that pipeline class; None if it cannot be called. ConfigError without diffusers."""
-    family = [*_family(name)]
+    """Return what diffusers declares of a pipeline class; None if it cannot be called.
+
+    Raises ConfigError without diffusers.
+    """
+    family = [*_classes_of(name)]
     call = _call(family)
     if call is None:
         return None
@@ -46,39 +52,42 @@ def declared(name: str) -> DeclaredPipeline | None:
         {argument: _literal(default) for argument, default in defaults.items()},
         tuple(argument for argument, default in defaults.items() if default is None),
         _medium(call),
-        any("LoraLoaderMixin" in ast.unparse(base) for one in family for base in one.bases),
+        any("LoraLoaderMixin" in ast.unparse(base) for node in family for base in node.bases),
     )
 
 
 @cache
 def call_defaults(file: str, pipeline: str) -> Params:
-    """The defaults of a pipeline's call, of those parameters a model may have defaults for.
+    """Return the defaults of a pipeline's call, for parameters of `RequestDefaults`.
 
-    `file` is relative to the diffusers package. Raises ConfigError when diffusers has no such class.
+    `file` is relative to the diffusers package. Raises ConfigError if diffusers does not have the class.
     """
     path = _diffusers() / file
     call = _call([found]) if path.is_file() and (found := _class_in(path.read_bytes(), pipeline)) else None
     if call is None:
         raise ConfigError(f"the installed diffusers has no {pipeline} in {file}: install a version that has it")
-    given = {name: _literal(default) for name, default in _defaults(call).items()}
+    defaults = {name: _literal(default) for name, default in _defaults(call).items()}
     known = RequestDefaults.__struct_fields__
-    return {name: value for name, value in reversed(given.items()) if value is not None and name in known}
+    return {name: value for name, value in reversed(defaults.items()) if value is not None and name in known}
 
 
 @cache
 def scheduler_classes() -> frozenset[str]:
-    """The names of diffusers' noise schedulers."""
+    """Return the names of diffusers' noise schedulers."""
     source = "".join(file.read_text() for file in (_diffusers() / "schedulers").rglob("scheduling_*.py"))
     return frozenset(re.findall(r"^class (\w+Scheduler)\(", source, re.MULTILINE))
 
 
 def has_pipelines(library: str) -> bool:
-    """Whether that is a folder of diffusers' pipelines, which may have classes of components too."""
+    """Return whether this is a folder of diffusers' pipelines.
+
+    The folder may have classes of components, too.
+    """
     return library.isidentifier() and (_diffusers() / "pipelines" / library / "__init__.py").is_file()
 
 
-def _family(name: str) -> Iterator[ast.ClassDef]:
-    """A class of the pipelines, then those that it is derived from."""
+def _classes_of(name: str) -> Iterator[ast.ClassDef]:
+    """Yield a pipeline class, then those from which it is derived."""
     if not name.isidentifier():
         return
     for file in sorted((_diffusers() / "pipelines").rglob("*.py")):
@@ -86,11 +95,12 @@ def _family(name: str) -> Iterator[ast.ClassDef]:
             yield found
             for base in found.bases:
                 if isinstance(base, ast.Name) and base.id.endswith("Pipeline"):
-                    yield from _family(base.id)
+                    yield from _classes_of(base.id)
             return
 
 
 def _class_in(source: bytes, name: str) -> ast.ClassDef | None:
+    """Return the class of this name in a module's source, or None."""
     if f"class {name}(".encode() not in source:
         return None
     classes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef))
@@ -98,18 +108,21 @@ def _class_in(source: bytes, name: str) -> ast.ClassDef | None:
 
 
 def _call(family: Sequence[ast.ClassDef]) -> ast.FunctionDef | None:
-    parts = (part for one in family for part in one.body)
-    return next((part for part in parts if isinstance(part, ast.FunctionDef) and part.name == "__call__"), None)
+    """Return the first `__call__` in these classes, or None."""
+    members = (member for node in family for member in node.body)
+    return next((node for node in members if isinstance(node, ast.FunctionDef) and node.name == "__call__"), None)
 
 
 def _defaults(call: ast.FunctionDef) -> dict[str, ast.expr | None]:
-    """The arguments of a call, each with its default; None of one that has to be given."""
+    """Return the arguments of a call with their defaults; None for a required one."""
     arguments = [*call.args.args[1:], *call.args.kwonlyargs]
-    given = [*call.args.defaults, *call.args.kw_defaults]
-    return dict(zip((one.arg for one in arguments), [None] * (len(arguments) - len(given)) + given, strict=True))
+    defaults = [*call.args.defaults, *call.args.kw_defaults]
+    required = [None] * (len(arguments) - len(defaults))
+    return dict(zip((argument.arg for argument in arguments), required + defaults, strict=True))
 
 
 def _diffusers() -> Path:
+    """Return the folder of the diffusers package. Raises ConfigError without diffusers."""
     spec = find_spec("diffusers")
     if spec is None or spec.origin is None:
         raise ConfigError("diffusers is not installed: pip install diffusers")
@@ -117,15 +130,19 @@ def _diffusers() -> Path:
 
 
 def _literal(node: ast.expr | None) -> Value:
+    """Return the value of a number or text; None for other expressions."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float) else None
 
 
 def _medium(call: ast.FunctionDef) -> str:
-    """By the names of what it returns; where it hands on what another pipeline returned, by what can be asked for."""
-    made = [node.value for node in ast.walk(call) if isinstance(node, ast.Return)]
-    outputs = [one for one in made if isinstance(one, ast.Call) and ast.unparse(one.func).endswith("Output")]
+    """Return the modality of a call's results, from the names of its outputs.
+
+    If it returns another pipeline's result, from its parameters. "" for neither images nor silent videos.
+    """
+    returned = [node.value for node in ast.walk(call) if isinstance(node, ast.Return)]
+    outputs = [node for node in returned if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Output")]
     if not outputs:
-        return VIDEO if "num_frames" in {one.arg for one in call.args.args} else IMAGE
+        return VIDEO if "num_frames" in {argument.arg for argument in call.args.args} else IMAGE
     named = {key.arg for key in outputs[-1].keywords} | {ast.unparse(outputs[-1].func)}
     if "audio" in named or "audios" in named:
         return ""
@@ -134,6 +151,10 @@ def _medium(call: ast.FunctionDef) -> str:
     return IMAGE if named & {"images", "image", "ImagePipelineOutput"} else ""
 
 
+#: Frames per second by prefix of the pipeline's class name. The longest matching prefix applies.
+#: A rate is that of the pipeline's example in diffusers (`export_to_video(…, fps=…)`). If the example has none, or not
+#: the rate of the training data, it is that of the model's authors: 24 for HunyuanVideo and SkyReels, 30 for Mochi, 8
+#: for AnimateDiff and Latte.
 RATES: Mapping[str, int] = {
     "Allegro": 15,
     "AnimateDiff": 8,
@@ -167,28 +188,24 @@ RATES: Mapping[str, int] = {
     "Wan": 16,
     "WanAnimate": 30,
 }
-"""Frames a second by prefix of the pipeline's class name. The longest matching prefix applies.
 
-A rate is that of the pipeline's example in diffusers (`export_to_video(…, fps=…)`). If the example has none, or not
-the rate of the training data, it is that of the model's authors: 24 for HunyuanVideo and SkyReels, 30 for Mochi, 8
-for AnimateDiff and Latte.
-"""
+#: Wan 2.2 5B, which has a timestep for each token (expand_timesteps).
+EXPANDED_WAN = 24
 
-EXPANDED_WAN = 24  # Wan 2.2 5B, which has a timestep for each token (expand_timesteps)
-COGVIDEOX_1_5 = 16  # recognized by its temporal patch size
+#: CogVideoX 1.5, recognized by its temporal patch size.
+COGVIDEOX_1_5 = 16
 
 
 def frame_rate(pipeline: str, index: Mapping[str, Any], transformer: Mapping[str, Any]) -> int | None:
-    """Return the frames a second of a model's videos, or None for an unknown class.
+    """Return the frames per second of a model's videos, or None for an unknown class.
 
-    Args:
-        pipeline: the class that model_index.json names.
-        index: model_index.json.
-        transformer: the configuration of the transformer, empty if there is none.
+    `pipeline`: the class in model_index.json.
+    `index`: model_index.json.
+    `transformer`: the transformer's configuration, empty if there is none.
     """
     if pipeline.startswith("Wan") and index.get("expand_timesteps"):
         return EXPANDED_WAN
     if pipeline.startswith("CogVideoX") and transformer.get("patch_size_t"):
         return COGVIDEOX_1_5
-    begins = [name for name in RATES if pipeline.startswith(name)]
-    return RATES[max(begins, key=len)] if begins else None
+    prefixes = [name for name in RATES if pipeline.startswith(name)]
+    return RATES[max(prefixes, key=len)] if prefixes else None

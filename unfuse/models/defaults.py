@@ -1,4 +1,4 @@
-"""Defaults and limits of requests: from serving.json, else those of diffusers."""
+"""Defaults and limits of requests, from serving.json or else from diffusers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Quality = Literal["low", "medium", "standard", "high", "hd"]
 
 
 class RequestDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters a model may have defaults for. Sizes in pixels."""
+    """Parameters for which a model may have defaults. Sizes are in pixels."""
 
     height: int | UnsetType = UNSET
     width: int | UnsetType = UNSET
@@ -47,23 +47,26 @@ class TextRequestDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 
 class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`serving.json` beside model_index.json: how its maker wants a model served. All parts may be partial.
+    """The file serving.json beside model_index.json. Every field is optional."""
 
-    `quality` holds parameters by the quality that a client may ask for, such as {"low": {"num_inference_steps": 8}}.
-    `vocabulary` is for a model that knows few words: a request with others gets a hint.
-    """
-
+    #: Default parameters.
     defaults: RequestDefaults = RequestDefaults()
+    #: Limits that replace those of the model's configuration.
     limits: dict[str, int | float] = {}
+    #: Parameters for each quality that a client may request, such as {"low": {"num_inference_steps": 8}}.
     quality: dict[Quality, RequestDefaults] = {}
+    #: The words that a model with few words knows. A request with others gets a hint.
     vocabulary: PromptVocabulary | None = None
 
     def over(self, standard: Params) -> Params:
-        """These defaults, completed by the standard ones."""
+        """Return these defaults, completed by the standard ones."""
         return {**standard, **msgspec.to_builtins(self.defaults)}
 
     def within(self, limits: MediaLimits, standard: Params) -> Params:
-        """These defaults, and standard ones within the limits. Raises ConfigError if serving.json's own are not."""
+        """Return these defaults, completed by the standard ones within the limits.
+
+        Raises ConfigError if serving.json's own defaults are outside the limits.
+        """
         defaults = self.over(fit(limits, standard))
         for name, nearest in fit(limits, defaults).items():
             if defaults[name] != nearest:
@@ -71,9 +74,9 @@ class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return defaults
 
     def bounds(self, derived: MediaLimits) -> MediaLimits:
-        """These limits, and those derived from the model's configuration where there is none.
+        """Return these limits, completed by those derived from the model's configuration.
 
-        Raises ConfigError for a limit that nobody knows, that is of another type, or that the model cannot meet.
+        Raises ConfigError for a limit that is unknown, of another type, or beyond the model's.
         """
         known = MediaLimits.__struct_fields__
         if unknown := sorted(set(self.limits) - set(known)):
@@ -83,9 +86,9 @@ class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         except msgspec.MsgspecError as error:
             raise ConfigError(f"{SERVING}: limits: {error}") from error
         for name in ("size_multiple", "frame_multiple"):
-            asked, needed = getattr(limits, name), getattr(derived, name)
-            if asked <= 0 or asked % needed:
-                raise ConfigError(f"{SERVING}: limit {name} must be a multiple of the model's {needed}, not {asked}")
+            limit, needed = getattr(limits, name), getattr(derived, name)
+            if limit <= 0 or limit % needed:
+                raise ConfigError(f"{SERVING}: limit {name} must be a multiple of the model's {needed}, not {limit}")
         return msgspec.structs.replace(limits, max_pixels=min(limits.max_pixels, limits.max_size**2))
 
 
@@ -97,7 +100,10 @@ class TextServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 def read_serving(folder: Path, kind: type[Read]) -> Read:
-    """Read the folder's serving.json; empty if there is none. Raises ConfigError if it is not valid."""
+    """Return the folder's serving.json; empty if it does not exist.
+
+    Raises ConfigError if it is not valid.
+    """
     file = folder / SERVING
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
@@ -108,7 +114,7 @@ def read_serving(folder: Path, kind: type[Read]) -> Read:
 
 
 def fit(limits: MediaLimits, defaults: Params) -> Params:
-    """These defaults with size and length moved to the nearest that is within the limits."""
+    """Return these defaults with size and length moved to the nearest within the limits."""
     width, height, frames = (need(defaults, name, int) for name in ("width", "height", "num_frames"))
     width, height = nearest_size(limits, width, height)
     frames = max(1, min(frames, limits.max_frames))

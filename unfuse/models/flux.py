@@ -1,15 +1,16 @@
-"""FLUX.1: text to picture, with two text encoders side by side.
+"""FLUX.1: text-to-image, with two text encoders in parallel.
 
-CLIP gives one vector for the whole prompt, T5 one for each of its tokens. The stages do what diffusers' FluxPipeline
-does, in its order of operations, on its components. Checked against diffusers 0.42.
+CLIP returns one vector for the whole prompt, T5 one for each of its tokens. The stages do what diffusers' FluxPipeline
+does, in its order of operations, with its components. Checked against diffusers 0.42.
 
-`guidance_scale` is an input of a transformer that was distilled for it (dev), and not read by another (schnell).
-Guidance by a negative prompt is beside it: it applies with a `negative_prompt` and a `true_cfg_scale` above 1.
+`guidance_scale` is an input of a transformer that was distilled for it (dev), and not used by another (schnell).
+Classifier-free guidance is independent of it. It applies with a `negative_prompt` and a `true_cfg_scale` above 1.
 
-FLUX.1 Kontext is a picture and a text to picture: the same, with a reference picture that the VAE encodes, as in
-diffusers' FluxKontextPipeline. Text encoders and VAE are those of FLUX.1, so that both kinds share their pools.
-The reference is brought to that size of about a megapixel whose shape is nearest to its own. The size that is asked for
-is the picture's own, as in a call whose `max_area` is as large; a call that has none makes a megapixel of that shape.
+FLUX.1 Kontext edits an image by a text: the same, with a reference image that the VAE encodes, as in diffusers'
+FluxKontextPipeline. Text encoders and VAE are those of FLUX.1, so that both kinds share their pools.
+The reference is resized to one of the preferred sizes of about a megapixel, the one with the nearest aspect ratio. The
+requested size is that of the result, as in a call with an equally large `max_area`. A call without `max_area` makes a
+megapixel of that aspect ratio.
 """
 
 from __future__ import annotations
@@ -54,28 +55,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape(PictureShape):
-    """Sizes that follow from a model's configurations."""
+    """The sizes in a model's configurations."""
 
-    text_dim: int
-    pooled_dim: int
+    text_dim: int  # width of T5's embeddings
+    pooled_dim: int  # width of CLIP's pooled embeddings
     distilled: bool  # whether the guidance scale is an input
 
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
-        """Read the configurations of transformer and VAE. Raises ConfigError when they do not fit each other."""
+        """Read the transformer's and VAE's configurations. Raises ConfigError for a misfit."""
         transformer, vae = folder.config("transformer"), PictureShape.of_vae(folder)
         with folder.reading("transformer"):
             shape = cls(
-                **vars(vae), text_dim=int(transformer["joint_attention_dim"]),
-                pooled_dim=int(transformer["pooled_projection_dim"]), distilled=bool(transformer["guidance_embeds"]),
-            )  # fmt: skip
+                **vars(vae),
+                text_dim=int(transformer["joint_attention_dim"]),
+                pooled_dim=int(transformer["pooled_projection_dim"]),
+                distilled=bool(transformer["guidance_embeds"]),
+            )
             channels = int(transformer["in_channels"])
         need_channels(folder, shape.channels * PATCH**2, channels)
         return shape
 
 
 class FluxDenoiser(PackedDenoiser):
-    """Transformer and the configuration of its noise scheduler; a Denoiser."""
+    """The FLUX.1 transformer as a Denoiser."""
 
     reads = {"guidance_scale": float}
 
@@ -86,19 +89,19 @@ class FluxDenoiser(PackedDenoiser):
         self.embeds = {"pooled_prompt_embeds": (1, shape.pooled_dim), "prompt_embeds": (1, None, shape.text_dim)}
 
     def constants(self, params: Params) -> dict[str, Tensor]:
-        """Where each patch is, and the guidance scale if it is an input."""
+        """Return the positions `img_ids` (1, patches, 3) and, if it is an input, `guidance` (1,)."""
         import torch
 
         rows, columns = self._shape.patches(params)
         axes = (torch.arange(side, dtype=torch.float32) for side in (1, rows, columns))
-        found = {"img_ids": torch.cartesian_prod(*axes)[None].to(self.device, self.dtype)}
+        constants = {"img_ids": torch.cartesian_prod(*axes)[None].to(self.device, self.dtype)}
         if self._distilled:
             scale = need(params, "guidance_scale", float)
-            found["guidance"] = torch.tensor([scale], dtype=torch.float32, device=self.device)
-        return found
+            constants["guidance"] = torch.tensor([scale], dtype=torch.float32, device=self.device)
+        return constants
 
     def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
-        """The velocity, shaped as the latents."""
+        """Return the velocity, in the shape of the latents."""
         text = inputs["prompt_embeds"]
         return self._predicted(
             hidden_states=latents,
@@ -112,7 +115,7 @@ class FluxDenoiser(PackedDenoiser):
 
 
 class FluxVae(GridPictureVae):
-    """The VAE; a VaeDecoder of patches."""
+    """The VAE as a VaeDecoder of packed latents."""
 
     def __init__(self, loader: Loader) -> None:
         super().__init__(loader)
@@ -125,7 +128,7 @@ class FluxVae(GridPictureVae):
 
 
 class Flux(PictureFamily):
-    """The stages of a FluxPipeline folder."""
+    """The family of FluxPipeline."""
 
     name = "flux"
     source = ("pipelines/flux/pipeline_flux.py", "FluxPipeline")
@@ -173,23 +176,26 @@ class Flux(PictureFamily):
 FAMILY = Flux()
 
 
-MOST_PIXELS = 1328 * 800  # the largest of the sizes to which a reference is brought
+#: Pixels of the largest size to which a reference is resized.
+MOST_PIXELS = 1328 * 800
 
 
 class Reference(PictureEncoder):
-    """The VAE; an ImageEncoder."""
+    """The VAE as an ImageEncoder of the reference image."""
 
-    each = True  # references of other shapes have other sizes
+    each = True  # references of other aspect ratios have other sizes
 
     def __init__(self, loader: Loader) -> None:
-        self._vae, self._device, self._side = loader.vae(), loader.device, PictureShape.of_vae(loader.folder).multiple
+        self._vae, self._device = loader.vae(), loader.device
+        self._side = PictureShape.of_vae(loader.folder).multiple
 
     def encode(self, pictures: Mapping[str, Sequence[Image]], params: Params) -> dict[str, Tensor]:
-        """The `condition` for the denoiser (1, channels, height, width), of one picture."""
+        """Return the denoiser's `condition` (1, channels, height, width), of one image."""
         from diffusers.image_processor import VaeImageProcessor
         from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS as SIZES
 
-        (picture,), side, vae = pictures[UPLOAD], self._side, self._vae
+        (picture,) = pictures[UPLOAD]
+        side, vae = self._side, self._vae
         columns, rows = (length // side for length in picture.size)
         if not rows or not columns:
             raise PermanentError(f"the picture is smaller than {side}×{side}: send a larger one")
@@ -202,8 +208,9 @@ class Reference(PictureEncoder):
 
 
 class KontextDenoiser(FluxDenoiser):
-    """Transformer and the configuration of its noise scheduler; a Denoiser. The transformer sees the reference behind
-    the latents, in the same places and another plane.
+    """The FLUX.1 Kontext transformer as a Denoiser.
+
+    The reference's patches follow the latents, at the same positions in another plane.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -217,13 +224,13 @@ class KontextDenoiser(FluxDenoiser):
         reference = inputs["condition"].to(latents.dtype)
         rows, columns = (torch.arange(side // PATCH, dtype=torch.float32) for side in reference.shape[-2:])
         ids = torch.cartesian_prod(torch.ones(1), rows, columns)[None].to(inputs["img_ids"])
-        seen = torch.cat([latents, self._shape.pack(reference)], 1)
-        given = {**inputs, "img_ids": torch.cat([inputs["img_ids"][:1], ids], 1)}
-        return super().predict(seen, timestep, given, params)[:, : latents.shape[1]]
+        patches = torch.cat([latents, self._shape.pack(reference)], 1)
+        inputs = {**inputs, "img_ids": torch.cat([inputs["img_ids"][:1], ids], 1)}
+        return super().predict(patches, timestep, inputs, params)[:, : latents.shape[1]]
 
 
 class Kontext(Flux):
-    """The stages of a FluxKontextPipeline folder; texts and picture are encoded side by side."""
+    """The family of FluxKontextPipeline. Texts and image are encoded in parallel."""
 
     source = ("pipelines/flux/pipeline_flux_kontext.py", "FluxKontextPipeline")
     image_encoder = Reference
@@ -234,7 +241,7 @@ class Kontext(Flux):
 
     @override
     def settings(self, index: Mapping[str, Any]) -> dict[str, str]:
-        """An equal transformer that sees no reference is another stage."""
+        """Return a setting that separates the transformer from one without a reference."""
         return {"transformer": "reference"}
 
     @override

@@ -1,10 +1,10 @@
-"""HunyuanVideo: text to video, with Llama and CLIP side by side.
+"""HunyuanVideo: text-to-video, with Llama and CLIP in parallel.
 
-Llama reads the prompt inside a template that asks it to describe a video, and gives a vector for each token behind the
-template's beginning; CLIP gives one for the whole prompt. The stages do what diffusers' HunyuanVideoPipeline does, in
-its order of operations, on its components. Checked against diffusers 0.42.
+Llama reads the prompt in a template that instructs it to describe a video. It returns a vector for each token after the
+template's start, CLIP one for the whole prompt. The stages do what diffusers' HunyuanVideoPipeline does, in its order
+of operations, with its components. Checked against diffusers 0.42.
 
-`guidance_scale` is an input of the transformer. Guidance by a negative prompt is beside it: it applies with a
+`guidance_scale` is an input of the transformer. Classifier-free guidance is independent of it. It applies with a
 `negative_prompt` and a `true_cfg_scale` above 1.
 """
 
@@ -42,27 +42,31 @@ if TYPE_CHECKING:
 
     from unfuse.stages.denoise import NoiseScheduler
 
-HIDDEN = -3  # which of Llama's hidden states is the prompt's: two layers are left out
+#: The index of Llama's hidden states that are the prompt embeddings: the last two layers are omitted.
+HIDDEN = -3
 
 
 @dataclass(frozen=True)
 class Shape(VideoShape):
-    """Sizes that follow from a model's configurations."""
+    """The sizes in a model's configurations."""
 
-    patch: int
-    text_dim: int
-    pooled_dim: int
+    patch: int  # latents of a token along a side
+    text_dim: int  # width of Llama's embeddings
+    pooled_dim: int  # width of CLIP's pooled embeddings
 
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
-        """Read the configurations of transformer and VAE. Raises ConfigError when they do not fit each other."""
+        """Read the transformer's and VAE's configurations. Raises ConfigError for a misfit."""
         transformer, vae = folder.config("transformer"), folder.config("vae")
         with folder.reading("transformer or vae"):
             shape = cls(
-                int(vae["latent_channels"]), int(vae["spatial_compression_ratio"]),
-                int(vae["temporal_compression_ratio"]), int(transformer["patch_size"]),
-                int(transformer["text_embed_dim"]), int(transformer["pooled_projection_dim"]),
-            )  # fmt: skip
+                channels=int(vae["latent_channels"]),
+                spatial=int(vae["spatial_compression_ratio"]),
+                temporal=int(vae["temporal_compression_ratio"]),
+                patch=int(transformer["patch_size"]),
+                text_dim=int(transformer["text_embed_dim"]),
+                pooled_dim=int(transformer["pooled_projection_dim"]),
+            )
             channels = int(transformer["in_channels"])
         need_channels(folder, shape.channels, channels)
         return shape
@@ -74,10 +78,13 @@ class Shape(VideoShape):
 
 
 class LlamaTextEncoder(MaskedTextEncoder):
-    """Llama; a TextEncoder."""
+    """Llama as a TextEncoder."""
 
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
-        """`prompt_embeds` (texts, length, text dim); `prompt_attention_mask` (texts, length) is 1 at a text's tokens"""
+        """Return `prompt_embeds` (texts, length, text dim) and `prompt_attention_mask`.
+
+        The mask (texts, length) is 1 for a text's tokens.
+        """
         _, start = self._template()
         tokens = self._tokens(texts, length)
         mask = tokens.attention_mask
@@ -91,14 +98,14 @@ class LlamaTextEncoder(MaskedTextEncoder):
         return super()._tokens([template.format(text) for text in texts], length + start, padding)
 
     def _template(self) -> tuple[str, int]:
-        """What a text is put into, and how many tokens that puts before it."""
+        """Return the template, and the number of its tokens before the text."""
         from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE as TEMPLATE
 
         return str(TEMPLATE["template"]), int(TEMPLATE["crop_start"])
 
 
 class HunyuanVideoDenoiser(FlowDenoiser):
-    """Transformer and the configuration of its noise scheduler; a Denoiser."""
+    """The HunyuanVideo transformer as a Denoiser."""
 
     reads = {"guidance_scale": float}
 
@@ -109,22 +116,22 @@ class HunyuanVideoDenoiser(FlowDenoiser):
         self.masks = {"prompt_attention_mask": (1, None)}
 
     def constants(self, params: Params) -> dict[str, Tensor]:
-        """The guidance scale; a transformer that was not distilled for it does not read it."""
+        """Return `guidance` (1,). A transformer without guidance distillation ignores it."""
         import torch
 
         scale = need(params, "guidance_scale", float)
         return {"guidance": torch.tensor([scale], dtype=self.dtype, device=self.device) * 1000.0}
 
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
-        """Evenly spaced noise levels, from all to none."""
+        """Return a noise scheduler with evenly spaced noise levels (sigmas) from 1."""
         import numpy as np
 
         return self._fresh(latents, sigmas=np.linspace(1.0, 0.0, need(params, "num_inference_steps", int) + 1)[:-1])
 
     def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
-        """The velocity, shaped as the latents.
+        """Return the velocity, in the shape of the latents.
 
-        An undivided pipeline rounds timesteps from the second step on; the first is 1000, which every dtype holds.
+        An undivided pipeline rounds timesteps from the second step on. The first is 1000, exact in every dtype.
         """
         return self._predicted(
             hidden_states=latents,
@@ -137,16 +144,16 @@ class HunyuanVideoDenoiser(FlowDenoiser):
 
 
 class HunyuanVideoVae(GridVae):
-    """The VAE; a VaeDecoder."""
+    """The VAE as a VaeDecoder."""
 
     @override
     def decode(self, grid: Tensor) -> Tensor:
-        """Its latents were scaled, all channels alike."""
+        """Return pixels. The latents were scaled, all channels alike."""
         return self._decoded(grid / self.vae.config.scaling_factor)
 
 
 class HunyuanVideo(VideoFamily):
-    """The stages of a HunyuanVideoPipeline folder."""
+    """The family of HunyuanVideoPipeline."""
 
     name = "hunyuan_video"
     source = ("pipelines/hunyuan_video/pipeline_hunyuan_video.py", "HunyuanVideoPipeline")

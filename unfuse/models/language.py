@@ -1,7 +1,7 @@
-"""Language models of transformers: Llama, Qwen2, Qwen3 and its mixtures of experts; Qwen2.5-VL and Qwen3-VL, which see.
+"""Language models of transformers: Llama, Qwen2, Qwen3 (also MoE), Qwen2.5-VL and Qwen3-VL.
 
-Of a model that sees, a worker for vision loads the vision tower alone, one for prefill or decode all but that. What the
-tower makes of a picture, embeddings and deepstack features, is what a prompt has in place of the picture's tokens.
+For a vision-language model, a vision worker loads only the vision encoder, and a worker for prefill or decode all other
+weights. The vision encoder's outputs, embeddings and deepstack features, replace an image's tokens in the prompt.
 """
 
 from __future__ import annotations
@@ -44,17 +44,19 @@ if TYPE_CHECKING:
     from unfuse.stages.vision_encode import VisionFeatures, VisionInput
 
 
-BLOCK = 16  # tokens of a block of the KV
+#: Tokens per block of the KV cache.
+BLOCK = 16
 
+#: The defaults in generation_config.json. Its names are those of request parameters.
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What generation_config.json may say, in the names of our parameters."""
 
 
 class LanguageFamily(Family):
-    """Each is one component, which prefill and decode both load whole; that comes first among its `parts`."""
+    """Language models without vision: one component, which prefill and decode both load."""
 
     libraries = ("transformers",)
     batches = True
+    #: Its components. The first is that of prefill and decode.
     parts: tuple[str, ...] = (WHOLE,)
 
     @override
@@ -67,13 +69,14 @@ class LanguageFamily(Family):
             pipeline, vision = self.pipeline(model, dtypes), self.vision(model)
         if reason := refusal(config, sees=vision is not None):
             raise ConfigError(f"model {folder} cannot be served: {reason}")
+
         serving = read_serving(model.home, TextServingConfig)
-        limits = _bounded(limits, serving.limits)
+        limits = _apply_limits(limits, serving.limits)
         weights = weights_ids(model, pipeline, "language")
         kv = f"kv:{weights[self.parts[0]][:12]}:{dtypes[self.parts[0]]}"
-        own = {"needs": {kv: OutputSize(BLOCK, 1, 1, ("prompt_tokens",))}, "brings": (kv,)}
+        kv_resource = {"needs": {kv: OutputSize(BLOCK, 1, 1, ("prompt_tokens",))}, "brings": (kv,)}
         pipeline = Pipeline(
-            tuple(replace(stage, **own) if stage.kind == DECODE.kind else stage for stage in pipeline.stages)
+            tuple(replace(stage, **kv_resource) if stage.kind == DECODE.kind else stage for stage in pipeline.stages)
         ).spread(self.spreads(model))
         return ModelSpec(
             name=name,
@@ -89,27 +92,30 @@ class LanguageFamily(Family):
         )
 
     def speaks(self, model: ModelFolder) -> dict[str, Any]:
-        """The configuration of what speaks in it."""
+        """Return the configuration of the language model."""
         return model.config(WHOLE)
 
     def pipeline(self, model: ModelFolder, dtypes: Mapping[str, str]) -> Pipeline:
-        """Its stages; `dtypes` are those of its parts."""
+        """Return its stages. `dtypes` are those of its parts."""
         parts = self.parts[:1]
-        each = bytes_per_token(self.speaks(model), WIDTHS[dtypes[parts[0]]])
-        prefill = replace(PREFILL, components=parts, room=OutputSize(4096, each, 1, ("prompt_tokens",)))
+        kv_bytes = bytes_per_token(self.speaks(model), WIDTHS[dtypes[parts[0]]])
+        prefill = replace(PREFILL, components=parts, room=OutputSize(4096, kv_bytes, 1, ("prompt_tokens",)))
         return Pipeline((prefill, replace(DECODE, components=parts)))
 
     def spreads(self, model: ModelFolder) -> dict[str, dict[str, int]]:
-        """By stage kind, the kinds by which a stage may be spread over ranks, as `Spread.refusal` reads them.
+        """Return how each stage kind may be spread over ranks: by tensor parallelism only.
 
-        By `layers` ranks would wait for each other at each token, and by `shard` all weights would travel for it.
+        With pipeline parallelism (`layers`), ranks would wait for each other at each token. With FSDP (`shard`), all
+        weights would be transferred for each token.
         """
         config = self.speaks(model)
-        way = {"tensor": ENCODERS[model.kind].common({"num_key_value_heads": config["num_attention_heads"], **config})}
-        return {PREFILL.kind: way, DECODE.kind: way}
+        spreads = {
+            "tensor": ENCODERS[model.kind].common({"num_key_value_heads": config["num_attention_heads"], **config})
+        }
+        return {PREFILL.kind: spreads, DECODE.kind: spreads}
 
     def vision(self, model: ModelFolder) -> VisionConfig | None:
-        """What it makes of pictures, if it sees any."""
+        """Return how the model reads images and videos, or None if it does not."""
         return None
 
     @override
@@ -118,7 +124,8 @@ class LanguageFamily(Family):
         from unfuse.language.tokenizer import ChatTokenizer
         from unfuse.stages.language import Decode, Prefill
 
-        shared, key = runtime.shared, (folder, runtime.dtypes[self.parts[0]])
+        shared = runtime.shared
+        key = (folder, runtime.dtypes[self.parts[0]])
         if key not in shared:
             shared[key] = self.opened(folder, runtime, report), ChatTokenizer.read(folder), Grammars(str(folder))
         opened, tokenizer, grammars = shared[key]
@@ -128,7 +135,7 @@ class LanguageFamily(Family):
         return stage
 
     def opened(self, folder: Path, runtime: RuntimeOptions, report: Report | None) -> SequencePool:
-        """The model with an empty KV."""
+        """Load the model, and return it with an empty paged KV cache."""
         from unfuse.stages.sequence_pool import open_model
 
         files = files_of(folder)
@@ -143,48 +150,60 @@ class LanguageFamily(Family):
             import_module("gguf.quants")
 
     def room(self, folder: Path, runtime: RuntimeOptions) -> int:
-        """How many tokens the KV has room for. Raises ConfigError where that is less than the longest text.
+        """Return the capacity of the KV cache in tokens.
 
-        Ranks have room for equally many, as the one with least has; what was set is for all of them together.
+        All ranks have the capacity of the one with the least memory. `runtime.kv` is for all of them together.
+        Raises ConfigError if the longest text does not fit.
         """
         files, group, axis = files_of(folder), runtime.group, axis_of(runtime)
-        each = bytes_per_token(self.speaks(files), WIDTHS[runtime.dtypes[self.parts[0]]]) // (axis.size if axis else 1)
-        most, ranks = int(self.card("", folder).limits["max_tokens"]) + BLOCK, group.size if group else 1
-        room = runtime.kv // ranks or _usual(runtime.device, most * each, ranks)
+        shares = axis.size if axis else 1
+        token_bytes = bytes_per_token(self.speaks(files), WIDTHS[runtime.dtypes[self.parts[0]]]) // shares
+        max_tokens = int(self.card("", folder).limits["max_tokens"]) + BLOCK
+        ranks = group.size if group else 1
+
+        needed = max_tokens * token_bytes
+        room = runtime.kv // ranks or _default_kv_bytes(runtime.device, needed, ranks)
         if group:
-            room = min(int(said) for said in group.exchange(str(room).encode()))
-        if room < most * each:
+            room = min(int(rank_room) for rank_room in group.exchange(str(room).encode()))
+        if room < needed:
             raise ConfigError(
-                f"keys and values of the longest text, {most} tokens, take {readable_bytes(most * each)}; there are "
+                f"keys and values of the longest text, {max_tokens} tokens, take {readable_bytes(needed)}; there are "
                 f"{readable_bytes(room)} for them: give --kv more, or set a limit max_tokens in {files.home / SERVING}"
             )
-        return room // each
+        return room // token_bytes
 
     def _defaults(self, model: ModelFolder) -> Params:
-        """Those of generation_config.json, if the model has one; greedy if it says that nothing is drawn."""
-        said = model.beside("generation_config.json")
-        found: Params = {name: said[name] for name in DEFAULTS if isinstance(said.get(name), int | float)}
-        return found | ({"temperature": 0.0} if said.get("do_sample") is False else {})
+        """Return the defaults in generation_config.json; temperature 0 if it disables sampling."""
+        config = model.beside("generation_config.json")
+        defaults: Params = {name: config[name] for name in DEFAULTS if isinstance(config.get(name), int | float)}
+        return defaults | ({"temperature": 0.0} if config.get("do_sample") is False else {})
 
 
-def _bounded(derived: TextLimits, said: dict[str, int | float]) -> TextLimits:
-    """These limits, made smaller by those of serving.json. Raises ConfigError for what is no limit, or larger."""
+def _apply_limits(derived: TextLimits, limits: dict[str, int | float]) -> TextLimits:
+    """Return the model's limits, reduced to those of serving.json.
+
+    Raises ConfigError for an unknown limit, or one above the model's.
+    """
     known = asdict(derived)
-    if unknown := sorted(said.keys() - known):
+    if unknown := sorted(limits.keys() - known):
         raise ConfigError(f"{SERVING}: unknown limit {unknown[0]!r}; known are {', '.join(known)}")
     for name in ("max_tokens", "vocabulary"):
-        if not 0 < said.get(name, known[name]) <= known[name]:
-            raise ConfigError(f"{SERVING}: limit {name} {said[name]} must be 1 to the model's {known[name]}")
-    return convert({**known, **said}, TextLimits)
+        if not 0 < limits.get(name, known[name]) <= known[name]:
+            raise ConfigError(f"{SERVING}: limit {name} {limits[name]} must be 1 to the model's {known[name]}")
+    return convert({**known, **limits}, TextLimits)
 
 
 def axis_of(runtime: RuntimeOptions) -> Axis | None:
-    """The ranks that each have a share of the heads, if there are several."""
+    """Return the ranks that share the heads by tensor parallelism, or None."""
     return runtime.mesh.axis("tensor") if runtime.mesh and "tensor" in runtime.mesh.degrees else None
 
 
-def _usual(device: str, least: int, ranks: int) -> int:
-    """Default bytes for keys and values: a quarter of what is free, which CPU ranks share, or one longest text."""
+def _default_kv_bytes(device: str, least: int, ranks: int) -> int:
+    """Return the default bytes for a rank's KV cache.
+
+    A quarter of the free memory, or enough for one longest text (`least`), but at most three quarters. Ranks on CPUs
+    share the free memory.
+    """
     from unfuse.parallel.devices import memory
 
     free = available_memory() // ranks if device.startswith("cpu") else memory(device)[0]
@@ -192,7 +211,7 @@ def _usual(device: str, least: int, ranks: int) -> int:
 
 
 def bytes_per_token(config: dict[str, Any], width: int) -> int:
-    """Bytes of the keys and values of one token, in numbers of that width."""
+    """Return the KV cache's bytes per token, with `width` bytes per number."""
     heads = int(config["num_attention_heads"])
     size = int(config.get("head_dim") or config["hidden_size"] // heads)
     return 2 * int(config["num_hidden_layers"]) * int(config.get("num_key_value_heads") or heads) * size * width
@@ -201,14 +220,16 @@ def bytes_per_token(config: dict[str, Any], width: int) -> int:
 FAMILY = LanguageFamily()
 
 
+#: The configuration files of image and video preprocessing.
 PROCESSOR = CONFIGS["image_processor"]
 VIDEOS = "video_preprocessor_config.json"
+
+#: Models whose prompts have each group of a video's frames separately, after its timestamp.
 TIMED = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
-"""Those to which each group of frames of a video is shown apart, behind its time."""
 
 
 class VisionLanguage(LanguageFamily):
-    """Prefill and decode load what speaks, vision encoding what sees."""
+    """Vision-language models: prefill and decode load the language model, vision encoding the rest."""
 
     parts = (LANGUAGE, VISION)
 
@@ -219,34 +240,36 @@ class VisionLanguage(LanguageFamily):
 
     @override
     def pipeline(self, model: ModelFolder, dtypes: Mapping[str, str]) -> Pipeline:
-        sees = model.config(WHOLE)["vision_config"]
-        layers = 1 + len(sees.get("deepstack_visual_indexes") or ())
-        each = int(sees["out_hidden_size"]) * WIDTHS[dtypes[VISION]] * layers
+        vision_config = model.config(WHOLE)["vision_config"]
+        layers = 1 + len(vision_config.get("deepstack_visual_indexes") or ())
+        token_bytes = int(vision_config["out_hidden_size"]) * WIDTHS[dtypes[VISION]] * layers
+        room = OutputSize(4096 + layers * ALIGNMENT, token_bytes, 1, ("tokens",))
         prefill, decode = super().pipeline(model, dtypes).stages
         return Pipeline((
-            replace(
-                VISION_ENCODE, components=(VISION,), room=OutputSize(4096 + layers * ALIGNMENT, each, 1, ("tokens",))
-            ),
+            replace(VISION_ENCODE, components=(VISION,), room=room),
             replace(prefill, inputs=VISION_ENCODE.outputs),
             replace(decode, inputs=(*decode.inputs, *VISION_ENCODE.outputs)),
         ))  # fmt: skip
 
     @override
     def spreads(self, model: ModelFolder) -> dict[str, dict[str, int]]:
-        sees = SEEING.common(model.config(WHOLE)["vision_config"])
-        return super().spreads(model) | {VISION_ENCODE.kind: {"tensor": sees}}
+        heads = SEEING.common(model.config(WHOLE)["vision_config"])
+        return super().spreads(model) | {VISION_ENCODE.kind: {"tensor": heads}}
 
     @override
     def vision(self, model: ModelFolder) -> VisionConfig:
-        config, sees = model.config(WHOLE), model.config(WHOLE)["vision_config"]
-        pictures, timed = model.beside(PROCESSOR), model.kind in TIMED
+        config = model.config(WHOLE)
+        vision_config = config["vision_config"]
+        pictures = model.beside(PROCESSOR)
         videos = model.beside(VIDEOS) or pictures
         if not pictures:
             raise ConfigError(f"model {model.path} has no {PROCESSOR}, which says how pictures are prepared")
-        patch, merge = int(sees["patch_size"]), int(sees.get("spatial_merge_size", 2))
+        patch, merge = int(vision_config["patch_size"]), int(vision_config.get("spatial_merge_size", 2))
         side = (patch * merge) ** 2
-        if (said := int(pictures.get("patch_size", 14))) != patch:
-            raise ConfigError(f"model {model.path}: {PROCESSOR} has patches of {said}, and the model of {patch}")
+        if (processor_patch := int(pictures.get("patch_size", 14))) != patch:
+            raise ConfigError(
+                f"model {model.path}: {PROCESSOR} has patches of {processor_patch}, and the model of {patch}"
+            )
         return VisionConfig(
             picture=int(config["image_token_id"]),
             video=int(config["video_token_id"]),
@@ -254,13 +277,13 @@ class VisionLanguage(LanguageFamily):
             end=int(config["vision_end_token_id"]),
             patch=patch,
             merge=merge,
-            group=int(sees.get("temporal_patch_size", 2)),
-            pictures=_bounds(pictures, 56 * 56, 28 * 28 * 1280),
-            videos=_bounds(videos, 128 * side, 768 * side),
+            group=int(vision_config.get("temporal_patch_size", 2)),
+            pictures=_pixel_bounds(pictures, 56 * 56, 28 * 28 * 1280),
+            videos=_pixel_bounds(videos, 128 * side, 768 * side),
             images=PixelBounds(int(videos.get("min_frames", 4)), int(videos.get("max_frames", 768))),
             rate=float(videos.get("fps") or 2),
-            timed=timed,
-            pace=float(sees.get("tokens_per_second", 4)),
+            timed=model.kind in TIMED,
+            pace=float(vision_config.get("tokens_per_second", 4)),
         )
 
     @override
@@ -278,7 +301,7 @@ class VisionLanguage(LanguageFamily):
         from unfuse.stages.sequence_pool import open_model
 
         files = ModelFolder(folder)
-        model = _loader(files, runtime, report).model(LANGUAGE, _speaking)
+        model = _loader(files, runtime, report).model(LANGUAGE, _language_class)
         deep = len(files.config(WHOLE)["vision_config"].get("deepstack_visual_indexes") or ())
         room, vision = self.room(folder, runtime), self.vision(files)
         return open_model(model, runtime.device, room, vision, deep, axis_of(runtime))
@@ -287,106 +310,126 @@ class VisionLanguage(LanguageFamily):
     def prepare(self, folder: Path) -> None:
         super().prepare(folder)
         import_module("unfuse.stages.vision_encode")
-        import_module("transformers").AutoImageProcessor  # noqa: B018 - it is loaded when it is looked up
+        import_module("transformers").AutoImageProcessor  # noqa: B018 - the lookup imports it
 
 
 class Tower:
-    """The vision tower, and what prepares pictures for it; a VisionEncoder."""
+    """The vision encoder and its preprocessing, as a VisionEncoder."""
 
     def __init__(self, folder: Path, runtime: RuntimeOptions, report: Report | None) -> None:
         from transformers import AutoImageProcessor
 
         files = ModelFolder(folder)
         loader = _loader(files, runtime, report)
-        self._tower, self._device = loader.model(VISION, _seeing).model.visual, loader.device
+        self._tower = loader.model(VISION, _vision_class).model.visual
+        self._device = loader.device
         self._processor = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True)
-        self._vision, self._said = VISION_LANGUAGE.vision(files), self._processor.to_dict() | files.beside(VIDEOS)
-        sees = files.config(WHOLE)["vision_config"]
-        self.dtype, self.width = runtime.dtypes[VISION], int(sees["out_hidden_size"])
-        self.deep = len(sees.get("deepstack_visual_indexes") or ())
+        self._vision = VISION_LANGUAGE.vision(files)
+        self._video_settings = self._processor.to_dict() | files.beside(VIDEOS)
+
+        vision_config = files.config(WHOLE)["vision_config"]
+        self.dtype = runtime.dtypes[VISION]
+        #: Width of an embedding.
+        self.width = int(vision_config["out_hidden_size"])
+        #: The number of layers with deepstack features.
+        self.deep = len(vision_config.get("deepstack_visual_indexes") or ())
 
     def encode(self, views: Sequence[VisionInput]) -> list[VisionFeatures]:
-        """Each in a forward of its own."""
-        return [self._seen(self._video(view) if view.video else self._picture(view), view.grid) for view in views]
+        """Return the features of each input, from a separate forward."""
+        return [
+            self._forward(self._video_patches(view) if view.video else self._image_patches(view), view.grid)
+            for view in views
+        ]
 
-    def _picture(self, view: VisionInput) -> Tensor:
-        """The patches of a picture, as the processor prepares them."""
-        made = self._processor(images=[*view.images], return_tensors="pt")
-        if [tuple(grid) for grid in made["image_grid_thw"].tolist()] != [view.grid]:
-            raise PermanentError(f"a picture has become patches of {made['image_grid_thw'].tolist()}, not {view.grid}")
-        patches: Tensor = made["pixel_values"]
+    def _image_patches(self, view: VisionInput) -> Tensor:
+        """Return an image's patches from the processor, (patches, values)."""
+        inputs = self._processor(images=[*view.images], return_tensors="pt")
+        grids = inputs["image_grid_thw"].tolist()
+        if [tuple(grid) for grid in grids] != [view.grid]:
+            raise PermanentError(f"a picture has become patches of {grids}, not {view.grid}")
+        patches: Tensor = inputs["pixel_values"]
         return patches
 
-    def _video(self, view: VisionInput) -> Tensor:
-        """The patches of a video: those of each group of frames, by rows and columns of tokens, then of each token."""
+    def _video_patches(self, view: VisionInput) -> Tensor:
+        """Return a video's patches, (patches, values).
+
+        They are ordered by group of frames, by rows and columns of tokens, then within a token.
+        """
         import torch
 
-        vision, (groups, rows, columns) = self._vision, view.grid
+        vision = self._vision
+        groups, rows, columns = view.grid
         size = columns * vision.patch, rows * vision.patch
-        frames = [self._scaled(image.resize(size, Resampling.BICUBIC)) for image in view.images]
+        frames = [self._normalize(image.resize(size, Resampling.BICUBIC)) for image in view.images]
         frames += frames[-1:] * (-len(frames) % vision.group)
         if len(frames) != groups * vision.group:
             raise PermanentError(f"a video has {len(frames)} frames, not {groups * vision.group}")
+
         rows_of, columns_of = ((side // vision.merge, vision.merge, vision.patch) for side in (rows, columns))
         whole = torch.stack(frames).reshape(groups, vision.group, -1, *rows_of, *columns_of)
         patches = whole.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
         return patches.reshape(groups * rows * columns, -1)
 
-    def _scaled(self, image: Image) -> Tensor:
-        """A frame (colours, height, width) in the numbers that the tower is trained on."""
+    def _normalize(self, image: Image) -> Tensor:
+        """Return a frame as normalized pixels, (channels, height, width)."""
         import numpy as np
         import torch
 
         pixels = torch.from_numpy(np.array(image.convert("RGB"), np.float32)) / 255
-        mean, spread = (torch.tensor(self._said[name]) for name in ("image_mean", "image_std"))
-        return ((pixels - mean) / spread).permute(2, 0, 1)
+        mean, deviation = (torch.tensor(self._video_settings[name]) for name in ("image_mean", "image_std"))
+        return ((pixels - mean) / deviation).permute(2, 0, 1)
 
-    def _seen(self, patches: Tensor, grid: Grid) -> VisionFeatures:
+    def _forward(self, patches: Tensor, grid: Grid) -> VisionFeatures:
+        """Return the features of one image or video from its patches (patches, values)."""
         import torch
 
         from unfuse.stages.vision_encode import VisionFeatures
 
         grids = torch.tensor([grid], device=self._device)
-        made = self._tower(patches.to(self._device, self._tower.dtype), grid_thw=grids)
-        deep = getattr(made, "deepstack_features", None) or ()
-        return VisionFeatures(made.pooler_output.clone(), [layer.clone() for layer in deep])
+        outputs = self._tower(patches.to(self._device, self._tower.dtype), grid_thw=grids)
+        deep = getattr(outputs, "deepstack_features", None) or ()
+        return VisionFeatures(outputs.pooler_output.clone(), [layer.clone() for layer in deep])
 
 
 def _loader(files: ModelFolder, runtime: RuntimeOptions, report: Report | None) -> Loader:
+    """Return a loader of the language model and the vision encoder."""
     return Loader(files, dict.fromkeys((LANGUAGE, VISION), ("transformers", files.kind)), runtime, report)
 
 
-def _bounds(said: dict[str, Any], least: int, most: int) -> PixelBounds:
-    """The pixels that a configuration allows, in either of two spellings."""
-    size = said.get("size") or {}
+def _pixel_bounds(settings: dict[str, Any], least: int, most: int) -> PixelBounds:
+    """Return the least and most pixels of an image, from either of two notations."""
+    size = settings.get("size") or {}
     fewest, largest = size.get("shortest_edge", least), size.get("longest_edge", most)
-    return PixelBounds(int(said.get("min_pixels") or fewest), int(said.get("max_pixels") or largest))
+    return PixelBounds(int(settings.get("min_pixels") or fewest), int(settings.get("max_pixels") or largest))
 
 
-def _speaking(whole: Any) -> Any:
-    """The class of the model without its vision tower."""
-    return _part(whole, ["model.visual"], SEES)
+def _language_class(whole: Any) -> Any:
+    """Return the model's class without the vision encoder."""
+    return _without_modules(whole, ["model.visual"], SEES)
 
 
-def _seeing(whole: Any) -> Any:
-    """The class of the model that has nothing but its vision tower."""
-    spoken = "language_model", "lm_head"
-    return _part(whole, ["model.language_model", "lm_head"], *spoken, _tied_weights_keys={})
+def _vision_class(whole: Any) -> Any:
+    """Return the model's class with nothing but the vision encoder."""
+    language = "language_model", "lm_head"
+    return _without_modules(whole, ["model.language_model", "lm_head"], *language, _tied_weights_keys={})
 
 
-def _part(whole: Any, without: Sequence[str], *unread: str, **more: Any) -> Any:
-    """A class that makes the model without some modules, whose weights are `unread` then, as regular expressions.
+def _without_modules(whole: Any, without: Sequence[str], *unread: str, **attributes: Any) -> Any:
+    """Return a class of the model without some modules.
 
-    transformers finds out by name and module of a class what files call its weights: so it has those of the whole.
+    It has the name and module of the whole model's class, by which transformers maps the names of weights in files.
+
+    `unread`: regular expressions of weights that are then ignored.
+    `attributes`: further attributes of the class.
     """
 
-    def make(model: Any, config: Any) -> None:
+    def init(model: Any, config: Any) -> None:
         whole.__init__(model, config)
         for parent, _, name in (module.rpartition(".") for module in without):
             setattr(model.get_submodule(parent), name, None)
 
-    own = {"__init__": make, "__module__": whole.__module__, "_keys_to_ignore_on_load_unexpected": [*unread]}
-    return type(whole.__name__, (whole,), {**own, **more})
+    members = {"__init__": init, "__module__": whole.__module__, "_keys_to_ignore_on_load_unexpected": [*unread]}
+    return type(whole.__name__, (whole,), {**members, **attributes})
 
 
 VISION_LANGUAGE = VisionLanguage()

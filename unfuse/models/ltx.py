@@ -1,10 +1,10 @@
-"""LTX-Video: text to video with one text encoder.
+"""LTX-Video: text-to-video with one text encoder.
 
-The stages do what diffusers' LTXPipeline does, in its order of operations, on its components. Checked against
+The stages do what diffusers' LTXPipeline does, in its order of operations, with its components. Checked against
 diffusers 0.42.
 
-The transformer is told where and when each patch is: in pixels, and by `fps` in seconds. A folder whose VAE draws noise
-while it decodes is served undivided.
+The position of each patch is an input of the transformer: in pixels and, by `fps`, in seconds. A folder whose VAE draws
+noise while it decodes is served undivided.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape(VideoShape):
-    """Sizes that follow from a model's configurations."""
+    """The sizes in a model's configurations."""
 
-    text_dim: int
+    text_dim: int  # width of the prompt embeddings
 
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
-        """Read the configurations. Raises ConfigError when they do not fit each other, or for a VAE that draws noise"""
+        """Read the configurations. Raises ConfigError for a misfit, or a VAE that draws noise."""
         transformer, vae = folder.config("transformer"), folder.config("vae")
         with folder.reading("transformer or vae"):
             halvings = 2 ** sum(map(bool, vae["spatio_temporal_scaling"]))
@@ -60,10 +60,8 @@ class Shape(VideoShape):
                 int(vae.get("temporal_compression_ratio") or int(vae["patch_size_t"]) * halvings),
                 int(transformer["caption_channels"]),
             )
-            channels, patches = (
-                int(transformer["in_channels"]),
-                (transformer["patch_size"], transformer["patch_size_t"]),
-            )
+            channels = int(transformer["in_channels"])
+            patches = (transformer["patch_size"], transformer["patch_size_t"])
         need_channels(folder, shape.channels, channels)
         if patches != (1, 1) or any(vae.get("decoder_inject_noise") or ()):
             raise ConfigError(f"model {folder.path}: its VAE draws noise, or its transformer has larger patches")
@@ -71,17 +69,17 @@ class Shape(VideoShape):
 
 
 class LtxTextEncoder(T5TextEncoder):
-    """T5; a TextEncoder."""
+    """T5 as a TextEncoder."""
 
     @override
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
-        """Beside embeddings `prompt_mask` (texts, length), which is 1.0 at a text's tokens."""
+        """Return `prompt_embeds`, and `prompt_mask` (texts, length): 1.0 for a text's tokens."""
         mask = self._tokens(texts, length).attention_mask.to(self._encoder.dtype)
         return {**super().encode(texts, length), "prompt_mask": mask}
 
 
 class LtxDenoiser(FlowDenoiser):
-    """Transformer and the configuration of its noise scheduler; a Denoiser. Latents are (1, patches, channels)."""
+    """The LTX transformer as a Denoiser. Latents are (1, patches, channels)."""
 
     first, guidance = AWAY, staticmethod(guidance_scale)
     reads = {"fps": int}
@@ -98,16 +96,17 @@ class LtxDenoiser(FlowDenoiser):
 
     @override
     def constants(self, params: Params) -> dict[str, Tensor]:
-        """`coords` (1, 3, patches): when and where each is."""
+        """Return `coords` (1, 3, patches): each patch's time in seconds, row and column in pixels."""
         import torch
 
         axes = (torch.arange(side, dtype=torch.float32, device=self.device) for side in self._shape.grid(params))
-        apart = self._shape.temporal / need(params, "fps", int), self._shape.spatial, self._shape.spatial
-        places = torch.cartesian_prod(*axes).T
-        return {"coords": torch.stack([place * by for place, by in zip(places, apart, strict=True)])[None]}
+        scales = self._shape.temporal / need(params, "fps", int), self._shape.spatial, self._shape.spatial
+        positions = torch.cartesian_prod(*axes).T
+        scaled = [position * scale for position, scale in zip(positions, scales, strict=True)]
+        return {"coords": torch.stack(scaled)[None]}
 
     def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
-        """The velocity in float32, shaped as the latents."""
+        """Return the velocity in float32, in the shape of the latents."""
         velocity = self._predicted(
             hidden_states=latents,
             encoder_hidden_states=inputs["prompt_embeds"],
@@ -119,32 +118,36 @@ class LtxDenoiser(FlowDenoiser):
 
 
 class LtxVae:
-    """The VAE; a VaeDecoder."""
+    """The VAE as a VaeDecoder."""
 
     def __init__(self, loader: Loader) -> None:
         import torch
 
-        self._vae, self._device, self._shape = loader.vae(), loader.device, Shape.of(loader.folder)
-        self._rounded = getattr(torch, loader.runtime.dtypes["text_encoder"])
+        self._vae, self._device = loader.vae(), loader.device
+        self._shape = Shape.of(loader.folder)
+        self._text_dtype = getattr(torch, loader.runtime.dtypes["text_encoder"])
         self.latents: tuple[int | None, ...] = (1, None, self._shape.channels)
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
-        """With each channel's mean and deviation, rounded as the text's embeddings are."""
+        """Return denormalized latents as a grid, rounded to the text embeddings' dtype."""
         sides, vae = self._shape.grid(params), self._vae
         grid = latents.to(self._device).transpose(1, 2).reshape(1, self._shape.channels, *sides)
-        mean, deviation = (one.view(1, -1, 1, 1, 1).to(grid) for one in (vae.latents_mean, vae.latents_std))
+        mean, deviation = (values.view(1, -1, 1, 1, 1).to(grid) for values in (vae.latents_mean, vae.latents_std))
         scaled: Tensor = grid * deviation / vae.config.scaling_factor + mean
-        return scaled.to(self._rounded).to(vae.dtype)
+        return scaled.to(self._text_dtype).to(vae.dtype)
 
     def decode(self, grid: Tensor) -> Tensor:
-        """Pixels; a VAE that takes a timestep is given that of no noise."""
+        """Return pixels (rows, 3, frames, height, width).
+
+        A VAE with timestep conditioning gets the timestep without noise, 0.
+        """
         timestep = grid.new_zeros(len(grid)) if self._vae.config.timestep_conditioning else None
         pixels: Tensor = self._vae.decode(grid, timestep, return_dict=False)[0]
         return pixels
 
 
 class Ltx(VideoFamily):
-    """The stages of an LTXPipeline folder."""
+    """The family of LTXPipeline."""
 
     name = "ltx"
     source = ("pipelines/ltx/pipeline_ltx.py", "LTXPipeline")
@@ -173,22 +176,29 @@ class Ltx(VideoFamily):
 
     @override
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
-        """The text encoder's dtype is also one of what the VAE is given."""
-        card = super().card(name, folder, dtype)
-        vae = xxhash.xxh3_128_hexdigest(f"{card.weights['vae']} {card.dtypes['text_encoder']}".encode())
-        return replace(card, weights={**card.weights, "vae": vae})
+        """Return the model spec.
+
+        The VAE's identity covers the text encoder's dtype, an input of it.
+        """
+        spec = super().card(name, folder, dtype)
+        vae = xxhash.xxh3_128_hexdigest(f"{spec.weights['vae']} {spec.dtypes['text_encoder']}".encode())
+        return replace(spec, weights={**spec.weights, "vae": vae})
 
     @override
     def denoiser_spreads(self, folder: ModelFolder) -> dict[str, int]:
-        """Places are turned into all heads at once, which cannot be shared out as weights."""
-        found = super().denoiser_spreads(folder)
-        return {kind: found[kind] for kind in found if kind != "tensor"}
+        """Return how denoising may be spread.
+
+        Not by tensor parallelism, because the rotary embedding applies to all heads at once.
+        """
+        spreads = super().denoiser_spreads(folder)
+        return {kind: spreads[kind] for kind in spreads if kind != "tensor"}
 
     @override
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape = Shape.of(folder)
-        each = limits.max_sequence_length * widths["text_encoder"]
-        return (text_stage({"prompt_embeds": each * shape.text_dim, "prompt_mask": each}, "guidance_scale"),)
+        mask_bytes = limits.max_sequence_length * widths["text_encoder"]
+        sizes = {"prompt_embeds": mask_bytes * shape.text_dim, "prompt_mask": mask_bytes}
+        return (text_stage(sizes, "guidance_scale"),)
 
 
 FAMILY = Ltx()

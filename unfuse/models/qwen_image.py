@@ -1,12 +1,13 @@
-"""Qwen-Image: text to picture with one large text encoder, which reads the prompt inside a template.
+"""Qwen-Image: text-to-image with one large text encoder, which reads the prompt in a template.
 
-The stages do what diffusers' QwenImagePipeline does, in its order of operations, on its components. Checked against
+The stages do what diffusers' QwenImagePipeline does, in its order of operations, with its components. Checked against
 diffusers 0.42.
 
-A prompt has as many embeddings as it has tokens. They travel padded to one length, with a mask, so that requests and
-the halves of guidance can share a forward; one of equally long texts sees neither padding nor mask, as undivided.
+A prompt has as many embeddings as tokens. They are padded to one length, with a mask, so that requests and the two
+halves of guidance can share a forward. A forward of equally long texts has neither padding nor mask, as in an undivided
+pipeline.
 
-Guidance by a negative prompt applies with a `negative_prompt` and a `true_cfg_scale` above 1.
+Classifier-free guidance applies with a `negative_prompt` and a `true_cfg_scale` above 1.
 """
 
 from __future__ import annotations
@@ -39,18 +40,19 @@ from unfuse.weights.folder import ModelFolder
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_TOKENS = 1024  # where the pipeline cuts a prompt, whatever the length that is asked for
+#: The length at which the pipeline truncates a prompt, whatever the requested length.
+MOST_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class Shape(PictureShape):
-    """Sizes that follow from a model's configurations."""
+    """The sizes in a model's configurations."""
 
-    text_dim: int
+    text_dim: int  # width of the prompt embeddings
 
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
-        """Read the configurations of transformer and VAE. Raises ConfigError when they do not fit each other."""
+        """Read the transformer's and VAE's configurations. Raises ConfigError for a misfit."""
         transformer, vae = folder.config("transformer"), PictureShape.of_vae(folder)
         with folder.reading("transformer"):
             channels, text_dim = int(transformer["in_channels"]), int(transformer["joint_attention_dim"])
@@ -62,28 +64,32 @@ class Shape(PictureShape):
 
 
 class QwenTextEncoder(GuidedTextEncoder):
-    """The language part of Qwen2.5-VL; a TextEncoder."""
+    """The language model of Qwen2.5-VL as a TextEncoder."""
 
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
-        """`prompt_embeds` (texts, length, text dim); `prompt_embeds_mask` (texts, length) is 1 at a text's tokens."""
-        tokens, start = self._templated(texts)
-        given = {"input_ids": tokens.input_ids, "attention_mask": tokens.attention_mask}
-        hidden = self._encoder(**given, output_hidden_states=True).hidden_states[-1]
+        """Return `prompt_embeds` (texts, length, text dim) and `prompt_embeds_mask`.
+
+        The mask (texts, length) is 1 for a text's tokens.
+        """
+        tokens, start = self._tokens_in_template(texts)
+        inputs = {"input_ids": tokens.input_ids, "attention_mask": tokens.attention_mask}
+        hidden = self._encoder(**inputs, output_hidden_states=True).hidden_states[-1]
         embeds = hidden.new_zeros(len(texts), length, hidden.shape[-1], dtype=self._encoder.dtype)
         mask = tokens.attention_mask.new_zeros(len(texts), length)
         for row, (states, used) in enumerate(zip(hidden, tokens.attention_mask.bool(), strict=True)):
-            own = states[used][start : start + length]
-            embeds[row, : len(own)], mask[row, : len(own)] = own, 1
+            text_states = states[used][start : start + length]
+            embeds[row, : len(text_states)] = text_states
+            mask[row, : len(text_states)] = 1
         return {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
 
     @override
     def exact_batch_key(self, text: str, length: int) -> int:
-        """How many tokens there are: all of a batch are padded to the longest."""
-        tokens, _ = self._templated([text])
+        """Return the number of tokens, because a batch is padded to the longest text."""
+        tokens, _ = self._tokens_in_template([text])
         return int(tokens.input_ids.shape[1])
 
-    def _templated(self, texts: Sequence[str]) -> tuple[Any, int]:
-        """The tokens of the texts in their template, and how many come before a text."""
+    def _tokens_in_template(self, texts: Sequence[str]) -> tuple[Any, int]:
+        """Return the tokens of the texts in their template, and how many precede a text."""
         from diffusers.modular_pipelines.qwenimage.prompt_templates import (
             QWENIMAGE_PROMPT_TEMPLATE as TEMPLATE,
             QWENIMAGE_PROMPT_TEMPLATE_START_IDX as START,
@@ -93,15 +99,16 @@ class QwenTextEncoder(GuidedTextEncoder):
 
 
 class QwenImageDenoiser(PackedDenoiser):
-    """Transformer and the configuration of its noise scheduler; a Denoiser."""
+    """The Qwen-Image transformer as a Denoiser."""
 
     def __init__(self, loader: Loader) -> None:
         shape = Shape.of(loader.folder)
         super().__init__(loader, shape)
-        self.embeds, self.masks = {"prompt_embeds": (1, None, shape.text_dim)}, {"prompt_embeds_mask": (1, None)}
+        self.embeds = {"prompt_embeds": (1, None, shape.text_dim)}
+        self.masks = {"prompt_embeds_mask": (1, None)}
 
     def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
-        """The velocity, shaped as the latents."""
+        """Return the velocity, in the shape of the latents."""
         mask = inputs["prompt_embeds_mask"]
         lengths = mask.sum(1).tolist()
         longest = max(lengths)
@@ -115,17 +122,17 @@ class QwenImageDenoiser(PackedDenoiser):
 
     @override
     def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
-        """Each patch as long as the prompt alone would have it."""
+        """Return the guided prediction, with each patch rescaled to its norm in `towards`."""
         import torch
 
         combined = super().combine(towards, away, scale, timestep, params)
-        wanted, found = (torch.norm(each, dim=-1, keepdim=True) for each in (towards, combined))
-        rescaled: Tensor = combined * (wanted / found)
+        target_norm, norm = (torch.norm(prediction, dim=-1, keepdim=True) for prediction in (towards, combined))
+        rescaled: Tensor = combined * (target_norm / norm)
         return rescaled
 
 
 class QwenImageVae(GridVae):
-    """The VAE; a VaeDecoder of patches."""
+    """The VAE as a VaeDecoder of packed latents."""
 
     def __init__(self, loader: Loader) -> None:
         super().__init__(loader)
@@ -138,7 +145,7 @@ class QwenImageVae(GridVae):
 
 
 class QwenImage(PictureFamily):
-    """The stages of a QwenImagePipeline folder."""
+    """The family of QwenImagePipeline."""
 
     name = "qwen_image"
     source = ("pipelines/qwenimage/pipeline_qwenimage.py", "QwenImagePipeline")

@@ -1,10 +1,11 @@
-"""Stable Diffusion 3 and 3.5: text to picture, with three text encoders side by side: two CLIPs and T5.
+"""Stable Diffusion 3 and 3.5: text-to-image, with three text encoders in parallel.
 
-CLIP's two vectors of a token lie side by side, and before those of T5. The stages do what diffusers'
-StableDiffusion3Pipeline does, in its order of operations, on its components. Checked against diffusers 0.42.
+They are two CLIPs and T5. The hidden states of both CLIPs are joined along their width, and precede those of T5.
+The stages do what diffusers' StableDiffusion3Pipeline does, in its order of operations, with its components. Checked
+against diffusers 0.42.
 
-Guidance by `guidance_scale` goes away from the negative prompt, an empty one if none is given. A folder without T5 is
-served undivided.
+Classifier-free guidance by `guidance_scale` uses the negative prompt, an empty one if there is none. A folder without
+T5 is served undivided.
 """
 
 from __future__ import annotations
@@ -41,45 +42,50 @@ if TYPE_CHECKING:
 
     from unfuse.stages.denoise import NoiseScheduler
 
-DUAL = "dual_attention_layers"  # blocks in which the picture also sees itself alone
+#: The setting for blocks in which the image also has an attention of its own.
+DUAL = "dual_attention_layers"
 
 
 @dataclass(frozen=True)
 class Shape(PictureShape):
-    """Sizes that follow from a model's configurations."""
+    """The sizes in a model's configurations."""
 
-    patch: int
-    text_dim: int
-    clips: tuple[int, ...]  # widths of what each CLIP makes of a token, and projects of all
-    tokens: int
+    patch: int  # latents of a token along a side
+    text_dim: int  # width of T5's embeddings
+    clips: tuple[int, ...]  # widths of each CLIP's hidden states and pooled embeddings
+    tokens: int  # length of texts for CLIP
 
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
-        """Read the configurations. Raises ConfigError when they do not fit each other."""
+        """Read the configurations. Raises ConfigError if they do not fit each other."""
         vae, transformer = PictureShape.of_vae(folder), folder.config("transformer")
         clips = [folder.config(name) for name in ("text_encoder", "text_encoder_2")]
         with folder.reading("transformer or text_encoder"):
             patch = int(transformer["patch_size"])
             shape = cls(
-                vae.channels, vae.scale, vae.scale * patch, int(transformer["sample_size"]) * vae.scale,
-                int(transformer["pos_embed_max_size"]) * patch * vae.scale, patch,
-                int(transformer["joint_attention_dim"]),
-                tuple(int(clip[key]) for clip in clips for key in ("hidden_size", "projection_dim")),
-                int(clips[0]["max_position_embeddings"]),
-            )  # fmt: skip
-            found = int(transformer["in_channels"])
-        need_channels(folder, vae.channels, found)
+                channels=vae.channels,
+                scale=vae.scale,
+                multiple=vae.scale * patch,
+                usual=int(transformer["sample_size"]) * vae.scale,
+                longest=int(transformer["pos_embed_max_size"]) * patch * vae.scale,
+                patch=patch,
+                text_dim=int(transformer["joint_attention_dim"]),
+                clips=tuple(int(clip[key]) for clip in clips for key in ("hidden_size", "projection_dim")),
+                tokens=int(clips[0]["max_position_embeddings"]),
+            )
+            channels = int(transformer["in_channels"])
+        need_channels(folder, vae.channels, channels)
         return shape
 
 
 class Sd3T5TextEncoder(T5TextEncoder):
-    """T5; a TextEncoder."""
+    """T5 as a TextEncoder of `prompt_embeds_3`."""
 
     name = "prompt_embeds_3"
 
 
 class Sd3Denoiser(GridDenoiser):
-    """Transformer and the configuration of its noise scheduler; a Denoiser."""
+    """The SD3 transformer as a Denoiser."""
 
     first = AWAY
 
@@ -97,18 +103,20 @@ class Sd3Denoiser(GridDenoiser):
         }
 
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
-        """Where the configuration says so, the more patches, the longer it stays at high noise."""
-        config, steps = self._scheduler.config, need(params, "num_inference_steps", int)
+        """Return a noise scheduler, with a timestep shift by size if configured."""
+        config = self._scheduler.config
+        steps = need(params, "num_inference_steps", int)
         if not config.get("use_dynamic_shifting"):
             return self._fresh(latents, num_inference_steps=steps)
         rows, columns = (side // self._patch for side in latents.shape[-2:])
         return self._fresh(latents, num_inference_steps=steps, mu=shift(config, rows * columns))
 
     def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
-        """The velocity, shaped as the latents."""
+        """Return the velocity, in the shape of the latents."""
         import torch
 
-        clip, t5 = torch.cat([inputs["prompt_embeds"], inputs["prompt_embeds_2"]], -1), inputs["prompt_embeds_3"]
+        t5 = inputs["prompt_embeds_3"]
+        clip = torch.cat([inputs["prompt_embeds"], inputs["prompt_embeds_2"]], -1)
         clip = torch.nn.functional.pad(clip, (0, t5.shape[-1] - clip.shape[-1]))
         pooled = torch.cat([inputs["pooled_prompt_embeds"], inputs["pooled_prompt_embeds_2"]], -1)
         return self._predicted(
@@ -120,7 +128,7 @@ class Sd3Denoiser(GridDenoiser):
 
 
 class Sd3(PictureFamily):
-    """The stages of a StableDiffusion3Pipeline folder."""
+    """The family of StableDiffusion3Pipeline."""
 
     name = "sd3"
     source = ("pipelines/stable_diffusion_3/pipeline_stable_diffusion_3.py", "StableDiffusion3Pipeline")
@@ -165,18 +173,22 @@ class Sd3(PictureFamily):
 
     @override
     def denoiser_spreads(self, folder: ModelFolder) -> dict[str, int]:
-        """The last block makes no text to be handed on; a picture that sees itself alone cannot be shared out."""
-        found = super().denoiser_spreads(folder)
+        """Return how denoising may be spread.
+
+        Not by layers, because the last block has no text output. With dual attention not by sequence parallelism.
+        """
+        spreads = super().denoiser_spreads(folder)
         without = {"layers", *(("ulysses", "ring") if folder.config("transformer").get(DUAL) else ())}
-        return {kind: found[kind] for kind in found if kind not in without}
+        return {kind: spreads[kind] for kind in spreads if kind not in without}
 
     @override
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
-        shape, stages = Shape.of(folder), []
+        shape = Shape.of(folder)
+        stages = []
         for end, (width, pooled) in {"": shape.clips[:2], "_2": shape.clips[2:]}.items():
             numbers = {f"prompt_embeds{end}": shape.tokens * width, f"pooled_prompt_embeds{end}": pooled}
-            own = {name: size * widths[f"text_encoder{end}"] for name, size in numbers.items()}
-            stages.append(text_stage(own, "guidance_scale", end))
+            sizes = {name: size * widths[f"text_encoder{end}"] for name, size in numbers.items()}
+            stages.append(text_stage(sizes, "guidance_scale", end))
         embeds = limits.max_sequence_length * shape.text_dim * widths["text_encoder_3"]
         stages.append(text_stage({"prompt_embeds_3": embeds}, "guidance_scale", "_3"))
         return stages

@@ -1,12 +1,12 @@
-"""Stable Diffusion XL: text to picture by a UNet, with two text encoders side by side.
+"""Stable Diffusion XL: text-to-image by a UNet, with two text encoders in parallel.
 
-Both are CLIPs; the second one's vector of the whole prompt goes in with the sizes of the picture. The stages do what
-diffusers' StableDiffusionXLPipeline does, in its order of operations, on its components, but mark no picture with a
-watermark. Checked against diffusers 0.42.
+Both encoders are CLIPs. The second one's pooled embeddings are an input together with the image's sizes. The stages do
+what diffusers' StableDiffusionXLPipeline does, in its order of operations, with its components, but add no watermark.
+Checked against diffusers 0.42.
 
-Guidance by `guidance_scale` goes away from the negative prompt; without one, not even an empty one, from zeros, where
-model_index.json says so. A folder with another noise scheduler, such as one that draws noise at each step, is served
-undivided.
+Classifier-free guidance by `guidance_scale` uses the negative prompt. Without one, not even an empty one, it uses zero
+embeddings where model_index.json requests that. A folder with another noise scheduler, such as one that draws noise at
+each step, is served undivided.
 """
 
 from __future__ import annotations
@@ -42,40 +42,46 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-PIXEL_MULTIPLE = 8  # the pipeline refuses other sizes, whatever the VAE
+#: The pipeline requires sides to be a multiple of this, whatever the VAE.
+PIXEL_MULTIPLE = 8
 
+#: The setting of model_index.json for zero embeddings without a negative prompt.
 ZEROS = "force_zeros_for_empty_prompt"
 
 
 @dataclass(frozen=True)
 class Shape(PictureShape):
-    """Sizes that follow from a model's configurations."""
+    """The sizes in a model's configurations."""
 
-    widths: tuple[int, int]  # of what the text encoders make of a token
-    pooled: int
-    tokens: int
+    widths: tuple[int, int]  # of the text encoders' hidden states
+    pooled: int  # width of the pooled embeddings
+    tokens: int  # length of texts
 
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
-        """Read the configurations. Raises ConfigError when they do not fit each other, or need what is not given."""
+        """Read the configurations. Raises ConfigError for a misfit, or another base model."""
         vae, unet = PictureShape.of_vae(folder), folder.config("unet")
         first, second = folder.config("text_encoder"), folder.config("text_encoder_2")
         with folder.reading("unet or text_encoder"):
             shape = cls(
-                vae.channels, vae.scale, lcm(PIXEL_MULTIPLE, vae.scale), int(unet["sample_size"]) * vae.scale,
+                channels=vae.channels,
+                scale=vae.scale,
+                multiple=lcm(PIXEL_MULTIPLE, vae.scale),
+                usual=int(unet["sample_size"]) * vae.scale,
                 longest=vae.longest,
                 widths=(int(first["hidden_size"]), int(second["hidden_size"])),
-                pooled=int(second["projection_dim"]), tokens=int(second["max_position_embeddings"]),
-            )  # fmt: skip
-            found, distilled = int(unet["in_channels"]), unet.get("time_cond_proj_dim")
-        need_channels(folder, vae.channels, found)
+                pooled=int(second["projection_dim"]),
+                tokens=int(second["max_position_embeddings"]),
+            )
+            channels, distilled = int(unet["in_channels"]), unet.get("time_cond_proj_dim")
+        need_channels(folder, vae.channels, channels)
         if distilled is not None or folder.config("vae").get("latents_mean") is not None:
             raise ConfigError(f"model {folder.path}: its UNet or VAE is not that of Stable Diffusion XL's base")
         return shape
 
 
 class SdxlDenoiser(GridDenoiser):
-    """The UNet and the configuration of its noise scheduler; a Denoiser."""
+    """The UNet as a Denoiser."""
 
     first = AWAY
 
@@ -90,14 +96,14 @@ class SdxlDenoiser(GridDenoiser):
         }
 
     def constants(self, params: Params) -> dict[str, Tensor]:
-        """The size that the picture is to have had, where it was cut, and the size it is to have: it was never cut."""
+        """Return `time_ids` (1, 6): original size, crop position (0, 0) and target size."""
         import torch
 
         size = [need(params, side, int) for side in ("height", "width")]
         return {"time_ids": torch.tensor([[*size, 0, 0, *size]], dtype=self.dtype, device=self.device)}
 
     def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
-        """What the noise scheduler's configuration says: noise, or a velocity."""
+        """Return noise or a velocity, as the noise scheduler's configuration says."""
         import torch
 
         added = {"text_embeds": inputs["pooled_prompt_embeds"], "time_ids": inputs["time_ids"]}
@@ -110,7 +116,10 @@ class SdxlDenoiser(GridDenoiser):
 
 
 class SdxlVae(GridPictureVae):
-    """The VAE as a VaeDecoder. In float16 it decodes in float32 if its configuration has `force_upcast`."""
+    """The VAE as a VaeDecoder.
+
+    In float16 it decodes in float32 if its configuration has `force_upcast`.
+    """
 
     def __init__(self, loader: Loader) -> None:
         super().__init__(loader)
@@ -131,7 +140,7 @@ class SdxlVae(GridPictureVae):
 
 
 class Sdxl(PictureFamily):
-    """The stages of a StableDiffusionXLPipeline folder."""
+    """The family of StableDiffusionXLPipeline."""
 
     name = "sdxl"
     source = ("pipelines/stable_diffusion_xl/pipeline_stable_diffusion_xl.py", "StableDiffusionXLPipeline")
@@ -162,12 +171,12 @@ class Sdxl(PictureFamily):
 
     @override
     def standard(self, folder: ModelFolder) -> Params:
-        """Texts have the tokens that CLIP has."""
+        """Return the defaults, where texts have CLIP's length."""
         return {**super().standard(folder), "max_sequence_length": Shape.of(folder).tokens}
 
     @override
     def denoiser_spreads(self, folder: ModelFolder) -> dict[str, int]:
-        """A UNet is not cut."""
+        """Return how denoising may be spread: a UNet only by CFG parallelism."""
         return {"cfg": 2}
 
     @override
@@ -175,9 +184,9 @@ class Sdxl(PictureFamily):
         shape = Shape.of(folder)
         bytes_1, bytes_2 = widths["text_encoder"], widths["text_encoder_2"]
         first, second = (shape.tokens * width for width in shape.widths)
-        one = text_stage({"prompt_embeds": first * bytes_1}, "guidance_scale")
+        first_stage = text_stage({"prompt_embeds": first * bytes_1}, "guidance_scale")
         sizes = {"prompt_embeds_2": second * bytes_2, "pooled_prompt_embeds": shape.pooled * bytes_2}
-        return one, text_stage(sizes, "guidance_scale", "_2")
+        return first_stage, text_stage(sizes, "guidance_scale", "_2")
 
     @override
     def has_zeros(self, index: Mapping[str, Any]) -> bool:

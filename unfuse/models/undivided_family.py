@@ -1,7 +1,7 @@
-"""Any other pipeline of diffusers, undivided: one stage, which does what a call of it does.
+"""Any other diffusers pipeline, served undivided: one stage, which runs the pipeline's call.
 
-What can be asked for is what the call takes, as its source declares it. Of its components each is loaded by itself, as
-those of other families are: from safetensors, by a class of diffusers or transformers; no code of a model is run.
+The call's parameters in diffusers' source determine what a request can set. Each component is loaded by itself, as in
+other families: from safetensors, by a class of diffusers or transformers. No code of a model is run.
 """
 
 from __future__ import annotations
@@ -35,64 +35,78 @@ from unfuse.weights.source import source_of
 
 LIBRARIES = ("diffusers", "transformers")
 
+#: Parameters of requests that calls have under the same name.
 TAKES = (
     "prompt", "negative_prompt", "height", "width", "num_frames", "num_inference_steps", "guidance_scale",
     "guidance_scale_2", "true_cfg_scale", "max_sequence_length", "strength", UPLOAD,
 )  # fmt: skip
-"""Parameters of requests that calls take under the same name."""
 
+#: Classes whose call has a list of reference images, and whether it needs one. For others a list is a batch.
 SEEN = {
-    "Flux2KleinKVPipeline": False, "Flux2KleinPipeline": False, "Flux2Pipeline": False,
+    "Flux2KleinKVPipeline": False,
+    "Flux2KleinPipeline": False,
+    "Flux2Pipeline": False,
     "QwenImageEditPlusPipeline": True,
-}  # fmt: skip
-"""Classes whose call sees a list of pictures, and whether it needs one. For others a list is a batch of requests."""
+}
 
-LAST = "last_image"  # what calls call the last frame of a video
-RATES = ("frame_rate", "fps")  # what calls call frames a second
+#: The calls' parameter for the last frame of a video.
+LAST = "last_image"
 
+#: The calls' parameters for frames per second.
+RATES = ("frame_rate", "fps")
+
+#: Parameters of calls that no request can set.
 BEYOND = (
     "mask_image", "mask", "video", "control_image", "control_video", "control_mode", "audio", "depth_map",
     "conditions", "source_prompt", "class_labels", "image_embeds", "target_image", "example_image",
 )  # fmt: skip
-"""What a call may be about that no request can bring."""
 
+#: Parameters of requests that are refused if the call does not have the parameter on the right.
 ASKED = {
-    "size": "width", "width": "width", "height": "height",
-    "negative_prompt": "negative_prompt", "guidance_scale": "guidance_scale",
+    "size": "width",
+    "width": "width",
+    "height": "height",
+    "negative_prompt": "negative_prompt",
+    "guidance_scale": "guidance_scale",
     "num_inference_steps": "num_inference_steps",
-}  # fmt: skip
-"""Parameters of requests that are refused where a call does not take these."""
+}
 
+#: Classes that only make images of certain sizes, and replace any other requested size.
 OWN_SIZES = ("Kandinsky5I2IPipeline",)
-"""Classes that only make pictures of certain sizes, and replace any other requested size."""
 
+#: Upscaling classes, with the factor for each side of the image.
 ENLARGE = {"StableDiffusionUpscalePipeline": 4, "StableDiffusionLatentUpscalePipeline": 2}
-"""Upscaling classes, with the factor for each side of the picture."""
 
-MAIN = ("transformer", "unet", "prior", "decoder")  # what tells models apart; the first names a pool
-SIDE, GUESSED_RATE, STEPS = 512, 16, 50  # defaults if neither the call nor a configuration has any
-LENGTHS = 4  # a video may be so many times as long as is usual for it
+#: The components that distinguish models. The first that a model has names its pool.
+MAIN = ("transformer", "unet", "prior", "decoder")
+
+#: Defaults if neither the call nor a configuration has any: side in pixels, frames per second, denoising steps.
+SIDE, GUESSED_RATE, STEPS = 512, 16, 50
+
+#: The longest video, as a multiple of the default length.
+LENGTHS = 4
 
 
 class UndividedFamily(Family):
-    """Models of any class that diffusers has and that makes pictures or videos of a prompt."""
+    """Models of any diffusers class that makes images or videos from a prompt."""
 
     @override
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
-        model, serving = ModelFolder(folder), read_serving(folder, ServingConfig)
-        found = _declared(model)
+        model = ModelFolder(folder)
+        serving = read_serving(folder, ServingConfig)
+        declaration = _declared(model)
         components = self.components(model)
         dtypes = choose_dtypes(dtype, components)
-        standard = _standard(model, found)
-        limits = serving.bounds(_limits(model, found, serving.over(standard)))
-        first = sorted(components, key=lambda one: (one not in MAIN, not model.weight_names(one)))
+        standard = _standard(model, declaration)
+        limits = serving.bounds(_limits(model, declaration, serving.over(standard)))
+        first = sorted(components, key=lambda name: (name not in MAIN, not model.weight_names(name)))
         pipeline = Pipeline((replace(WHOLE, components=tuple(first)),))
-        said = sorted((key, str(value)) for key, value in model.index().items() if key not in components)
-        recipe = f"whole {found.name} {sorted(dtypes.items())} {said}"
+        settings = sorted((key, str(value)) for key, value in model.index().items() if key not in components)
+        recipe = f"whole {declaration.name} {sorted(dtypes.items())} {settings}"
         return ModelSpec(
             name=name,
             source=source_of(folder),
-            family=f"whole {found.name}",
+            family=f"whole {declaration.name}",
             pipeline=pipeline,
             limits=asdict(limits),
             defaults=serving.within(limits, standard),
@@ -101,35 +115,40 @@ class UndividedFamily(Family):
             weights=weights_ids(model, pipeline, recipe),
             dtypes=dtypes,
             created=model.created,
-            takes_lora=found.loras and not any(map(model.quantisation, components)),
-            accepts=tuple(_accepts(found)),
-            follows_picture=found.name not in OWN_SIZES and not _has_fixed_size(model),
-            picture_scale=_picture_scale(found),
-            undivided=_undivided(model, found, serving),
+            takes_lora=declaration.loras and not any(map(model.quantisation, components)),
+            accepts=tuple(_accepts(declaration)),
+            follows_picture=declaration.name not in OWN_SIZES and not _has_fixed_size(model),
+            picture_scale=_picture_scale(declaration),
+            undivided=_undivided(model, declaration, serving),
         )
 
     @override
     def load(self, spec: StageSpec, folder: Path, runtime: RuntimeOptions, report: Report | None = None) -> Stage:
-        """Raises ConfigError with --offload, which a pipeline's choice of device would not follow."""
+        """Return the stage. Raises ConfigError with --offload, which pipelines do not support."""
         from unfuse.stages.undivided import UndividedStage
         from unfuse.weights.adapters import AdapterFolder, LoadedPipelineAdapters
 
         model = ModelFolder(folder)
-        found = _declared(model)
+        declaration = _declared(model)
         if runtime.options.offload != "none":
-            raise ConfigError(f"--offload cannot be used with a {found.name}: leave it out")
+            raise ConfigError(f"--offload cannot be used with a {declaration.name}: leave it out")
         loader = Loader(model, self.components(model), runtime, report)
-        takes = {name: name for name in TAKES if name in found.takes}
-        takes |= {rate: "fps" for rate in found.takes if rate in RATES}
-        takes |= {LAST: LAST_FRAME} if LAST in found.takes else {}
-        pipeline, loras, draws_there = _pipeline(loader, found.name), None, runtime.options.noise_device != "cpu"
-        if runtime.loras and found.loras and not any(map(model.quantisation, loader.folder.components())):
+        takes = {name: name for name in TAKES if name in declaration.takes}
+        takes |= {rate: "fps" for rate in declaration.takes if rate in RATES}
+        takes |= {LAST: LAST_FRAME} if LAST in declaration.takes else {}
+        pipeline = _pipeline(loader, declaration.name)
+        draws_on_device = runtime.options.noise_device != "cpu"
+
+        loras = None
+        if runtime.loras and declaration.loras and not any(map(model.quantisation, loader.folder.components())):
             most = runtime.options.max_loras
-            loras = LoadedPipelineAdapters(
-                AdapterFolder(runtime.loras, runtime.kept), pipeline, lambda: pipeline, loader.device, most
-            )
-        uploads = (UPLOAD,) if UPLOAD in takes and SEEN.get(found.name, True) else ()
-        return UndividedStage(pipeline, takes, loader.device, draws_there, loras, _picture_scale(found), uploads)
+            files = AdapterFolder(runtime.loras, runtime.kept)
+            loras = LoadedPipelineAdapters(files, pipeline, lambda: pipeline, loader.device, most)
+
+        uploads = (UPLOAD,) if UPLOAD in takes and SEEN.get(declaration.name, True) else ()
+        return UndividedStage(
+            pipeline, takes, loader.device, draws_on_device, loras, _picture_scale(declaration), uploads
+        )
 
     @override
     def prepare(self, folder: Path) -> None:
@@ -140,8 +159,11 @@ class UndividedFamily(Family):
             getattr(import_module(library), name, None)
 
     def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
-        """Library and class of each component. Raises ConfigError for classes of anybody else, which are never run."""
-        found = {}
+        """Return the library and class of each component.
+
+        Raises ConfigError for classes outside diffusers and transformers, which are never run.
+        """
+        classes = {}
         for name in folder.components():
             library, kind = folder.index()[name]
             if library not in LIBRARIES and not has_pipelines(library):
@@ -149,70 +171,79 @@ class UndividedFamily(Family):
                     f"model {folder.path}: component {name} is a class of its own ({str(library)[:60]}), and no code "
                     "that comes with a model is run: only classes of diffusers and transformers are"
                 )
-            found[name] = (library if library in LIBRARIES else f"diffusers.pipelines.{library}", kind)
-        return found
+            classes[name] = (library if library in LIBRARIES else f"diffusers.pipelines.{library}", kind)
+        return classes
 
 
-def _undivided(model: ModelFolder, found: DeclaredPipeline, serving: ServingConfig) -> str:
-    """Return why the model has one stage, and whether the frame rate of its videos is a guess."""
-    said = f"unfuse has no stages for {found.name} with these parts, so each request runs as one call of it"
-    if found.medium != VIDEO or "fps" in serving.over({}) or _frame_rate(model, found):
-        return said
-    return f"{said}; its rate of {GUESSED_RATE} frames a second is a guess: set defaults.fps in serving.json"
+def _undivided(model: ModelFolder, declaration: DeclaredPipeline, serving: ServingConfig) -> str:
+    """Return why the model has one stage, and whether its frame rate is a guess."""
+    reason = f"unfuse has no stages for {declaration.name} with these parts, so each request runs as one call of it"
+    if declaration.medium != VIDEO or "fps" in serving.over({}) or _frame_rate(model, declaration):
+        return reason
+    return f"{reason}; its rate of {GUESSED_RATE} frames a second is a guess: set defaults.fps in serving.json"
 
 
-PREVIEWS = ("preview_every", "partial_images")  # what latents become is for a pipeline alone to say
+#: Parameters for previews, which are not supported: only the pipeline can decode its latents.
+PREVIEWS = ("preview_every", "partial_images")
 
 
 def _declared(model: ModelFolder) -> DeclaredPipeline:
-    """What diffusers says of the class. Raises ConfigError for one that it has not, and one that cannot be asked."""
+    """Return what diffusers declares of the model's class.
+
+    Raises ConfigError if diffusers does not have the class, or requests cannot set what its call needs.
+    """
     kind = model.index().get("_class_name")
-    found = declared(kind) if isinstance(kind, str) else None
-    if found is None:
+    declaration = declared(kind) if isinstance(kind, str) else None
+    if declaration is None:
         raise ConfigError(
             f"model {model.path} is a {str(kind)[:80]}, which is no pipeline that the installed diffusers has, and no "
             "code that comes with a model is run"
         )
-    beside = ("image_embeds",) if UPLOAD in found.takes else ()
-    beyond = [name for name in found.needs if name not in (*TAKES, *beside)]
-    beyond += [name for name in BEYOND if name in found.takes and name not in beside]
-    if not found.medium:
+    optional = ("image_embeds",) if UPLOAD in declaration.takes else ()
+    unsupported = [name for name in declaration.needs if name not in (*TAKES, *optional)]
+    unsupported += [name for name in BEYOND if name in declaration.takes and name not in optional]
+    if not declaration.medium:
         reason = "makes neither pictures nor silent videos"
-    elif "prompt" not in found.takes or "generator" not in found.takes:
-        reason = f"takes no {'prompt' if 'prompt' not in found.takes else 'seed'}"
-    elif beyond:
-        reason = f"takes {beyond[0]}, which no request can bring"
+    elif "prompt" not in declaration.takes or "generator" not in declaration.takes:
+        reason = f"takes no {'prompt' if 'prompt' not in declaration.takes else 'seed'}"
+    elif unsupported:
+        reason = f"takes {unsupported[0]}, which no request can bring"
     else:
-        return found
-    raise ConfigError(f"model {model.path} cannot be served: a {found.name} {reason}")
+        return declaration
+    raise ConfigError(f"model {model.path} cannot be served: a {declaration.name} {reason}")
 
 
-def _standard(model: ModelFolder, found: DeclaredPipeline) -> Params:
-    """The defaults of the call, and where it leaves them to the configurations, theirs."""
-    known = {name: value for name, value in found.takes.items() if name in RequestDefaults.__struct_fields__}
+def _standard(model: ModelFolder, declaration: DeclaredPipeline) -> Params:
+    """Return the defaults of the call or, where it has none, of the configurations."""
+    known = {name: value for name, value in declaration.takes.items() if name in RequestDefaults.__struct_fields__}
     standard = {name: value for name, value in known.items() if value is not None or name == "negative_prompt"}
-    (height, width), parts = _usual_size(model), model.components()
-    rate = _frame_rate(model, found) or GUESSED_RATE
-    frames = model.config("transformer").get("sample_frames") if found.medium == VIDEO and "transformer" in parts else 1
-    usual: Params = {
+    height, width = _default_size(model)
+    parts = model.components()
+    rate = _frame_rate(model, declaration) or GUESSED_RATE
+    frames = (
+        model.config("transformer").get("sample_frames")
+        if declaration.medium == VIDEO and "transformer" in parts
+        else 1
+    )
+    defaults: Params = {
         "height": height,
         "width": width,
         "num_frames": frames or 1,
         "num_inference_steps": STEPS,
         "fps": rate,
     }
-    return usual | standard
+    return defaults | standard
 
 
-def _frame_rate(model: ModelFolder, found: DeclaredPipeline) -> Value:
-    """Return the frames a second: the call's default, else that of the class; None for an unknown class."""
-    asked = next((found.takes[name] for name in RATES if found.takes.get(name) is not None), None)
+def _frame_rate(model: ModelFolder, declaration: DeclaredPipeline) -> Value:
+    """Return the frames per second of the call or class; None if unknown."""
+    rate = next((declaration.takes[name] for name in RATES if declaration.takes.get(name) is not None), None)
     transformer = model.config("transformer") if "transformer" in model.components() else {}
-    return asked or frame_rate(found.name, model.index(), transformer)
+    return rate or frame_rate(declaration.name, model.index(), transformer)
 
 
-def _usual_size(model: ModelFolder) -> tuple[int, int]:
-    """Height and width in pixels of what the denoiser was trained on."""
+def _default_size(model: ModelFolder) -> tuple[int, int]:
+    """Return height and width in pixels on which the denoiser was trained."""
     for name in MAIN:
         if name in model.components():
             with model.reading(name):
@@ -223,69 +254,74 @@ def _usual_size(model: ModelFolder) -> tuple[int, int]:
     return SIDE, SIDE
 
 
-def _limits(model: ModelFolder, found: DeclaredPipeline, defaults: Params) -> MediaLimits:
-    """Sides by what VAE and transformer do to them; what is not known of a pipeline is refused by its call."""
-    patch, parts = 1, model.components()
+def _limits(model: ModelFolder, declaration: DeclaredPipeline, defaults: Params) -> MediaLimits:
+    """Return the limits that VAE and transformer set. The call refuses what is not known."""
+    patch = 1
+    parts = model.components()
     if "transformer" in parts:
         with model.reading("transformer"):
             size = model.config("transformer").get("patch_size") or 1
             patch = int(size[-1] if isinstance(size, list) else size)
     multiple = lcm(_scale(model, "spatial") * patch, 16 if "transformer" in parts else 8)
-    if _picture_scale(found):
+    if _picture_scale(declaration):
         multiple = _scale(model, "spatial") * patch  # the pipeline rounds a picture's sides down to this multiple
     frames, length = defaults.get("num_frames"), defaults.get("max_sequence_length")
-    most = LENGTHS * frames if found.medium == VIDEO and isinstance(frames, int) else 1
+    max_frames = LENGTHS * frames if declaration.medium == VIDEO and isinstance(frames, int) else 1
     return MediaLimits(
         size_multiple=multiple,
         min_size=multiple,
-        max_frames=most,
+        max_frames=max_frames,
         frame_multiple=_scale(model, "temporal"),
         max_sequence_length=length if isinstance(length, int) else MediaLimits().max_sequence_length,
     )
 
 
-def _picture_scale(found: DeclaredPipeline) -> int:
-    """Return the scale of results relative to the start picture, for a call that takes no size; else 0."""
-    return 0 if "width" in found.takes or UPLOAD not in found.takes else ENLARGE.get(found.name, 1)
+def _picture_scale(declaration: DeclaredPipeline) -> int:
+    """Return the scale of results relative to the start image, or 0 for calls with a size.
+
+    It is 0 as well if the call has no start image.
+    """
+    return 0 if "width" in declaration.takes or UPLOAD not in declaration.takes else ENLARGE.get(declaration.name, 1)
 
 
 def _has_fixed_size(model: ModelFolder) -> bool:
-    """Return whether the denoiser has learned positional embeddings, which allow only one size."""
+    """Return whether learned positional embeddings allow only one size."""
     if "transformer" not in model.components():
         return False
     return bool(model.config("transformer").get("use_learned_positional_embeddings"))
 
 
-def _accepts(found: DeclaredPipeline) -> Iterator[AcceptedInput]:
-    """The uploads that the call takes, and the request parameters that it does not.
+def _accepts(declaration: DeclaredPipeline) -> Iterator[AcceptedInput]:
+    """Yield the uploads that the call has, and the request parameters that it lacks.
 
-    A size is taken if the picture can be resized.
+    A size is not lacking if the image can be resized.
     """
-    if UPLOAD in found.takes:
-        least, strength = int(SEEN.get(found.name, True)), found.takes.get("strength")
-        if found.name in SEEN:
+    if UPLOAD in declaration.takes:
+        least = int(SEEN.get(declaration.name, True))
+        strength = declaration.takes.get("strength")
+        if declaration.name in SEEN:
             yield AcceptedInput(UPLOAD, "reference", least, len(REFERENCES))
         elif isinstance(strength, float):
             yield AcceptedInput(UPLOAD, "redraw", least, strength=strength)
         else:
             yield AcceptedInput(UPLOAD, min=least)
-    if LAST in found.takes:
+    if LAST in declaration.takes:
         yield AcceptedInput(LAST_FRAME, "end")
-    sized = ("size", "width", "height") if _picture_scale(found) else ()
-    lacks = [asked for asked, own in ASKED.items() if own not in found.takes and asked not in sized]
+    sized = ("size", "width", "height") if _picture_scale(declaration) else ()
+    lacks = [name for name, needed in ASKED.items() if needed not in declaration.takes and name not in sized]
     for name in (*lacks, *PREVIEWS):
         yield AcceptedInput(name, max=0)
 
 
 def _scale(model: ModelFolder, axis: str) -> int:
-    """Pixels along a side of one latent, or the frames that it is of."""
+    """Return the pixels, or frames, per latent along an axis: "spatial" or "temporal"."""
     name = next((name for name in ("vae", "movq", "vqvae") if name in model.components()), None)
     if name is None:
         return 8 if axis == "spatial" else 1
     config = model.config(name)
     with model.reading(name):
-        if said := config.get(f"{axis}_compression_ratio") or config.get(f"scale_factor_{axis}"):
-            return int(said)
+        if ratio := config.get(f"{axis}_compression_ratio") or config.get(f"scale_factor_{axis}"):
+            return int(ratio)
         if halves := config.get("spatio_temporal_scaling"):
             return int(config["patch_size" if axis == "spatial" else "patch_size_t"]) << sum(map(bool, halves))
         blocks = config.get("block_out_channels") or config.get("encoder_block_out_channels") or range(4)
@@ -293,50 +329,55 @@ def _scale(model: ModelFolder, axis: str) -> int:
 
 
 def _pipeline(loader: Loader, name: str) -> Any:
-    """The pipeline with its components, and what else model_index.json says of it."""
+    """Return the pipeline with its components and the settings of model_index.json. Raises ConfigError."""
     import diffusers
 
-    kind, index = getattr(diffusers, name), loader.folder.index()
+    kind = getattr(diffusers, name)
+    index = loader.folder.index()
     known = inspect.signature(kind.__init__).parameters
     parts = loader.folder.components()
-    given = {key: value for key, value in index.items() if key in known and key not in parts and not _is_none(value)}
-    given |= {key: None for key, value in index.items() if key in known and _is_none(value)}
-    pipeline = kind(**given, **{part: component(part, loader) for part in parts if part in known})
+    settings = {key: value for key, value in index.items() if key in known and key not in parts and not _is_none(value)}
+    settings |= {key: None for key, value in index.items() if key in known and _is_none(value)}
+    pipeline = kind(**settings, **{part: component(part, loader) for part in parts if part in known})
     if reason := misfit(pipeline):
         raise ConfigError(f"model {loader.folder.path}: {reason}, so diffusers cannot run it either")
-    for one in (pipeline, *vars(pipeline).values()):
-        if isinstance(one, diffusers.DiffusionPipeline):
-            one.set_progress_bar_config(disable=True)
+
+    for part in (pipeline, *vars(pipeline).values()):
+        if isinstance(part, diffusers.DiffusionPipeline):
+            part.set_progress_bar_config(disable=True)
     return pipeline
 
 
 def _is_none(entry: object) -> bool:
-    """Whether that is a component which the model does not have."""
+    """Return whether this entry of model_index.json is a component that the model lacks."""
     return isinstance(entry, list) and not any(entry)
 
 
 def component(name: str, loader: Loader) -> Any:
-    """A component, ready for pipelines and their blocks."""
+    """Return a component for a pipeline or one of its blocks."""
     if not loader.folder.weight_names(name):
         return loader.plain(name)
     return casting(loader.vae()) if name == "vae" else loader.model(name)
 
 
 def casting(vae: Any) -> Any:
-    """A VAE that takes latents of any dtype: some pipelines do not cast them."""
+    """Make a VAE cast latents to its dtype, and return it.
+
+    Some pipelines do not cast.
+    """
     decode = vae.decode
-    vae.decode = lambda latents, *given, **named: decode(latents.to(vae.dtype), *given, **named)
+    vae.decode = lambda latents, *args, **kwargs: decode(latents.to(vae.dtype), *args, **kwargs)
     return vae
 
 
+#: Attributes of a noise scheduler that a pipeline uses in every call, if it uses them at all.
 ALWAYS_USED = frozenset({"init_noise_sigma", "order", "scale_model_input", "set_begin_index", "step"})
-"""Attributes of a noise scheduler that a pipeline uses in every call, if it uses them at all."""
 
 
 def misfit(pipeline: Any) -> str:
-    """Return why diffusers' pipeline would fail with its noise scheduler, as a sentence; "" if it may work.
+    """Return why a pipeline would fail with its noise scheduler, as a sentence; or "".
 
-    The used attributes and arguments are found in the pipeline's source. Uses that depend on a request are not checked.
+    The used attributes and arguments are those in the pipeline's source. Uses that depend on a request are not checked.
     """
     scheduler = getattr(pipeline, "scheduler", None)
     if scheduler is None:
@@ -348,55 +389,57 @@ def misfit(pipeline: Any) -> str:
     for name in sorted(used):
         if not hasattr(scheduler, name):
             return f"{who} uses {name} of its noise scheduler, which {what} does not have"
-    taken = {*inspect.signature(scheduler.set_timesteps).parameters}
-    if "stage_index" in taken and "stage_index" not in source:
+
+    accepted = {*inspect.signature(scheduler.set_timesteps).parameters}
+    if "stage_index" in accepted and "stage_index" not in source:
         return f"{what} needs a pipeline with stages (stage_index), which {who} does not have"
-    given = _always_given(pipeline.__call__)
+    passed = _always_passed(pipeline.__call__)
     if "use_flow_sigmas" in source and scheduler.config.get("use_flow_sigmas"):
-        given.discard("sigmas")
-    for name in sorted(given - taken):
+        passed.discard("sigmas")
+    for name in sorted(passed - accepted):
         return f"{who} passes {name} to its noise scheduler, which {what} with this configuration does not accept"
-    if not given or (error := _rejection(scheduler, given)) is None:
+    if not passed or (error := _rejection(scheduler, passed)) is None:
         return ""
-    if "mu" in given and _rejection(scheduler, given - {"mu"}) is None:
+    if "mu" in passed and _rejection(scheduler, passed - {"mu"}) is None:
         return f"{who} passes a shift (mu) to its noise scheduler, for which {what} needs use_dynamic_shifting"
-    return f"{who} passes {' and '.join(sorted(given))} to its noise scheduler, which {what} rejects ({error!r})"
+    return f"{who} passes {' and '.join(sorted(passed))} to its noise scheduler, which {what} rejects ({error!r})"
 
 
-def _rejection(scheduler: Any, given: set[str]) -> Exception | None:
-    """Return the error that a noise scheduler raises for such arguments (`sigmas`, `mu`); None if it accepts them.
+def _rejection(scheduler: Any, passed: set[str]) -> Exception | None:
+    """Return the error that a noise scheduler raises for these arguments, or None.
 
-    `sigmas` are tried as an array and as a list, since pipelines pass either. A shift (`mu`) is also given to a
-    scheduler that requires one. Its configuration may have fields that belong to other classes.
+    `passed`: which of `sigmas` and `mu`. `sigmas` are tried as an array and as a list, since pipelines pass either. A
+    shift (`mu`) is also passed to a scheduler that requires one. Its configuration may have fields that belong to other
+    classes.
     """
     import numpy as np
 
     takes_shift = "mu" in inspect.signature(scheduler.set_timesteps).parameters
     shifts = takes_shift and scheduler.config.get("use_dynamic_shifting")
-    mu = {"mu": 0.5} if "mu" in given or shifts else {}
+    mu = {"mu": 0.5} if "mu" in passed or shifts else {}
     sigmas = np.linspace(1.0, 0.25, 4)
     tried: list[dict[str, Any]] = [{"num_inference_steps": 4}]
-    if "sigmas" in given:
+    if "sigmas" in passed:
         tried = [{"sigmas": sigmas}, {"sigmas": sigmas.tolist()}]
-    found: Exception | None = None
+    rejection: Exception | None = None
     for arguments in tried:
         try:
             copy.deepcopy(scheduler).set_timesteps(**arguments, **mu)
         except READ_ERRORS as error:
-            found = error
+            rejection = error
         else:
             return None
-    return found
+    return rejection
 
 
-def _always_given(call: Any) -> set[str]:
-    """Return which of `sigmas` and `mu` a pipeline's call passes to its noise scheduler in every request."""
+def _always_passed(call: Any) -> set[str]:
+    """Return which of `sigmas` and `mu` a pipeline's call always passes to its scheduler."""
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(call)))).body
     assert isinstance(function, ast.FunctionDef)
-    targets = [target for one in function.body if isinstance(one, ast.Assign) for target in one.targets]
+    targets = [target for node in function.body if isinstance(node, ast.Assign) for target in node.targets]
     assigned = {target.id for target in targets if isinstance(target, ast.Name)}
-    calls = [one for one in ast.walk(function) if isinstance(one, ast.Call)]
-    keywords = [word for one in calls if ast.unparse(one.func) == "retrieve_timesteps" for word in one.keywords]
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    keywords = [word for node in calls if ast.unparse(node.func) == "retrieve_timesteps" for word in node.keywords]
     named = {str(word.arg) for word in keywords if isinstance(word.value, ast.Name) and word.value.id in assigned}
     return named & {"sigmas", "mu"}
 

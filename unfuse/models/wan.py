@@ -1,19 +1,20 @@
-"""Wan: text to picture, text to video and image to video, with one text encoder and a causal video VAE.
+"""Wan: text-to-image, text-to-video and image-to-video, with one text encoder and a causal video VAE.
 
-The stages do what diffusers' WanPipeline does, in its order of operations, on its components. A picture is a video of
+The stages do what diffusers' WanPipeline does, in its order of operations, with its components. An image is a video of
 one frame. Checked against diffusers 0.42.
 
-In Wan 2.2 model_index.json says more. With a `boundary_ratio` a second transformer takes the steps of low noise, with
-a guidance scale of its own if one is given. With `expand_timesteps` (the 5B) each token has a timestep.
+In Wan 2.2, model_index.json has two more settings. With a `boundary_ratio`, a second transformer runs the steps of low
+noise, with a guidance scale of its own if one is set. With `expand_timesteps` (the 5B model), each token has a
+timestep.
 
-For image to video a picture is encoded twice, by CLIP and by the VAE, as WanImageToVideoPipeline does it. A last frame
-may go beside the first, or has to, by what the transformer sees. Text encoder and VAE are those of text to video, so
-that both kinds of model share their pools. Wan 2.2 has no CLIP. Where each token has a timestep, the VAE encodes the
-picture alone, as the first frame.
+For image-to-video an image is encoded twice, by CLIP and by the VAE, as in WanImageToVideoPipeline. A last frame may
+be sent beside the first one or is required, depending on the transformer's inputs. Text encoder and VAE are those of
+text-to-video, so that both kinds of model share their pools. Wan 2.2 has no CLIP. With a timestep for each token, the
+VAE encodes the image alone, as the first frame.
 
-For CLIP a picture is prepared by the class that model_index.json names, which is what an undivided pipeline loads too.
-CLIPImageProcessorPil is Pillow everywhere; the other two are torchvision where it is installed, else Pillow. Resizing
-differs a little between them, so the same seed gives the same video only on machines that have the same one.
+The class in model_index.json prepares an image for CLIP, as in an undivided pipeline. CLIPImageProcessorPil always uses
+Pillow. The other two use torchvision where it is installed, else Pillow. Resizing differs a little between them, so the
+same seed gives the same video only on machines that have the same one.
 """
 
 from __future__ import annotations
@@ -57,60 +58,83 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-PIXEL_MULTIPLE = 16  # WanPipeline refuses other sizes, whatever the VAE
-TEXT = "WanPipeline"  # the class of models that are given no picture
+#: WanPipeline requires sides to be a multiple of this, whatever the VAE.
+PIXEL_MULTIPLE = 16
 
+#: The class of models without image input.
+TEXT = "WanPipeline"
+
+#: Bytes of a number in latents.
 LATENT_BYTES = DTYPES["float32"]
 
-SECOND = "guidance_scale_2"  # the guidance scale of the second transformer; None for that of the first
+#: The parameter for the second transformer's guidance scale. None: the scale of the first.
+SECOND = "guidance_scale_2"
 
 
 @dataclass(frozen=True)
 class Shape(VideoShape):
-    """Sizes that follow from a model's configurations, and the latents they give a request."""
+    """The sizes in a model's configurations, and the shapes of a request's latents."""
 
+    #: Width of the prompt embeddings.
     text_dim: int
-    image_dim: int | None  # width of the image embeddings; None of a model that takes no picture
+    #: Width of the image embeddings. None without an image encoder.
+    image_dim: int | None
+    #: Latents per token along frames, rows and columns.
     patch: tuple[int, int, int]
-    longest: int  # most patches along one axis that the rotary embedding has room for
-    pictured: bool  # whether the transformer sees a condition made of a picture beside the latents
-    expand: bool  # whether each token has a timestep of its own
-    ends: bool  # whether the transformer sees by CLIP a last frame beside the first one
-    first: bool  # whether the first frame is given, which takes a timestep for each token
-    boundary: float | None  # from which part of the noise on, downwards, the second transformer takes over
+    #: The most patches along one axis, by the rotary embedding.
+    longest: int
+    #: Whether the transformer has the condition made from an image as additional channels.
+    pictured: bool
+    #: Whether each token has its own timestep.
+    expand: bool
+    #: Whether the transformer has image embeddings of a last frame beside those of the first.
+    ends: bool
+    #: Whether the first frame is given, which requires a timestep for each token.
+    first: bool
+    #: The share of the noise below which the second transformer takes over. None with one transformer.
+    boundary: float | None
 
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
-        """Read transformer and VAE, whose scale factors are not published. Raises ConfigError for a misfit."""
+        """Read the configurations of transformer and VAE.
+
+        Raises ConfigError if they do not fit each other.
+        """
         transformer, vae, index = folder.config("transformer"), folder.config("vae"), folder.index()
         with folder.reading("transformer or vae"):
             frames, rows, columns = transformer["patch_size"]
-            halvings = [bool(also_time) for also_time in vae["temperal_downsample"]]
-            own, channels = int(vae["z_dim"]), int(transformer["in_channels"])
-            expand, text = bool(index.get("expand_timesteps")), index.get("_class_name") == TEXT
-            ends = transformer.get("pos_embed_seq_len") is not None
-            temporal, image_dim = (
-                int(vae.get("scale_factor_temporal") or 2 ** sum(halvings)),
-                transformer.get("image_dim"),
-            )
+            halvings = [bool(is_temporal) for is_temporal in vae["temperal_downsample"]]
+            latent_channels = int(vae["z_dim"])
+            channels = int(transformer["in_channels"])
+            temporal = int(vae.get("scale_factor_temporal") or 2 ** sum(halvings))
+            spatial = int(vae.get("scale_factor_spatial") or 2 ** len(halvings) * (vae.get("patch_size") or 1))
+            image_dim = transformer.get("image_dim")
+            expand = bool(index.get("expand_timesteps"))
             shape = cls(
-                own, int(vae.get("scale_factor_spatial") or 2 ** len(halvings) * (vae.get("patch_size") or 1)),
-                temporal, int(transformer["text_dim"]), image_dim,
-                (int(frames), int(rows), int(columns)), int(transformer["rope_max_seq_len"]),
-                image_dim is not None or channels == temporal + 2 * own,
-                expand, ends, expand and not text, index.get("boundary_ratio"),
-            )  # fmt: skip
-        need_channels(folder, own + (shape.condition if shape.pictured else 0), channels)
+                channels=latent_channels,
+                spatial=spatial,
+                temporal=temporal,
+                text_dim=int(transformer["text_dim"]),
+                image_dim=image_dim,
+                patch=(int(frames), int(rows), int(columns)),
+                longest=int(transformer["rope_max_seq_len"]),
+                pictured=image_dim is not None or channels == temporal + 2 * latent_channels,
+                expand=expand,
+                ends=transformer.get("pos_embed_seq_len") is not None,
+                first=expand and index.get("_class_name") != TEXT,
+                boundary=index.get("boundary_ratio"),
+            )
+        need_channels(folder, latent_channels + (shape.condition if shape.pictured else 0), channels)
         return shape
 
     @property
     def condition(self) -> int:
-        """Channels that stand for a given picture: a mask of the frames it fills, and latents."""
+        """The channels of a condition: a mask of the given frames, and latents."""
         return self.temporal + self.channels
 
     @override
     def grid(self, params: Params) -> tuple[int, int, int]:
-        """The sizes of a request are rounded as WanPipeline rounds them."""
+        """Return frames, rows and columns of latents, rounded as in WanPipeline."""
         frames = need(params, "num_frames", int)
         if frames % self.temporal != 1:
             frames = frames // self.temporal * self.temporal + 1
@@ -122,7 +146,7 @@ class Shape(VideoShape):
         )
 
     def limits(self, defaults: Params) -> MediaLimits:
-        """What can be asked for, as far as the configurations say."""
+        """Return the limits of requests that follow from the configurations."""
         multiple = lcm(PIXEL_MULTIPLE, self.spatial * self.patch[1], self.spatial * self.patch[2])
         longest = min(self.patch[1:]) * self.spatial * self.longest
         usual = self.bounds(multiple, defaults)
@@ -133,18 +157,19 @@ class Shape(VideoShape):
         )
 
     def need_room(self, limits: MediaLimits) -> None:
-        """Raise ConfigError when the rotary embedding ends before the limits do."""
+        """Raise ConfigError if the limits exceed the rotary embedding."""
         longest = min(self.patch[1:]) * self.spatial * self.longest
         if limits.max_size > longest or limits.max_frames > self._most_frames():
             most = f"{longest} pixels and {self._most_frames()} frames"
             raise ConfigError(f"serving.json: the transformer's rope_max_seq_len allows {most}; lower the limits")
 
     def _most_frames(self) -> int:
+        """Return the most frames of a video, by the rotary embedding."""
         return (self.longest * self.patch[0] - 1) * self.temporal + 1
 
 
 class WanTextEncoder(MaskedTextEncoder):
-    """UMT5; a TextEncoder."""
+    """UMT5 as a TextEncoder."""
 
     @override
     def _tokens(self, texts: Sequence[str], length: int, padding: str = "max_length") -> Any:
@@ -153,7 +178,7 @@ class WanTextEncoder(MaskedTextEncoder):
         return super()._tokens([prompt_clean(text) for text in texts], length, padding)
 
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
-        """`prompt_embeds` (texts, length, text dim); behind a text's own tokens they are zero."""
+        """Return `prompt_embeds` (texts, length, text dim), zero after a text's own tokens."""
         tokens = self._tokens(texts, length)
         mask = tokens.attention_mask
         hidden = self._encoder(tokens.input_ids, mask).last_hidden_state
@@ -164,11 +189,11 @@ class WanTextEncoder(MaskedTextEncoder):
 
 
 class WanDenoiser(FlowDenoiser):
-    """Transformers and their noise scheduler's configuration; a Denoiser. A picture, where one is taken, conditions.
+    """A Denoiser of one or two transformers, conditioned on an image for image-to-video.
 
-    `image_embeds` (1, tokens, image dim) where CLIP sees it, or (1, 2, tokens, image dim) if it sees the last frame
-    too; `condition` (1, mask and latent channels, frames, height, width), or with a timestep for each token the latents
-    of the first frame.
+    `image_embeds` is (1, tokens, image dim) from CLIP, or (1, 2, tokens, image dim) with a last frame. `condition` is
+    (1, mask and latent channels, frames, height, width). With a timestep for each token it is the first frame's latents
+    instead.
     """
 
     guidance = staticmethod(guidance_scale)
@@ -181,11 +206,11 @@ class WanDenoiser(FlowDenoiser):
         self.sets_begin = loader.folder.kind == TEXT
         self._boundary = (shape.boundary or 0) * self._scheduler.config.num_train_timesteps
         self.embeds = {"prompt_embeds": (1, None, shape.text_dim)}
-        seen = (1, 2, None, shape.image_dim) if shape.ends else (1, None, shape.image_dim)
-        sees = {} if shape.image_dim is None else {"image_embeds": seen}
+        embeds = (1, 2, None, shape.image_dim) if shape.ends else (1, None, shape.image_dim)
+        image_embeds = {} if shape.image_dim is None else {"image_embeds": embeds}
         if shape.pictured or shape.first:
             channels = shape.condition if shape.pictured else shape.channels
-            self.conditions = sees | {"condition": (1, channels, None, None, None)}
+            self.conditions = image_embeds | {"condition": (1, channels, None, None, None)}
 
     @override
     def verify(self, params: Params) -> None:
@@ -194,105 +219,127 @@ class WanDenoiser(FlowDenoiser):
             need(params, SECOND, float)
 
     def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
-        """The velocity, shaped as the latents; of two transformers, each runs the rows that are its own."""
+        """Return the velocity, in the shape of the latents.
+
+        Each of two transformers runs the rows at its noise levels.
+        """
         if self._low is None:
             return self._velocity(self._transformer, latents, timestep, inputs)
-        high, velocity = timestep >= self._boundary, latents.new_empty(latents.shape)
+
+        high = timestep >= self._boundary
+        velocity = latents.new_empty(latents.shape)
         for transformer, rows in ((self._transformer, high), (self._low, ~high)):
             if bool(rows.any()):
-                own = {name: value[rows] for name, value in inputs.items()}
-                velocity[rows] = self._velocity(transformer, latents[rows], timestep[rows], own)
+                row_inputs = {name: value[rows] for name, value in inputs.items()}
+                velocity[rows] = self._velocity(transformer, latents[rows], timestep[rows], row_inputs)
         return velocity
 
     @override
     def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
-        """At low noise by the second scale, if there is one."""
+        """Return the guided prediction, at low noise with the second scale if it is set."""
         if self._low is not None and params.get(SECOND) is not None and bool(timestep < self._boundary):
             scale = need(params, SECOND, float)
         return super().combine(towards, away, scale, timestep, params)
 
     @override
     def phase(self, timestep: Tensor) -> bool:
-        """Which of two transformers takes it."""
+        """Return whether the second transformer runs this timestep."""
         return self._low is not None and bool(timestep < self._boundary)
 
     @override
     def parts(self, latents: Tensor) -> int:
-        """Tokens, where each has a timestep."""
+        """Return the number of timesteps of a row: one, or one for each token."""
         return self._tokens(latents).numel() if self._shape.expand else 1
 
     @override
     def settle(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        """A first frame that is given was never noise."""
+        """Return the latents, with the first frame replaced if it is given."""
         return self._with_first(latents, inputs) if self._shape.expand else latents
 
     def _velocity(self, transformer: Any, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the velocity that this transformer predicts, in the shape of the latents."""
         import torch
 
-        condition, sees = inputs.get("condition"), inputs.get("image_embeds")
+        condition = inputs.get("condition")
+        image_embeds = inputs.get("image_embeds")
         if self._shape.expand:
-            latents, timestep = self._with_first(latents, inputs), self._expanded(latents, timestep, condition)
+            timestep = self._token_timesteps(latents, timestep, condition)
+            latents = self._with_first(latents, inputs)
         elif condition is not None:
             latents = torch.cat([latents, condition.to(latents.dtype)], 1)
         velocity: Tensor = transformer(
             hidden_states=latents,
             timestep=timestep,
             encoder_hidden_states=inputs["prompt_embeds"],
-            encoder_hidden_states_image=None if sees is None else sees.to(latents.dtype).flatten(0, -3),
+            encoder_hidden_states_image=None if image_embeds is None else image_embeds.to(latents.dtype).flatten(0, -3),
             return_dict=False,
         )[0]
         return velocity
 
     def _with_first(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the latents with the given first frame, if there is one."""
         import torch
 
         first = inputs.get("condition")
         return latents if first is None else torch.cat([first.to(latents.dtype), latents[:, :, 1:]], 2)
 
-    def _expanded(self, latents: Tensor, timestep: Tensor, first: Tensor | None) -> Tensor:
-        """A timestep for each token (rows, tokens): zero where a first frame is given."""
+    def _token_timesteps(self, latents: Tensor, timestep: Tensor, first: Tensor | None) -> Tensor:
+        """Return the timesteps of all tokens (rows, tokens), zero in a given first frame."""
         noisy = latents.new_ones(self._tokens(latents).shape).float()
         if first is not None:
             noisy[0] = 0
         return noisy.flatten() * timestep[:, None]
 
     def _tokens(self, latents: Tensor) -> Tensor:
-        """A number for each token of a row (frames, rows, columns)."""
+        """Return a value for each token of a row, (frames, rows, columns)."""
         _, rows, columns = self._shape.patch
         return latents[0, 0, :, ::rows, ::columns]
 
 
 class WanVae(GridVae):
-    """The VAE; a CausalDecoder: a latent frame needs those before it, of which its layers keep what they need."""
+    """The VAE as a CausalDecoder.
+
+    A latent frame depends on those before it, through the cache of the layers' features.
+    """
 
     def pieces(self, grid: Tensor) -> int:
-        """A piece for each latent frame; one where the VAE works in tiles: it decodes each to its end."""
+        """Return the number of fragments: one per latent frame, or 1 with VAE tiling.
+
+        A tile is decoded for all frames at once.
+        """
         return 1 if self.vae.use_tiling else grid.shape[2]
 
     def decode_pieces(self, grid: Tensor) -> Iterator[Tensor]:
-        """What AutoencoderKLWan does in its loop over latent frames, with layers' memory of the request's own."""
+        """Yield the pixels of each latent frame, as AutoencoderKLWan's loop computes them.
+
+        The features that layers cache belong to this call alone.
+        """
         import torch
         from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 
-        vae = self._here()
+        vae = self._loaded_vae()
         mean, scale = norm(vae, grid)
         latents = vae.post_quant_conv(grid / scale + mean)
         vae.clear_cache()
-        memory, vae._feat_map, patch = vae._feat_map, [], vae.config.patch_size
+        cache, vae._feat_map = vae._feat_map, []
+        patch = vae.config.patch_size
         for number in range(grid.shape[2]):
             frame = latents[:, :, number : number + 1]
-            pixels = self._here().decoder(frame, feat_cache=memory, feat_idx=[0], first_chunk=number == 0)
+            pixels = self._loaded_vae().decoder(frame, feat_cache=cache, feat_idx=[0], first_chunk=number == 0)
             yield torch.clamp(pixels if patch is None else unpatchify(pixels, patch_size=patch), min=-1.0, max=1.0)
 
-    def _here(self) -> Any:
-        """The VAE, on its device: one that rests elsewhere comes by itself only when its `decode` is called."""
+    def _loaded_vae(self) -> Any:
+        """Return the VAE on its device.
+
+        The offload hook only runs by itself for calls of `decode`.
+        """
         if (hook := getattr(self.vae, "_hf_hook", None)) is not None:
             hook.pre_forward(self.vae)
         return self.vae
 
 
 class Wan(VideoFamily):
-    """Text encoding, denoising and VAE decoding of a WanPipeline folder."""
+    """The family of WanPipeline: text encoding, denoising and VAE decoding."""
 
     name = "wan"
     source = ("pipelines/wan/pipeline_wan.py", TEXT)
@@ -330,8 +377,8 @@ class Wan(VideoFamily):
 
     @override
     def settings(self, index: Mapping[str, Any]) -> dict[str, str]:
-        said = {name: index[name] for name in ("boundary_ratio", "expand_timesteps") if index.get(name)}
-        return {"transformer": f"{said}{bool(self.accepts)}"} if said else {}
+        values = {name: index[name] for name in ("boundary_ratio", "expand_timesteps") if index.get(name)}
+        return {"transformer": f"{values}{bool(self.accepts)}"} if values else {}
 
     @override
     def standard(self, folder: ModelFolder) -> Params:
@@ -349,7 +396,7 @@ class Wan(VideoFamily):
 
     @override
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
-        """Raises ConfigError when serving.json goes further than the transformer."""
+        """Return the text stage. Raises ConfigError if serving.json's limits exceed the transformer's."""
         shape = Shape.of(folder)
         shape.need_room(limits)
         embeds = limits.max_sequence_length * shape.text_dim * widths["text_encoder"]
@@ -359,17 +406,18 @@ class Wan(VideoFamily):
 FAMILY = Wan()
 
 
-ENCODED_FRAMES = 4  # what AutoencoderKLWan encodes at a time after the first frame, always; it drops a rest
+#: How many frames AutoencoderKLWan always encodes at a time after the first frame. It drops a remainder.
+ENCODED_FRAMES = 4
 
 
 class WanPicture(PictureEncoder):
-    """CLIP's image encoder, where there is one, and the VAE; an ImageEncoder."""
+    """The VAE and, if there is one, CLIP's image encoder, as an ImageEncoder."""
 
     beside: Sequence[str] = (LAST_FRAME,)
 
     def __init__(self, loader: Loader) -> None:
-        sees = any(loader.folder.index().get("image_encoder") or ())
-        self._clip = (loader.plain("image_processor"), loader.model("image_encoder")) if sees else None
+        has_clip = any(loader.folder.index().get("image_encoder") or ())
+        self._clip = (loader.plain("image_processor"), loader.model("image_encoder")) if has_clip else None
         self._vae, self._shape = WanVae(loader), Shape.of(loader.folder)
 
     @override
@@ -378,49 +426,54 @@ class WanPicture(PictureEncoder):
         self._shape.latents(params)
 
     def encode(self, pictures: Mapping[str, Sequence[Image]], params: Params) -> dict[str, Tensor]:
-        """The `condition` for the denoiser, and where the model sees pictures `image_embeds`, each a row a picture."""
+        """Return the denoiser's `condition` and, with CLIP, `image_embeds`, a row per image."""
         condition = {"condition": self._condition(pictures, params)}
         if self._clip is None:
             return condition
         processor, encoder = self._clip
-        in_rows = [one for row in zip(*pictures.values(), strict=True) for one in row]
-        pixels = processor(images=in_rows, return_tensors="pt").to(self._vae.device)
-        seen = encoder(**pixels, output_hidden_states=True).hidden_states[-2]
-        return {"image_embeds": seen.unflatten(0, (-1, 2)) if LAST_FRAME in pictures else seen, **condition}
+        images = [image for row in zip(*pictures.values(), strict=True) for image in row]
+        pixels = processor(images=images, return_tensors="pt").to(self._vae.device)
+        embeds = encoder(**pixels, output_hidden_states=True).hidden_states[-2]
+        return {"image_embeds": embeds.unflatten(0, (-1, 2)) if LAST_FRAME in pictures else embeds, **condition}
 
     def _condition(self, pictures: Mapping[str, Sequence[Image]], params: Params) -> Tensor:
-        """Float32 latents, of the first frame alone or of it, grey, and the last frame if there is one, behind a mask
-        that is 1 where pictures are. The mask says so of each frame in the groups that latents are of.
+        """Return the condition: a mask and float32 latents, or the first frame's latents alone.
+
+        The latents are of a video of the first frame, grey frames and the last frame, if it is given. The mask is 1 for
+        given frames. Its channels are the frames of a group that shares one latent frame.
         """
         import torch
         from diffusers.video_processor import VideoProcessor
 
-        vae, temporal, spatial = self._vae.vae, self._shape.temporal, self._shape.spatial
+        vae = self._vae.vae
+        temporal, spatial = self._shape.temporal, self._shape.spatial
         _, _, groups, rows, columns = self._shape.latents(params)
         size = {"height": rows * spatial, "width": columns * spatial}
         processor = VideoProcessor(vae_scale_factor=spatial)
-        given = {name: processor.preprocess(list(of), **size) for name, of in pictures.items()}
-        first, last = given[UPLOAD], given.get(LAST_FRAME)
-        video = first.new_zeros(
-            *first.shape[:2], 1 if self._shape.first else (groups - 1) * temporal + 1, *first.shape[2:]
-        )
+        pixels = {name: processor.preprocess(list(images), **size) for name, images in pictures.items()}
+        first, last = pixels[UPLOAD], pixels.get(LAST_FRAME)
+
+        frames = 1 if self._shape.first else (groups - 1) * temporal + 1
+        video = first.new_zeros(*first.shape[:2], frames, *first.shape[2:])
         video[:, :, 0] = first
         if last is not None:
             video[:, :, -1] = last
+
         latents = vae.encode(video.to(self._vae.device, vae.dtype)).latent_dist.mode().float()
         mean, scale = norm(vae, latents)
-        normed: Tensor = (latents - mean) * scale
+        normalized: Tensor = (latents - mean) * scale
         if self._shape.first:
-            return normed
+            return normalized
+
         mask = latents.new_zeros(len(first), temporal, groups, rows, columns)
         mask[:, :, 0] = 1
         if last is not None:
             mask[:, -1, -1] = 1
-        return torch.cat([mask, normed], dim=1)
+        return torch.cat([mask, normalized], dim=1)
 
 
 class WanImage(Wan):
-    """The stages of a WanImageToVideoPipeline folder; text and picture are encoded side by side."""
+    """The family of WanImageToVideoPipeline. Text and image are encoded in parallel."""
 
     source = ("pipelines/wan/pipeline_wan_i2v.py", "WanImageToVideoPipeline")
     classes = Wan.classes | {
@@ -432,28 +485,36 @@ class WanImage(Wan):
 
     @override
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
-        card = super().card(name, folder, dtype)
-        return replace(card, accepts=(*card.accepts, *_last_frame(Shape.of(ModelFolder(folder)))))
+        spec = super().card(name, folder, dtype)
+        return replace(spec, accepts=(*spec.accepts, *_last_frame(Shape.of(ModelFolder(folder)))))
 
     @override
     def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
-        """What was called Fast when it was saved has lost that word since."""
-        found = super().components(folder)
-        renamed = {part: (found[part][0], found[part][1].removesuffix("Fast")) for part in found if "image" in part}
-        return found | renamed
+        """Return the library and class of each component. Raises ConfigError.
+
+        Image processors are named without the suffix Fast, which newer versions of transformers have dropped.
+        """
+        classes = super().components(folder)
+        renamed = {
+            part: (library, name.removesuffix("Fast")) for part, (library, name) in classes.items() if "image" in part
+        }
+        return classes | renamed
 
     @override
     def served(self, index: Mapping[str, Any]) -> Mapping[str, tuple[str, tuple[str, ...]]]:
-        """CLIP's two parts go together."""
-        found = super().served(index)
-        sees = any(index.get("image_encoder") or ())
-        return {part: known for part, known in found.items() if sees or not part.startswith("image")}
+        """Return the supported classes, with CLIP's image encoder and processor or without both."""
+        classes = super().served(index)
+        has_clip = any(index.get("image_encoder") or ())
+        return {part: known for part, known in classes.items() if has_clip or not part.startswith("image")}
 
     @override
     def settings(self, index: Mapping[str, Any]) -> dict[str, str]:
-        """A first frame alone is encoded otherwise by an equal VAE."""
-        found = super().settings(index)
-        return {**found, "vae": "first frame"} if index.get("expand_timesteps") else found
+        """Return settings that change what a component does.
+
+        With a first frame alone, the VAE encodes differently.
+        """
+        settings = super().settings(index)
+        return {**settings, "vae": "first frame"} if index.get("expand_timesteps") else settings
 
     @override
     def limits(self, folder: ModelFolder, defaults: Params) -> MediaLimits:
@@ -462,23 +523,27 @@ class WanImage(Wan):
 
     @override
     def spreads(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
-        """Of a picture, what CLIP does by weights, and what the VAE does by tiles; texts have no tiles to share."""
-        ways = {IMAGE_ENCODE.kind: {"tensor": 0}} | super().spreads(folder)
-        return {kind: ways[kind] | ({"tiles": 0} if kind.endswith("_encode") else {}) for kind in ways}
+        """Return how stages may be spread.
+
+        For image encoding: CLIP by tensor parallelism, the VAE by tiles.
+        """
+        spreads = {IMAGE_ENCODE.kind: {"tensor": 0}} | super().spreads(folder)
+        return {kind: spreads[kind] | ({"tiles": 0} if kind.endswith("_encode") else {}) for kind in spreads}
 
     @override
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
-        shape, sees = Shape.of(folder), [part for part in self.components(folder) if part.startswith("image")]
-        if shape.image_dim is not None and not sees:
+        shape = Shape.of(folder)
+        clip = [part for part in self.components(folder) if part.startswith("image")]
+        if shape.image_dim is not None and not clip:
             raise ConfigError(
                 f"model {folder.path}: the transformer takes CLIP's embeddings, and there is no image_encoder"
             )
         channels, frames = (shape.channels, limits.max_frames) if shape.first else (shape.condition, shape.temporal)
-        embeds = _embeds(folder) * widths["image_encoder"] * (1 + shape.ends) + ALIGNMENT if sees else 0
+        embeds = _embeds_size(folder) * widths["image_encoder"] * (1 + shape.ends) + ALIGNMENT if clip else 0
         picture = replace(
             IMAGE_ENCODE,
-            components=(*sees, "vae"),
-            outputs=("image_embeds", "condition") if sees else ("condition",),
+            components=(*clip, "vae"),
+            outputs=("image_embeds", "condition") if clip else ("condition",),
             room=OutputSize(embeds + ALIGNMENT, channels * LATENT_BYTES / shape.spatial**2, frames),
             reads=("image", *PIXELS, LAST_FRAME),
         )
@@ -486,14 +551,17 @@ class WanImage(Wan):
 
 
 def _last_frame(shape: Shape) -> tuple[AcceptedInput, ...]:
-    """CLIP's embeddings of both have a place in some transformers, which then need both; others do not see the last."""
+    """Return the last frame as an input, if the transformer has a place for it.
+
+    It is required if the transformer has a place for CLIP's embeddings of both frames.
+    """
     if shape.ends or (shape.pictured and shape.image_dim is None):
         return (AcceptedInput(LAST_FRAME, "end", min=int(shape.ends)),)
     return ()
 
 
-def _embeds(folder: ModelFolder) -> int:
-    """Numbers that CLIP makes of a picture."""
+def _embeds_size(folder: ModelFolder) -> int:
+    """Return the number of values in CLIP's embeddings of an image."""
     clip = folder.config("image_encoder")
     with folder.reading("image_encoder"):
         return ((int(clip["image_size"]) // int(clip["patch_size"])) ** 2 + 1) * int(clip["hidden_size"])

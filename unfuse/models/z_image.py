@@ -1,10 +1,11 @@
-"""Z-Image: text to picture with one language model, which reads the prompt as a chat's message.
+"""Z-Image: text-to-image with one language model, which reads the prompt as a chat message.
 
-The stages do what diffusers' ZImagePipeline does, in its order of operations, on its components. Checked against
+The stages do what diffusers' ZImagePipeline does, in its order of operations, with its components. Checked against
 diffusers 0.42.
 
-A prompt has as many embeddings as it has tokens. They travel padded to one length, with a mask. Guidance applies with a
-`guidance_scale` above 0, and goes so much beyond the prompt's own prediction, away from the negative prompt's.
+A prompt has as many embeddings as tokens. They are padded to one length, with a mask. Classifier-free guidance applies
+with a `guidance_scale` above 0. The scale counts from the prompt's own prediction: it corresponds to a CFG scale of
+1 + `guidance_scale`.
 """
 
 from __future__ import annotations
@@ -45,75 +46,83 @@ if TYPE_CHECKING:
     from unfuse.stages.denoise import NoiseScheduler
 
 FRAMES = 1  # latents along time that the pipeline has the transformer see as one
-USUAL = 1024  # the pipeline's side in pixels, whatever the VAE
+USUAL = 1024  # default side in pixels, whatever the VAE
 
 
 @dataclass(frozen=True)
 class Shape(PictureShape):
-    """Sizes that follow from a model's configurations."""
+    """The sizes in a model's configurations."""
 
-    text_dim: int
+    text_dim: int  # width of the prompt embeddings
 
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
-        """Read the configurations. Raises ConfigError when they do not fit each other."""
+        """Read the configurations. Raises ConfigError if they do not fit each other."""
         vae, transformer = PictureShape.of_vae(folder), folder.config("transformer")
         with folder.reading("transformer"):
-            sides = PATCH in transformer["all_patch_size"] and FRAMES in transformer["all_f_patch_size"]
+            has_patches = PATCH in transformer["all_patch_size"] and FRAMES in transformer["all_f_patch_size"]
             longest, text_dim = min(map(int, transformer["axes_lens"][1:])), int(transformer["cap_feat_dim"])
             usual = USUAL // vae.multiple * vae.multiple
             shape = cls(vae.channels, vae.scale, vae.multiple, usual, longest * vae.multiple, text_dim)
-            found = int(transformer["in_channels"])
-        need_channels(folder, vae.channels, found)
-        if not sides or transformer.get("siglip_feat_dim") is not None:
+            channels = int(transformer["in_channels"])
+        need_channels(folder, vae.channels, channels)
+        if not has_patches or transformer.get("siglip_feat_dim") is not None:
             raise ConfigError(f"model {folder.path}: its transformer sees more than text, or other patches")
         return shape
 
 
 def beyond(params: Params) -> float:
-    """How much further than the negative prompt's a prediction goes."""
+    """Return the CFG scale: 1 + `guidance_scale`."""
     return 1.0 + guidance_scale(params)
 
 
 class ChatTextEncoder(MaskedTextEncoder):
-    """A language model's hidden states but one layer; a TextEncoder."""
+    """A language model as a TextEncoder of its last hidden states but one."""
 
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
-        """`prompt_embeds` (texts, length, text dim); `prompt_embeds_mask` (texts, length) is 1 at a text's tokens."""
+        """Return `prompt_embeds` (texts, length, text dim) and `prompt_embeds_mask`.
+
+        The mask (texts, length) is 1 for a text's tokens.
+        """
         tokens = self._tokens(texts, length)
         used = tokens.attention_mask.bool()
-        given = {"input_ids": tokens.input_ids, "attention_mask": used}
-        hidden = self._encoder(**given, output_hidden_states=True).hidden_states[-2]
-        embeds, mask = hidden.new_zeros(hidden.shape), tokens.attention_mask.new_zeros(used.shape)
-        for row, (states, own) in enumerate(zip(hidden, used, strict=True)):
-            count = int(own.sum())
-            embeds[row, :count], mask[row, :count] = states[own], 1
+        inputs = {"input_ids": tokens.input_ids, "attention_mask": used}
+        hidden = self._encoder(**inputs, output_hidden_states=True).hidden_states[-2]
+
+        embeds = hidden.new_zeros(hidden.shape)
+        mask = tokens.attention_mask.new_zeros(used.shape)
+        for row, (states, row_used) in enumerate(zip(hidden, used, strict=True)):
+            count = int(row_used.sum())
+            embeds[row, :count] = states[row_used]
+            mask[row, :count] = 1
         return {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
 
     @override
     def _tokens(self, texts: Sequence[str], length: int, padding: str = "max_length") -> Any:
-        how = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": True}
-        said = [self._tokenizer.apply_chat_template([{"role": "user", "content": text}], **how) for text in texts]
-        return super()._tokens(said, length, padding)
+        options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": True}
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        prompts = [self._tokenizer.apply_chat_template(chat, **options) for chat in chats]
+        return super()._tokens(prompts, length, padding)
 
 
 class ZImageDenoiser(FlowDenoiser):
-    """Transformer and the configuration of its noise scheduler; a Denoiser."""
+    """The Z-Image transformer as a Denoiser."""
 
     first, guidance = TOWARDS, staticmethod(beyond)
 
     def __init__(self, loader: Loader) -> None:
         shape = Shape.of(loader.folder)
         super().__init__(loader, shape.latents)
-        self.embeds, self.masks = {"prompt_embeds": (1, None, shape.text_dim)}, {"prompt_embeds_mask": (1, None)}
+        self.embeds = {"prompt_embeds": (1, None, shape.text_dim)}
+        self.masks = {"prompt_embeds_mask": (1, None)}
 
     @override
     def noise_dtype(self, params: Params) -> torch.dtype | None:
-        """Where a picture is redrawn, the transformer's dtype."""
+        """Return the transformer's dtype for image-to-image, else None for float32."""
         return self.dtype if params.get("strength") else None
 
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
-        """The more patches, the longer it stays at high noise, where the configuration says so."""
+        """Return a noise scheduler, with a timestep shift by size if configured."""
         import torch
 
         steps = need(params, "num_inference_steps", int)
@@ -121,26 +130,29 @@ class ZImageDenoiser(FlowDenoiser):
         return self._fresh(latents, sigmas=torch.linspace(1.0, 1 / steps, steps).tolist(), mu=mu)
 
     def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
-        """The velocity in float32, shaped as the latents. The transformer gives its opposite."""
+        """Return the velocity in float32, in the shape of the latents.
+
+        The transformer's output has the opposite sign.
+        """
         import torch
 
         texts = zip(inputs["prompt_embeds"], inputs["prompt_embeds_mask"].sum(1).tolist(), strict=True)
-        made = self._transformer(
+        outputs = self._transformer(
             [*latents.unsqueeze(2)],
             (1000 - timestep) / 1000,
             [text[:count] for text, count in texts],
             return_dict=False,
         )[0]
-        return -torch.stack([one.float() for one in made]).squeeze(2)
+        return -torch.stack([output.float() for output in outputs]).squeeze(2)
 
     @override
     def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
-        """So many times the way from the one to the other, beyond the other."""
+        """Return the guided prediction, beyond `towards` by `guidance_scale` times the difference."""
         return towards + guidance_scale(params) * (towards - away)
 
 
 class ZImage(PictureFamily):
-    """The stages of a ZImagePipeline folder."""
+    """The family of ZImagePipeline."""
 
     name = "z_image"
     source = ("pipelines/z_image/pipeline_z_image.py", "ZImagePipeline")
