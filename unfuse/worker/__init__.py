@@ -1,1 +1,1 @@
-"""A worker: a light parent that talks and keeps memory, and compute processes that run stages."""
+"""A worker: a light parent process for messages and memory, and compute processes for stages."""

@@ -1,4 +1,8 @@
-"""Which tasks make their next step together: how many make each task cheaper, fit in memory, and keep its bytes."""
+"""Continuous batching: which tasks share the next forward.
+
+A batch has the size at which a task is cheapest and that fits in memory. In exact pools it keeps the bytes of each
+task (batch invariance).
+"""
 
 from __future__ import annotations
 
@@ -27,38 +31,54 @@ from unfuse.worker.ranks import Ranks
 
 log = structlog.get_logger(__name__)
 
-TRUSTED = 3  # how many comparisons have to find no difference before batches of a size are no longer compared each time
+#: Number of comparisons without a difference after which a batch size is trusted and no longer compared each time.
+TRUSTED = 3
 
-CHECKED_AGAIN = 512  # of so many batches of a trusted size, one is compared again: a difference may hide for long
+#: One of this many batches of a trusted size is compared again: a difference may be rare.
+CHECKED_AGAIN = 512
 
+#: What tasks must have in common to share a forward. The first element is the pool.
 Key = tuple[Hashable, ...]
 
 UNKNOWN = "a function that cannot be seen"
 
-LARGEST = 256  # how many tasks share a forward at most, of stages that have all together
+#: Most tasks in one forward of a stage that has `all_together`.
+LARGEST = 256
 
-GAIN = 0.95  # a larger batch pays off if a task takes at most this share of its time in the smaller one
+#: A larger batch is better if a task takes at most this share of its time in the smaller one.
+GAIN = 0.95
 
-SAMPLES = 5  # how many forwards of a size are remembered, the latest
+#: Number of latest forwards of each size that are remembered.
+SAMPLES = 5
 
-CHANGED = 1.5  # a forward so many times longer, or shorter, than is usual for its size may mean another load
+#: A forward this many times longer or shorter than the median of its size may mean another load.
+CHANGED = 1.5
 
-RETRY_S, RETRY, LEAST = 1.0, 1.6, 0.5
-"""A size that is not used is tried again after so many seconds of forwards, and not before so many times what it loses,
-times the square of how many forwards of it are remembered: soon at first, and once it is known for a fortieth of the
-time. It loses what its tasks take longer than in the best size, and counts for at least this share of a forward: what
-is level needs no haste.
-"""
+#: When an unused size is tried again. The wait, in seconds of forwards, is at least RETRY_S and at least RETRY × loss ×
+#: (remembered forwards)². So a size is tried again soon at first, and for a fortieth of the time once it is known.
+#: The loss is what the size's tasks take longer than in the best size, and at least the share LEAST of their forward:
+#: sizes that are about equal are not tried often.
+RETRY_S = 1.0
+RETRY = 1.6
+LEAST = 0.5
 
+#: Most keys whose batch sizes are remembered.
 MAX_KEYS = 256
 
 
 class InvarianceResult(msgspec.Struct, frozen=True):
-    """What comparisons of a size found: so many times no difference, or a function that is to `blame` for one."""
+    """What comparisons of one batch size found (batch invariance)."""
 
+    #: Number of comparisons without a difference.
     equal: int = 0
+
+    #: The function that made a difference. Empty if none did.
     blame: str = ""
+
+    #: The pool whose batches were compared.
     pool: str = ""
+
+    #: The batch size.
     size: int = 0
 
     @property
@@ -71,43 +91,48 @@ UNSEEN = InvarianceResult()
 
 
 class InvarianceResults:
-    """The verdicts of one process, kept in a file that those of other processes and of earlier ones are in too.
+    """The batch invariance results of one process, in a file shared with other processes.
 
-    A key begins with a pool and has whatever else tasks must have in common. Verdicts are of one `scope`: the device,
-    the versions and the settings under which they were found. Without a file, they end with the process; one that
-    cannot be read or written costs comparisons, no more.
+    A key begins with a pool and has whatever else tasks must have in common. Results are valid for one `scope`: the
+    device, versions and settings under which they were found. Without a `file`, they end with the process. A file
+    that cannot be read or written only costs comparisons. `chance` returns a random number from 0 to 1.
     """
 
     def __init__(self, file: Path | None, scope: str = "", chance: Callable[[], float] = random.random) -> None:
-        self._file, self._scope, self._chance = file, scope, chance
+        self._file = file
+        self._scope = scope
+        self._chance = chance
         self._verdicts = self._read()
 
     def all(self) -> Sequence[InvarianceResult]:
-        """Every verdict, of whatever scope."""
+        """Return every result, of any scope."""
         return [*self._verdicts.values()]
 
     def of(self, key: Key, size: int) -> InvarianceResult:
-        """What is known of batches of this size."""
+        """Return the result for batches of this size; UNSEEN without one."""
         return self._verdicts.get(self._name(key, size), UNSEEN)
 
     def must_compare(self, key: Key, size: int) -> bool:
-        """Whether the next batch of this size should be compared, unless it is known to make a difference."""
+        """Whether the next batch of this size should be compared.
+
+        Never, if it is known to differ.
+        """
         verdict = self.of(key, size)
         return not verdict.blame and (not verdict.is_trusted or self._chance() * CHECKED_AGAIN < 1)
 
     def largest(self, key: Key, size: int) -> int:
-        """Of this size, its half, its quarter and so on, the largest that is trusted or may still be; 0: none."""
+        """Return the largest of size, size/2, size/4, … not known to differ, or 0."""
         while size and self.of(key, size).blame:
             size //= 2
         return size
 
     def learn(self, key: Key, size: int, blame: str) -> None:
-        """Remember a comparison: what is to blame for a difference, "" if there was none."""
+        """Remember a comparison. `blame` is the function that made a difference, or ""."""
         before = self.of(key, size)
         after = InvarianceResult(before.equal + (not blame), blame, str(key[0]), size)
         self._verdicts.pop(self._name(key, size), None)
         self._verdicts[self._name(key, size)] = after
-        if len(self._verdicts) > MAX_ENTRIES:  # clients choose sizes, and so keys
+        if len(self._verdicts) > MAX_ENTRIES:  # clients choose image sizes, and so the number of keys
             del self._verdicts[next(iter(self._verdicts))]
         if blame:
             log.warning("requests cannot share forwards exactly", key=str(key), size=size, because_of=blame)
@@ -127,7 +152,7 @@ class InvarianceResults:
             return {}
 
     def _write(self, name: str, verdict: InvarianceResult) -> None:
-        """Add a verdict to the file, beside those that other processes have added meanwhile."""
+        """Add a result to the file, beside those that other processes have added meanwhile."""
         if self._file is None:
             return
         try:
@@ -137,36 +162,36 @@ class InvarianceResults:
 
 
 def difference(alone: Sequence[Any], together: Sequence[Any]) -> int | None:
-    """The first of some states that has something else of a forward together than alone; None if there is none."""
+    """Return the first row whose result differs between alone and together, or None."""
     pairs = zip(alone, together, strict=True)
-    return next((row for row, (own, shared) in enumerate(pairs) if not _equal(own, shared)), None)
+    return next((row for row, (single, shared) in enumerate(pairs) if not _equal(single, shared)), None)
 
 
 def culprit(stage: Stage, states: Sequence[Any], row: int) -> str:
-    """What is to blame for it. Computes both once more."""
+    """Return the function that makes this row differ. Computes both forwards once more."""
     from unfuse.stages.batch_invariant_ops import first_difference
 
     return first_difference(lambda: stage.step_alone(states[row]), lambda: stage.step(states)) or UNKNOWN
 
 
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two results, errors among them, are the same bit for bit."""
-    if type(one) is not type(other):
+def _equal(left: Any, right: Any) -> bool:
+    """Whether two results, errors among them, are equal bit for bit."""
+    if type(left) is not type(right):
         return False
-    if hasattr(one, "untyped_storage"):  # a tensor of torch
-        return bool(one.shape == other.shape and one.dtype == other.dtype and _bytes(one) == _bytes(other))
-    match one:
+    if hasattr(left, "untyped_storage"):  # a torch tensor
+        return bool(left.shape == right.shape and left.dtype == right.dtype and _bytes(left) == _bytes(right))
+    match left:
         case Exception():
-            return str(one) == str(other)
+            return str(left) == str(right)
         case np.ndarray():
-            return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
+            return bool(left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes())
         case dict():
-            return one.keys() == other.keys() and all(map(_equal, one.values(), map(other.get, one)))
+            return left.keys() == right.keys() and all(map(_equal, left.values(), map(right.get, left)))
         case tuple() | list():
-            return len(one) == len(other) and all(map(_equal, one, other))
-        case msgspec.Struct() if not isinstance(one, EncodedMedia):
-            return _equal(msgspec.structs.asdict(one), msgspec.structs.asdict(other))
-    return bool(one == other)
+            return len(left) == len(right) and all(map(_equal, left, right))
+        case msgspec.Struct() if not isinstance(left, EncodedMedia):
+            return _equal(msgspec.structs.asdict(left), msgspec.structs.asdict(right))
+    return bool(left == right)
 
 
 def _bytes(tensor: Any) -> bytes:
@@ -178,53 +203,66 @@ def _bytes(tensor: Any) -> bytes:
 
 @dataclass
 class _Key:
+    """The measured batch sizes of one key."""
+
+    #: The largest size that is tried.
     most: int
-    taken: dict[int, deque[tuple[float, float]]] = field(default_factory=dict)
-    """By batch size: `spent` after a forward, and the seconds that it took for each task."""
-    spent: float = 0.0  # seconds of all forwards
+
+    #: By batch size, the latest forwards: (`spent` after it, its seconds for each task).
+    samples: dict[int, deque[tuple[float, float]]] = field(default_factory=dict)
+
+    #: Seconds of all forwards so far.
+    spent: float = 0.0
+
+    #: Sizes whose last forward took much longer than usual (1) or much shorter (-1).
     odd: dict[int, int] = field(default_factory=dict)
-    """The sizes whose last forward took much longer than usual (1), or much shorter (-1)."""
 
     def seconds(self, size: int) -> float:
-        """What a task takes in a forward of this size: the median."""
-        return median(seconds for _, seconds in self.taken[size])
+        """Return the median seconds that a task takes in a forward of this size."""
+        return median(seconds for _, seconds in self.samples[size])
 
     def best(self, sizes: list[int]) -> int:
-        """The best of these sizes, of those that were tried."""
-        best, *larger = [size for size in sizes if size in self.taken] or sizes[-1:]
+        """Return the best measured size of these ascending sizes, or the last one."""
+        best, *larger = [size for size in sizes if size in self.samples] or sizes[-1:]
         for size in larger:
             if self.seconds(size) <= GAIN * self.seconds(best):
                 best = size
         return best
 
     def is_due(self, size: int, best: int) -> bool:
-        """Whether this size should be tried beside the best one."""
-        if size not in self.taken:
+        """Whether this size should be tried again beside the best one."""
+        if size not in self.samples:
             return True
-        taken, seconds = self.taken[size], self.seconds(size)
+        samples, seconds = self.samples[size], self.seconds(size)
         lost = size * max(seconds - self.seconds(best), LEAST * seconds)
-        return self.spent - taken[-1][0] > max(RETRY_S, RETRY * len(taken) ** 2 * lost)
+        return self.spent - samples[-1][0] > max(RETRY_S, RETRY * len(samples) ** 2 * lost)
 
     def add(self, size: int, seconds: float) -> None:
-        """Take in a forward. One of another load does not count; of two of a size in turn, the second alone is kept."""
-        usual = self.seconds(size) if size in self.taken else seconds
+        """Add a forward of this size with its seconds for each task.
+
+        An unusual forward is ignored. A second one in the same direction means another load: then all samples are
+        dropped but this one.
+        """
+        usual = self.seconds(size) if size in self.samples else seconds
         way = (seconds > CHANGED * usual) - (CHANGED * seconds < usual)
         self.spent += size * seconds
+
         if way and way == self.odd.get(size):
-            self.taken.clear()
+            self.samples.clear()
             self.odd.clear()
         elif way:
             self.odd[size] = way
             return
+
         self.odd.pop(size, None)
-        self.taken.setdefault(size, deque(maxlen=SAMPLES)).append((self.spent, seconds))
+        self.samples.setdefault(size, deque(maxlen=SAMPLES)).append((self.spent, seconds))
 
 
 class BatchSizes:
-    """The best batch size of each key, at most `most`: of single, double, fourfold size and so on, by medians.
+    """The best batch size of each key, by median seconds for a task.
 
-    Sizes are compared by what they took under one load. Once two forwards of a size in turn say that it is another one,
-    the sizes next to the one in use are tried again, and from the better one those next to that.
+    Sizes are 1, 2, 4, … and `most`, the largest. They are compared under one load. When two forwards of a size in a
+    row show that the load has changed, all medians are dropped, and the sizes next to the one in use are tried again.
     """
 
     def __init__(self, most: int) -> None:
@@ -232,62 +270,71 @@ class BatchSizes:
         self._keys: dict[Hashable, _Key] = {}
 
     def size(self, key: Hashable, waiting: int) -> int:
-        """How many of the tasks of this key that wait should share the next forward."""
-        found = self._of(key)
-        most = min(waiting, found.most)
-        if not found.taken:
+        """Return how many of the `waiting` tasks of this key should share the next forward."""
+        sizes_of_key = self._of(key)
+        most = min(waiting, sizes_of_key.most)
+        if not sizes_of_key.samples:
             return 1
         sizes = [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
-        if odd := found.odd.keys() & sizes:  # once more, to see whether it is another load
+        if odd := sizes_of_key.odd.keys() & sizes:  # once more, to see whether it is another load
             return min(odd)
-        best = found.best(sizes)
-        place = sizes.index(best)
-        beside = (*sizes[place + 1 : place + 2], *sizes[max(0, place - 1) : place])
-        return next((size for size in beside if best in found.taken and found.is_due(size, best)), best)
+
+        best = sizes_of_key.best(sizes)
+        index = sizes.index(best)
+        neighbors = (*sizes[index + 1 : index + 2], *sizes[max(0, index - 1) : index])
+        return next(
+            (size for size in neighbors if best in sizes_of_key.samples and sizes_of_key.is_due(size, best)), best
+        )
 
     def all(self, key: Hashable, waiting: int, most: int) -> int:
-        """How many of these tasks can share a forward, up to `most`: where it pays to have all in each."""
+        """Return how many of the `waiting` tasks can share a forward, up to `most`.
+
+        For stages that gain from having all tasks in each forward.
+        """
         return min(waiting, self._of(key, most).most)
 
     def measured(self, key: Hashable, size: int, seconds: float) -> None:
-        """Learn that a batch of this size took so many seconds."""
+        """Record that a batch of this size took so many seconds."""
         self._of(key).add(size, seconds / size)
 
     def too_large(self, key: Hashable, size: int) -> None:
-        """No batch of this size, for want of memory or because mates change bytes: halve it from now on."""
-        found = self._of(key)
-        found.most = max(1, min(found.most, size // 2))
+        """Limit this key to half of `size`, which needs too much memory or changes bytes."""
+        sizes_of_key = self._of(key)
+        sizes_of_key.most = max(1, min(sizes_of_key.most, size // 2))
 
     def _of(self, key: Hashable, most: int = 0) -> _Key:
-        found = self._keys.pop(key, None) or _Key(most or self._most)
-        self._keys[key] = found
+        entry = self._keys.pop(key, None) or _Key(most or self._most)
+        self._keys[key] = entry
         if len(self._keys) > MAX_KEYS:
             del self._keys[next(iter(self._keys))]
-        return found
+        return entry
 
 
 class Batches:
-    """Picks up to `most` tasks for a forward (0: as is usual), and computes it.
+    """Picks the tasks of the next forward, and computes it (continuous batching).
 
-    With `exactness`, a task gets the bytes that it has alone: it shares a forward only where comparing shows that.
-    `sharing` says by pool how requests share forwards then, as far as that is known.
+    - `most`: most tasks in a forward; 0 means the default.
+    - `exactness`: with it, a task gets the bytes that it has alone (batch invariance): it shares a forward only where
+      comparisons have shown that.
+    - `sharing` says by pool how requests share forwards in an exact pool, as far as it was compared.
     """
 
     def __init__(self, most: int, exactness: InvarianceResults | None, ranks: Ranks) -> None:
         usual = most or USUAL_BATCH
-        few = 1 << (usual.bit_length() - 1)  # of few sizes, comparisons are soon done
+        few = 1 << (usual.bit_length() - 1)  # in an exact pool powers of two only, so that there are few comparisons
         self.sizes, self._most = BatchSizes(few if exactness else usual), most
         self._exactness, self._ranks = exactness, ranks
         self._turns, self._turn = dict[str, int](), 0
         self.sharing: dict[str, ExactBatchStats] = {}
 
     def pick(self, jobs: Collection[Job]) -> tuple[list[Job], How]:
-        """The next batch of these: the task whose place is first, and those that may share its forward.
+        """Return the next batch and how to compute it.
 
-        Those that wait come last: a step of theirs looks after what they wait for.
+        The batch is the first task in order and the tasks that may share its forward. Tasks that wait for something
+        are picked only if all do: their step then checks whether the wait is over.
         """
         jobs = [job for job in jobs if not job.stage.waits(job.state)] or jobs
-        first = min(jobs, key=self._place)
+        first = min(jobs, key=self._sort_key)
         self._turn += 1
         self._turns[first.lease.task.planned.pool] = first.turn = self._turn
         if first.alone:
@@ -301,72 +348,85 @@ class Batches:
         exact_key, size = first.key[-1], self.sizes.size(first.key, 1 << (len(mates).bit_length() - 1))
         best = 0 if exact_key is None else self._exactness.largest(first.key, size)
         if best < size and exact_key is not None:
-            self._note(first, ExactBatchStats(blame={size: self._exactness.of(first.key, size).blame}))
+            self._record_sharing(first, ExactBatchStats(blame={size: self._exactness.of(first.key, size).blame}))
             self.sizes.too_large(first.key, size)
         if best == 0 or (best == 1 and not first.stage.differs_alone):
             return [first], "alone"
         if self._exactness.must_compare(first.key, best):
             return mates[:best], "compared"
-        self._note(first, ExactBatchStats(best))
+        self._record_sharing(first, ExactBatchStats(best))
         return mates[:best], "together"
 
     def compute(self, batch: list[Job], how: How) -> list[tuple[Job, Any]]:
-        """What a step makes of each of these: it is for the stage to go on with, or an error.
+        """Compute a step of a batch.
 
-        Nothing of those that are to be tried again, alone or in a smaller batch, because it failed together.
+        Returns each job with the result for its stage, or an error.
+
+        Jobs whose batch failed together are left out: they are tried again, alone or in a smaller batch.
         """
-        stage, key, states, began = batch[0].stage, batch[0].key, [job.state for job in batch], time.monotonic()
+        stage = batch[0].stage
+        key = batch[0].key
+        states = [job.state for job in batch]
+        began = time.monotonic()
         waited = self._ranks.exchange_s
         size = len(batch) if how == "together" else 1
         try:
-            made = (
+            results = (
                 self._step(stage.step, states)
                 if how == "together"
-                else [self._step(stage.step_alone, one) for one in states]
+                else [self._step(stage.step_alone, state) for state in states]
             )
         except Exception as error:  # an error of one task must not end the process
-            return self._fallen_apart(batch, error, how)
+            return self._handle_failure(batch, error, how)
         seconds, waited = time.monotonic() - began, self._ranks.exchange_s - waited
         self.sizes.measured(key, size, seconds * size / len(batch))
         for job in batch:
-            job.run_s, job.steps, job.mates = job.run_s + seconds, job.steps + 1, job.mates + size
+            job.run_s = job.run_s + seconds
+            job.steps = job.steps + 1
+            job.mates = job.mates + size
             job.share_s += seconds / len(batch)
             job.exchange_s += waited
         if how == "compared":
-            self._compare(batch, made)
-        return [*zip(batch, made, strict=True)]
+            self._compare(batch, results)
+        return [*zip(batch, results, strict=True)]
 
-    def _place(self, job: Job) -> tuple[int, bool, bool, int, int]:
-        """Urgent ones first, then what takes one step, and of either what ends requests: so the others share as large a
-        forward as they can, and slots bound how long they wait. Pools take turns, those of texts whatever they end: for
-        a long prompt would wait until no text is written. So does what has made its only step in vain: a prompt for
-        which there is no room would keep texts from making some. Texts that may not share a forward take turns.
+    def _sort_key(self, job: Job) -> tuple[int, bool, bool, int, int]:
+        """Return the sort key of a job: priority, single-step stages, final stages, then round-robin.
+
+        Single-step stages go first, and of either kind those that end requests, so that the others share forwards
+        that are as large as possible; slots bound how long they wait. Pools go round-robin. Text pools are not
+        preferred for being final, or decode would starve the prefill of a long prompt. A single-step task that has
+        already stepped in vain, such as a prompt without room in the KV cache, loses its preference, or it would
+        starve the texts whose end makes room. Texts that may not share a forward go round-robin, too.
         """
         task, steps = job.lease.task, job.stage.progress(job.state)[1]
         soon = task.planned.final or job.stage.texts is not None
-        own = job.turn if self._exactness and job.stage.all_together else 0
-        return -job.priority, steps > 1 or job.steps > 0, not soon, self._turns.get(task.planned.pool, 0), own
+        own_turn = job.turn if self._exactness and job.stage.all_together else 0
+        return -job.priority, steps > 1 or job.steps > 0, not soon, self._turns.get(task.planned.pool, 0), own_turn
 
-    def _note(self, job: Job, found: ExactBatchStats) -> None:
-        """Add to what is known of how requests of this job's pool share forwards."""
+    def _record_sharing(self, job: Job, stats: ExactBatchStats) -> None:
+        """Add to the invariance results of the job's pool."""
         pool = job.lease.task.planned.pool
         known = self.sharing.get(pool, ExactBatchStats())
-        if known | found != known:
-            self.sharing[pool] = known | found
+        if known | stats != known:
+            self.sharing[pool] = known | stats
 
     def _step(self, compute: Callable[[Any], Any], states: Any) -> Any:
-        """Make a step on every rank."""
+        """Compute a step on every rank."""
         with self._ranks.together():
             return compute(states)
 
     def _compare(self, batch: list[Job], alone: Sequence[Any]) -> None:
-        """Compute a step that each task has made alone once more, together, and remember whether that differs."""
-        stage, key, states, began = batch[0].stage, batch[0].key, [job.state for job in batch], time.monotonic()
+        """Compute a step once more, together, and remember whether the results differ from those alone."""
+        stage = batch[0].stage
+        key = batch[0].key
+        states = [job.state for job in batch]
+        began = time.monotonic()
         try:
             together = self._step(stage.step, states)
             self.sizes.measured(key, len(batch), time.monotonic() - began)
             blame = self._ranks.blame(difference(alone, together), partial(culprit, stage, states))
-        except Exception as error:  # what they have alone counts
+        except Exception as error:  # the tasks go on with their results alone
             if rule_of(error) is MEMORY:
                 self.sizes.too_large(key, len(batch))
                 return
@@ -374,7 +434,11 @@ class Batches:
         if self._exactness:
             self._exactness.learn(key, len(batch), blame)
 
-    def _fallen_apart(self, batch: list[Job], error: Exception, how: How) -> list[tuple[Job, Any]]:
+    def _handle_failure(self, batch: list[Job], error: Exception, how: How) -> list[tuple[Job, Any]]:
+        """Handle a failed forward: limit the batch size, or run its jobs alone.
+
+        Returns the error for a job that was alone already.
+        """
         if len(batch) == 1 and (how == "alone" or not batch[0].stage.differs_alone):
             return [(batch[0], error)]
         if len(batch) > 1 and rule_of(error) is MEMORY:

@@ -1,4 +1,4 @@
-"""When the state of a running task is saved, how it is encoded, and how the scheduler records it."""
+"""Checkpoints of running tasks: when they are saved, how they are encoded and recorded."""
 
 from __future__ import annotations
 
@@ -23,44 +23,57 @@ if TYPE_CHECKING:
     from unfuse.worker.link import SchedulerLink
     from unfuse.worker.objects import WorkerObjects
 
-FAILS_S = 4 * 3600.0  # the mean seconds between two failures of a worker that `auto` assumes: it may be taken away
+#: Mean seconds between two failures of a worker, as `auto` assumes them. Machines may be preempted.
+FAILS_S = 4 * 3600.0
 
-UNKNOWN_S = 0.05  # the seconds that saving is assumed to take before the first time
+#: Seconds that saving is assumed to take before it was measured.
+UNKNOWN_S = 0.05
 
-VALUES = "unfuse.values"  # the tensor that holds a checkpoint's plain values, as bytes
+#: Name of the tensor with a checkpoint's plain values, as bytes.
+VALUES = "unfuse.values"
 
 SPOKEN = re.compile(r"(?P<steps>[1-9]\d*)|(?P<seconds>\d+(\.\d+)?)s|auto|none")
 
 
 @dataclass
 class CheckpointPolicy:
-    """Save every so many `steps`, or `seconds`, or by what saving costs (`auto`); never if none of them is set.
+    """When checkpoints are saved: every `steps`, every `seconds`, by their cost (`auto`), or never.
 
     `auto` uses the interval that loses least time, sqrt(2 × cost × time between failures) (Young, "A first order
     approximation to the optimum checkpoint interval", CACM 17(9), 1974). It does not save when less than half an
     interval of work is left, because then losing that work costs less, on average.
     """
 
+    #: Save after this number of steps. 0 if the number does not matter.
     steps: int = 0
+
+    #: Save after these seconds. 0 if the time does not matter.
     seconds: float = 0.0
+
     auto: bool = False
-    cost_s: float = field(default=UNKNOWN_S, init=False)  # the measured seconds that saving takes, smoothed
+
+    #: The measured seconds that saving takes, smoothed.
+    cost_s: float = field(default=UNKNOWN_S, init=False)
 
     @classmethod
     def parse(cls, text: str) -> CheckpointPolicy:
-        """Parse `10` (every ten steps), `30s` (every thirty seconds), `auto` or `none`. Raises ConfigError."""
-        found = SPOKEN.fullmatch(text)
-        if found is None or float(found["seconds"] or 1) == 0:
+        """Parse a policy: `10` (steps), `30s` (seconds), `auto` or `none`. Raises ConfigError."""
+        parsed = SPOKEN.fullmatch(text)
+        if parsed is None or float(parsed["seconds"] or 1) == 0:
             raise ConfigError(f"--checkpoint {text}: say auto, none, a number of steps (10) or of seconds (30s)")
-        return cls(int(found["steps"] or 0), float(found["seconds"] or 0), text == "auto")
+        return cls(int(parsed["steps"] or 0), float(parsed["seconds"] or 0), text == "auto")
 
     @property
     def never(self) -> bool:
-        """Whether nothing is ever saved."""
+        """Whether no checkpoint is ever saved."""
         return not (self.steps or self.seconds or self.auto)
 
     def due(self, unsaved_steps: int, unsaved_s: float, left_s: float) -> bool:
-        """Whether to save now, by the steps and seconds since the last save and the predicted seconds that are left."""
+        """Whether to save now.
+
+        `unsaved_steps` and `unsaved_s` count from the last save; `left_s` are the predicted seconds until the task
+        ends.
+        """
         if self.steps:
             return unsaved_steps >= self.steps
         if self.seconds:
@@ -69,17 +82,17 @@ class CheckpointPolicy:
         return self.auto and unsaved_s >= interval and left_s >= interval / 2
 
     def took(self, seconds: float) -> None:
-        """Learn the seconds that saving has just taken."""
+        """Record the seconds that saving has just taken."""
         self.cost_s = (self.cost_s + seconds) / 2
 
 
 def pack(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Turn a checkpoint into the tensors of one object."""
+    """Return the tensors of one object with the checkpoint."""
     return {**checkpoint.tensors, VALUES: np.frombuffer(encode(checkpoint.values), np.uint8)}
 
 
 def unpack(tensors: Mapping[str, Any]) -> Checkpoint:
-    """Turn the tensors of an object back into a checkpoint. Raises PermanentError for one that is no checkpoint."""
+    """Return the checkpoint in an object's tensors. Raises PermanentError if it is no checkpoint."""
     values = tensors.get(VALUES)
     if values is None:
         raise PermanentError("this object is no checkpoint")
@@ -88,22 +101,24 @@ def unpack(tensors: Mapping[str, Any]) -> Checkpoint:
 
 
 class CheckpointWriter:
-    """Makes checkpoints durable, has them recorded, and deletes the ones before. For one event loop."""
+    """Makes checkpoints durable, has them recorded, and deletes the previous ones. For one event loop."""
 
     def __init__(self, objects: WorkerObjects, link: SchedulerLink) -> None:
         self._objects, self._link = objects, link
-        self.stops = False  # whether the worker stops, so that checkpoints have to outlast it
-        self._known: dict[Claim, ObjectRef | None] = {}
-        self._unshared = Counter[Claim]()  # prefix blocks that are on their way, by task
+        #: Whether the worker stops, so that checkpoints must outlast it.
+        self.stops = False
+
+        self._known: dict[Claim, ObjectRef | None] = {}  # the last recorded checkpoint of each task
+        self._unshared = Counter[Claim]()  # number of prefix blocks that are not recorded yet, by task
         self._shared = asyncio.Condition()
         self._lock = asyncio.Lock()
 
     def begin(self, lease: Lease) -> None:
-        """A task begins, perhaps from a checkpoint."""
+        """Note that a task has started, perhaps from a checkpoint."""
         self._known[lease.claim] = lease.checkpoint
 
     async def share(self, kept: CachePrefix) -> None:
-        """Have a prefix block recorded, which others find from then on, and hold it for them."""
+        """Have a prefix block recorded for other tasks (prefix caching), and retain it for them."""
         self._unshared[kept.claim] += 1
         try:
             answer = await self._link.call(kept)
@@ -115,9 +130,10 @@ class CheckpointWriter:
                 self._shared.notify_all()
 
     async def save(self, saved: CheckpointSaved) -> None:
-        """Copy a checkpoint to any durable store, have it recorded, delete what it replaces; itself if not recorded.
+        """Copy a checkpoint to any durable store, record it, and delete the previous one.
 
-        One that cannot be copied, as when the disk is full, replaces none that is.
+        A checkpoint that is not recorded is deleted itself. One that cannot be copied, as when the disk is full, does
+        not replace one that has a copy.
         """
         async with self._lock:
             before = self._known.get(saved.claim)
@@ -143,7 +159,10 @@ class CheckpointWriter:
             await self._shared.wait_for(lambda: claim not in self._unshared)
 
     async def end(self, claim: Claim, done: bool) -> None:
-        """A task has ended here. If it is not `done`, its checkpoint stays, so that another worker can resume it."""
+        """Note that a task has ended. If it is `done`, its checkpoint is deleted.
+
+        Otherwise the checkpoint stays, so that another worker can resume the task.
+        """
         known = self._known.pop(claim, None)
         if done and known:
             await self._objects.delete(known)

@@ -1,7 +1,8 @@
-"""The compute process: loads the stages of its role and runs the step loop. Of a worker, only this process uses torch.
+"""The compute process: loads the stages of its role and runs the step loop.
 
-`python -m unfuse.worker.compute FD`, or a fork of a process that has imported this, is started with one end of a
-socket pair. It ends when the other end closes, whatever it is doing.
+Of a worker, only this process uses torch. `python -m unfuse.worker.compute FD`, or a fork of a process that has
+imported this module, is started with one end of a socket pair. It ends when the other end closes, even during a
+forward.
 """
 
 from __future__ import annotations
@@ -48,14 +49,18 @@ if TYPE_CHECKING:
 
 
 class PairServer:
-    """The end in the compute process: does what messages ask of pairs, which `open` makes at the first."""
+    """Serves transfer pairs in the compute process. `open` makes them at the first call."""
 
     def __init__(self, open: Callable[[], ProcessPairs], send: Callable[[messages.FromCompute], None]) -> None:
-        self._open, self._send, self._lock = open, send, Lock()
+        self._open, self._send = open, send
+        self._lock = Lock()
         self._pairs: ProcessPairs | None = None
 
     def take(self, call: messages.PairCall) -> None:
-        """Do it in a thread, and answer. Nothing that fails there ends the process."""
+        """Serve a call in a thread and answer it.
+
+        A failure there does not end the process.
+        """
         Thread(target=self._serve, args=(call,), name="transfer-pair", daemon=True).start()
 
     def _serve(self, call: messages.PairCall) -> None:
@@ -63,7 +68,7 @@ class PairServer:
             with self._lock:
                 pairs = self._pairs = self._pairs or self._open()
             port = getattr(pairs, call.method)(call.pair, *call.arguments)
-        except Exception as error:  # those of torch have no base of their own
+        except Exception as error:  # errors of torch have no common base
             self._send(messages.PairDone(call.pair, error=f"{type(error).__name__}: {error}"))
         else:
             if call.method != "part":
@@ -71,11 +76,11 @@ class PairServer:
 
 
 def compute(descriptor: int) -> None:
-    """Be a compute process, with that descriptor of a socket to the executor."""
+    """Run a compute process with this descriptor of a socket to the executor."""
     write_records(sys.stderr)
     mute_libraries()
     connection = socket.socket(fileno=descriptor)
-    Path("/proc/self/comm").write_text(f"compute {peer_of(connection)[0]}")  # lists of processes show of which worker
+    Path("/proc/self/comm").write_text(f"compute {peer_of(connection)[0]}")  # `ps` then shows the worker's process id
     channel = messages.ComputeChannel(connection)
     try:
         load = channel.receive()
@@ -87,24 +92,31 @@ def compute(descriptor: int) -> None:
     Thread(target=_listen, args=(channel, inbox, load), daemon=True).start()
     try:
         if load.compute.batching == "auto":
-            apart = any(not find(resolve_source(source)).batches for _, source, _ in load.models)
-            load = replace(load, compute=replace(load.compute, batching="exact" if apart else "batched"))
-        group = _meet(load)
-        device, outcome, stages, plain = _load(load, channel, group)
+            is_exact = any(not find(resolve_source(source)).batches for _, source, _ in load.models)
+            load = replace(load, compute=replace(load.compute, batching="exact" if is_exact else "batched"))
+        group = _join_group(load)
+        device, numerics, stages, plain = _load_stages(load, channel, group)
     except (UnfuseError, OSError, ValueError) as error:
         channel.send(messages.LoadFailed(str(error)))
         return
     places = load.places
     store = TensorStore.create(
-        places.store, owner=load.owner, node=load.node, address=load.arena, write_token=load.write_token,
-        threshold=places.threshold, spill_capacity=places.spill_capacity, durable=places.durable,
-        copies=copies_here(places), run_dir=load.run_dir,
-    )  # fmt: skip
+        places.store,
+        owner=load.owner,
+        node=load.node,
+        address=load.arena,
+        write_token=load.write_token,
+        threshold=places.threshold,
+        spill_capacity=places.spill_capacity,
+        durable=places.durable,
+        copies=copies_here(places),
+        run_dir=load.run_dir,
+    )
     for stage in stages.values():
         stage.warm_up()
-    brought = {name: amount for stage in stages.values() for name, amount in stage.resources.items()}
+    resources = {name: amount for stage in stages.values() for name, amount in stage.resources.items()}
     left_out = (load.pools or load.registered) - stages.keys()
-    channel.send(messages.ModelsLoaded(_name(device), outcome, brought, left_out))
+    channel.send(messages.ModelsLoaded(_device_name(device), numerics, resources, left_out))
     StepLoop(
         stages,
         store,
@@ -115,7 +127,7 @@ def compute(descriptor: int) -> None:
         plain,
         places.encodings,
         CheckpointPolicy.parse(places.checkpoint),
-        _exactness(load, outcome),
+        _invariance_results(load, numerics),
         Ranks(group, channel.send),
         load.compute.loop == "overlapped",
         device_memory(device),
@@ -123,7 +135,7 @@ def compute(descriptor: int) -> None:
 
 
 def device_memory(device: str) -> Callable[[], int]:
-    """Return a function for the bytes that this process holds on a GPU; 0 on a CPU."""
+    """Return a function for this process's bytes on a GPU; 0 on a CPU."""
     if device.startswith("cpu"):
         return lambda: 0
     from unfuse.parallel.devices import held
@@ -131,20 +143,26 @@ def device_memory(device: str) -> Callable[[], int]:
     return partial(held, device)
 
 
-def _exactness(load: messages.LoadModels, outcome: Mapping[str, str]) -> InvarianceResults | None:
-    """What is known of batches here, where every request has to get the bytes that it has alone."""
+def _invariance_results(load: messages.LoadModels, numerics: Mapping[str, str]) -> InvarianceResults | None:
+    """Return the invariance results of exact batching; None for other batching modes.
+
+    Their scope has the numerics and the processor's name, since libraries choose kernels by it.
+    """
     if load.compute.batching != "exact":
         return None
     lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    processor = next((line for line in lines if line.startswith("model name")), "")  # libraries choose kernels by it
-    scope = xxhash.xxh3_64_hexdigest(encode((sorted(outcome.items()), processor)))
+    processor = next((line for line in lines if line.startswith("model name")), "")
+    scope = xxhash.xxh3_64_hexdigest(encode((sorted(numerics.items()), processor)))
     return InvarianceResults(Path(load.data_dir, messages.EXACTNESS) if load.data_dir else None, scope)
 
 
 def _listen(
     channel: messages.ComputeChannel, inbox: queue.SimpleQueue[messages.ForLoop], load: messages.LoadModels
 ) -> None:
-    """Put messages into the loop's inbox. When the parent is gone, end the process, even during a long forward."""
+    """Put messages into the loop's inbox.
+
+    When the parent is gone, end the process, even during a long forward.
+    """
     pairs = PairServer(partial(_pairs, load), channel.send)
     while True:
         try:
@@ -160,15 +178,15 @@ def _listen(
 
 
 def _pairs(load: messages.LoadModels) -> ProcessPairs:
-    """What moves bytes between the worker's arena and other workers'."""
+    """Return the transfer pairs between this worker's arena and those of other workers."""
     from unfuse.parallel.pairs import TorchPairs
 
     arena = ArenaClient(load.arena, load.write_token, Path(load.run_dir) if load.run_dir else None)
     return TorchPairs(arena.memory, _device(load, with_torch=True))
 
 
-def _meet(load: messages.LoadModels) -> Group | None:
-    """The ranks of the worker, if there are several."""
+def _join_group(load: messages.LoadModels) -> Group | None:
+    """Return the group of the worker's ranks; None if there is one."""
     if load.ranks == 1:
         return None
     from unfuse.parallel.group import Group
@@ -176,26 +194,27 @@ def _meet(load: messages.LoadModels) -> Group | None:
     return Group(load.rank, load.ranks, load.rendezvous, _device(load, with_torch=True), load.compute.collective_s)
 
 
-def _agree(group: Group | None, outcome: Mapping[str, str], pools: Collection[str]) -> None:
-    """Raises ConfigError where another rank would make other bytes: one of another version, or with other weights."""
-    said = group.exchange(encode((sorted(outcome.items()), sorted(pools)))) if group else []
-    if differing := [rank for rank, theirs in enumerate(said) if theirs != said[0]]:
+def _check_agreement(group: Group | None, numerics: Mapping[str, str], pools: Collection[str]) -> None:
+    """Raise ConfigError if another rank would make other bytes: another version, or other weights."""
+    outcomes = group.exchange(encode((sorted(numerics.items()), sorted(pools)))) if group else []
+    if differing := [rank for rank, outcome in enumerate(outcomes) if outcome != outcomes[0]]:
         raise ConfigError(
             f"rank {differing[0]} of the worker makes other bytes than rank 0: devices, versions or weights differ"
         )
 
 
-def _wanted(load: messages.LoadModels) -> dict[str, tuple[StageSpec, ModelSpec, Path]]:
-    """Return the stages to load, by declared pool. Raises ConfigError if there are none, or a model cannot be read.
+def _stages_to_load(load: messages.LoadModels) -> dict[str, tuple[StageSpec, ModelSpec, Path]]:
+    """Return the stages to load, by declared pool.
 
-    If the worker has registered, models whose files have changed since then are left out.
+    Raises ConfigError if there are none or a model cannot be read. If the worker has registered, models whose files
+    have changed since then are left out.
     """
     models = [(name, resolve_source(source), dtype) for name, source, dtype in load.models]
-    alone = {load.holds} & {name for name, _, _ in models}  # of a set that is a model no other one need be whole
-    takes, wanted = load.pools or load.registered, dict[str, tuple[StageSpec, ModelSpec, Path]]()
+    only = {load.holds} & {name for name, _, _ in models}  # if the set is a model, no other model is read
+    pools, wanted = load.pools or load.registered, dict[str, tuple[StageSpec, ModelSpec, Path]]()
     refusal = ConfigError("the files of all models have changed since the worker started: start it again")
     for name, folder, dtype in models:
-        if alone and name not in alone:
+        if only and name not in only:
             continue
         try:
             card = card_of(name, folder, dtype)
@@ -206,77 +225,90 @@ def _wanted(load: messages.LoadModels) -> dict[str, tuple[StageSpec, ModelSpec, 
             continue
         for spec in card.pipeline.stages:
             pool = pool_name(spec, card.weights, card.dtypes)
-            if load.choice.takes(spec) and (pool in takes or not takes):
+            if load.choice.takes(spec) and (pool in pools or not pools):
                 wanted.setdefault(pool, (spec, card, folder))
     if not wanted:
         raise refusal
     return wanted
 
 
-def _load(
+def _load_stages(
     load: messages.LoadModels, channel: messages.ComputeChannel, group: Group | None
 ) -> tuple[str, dict[str, str], dict[str, Stage], set[str]]:
-    """Load the stages. Returns the device, the outcome, stages by declared pool, and pools that take numpy arrays."""
+    """Load the stages.
+
+    Returns the device, the numerics, the stages by declared pool, and the pools that take numpy arrays.
+    """
     if load.data_dir:
         FINGERPRINTS.remember_in(Path(load.data_dir))
-    models, wanted = [(name, resolve_source(source), dtype) for name, source, dtype in load.models], _wanted(load)
+    models, wanted = (
+        [(name, resolve_source(source), dtype) for name, source, dtype in load.models],
+        _stages_to_load(load),
+    )
     progress = LoadProgress([(spec, folder) for spec, _, folder in wanted.values()], channel.send)
     families = [find(folder) for _, folder, _ in models]
     libraries = {name for family in families if family.torch for name in ("torch", *family.libraries)}
-    named = {(folder, name) for spec, _, folder in wanted.values() for name in spec.components}
-    libraries |= library(files_of(folder).quantisation(name) for folder, name in named)
+    component_folders = {(folder, name) for spec, _, folder in wanted.values() for name in spec.components}
+    libraries |= library(files_of(folder).quantisation(name) for folder, name in component_folders)
     device = _device(load, bool(libraries))
-    outcome, spreads = outcome_of(load, device, libraries), own_spreads(load.compute.parallel, load.choice.roles)
-    _agree(group, outcome, wanted)
+    numerics, spreads = outcome_of(load, device, libraries), own_spreads(load.compute.parallel, load.choice.roles)
+    _check_agreement(group, numerics, wanted)
     stages: dict[str, Stage] = {}
     plain, shared = set[str](), dict[Hashable, Any]()
     for pool, (spec, card, folder) in wanted.items():
         family, mesh = find(folder), group.mesh(spreads[spec.role]) if group and spec.role in spreads else None
-        kept = str(Path(load.data_dir, messages.KEPT_LORAS)) if load.data_dir else ""
+        adapter_folder = str(Path(load.data_dir, messages.KEPT_LORAS)) if load.data_dir else ""
         runtime = RuntimeOptions(
-            device, card.dtypes, load.compute, load.places.loras, mesh, load.kv, shared, group, kept
+            device, card.dtypes, load.compute, load.places.loras, mesh, load.kv, shared, group, adapter_folder
         )
         progress.begin(card.name, spec, folder)
         stages[pool] = family.load(spec, folder, runtime, progress.loaded)
         plain |= set() if family.torch else {pool}
-    return device, outcome, stages, plain
+    return device, numerics, stages, plain
 
 
 class LoadProgress:
-    """Reports what is being loaded, and how many bytes of all that these stages need are loaded."""
+    """Reports which stage is loading, and how many bytes of all files are loaded."""
 
     def __init__(
         self,
         stages: Iterable[tuple[StageSpec, Path]],
         tell: Callable[[messages.LoadingStage | messages.ComponentLoaded], None],
     ) -> None:
-        places = {(folder, name): files_of(folder).at(name) for spec, folder in stages for name in spec.components}
-        self._left = {key: _size(key[0] / at) for key, at in places.items()}
-        self._total, self._tell = sum(self._left.values()), tell
+        paths = {(folder, name): files_of(folder).at(name) for spec, folder in stages for name in spec.components}
+        self._remaining = {key: _bytes_of(key[0] / path) for key, path in paths.items()}
+        self._total = sum(self._remaining.values())
+        self._send = tell
         self._folder = Path()
 
     def begin(self, model: str, stage: StageSpec, folder: Path) -> None:
         """Report that this stage is loaded next."""
         self._folder = folder
-        self._tell(messages.LoadingStage(model, stage.name, self._total - sum(self._left.values()), self._total))
+        self._send(messages.LoadingStage(model, stage.name, self._total - sum(self._remaining.values()), self._total))
 
     def loaded(self, component: str, seconds: float, size: int) -> None:
-        """Report that a component of that stage is loaded, in these seconds, with `size` bytes of memory."""
-        self._left.pop((self._folder, component), None)
-        self._tell(
-            messages.ComponentLoaded(component, seconds, size, self._total - sum(self._left.values()), self._total)
+        """Report that a component of that stage is loaded.
+
+        It took these seconds and uses `size` bytes of memory.
+        """
+        self._remaining.pop((self._folder, component), None)
+        self._send(
+            messages.ComponentLoaded(component, seconds, size, self._total - sum(self._remaining.values()), self._total)
         )
 
 
-def _size(folder: Path) -> int:
-    """Bytes of a file, or of those in a folder; 0 if it is missing."""
+def _bytes_of(folder: Path) -> int:
+    """Return the bytes of a file or a folder's files; 0 if missing."""
     if folder.is_file():
         return folder.stat().st_size
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) if folder.is_dir() else 0
 
 
 def _device(load: messages.LoadModels, with_torch: bool) -> str:
-    """Where it computes. Raises ConfigError for what is not there: a device, or one for each rank."""
+    """Return the device of this process.
+
+    Raises ConfigError if it, or one for each rank, is missing.
+    """
     named = load.compute.device
     if not with_torch:
         return "cpu" if named == "auto" else named
@@ -287,27 +319,27 @@ def _device(load: messages.LoadModels, with_torch: bool) -> str:
     torch.set_num_threads(load.compute.threads)
     if named != "auto":
         return present(named)
-    if (there := found()) and load.ranks > len(there):
-        raise ConfigError(f"--parallel {load.compute.parallel} needs {load.ranks} GPUs, and there are {len(there)}")
-    best = there[load.rank : load.rank + 1] or ["cpu"]
+    if (devices := found()) and load.ranks > len(devices):
+        raise ConfigError(f"--parallel {load.compute.parallel} needs {load.ranks} GPUs, and there are {len(devices)}")
+    best = devices[load.rank : load.rank + 1] or ["cpu"]
     return best[0].partition(":")[0] if load.ranks == 1 else best[0]
 
 
 def outcome_of(load: messages.LoadModels, device: str, libraries: Collection[str]) -> dict[str, str]:
-    """What the bytes of results depend on: settings, versions of libraries, and the device."""
+    """Return the numerics: settings, library versions and device, on which the bytes of results depend."""
     spreads = own_spreads(load.compute.parallel, load.choice.roles)
     settings = load.compute.outcome | {f"parallel-{role}": str(how) for role, how in spreads.items()}
     settings |= {f"encode-{kind}": encoding for kind, encoding in load.places.encodings.items()}
-    found = settings | {name: version(name) for name in libraries}
+    numerics = settings | {name: version(name) for name in libraries}
     if not libraries or not device.startswith("cpu"):
-        return found | {"device": _name(device)}
+        return numerics | {"device": _device_name(device)}
     import torch
 
-    return found | {"device": f"cpu {torch.backends.cpu.get_cpu_capability()}", "threads": str(load.compute.threads)}
+    return numerics | {"device": f"cpu {torch.backends.cpu.get_cpu_capability()}", "threads": str(load.compute.threads)}
 
 
-def _name(device: str) -> str:
-    """The name of the kind of device: cpu, or the model of the GPU."""
+def _device_name(device: str) -> str:
+    """Return the name of the kind of device: cpu, or the model of the GPU."""
     if device.startswith("cpu"):
         return device
     from unfuse.parallel.devices import name_of

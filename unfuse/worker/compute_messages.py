@@ -1,4 +1,7 @@
-"""Messages between a worker's parent and its compute processes, over a socket pair. Nothing is pickled."""
+"""Messages between a worker's parent and its compute processes, over a socket pair.
+
+They are encoded by msgspec; nothing is pickled.
+"""
 
 from __future__ import annotations
 
@@ -35,104 +38,154 @@ from unfuse.core.task import PIECES_AT_ONCE, Claim, Lease, OutputDeltas
 from unfuse.core.text import TextStats
 
 How = Literal["together", "alone", "compared"]
-EXACTNESS = "exactness.json"  # the file, in the data folder, with what batches were found exact
-KEPT_LORAS = "loras"  # the folder, in the data folder, with adapters that came from another machine
+"""How a batch is computed: in one forward, each task alone, or both ways to compare the results."""
 
+#: The file in the data folder with the batch invariance results.
+EXACTNESS = "exactness.json"
+
+#: The folder in the data folder with the LoRA adapters fetched from the scheduler.
+KEPT_LORAS = "loras"
+
+#: Most characters of a traceback in a failure report; the last ones are sent.
 EVIDENCE_CHARS = 4000
 
 ROOMIER = "serve with --vae tiled, --offload, or on a larger device"
 
 
 class LoadModels(msgspec.Struct, frozen=True, tag=True):
-    """Load the chosen stages of these (name, source, dtype) models, then answer Ready or LoadFailed.
+    """Load the chosen stages of these models. The answer is ModelsLoaded or LoadFailed."""
 
-    `owner`, `node`, `arena` and `write_token` open the worker's own arena. `places` has the addresses of the stores;
-    the sockets of other arenas of this machine are in `run_dir`. What outlives it is in `data_dir` ("": nothing
-    does). It is number `rank` of so many `ranks`, which meet in the file `rendezvous`. `kv` is the bytes for keys and
-    values of tokens (0: as there is room). Of the set that it `holds`
-    these declared `pools` alone are loaded (none: all). If `registered` is not empty, other pools are not loaded:
-    the model's files have changed since the worker registered.
-    """
-
+    #: The models as (name, source, dtype).
     models: tuple[tuple[str, str, str], ...]
+
+    #: Selects the stages by role and component.
     choice: StageSelector
+
     compute: ComputeOptions
+
+    #: Id of the worker, as owner of its objects.
     owner: str
+
+    #: Name of the worker's machine.
     node: str
+
+    #: Address of the worker's arena.
     arena: str
+
+    #: Proves the right to write to the arena.
     write_token: bytes
+
+    #: Addresses of the stores.
     places: StorageLocations
+
+    #: Folder with the sockets of the other arenas of this machine.
     run_dir: str = ""
+
+    #: Folder for data that outlives the process. Empty if none does.
     data_dir: str = ""
+
+    #: Number of this rank.
     rank: int = 0
+
+    #: Number of ranks of the worker.
     ranks: int = 1
+
+    #: The file by which the ranks meet.
     rendezvous: str = ""
+
+    #: Bytes of the KV cache. 0 means what the device has room for.
     kv: int = 0
+
+    #: Name of the set of weights to load. Empty without sets.
     holds: str = ""
+
+    #: Declared pools of that set; only these are loaded. Empty means all.
     pools: frozenset[str] = frozenset()
+
+    #: Declared pools that the worker has registered. Empty before. Other pools are not loaded: their models' files have
+    #: changed since.
     registered: frozenset[str] = frozenset()
 
 
 class RunTask(msgspec.Struct, frozen=True, tag=True):
-    """Run a leased task. `peers` gives (node, arena address) of the owners of its inputs.
-
-    `recorded` are the pieces of its output that are recorded already. They may be more than a message takes, so that
-    they go before it in messages of their own, and the channel puts them together again.
-    """
+    """Run a leased task."""
 
     lease: Lease
+
+    #: (node, arena address) of the owners of its inputs, by worker id.
     peers: dict[str, tuple[str, str]]
+
+    #: The pieces of its output that earlier attempts recorded. They may exceed one message: the channel sends them
+    #: ahead in messages of their own and joins them again.
     recorded: tuple[bytes, ...] = ()
 
 
 class InputArrived(msgspec.Struct, frozen=True, tag=True):
-    """The next bytes, `start` to `stop`, of an input of a task that is to run here lie at this offset of the arena.
+    """The next chunk of an input of a future task is in the arena.
 
-    Sent to every rank, and answered by each with Taken. The Run follows the last of them, without that input.
+    Every rank gets it and answers with InputTaken. RunTask follows the last chunk, without that input.
     """
 
     lease: Lease
     ref: ObjectRef
+
+    #: Offset of the chunk in the arena, in bytes.
     offset: int
+
+    #: The chunk is bytes `start` to `stop` of the object.
     start: int
     stop: int
 
 
 class CancelTask(msgspec.Struct, frozen=True, tag=True):
-    """Drop a task at its next step, with `save` after Saved. The answer is Stopped, unless it has ended.
-
-    With `if_saved`, a task goes on, unanswered, where dropping it would lose steps, since its state cannot be saved.
-    """
+    """Drop a task at its next step. TaskStopped answers, unless it has ended."""
 
     claim: Claim
+
+    #: Whether to save a checkpoint first; CheckpointSaved is sent for it.
     save: bool = False
+
+    #: Drop the task only if its state can be saved, so that no step is lost. Otherwise it goes on, unanswered.
     if_saved: bool = False
 
 
 class StepPlan(msgspec.Struct, frozen=True, tag=True):
-    """One round of the loop, as plain data: it is decided once, and carried out the same in every compute process.
+    """One round of the step loop, as plain data.
 
-    It names tasks to drop, to admit, to try `again` (they wait for the result store) and to save, and the batch that
-    makes a step `how`: together, each alone, or both ways, to compare them; what each has alone then counts. First, it
-    takes what has come of inputs (`receive`: task and object), since that takes room which all ranks share alike.
+    The first rank decides it, and every compute process carries it out in the same way. The order is: `receive`,
+    `admit`, `drop`, `again`, `save`, `step`.
     """
 
+    #: Tasks to drop.
     drop: tuple[CancelTask, ...] = ()
+
+    #: Tasks to start.
     admit: tuple[Claim, ...] = ()
+
+    #: Tasks that waited for the result store and are tried again.
     again: tuple[Claim, ...] = ()
+
+    #: Tasks whose state is saved.
     save: tuple[Claim, ...] = ()
+
+    #: The batch that makes a step.
     step: tuple[Claim, ...] = ()
+
+    #: How the batch is computed. If both ways are compared, the results alone count.
     how: How = "together"
+
+    #: Inputs whose next chunk is received, as (task, object id). All ranks receive
+    #: them in the same round, since they take memory of which all ranks must use the same.
     receive: tuple[tuple[Claim, str], ...] = ()
 
     @property
     def changes(self) -> bool:
-        """Whether it does anything to tasks beside a step."""
+        """Whether the plan does more than receive inputs and make a step."""
         return bool(self.drop or self.admit or self.again or self.save)
 
 
 class PairCall(msgspec.Struct, frozen=True, tag=True):
-    """Call a method of `transfer.base.Pairs` for a pair. `part` is not answered, the others by PairDone."""
+    """Call a method of `transfer.base.Pairs` for a pair. PairDone answers all methods but `part`."""
 
     method: Literal["offer", "join", "move", "part"]
     pair: str
@@ -140,25 +193,34 @@ class PairCall(msgspec.Struct, frozen=True, tag=True):
 
 
 class PairDone(msgspec.Struct, frozen=True, tag=True):
-    """A pair is offered at a port, is made, or has moved; or it is of no use any more, for the reason in `error`."""
+    """The result of a PairCall: a pair is offered, joined or moved, or failed."""
 
     pair: str
+
+    #: The port of an offered pair, else 0.
     port: int = 0
+
+    #: Why the pair cannot be used any more. Empty if it can.
     error: str = ""
 
 
 class InputTaken(msgspec.Struct, frozen=True, tag=True):
-    """This rank has taken what has arrived of a task's input, that object: its place is free again. Or it cannot
-    (`error`): then the task is dropped.
-    """
+    """This rank has received a chunk of an input: its place is free."""
 
     claim: Claim
+
+    #: Id of the object.
     object: str
+
+    #: Why the rank cannot receive the input. Then the task is dropped. Empty if it can.
     error: str = ""
 
 
 class LoadingStage(msgspec.Struct, frozen=True, tag=True):
-    """A stage will be loaded next; `done` of the `total` bytes of all stages' files are loaded."""
+    """A stage is loaded next.
+
+    `done` of the `total` bytes of all stages' files are loaded.
+    """
 
     model: str
     stage: str
@@ -167,31 +229,39 @@ class LoadingStage(msgspec.Struct, frozen=True, tag=True):
 
 
 class ComponentLoaded(msgspec.Struct, frozen=True, tag=True):
-    """A component is loaded and takes `bytes` of memory; `done` of the `total` bytes of files are loaded now."""
+    """A component is loaded."""
 
     component: str
+
+    #: Seconds that loading took.
     seconds: float
+
+    #: Bytes of memory that it uses.
     bytes: int
+
+    #: Bytes of all stages' files that are loaded now, of `total` bytes.
     done: int
     total: int
 
 
 class ModelsLoaded(msgspec.Struct, frozen=True, tag=True):
-    """Everything is loaded. `device` is cpu or the name of the GPU.
+    """Everything is loaded."""
 
-    `outcome` is what the bytes of results depend on beside weights, dtypes and parameters. `resources` are amounts that
-    the process has found room for, for all tasks together. `left_out` are the registered pools that were not loaded,
-    because the model's files have changed.
-    """
-
+    #: "cpu", or the name of the GPU.
     device: str
+
+    #: The numerics: what the bytes of results depend on beside weights, dtypes and parameters.
     outcome: dict[str, str] = {}
+
+    #: Amounts of named resources that the process has found room for, for all its tasks together.
     resources: dict[str, int] = {}
+
+    #: Registered pools that were not loaded, because the model's files have changed.
     left_out: frozenset[str] = frozenset()
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):
-    """Loading failed, for the reason in `message`. The process ends."""
+    """Loading failed for the reason in `message`. The process ends."""
 
     message: str
 
@@ -216,27 +286,37 @@ class RankStatus(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Leak(msgspec.Struct, frozen=True):
-    """Memory that a worker without a task holds for nobody: what it is, its bytes, and whether it is free again."""
+    """Memory in use by a worker without tasks."""
 
     memory: Memory
+
+    #: What the memory is.
     name: str
+
     bytes: int
+
+    #: Whether the memory was freed when it was found.
     freed: bool = False
 
 
 class LeaksFound(msgspec.Struct, frozen=True, tag=True):
-    """This process has no task and holds this memory. Each leak is reported once, by the rank that has it."""
+    """Leaks of a process without tasks. Each is reported once, by its rank."""
 
     leaks: tuple[Leak, ...]
 
 
 class TaskWaits(msgspec.Struct, frozen=True, tag=True):
-    """A task waits because the result store does not take its results, or give its upload. Sent at each try."""
+    """A task waits because the result store takes no results or gives no upload.
+
+    Sent at each try.
+    """
 
     claim: Claim
 
 
-ForLoop = RunTask | InputArrived | CancelTask | StepPlan  # what the step loop is sent
+#: The messages to the step loop.
+ForLoop = RunTask | InputArrived | CancelTask | StepPlan
+
 ToCompute = LoadModels | ForLoop | PairCall
 
 FromCompute = (
@@ -270,20 +350,20 @@ class ComputeChannel:
         self._recorded: dict[Claim, list[bytes]] = {}
 
     def send(self, message: FromCompute) -> None:
-        """Send to the parent. Raises BrokenPipeError if it is gone."""
+        """Send a message to the parent. Raises BrokenPipeError if the parent is gone."""
         data = frame(encode(message))
         with self._lock:
             self._connection.sendall(data)
 
     def receive(self) -> ToCompute:
-        """The next message. Raises EOFError if the parent is gone."""
-        while isinstance(message := self._next(), OutputDeltas):
+        """Return the next message. Raises EOFError if the parent is gone."""
+        while isinstance(message := self._receive_one(), OutputDeltas):
             self._recorded.setdefault(message.claim, []).extend(message.pieces)
         if isinstance(message, RunTask):
             return msgspec.structs.replace(message, recorded=tuple(self._recorded.pop(message.lease.claim, ())))
         return message
 
-    def _next(self) -> ToCompute | OutputDeltas:
+    def _receive_one(self) -> ToCompute | OutputDeltas:
         message: ToCompute | OutputDeltas = decode(read_message(self._read, MAX_BYTES), ToCompute | OutputDeltas)
         return message
 
@@ -306,20 +386,23 @@ class ParentChannel:
 
     @classmethod
     async def open(cls, connection: socket.socket) -> ParentChannel:
-        """A channel over one end of a socket pair, which it closes."""
+        """Return a channel over one end of a socket pair. The channel closes the socket."""
         return cls(*await asyncio.open_unix_connection(sock=connection))
 
     async def send(self, message: ToCompute) -> None:
-        """Send to the compute process. Raises nothing if that is gone: `receive` notices it."""
+        """Send a message to the compute process.
+
+        Raises nothing if the process is gone: `receive` notices it.
+        """
         if isinstance(message, RunTask):
-            for at in range(0, len(message.recorded), PIECES_AT_ONCE):
-                some = message.recorded[at : at + PIECES_AT_ONCE]
-                self._writer.write(frame(encode(OutputDeltas(message.lease.claim, at, some))))
+            for offset in range(0, len(message.recorded), PIECES_AT_ONCE):
+                pieces = message.recorded[offset : offset + PIECES_AT_ONCE]
+                self._writer.write(frame(encode(OutputDeltas(message.lease.claim, offset, pieces))))
             message = msgspec.structs.replace(message, recorded=())
         self._writer.write(frame(encode(message)))
 
     async def receive(self) -> FromCompute:
-        """The next message. Raises EOFError if the compute process is gone."""
+        """Return the next message. Raises EOFError if the compute process is gone."""
         try:
             header = await self._reader.readexactly(HEADER_BYTES)
             return decode(await self._reader.readexactly(length_of(header, MAX_BYTES)), FromCompute)
@@ -327,31 +410,37 @@ class ParentChannel:
             raise EOFError from error
 
     def close(self) -> None:
-        """Close the socket: the compute process ends."""
+        """Close the socket, which ends the compute process."""
         self._writer.close()
 
 
 def failure(claim: Claim, error: Exception, timings: Timings | None = None) -> TaskFailed:
-    """The report for a task that ended with this error; `timings` say what it has used."""
+    """Return the report for a task that ended with this error.
+
+    `timings` say what the task has used. The type of the error decides the kind of failure and so the retry policy.
+    """
     rule = rule_of(error)
     message = str(error) if isinstance(error, UnfuseError) else f"{type(error).__name__}: {error}"
     if rule is MEMORY:
         message = f"the device has not enough memory for this request: {message}; ask for less, or {ROOMIER}"
     evidence = "".join(traceback.format_exception(error))[-EVIDENCE_CHARS:]
     return TaskFailed(
-        claim, rule.kind, sendable(message), sendable(evidence),
+        claim,
+        rule.kind,
+        sendable(message),
+        sendable(evidence),
         object_id=error.object_id if isinstance(error, ObjectLost) else "",
         reason=REFUSED if rule is REQUEST else "",
         error=sendable(type_name(error)) if rule is UNKNOWN else "",
         timings=timings or Timings(),
-    )  # fmt: skip
+    )
 
 
 def sendable(text: str) -> str:
-    """Return a text in which characters that UTF-8 cannot encode are replaced, as in odd file names."""
+    """Return the text with characters replaced that UTF-8 cannot encode, as in odd file names."""
     return text.encode(errors="replace").decode()
 
 
 def about(claim: Claim) -> dict[str, object]:
-    """The fields of every log line about a task."""
+    """Return the fields of every log line about a task."""
     return {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt}

@@ -1,4 +1,4 @@
-"""One compute process, as the worker's parent sees it: its start, its messages, its log and its end."""
+"""One compute process, as the worker's parent sees it: start, messages, log and end."""
 
 from __future__ import annotations
 
@@ -27,52 +27,62 @@ from unfuse.worker.records import read_record, relog
 
 log = structlog.get_logger(__name__)
 
+#: Seconds to wait for a forked process: the fork server may still be importing.
 FORK_S = 60.0
-"""Seconds to wait for a forked process: the forking one may still be importing."""
 
+#: Seconds to wait for the exit code of a forked process that has ended.
 END_S = 1.0
-"""Seconds to wait for how a forked process ended, once it has."""
 
+#: The exit code of a forked process whose end is unknown. No process can have it.
 UNKNOWN = 256
-"""The exit code of a forked process whose end is unknown; no process can have it."""
+
+#: Most bytes of an answer of the fork server.
 ANSWER_BYTES = 4096
-"""The most bytes of an answer of the fork server."""
 
-LOG_CHARS = 4000  # the number of last characters of a process's standard error that are kept as evidence
+#: Number of last characters of a process's standard error that are kept as evidence.
+LOG_CHARS = 4000
 
-MAX_LINE = 1 << 16  # the most bytes of a line of its standard error; a longer one is cut
+#: Most bytes of a line of a process's standard error. A longer one is cut.
+MAX_LINE = 1 << 16
 
-LOG_END_S = 1.0  # seconds to wait for the rest of a dead process's standard error, which its own children may hold open
+#: Seconds to wait for the rest of a dead process's standard error, which its own children may keep open.
+LOG_END_S = 1.0
 
 
 class ForkedProcess:
-    """A forked process, as `asyncio.subprocess.Process` has one that was started here.
+    """A forked process, with the interface of `asyncio.subprocess.Process`.
 
-    It is known by its pidfd, since it is no child of ours; the fork server says how it ended, while that lives.
+    It is watched by its pidfd, since it is no child of this process. The fork server sends its exit code.
     """
 
     def __init__(self, pid: int, pidfd: int, answers: socket.socket) -> None:
-        self.pid, self._pidfd, self._answers = pid, pidfd, answers
-        self.returncode: int | None = None  # UNKNOWN where nobody knows how it ended
+        self.pid = pid
+        self._pidfd, self._answers = pidfd, answers
+
+        #: The exit code; UNKNOWN if the fork server is gone. None while the process runs.
+        self.returncode: int | None = None
         self._end = asyncio.create_task(self._watch())
 
     def kill(self) -> None:
-        """Kill it, unless it has ended."""
+        """Kill the process, unless it has ended."""
         if self.returncode is None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def wait(self) -> int:
-        """Wait for its end. Returns its exit code, below 0 the signal that ended it."""
+        """Wait for the end of the process.
+
+        Returns its exit code; below 0, it is the negative number of the signal that ended the process.
+        """
         return await asyncio.shield(self._end)
 
     async def _watch(self) -> int:
         code = UNKNOWN
         try:
-            await _readable(self._pidfd)
+            await _wait_readable(self._pidfd)
             with suppress(TimeoutError, OSError, ProtocolError):
                 async with asyncio.timeout(END_S):
-                    await _readable(self._answers.fileno())
+                    await _wait_readable(self._answers.fileno())
                 code = decode(self._answers.recv(ANSWER_BYTES), Ended).code
         finally:
             self.returncode = code
@@ -82,34 +92,47 @@ class ForkedProcess:
 
 
 class StartedProcess(msgspec.Struct, frozen=True):
-    """A compute process that was started: our end of its socket pair, and the descriptor of what it writes."""
+    """A compute process that was started."""
 
     child: asyncio.subprocess.Process | ForkedProcess
+
+    #: This process's end of the socket pair.
     channel: socket.socket
+
+    #: Descriptor of the pipe with the process's standard output and error.
     log: int
 
 
 async def begin(environment: Mapping[str, str], fork_server: socket.socket | None = None) -> StartedProcess:
-    """Start a compute process with this environment: forked if there is a fork server that can, else on its own."""
+    """Start a compute process with this environment.
+
+    It is forked by the fork server, for a short cold start. Without a server, or if that fails, it is a new
+    interpreter.
+    """
     if fork_server is not None:
         try:
-            return await _begin(environment, fork_server)
+            return await _start(environment, fork_server)
         except (OSError, ProtocolError) as error:
             log.warning("starting a compute process that imports by itself", reason=str(error) or "no answer")
-    return await _begin(environment)
+    return await _start(environment)
 
 
-async def _begin(environment: Mapping[str, str], fork_server: socket.socket | None = None) -> StartedProcess:
+async def _start(environment: Mapping[str, str], fork_server: socket.socket | None = None) -> StartedProcess:
     ours, theirs = socket.socketpair()
     reading, writing = os.pipe()
     try:
         if fork_server is not None:
-            return StartedProcess(await _forked(fork_server, theirs.fileno(), writing, environment), ours, reading)
+            return StartedProcess(await _fork(fork_server, theirs.fileno(), writing, environment), ours, reading)
         command = sys.executable, "-X", "faulthandler", "-m", "unfuse.worker.compute", str(theirs.fileno())
         child = await asyncio.create_subprocess_exec(
-            *command, pass_fds=[theirs.fileno()], env=environment, stdin=asyncio.subprocess.DEVNULL, stdout=writing,
-            stderr=writing, start_new_session=True,
-        )  # fmt: skip
+            *command,
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=writing,
+            stderr=writing,
+            start_new_session=True,
+        )
         return StartedProcess(child, ours, reading)
     except BaseException:
         ours.close()
@@ -120,15 +143,15 @@ async def _begin(environment: Mapping[str, str], fork_server: socket.socket | No
         os.close(writing)
 
 
-async def _forked(requests: socket.socket, channel: int, log: int, environment: Mapping[str, str]) -> ForkedProcess:
-    """Raises OSError where no process is forked."""
+async def _fork(requests: socket.socket, channel: int, log: int, environment: Mapping[str, str]) -> ForkedProcess:
+    """Have the fork server fork a process. Raises OSError if it does not."""
     answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with theirs:
-            handed = [channel, log, theirs.fileno()]
-            socket.send_fds(requests, [encode(Fork(dict(environment)))], handed, socket.MSG_DONTWAIT)
+            descriptors_sent = [channel, log, theirs.fileno()]
+            socket.send_fds(requests, [encode(Fork(dict(environment)))], descriptors_sent, socket.MSG_DONTWAIT)
         async with asyncio.timeout(FORK_S):
-            await _readable(answers.fileno())
+            await _wait_readable(answers.fileno())
         data, descriptors, _, _ = socket.recv_fds(answers, ANSWER_BYTES, 1)
         match decode(data, Forked | NotForked) if data else NotForked("the fork server ended"):
             case Forked(pid):
@@ -140,8 +163,8 @@ async def _forked(requests: socket.socket, channel: int, log: int, environment: 
         raise
 
 
-async def _readable(descriptor: int) -> None:
-    """Wait until there is something to read, or the end."""
+async def _wait_readable(descriptor: int) -> None:
+    """Wait until a descriptor has data or is at its end."""
     ready = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_reader(descriptor, ready.set)
@@ -152,35 +175,49 @@ async def _readable(descriptor: int) -> None:
 
 
 class ComputeProcess:
-    """A compute process; `start` may be called again when it has died."""
+    """A compute process. `start` may be called again when it has died."""
 
     def __init__(
         self, load: messages.LoadModels, background: Supervisor, fork_server: socket.socket | None = None
     ) -> None:
-        self.load, self._background, self._fork_server = load, background, fork_server
+        self._background, self._fork_server = background, fork_server
         self._child: asyncio.subprocess.Process | ForkedProcess | None = None
         self._halted_s = 0.0
-        self.load_s = 0.0  # seconds that it took to load
-        self.killed_for = ""  # why it was killed, if it was killed on purpose
-        self.log = ""  # the end of what it wrote to its standard error
+
+        #: What the process loads when it is started.
+        self.load = load
+
+        #: Seconds that loading took.
+        self.load_s = 0.0
+
+        #: Why the process was killed on purpose. Empty if it was not.
+        self.killed_for = ""
+
+        #: The last LOG_CHARS characters of its standard error.
+        self.log = ""
 
     @property
     def pid(self) -> int | None:
-        """Its process id; None before the first start."""
+        """The process id; None before the first start."""
         return self._child.pid if self._child else None
 
     async def start(self, rendezvous: str = "") -> messages.ModelsLoaded:
-        """Start the process and have it load, in a task of its own; ranks meet in that file. Raises ConfigError."""
-        if self.load.ranks > 1:  # in this task, and in those that it begins, so for all that is logged of the process
+        """Start the process and have it load its models, in the calling asyncio task.
+
+        Ranks meet in the file `rendezvous`. Raises ConfigError if loading failed.
+        """
+        if self.load.ranks > 1:  # bound in this asyncio task and those it starts, so for all logs of the process
             structlog.contextvars.bind_contextvars(rank=self.load.rank)
         log.info("importing")
         environment = compute_environment(self.load.compute.threads, os.environ)
-        begun = await begin(environment, self._fork_server)
-        self._child, self._channel = begun.child, await messages.ParentChannel.open(begun.channel)
-        self.killed_for, self.log, self._halted_s = "", "", 0.0
-        self._logging = asyncio.create_task(self._keep_log(begun.log))
+        process = await begin(environment, self._fork_server)
+        self._child, self._channel = process.child, await messages.ParentChannel.open(process.channel)
+        self.killed_for = ""
+        self.log = ""
+        self._halted_s = 0.0
+        self._logging = asyncio.create_task(self._read_log(process.log))
         await self._channel.send(msgspec.structs.replace(self.load, rendezvous=rendezvous))
-        began = time.monotonic()
+        started_at = time.monotonic()
         while True:
             try:
                 message = await self._channel.receive()
@@ -195,7 +232,7 @@ class ComputeProcess:
                     await self._child.wait()
                     raise ConfigError(message.message)
                 case messages.ModelsLoaded():
-                    self.load_s = time.monotonic() - began
+                    self.load_s = time.monotonic() - started_at
                     return message
 
     async def send(self, message: messages.ToCompute) -> None:
@@ -203,11 +240,14 @@ class ComputeProcess:
         await self._channel.send(message)
 
     async def receive(self) -> messages.FromCompute:
-        """The next message. Raises EOFError if the process is gone, ProtocolError for what is not a message."""
+        """Return the next message.
+
+        Raises EOFError if the process is gone, and ProtocolError if the data is not a message.
+        """
         return await self._channel.receive()
 
     def kill(self, reason: str) -> None:
-        """Kill the process; `last_words` gives the first reason."""
+        """Kill the process. `last_words` returns the first reason."""
         if self._child and self._child.returncode is None and not self.killed_for:
             self.killed_for = reason
             self._child.kill()
@@ -223,17 +263,22 @@ class ComputeProcess:
         self._logging.cancel()
 
     def excess(self, limit: int) -> str:
-        """The reason to kill it if its own memory exceeds `limit` bytes (0: any), else ""."""
-        taken = _own_memory(self.pid) if limit and self.pid else 0
-        if taken <= limit:
+        """Return why to kill the process if its own memory exceeds `limit` bytes, else "".
+
+        A limit of 0 means any memory is allowed.
+        """
+        used = _own_memory(self.pid) if limit and self.pid else 0
+        if used <= limit:
             return ""
-        took, most = readable_bytes(taken), readable_bytes(limit)
-        return f"killed, because it took {took} of memory, and --memory-limit allows {most}"
+        used_text, limit_text = readable_bytes(used), readable_bytes(limit)
+        return f"killed, because it took {used_text} of memory, and --memory-limit allows {limit_text}"
 
     def halted(self, since_s: float) -> str:
-        """The reason to kill it if it is a rank that was stopped at each look for longer than ranks wait, else "".
+        """Return why to kill a process that was stopped too long, else "".
 
-        The last look was `since_s` seconds ago. Others may wait for it outside of exchanges, which have a limit.
+        This concerns ranks alone. A rank was stopped for too long if it was at each check for longer than ranks wait
+        for each other (--collective-s). The last check was `since_s` seconds ago. Others may wait for it outside of
+        exchanges, which have a limit of their own.
         """
         is_stopped = self.load.ranks > 1 and self.pid is not None and _is_stopped(self.pid)
         self._halted_s = self._halted_s + since_s if is_stopped else 0.0
@@ -241,7 +286,7 @@ class ComputeProcess:
         return f"killed, because it was stopped for {limit:g} s (--collective-s)" if self._halted_s > limit else ""
 
     async def last_words(self) -> str:
-        """Wait for its end, and say how it ended; `log` has the end of its standard error then."""
+        """Wait for the end of the process. Returns how it ended; `log` is complete then."""
         assert self._child
         code = await self._child.wait()
         await asyncio.wait({self._logging}, timeout=LOG_END_S)
@@ -249,8 +294,11 @@ class ComputeProcess:
             return self.killed_for or "it ended, and how is not known"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
-    async def _keep_log(self, descriptor: int) -> None:
-        """Read what it writes: log the records, write the rest to our standard error, and keep the end in `log`."""
+    async def _read_log(self, descriptor: int) -> None:
+        """Read the process's output: log its records, copy the rest to standard error.
+
+        The end of it is kept in `log`.
+        """
         reader, rest = asyncio.StreamReader(), b""
         pipe = os.fdopen(descriptor, "rb", buffering=0)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -262,11 +310,12 @@ class ComputeProcess:
                 if len(rest) > MAX_LINE:
                     lines, rest = [*lines, rest], b""
                 for line in lines:
-                    self._pass_on(line + b"\n")
+                    self._relay(line + b"\n")
             if rest:
-                self._pass_on(rest)
+                self._relay(rest)
 
-    def _pass_on(self, line: bytes) -> None:
+    def _relay(self, line: bytes) -> None:
+        """Log the record in a line, or copy the line to standard error."""
         text = line.decode(errors="replace")
         self.log = (self.log + text)[-LOG_CHARS:]
         with self._background.besides("passing on what compute wrote"):  # reading must go on, or the process blocks
@@ -278,15 +327,15 @@ class ComputeProcess:
 
 
 def _own_memory(pid: int) -> int:
-    """Anonymous resident bytes of the process: neither files nor the arena count."""
+    """Return the anonymous resident bytes of a process: neither files nor the arena count."""
     with suppress(OSError):
-        if found := re.search(r"^RssAnon:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE):
-            return int(found[1]) * 1024
+        if match := re.search(r"^RssAnon:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE):
+            return int(match[1]) * 1024
     return 0
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether somebody has stopped the process (SIGSTOP)."""
+    """Whether a process is stopped (SIGSTOP)."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False

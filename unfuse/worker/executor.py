@@ -1,4 +1,4 @@
-"""Drives a worker's compute processes: starts them, gives them tasks, watches them, and restarts them."""
+"""Drives a worker's compute processes: starts them, sends them tasks, watches and restarts them."""
 
 from __future__ import annotations
 
@@ -54,24 +54,29 @@ from unfuse.worker.remote_inputs import ENDED, InputStreams
 
 log = structlog.get_logger(__name__)
 
+#: Bytes of a memory page.
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
-OVER_S = 15.0  # seconds over which utilization is a mean; what lies longer back counts ever less
+#: Time constant of the utilization's exponential mean, in seconds.
+OVER_S = 15.0
 
-RESTART_S = 1.0  # seconds before a restart that failed is tried again
+#: Seconds before a failed restart is tried again.
+RESTART_S = 1.0
 
 SWAPPED = "another set of weights is loaded in its place"
 
-TRIED = 3  # so many restarts in turn may fail before ranks are lost, or the set of weights before is loaded again
+#: Number of failed restarts in a row after which the previous model is loaded again, or ranks are lost.
+TRIED = 3
 
-WATCH_S = 0.5  # seconds between two checks of compute processes that have tasks
+#: Seconds between two checks of the compute processes.
+WATCH_S = 0.5
 
 
 class ComputePairs(ProcessPairs):
-    """The parent's end: asks the compute process, through `send`, and waits for its answers.
+    """The parent's end of the transfer pairs: calls them in the compute process through `send`.
 
-    Made on the event loop that `send` needs; threads call the methods of Pairs, and the loop the other ones. A call
-    ends only when the process has answered or is gone: until then it may write to the arena.
+    Made on the event loop that `send` needs. Threads call the methods of ProcessPairs, the loop calls the other ones.
+    A call returns only when the process has answered or is gone, since the process may write to the arena until then.
     """
 
     def __init__(self, send: Callable[[PairCall], Awaitable[bool]]) -> None:
@@ -80,41 +85,42 @@ class ComputePairs(ProcessPairs):
 
     @override
     def offer(self, pair: str, backend: str, host: str, patience_s: float) -> int:
-        return self._ask(PairCall("offer", pair, (backend, host, patience_s)))
+        return self._call(PairCall("offer", pair, (backend, host, patience_s)))
 
     @override
     def join(self, pair: str, backend: str, host: str, patience_s: float, at: tuple[str, int]) -> None:
-        self._ask(PairCall("join", pair, (backend, host, patience_s, at)))
+        self._call(PairCall("join", pair, (backend, host, patience_s, at)))
 
     @override
     def move(self, pair: str, start: int, stop: int) -> None:
-        self._ask(PairCall("move", pair, (start, stop)))
+        self._call(PairCall("move", pair, (start, stop)))
 
     @override
     def part(self, pair: str) -> None:
         if not self._loop.is_closed():
-            asyncio.run_coroutine_threadsafe(self._tell(PairCall("part", pair)), self._loop)
+            asyncio.run_coroutine_threadsafe(self._send_call(PairCall("part", pair)), self._loop)
 
     def heard(self, answer: PairDone) -> None:
-        """The process has answered."""
-        if waiting := self._waiting.pop(answer.pair, None):
+        """Finish the call that the process has answered."""
+        if future := self._waiting.pop(answer.pair, None):
             if answer.error:
-                waiting.set_exception(ConnectionError(answer.error))
+                future.set_exception(ConnectionError(answer.error))
             else:
-                waiting.set_result(answer.port)
+                future.set_result(answer.port)
 
     def lost(self) -> None:
-        """The process is gone, and its pairs are."""
+        """Fail all calls: the process is gone, and its pairs with it."""
         while self._waiting:
             self._waiting.popitem()[1].set_exception(ConnectionError("the compute process ended"))
 
-    def _ask(self, message: PairCall) -> int:
-        """Returns the port of the answer. Raises ConnectionError."""
+    def _call(self, message: PairCall) -> int:
+        """Send a call and wait for its answer. Returns its port. Raises ConnectionError."""
         answer = Future[int]()
-        asyncio.run_coroutine_threadsafe(self._tell(message, answer), self._loop)
+        asyncio.run_coroutine_threadsafe(self._send_call(message, answer), self._loop)
         return answer.result()
 
-    async def _tell(self, message: PairCall, answer: Future[int] | None = None) -> None:
+    async def _send_call(self, message: PairCall, answer: Future[int] | None = None) -> None:
+        """Send a call; `answer` gets its answer, or the error if no process runs."""
         if answer:
             self._waiting[message.pair] = answer
         if not await self._send(message):
@@ -122,25 +128,33 @@ class ComputePairs(ProcessPairs):
 
 
 class BusyShare:
-    """The share of the last seconds in which there were tasks to compute."""
+    """Utilization: the share of the last seconds in which there were tasks to compute.
+
+    It is an exponential mean with the time constant OVER_S.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._at = now, now()
         self._share, self._busy = 0.0, False
 
     def tell(self, busy: bool) -> None:
-        """From now on there are tasks, or none."""
-        self._share, self._at, self._busy = self.share, self._now(), busy
+        """Note that there are tasks from now on, or none."""
+        self._share = self.share
+        self._at = self._now()
+        self._busy = busy
 
     @property
     def share(self) -> float:
-        """From 0 to 1."""
+        """The utilization, from 0 to 1."""
         target = float(self._busy)
         return target + (self._share - target) * exp((self._at - self._now()) / OVER_S)
 
 
 def resident(pids: Iterable[int]) -> int:
-    """Bytes of host memory that these processes have; what several map counts in each."""
+    """Return the bytes of host memory that these processes use.
+
+    Memory shared by several counts in each.
+    """
     total = 0
     for pid in pids:
         with suppress(OSError):
@@ -168,13 +182,19 @@ Report = Callable[
 class Executor:
     """The compute processes that run a worker's stages together, behind `run` and `cancel`.
 
-    All processes get the tasks; the first one decides the turns, which are passed on to the others here, and answers
-    for all. When one dies, all are ended and started again. `report` is called with everything that happens to a task,
-    with Ready after a restart, and with the leaks that any process finds. Tasks that a dead process had begun are
-    reported as crashed, others as handed back.
+    All processes get the tasks. The first one decides the step plans, which are passed on to the others here, and
+    answers for all. When one dies, all are ended and started again. Tasks that a dead process had started are
+    reported as crashed, the others as handed back.
+
     A process is killed if the first one has tasks and sends nothing for `stall_s` seconds, if its own memory exceeds
-    `memory_limit` bytes (0: any) then, or if it is one of several and stopped. A task that must run alone waits here
-    until nothing else runs, and later tasks wait for its end. Processes are forked where there is a `fork_server`.
+    `memory_limit` bytes (0: any) while there are tasks, or if it is one of several ranks and is stopped. A task that
+    must run alone waits here until no other runs, and later tasks wait for its end.
+
+    - `loads`: what each rank loads.
+    - `report`: called with everything that happens to a task, with ModelsLoaded after a restart, and with the leaks
+      that any process finds.
+    - `fork_server`: processes are forked by it, if there is one.
+    - `buffer`: inputs of more tokens are received in chunks; see InputStreams.
     """
 
     def __init__(
@@ -186,57 +206,70 @@ class Executor:
         fork_server: socket.socket | None = None,
         buffer: int = 0,
     ) -> None:
-        self._report, self._stall_s, self._memory_limit = report, stall_s, memory_limit
+        self._report = report
+        self._stall_s, self._memory_limit = stall_s, memory_limit
         self._background, self._run_dir = Supervisor(), next((load.run_dir for load in loads), "")
         self._processes = [ComputeProcess(load, self._background, fork_server) for load in loads]
         self._waiting: dict[Claim, RunTask] = {}
-        self._given: dict[Claim, RunTask] = {}
-        self._begun: set[Claim] = set()
-        self._unwritten: set[Claim] = set()
-        self._heard_at = 0.0
+        self._sent: dict[Claim, RunTask] = {}
+        self._started: set[Claim] = set()
+        self._waiting_for_results: set[Claim] = set()
+        self._progress_at = 0.0
         self._watching: asyncio.Task[None] | None = None
         self.ready = False
         self._busy = BusyShare()
         self._statuses = [RankStatus()] * len(loads)
         self._batch_invariance: dict[str, ExactBatchStats] = {}  # of earlier processes too
-        self.retracted = 0  # texts whose KV was given up and that no heartbeat has reported yet
+        self._previous_loads: list[LoadModels] = []
+
+        #: Number of retracted texts that no heartbeat has reported yet.
+        self.retracted = 0
+
+        #: Set to a TransientError when ranks failed to restart TRIED times in a row, as when a device is gone.
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Set to a TransientError when ranks did not start again a few times in turn, as when a device is gone."""
-        self._before: list[LoadModels] = []
-        self.pairs = ComputePairs(self._send_if_ready)  # moves bytes of the arena, in the first process
+
+        #: Moves bytes of the arena, in the first process.
+        self.pairs = ComputePairs(self._send_if_ready)
+
+        #: Passes inputs that are longer than the `buffer` on to the processes.
         self.passing = InputStreams(buffer, self._send_if_ready, len(loads))
-        """Passes on inputs that are longer than the `buffer`."""
 
     @property
     def pids(self) -> list[int]:
-        """The ids of the processes that run."""
+        """The ids of the running processes."""
         return [process.pid for process in self._processes if process.pid]
 
     @property
     def loaded(self) -> tuple[str, float]:
-        """The set of weights that the processes have, and the seconds that loading it took."""
+        """The loaded set of weights, and the seconds that loading it took."""
         return self._processes[0].load.holds, max(process.load_s for process in self._processes)
 
     @property
     def status(self) -> WorkerStatus:
-        """The status of the compute processes. The first one reports for all what all have in common."""
+        """The status of the compute processes.
+
+        The first rank reports what all ranks have in common.
+        """
         first = self._statuses[0]
         return WorkerStatus(
             memory=first.device_memory or resident(self.pids),
             utilization=self._busy.share,
-            waiting_for_results=len(self._unwritten),
+            waiting_for_results=len(self._waiting_for_results),
             ranks=tuple(rank.time for rank in self._statuses) if len(self._statuses) > 1 else (),
             texts=first.texts,
             batch_invariance=self._batch_invariance,
         )
 
     async def start(self) -> ModelsLoaded:
-        """Start and load all processes. Returns the Ready of the first. Raises ConfigError if one cannot load."""
+        """Start all processes and load their models. Returns the ModelsLoaded of the first rank.
+
+        Raises ConfigError if one cannot load.
+        """
         self._watching = self._watching or self._background.forever("watching compute", self._watch)
         meeting = Path(self._run_dir, f".ranks.{secrets.token_hex(8)}")
         starting = [asyncio.create_task(process.start(str(meeting))) for process in self._processes]
         try:
-            found = await asyncio.gather(*starting)
+            loaded = await asyncio.gather(*starting)
         except BaseException:
             for task in starting:
                 task.cancel()
@@ -246,19 +279,22 @@ class Executor:
         finally:
             meeting.unlink(missing_ok=True)
         self.ready = True
-        return found[0]
+        return loaded[0]
 
     async def serve(self) -> None:
-        """Report what the first process sends, for ever; when one dies, report that and restart all."""
-        while True:
-            dead = await self._pump()
-            self.ready = False
-            await self._restart_after(dead)
-            log.info("starting compute again")
-            await self._report(await self._start_again())
+        """Report the messages of the processes, for ever.
 
-    async def _start_again(self) -> ModelsLoaded:
-        """Restart processes that have loaded before; try again until that succeeds, or ranks are `lost`."""
+        When one dies, report that and restart all.
+        """
+        while True:
+            dead = await self._wait_for_end()
+            self.ready = False
+            await self._report_death(dead)
+            log.info("starting compute again")
+            await self._report(await self._restart())
+
+    async def _restart(self) -> ModelsLoaded:
+        """Restart processes that have loaded before, until that succeeds or ranks are `lost`."""
         failures = 0
         while True:
             try:
@@ -266,15 +302,18 @@ class Executor:
             except ConfigError as error:
                 failures += 1
                 log.error("compute did not start", reason=str(error))
-                if failures == TRIED and self._before:
-                    self._reload(self._before)
+                if failures == TRIED and self._previous_loads:
+                    self._reload(self._previous_loads)
                 if failures == TRIED and len(self._processes) > 1 and not self.lost.done():
                     self.lost.set_exception(TransientError(f"its ranks cannot be started again: {error}"))
                 await asyncio.sleep(RESTART_S)
 
     def swap(self, loads: Sequence[LoadModels]) -> None:
-        """Load other weights while nothing runs, or these again where they cannot be loaded; Ready is reported then."""
-        self.ready, self._before = False, [process.load for process in self._processes]
+        """Swap models: load other weights while no task runs. ModelsLoaded is reported then.
+
+        If they cannot be loaded, the previous ones are loaded again.
+        """
+        self.ready, self._previous_loads = False, [process.load for process in self._processes]
         self._reload(loads)
         for process in self._processes:
             process.kill(SWAPPED)
@@ -284,9 +323,10 @@ class Executor:
             process.load = load
 
     async def run(self, lease: Lease, peers: Mapping[str, tuple[str, str]], recorded: tuple[bytes, ...] = ()) -> None:
-        """Give a leased task to the processes, with what is `recorded` of its output; its end is reported.
+        """Send a leased task to the processes. Its end is reported.
 
-        It is handed back if a process that had taken an input of it is gone.
+        `recorded` are the recorded pieces of its output. The task is handed back if a process that had received an
+        input of it is gone.
         """
         if not self.passing.begins(lease.claim):
             await self._report(
@@ -294,17 +334,18 @@ class Executor:
             )
             return
         self._waiting[lease.claim] = RunTask(lease, dict(peers), recorded)
-        await self._feed()
+        await self._send_runnable()
 
     async def cancel(self, claim: Claim, save: bool = False, *, if_saved: bool = False) -> None:
-        """Drop a task at its next step. Stopped is reported unless it ends first; with `save`, also Saved.
+        """Drop a task at its next step. TaskStopped is reported unless the task ends first.
 
-        With `if_saved`, it goes on where its state cannot be saved.
+        With `save`, CheckpointSaved is reported before. With `if_saved`, the task goes on if its state cannot be
+        saved.
         """
         if self._waiting.pop(claim, None):
             await self._report(TaskStopped(claim))
-            await self._feed()
-        elif claim in self._given:
+            await self._send_runnable()
+        elif claim in self._sent:
             await self._processes[0].send(CancelTask(claim, save, if_saved))
 
     async def close(self) -> None:
@@ -316,12 +357,16 @@ class Executor:
         self.passing.close()
 
     async def _end(self) -> None:
+        """End the processes, and fail the transfers that need them."""
         await asyncio.gather(*(process.close() for process in self._processes))
         self.pairs.lost()
         self.passing.lost()
 
     async def _send_if_ready(self, message: InputArrived | CancelTask | PairCall) -> bool:
-        """Send all processes a piece of an input, or the first one anything else. Returns whether they answer."""
+        """Send an input chunk to all processes, or another message to the first.
+
+        Returns whether they run.
+        """
         if self.ready:
             await self._send(message, self._processes if isinstance(message, InputArrived) else self._processes[:1])
         return self.ready
@@ -330,20 +375,20 @@ class Executor:
         for process in processes:
             await process.send(message)
 
-    async def _feed(self) -> None:
-        """Give the processes all tasks that may run now, in order of arrival."""
+    async def _send_runnable(self) -> None:
+        """Send the processes all tasks that may run now, in order of arrival."""
         for claim, run in list(self._waiting.items()):
-            alone = run.lease.task.alone or any(given.lease.task.alone for given in self._given.values())
-            if not self.pids or (alone and self._given):
+            alone = run.lease.task.alone or any(other.lease.task.alone for other in self._sent.values())
+            if not self.pids or (alone and self._sent):
                 return
-            self._heard_at = self._heard_at if self._given else time.monotonic()
-            self._given[claim] = self._waiting.pop(claim)
+            self._progress_at = self._progress_at if self._sent else time.monotonic()
+            self._sent[claim] = self._waiting.pop(claim)
             self._busy.tell(True)
             await self._send(run, self._processes)
 
-    async def _pump(self) -> ComputeProcess:
+    async def _wait_for_end(self) -> ComputeProcess:
         """Handle messages until a process has ended. Returns that process."""
-        listening = [asyncio.create_task(self._listen(process)) for process in self._processes]
+        listening = [asyncio.create_task(self._handle_messages(process)) for process in self._processes]
         try:
             done, _ = await asyncio.wait(listening, return_when=asyncio.FIRST_COMPLETED)
             return next(iter(done)).result()
@@ -352,8 +397,11 @@ class Executor:
                 task.cancel()
             await asyncio.gather(*listening, return_exceptions=True)
 
-    async def _listen(self, process: ComputeProcess) -> ComputeProcess:
-        """Handle what a process sends until it ends. Of tasks, the first one reports for all."""
+    async def _handle_messages(self, process: ComputeProcess) -> ComputeProcess:
+        """Handle the messages of a process until it ends.
+
+        Only the first rank reports on tasks.
+        """
         rank = self._processes.index(process)
         while True:
             try:
@@ -364,7 +412,7 @@ class Executor:
                 process.kill(f"killed, because it sent something that is not a message: {error}")
                 return process
             if rank == 0:
-                self._heard_at = time.monotonic()
+                self._progress_at = time.monotonic()
             match message:
                 case RankStatus():
                     self.retracted += message.retracted - self._statuses[rank].retracted
@@ -375,18 +423,19 @@ class Executor:
                 case InputTaken():
                     self.passing.heard(message)
                 case _ if rank == 0:
-                    await self._take(message)
+                    await self._handle_message(message)
 
-    async def _take(self, message: FromCompute) -> None:
+    async def _handle_message(self, message: FromCompute) -> None:
+        """Handle a message of the first rank."""
         match message:
             case StepPlan():
                 await self._send(message, self._processes[1:])
             case TaskWaits():
-                self._unwritten |= {message.claim} & self._given.keys()
+                self._waiting_for_results |= {message.claim} & self._sent.keys()
             case StepProgress():
-                self._unwritten.discard(message.claim)
-                if message.claim in self._given:
-                    self._begun.add(message.claim)
+                self._waiting_for_results.discard(message.claim)
+                if message.claim in self._sent:
+                    self._started.add(message.claim)
                     await self._report(message)
             case CheckpointSaved() | OutputAnnounced() | OutputDeltas() | CachePrefix():
                 await self._report(message)
@@ -395,42 +444,46 @@ class Executor:
             case TaskFailed(kind="crash"):  # killing the process reports this task and all others that it had begun
                 self._processes[0].kill(f"killed, because its device failed: {message.message}")
             case TaskStopped() | TaskCompleted() | TaskFailed():
-                self._begun.discard(message.claim)
-                self._unwritten.discard(message.claim)
-                if self._given.pop(message.claim, None):
-                    self._busy.tell(bool(self._given))
+                self._started.discard(message.claim)
+                self._waiting_for_results.discard(message.claim)
+                if self._sent.pop(message.claim, None):
+                    self._busy.tell(bool(self._sent))
                     await self._report(message)
-                    await self._feed()
+                    await self._send_runnable()
 
     async def _watch(self) -> None:
-        """Kill processes that make no progress, or take too much memory."""
+        """Kill processes that make no progress or use too much memory."""
         slept = time.monotonic()
         await asyncio.sleep(WATCH_S)
-        self._heard_at += max(0.0, time.monotonic() - slept - WATCH_S)  # time in which this process was stopped
+        self._progress_at += max(0.0, time.monotonic() - slept - WATCH_S)  # time in which this process was stopped
         for process in self._processes:
-            busy = self._stalled() or process.excess(self._memory_limit) if self._given else ""
+            busy = self._stalled() or process.excess(self._memory_limit) if self._sent else ""
             if reason := process.halted(WATCH_S) or busy:
                 process.kill(reason)
 
     def _stalled(self) -> str:
-        if time.monotonic() - self._heard_at <= self._stall_s:
+        """Return the reason to kill processes without progress for too long, else ""."""
+        if time.monotonic() - self._progress_at <= self._stall_s:
             return ""
         return f"killed, because it made no progress for {self._stall_s:g} s (--stall-s allows more)"
 
-    async def _restart_after(self, dead: ComputeProcess) -> None:
+    async def _report_death(self, dead: ComputeProcess) -> None:
         """End the other processes, and report the tasks that ended with them."""
-        words = await dead.last_words()
+        cause = await dead.last_words()
         await self._end()
         # Device memory is known anew once the next processes have loaded.
         self._statuses = [RankStatus(device_memory=rank.device_memory) for rank in self._statuses]
-        log.log(INFO if words == SWAPPED else ERROR, "compute process died", reason=words, begun=len(self._begun))
-        claims, begun = [*self._given, *self._waiting], self._begun
-        self._given, self._waiting, self._begun, self._unwritten = {}, {}, set(), set()
+        log.log(INFO if cause == SWAPPED else ERROR, "compute process died", reason=cause, begun=len(self._started))
+        claims, started = [*self._sent, *self._waiting], self._started
+        self._sent = {}
+        self._waiting = {}
+        self._started = set()
+        self._waiting_for_results = set()
         self._busy.tell(False)
-        message, evidence = f"the compute process died: {words}", f"{words}\n{dead.log}".strip()
+        message, evidence = f"the compute process died: {cause}", f"{cause}\n{dead.log}".strip()
         for claim in claims:
-            crashed = claim in begun
+            crashed = claim in started
             kind: FailureKind = "crash" if crashed else "hand_back"
             reason = "" if crashed else "compute"
-            company = crashed and len(begun) > 1
+            company = crashed and len(started) > 1
             await self._report(TaskFailed(claim, kind, message, evidence, company=company, reason=reason))

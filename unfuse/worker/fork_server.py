@@ -1,9 +1,10 @@
-"""A process that has imported what compute needs, and forks compute processes: each begins at once, and shares memory.
+"""The fork server: has imported what compute needs, and forks compute processes.
 
-`python -m unfuse.worker.fork_server FD FOLDER...`, with the folders of the models, is started by a launcher with one
-end of a SOCK_SEQPACKET pair, whose other end its workers hold, all the same: so no stranger has a way in. It ends when
-nobody holds that any more. It has one thread, touches no GPU, and opens nothing that it does not need; its children
-close whatever they inherit from it, so that none keeps another's lifeline open.
+So each process has a short cold start and shares memory with the others. `python -m unfuse.worker.fork_server FD
+FOLDER...`, with the folders of the models, is started by a launcher with one end of a SOCK_SEQPACKET pair. The
+workers have the other end, so no other process can send requests. The server ends when the other end is closed
+everywhere. It has one thread, uses no GPU, and opens nothing that it does not need. Its children close whatever they
+inherit from it, so that none keeps another's socket open.
 """
 
 from __future__ import annotations
@@ -26,43 +27,46 @@ from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ProtocolError
 from unfuse.models import find, resolve_source
 
+#: Most bytes of a Fork, which has an environment.
 MAX_REQUEST = 256 * 1024
-"""The most bytes of a Fork: an environment."""
 
 COMPUTE = "unfuse.worker.compute"
 
+#: A folder with an entry for each thread of this process.
 THREADS = "/proc/self/task"
-"""Has an entry for each thread of this process."""
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):
-    """Fork a compute process with this environment. With it come descriptors: its channel, what it writes to, and where
-    Forked is sent, with a pidfd, and Ended when it has ended. NotForked is sent instead if that cannot be.
+    """Fork a compute process with this environment.
+
+    Three descriptors come with it: the process's channel, its standard output and error, and a socket for answers.
+    There, Forked is sent with a pidfd, and Ended when the process has ended. NotForked is sent instead if it cannot
+    be forked.
     """
 
     environment: dict[str, str]
 
 
 class Forked(msgspec.Struct, frozen=True, tag=True):
-    """It runs, and has this process id."""
+    """The process runs and has this process id."""
 
     pid: int
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """It ended with this code: below 0 the signal that ended it."""
+    """The process ended with this code; below 0, the negative number of a signal."""
 
     code: int
 
 
 class NotForked(msgspec.Struct, frozen=True, tag=True):
-    """It was not started, for this reason."""
+    """The process was not started, for this reason."""
 
     reason: str
 
 
 def import_for(models: Sequence[str]) -> str:
-    """Import what computing with these models needs. Returns why no process can be forked here, or "".
+    """Import what computing with these models needs. Returns why forking is impossible, or "".
 
     Warnings of libraries about their own imports, such as optional parts that cannot be loaded, are not logged: they
     would be on the first screen of a server.
@@ -74,19 +78,22 @@ def import_for(models: Sequence[str]) -> str:
         for model in models:
             folder = resolve_source(model, components=())
             find(folder).prepare(folder)
-    except Exception as error:  # whatever is broken, a process that imports by itself says it where it is read
+    except Exception as error:  # a process that imports by itself will report the same where it can be read
         return f"imports failed: {error!r}"
     finally:
         logging.disable(disabled)
     if (threads := len(os.listdir(THREADS))) > 1:
         return f"imports left {threads} threads running"
     gc.collect()
-    gc.freeze()  # or a collection writes to all pages that children share
+    gc.freeze()  # otherwise, a collection would write to all pages that children share
     return ""
 
 
 class ForkServer:
-    """Forks compute processes for whoever asks at this socket, and tells how they end; or, if `refusal`, refuses to."""
+    """Forks compute processes on request at this socket, and reports how they end.
+
+    With a `refusal`, it answers every request with that reason.
+    """
 
     def __init__(self, requests: socket.socket, refusal: str = "") -> None:
         self._requests, self._refusal = requests, refusal
@@ -94,15 +101,16 @@ class ForkServer:
         self._selector.register(requests, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Serve until nobody holds the other end of the socket."""
+        """Serve until the other end of the socket is closed."""
         while True:
             for key, _ in self._selector.select():
                 if key.data is not None:
-                    self._tell_end(key.fd, *key.data)
-                elif not self._take():
+                    self._report_end(key.fd, *key.data)
+                elif not self._serve_request():
                     return
 
-    def _take(self) -> bool:
+    def _serve_request(self) -> bool:
+        """Serve one request. Returns False if the other end of the socket is closed."""
         data, descriptors, flags, _ = socket.recv_fds(self._requests, MAX_REQUEST, 3)
         if not data:
             return False
@@ -121,34 +129,39 @@ class ForkServer:
         return True
 
     def _fork(self, fork: Fork, channel: int, log: int, reply: socket.socket) -> None:
+        """Fork a compute process and answer."""
         try:
             pid = -1 if self._refusal else os.fork()
         except OSError as error:
-            return _tell(reply, NotForked(str(error)))
+            return _send(reply, NotForked(str(error)))
         if pid < 0:
-            return _tell(reply, NotForked(self._refusal))
+            return _send(reply, NotForked(self._refusal))
         if not pid:
             _become_compute(channel, log, fork.environment)
         pidfd = os.pidfd_open(pid)
         self._selector.register(pidfd, selectors.EVENT_READ, (pid, reply.dup()))
-        return _tell(reply, Forked(pid), pidfd)
+        return _send(reply, Forked(pid), pidfd)
 
-    def _tell_end(self, pidfd: int, pid: int, reply: socket.socket) -> None:
+    def _report_end(self, pidfd: int, pid: int, reply: socket.socket) -> None:
+        """Report how a process ended."""
         self._selector.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
         with reply:
-            _tell(reply, Ended(os.waitstatus_to_exitcode(status)))
+            _send(reply, Ended(os.waitstatus_to_exitcode(status)))
 
 
-def _tell(reply: socket.socket, message: Forked | Ended | NotForked, *descriptors: int) -> None:
-    """Send this to who asked, unless that is gone; then the child's channel is closed too."""
+def _send(reply: socket.socket, message: Forked | Ended | NotForked, *descriptors: int) -> None:
+    """Send a message, unless the requester is gone; then the child's channel is closed, too."""
     with contextlib.suppress(OSError):
         socket.send_fds(reply, [encode(message)], descriptors, socket.MSG_DONTWAIT)
 
 
 def _become_compute(channel: int, log: int, environment: Mapping[str, str]) -> NoReturn:
-    """Be a compute process from here on. Nothing of the forking process is finished in this one."""
+    """Run the compute process in this forked one.
+
+    Nothing of the forking process is cleaned up here.
+    """
     code = 1
     try:
         os.setsid()

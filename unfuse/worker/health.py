@@ -1,6 +1,6 @@
-"""Answers those who look after a worker, such as a kubelet: whether it lives, and whether it takes tasks.
+"""The health endpoint of a worker: liveness and readiness, for probes such as a kubelet's.
 
-It is HTTP, with no more of it than a probe says: who reaches the port learns these two things and nothing else.
+It serves only the HTTP that a probe needs. A client that reaches the port learns these two facts and nothing else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from http import HTTPStatus
 
 from unfuse.core.errors import ConfigError
 
-HEAD_BYTES, HEAD_S, AT_ONCE = 4096, 5.0, 16  # bounds: bytes of a call's head, seconds to send it, calls at one time
+#: Most bytes of a request's head.
+HEAD_BYTES = 4096
+
+#: Most seconds for sending a request's head.
+HEAD_S = 5.0
+
+#: Most requests at one time.
+AT_ONCE = 16
 
 
 @asynccontextmanager
@@ -20,7 +27,7 @@ async def answering(at: str, lacking: Callable[[], str]) -> AsyncIterator[None]:
     """Serve `/health` (200) and `/ready` at HOST:PORT within the block, for GET and HEAD.
 
     `/ready` is 200 unless `lacking` returns a reason, else 503 with that reason. With an empty address nothing is
-    served. Raises ConfigError.
+    served. Raises ConfigError for an address that cannot be used.
     """
     if not at:
         yield
@@ -35,7 +42,7 @@ async def answering(at: str, lacking: Callable[[], str]) -> AsyncIterator[None]:
             if not free.locked():
                 async with free, asyncio.timeout(HEAD_S):
                     head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(_answer(head.split(b" ")[:2], lacking))
+                    writer.write(_response(head.split(b" ")[:2], lacking))
                     await writer.drain()
         writer.close()
 
@@ -49,8 +56,9 @@ async def answering(at: str, lacking: Callable[[], str]) -> AsyncIterator[None]:
         server.close()
 
 
-def _answer(asked: list[bytes], lacking: Callable[[], str]) -> bytes:
-    method, path = (*asked, b"")[:2]
+def _response(request_line: list[bytes], lacking: Callable[[], str]) -> bytes:
+    """Return the whole HTTP response to a request with this method and path."""
+    method, path = (*request_line, b"")[:2]
     missing = lacking()
     answers = {b"/health": (200, "ok"), b"/ready": (503, missing) if missing else (200, "ready")}
     status, text = answers.get(path if method in (b"GET", b"HEAD") else b"", (404, "there is /health and /ready"))

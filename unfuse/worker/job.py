@@ -1,4 +1,4 @@
-"""A task inside a compute process: how it begins, what it knows while it runs, and how its output is stored."""
+"""A task inside a compute process: its job, inputs and output."""
 
 from __future__ import annotations
 
@@ -28,116 +28,169 @@ from unfuse.worker.ranks import TaskStart
 
 log = structlog.get_logger(__name__)
 
-ROOM_S = 2.0  # seconds an output waits for room in a full arena; readers may free some, and nothing runs here meanwhile
+#: Seconds that an output waits for room in a full arena. This process computes nothing meanwhile.
+ROOM_S = 2.0
 
 
 @dataclass(eq=False)
 class Job:
-    """A task that runs. Tasks of equal `key` may share a forward. Times are monotonic seconds.
-
-    `run_s` are seconds of computing, `share_s` its share of them: those of a forward are divided among its tasks.
-    `resumed` is the step that it started from, `steps` how many it made since. `saved` and `reported` are the last
-    steps that were saved, as far as that worked, and reported, at `saved_at` and `reported_at`. The next attempt can go
-    on from step `safe`.
-    """
+    """A running task: its stage's state, and how far it is computed, saved and reported."""
 
     lease: Lease
     stage: Stage
+
+    #: Tasks of equal key may share a forward: pool, batch key, exact batch key.
     key: tuple[Hashable, ...]
-    opened: ExitStack  # its inputs, and its output if others may read it meanwhile, until that is sealed
+
+    #: Releases the inputs. If the output can be read while it is written, aborts it unless it is sealed.
+    opened: ExitStack
+
+    #: The stage's state between two steps.
     state: Any
+
+    #: Seconds that reading the inputs took.
     get_s: float
+
+    #: Seconds of computing.
     run_s: float
+
+    #: The task's share of `run_s`: the seconds of a forward are divided among its tasks.
     share_s: float
+
+    #: Whether the task shares no forward any more, because a batch with it failed.
     alone: bool = False
+
+    #: The step of the checkpoint that the task started from.
     resumed: int = 0
+
+    #: Number of steps made since the start.
     steps: int = 0
-    turn: int = 0  # when its last step was decided, in the order of such turns
-    mates: int = 0  # the number of tasks in its forwards, itself included, summed over its steps
+
+    #: The number of the batch that computed its last step. Batches are numbered in order.
+    turn: int = 0
+
+    #: The number of tasks in its forwards, itself included, summed over its steps.
+    mates: int = 0
+
+    #: The last step that was to be saved; also if saving it failed.
     saved: int = 0
+
+    #: The last step that was saved: the next attempt can resume there.
     safe: int = 0
+
+    #: Monotonic time of the last save, in seconds.
     saved_at: float = field(default_factory=time.monotonic)
+
+    #: Seconds that saving took so far.
     save_s: float = 0.0
+
+    #: Seconds spent in exchanges with other ranks.
     exchange_s: float = 0.0
+
+    #: The last step whose progress was reported.
     reported: int = 0
+
+    #: Monotonic time of the last progress report, in seconds.
     reported_at: float = field(default_factory=time.monotonic)
+
+    #: Steps with a preview that is stored and not reported yet.
     previews: list[int] = field(default_factory=list)
-    grown: int = 0  # the number of the next piece of its output
-    part: int | None = 0  # the last step whose part is stored; None after one could not be: none can follow
-    prefix_blocks: list[tuple[str, str, Tensors]] = field(default_factory=list)  # see `read_prefix_blocks`
-    output: UnsealedObject | None = (
-        None  # what its output is written into while it runs, if others may read it meanwhile
-    )
+
+    #: The number of the next output delta.
+    grown: int = 0
+
+    #: The last step whose video fragment is stored. None after one could not be stored: none can follow.
+    part: int | None = 0
+
+    #: Completed prefix blocks that are not stored yet: (key, digest, tensors), see `read_prefix_blocks`.
+    prefix_blocks: list[tuple[str, str, Tensors]] = field(default_factory=list)
+
+    #: The object that the output is written into while the task runs, if it can be read meanwhile.
+    output: UnsealedObject | None = None
 
     def growth(self) -> OutputDeltas | None:
-        """What the last step has added to its output, if anything; raises PermanentError where that is too much."""
+        """Return what the last step added to the output, or None.
+
+        Raises PermanentError if that is too much to be recorded.
+        """
         pieces = tuple(self.stage.grown(self.state))
         if not pieces:
             return None
-        grown = OutputDeltas(self.claim, self.grown, pieces)
+        deltas = OutputDeltas(self.claim, self.grown, pieces)
         try:
-            check_growth([grown])
+            check_growth([deltas])
         except ProtocolError as error:
             raise PermanentError(f"stage {self.stage.kind} has grown by what cannot be recorded: {error}") from error
         self.grown += len(pieces)
-        return grown
+        return deltas
 
     @property
     def timings(self) -> Timings:
-        """What it has used so far."""
+        """What the task has used so far."""
         return Timings(
-            get_s=self.get_s, run_s=self.run_s, steps=self.steps, batch=self.mates / max(1, self.steps),
-            resumed=self.resumed, save_s=self.save_s, exchange_s=self.exchange_s, share_s=self.share_s,
-        )  # fmt: skip
+            get_s=self.get_s,
+            run_s=self.run_s,
+            steps=self.steps,
+            batch=self.mates / max(1, self.steps),
+            resumed=self.resumed,
+            save_s=self.save_s,
+            exchange_s=self.exchange_s,
+            share_s=self.share_s,
+        )
 
     @property
     def is_over(self) -> bool:
-        """Whether all its steps are made."""
+        """Whether all steps are done."""
         step, steps = self.stage.progress(self.state)
         return step == steps
 
     @property
     def claim(self) -> Claim:
-        """The claim of its lease."""
+        """The claim of the task's lease."""
         return self.lease.claim
 
     @property
     def priority(self) -> int:
-        """The priority of its task."""
+        """The priority of the task."""
         return self.lease.task.priority
 
 
 class CollectedInput:
-    """Takes an object from its front to its end, for this one of `ranks`, each of which has it.
+    """Collects an object that arrives in chunks in the memory of this rank.
 
-    Raises TransientError where there is no memory for all of them.
+    Each of the `ranks` collects it. Raises TransientError if there is not enough memory for all of them.
     """
 
     def __init__(self, ref: ObjectRef, ranks: int = 1) -> None:
         if ranks * ref.nbytes > (free := available_memory()):
-            has = f"{readable_bytes(free)} are free"
-            raise TransientError(f"an input takes {ranks} x {readable_bytes(ref.nbytes)} of memory, and {has}")
-        self._ref, self._memory, self._filled = ref, np.empty(ref.nbytes, np.uint8), 0
+            available = f"{readable_bytes(free)} are free"
+            raise TransientError(f"an input takes {ranks} x {readable_bytes(ref.nbytes)} of memory, and {available}")
+        self._ref = ref
+        self._memory = np.empty(ref.nbytes, np.uint8)
+        self._filled = 0
 
     def take(self, piece: Any) -> None:
-        """Take the next bytes."""
+        """Append the next bytes."""
         stop = self._filled + len(piece)
         self._memory[self._filled : stop] = piece
         self._filled = stop
 
     def drop(self) -> None:
-        """It goes with whoever has its tensors."""
+        """Do nothing: the memory is freed with the tensors over it."""
 
     def tensors(self, *, as_torch: bool) -> dict[str, Any]:
-        """What has come, by name. Raises ValueError for what is no such object."""
+        """Return the tensors over the received bytes, by name.
+
+        They are torch tensors with `as_torch`, else numpy arrays. Raises ValueError if the object is malformed.
+        """
         over = torch_over if as_torch else numpy_over
         return {meta.name: over(self._memory, meta) for meta in self._ref.tensors}
 
 
 class JobFactory:
-    """Makes jobs of tasks on the stages of one compute process; see StepLoop for what it is made with.
+    """Makes the jobs of tasks on the stages of one compute process.
 
-    `exact`: what else tasks must have in common to share a forward is asked. There are so many `ranks`.
+    For the parameters see StepLoop. `exact` says whether jobs get an exact batch key; `ranks` is the number of ranks.
     """
 
     def __init__(
@@ -150,15 +203,20 @@ class JobFactory:
         ranks: int = 1,
     ) -> None:
         self._ranks = ranks
-        self._stages, self._store, self._results, self._plain, self._exact = stages, store, results, plain, exact
+        self._stages, self._plain = stages, plain
+        self._store, self._results = store, results
+        self._exact = exact
         self._receiving: dict[Claim, dict[str, StreamedInput]] = {}
 
     def receive(self, arrived: InputArrived) -> InputTaken:
-        """Take what has come of an input, as its stage does, or else into memory; the answer says if that cannot be.
+        """Receive the next bytes of an input, by the stage itself or into memory.
 
-        Then what came stays until the task is forgotten, as it is on all ranks in the same turn.
+        The answer has an error if that failed. Received bytes then stay until `forget`, which all ranks call in the
+        same round.
         """
-        task, claim, ref = arrived.lease.task, arrived.lease.claim, arrived.ref
+        task = arrived.lease.task
+        claim = arrived.lease.claim
+        ref = arrived.ref
         try:
             inputs = self._receiving.setdefault(claim, {})
             if ref.id not in inputs:
@@ -171,27 +229,35 @@ class JobFactory:
 
     @property
     def receives(self) -> bool:
-        """Whether an input of a task that has not begun is here in part."""
+        """Whether inputs of tasks that have not started are being received."""
         return bool(self._receiving)
 
     def begun(self, claim: Claim) -> None:
-        """A task runs: its state has what came for it."""
+        """Forget the received inputs of a started task: its state has them now."""
         self._receiving.pop(claim, None)
 
     def drop_taken(self, claim: Claim) -> None:
-        """Drop what the stage of a task has taken itself, which it makes again; what came into memory stays."""
+        """Drop inputs that the stage of a task has received itself; the stage recomputes them.
+
+        Inputs that were received into memory stay.
+        """
         inputs = self._receiving.get(claim, {})
-        for id in [id for id, one in inputs.items() if not isinstance(one, CollectedInput)]:
+        for id in [id for id, receiver in inputs.items() if not isinstance(receiver, CollectedInput)]:
             inputs.pop(id).drop()
 
     def forget(self, claim: Claim) -> None:
-        """Drop what has come for a task that will not begin, if anything has."""
-        for receiving in self._receiving.pop(claim, {}).values():
-            receiving.drop()
+        """Drop the received inputs of a task that will not start."""
+        for receiver in self._receiving.pop(claim, {}).values():
+            receiver.drop()
 
     def begin(self, run: RunTask) -> Job:
-        """The job of a task. Raises ResultsUnavailable where an upload cannot be had now, and whatever is wrong."""
-        task, opened, prefix = run.lease.task, ExitStack(), list[HeldTensors]()
+        """Return the job of a task.
+
+        Raises ResultsUnavailable if an upload cannot be read now, and any error of the inputs or the stage.
+        """
+        task = run.lease.task
+        opened = ExitStack()
+        prefix = list[HeldTensors]()
         try:
             began = time.monotonic()
             self._store.learn(run.peers)
@@ -199,35 +265,41 @@ class JobFactory:
                 opened.enter_context(self._store.get(ref, as_torch=self._as_torch(run.lease), reader=task.request))
                 for ref in task.inputs
             ]
-            collected, received = self._came(run.lease)
-            tensors = {name: tensor for held in inputs for name, tensor in held.items()} | collected
+            collected, received = self._received_inputs(run.lease)
+            tensors = {name: tensor for input_tensors in inputs for name, tensor in input_tensors.items()} | collected
             stage = self._stages[declared(task.planned.pool)]
             uploads = {name: self._results.attached(task.request, name) for name in stage.uploads_of(task.derived)}
-            prefix += self._prefix(run.lease)
-            given = StageInput(
-                task.params, tensors, uploads, run.recorded, task.priority,
-                tuple(map(dict, prefix)), received, bool(task.planned.extends) and not _is_narrowed(run.lease),
+            prefix += self._read_prefix(run.lease)
+            stage_input = StageInput(
+                task.params,
+                tensors,
+                uploads,
+                run.recorded,
+                task.priority,
+                tuple(map(dict, prefix)),
+                received,
+                bool(task.planned.extends) and not _is_narrowed(run.lease),
                 task.derived,
-            )  # fmt: skip
-            return self._job(run, stage, given, opened, get_s=time.monotonic() - began)
+            )
+            return self._make_job(run, stage, stage_input, opened, get_s=time.monotonic() - began)
         except BaseException as error:
             opened.close()
-            if not isinstance(error, ResultsUnavailable):  # with which it waits, and begins again
+            if not isinstance(error, ResultsUnavailable):  # after which the task waits and starts again
                 self.forget(run.lease.claim)
             raise
         finally:
-            for held in prefix:
-                held.close()
+            for block in prefix:
+                block.close()
 
-    def _job(self, run: RunTask, stage: Stage, given: StageInput, opened: ExitStack, get_s: float) -> Job:
-        """Make the state of a task, and a job of it; gives the state up if the stage fails behind that."""
+    def _make_job(self, run: RunTask, stage: Stage, stage_input: StageInput, opened: ExitStack, get_s: float) -> Job:
+        """Verify the inputs, make the state of a task, and return its job."""
         began = time.monotonic()
-        stage.verify(given)
-        resumed = self._resumed(stage, given, run.lease)
-        state = stage.start(given) if resumed is None else resumed
+        stage.verify(stage_input)
+        resumed = self._resume_state(stage, stage_input, run.lease)
+        state = stage.start(stage_input) if resumed is None else resumed
         try:
             step, _ = stage.progress(state)
-            key = run.lease.task.planned.pool, stage.batch_key(given), self.exact_batch_key(stage, state)
+            key = run.lease.task.planned.pool, stage.batch_key(stage_input), self.exact_batch_key(stage, state)
         except BaseException:
             stage.let_go(state)
             raise
@@ -237,33 +309,37 @@ class JobFactory:
             resumed=step, saved=step, safe=step, reported=step, grown=len(run.recorded),
         )  # fmt: skip
 
-    def _came(self, lease: Lease) -> tuple[dict[str, Any], StreamedInput | None]:
-        """What has come in pieces: tensors that were put together, and what the stage has taken itself."""
-        came = self._receiving.get(lease.claim, {}).values()
-        whole = [one.tensors(as_torch=self._as_torch(lease)) for one in came if isinstance(one, CollectedInput)]
-        tensors = {name: tensor for one in whole for name, tensor in one.items()}
-        return tensors, next((one for one in came if not isinstance(one, CollectedInput)), None)
+    def _received_inputs(self, lease: Lease) -> tuple[dict[str, Any], StreamedInput | None]:
+        """Return the tensors collected from chunks, and the input that the stage received itself."""
+        receivers = self._receiving.get(lease.claim, {}).values()
+        collected = [
+            receiver.tensors(as_torch=self._as_torch(lease))
+            for receiver in receivers
+            if isinstance(receiver, CollectedInput)
+        ]
+        tensors = {name: tensor for receiver in collected for name, tensor in receiver.items()}
+        return tensors, next((receiver for receiver in receivers if not isinstance(receiver, CollectedInput)), None)
 
-    def _prefix(self, lease: Lease) -> Iterator[HeldTensors]:
-        """What others have made of the same beginning, as far as it can be read."""
+    def _read_prefix(self, lease: Lease) -> Iterator[HeldTensors]:
+        """Yield the prefix blocks that can be read, up to the first that cannot."""
         for ref in lease.prefix:
             try:
                 yield self._store.get(ref, as_torch=self._as_torch(lease))
-            except Exception as error:  # what cannot be had is made again
+            except Exception as error:  # the stage recomputes a block that cannot be read
                 log.info("a prefix cannot be read", request=lease.task.request, object=ref.id, reason=str(error))
                 return
 
     def exact_batch_key(self, stage: Stage, state: Any) -> Hashable | None:
-        """What else tasks must have in common to share a forward, where bytes count; None: they never may."""
+        """Return the exact batch key of a state; None: the task must run alone."""
         return stage.exact_batch_key(state) if self._exact else None
 
-    def _resumed(self, stage: Stage, given: StageInput, lease: Lease) -> Any:
-        """The state that an earlier attempt saved; None if there is none, or if it cannot be read."""
+    def _resume_state(self, stage: Stage, stage_input: StageInput, lease: Lease) -> Any:
+        """Return the state of the lease's checkpoint; None if there is none to read."""
         if lease.checkpoint is None:
             return None
         try:
-            with self._store.get(lease.checkpoint, as_torch=self._as_torch(lease)) as held:
-                return stage.resume(given, unpack(held))
+            with self._store.get(lease.checkpoint, as_torch=self._as_torch(lease)) as tensors:
+                return stage.resume(stage_input, unpack(tensors))
         except Exception as error:  # a bad checkpoint must not end the process
             task = lease.task
             log.warning("cannot resume, starts again", request=task.request, stage=task.stage, reason=str(error))
@@ -274,12 +350,12 @@ class JobFactory:
 
 
 def _is_narrowed(lease: Lease) -> bool:
-    """Whether an input was stored in fewer bits than it was made with."""
+    """Whether an input is stored in fewer bits than its stage computed."""
     return any(meta.wide for ref in lease.task.inputs for meta in ref.tensors)
 
 
 def start_of(run: RunTask, begun: Job | Exception) -> TaskStart:
-    """Whether this process can begin a task."""
+    """Return this rank's start of a task: the first step, a failure or a wait."""
     if isinstance(begun, Job):
         return begun.resumed
     claim = run.lease.claim
@@ -289,10 +365,10 @@ def start_of(run: RunTask, begun: Job | Exception) -> TaskStart:
 def announce(
     store: TensorStore, job: Job, encodings: Mapping[str, str], tell: Callable[[OutputAnnounced], object] | None
 ) -> None:
-    """Have a task that begins write its output where others may read it meanwhile, and `tell` of it.
+    """Make a task's output readable while it is written, and announce that by `tell`.
 
-    It comes whole, at the end, if it is to be narrowed, if there is no room yet, and where nobody can be told. One of
-    several is told of however small it is: who reads all of them begins with those that are there.
+    The output is stored only at its end if it is to be narrowed, if there is no room yet, or if `tell` is None. The
+    output of one of `several` tasks is announced however small it is: their reader starts with those that are there.
     """
     task, outline = job.lease.task, job.stage.outline(job.state)
     if not outline or tell is None or task.planned.final or encodings.get(task.planned.kind, "none") != "none":
@@ -308,9 +384,10 @@ def announce(
 
 
 def put(store: TensorStore, job: Job, output: StageOutput, encodings: Mapping[str, str]) -> ObjectRef | None:
-    """Store tensors, narrowed as `encodings` says for the kind of the stage; None for a final stage, which has none.
+    """Store a task's output tensors, narrowed as `encodings` says for the stage kind.
 
-    What was written where others read it is only sealed.
+    An output that was readable while it was written is only sealed. Returns None for a final stage, which has no
+    tensors.
     """
     task = job.lease.task
     if job.output:
@@ -325,25 +402,28 @@ def put(store: TensorStore, job: Job, output: StageOutput, encodings: Mapping[st
 
 
 def read_prefix_blocks(job: Job) -> list[tuple[str, str, Tensors]]:
-    """Return the prefix blocks that the last step completed, each with its key, its digest and copies of its tensors.
+    """Return the prefix blocks that the last step completed, as (key, digest, copied tensors).
 
     The digest is empty if the key is one of the task's own `prefixes`. The state may change afterwards. A block that
     cannot be read is left out, with those behind it.
     """
-    task, found = job.lease.task, list[tuple[str, str, Tensors]]()
+    task, blocks = job.lease.task, list[tuple[str, str, Tensors]]()
     try:
         for block in job.stage.prefix_blocks(job.state):
             if block.number < len(task.planned.prefixes):
-                found.append((task.planned.prefixes[block.number], "", block.read()))
+                blocks.append((task.planned.prefixes[block.number], "", block.read()))
             elif task.planned.extends:
-                found.append((prefix_key(task.planned.extends, block.digest), block.digest, block.read()))
-    except Exception as error:  # the task itself goes on, on every rank: others compute what they do not find
+                blocks.append((prefix_key(task.planned.extends, block.digest), block.digest, block.read()))
+    except Exception as error:  # the task itself goes on, on every rank; other tasks recompute a missing block
         log.info("not kept", request=task.request, stage=task.stage, reason=str(error))
-    return found
+    return blocks
 
 
 def store_prefix_blocks(store: TensorStore, job: Job) -> Iterator[CachePrefix]:
-    """Store what `read_prefix_blocks` has read. A block that cannot be stored is left out, with those behind it."""
+    """Store the blocks of `read_prefix_blocks` for other tasks (prefix caching).
+
+    A block that cannot be stored is left out, with those behind it.
+    """
     task, blocks = job.lease.task, job.prefix_blocks
     job.prefix_blocks = []
     for key, digest, tensors in blocks:
@@ -356,7 +436,12 @@ def store_prefix_blocks(store: TensorStore, job: Job) -> Iterator[CachePrefix]:
 
 
 def write(results: ResultStore, job: Job, media: Sequence[EncodedMedia]) -> tuple[ResultFile, ...]:
-    """Store files, from the index of the task's picture on. Raises ResultsUnavailable where they cannot be now."""
+    """Store result files, numbered from the task's `index` parameter on.
+
+    Raises ResultsUnavailable if the result store cannot be written now.
+    """
     task = job.lease.task
     first = 0 if task.params.get("index") is None else need(task.params, "index", int)
-    return tuple(results.put(task.request, at, one.content_type, one.data) for at, one in enumerate(media, first))
+    return tuple(
+        results.put(task.request, index, file.content_type, file.data) for index, file in enumerate(media, first)
+    )

@@ -1,4 +1,4 @@
-"""The models and adapters that a worker has: swapped for others, checked for changes, fetched."""
+"""The models and LoRA adapters of a worker: model swapping, changed files, adapter downloads."""
 
 from __future__ import annotations
 
@@ -36,49 +36,67 @@ from unfuse.worker.link import SchedulerLink
 
 log = structlog.get_logger(__name__)
 
-Models = tuple[tuple[str, str, str], ...]  # (name, source, dtype); once fetched, the source is a folder here
-Sets = Mapping[str, frozenset[str]]  # declared pools by the names of sets; none where everything is loaded at all times
+#: Models as (name, source, dtype). Once fetched, the source is a folder of this machine.
+Models = tuple[tuple[str, str, str], ...]
+
+#: Declared pools by the name of a set, of which one is loaded at a time. Empty if everything is loaded at once.
+Sets = Mapping[str, frozenset[str]]
+
+#: The states of files when their model was read.
 States = Mapping[Path, FileState]
 
-PAUSE_S = 0.05  # seconds between two looks whether a swap can begin
+#: Seconds between two checks whether a model swap can start.
+PAUSE_S = 0.05
 
-KEPT_BYTES = 32 << 30  # how much a machine keeps; what was used longest ago goes first
+#: Most bytes of fetched adapters on a machine. The least recently used ones are deleted first.
+KEPT_BYTES = 32 << 30
 
-LEFT_S = 3600.0  # after so long what nobody has written to is what a process left that was killed
+#: Seconds after which an unfinished download counts as left over from a killed process.
+LEFT_S = 3600.0
 
 
 class LoadedModel(NamedTuple):
-    """A registered model: its declared `pools` by stage, and its `files` with the pools loaded from them.
+    """A registered model with its pools and files."""
 
-    `files` has only the files that are loaded from this model's folder.
-    """
-
+    #: The model's spec.
     card: ModelSpec
+
+    #: The model's folder, or its single file.
     folder: Path
+
     dtype: str
+
+    #: Declared pools by stage.
     pools: Mapping[str, str]
+
+    #: The files loaded from `folder`, each with the pools that are loaded from it.
     files: Mapping[Path, frozenset[str]]
 
 
 class WeightFiles:
-    """Compares the files that a worker has loaded with their present state. `changed` has the affected pools.
+    """Detects that the files of loaded models have changed. `changed` has the affected pools.
 
-    `before` has the states of files before the cards were made, so that every later change is detected. For a missing
-    file its present state is used. A pool is loaded from the first model that has it, or, if the worker loads models
-    `in_turns`, from any of them.
+    - `before`: states of files before the specs were made, so that every later change is detected. For a file that it
+      lacks, its present state is used.
+    - `in_turns`: whether the worker swaps models. Then a pool may be loaded from any model that has it, else from the
+      first.
     """
 
     def __init__(
         self, models: Models, cards: Sequence[ModelSpec], choice: StageSelector, before: States, in_turns: bool = False
     ) -> None:
+        #: The changed files, by affected pool.
         self.changed: dict[str, ChangedFile] = {}
+
+        #: Pools that the compute process did not load at its last start, because their files had changed.
         self.left_out: frozenset[str] = frozenset()
-        """Pools that the compute process did not load at its last start, because their files had changed."""
+
         self._models: list[LoadedModel] = []
         self._loaded: dict[Path, FileState | None] = {}
         self._spoiled: dict[Path, tuple[FileState | None, frozenset[str]]] = {}
+        # Modified states, with the monotonic time in seconds when each was first seen.
         self._seen: dict[Path, tuple[FileState | None, float]] = {}
-        """Modified states, with the time when each was first seen, in monotonic seconds."""
+
         known = set[str]()
         for card, (_, folder, dtype) in zip(cards, models, strict=True):
             model = _loaded_model(card, Path(folder), dtype, choice, frozenset() if in_turns else frozenset(known))
@@ -87,7 +105,7 @@ class WeightFiles:
             self._loaded |= {path: before.get(path) or _state_of(path) for path in model.files}
 
     def look(self) -> bool:
-        """Check size and times of all files, and update `changed`. Returns whether it differs from before.
+        """Check size and times of all files, and update `changed`. Returns whether it differs.
 
         Pools of a modified file are in `changed` until its bytes are compared, and stay there if the bytes differ.
         """
@@ -113,7 +131,7 @@ class WeightFiles:
         return True
 
     def compare(self) -> None:
-        """Compare the bytes of modified files with those that were loaded, once they are no longer written to.
+        """Compare the bytes of modified files with the loaded ones, once writing has ended.
 
         Reads these files completely, so it may take long.
         """
@@ -123,7 +141,7 @@ class WeightFiles:
                 for owner, path, state in self._differing()
                 if owner is model and not self._spoiled_by(path, state)
             }
-            if not states or not all(self._is_written(path, state) for path, state in states.items()):
+            if not states or not all(self._is_fully_written(path, state) for path, state in states.items()):
                 continue
             other = _pools_with_other_bytes(model)
             for path, state in states.items():
@@ -133,7 +151,10 @@ class WeightFiles:
                     self._loaded[path] = state
 
     def overwritten(self, pool: str) -> ChangedFile | None:
-        """Return a file of a pool that was modified in place, or None. Memory that maps it has changed too."""
+        """Return a file of a pool that was modified in place, or None.
+
+        Memory that maps such a file has changed, too.
+        """
         for model, path, state in self._differing():
             loaded = self._loaded[path]
             in_place = state and loaded and (state.device, state.inode) == (loaded.device, loaded.inode)
@@ -151,8 +172,8 @@ class WeightFiles:
             if (state := _state_of(path)) != self._loaded[path]
         ]
 
-    def _is_written(self, path: Path, state: FileState | None) -> bool:
-        """Whether a file is no longer written to, by its times or because its state did not change for long enough.
+    def _is_fully_written(self, path: Path, state: FileState | None) -> bool:
+        """Whether a file is completely written: its times say so, or its state is stable.
 
         Times are not reliable if a clock was set back, or if that of a file server is ahead.
         """
@@ -161,13 +182,16 @@ class WeightFiles:
         return state is None or was_same or state.is_settled(time.time())
 
     def _spoiled_by(self, path: Path, state: FileState | None) -> frozenset[str]:
-        """Return the pools for which a file in that state has other bytes; empty if it was not compared."""
+        """Return the pools for which a file in that state is known to differ."""
         compared, pools = self._spoiled.get(path, (None, frozenset[str]()))
         return pools if compared == state else frozenset()
 
 
 def states_of(folder: Path) -> dict[Path, FileState]:
-    """Return the states of a model's files: of a single file, or of a folder and its direct subfolders."""
+    """Return the states of a model's files: of one file, or a folder with subfolders.
+
+    Only direct subfolders count.
+    """
     if folder.is_file():
         return {folder: FileState.of(folder)}
     paths = [path for pattern in ("*", "*/*") for path in folder.glob(pattern)]
@@ -183,15 +207,20 @@ def _state_of(path: Path) -> FileState | None:
 
 
 def _name_of(model: LoadedModel, path: Path) -> str:
-    """Return a file's name relative to its model's folder, or its own name if the model is a single file."""
+    """Return a file's name relative to its model's folder.
+
+    If the model is a single file, this is the file's own name.
+    """
     return path.name if path == model.folder else path.relative_to(model.folder).as_posix()
 
 
 def _loaded_model(
     card: ModelSpec, folder: Path, dtype: str, choice: StageSelector, known: frozenset[str]
 ) -> LoadedModel:
-    """Return the part of a model that is loaded: the chosen stages, except those whose pools are `known`."""
-    pools, files, reads = card.pools(choice), defaultdict[Path, set[str]](set), files_of(folder)
+    """Return the part of a model that is loaded: the chosen stages, without `known` pools."""
+    pools = card.pools(choice)
+    files = defaultdict[Path, set[str]](set)
+    reads = files_of(folder)
     for stage in card.pipeline.stages:
         if stage.name in pools and pools[stage.name] not in known:
             for path in chain.from_iterable(reads.files(component).values() for component in stage.components):
@@ -200,7 +229,10 @@ def _loaded_model(
 
 
 def _pools_with_other_bytes(model: LoadedModel) -> frozenset[str]:
-    """Return the pools of a model that its present files no longer make; all of them if the files cannot be read."""
+    """Return the pools of a model that its present files no longer make.
+
+    These are all pools if the files cannot be read.
+    """
     try:
         pools = card_of(model.card.name, model.folder, model.dtype).pools()
     except (ConfigError, OSError):
@@ -209,66 +241,91 @@ def _pools_with_other_bytes(model: LoadedModel) -> frozenset[str]:
 
 
 class ModelSwapper:
-    """Which of its `sets` a worker has loaded, or everything without sets. `loads` is what each rank loads of all."""
+    """Model swapping: a worker with several `sets` of weights loads one at a time.
+
+    Without sets, everything is loaded. `loads` is what each rank loads of all.
+    """
 
     def __init__(self, sets: Sets, loads: Sequence[LoadModels], cards: Sequence[ModelSpec] = ()) -> None:
-        self.sets, self._loads, self._cards, self._read = sets, loads, cards, ""
-        self.holds, self.load_s, self.going = next(iter(sets), ""), 0.0, ""
-        """The set that is loaded ("" while another one is), the seconds that took, and the one that is due, if any."""
+        self.sets = sets
+        self._loads, self._cards = loads, cards
+        self._read_ahead_set = ""
+
+        #: The loaded set. Empty while another one loads, and without sets.
+        self.holds = next(iter(sets), "")
+
+        #: Seconds that loading took.
+        self.load_s = 0.0
+
+        #: The set that is to be loaded next. Empty if none is.
+        self.going = ""
 
     def pools_of_sets(self, outcome: Mapping[str, str], changed: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
-        """Return the pools of each set for this outcome, without those in `changed`."""
+        """Return the pools of each set with these numerics, without those in `changed`."""
         return {
             name: tuple(manned(pool, outcome) for pool in sorted(pools.difference(changed)))
             for name, pools in self.sets.items()
         }
 
     def loads(self, name: str) -> list[LoadModels]:
-        """What each rank is to load for a set."""
+        """Return what each rank loads for a set."""
         return [replace(load, pools=self.sets.get(name, frozenset()), holds=name) for load in self._loads]
 
     def fits(self, lease: Lease) -> bool:
-        """Whether a task is of the set that is loaded."""
+        """Whether a task is of the loaded set."""
         return not self.sets or declared(lease.task.planned.pool) in self.sets.get(self.holds, ())
 
     async def to(
         self, name: str, executor: Executor, withdraw: Callable[[], Awaitable[object]], idle: asyncio.Event
     ) -> None:
-        """Take no more tasks, and once those that run have ended, have another set loaded: `loaded` is called then."""
-        if self.going or name == self.holds or name not in self.sets:  # it is told until it has said that it has that
+        """Swap to another set once the running tasks have ended.
+
+        No new tasks are requested meanwhile. `loaded` is called when the set is loaded. Does nothing during
+        another swap, or if the set is loaded or unknown.
+        """
+        # The scheduler repeats the order until the worker confirms it.
+        if self.going or name == self.holds or name not in self.sets:
             return
         self.going = name
         await withdraw()
         await self.ahead(name)
         await idle.wait()
-        while not (executor.ready and idle.is_set()):  # it may have been given a task meanwhile, or start again
+        while not (executor.ready and idle.is_set()):  # a task may have arrived meanwhile, or compute may restart
             await asyncio.sleep(PAUSE_S)
         log.info("swapping", out=self.holds, into=name)
         self.holds = ""
         executor.swap(self.loads(name))
 
     def loaded(self, executor: Executor) -> None:
-        """Compute has started: with another set, with the one before if that could not be loaded, or after it died."""
+        """Note which set compute has loaded, which may be the previous one."""
         if executor.ready:
             self.going = self.going if self.holds else ""
             self.holds, self.load_s = executor.loaded
 
     async def ahead(self, name: str) -> None:
-        """Have the kernel read the weights of the next set into the page cache, as far as there is room, once."""
-        if name in self.sets and name != self._read:
-            self._read = name
+        """Read the next set's weights into the page cache, to shorten its cold start.
+
+        Done once for each set. The kernel reads as much as there is room for.
+        """
+        if name in self.sets and name != self._read_ahead_set:
+            self._read_ahead_set = name
             await asyncio.to_thread(_read_ahead, self._loads[0].models, self._cards, self.sets[name])
 
 
 def _read_ahead(models: Models, cards: Sequence[ModelSpec], pools: Collection[str]) -> None:
-    """Ask for the files of these declared pools. What cannot be read loading will tell of."""
+    """Ask the kernel to read the files of these declared pools.
+
+    Files that cannot be read are skipped: loading will report them.
+    """
     folders = {name: source for name, source, _ in models}
-    named = {
+    components = {
         (card.name, component)
-        for card in cards for stage in card.pipeline.stages if card.pools()[stage.name] in pools
+        for card in cards
+        for stage in card.pipeline.stages
+        if card.pools()[stage.name] in pools
         for component in stage.components
-    }  # fmt: skip
-    for model, component in sorted(named):
+    }
+    for model, component in sorted(components):
         with suppress(OSError, ConfigError):
             for path in files_of(resolve_source(folders[model])).weights(component):
                 with path.open("rb") as file:
@@ -276,61 +333,74 @@ def _read_ahead(models: Models, cards: Sequence[ModelSpec], pools: Collection[st
 
 
 class AdapterFetcher:
-    """Brings what the adapters' `folder` of this machine lacks into the folder `kept`.
+    """Downloads LoRA adapters that this machine lacks from the scheduler.
 
-    Nothing is brought if `folder` is empty: then the scheduler serves no adapters.
+    `folder` is this machine's folder of adapters. If it is empty, the scheduler serves no adapters, and nothing is
+    fetched. Fetched adapters are stored in the folder `kept`.
     """
 
     def __init__(self, link: SchedulerLink, folder: str, kept: Path) -> None:
-        self._link, self._loras, self._kept = link, AdapterFolder(folder, str(kept)), kept
+        self._link = link
+        self._loras = AdapterFolder(folder, str(kept))
+        self._kept = kept
         self._has_adapters = bool(folder)
         self._lock = asyncio.Lock()
 
     async def bring(self, lease: Lease) -> None:
-        """Have the adapters of a task here, whose stage uses them. Raises what they cannot be had for."""
+        """Fetch the adapters of a task whose stage uses them.
+
+        Raises NotFound, PermanentError or TransientError if one cannot be fetched.
+        """
         task = lease.task
         if not task.derived.lora_id or task.planned.kind not in ADAPTED or not self._has_adapters:
             return
         for (name, _), id in zip(scales(str(task.params["lora"])), task.derived.lora_id.split(","), strict=True):
             async with self._lock:
                 if not await asyncio.to_thread(self._loras.has, name, id):
-                    await self._fetch(name, id)
+                    await self._download(name, id)
 
-    async def _fetch(self, name: str, id: str) -> None:
-        place = self._loras.kept(id)
-        part = place.with_name(f".{id}.{secrets.token_hex(4)}")
-        digest, at, size, began = xxhash.xxh3_128(), 0, 1, time.monotonic()
+    async def _download(self, name: str, id: str) -> None:
+        """Download an adapter and verify its content by its `id`, an XXH3 hash."""
+        target = self._loras.kept(id)
+        partial_file = target.with_name(f".{id}.{secrets.token_hex(4)}")
+        digest = xxhash.xxh3_128()
+        offset = 0
+        size = 1
+        began = time.monotonic()
         try:
             self._kept.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as stream:
-                while at < size:
-                    answer = await self._link.call(FetchAdapter(name, id, at))
+            with partial_file.open("wb") as stream:
+                while offset < size:
+                    answer = await self._link.call(FetchAdapter(name, id, offset))
                     if not isinstance(answer, AdapterBytes):
                         raise NotFound(answer.message if isinstance(answer, Rejected) else f"lora {name!r} is not lent")
-                    size = size if at else self._room(name, answer.size)
-                    if answer.size != size or not answer.data or at + len(answer.data) > size:
+                    size = size if offset else self._make_room(name, answer.size)
+                    if answer.size != size or not answer.data or offset + len(answer.data) > size:
                         raise TransientError(f"lora {name!r} was changed while it was copied")
                     await asyncio.to_thread(stream.write, answer.data)
                     digest.update(answer.data)
-                    at += len(answer.data)
+                    offset += len(answer.data)
             if digest.hexdigest() != id:
                 raise PermanentError(f"lora {name!r} is not the one that was asked for: what came has another content")
-            part.replace(place)
+            partial_file.replace(target)
         except OSError as error:
             raise TransientError(f"lora {name!r} cannot be kept in {self._kept}: {error.strerror}") from error
         finally:
-            part.unlink(missing_ok=True)
+            partial_file.unlink(missing_ok=True)
         log.info("an adapter came from the scheduler", lora=name, id=id, bytes=size, seconds=time.monotonic() - began)
 
-    def _room(self, name: str, size: int) -> int:
-        """The size of a file for which there is room now."""
+    def _make_room(self, name: str, size: int) -> int:
+        """Make room for a file of this size and return the size.
+
+        Raises TransientError if there is none.
+        """
         if not 0 < size <= MAX_BYTES:
             raise PermanentError(f"lora {name!r} has {size} bytes, and no more than {MAX_BYTES} are read")
-        left, now = KEPT_BYTES - size, time.time()
-        files = sorted(((file, file.stat()) for file in self._kept.iterdir()), key=lambda one: -one[1].st_atime)
+        remaining, now = KEPT_BYTES - size, time.time()
+        files = sorted(((file, file.stat()) for file in self._kept.iterdir()), key=lambda entry: -entry[1].st_atime)
         for file, stat in files:
-            left -= stat.st_size
-            if left < 0 or (file.name.startswith(".") and now - stat.st_mtime > LEFT_S):
+            remaining -= stat.st_size
+            if remaining < 0 or (file.name.startswith(".") and now - stat.st_mtime > LEFT_S):
                 file.unlink(missing_ok=True)
         if (free := shutil.disk_usage(self._kept).free) < size:
             raise TransientError(f"lora {name!r} has {size} bytes, and {self._kept} has room for {free}")

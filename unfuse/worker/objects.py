@@ -1,4 +1,4 @@
-"""The objects that one worker holds: its stages' outputs, and copies of inputs; and those that nobody owns."""
+"""The objects of one worker: outputs of its stages, copies of inputs, and leaks."""
 
 from __future__ import annotations
 
@@ -24,20 +24,25 @@ from unfuse.worker.remote_inputs import InputStreams, RemoteInputs
 
 log = structlog.get_logger(__name__)
 
-MOST_COPIED = 256 << 20  # bytes of an object that a worker copies when it stops
+#: Most bytes of an object that a stopping worker copies.
+MOST_COPIED = 256 << 20
 
-MOST_LINES = 32  # leaks that are logged by name at a time
+#: Most leaks that are logged by name at a time.
+MOST_LINES = 32
 
 
 class WorkerObjects:
-    """A worker's tensor store, with the transfers to and from it. For one event loop; slow calls run in threads.
+    """A worker's tensor store, with the transfers to and from it. For one event loop.
 
-    `engines` serve the arena to other nodes, and fetch inputs from there; they are not used if the store is one that
-    every node can read itself. Inputs that are longer than the receive buffer pass through `passing`. Raises
-    ConfigError if an engine cannot be opened.
+    Slow calls run in threads.
 
-    If `places` name a store for them, some outputs and all checkpoints get durable copies as they are made, and a
-    worker that stops can copy what it has. It remembers the copies that it wrote, so that none is written twice.
+    - `places`: where durable copies are stored. With a durable store, the outputs of some stage kinds and all
+      checkpoints are copied as they are made. A worker that stops can copy all its objects. No copy is written twice.
+    - `engines`: transfer engines by name. They serve the arena to other nodes and fetch inputs from them. They are
+      not used if every node can read the store itself.
+    - `passing`: streams inputs that are longer than the receive buffer.
+
+    Raises ConfigError if an engine cannot be opened.
     """
 
     def __init__(
@@ -49,47 +54,54 @@ class WorkerObjects:
         passing: InputStreams | None = None,
     ) -> None:
         self.store, self._arena = store, store.arena
+        # The stage kinds whose outputs are copied as they are made. None if not even checkpoints are copied.
         self._copies_as_made = frozenset(places.saved) if places.durable != "none" else None
-        """The stage kinds whose outputs are copied as they are made. None if not even checkpoints are."""
+
         self._can_copy = copies_here(places) != "none"
         self._writing: set[asyncio.Task[bool]] = set()
-        self._written: set[tuple[str, str]] = set()
-        self._elsewhere: set[str] = set()
-        self._made: dict[str, dict[str, ObjectRef]] = {}
-        """What was made here and may be read: by request, and by id."""
+        self._written: set[tuple[str, str]] = set()  # durable copies, by (request, object id)
+        self._elsewhere: set[str] = set()  # requests whose objects are also outside the arena
+        self._made: dict[str, dict[str, ObjectRef]] = {}  # readable objects made here, by request and id
+
+        #: Copies of other nodes' objects.
         self.copies = RemoteInputs(store, engines, options, passing)
 
     @property
     def capacity(self) -> int:
-        """Bytes of the arena."""
+        """Bytes of the arena; 0 without one."""
         return self._arena.capacity if self._arena else 0
 
     def usage(self) -> MemoryUsage:
-        """How full the arena is."""
+        """Return how full the arena is."""
         return self._arena.usage() if self._arena else MemoryUsage(0, 0, 0, 0, 0, 0)
 
     @property
     def free(self) -> int | None:
-        """Bytes that outputs may take; None for a store without a fixed size."""
+        """Bytes that outputs may use; None for a store without a fixed size."""
         return self._arena.usage().free if self._arena and self.store.bounded else None
 
     def holding(self) -> frozenset[str]:
-        """The ids of the requests that objects are held for."""
+        """Return the ids of the requests with objects here or in durable copies."""
         return (self._arena.requests() if self._arena else frozenset()) | self._elsewhere
 
     def needed(self) -> frozenset[str]:
-        """The ids of requests, not known to be over, whose objects are here and nowhere else."""
-        held = self._arena.requests() if self._arena and self.store.bounded else frozenset()
-        return frozenset(name for name in held if not name.startswith(CACHED)) - self._elsewhere
+        """Return the ids of requests whose objects are only here.
+
+        A request that is known to be over has none.
+        """
+        requests = self._arena.requests() if self._arena and self.store.bounded else frozenset()
+        return frozenset(name for name in requests if not name.startswith(CACHED)) - self._elsewhere
 
     def end_task(
         self, lease: Lease, message: TaskStopped | TaskCompleted | TaskFailed, read_here: bool
     ) -> TaskStopped | TaskCompleted | TaskFailed:
-        """A task has ended: drop copies of its inputs and keep its output. Returns the report to send.
+        """Drop the input copies of an ended task and register its output.
 
-        Copies stay for a while if its compute process died, or an input came to nothing, since it may come here again;
-        and if its output is `read_here`, by a stage that may read the same inputs. If the report names a lost copy, it
-        gets the id of the original, which is the one that the scheduler knows.
+        Returns the report to send.
+
+        Copies stay for a while if the compute process died or an input was lost, since the task may run here again;
+        and if its output is `read_here`, by a stage that may read the same inputs. If the report names a lost copy,
+        it gets the id of the original, which is the one that the scheduler knows.
         """
         if isinstance(message, TaskFailed) and message.object_id:
             message = msgspec.structs.replace(message, object_id=self.copies.original(message.object_id))
@@ -106,45 +118,49 @@ class WorkerObjects:
         return message
 
     def made(self, done: TaskCompleted, kind: str) -> None:
-        """A stage of this kind has stored its output: begin to write a durable copy, if it is to have one."""
+        """Register a stage's stored output, and start its durable copy, if any."""
         if done.output is None:
             return
         self._remember(done.output)
         is_copied = self._copies_as_made is not None and kind in self._copies_as_made
         if is_copied:
-            writing = asyncio.create_task(self._copy(done.output))
+            writing = asyncio.create_task(self._write_copy(done.output))
             self._writing.add(writing)
             writing.add_done_callback(self._writing.discard)
         if is_copied or not self.store.bounded:
             self._elsewhere.add(done.output.request)
 
     def share(self, key: str, output: ObjectRef | None) -> None:
-        """Others are told of an output by that key: hold it for them, if there is any."""
+        """Retain an output that other tasks may read by that cache key.
+
+        Does nothing without a key, an output or an arena.
+        """
         if key and output and self._arena:
             with suppress(ObjectLost):
                 self._arena.share(output.id, cached_as(key, output.id))
 
     @property
     def outlasts(self) -> bool:
-        """Whether what is here can be read when this worker has ended: it is copied, or lies in no arena."""
+        """Whether objects can be read after the worker: copied, or outside an arena."""
         return self._arena is None or self._can_copy
 
     async def save_copy(self, ref: ObjectRef, *, now: bool = False) -> bool:
-        """Write a durable copy of a checkpoint, if all are copied, or this one is to be copied `now`.
+        """Write a durable copy of a checkpoint, if all get one or `now`.
 
-        Returns False if a copy should be there and is not.
+        Returns False if a copy should exist and does not.
         """
         self._remember(ref)
         if self._copies_as_made is not None:
             self._elsewhere.add(ref.request)
         elif not (now and self._arena and self._can_copy):
             return True
-        return await self._copy(ref)
+        return await self._write_copy(ref)
 
-    async def _copy(self, ref: ObjectRef, reader: str = "") -> bool:
-        """Copy an object, for the request `reader` if another one made it. Returns whether there is a copy.
+    async def _write_copy(self, ref: ObjectRef, reader: str = "") -> bool:
+        """Copy an object. Returns whether there is a copy.
 
-        An error is only logged: without a copy, the stage runs again if the worker dies.
+        `reader` is the request that reads it, if another one made it. An error is only logged: without a copy, the
+        stage runs again if the worker dies.
         """
         key = reader or ref.request, ref.id
         if key in self._written:
@@ -158,37 +174,42 @@ class WorkerObjects:
         return True
 
     async def wait_until_copied(self) -> None:
-        """Wait until every copy that was begun is written."""
+        """Wait until every started copy is written."""
         while self._writing:
             await asyncio.wait(self._writing)
 
     def has_copy(self, ref: ObjectRef) -> bool:
-        """Whether an object can be read when this worker has ended. Of another owner's nothing else is known."""
+        """Whether an object can be read after this worker has ended.
+
+        For another owner's object this is assumed.
+        """
         return self._arena is None or ref.owner != self.store.owner or (ref.request, ref.id) in self._written
 
     async def copy_all(self, inputs: Iterable[tuple[str, ObjectRef]]) -> None:
-        """Copy what was made here for requests that are not over, the smallest first, so that it outlasts this worker.
+        """Copy the objects of unfinished requests, smallest first, so that they outlast this worker.
 
-        Of `inputs` that another request has made, each is copied for the request that reads it. Objects of more than
-        MOST_COPIED bytes are left out: long texts' keys and values are sooner computed again.
+        `inputs` are (request, ref) of objects that requests read; an object that another request made is copied for
+        its reader. Objects of more than MOST_COPIED bytes are left out: the KV cache of a long text is faster
+        computed again.
         """
         if not (self._arena and self._can_copy):
             return
-        for reader, ref in sorted(inputs, key=lambda one: one[1].nbytes):
+        for reader, ref in sorted(inputs, key=lambda item: item[1].nbytes):
             if ref.request != reader:
-                await self._copy(ref, reader)
-        made = {request: list(refs.values()) for request, refs in self._made.items()}
-        for request, refs in sorted(made.items(), key=lambda one: sum(ref.nbytes for ref in one[1])):
+                await self._write_copy(ref, reader)
+        refs_by_request = {request: list(refs.values()) for request, refs in self._made.items()}
+        for request, refs in sorted(refs_by_request.items(), key=lambda item: sum(ref.nbytes for ref in item[1])):
             small = [ref for ref in refs if ref.nbytes <= MOST_COPIED]
-            copied = [await self._copy(ref) for ref in small if request in self._made]
+            copied = [await self._write_copy(ref) for ref in small if request in self._made]
             if all(copied) and len(small) == len(refs):
                 self._elsewhere.add(request)
 
     def _remember(self, ref: ObjectRef) -> None:
+        """Note that an object was made here."""
         self._made.setdefault(ref.request, {})[ref.id] = ref
 
     async def delete(self, ref: ObjectRef) -> None:
-        """Delete an object that nobody needs any more, and its durable copy."""
+        """Delete an object that no task needs any more, and its durable copy."""
         if refs := self._made.get(ref.request):
             refs.pop(ref.id, None)
         is_copied = self._copies_as_made is not None or self.has_copy(ref)
@@ -198,28 +219,32 @@ class WorkerObjects:
             log.warning("an object was not fully deleted", object=ref.id, reason=str(error))
 
     def unowned(self) -> dict[str, int]:
-        """Bytes in the arena that have no owner, by a name, of a worker that runs no task and reports none."""
+        """Return the bytes in the arena without an owner, by a name.
+
+        Call this while the worker runs no task and has reported the end of all.
+        """
         if not self._arena:
             return {}
-        found = {_unfinished(extent): extent.nbytes for extent in self._arena.unfinished()}
+        leftovers = {_name_of_unfinished(extent): extent.nbytes for extent in self._arena.unfinished()}
         for extent in self.copies.extents:
-            found.pop(_unfinished(extent), None)
-        found |= {name: copy.ref.nbytes for name, copy in self.copies.unused().items()}
-        return found | ({f"{nbytes} bytes of no object": nbytes} if (nbytes := self._arena.unaccounted()) else {})
+            leftovers.pop(_name_of_unfinished(extent), None)
+        leftovers |= {name: copy.ref.nbytes for name, copy in self.copies.unused().items()}
+        return leftovers | ({f"{nbytes} bytes of no object": nbytes} if (nbytes := self._arena.unaccounted()) else {})
 
     def drop(self, ids: Iterable[str]) -> bool:
-        """Free those of these objects that are in the arena: nobody reads them any more. Returns whether any was."""
-        before, gone = self.usage().used, {*ids}
+        """Free those of these objects that are in the arena. Returns whether memory was freed."""
+        used_before = self.usage().used
+        gone = {*ids}
         for refs in self._made.values():
             for id in gone & refs.keys():
                 del refs[id]
         for id in gone:
             if self._arena:
                 self._arena.delete(id)
-        return self.usage().used < before
+        return self.usage().used < used_before
 
     async def release(self, requests: Iterable[str]) -> None:
-        """Free everything that is held for these requests, and the durable copies that workers write as they go.
+        """Free all objects of these requests, and the durable copies made as they run.
 
         Copies that an earlier worker wrote when it stopped are deleted by `serve`.
         """
@@ -235,9 +260,9 @@ class WorkerObjects:
                 log.warning("a request's objects were not fully deleted", request=request, reason=str(error))
 
     async def abandon(self) -> None:
-        """Free everything that is held here: objects, copies of other workers' objects, and what was spilled.
+        """Free all objects here: own ones, copies of other workers' objects, and spilled ones.
 
-        Durable copies, and objects in a store that others can read, stay: their request may go on elsewhere.
+        Durable copies, and objects in a store that others can read, stay: their request may continue elsewhere.
         """
         for request in self._arena.requests() if self._arena else ():
             try:
@@ -253,15 +278,15 @@ class WorkerObjects:
         await asyncio.to_thread(self.store.close)
 
 
-def _unfinished(extent: Extent) -> str:
+def _name_of_unfinished(extent: Extent) -> str:
     return f"an unfinished object {extent.id} of {extent.request}"
 
 
 class WorkerLeakCheck:
-    """Finds what lies in the arena of a worker without a task and has no owner; logs and counts all its leaks.
+    """Finds leaks in the arena of a worker without tasks; logs and counts all leaks.
 
-    What is found at two looks in a row is a leak. Copies of inputs are freed, since no task here can read them, and
-    readers elsewhere hold what they read. Other objects stay, because whoever leaks them may still write there.
+    Memory found by two checks in a row is a leak. Copies of inputs are freed, since no task here can read them, and
+    readers elsewhere retain the objects that they read. Other objects stay: whatever leaks them may still write there.
     """
 
     def __init__(self) -> None:
@@ -269,7 +294,10 @@ class WorkerLeakCheck:
         self._bytes = Counter[Memory]()
 
     def look(self, objects: WorkerObjects, *, idle: bool) -> None:
-        """Look for leaks in the arena, if the worker is `idle`: it has no task, and none of which it still reports."""
+        """Look for leaks in the arena if the worker is `idle`.
+
+        It is idle if it has no task and has reported the end of all.
+        """
         unowned = objects.unowned() if idle else {}
         confirmed = unowned.keys() & self._suspects - self._reported
         self.found(Leak("arena", name, unowned[name], objects.copies.free(name)) for name in sorted(confirmed))
@@ -277,21 +305,23 @@ class WorkerLeakCheck:
         self._suspects = frozenset(unowned)
 
     def found(self, leaks: Iterable[Leak]) -> None:
-        """Log leaks, and count their bytes. Of very many, the rest is one line."""
-        found = [*leaks]
-        for leak in found:
+        """Log leaks and count their bytes. All beyond MOST_LINES share one line."""
+        new_leaks = [*leaks]
+        for leak in new_leaks:
             self._bytes[leak.memory] += leak.bytes
-        for leak in found[:MOST_LINES]:
+        for leak in new_leaks[:MOST_LINES]:
             about = {"memory": leak.memory, "what": leak.name, "bytes": leak.bytes, "freed": leak.freed}
             log.warning("memory leak in a worker without tasks", **about)
-        if rest := found[MOST_LINES:]:
-            log.warning("more leaks in a worker without tasks", number=len(rest), bytes=sum(one.bytes for one in rest))
+        if unlogged := new_leaks[MOST_LINES:]:
+            log.warning(
+                "more leaks in a worker without tasks", number=len(unlogged), bytes=sum(one.bytes for one in unlogged)
+            )
 
     def take(self) -> dict[Memory, int]:
-        """Return the bytes that were found since the last call, for a heartbeat."""
-        taken, self._bytes = dict(self._bytes), Counter[Memory]()
-        return taken
+        """Return the bytes found since the last call, for a heartbeat."""
+        leaked, self._bytes = dict(self._bytes), Counter[Memory]()
+        return leaked
 
     def put_back(self, taken: Mapping[Memory, int]) -> None:
-        """Count again what could not be reported."""
+        """Count bytes again that could not be reported."""
         self._bytes.update(taken)

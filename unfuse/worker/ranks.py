@@ -1,4 +1,4 @@
-"""What the compute processes of a worker agree on, so that each carries out the same turns."""
+"""The agreement between a worker's ranks, so that all run the same step plans."""
 
 from __future__ import annotations
 
@@ -11,38 +11,45 @@ from unfuse.core.codec import decode, encode
 from unfuse.core.messages import RankTimes, TaskFailed
 from unfuse.worker.compute_messages import StepPlan, TaskWaits
 
-TaskStart = TaskFailed | TaskWaits | int  # whether a rank can begin a task: the step at which it did, or why it did not
+#: The start of a task on one rank: the step at which it starts, or why it does not.
+TaskStart = TaskFailed | TaskWaits | int
 
 
 class RankExchange(Protocol):
-    """All ranks, so many, of which this process is number `rank`. It has waited for them for so many seconds."""
+    """The exchange between all ranks of a worker."""
 
+    #: Number of ranks.
     size: int
+
+    #: Number of this rank.
     rank: int
+
+    #: Seconds that this rank has waited for others.
     waited_s: float
 
     def exchange(self, own: bytes) -> list[bytes]:
-        """What each rank gives."""
+        """Return the bytes of all ranks, in their order. `own` are those of this rank."""
         ...
 
     def together(self) -> AbstractContextManager[None]:
-        """A step that all ranks make: it raises on all of them if one cannot."""
+        """Make a step on all ranks. Raises on all of them if one fails."""
         ...
 
 
 class Ranks:
-    """The ranks of a worker; this process is one of them, and the only one if there are no `others`.
+    """The ranks of a worker: this process and the `others`, if there are any.
 
-    The first one leads: it decides the turns, which the others get through `send`, stores what is made, and reports.
+    The first rank leads: it decides the step plans, which the others get through `send`, stores outputs and reports.
     """
 
     def __init__(self, others: RankExchange | None = None, send: Callable[[StepPlan], object] = bool) -> None:
-        self._others, self._send, self._stepped_s = others, send, 0.0
+        self._others, self._send = others, send
+        self._stepped_s = 0.0
         self.size, self.leads = others.size if others else 1, not (others and others.rank)
 
     @property
     def exchange_s(self) -> float:
-        """Seconds spent in exchanges with others so far."""
+        """Seconds spent in exchanges with other ranks so far."""
         return self._others.waited_s if self._others else 0.0
 
     @property
@@ -51,21 +58,21 @@ class Ranks:
         return RankTimes(self._stepped_s, self.exchange_s)
 
     def tell(self, turn: StepPlan) -> None:
-        """Have the other ranks carry out a turn."""
+        """Send a step plan to the other ranks, if this is the first one."""
         if self._others and self.leads and turn != StepPlan():
             self._send(turn)
 
     def agree(self, starts: Sequence[TaskStart]) -> Sequence[TaskStart]:
-        """What holds for all ranks: a task begins only where it does on each, at the same step."""
+        """Return the common starts: all ranks must start a task at the same step."""
         if not (self._others and starts):
             return starts
-        gathered = self._others.exchange(encode(list(starts)))
-        theirs: list[list[TaskStart]] = [decode(one, list[TaskStart]) for one in gathered]
-        return [_common(ranks) for ranks in zip(*theirs, strict=True)]
+        encoded = self._others.exchange(encode(list(starts)))
+        starts_by_rank: list[list[TaskStart]] = [decode(data, list[TaskStart]) for data in encoded]
+        return [_common(ranks) for ranks in zip(*starts_by_rank, strict=True)]
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A step that all ranks make."""
+        """Make a step on all ranks, and measure its time."""
         if not self._others:
             yield
             return
@@ -77,20 +84,20 @@ class Ranks:
             self._stepped_s += time.monotonic() - began - self.exchange_s + waited
 
     def blame(self, differing: int | None, look: Callable[[int], str]) -> str:
-        """What makes a batch differ, as `look` finds out where one does; "" if none differs on any rank.
+        """Return the function that makes a batch differ; "" if it differs on no rank.
 
-        Of several ranks nobody looks: computing once more would take all of them, and memory that differs is enough to
-        end up here.
+        `look` finds the function of a differing row. With several ranks it is not called, because all ranks would
+        have to compute once more, and because differing memory is reason enough.
         """
         if not self._others:
             return "" if differing is None else look(differing)
-        found = self._others.exchange(b"" if differing is None else b"!")
-        return f"a function of rank {found.index(b'!')}" if any(found) else ""
+        flags = self._others.exchange(b"" if differing is None else b"!")
+        return f"a function of rank {flags.index(b'!')}" if any(flags) else ""
 
 
 def _common(starts: Sequence[TaskStart]) -> TaskStart:
-    """The first failure, else a wait, else the step."""
+    """Return the first failure, else a wait, else the step; -1 if the steps differ."""
     for kind in (TaskFailed, TaskWaits):
-        if found := next((start for start in starts if isinstance(start, kind)), None):
-            return found
+        if match := next((start for start in starts if isinstance(start, kind)), None):
+            return match
     return starts[0] if len({*starts}) == 1 else -1

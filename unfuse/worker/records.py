@@ -1,4 +1,4 @@
-"""Log lines between processes: a child writes records, one a line, and its parent logs them."""
+"""Log records between processes: a child writes JSON lines, and its parent logs them."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from typing import Any, TextIO
 import msgspec
 import structlog
 
+#: Log levels by lower-case name.
 LEVELS = {name.lower(): level for name, level in logging.getLevelNamesMapping().items() if level}
 
+#: Loggers of libraries that warn at every import of torchao about its kernels for other versions of torch.
 MUTED = "torchao", "torch.utils._pytree", "diffusers.quantizers"
-"""Loggers of libraries that warn, whenever torchao is imported, of kernels that it has for other versions of torch."""
 
-Record = dict[str, Any]  # one log line: `event`, `level` by name, `timestamp`, and the fields that were logged with it
+#: One log record: `event`, `level` by name, `timestamp`, and the logged fields.
+Record = dict[str, Any]
 
 
 class RecordLoggers(structlog.WriteLoggerFactory):
-    """What `write_records` configures, so that it can be told from what a program configured."""
+    """The logger factory of `write_records`, which tells its configuration from a program's own."""
 
 
 def is_configured_elsewhere() -> bool:
-    """Return whether structlog was configured by the program that uses this library, and not by `write_records`."""
+    """Whether structlog was configured by the program that uses this library, not by `write_records`."""
     return structlog.is_configured() and not isinstance(structlog.get_config()["logger_factory"], RecordLoggers)
 
 
 def write_records(stream: TextIO, level: int = logging.DEBUG) -> None:
-    """Make this process write its log, from this level on, as JSON, one record a line."""
+    """Make this process write its log as JSON lines, from this level on."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -38,17 +40,17 @@ def write_records(stream: TextIO, level: int = logging.DEBUG) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=RecordLoggers(stream),
     )
-    logging.lastResort = _Libraries(logging.WARNING)
+    logging.lastResort = _LibraryLog(logging.WARNING)
 
 
 def mute_libraries() -> None:
-    """Leave out warnings that libraries give at every import, whatever is done with them. To be called before it."""
+    """Suppress warnings that libraries log at every import. Call this before the import."""
     for name in MUTED:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def read_record(line: bytes) -> Record | None:
-    """The record in a line; None for a line that is not a record."""
+    """Return the record in a line; None if the line is not a record."""
     if not line.startswith(b"{"):
         return None
     try:
@@ -60,13 +62,13 @@ def read_record(line: bytes) -> Record | None:
 
 
 def relog(record: Record) -> None:
-    """Log the record of another process as if it were our own."""
-    said = {name: value for name, value in record.items() if name not in ("event", "level", "timestamp")}
-    structlog.get_logger().log(LEVELS[record["level"]], record["event"], **said)
+    """Log the record of another process as if it were logged here."""
+    fields = {name: value for name, value in record.items() if name not in ("event", "level", "timestamp")}
+    structlog.get_logger().log(LEVELS[record["level"]], record["event"], **fields)
 
 
-class _Libraries(logging.Handler):
-    """Logs what libraries write to Python's own logging."""
+class _LibraryLog(logging.Handler):
+    """Logs the records that libraries send to Python's own logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Log a record of a library."""

@@ -1,4 +1,4 @@
-"""Decides what a worker serves: its options, the models' cards, its stages and their pools."""
+"""Decides what a worker serves: its options, model specs, stages and pools."""
 
 from __future__ import annotations
 
@@ -37,78 +37,120 @@ log = structlog.get_logger(__name__)
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of a worker.
+    """The options of a worker."""
 
-    `role` is one role, several as `a+b`, or all; of `a,b` it has one loaded at a time, and of all models one where
-    `max_loaded_models` is 1. With `components`, it runs only stages whose first component is one of them. It holds
-    `slots` tasks at a time (0: the default of its role). `arena` and `kv` are in bytes; inputs of more than `buffer`
-    tokens arrive in pieces; `resources` has the amounts of further named resources.
-    Without `models`, the scheduler says what to serve.
-
-    It talks to one of the `schedulers` at a time. Compute is killed if it makes no progress for `stall_s` seconds or
-    takes more than `memory_limit` bytes (0: any). When the worker is drained, running tasks get `drain_timeout` seconds
-    to finish. `transfer` says how objects move between nodes; workers of one node meet in the folder `run_dir`. Objects
-    are freed when no scheduler has answered for `orphan_s` seconds. What outlives the process is in `data_dir`. Probes
-    ask how it is at `health`, HOST:PORT. Of its one model, components come from `component_sources`. `gpus` is how
-    many GPUs there are, counted for `--parallel auto` alone.
-    """
-
+    #: One role, several as `a+b`, or all. Of `a,b` one is loaded at a time.
     role: str
+
+    #: Addresses of the schedulers. The worker uses one at a time.
     schedulers: tuple[str, ...]
+
+    #: Name of the worker's machine.
     node: str
+
     trust: Trust
+
+    #: The models to serve. Empty means those that the scheduler names.
     models: tuple[str, ...]
+
+    #: If not empty, only stages whose first component is one of these are run.
     components: tuple[str, ...]
+
     compute: ComputeOptions
+
+    #: Number of tasks at a time. 0 means the default of the role.
     slots: int
+
+    #: Bytes of the arena.
     arena: int
+
+    #: Bytes of the KV cache. 0 means what the device has room for.
     kv: int
+
+    #: Inputs of more tokens than this are received in chunks.
     buffer: int
+
+    #: Amounts of further named resources.
     resources: Mapping[str, int]
+
+    #: Seconds without progress after which compute processes are killed.
     stall_s: float
+
+    #: Bytes of memory above which a compute process is killed. 0 means any.
     memory_limit: int
+
+    #: Seconds that running tasks get to finish when the worker is drained.
     drain_timeout: float
+
+    #: How objects move between nodes.
     transfer: TransferOptions
+
+    #: Folder with the sockets of this node's workers.
     run_dir: str
+
+    #: Folder for data that outlives the process.
     data_dir: str
+
+    #: Seconds without an answer of a scheduler after which objects are freed.
     orphan_s: float
+
+    #: HOST:PORT of the health endpoint for probes. Empty means none.
     health: str
+
+    #: With "1", one model is loaded at a time, and models are swapped.
     max_loaded_models: MaxLoadedModels
+
+    #: Number of GPUs of this machine, counted only for `--parallel auto`.
     gpus: int
+
+    #: Sources of single components, by name. Only if one model is served.
     component_sources: Mapping[str, str]
 
 
 class ServedStages(msgspec.Struct, frozen=True):
-    """What a worker serves: models, their cards and pools; how many tasks it holds at a time; its ranks' devices.
+    """What a worker serves."""
 
-    What its tasks of the declared pools in `read_here` make is read by others of its own. `states` are the states of
-    the models' files before the cards were made.
-    """
-
+    #: The fetched models as (name, folder, dtype).
     models: Models
+
+    #: The models' specs.
     cards: tuple[ModelSpec, ...]
+
+    #: The declared pools of the chosen stages.
     pools: tuple[str, ...]
+
+    #: Number of tasks at a time.
     slots: int
+
+    #: The device of each rank.
     devices: tuple[str, ...]
+
+    #: Declared pools whose outputs are read by other stages of this worker.
     read_here: frozenset[str] = frozenset()
+
+    #: States of the models' files before the specs were made.
     states: States = {}
+
+    #: The parallel plan, as `--parallel` has it.
     parallel: str = ""
 
 
 def decide_served(welcome: Registered, options: WorkerOptions, choice: StageSelector) -> ServedStages:
-    """Decide what a worker of the chosen stages serves for this scheduler, and fetch its models.
+    """Decide what a worker serves for this scheduler, and fetch its models.
 
-    Raises ConfigError if their settings contradict, if there is nothing to serve, or a stage needs results that are not
-    here.
+    Raises ConfigError if settings contradict each other, if there is nothing to serve, or if a stage needs a result
+    store that this machine does not see.
     """
     compute = options.compute
     if welcome.outcome not in ({}, compute.outcome):
         wanted = " ".join(f"--{name} {value}" for name, value in welcome.outcome.items())
         raise ConfigError(f"the workers of one scheduler must have equal settings: start this one with {wanted}")
-    offered, own = {model[0]: model for model in welcome.models}, compute.dtype
-    asked = [offered.get(name, (name, name, own)) for name in options.models]
-    chosen = tuple((name, _source_here(name, source), dtype if own == "auto" else own)
-                   for name, source, dtype in asked)  # fmt: skip
+    offered, dtype_here = {model[0]: model for model in welcome.models}, compute.dtype
+    requested = [offered.get(name, (name, name, dtype_here)) for name in options.models]
+    chosen = tuple(
+        (name, _source_here(name, source), dtype if dtype_here == "auto" else dtype_here)
+        for name, source, dtype in requested
+    )
     if not (chosen or welcome.models):
         raise ConfigError("the scheduler serves no model yet: say which one with --model")
     sources = chosen or welcome.models
@@ -119,9 +161,11 @@ def decide_served(welcome: Registered, options: WorkerOptions, choice: StageSele
         sources = ((name, with_components(split_name(source)[0], components), dtype),)
     folders = [resolve_source(source or name) for name, source, _ in sources if is_local(source or name)]
     states = dict(chain.from_iterable(states_of(folder).items() for folder in folders))
-    found = [(*fetch(name, choice, source, dtype=dtype, tell=_tell), dtype) for name, source, dtype in sources]
-    cards = tuple(card for card, _, _ in found)
-    models = tuple((card.name, str(folder), dtype) for card, folder, dtype in found)
+    fetched = [
+        (*fetch(name, choice, source, dtype=dtype, tell=_log_download), dtype) for name, source, dtype in sources
+    ]
+    cards = tuple(card for card, _, _ in fetched)
+    models = tuple((card.name, str(folder), dtype) for card, folder, dtype in fetched)
     stages = [stage for card in cards for stage in card.pipeline.stages if choice.takes(stage)]
     device, parallel = choose_ranks(compute.device, compute.parallel, options.gpus, stages)
     spreads = own_spreads(parallel, choice.roles)
@@ -139,30 +183,33 @@ def decide_served(welcome: Registered, options: WorkerOptions, choice: StageSele
 
 
 def choose_ranks(device: str, parallel: str, gpus: int, stages: Sequence[StageSpec]) -> tuple[str, str]:
-    """Return the devices of a worker and how its stages are spread: as they say, or with `auto` over most devices.
+    """Return the devices of a worker and its parallel plan.
 
-    The devices are those that `device` names, else the machine's `gpus`.
+    With `auto`, as many as possible of the named devices are used, or of the machine's `gpus` if none is named.
     """
     if parallel != AUTO:
         return device, parallel
     named = device.split("+")
-    there = gpus if device == "auto" else len(named)
-    chosen = choose_parallel(there, stages)
+    available = gpus if device == "auto" else len(named)
+    chosen = choose_parallel(available, stages)
     ranks = max((spread.size for spread in parse_parallel(chosen).values()), default=1)
-    log.info("chose ranks by the number of devices", devices=there, ranks=ranks, parallel=chosen or "none")
-    if ranks < there:
+    log.info("chose ranks by the number of devices", devices=available, ranks=ranks, parallel=chosen or "none")
+    if ranks < available:
         log.warning(
             "some devices are not used: give the worker fewer, or choose by --parallel ROLE=KIND:N",
-            devices=there, used=ranks, stages=[stage.name for stage in stages],
-        )  # fmt: skip
+            devices=available,
+            used=ranks,
+            stages=[stage.name for stage in stages],
+        )
     return device if device == "auto" else "+".join(named[:ranks]), chosen
 
 
 def _source_here(name: str, offered: str) -> str:
-    """Return what a model that `--model` names is found by.
+    """Return the source of a model that `--model` names.
 
-    That is where the scheduler says that it is, if that is here. Otherwise it is its name, if it is here by that,
-    unless components come from elsewhere. A name that an admin gave a model may be that of something else here.
+    This is where the scheduler found it (`offered`), if that is here. Otherwise it is the name, if a model of that
+    name is here and no component has another source. A name that an admin gave a model is not used, because here it
+    may name another model.
     """
     is_its_own = is_path(name) or name_of(offered).partition("@")[0] == name
     is_by_name = is_its_own and is_local(name) and not is_local(offered) and not split_name(offered)[1]
@@ -170,7 +217,7 @@ def _source_here(name: str, offered: str) -> str:
 
 
 def refuse_unseen(stages: Sequence[StageSpec], places: StorageLocations) -> None:
-    """Raise ConfigError for stages that need the result store, where that is another machine's folder."""
+    """Raise ConfigError if stages need a result store that this machine lacks."""
     needing = sorted({stage.role for stage in stages if stage.needs_results})
     if needing and not sees(places.results, places.mark):
         raise ConfigError(
@@ -181,22 +228,24 @@ def refuse_unseen(stages: Sequence[StageSpec], places: StorageLocations) -> None
 
 
 def _read_here(cards: Sequence[ModelSpec], choice: StageSelector) -> frozenset[str]:
-    """The declared pools of the chosen stages whose outputs chosen stages read."""
-    found = set[str]()
+    """Return the declared pools of the chosen stages whose outputs other chosen stages read."""
+    read_pools = set[str]()
     for card in cards:
         pools, producers = card.pools(choice), card.pipeline.producers()
-        made = {producers[name].name for stage in card.pipeline.stages if choice.takes(stage) for name in stage.inputs}
-        found |= {pools[name] for name in made & pools.keys()}
-    return frozenset(found)
+        producers_read = {
+            producers[name].name for stage in card.pipeline.stages if choice.takes(stage) for name in stage.inputs
+        }
+        read_pools |= {pools[name] for name in producers_read & pools.keys()}
+    return frozenset(read_pools)
 
 
 def loads_of(
     served: ServedStages, choice: StageSelector, options: WorkerOptions, store: TensorStore, places: StorageLocations
 ) -> list[LoadModels]:
-    """What each rank is to load."""
+    """Return what each rank loads."""
     replace = msgspec.structs.replace
-    own = store.owner, store.node, store.address, store.write_token
-    load = LoadModels(served.models, choice, options.compute, *own, places, options.run_dir, options.data_dir)
+    arena_access = store.owner, store.node, store.address, store.write_token
+    load = LoadModels(served.models, choice, options.compute, *arena_access, places, options.run_dir, options.data_dir)
     load = replace(load, ranks=len(served.devices), kv=options.kv, registered=frozenset(served.pools))
     return [
         replace(load, rank=rank, compute=replace(options.compute, device=device, parallel=served.parallel))
@@ -204,24 +253,32 @@ def loads_of(
     ]
 
 
-def _tell(brought: DownloadProgress) -> None:
-    """Log how far a download is; who shows that in one place need not show each line."""
-    log.info("fetching", passing=True, **msgspec.structs.asdict(brought))
+def _log_download(progress: DownloadProgress) -> None:
+    """Log the progress of a download.
+
+    `passing` marks lines that a display may replace by the next one.
+    """
+    log.info("fetching", passing=True, **msgspec.structs.asdict(progress))
 
 
 def pools_of(cards: Sequence[ModelSpec], choice: StageSelector, resources: Collection[str] = ()) -> tuple[str, ...]:
-    """The declared pools of the chosen stages.
+    """Return the declared pools of the chosen stages.
 
     Raises ConfigError for a role that no stage has, a choice without a stage, or a stage whose resource is missing.
     """
     stages = [stage for card in cards for stage in card.pipeline.stages]
-    known = {stage.role for stage in stages}
-    if unknown := sorted((choice.roles or set()) - known):
-        raise ConfigError(f"no stage has the role {unknown[0]}: roles are {', '.join(sorted(known))}")
+    known_roles = {stage.role for stage in stages}
+    if unknown := sorted((choice.roles or set()) - known_roles):
+        raise ConfigError(f"no stage has the role {unknown[0]}: roles are {', '.join(sorted(known_roles))}")
     pools = tuple(dict.fromkeys(pool for card in cards for pool in card.pools(choice).values()))
     if not pools:
-        role, named = "+".join(sorted(choice.roles or {"all"})), sorted({stage.components[0] for stage in stages})
-        raise ConfigError(f"no stage is both --role {role} and --component: components are {', '.join(named)}")
+        role, component_names = (
+            "+".join(sorted(choice.roles or {"all"})),
+            sorted({stage.components[0] for stage in stages}),
+        )
+        raise ConfigError(
+            f"no stage is both --role {role} and --component: components are {', '.join(component_names)}"
+        )
     for stage in filter(choice.takes, stages):
         if missing := sorted(stage.needs.keys() - resources - {*stage.brings}):
             raise ConfigError(
@@ -232,7 +289,11 @@ def pools_of(cards: Sequence[ModelSpec], choice: StageSelector, resources: Colle
 
 
 def sets_of(served: ServedStages, options: WorkerOptions) -> Sets:
-    """The sets of a worker: a model each, or of `a,b` a role each; none if there is one. Raises ConfigError."""
+    """Return the sets of pools that a worker loads one at a time.
+
+    A set is one model with `--max-loaded-models 1`, or one role of `a,b`. There are none if everything is loaded at
+    once. Raises ConfigError if both are asked for.
+    """
     parts, cards = options.role.split(","), served.cards
     one_model = options.max_loaded_models == "1"
     if one_model and len(parts) > 1:
@@ -241,9 +302,12 @@ def sets_of(served: ServedStages, options: WorkerOptions) -> Sets:
         )
     if one_model:
         choice = StageSelector(roles_of(options.role), options.components)
-        found = {card.name: {*card.pools(choice).values()} for card in cards}
+        pools_of_sets = {card.name: {*card.pools(choice).values()} for card in cards}
     else:
-        chosen = {part.strip(): StageSelector(roles_of(part), options.components) for part in parts}
-        found = {name: {pool for card in cards for pool in card.pools(one).values()} for name, one in chosen.items()}
-    sets = {name: frozenset(pools) for name, pools in found.items() if pools}
+        choices = {part.strip(): StageSelector(roles_of(part), options.components) for part in parts}
+        pools_of_sets = {
+            name: {pool for card in cards for pool in card.pools(selector).values()}
+            for name, selector in choices.items()
+        }
+    sets = {name: frozenset(pools) for name, pools in pools_of_sets.items() if pools}
     return sets if len(sets) > 1 else {}

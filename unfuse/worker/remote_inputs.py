@@ -1,4 +1,4 @@
-"""Inputs that other workers make: waits until they are written, and fetches those of other nodes."""
+"""Inputs from other workers: waits until they are written, and fetches those of other nodes."""
 
 from __future__ import annotations
 
@@ -25,48 +25,71 @@ from unfuse.worker.compute_messages import CancelTask, InputArrived, InputTaken
 
 log = structlog.get_logger(__name__)
 
-MOST = 64  # inputs that pass at one time
+#: Most inputs that are streamed at one time.
+MOST = 64
 UNWANTED, ENDED = "it is not wanted any more", "the compute process ended"
 
-Input = tuple[Claim, str]  # of a task, by the id of its object
+#: An input of a task, by the id of its object.
+Input = tuple[Claim, str]
+
+#: Seconds between two checks for room, or of the objects of one owner.
+LOOK_AGAIN_S = 0.01
+
+#: Number of objects that are checked in that time. More take longer, so that waiting for many costs no more.
+LOOKS = 8
+
+#: Most owners that are tested at one time for whether their memory can be mapped.
+MOST_LOOKED_AT = 64
+
+#: KEPT_S: seconds for which copies stay for the next attempt of a task that ended with its compute process or for lack
+#: of an input, and a partial copy for the next attempt at the object. NEXT_S: the same for the request's next stage.
+KEPT_S, NEXT_S = 30.0, 2.0
 
 
 @dataclass
 class _Answers:
-    """The answers of processes to a piece: `left` are missing, and it is `over` with the last, or where none comes."""
+    """The answers of the processes to a chunk."""
 
+    #: Number of missing answers.
     left: int
+
+    #: Done with the last answer, or when no more will come.
     over: asyncio.Future[None]
+
+    #: The first error. Empty if there was none.
     error: str = ""
 
 
 class InputStreams:
-    """Passes inputs on piece by piece, each when all processes have taken the one before. For one event loop.
+    """Streams inputs into the compute processes chunk by chunk, through windows in the arena.
 
-    `send` gives each of so many `processes` a piece, and the first one a Cancel; it returns whether they run.
+    A chunk is sent once all processes have received the one before (back-pressure). For one event loop.
+
+    - `tokens`: inputs of longer prompts are streamed; 0 streams none.
+    - `send`: sends an InputArrived to all processes, or a CancelTask to the first. Returns whether they run.
+    - `processes`: the number of compute processes.
     """
 
     def __init__(
         self, tokens: int, send: Callable[[InputArrived | CancelTask], Awaitable[bool]], processes: int = 1
     ) -> None:
-        self._tokens, self._send, self._processes = tokens, send, processes
+        self._tokens, self._processes = tokens, processes
+        self._send = send
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[Input, _Answers] = {}
-        self._has_all: dict[Claim, bool] = {}
-        """For tasks whose input was passed on in pieces: whether the processes still have all of it."""
-        self._windows: dict[Extent, asyncio.Task[None]] = {}
-        """The windows that exist now, each with the task that frees it."""
+        self._has_all: dict[Claim, bool] = {}  # streamed inputs: whether the processes still have all of them
+        self._windows: dict[Extent, asyncio.Task[None]] = {}  # each with the asyncio task that frees it
         self._drains = ThreadPoolExecutor(MOST, "input-window")
 
     @property
     def extents(self) -> list[Extent]:
-        """The windows that exist now."""
+        """The arena extents of the present windows."""
         return [*self._windows]
 
     def window(self, task: Task, ref: ObjectRef) -> int:
-        """Bytes of the window for an input of a task; 0 where it comes whole: its prompt is not longer than the buffer.
+        """Return the bytes of an input's window; 0 if the input is not streamed.
 
-        Each input has its share of the buffer, but at least a chunk, since only chunks can be verified.
+        Each input has its share of the buffer, but at least one chunk, since only whole chunks can be verified.
         """
         tokens = task.derived.prompt_tokens
         if not 0 < self._tokens < tokens:
@@ -76,39 +99,45 @@ class InputStreams:
     async def through(
         self, lease: Lease, ref: ObjectRef, store: TensorStore, transfers: Transfers, wait: float
     ) -> None:
-        """Fetch an object, and have the processes take it as it comes. Raises what the transfer fails with.
+        """Fetch an object and stream it into the processes as it arrives.
 
-        Raises ArenaFull if there is no room for the window within `wait` seconds, and TransientError if a process
-        cannot take it, or ends.
+        Raises the transfer's error, ArenaFull if there is no room for the window within `wait` seconds, and
+        TransientError if a process cannot receive the object, or ends.
         """
         arena = store.arena
         assert arena
-        extent = await self._room(store, self.window(lease.task, ref), lease.task.request, wait)
+        extent = await self._reserve(store, self.window(lease.task, ref), lease.task.request, wait)
         window = RingBuffer(arena.writable(extent), ref)
         session = transfers.fetch(ref, window)
-        draining = self._loop.run_in_executor(self._drains, self._drain, lease, ref, extent, window, session)
-        freeing = self._loop.create_task(self._free_window(arena, extent, draining, session))
-        self._windows[extent] = freeing
+        drain = self._loop.run_in_executor(self._drains, self._send_chunks, lease, ref, extent, window, session)
+        freed = self._loop.create_task(self._free_window(arena, extent, drain, session))
+        self._windows[extent] = freed
         try:
-            await asyncio.shield(draining)
+            await asyncio.shield(drain)
         except BaseException:
             session.cancel()
             self._end((lease.claim, ref.id), UNWANTED)
             raise
         finally:
-            await asyncio.shield(freeing)  # it goes on where this task is cancelled once more
+            await asyncio.shield(freed)  # it continues if this task is cancelled once more
 
     async def drop(self, claim: Claim) -> None:
-        """A task will not run, and nothing passes for it: what the processes have taken is of no use. Idempotent."""
+        """Drop the received inputs of a task that will not run. Idempotent.
+
+        Call this when no input of the task is streamed any more.
+        """
         self.begins(claim)
         await self._send(CancelTask(claim))
 
     def begins(self, claim: Claim) -> bool:
-        """Nothing more passes for a task. Returns whether the processes have all that has passed."""
+        """Return whether the processes have everything that was streamed for a task, and forget it."""
         return self._has_all.pop(claim, True)
 
     def heard(self, taken: InputTaken) -> None:
-        """A process has answered. Also after an error the place of a piece is not free before all have."""
+        """Note the answer of one process.
+
+        A chunk's place is free once all have answered, also after an error.
+        """
         key = taken.claim, taken.object
         if answers := self._waiting.get(key):
             answers.left -= 1
@@ -117,18 +146,18 @@ class InputStreams:
                 self._end(key, answers.error)
 
     def lost(self) -> None:
-        """A process is gone, and the others with it, and all that they had taken: the next ones have no part of it."""
+        """Fail all streams: the processes are gone, and with them all received chunks."""
         self._has_all = dict.fromkeys(self._has_all, False)
         for key in list(self._waiting):
             self._end(key, ENDED)
 
     def close(self) -> None:
-        """Pass nothing more."""
+        """Stop all streams."""
         self.lost()
         self._drains.shutdown(wait=False)
 
     def _end(self, key: Input, error: str) -> None:
-        """Wait for no more answers to a piece of this input, if any are awaited."""
+        """End the wait for answers to a chunk of this input."""
         answers = self._waiting.pop(key, None)
         if answers and not answers.over.done():
             if error:
@@ -139,13 +168,14 @@ class InputStreams:
     async def _free_window(
         self, arena: Arena, extent: Extent, draining: asyncio.Future[None], session: TransferSession
     ) -> None:
-        """Free a window when nothing reads or writes there any more."""
+        """Free a window once neither the transfer nor a process uses it."""
         await asyncio.wait({draining})
         await asyncio.to_thread(session.wait)
         arena.abort(extent.id)
         del self._windows[extent]
 
-    async def _room(self, store: TensorStore, nbytes: int, request: str, wait: float) -> Extent:
+    async def _reserve(self, store: TensorStore, nbytes: int, request: str, wait: float) -> Extent:
+        """Return an extent of this size; waits up to `wait` seconds for room. Raises ArenaFull."""
         until = self._loop.time() + wait
         while True:
             try:
@@ -155,18 +185,22 @@ class InputStreams:
                     raise
             await asyncio.sleep(LOOK_AGAIN_S)
 
-    def _drain(
+    def _send_chunks(
         self, lease: Lease, ref: ObjectRef, extent: Extent, window: RingBuffer, session: TransferSession
     ) -> None:
-        """In a thread: pass on what the window gives until all is taken."""
+        """Send the window's chunks to the processes until the object is complete.
+
+        Runs in a thread.
+        """
         start = 0
-        for piece in window:
-            at = extent.offset + start % extent.nbytes
-            arrived = InputArrived(lease, ref, at, start, start + piece.nbytes)
+        for chunk in window:
+            offset = extent.offset + start % extent.nbytes
+            arrived = InputArrived(lease, ref, offset, start, start + chunk.nbytes)
             asyncio.run_coroutine_threadsafe(self._pass(arrived, session), self._loop).result()
-            start += piece.nbytes
+            start += chunk.nbytes
 
     async def _pass(self, arrived: InputArrived, session: TransferSession) -> None:
+        """Send a chunk and wait until all processes have received it. Raises TransientError."""
         key = arrived.lease.claim, arrived.ref.id
         if session.cancelled:
             raise TransientError(UNWANTED)
@@ -178,20 +212,13 @@ class InputStreams:
         await answers.over
 
 
-LOOK_AGAIN_S = 0.01  # seconds between two looks for room, or at the objects of one owner
-
-LOOKS = 8  # objects that are looked at in that time; more take longer, so that waiting for many costs no more
-
-MOST_LOOKED_AT = 64  # how many owners at a time are tested for whether their memory can be mapped
-
-KEPT_S, NEXT_S = 30.0, 2.0
-"""Seconds for which a copy is kept for the next attempt of a task that ended with its compute process, or whose inputs
-came to nothing, and what there is of one for the next attempt at the object; and for the next stage of a request.
-"""
-
-
 class PendingInputs:
-    """Asks the owners, each in a thread of `lookers`, since a stopped one blocks it. For one event loop."""
+    """Waits for objects that are still being written, by polling their owners.
+
+    For one event loop.
+
+    Each owner is polled in a thread of `lookers`, since a stopped owner blocks it.
+    """
 
     def __init__(self, store: TensorStore, lookers: ThreadPoolExecutor) -> None:
         self._store, self._lookers = store, lookers
@@ -199,24 +226,25 @@ class PendingInputs:
         self._looking: set[asyncio.Task[None]] = set()
 
     async def until_whole(self, ref: ObjectRef) -> None:
-        """Wait until an object is written to its end, or lost, as whoever reads it finds out."""
+        """Wait until an object is completely written or lost. Its reader finds out which."""
         if ref.whole:
             return
         if ref.owner not in self._waiting:
             self._waiting[ref.owner] = {}
-            looking = asyncio.create_task(self._look(ref.owner))
+            looking = asyncio.create_task(self._poll(ref.owner))
             self._looking.add(looking)
             looking.add_done_callback(self._looking.discard)
         over = asyncio.get_running_loop().create_future()
         self._waiting[ref.owner][over] = ref
         await over
 
-    async def _look(self, owner: str) -> None:
+    async def _poll(self, owner: str) -> None:
+        """Poll an owner until none of its objects is awaited."""
         waiting, loop = self._waiting[owner], asyncio.get_running_loop()
         try:
             while waiting:
-                found = await loop.run_in_executor(self._lookers, self._over, [*waiting.values()])
-                for over in [over for over, ref in waiting.items() if over.done() or ref.id in found]:
+                finished = await loop.run_in_executor(self._lookers, self._finished, [*waiting.values()])
+                for over in [over for over, ref in waiting.items() if over.done() or ref.id in finished]:
                     del waiting[over]
                     if not over.done():
                         over.set_result(None)
@@ -225,34 +253,42 @@ class PendingInputs:
         finally:
             del self._waiting[owner]
 
-    def _over(self, refs: Sequence[ObjectRef]) -> set[str]:
-        """The ids of those that are whole or lost."""
-        found = set[str]()
+    def _finished(self, refs: Sequence[ObjectRef]) -> set[str]:
+        """Return the ids of the objects that are whole or lost."""
+        finished = set[str]()
         for ref in refs:
             try:
                 is_over = self._store.is_whole(ref)
             except ObjectLost:
                 is_over = True
-            found |= {ref.id} if is_over else set()
-        return found
+            finished |= {ref.id} if is_over else set()
+        return finished
 
 
 @dataclass(eq=False)
 class _Copy:
-    """An object of another node that is being fetched, or is here. `over` is done when the transfer has ended."""
+    """An object of another node that is being fetched, or is here."""
 
+    #: The original object.
     ref: ObjectRef
+
     session: TransferSession
     sink: ArenaSink
+
+    #: Done when the transfer has ended.
     over: asyncio.Future[None]
+
+    #: The tasks that read the copy.
     users: set[Claim] = field(default_factory=set)
 
 
 class RemoteInputs:
-    """Fetches objects of other nodes into the arena of `store`; its `engines` also serve that arena to other nodes.
+    """Fetches objects of other nodes into the arena of `store`. For one event loop.
 
-    For one event loop. Inputs that are longer than the receive buffer go through `passing`, if there is one. If the
-    store has no arena, nothing is fetched, because every node can read the store itself.
+    - `engines`: the transfer engines by name. They also serve that arena to other nodes.
+    - `passing`: streams inputs that are longer than the receive buffer, if given.
+
+    If the store has no arena, nothing is fetched, because every node can read the store itself.
     """
 
     def __init__(
@@ -262,76 +298,83 @@ class RemoteInputs:
         options: TransferOptions,
         passing: InputStreams | None = None,
     ) -> None:
-        self._store, self._owner, self._options, self._arena = store, store.owner, options, store.arena
+        self._store, self._owner = store, store.owner
+        self._options = options
+        self._arena = store.arena
         self._passing = passing
         self._engines = engines if self._arena else {}
+
+        #: The addresses at which other nodes pull from this arena, by engine.
         self.served_at = {name: engine.serve(self._arena) for name, engine in self._engines.items() if self._arena}
-        """The addresses at which other nodes pull from this arena, by engine."""
-        self._ways: dict[str, Mapping[str, str]] = {}
-        self._copies: dict[tuple[str, str], _Copy] = {}
-        self._parts: dict[tuple[str, str], _Copy] = {}
-        self._fetched = set[_Copy]()  # all whose room is taken, or will be
-        self._keeping = Counter[Claim]()  # tasks that have ended, and whose copies are kept for a while
-        self._bringing: dict[Claim, asyncio.Task[list[ObjectRef | None]]] = {}
-        self._reaching: dict[str, asyncio.Future[bool]] = {}
+
+        self._addresses: dict[str, Mapping[str, str]] = {}  # addresses of each owner, by engine
+        self._copies: dict[tuple[str, str], _Copy] = {}  # by (request, object id)
+        self._partial_copies: dict[tuple[str, str], _Copy] = {}  # partial copies, by (request, stage)
+        self._fetched = set[_Copy]()  # all copies that use the arena, or will
+        self._retained = Counter[Claim]()  # ended tasks whose copies stay for a while
+        self._fetching: dict[Claim, asyncio.Task[list[ObjectRef | None]]] = {}
+        self._reach_tests: dict[str, asyncio.Future[bool]] = {}  # running tests of owners
         self._lookers = ThreadPoolExecutor(MOST_LOOKED_AT, "owner-look")
         self._unwritten = PendingInputs(store, self._lookers)
 
     @property
     def counters(self) -> TransferCounters:
-        """How much each engine has brought."""
+        """How much each engine has fetched."""
         return self._transfers.counters if "_transfers" in self.__dict__ else TransferCounters()
 
     async def bring(self, lease: Lease, granted: LeasesGranted) -> Lease | None:
-        """Fetch the task's inputs that cannot be mapped. Returns the lease with the copies in their place.
+        """Fetch the inputs that cannot be mapped. Returns the lease with copies in their place.
 
-        Waits for inputs that are still written, and meanwhile fetches what there is of them. An input that is longer
-        than the receive buffer passes into the compute process as it comes, and is no input any more.
-        Whether an owner's memory can be mapped is tested, since node names prove nothing. An input that cannot be
-        fetched stays as it is, because there may be a durable copy. Returns None if the task was cancelled. Raises
-        ArenaFull if there is no room, and what a transfer through the buffer failed with.
+        Waits for inputs that are still being written, and fetches their chunks meanwhile. Inputs that are longer than
+        the receive buffer are streamed into the compute process, and are left out of the lease. Whether an owner's
+        memory can be mapped is tested, since node names prove nothing. An input that cannot be fetched stays as it
+        is, because there may be a durable copy.
+
+        Returns None if the task was cancelled. Raises ArenaFull if there is no room, and the errors of streamed
+        transfers.
         """
-        self._ways.update(granted.engines)
+        self._addresses.update(granted.engines)
         self._store.learn(granted.peers)
         claim, task = lease.claim, lease.task
-        there = [ref for ref in lease.reads if ref.owner in granted.peers or (claim.request, ref.id) in self._copies]
-        others = [ref for ref in there if ref.owner != self._owner]
+        readable = [ref for ref in lease.reads if ref.owner in granted.peers or (claim.request, ref.id) in self._copies]
+        others = [ref for ref in readable if ref.owner != self._owner]
         others += [ref for ref in lease.reads if ref.owner == self._owner and not ref.whole]
         if not others or not self._arena:
             return lease
-        bringing = self._bringing[claim] = asyncio.create_task(self._bring_all(lease, others))
+        fetching = self._fetching[claim] = asyncio.create_task(self._fetch_all(lease, others))
         try:
-            await asyncio.wait({bringing})
-            if bringing.cancelled():
+            await asyncio.wait({fetching})
+            if fetching.cancelled():
                 return None
-            here = dict(zip((ref.id for ref in others), bringing.result(), strict=True))
+            local_refs = dict(zip((ref.id for ref in others), fetching.result(), strict=True))
         finally:
-            del self._bringing[claim]
-        inputs = tuple(found for ref in task.inputs if (found := here.get(ref.id, ref)))
-        prefix = tuple(found for ref in lease.prefix if (found := here.get(ref.id, ref)))
+            del self._fetching[claim]
+        inputs = tuple(local for ref in task.inputs if (local := local_refs.get(ref.id, ref)))
+        prefix = tuple(local for ref in lease.prefix if (local := local_refs.get(ref.id, ref)))
         task = msgspec.structs.replace(task, inputs=inputs)
-        checkpoint = lease.checkpoint and here.get(lease.checkpoint.id, lease.checkpoint)
+        checkpoint = lease.checkpoint and local_refs.get(lease.checkpoint.id, lease.checkpoint)
         return msgspec.structs.replace(lease, task=task, checkpoint=checkpoint, prefix=prefix)
 
     def cancel(self, claim: Claim) -> bool:
         """Stop waiting for a task's inputs. Returns whether it was waiting for some."""
-        return claim in self._bringing and self._bringing[claim].cancel()
+        return claim in self._fetching and self._fetching[claim].cancel()
 
     def original(self, id: str) -> str:
-        """The id of the object that this one is a copy of; its own id if it is no copy."""
+        """Return the id of a copy's original; the same id for an original."""
         copies = (copy for copy in self._copies.values() if copy.sink.extent and copy.sink.extent.id == id)
         return next((copy.ref.id for copy in copies), id)
 
     def keep(self, claim: Claim, again: bool = True) -> None:
-        """A task has ended, and may begin here `again`, or another one of its request may: drop later what it has read,
-        and now what has not come yet.
+        """Keep an ended task's whole copies for a while; drop the unfinished ones.
+
+        They stay KEPT_S seconds if the task may run here `again`, else NEXT_S for the next stage of its request.
         """
         self.let_go(claim, but_whole=True)
-        self._keeping[claim] += 1
-        asyncio.get_running_loop().call_later(KEPT_S if again else NEXT_S, self._end_keeping, claim)
+        self._retained[claim] += 1
+        asyncio.get_running_loop().call_later(KEPT_S if again else NEXT_S, self._end_retention, claim)
 
     def let_go(self, claim: Claim, but_whole: bool = False) -> None:
-        """A task has ended: drop the copies that no other task uses."""
+        """Drop an ended task's unused copies; with `but_whole`, unfinished ones only."""
         for key, copy in list(self._copies.items()):
             if but_whole and copy.session.whole:
                 continue
@@ -340,22 +383,25 @@ class RemoteInputs:
                 del self._copies[key]
                 copy.session.cancel()
                 if copy.sink.stays and copy.session.good and not copy.session.whole:
-                    self._keep_part((key[0], copy.ref.stage), copy)
+                    self._keep_partial_copy((key[0], copy.ref.stage), copy)
                 else:
                     copy.over.add_done_callback(partial(self._drop, copy))
 
     @property
     def extents(self) -> list[Extent]:
-        """The room of all copies, and of all windows that inputs pass through."""
+        """The arena extents of all copies and of the windows of streamed inputs."""
         copies = [extent for copy in self._fetched if (extent := copy.sink.extent)]
         return copies + (self._passing.extents if self._passing else [])
 
     def unused(self) -> dict[str, _Copy]:
-        """The copies, by a name, that are here for tasks which have ended, and are kept for none, when no task runs."""
+        """Return the copies, by a name, that no task reads or may read again.
+
+        Call this while no task runs.
+        """
         return {
             f"a copy of object {copy.ref.id} for {request}": copy
             for (request, _), copy in self._copies.items()
-            if copy.sink.extent and not copy.users & self._keeping.keys()
+            if copy.sink.extent and not copy.users & self._retained.keys()
         }
 
     def free(self, name: str) -> bool:
@@ -366,12 +412,12 @@ class RemoteInputs:
         return copy is not None
 
     def forget(self, request: str) -> None:
-        """A request is over: nothing of what it read is needed."""
-        for key in [key for key in self._parts if key[0] == request]:
-            self._drop_part(key, self._parts[key])
+        """Drop the partial copies of a request that is over."""
+        for key in [key for key in self._partial_copies if key[0] == request]:
+            self._drop_partial_copy(key, self._partial_copies[key])
 
     def close(self) -> None:
-        """End all transfers, and close the engines."""
+        """End all transfers and close the engines."""
         if "_transfers" in self.__dict__:
             self._transfers.close()
         self._lookers.shutdown(wait=False)
@@ -380,32 +426,41 @@ class RemoteInputs:
 
     @cached_property
     def _transfers(self) -> Transfers:
-        """Made for the first object to fetch, so that it costs nothing where no object ever is."""
+        """The transfers of this arena.
+
+        Made with the first fetch, so that they cost nothing without one.
+        """
         assert self._arena
         for engine in self._engines.values():
             engine.register(self._arena.memory)
-        return Transfers(self._engines, lambda owner: self._ways.get(owner, {}), self._options)
+        return Transfers(self._engines, lambda owner: self._addresses.get(owner, {}), self._options)
 
-    async def _bring_all(self, lease: Lease, refs: Iterable[ObjectRef]) -> list[ObjectRef | None]:
-        """All at one time; with one that fails the others end, before that is told."""
-        bringing = [asyncio.create_task(self._bring(lease, ref)) for ref in refs]
+    async def _fetch_all(self, lease: Lease, refs: Iterable[ObjectRef]) -> list[ObjectRef | None]:
+        """Fetch all these objects at one time.
+
+        If one fails, the others are cancelled before that is raised.
+        """
+        fetches = [asyncio.create_task(self._fetch_input(lease, ref)) for ref in refs]
         try:
-            return await asyncio.gather(*bringing)
+            return await asyncio.gather(*fetches)
         finally:
-            for one in bringing:
-                one.cancel()
-            await asyncio.gather(*bringing, return_exceptions=True)
+            for fetch in fetches:
+                fetch.cancel()
+            await asyncio.gather(*fetches, return_exceptions=True)
 
     async def _reaches(self, owner: str) -> bool:
-        """Whether an owner's memory can be mapped. One thread for each owner finds out: a stopped owner blocks it."""
-        if owner not in self._reaching:
-            looking = asyncio.get_running_loop().run_in_executor(self._lookers, self._store.reaches, owner)
-            self._reaching[owner] = looking
-            looking.add_done_callback(lambda _: self._reaching.pop(owner))
-        return await asyncio.shield(self._reaching[owner])
+        """Whether an owner's memory can be mapped.
 
-    async def _bring(self, lease: Lease, ref: ObjectRef) -> ObjectRef | None:
-        """What to read in place of an object; None if the compute process has taken it."""
+        One thread tests each owner: a stopped owner blocks it.
+        """
+        if owner not in self._reach_tests:
+            test = asyncio.get_running_loop().run_in_executor(self._lookers, self._store.reaches, owner)
+            self._reach_tests[owner] = test
+            test.add_done_callback(lambda _: self._reach_tests.pop(owner))
+        return await asyncio.shield(self._reach_tests[owner])
+
+    async def _fetch_input(self, lease: Lease, ref: ObjectRef) -> ObjectRef | None:
+        """Return the object to read in place of this one; None after streaming it."""
         claim = lease.claim
         if ref.owner == self._owner or await self._reaches(ref.owner):
             await self._unwritten.until_whole(ref)
@@ -414,9 +469,9 @@ class RemoteInputs:
             await self._passing.through(lease, ref, self._store, self._transfers, self._options.bootstrap_s)
             return None
         key = claim.request, ref.id
-        if key not in self._copies and (part := self._parts.get((claim.request, ref.stage))):
-            await asyncio.wait({part.over})  # until then it is written
-        copy = self._copies.get(key) or self._fetch(key, ref)
+        if key not in self._copies and (part := self._partial_copies.get((claim.request, ref.stage))):
+            await asyncio.wait({part.over})  # until then, its transfer may still write to it
+        copy = self._copies.get(key) or self._start_fetch(key, ref)
         copy.users.add(claim)
         try:
             await asyncio.shield(copy.over)
@@ -434,37 +489,40 @@ class RemoteInputs:
             generation=extent.generation,
         )
 
-    def _fetch(self, key: tuple[str, str], ref: ObjectRef) -> _Copy:
-        """Begin to fetch an object. The copy belongs to the task's request, whichever made the original."""
+    def _start_fetch(self, key: tuple[str, str], ref: ObjectRef) -> _Copy:
+        """Start to fetch an object; reuses verified chunks of a partial copy.
+
+        The copy belongs to the task's request, whichever request made the original.
+        """
         assert self._arena
         sink = ArenaSink(self._arena, msgspec.structs.replace(ref, request=key[0]), self._store.reserve)
-        sink.stays, kept = not ref.whole, tuple[int, ...]()
-        part = self._parts.get((key[0], ref.stage))
+        sink.stays, verified = not ref.whole, tuple[int, ...]()
+        part = self._partial_copies.get((key[0], ref.stage))
         if part and part.over.done() and part.over.exception() and part.ref.tensors == ref.tensors:
-            del self._parts[key[0], ref.stage]
+            del self._partial_copies[key[0], ref.stage]
             self._fetched.discard(part)
-            sink.extent, kept = part.sink.extent, part.session.verified
-        session = self._transfers.fetch(ref, sink, kept=kept)
+            sink.extent, verified = part.sink.extent, part.session.verified
+        session = self._transfers.fetch(ref, sink, kept=verified)
         over = asyncio.wrap_future(session.over)
         over.add_done_callback(_read_exception)
         copy = self._copies[key] = _Copy(ref, session, sink, over)
         self._fetched.add(copy)
         return copy
 
-    def _end_keeping(self, claim: Claim) -> None:
-        self._keeping -= Counter([claim])
+    def _end_retention(self, claim: Claim) -> None:
+        self._retained -= Counter([claim])
         self.let_go(claim)
 
-    def _keep_part(self, key: tuple[str, str], copy: _Copy) -> None:
-        """Keep what there is of an object that came while it was written, and is to be made again."""
-        if before := self._parts.get(key):
-            self._drop_part(key, before)
-        self._parts[key] = copy
-        asyncio.get_running_loop().call_later(KEPT_S, self._drop_part, key, copy)
+    def _keep_partial_copy(self, key: tuple[str, str], copy: _Copy) -> None:
+        """Keep the partial copy of an object that will be made again."""
+        if before := self._partial_copies.get(key):
+            self._drop_partial_copy(key, before)
+        self._partial_copies[key] = copy
+        asyncio.get_running_loop().call_later(KEPT_S, self._drop_partial_copy, key, copy)
 
-    def _drop_part(self, key: tuple[str, str], copy: _Copy) -> None:
-        if self._parts.get(key) is copy:
-            del self._parts[key]
+    def _drop_partial_copy(self, key: tuple[str, str], copy: _Copy) -> None:
+        if self._partial_copies.get(key) is copy:
+            del self._partial_copies[key]
             copy.over.add_done_callback(partial(self._drop, copy))
 
     def _drop(self, copy: _Copy, over: asyncio.Future[None]) -> None:
@@ -478,6 +536,6 @@ class RemoteInputs:
 
 
 def _read_exception(over: asyncio.Future[None]) -> None:
-    """Read the exception, so that asyncio does not warn about a failure that nobody waits for."""
+    """Read the exception, so that asyncio does not warn about it."""
     if not over.cancelled():
         over.exception()

@@ -1,4 +1,8 @@
-"""The step loop: decides what to do next, and carries it out. Every stage runs in it, stepped or not."""
+"""The step loop: decides the next step plan and carries it out, with continuous batching.
+
+Every stage runs in it: denoising, prefill, decode, and stages of a single step. Each round, `StepLoop.decide` returns
+a `StepPlan` of plain data, and `carry_out` executes it, the same on every rank.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +48,15 @@ log = structlog.get_logger(__name__)
 #: Least seconds between two progress messages of one task. Each message covers all steps since the last.
 PROGRESS_INTERVAL_S = 0.1
 
+#: The first and the longest pause, in seconds, of a task that waits for the result store.
+PAUSE_S, MOST_PAUSE_S = 0.25, 2.0
+
+#: Least seconds between two status reports of a busy process.
+REPORT_S = 0.25
+
+#: The timings of a task that has computed nothing yet.
+UNUSED = Timings()
+
 
 class ReportResult(NamedTuple):
     """The outcome of reporting one task's step."""
@@ -55,11 +68,11 @@ class ReportResult(NamedTuple):
 
 
 class StepReporter:
-    """Sends new output and progress to the parent after each step, and stores prefix blocks for other tasks.
+    """Sends new output and progress to the parent after each step, and stores prefix blocks.
 
-    The first rank `leads`: it also stores previews and parts of results for clients. With `overlap`, the work is done
-    in a second thread while the next step runs, for tasks whose stage allows it (`can_overlap`). That a text has ended
-    is then noticed one step late.
+    Other tasks start from the prefix blocks (prefix caching). The first rank `leads`: it also stores previews and
+    video fragments for clients. With `overlap`, the work is done in a second thread while the next step runs, for
+    tasks whose stage allows it (`can_overlap`). That a text has ended is then noticed one step late.
     """
 
     def __init__(
@@ -70,7 +83,8 @@ class StepReporter:
         leads: bool,
         overlap: bool,
     ) -> None:
-        self._store, self._results, self._send, self._leads = store, results, send, leads
+        self._store, self._results = store, results
+        self._send, self._leads = send, leads
         self._thread = ThreadPoolExecutor(1, "step reporter") if overlap else None
         self._pending: Future[list[ReportResult]] | None = None
 
@@ -85,7 +99,7 @@ class StepReporter:
         return self._report_jobs([job for job in jobs if job not in overlapped])
 
     def wait(self) -> list[ReportResult]:
-        """Wait until all steps are reported. Returns the results that `report` did not."""
+        """Wait until all steps are reported. Returns the results of the overlapped jobs."""
         pending, self._pending = self._pending, None
         return pending.result() if pending else []
 
@@ -93,9 +107,10 @@ class StepReporter:
         return [ReportResult(job, self._report_job(job)) for job in jobs]
 
     def _report_job(self, job: Job) -> Exception | None:
+        """Report one step of a job. Returns the error of this task, or None."""
         try:
-            if grown := job.growth():
-                self._send(grown)
+            if deltas := job.growth():
+                self._send(deltas)
             for block in store_prefix_blocks(self._store, job):
                 self._send(block)
             step, steps = job.stage.progress(job.state)
@@ -108,14 +123,19 @@ class StepReporter:
         return None
 
     def _report_progress(self, job: Job, step: int, steps: int) -> None:
+        """Send the job's progress if its last step is done or PROGRESS_INTERVAL_S has passed."""
         now = time.monotonic()
         if step == steps or now - job.reported_at >= PROGRESS_INTERVAL_S:
             self._send(StepProgress(job.claim, step, steps, job.reported + 1, tuple(job.previews), job.share_s))
-            job.reported, job.reported_at, job.previews = step, now, []
+            job.reported, job.reported_at = step, now
+            job.previews = []
 
 
 def store_preview(results: ResultStore, job: Job, step: int) -> None:
-    """Store a preview every `preview_every` steps, if the request asked for it. Errors are only logged."""
+    """Store a preview every `preview_every` steps, if the request asked for previews.
+
+    Errors are only logged.
+    """
     every, task = job.lease.task.params.get("preview_every"), job.lease.task
     if not isinstance(every, int) or every < 1 or step % every:
         return
@@ -128,9 +148,9 @@ def store_preview(results: ResultStore, job: Job, step: int) -> None:
 
 
 def store_part(results: ResultStore, job: Job, step: int) -> None:
-    """Store what a step added to a result, before the step is reported. Errors are only logged.
+    """Store the video fragment of a step before the step is reported.
 
-    After a part that could not be stored none is: it would not fit.
+    Errors are only logged. After a fragment that could not be stored none is stored: a gap would break the video.
     """
     task, data = job.lease.task, job.stage.part(job.state)
     if not data or job.part is None:
@@ -144,7 +164,10 @@ def store_part(results: ResultStore, job: Job, step: int) -> None:
 
 
 def delete_parts(results: ResultStore, job: Job) -> None:
-    """Delete the parts of a task that ends early: its request may be over, and its attachments deleted already."""
+    """Delete the video fragments of a task that ends early. Errors are only logged.
+
+    Its request may be over already, and its attachments deleted.
+    """
     task = job.lease.task
     try:
         if job.part != 0:
@@ -153,24 +176,17 @@ def delete_parts(results: ResultStore, job: Job) -> None:
         log.warning("parts are left behind", request=task.request, stage=task.stage, reason=str(error))
 
 
-PAUSE_S, MOST_PAUSE_S = 0.25, 2.0  # the first and longest pause, in seconds, of a task that waits for the result store
-
-REPORT_S = 0.25  # the least seconds between two reports of a busy process
-
-UNUSED = Timings()
-
-
 def texts_of(stages: Iterable[Stage]) -> list[ReportsTextStats]:
-    """Return what keeps the texts of these stages, each once."""
+    """Return the text statistics of these stages. Stages that share one object count once."""
     return [*{id(texts): texts for stage in stages if (texts := stage.texts) is not None}.values()]
 
 
 class ComputeLeakCheck:
-    """Finds what a compute process without a task holds: keys and values, and inputs that are still mapped.
+    """Finds memory leaks of a compute process without tasks: KV cache blocks and mapped inputs.
 
-    With `frees`, it ends sequences that were left: no state exists that could use them. Ranks must not, since all of
-    them have to have the same blocks, and one may not have what another one leaks. Inputs stay, because an array that
-    is still used may lie there. `send` gets each leak once.
+    `send` gets each leak once. With `frees`, the check ends leaked sequences, since no state exists that could use
+    them. Ranks must not free them: all ranks must have the same blocks, and one rank may lack what another one leaks.
+    Inputs stay mapped, because an array that is still used may lie there.
     """
 
     def __init__(
@@ -181,17 +197,20 @@ class ComputeLeakCheck:
         *,
         frees: bool,
     ) -> None:
-        self._texts, self._store, self._send, self._frees = texts_of(stages), store, send, frees
+        self._texts = texts_of(stages)
+        self._store = store
+        self._send = send
+        self._frees = frees
         self._known = frozenset[tuple[int, str]]()
 
     def look(self) -> None:
-        """Look for leaks. To be called only while the process has no task, and takes no input of one."""
+        """Look for leaks, only while the process has no task and receives no input."""
         new = self._leftovers().keys() - self._known
         if not new:
             return
 
-        gc.collect()  # what is garbage only waits to be freed
-        leftovers = {key: found for key, found in self._leftovers().items() if key in new}
+        gc.collect()  # garbage is no leak: it is only not freed yet
+        leftovers = {key: leftover for key, leftover in self._leftovers().items() if key in new}
         for texts in self._texts if self._frees else ():
             texts.end_all()
         self._known = frozenset(self._leftovers())
@@ -203,21 +222,24 @@ class ComputeLeakCheck:
             self._send(messages.LeaksFound(tuple(leaks)))
 
     def _leftovers(self) -> dict[tuple[int, str], tuple[Memory, int]]:
-        """Memory and bytes of what is held now, by the number of the holder and a name."""
-        found = dict[tuple[int, str], tuple[Memory, int]]()
+        """Return kind and bytes of the memory in use, by owner and name.
+
+        The owner is the index of the text statistics, or -1 for the tensor store.
+        """
+        leftovers = dict[tuple[int, str], tuple[Memory, int]]()
         for number, texts in enumerate(self._texts):
             for name, nbytes in texts.leftovers().items():
-                found[number, name] = "kv", nbytes
+                leftovers[number, name] = "kv", nbytes
         for ref in self._store.held():
-            found[-1, f"an input, object {ref.id} of {ref.request}, {ref.stage}"] = "arena", ref.nbytes
-        return found
+            leftovers[-1, f"an input, object {ref.id} of {ref.request}, {ref.stage}"] = "arena", ref.nbytes
+        return leftovers
 
 
 class StatusReporter:
     """Sends the status of a compute process when it has changed.
 
-    `sharing` is what batches found, and `device_memory` returns bytes of a GPU. Language stages are reported by the
-    first of several ranks alone, since all have the same blocks.
+    `sharing` is `Batches.sharing`; `device_memory` returns bytes of a GPU. Only the first rank reports language
+    stages, because all ranks have the same KV blocks.
     """
 
     def __init__(
@@ -229,11 +251,12 @@ class StatusReporter:
         send: Callable[[messages.RankStatus], object],
     ) -> None:
         self._texts = texts_of(stages) if ranks.leads else []
-        self._sharing, self._ranks, self._device_memory, self._send = sharing, ranks, device_memory, send
+        self._sharing, self._ranks = sharing, ranks
+        self._device_memory, self._send = device_memory, send
         self._last, self._reported_at = messages.RankStatus(), 0.0
 
     def report(self, *, busy: bool) -> None:
-        """Report now if the process is about to wait, else at most every REPORT_S seconds."""
+        """Report now unless `busy`, else at most every REPORT_S seconds."""
         now = time.monotonic()
         if busy and now - self._reported_at < REPORT_S:
             return
@@ -251,33 +274,37 @@ class StatusReporter:
 
 @dataclass(eq=False)
 class _Parked:
-    """A task that waits for the result store: what to call again, at which monotonic time, and the last pause.
+    """A task that waits for the result store."""
 
-    `timings` say what it has used.
-    """
-
+    #: Tries again to start the task, or to store its results.
     again: Callable[[], None]
+
+    #: Monotonic time of the next try, in seconds.
     at: float
+
+    #: The last pause, in seconds.
     pause: float
+
+    #: What the task has used so far.
     timings: Timings
 
 
 class StepLoop:
-    """Runs tasks on the stages of one compute process.
+    """Runs tasks on the stages of one compute process, with continuous batching.
 
-    `stages` is by declared pool; stages of `plain` pools get numpy arrays, the others torch tensors. Up to `batch`
-    tasks share a forward (0: as is usual). `encodings` maps a stage kind to how its outputs are narrowed. Tasks of the
-    highest priority go first, pools in turns, each in order of arrival; the others pause and keep their state. A
-    cancelled task is dropped between two steps. `policy` says when states are saved, so that another worker can resume
-    them; a task that pauses is saved too. A task whose result cannot be stored, because the result store is full, waits
-    while others go on.
+    Tasks of the highest priority go first, pools in rotation, each in order of arrival; the others pause and keep
+    their state. A cancelled task is dropped between two steps. A task whose result cannot be stored, because the
+    result store is full, waits while others go on.
 
-    With `exactness`, a task gets the bytes that it has alone: it shares a forward only where comparing shows that.
-
-    `overlapped`: where a stage can go on before it is told of what it made, its next step is made meanwhile.
-
-    Of several `ranks` the first one decides, stores and reports; the others carry out the same turns. `device_memory`
-    returns the bytes that the process holds on a GPU.
+    - `stages`: stages by declared pool. Those of `plain` pools get numpy arrays, the others torch tensors.
+    - `batch`: most tasks that share a forward; 0 means the default.
+    - `encodings`: how the outputs of a stage kind are narrowed, by kind.
+    - `policy`: when checkpoints are saved, so that another worker can resume a task. A paused task is saved too.
+    - `exactness`: with it, a task gets the bytes that it has alone (batch invariance): it shares a forward only where
+      comparisons have shown that.
+    - `ranks`: the first rank decides, stores and reports; the others carry out the same step plans.
+    - `overlapped`: the next step of a stage is computed while the last one is reported, where the stage allows it.
+    - `device_memory`: returns the bytes that the process uses on a GPU.
     """
 
     def __init__(
@@ -297,9 +324,10 @@ class StepLoop:
         device_memory: Callable[[], int] = lambda: 0,
     ) -> None:
         self._ranks = ranks or Ranks()
-        self._intake = JobFactory(stages, store, results, plain, exactness is not None, self._ranks.size)
+        self._factory = JobFactory(stages, store, results, plain, exactness is not None, self._ranks.size)
         self._encodings, self._policy = encodings or {}, policy or CheckpointPolicy()
-        self._store, self._results, self._inbox = store, results, inbox
+        self._store, self._results = store, results
+        self._inbox = inbox
         self._send = send if self._ranks.leads else bool  # the first rank reports for all
         self._leaks = ComputeLeakCheck(stages.values(), store, send, frees=self._ranks.size == 1)
         self._batches = Batches(batch, exactness, self._ranks)
@@ -307,36 +335,37 @@ class StepLoop:
         self._reporter = StepReporter(store, results, self._send, self._ranks.leads, overlapped)
         self._answer = send  # also of a rank that does not report
         self._arrived: dict[Claim, messages.RunTask] = {}
-        self._pieces: dict[tuple[Claim, str], messages.InputArrived] = {}  # of inputs that come, to be taken in a turn
+        self._pieces: dict[tuple[Claim, str], messages.InputArrived] = {}  # arrived, to be received with a step plan
         self._jobs: dict[Claim, Job] = {}
         self._parked: dict[Claim, _Parked] = {}
-        self._to_save, self._saving = set[Claim](), set[Claim]()  # what is to be saved, then dropped, and what was just
+        # Tasks to save and then drop, and those of them that the last step plan saved.
+        self._to_save, self._saving = set[Claim](), set[Claim]()
 
     def run(self) -> None:
         """Run tasks until the process ends."""
         while True:
-            if not (self._jobs or self._arrived or self._intake.receives):
+            if not (self._jobs or self._arrived or self._factory.receives):
                 self._leaks.look()
             self._status.report(busy=bool(self._jobs))
-            turn = self.decide() if self._ranks.leads else self._told()
-            self._ranks.tell(turn)
-            self.carry_out(turn)
+            plan = self.decide() if self._ranks.leads else self._receive_plan()
+            self._ranks.tell(plan)
+            self.carry_out(plan)
 
-    def _told(self) -> messages.StepPlan:
-        """The next turn that the first rank has decided."""
+    def _receive_plan(self) -> messages.StepPlan:
+        """Return the next step plan of the first rank; collects the messages before it."""
         while not isinstance(message := self._inbox.get(), messages.StepPlan):
-            self._take(message)
+            self._collect(message)
         return message
 
     def decide(self) -> messages.StepPlan:
-        """Decide the next turn; waits for a message if there is nothing to do.
+        """Return the next step plan; waits for a message if there is nothing to do.
 
-        New messages get a turn of their own, before the next step, because a new task may be the most urgent one. Tasks
-        that are to be dropped if they can be saved are saved in one turn, and dropped in the next one.
+        New messages get a plan of their own, before the next step, because a new task may be the most urgent one.
+        Tasks to be dropped if they can be saved are saved in one plan and dropped in the next.
         """
         safe = [messages.CancelTask(claim) for claim in self._saving if self._is_safe(claim)]
         self._saving = set()
-        dropped = (*safe, *self._hear())
+        dropped = (*safe, *self._collect_messages())
         again = tuple(claim for claim, parked in self._parked.items() if parked.at <= time.monotonic())
         pieces = tuple(self._pieces)
         if dropped or self._arrived or again:
@@ -352,41 +381,43 @@ class StepLoop:
         return messages.StepPlan(save=save, step=step, how=how, receive=pieces)
 
     def carry_out(self, turn: messages.StepPlan) -> None:
-        """Carry a turn out. Tasks that have ended since it was decided are skipped.
+        """Carry out a step plan. Tasks that have ended since it was decided are skipped.
 
-        Where the loop is overlapped, a step is made while it is told what the one before has made of tasks; all of that
-        is told before anything but a step. A task that turns out to be over has made a step too many, which is dropped.
+        In an overlapped loop, a step is computed while the one before is reported. All reports are finished before
+        anything but a step is done. A task that turns out to be over has made one step too many; that step is
+        dropped.
         """
         for piece in turn.receive:
-            self._answer(self._intake.receive(self._pieces.pop(piece)))
+            self._answer(self._factory.receive(self._pieces.pop(piece)))
         if turn.changes:
-            self._end(self._reporter.wait())
-        self._begin([self._arrived.pop(claim) for claim in turn.admit])
+            self._finish_reported(self._reporter.wait())
+        self._start_tasks([self._arrived.pop(claim) for claim in turn.admit])
         for cancel in turn.drop:
             self._drop(cancel)
         for claim in turn.again:
             self._try_again(claim)
         for job in [self._jobs[claim] for claim in turn.save if claim in self._jobs]:
-            self._keep(job)
+            self._save_checkpoint(job)
         if batch := [self._jobs[claim] for claim in turn.step if claim in self._jobs]:
             computed = self._batches.compute(batch, turn.how)
-            self._end(self._reporter.wait())
-            going = [job for job, made in computed if job.claim in self._jobs and self._goes_on(job, made)]
-            self._end(self._reporter.report(going))
+            self._finish_reported(self._reporter.wait())
+            advanced = [job for job, result in computed if job.claim in self._jobs and self._advance(job, result)]
+            self._finish_reported(self._reporter.report(advanced))
 
-    def _hear(self) -> tuple[messages.CancelTask, ...]:
-        """Take all messages; waits for one if there is nothing to do. Returns the cancellations."""
+    def _collect_messages(self) -> tuple[messages.CancelTask, ...]:
+        """Collect all messages, waiting for one if idle. Returns the cancellations."""
         cancels = []
         if not self._jobs:
             due = min((parked.at for parked in self._parked.values()), default=None)
             with suppress(queue.Empty):
                 timeout = None if due is None else max(0.0, due - time.monotonic())
-                cancels += self._take(self._inbox.get(timeout=timeout))
+                cancels += self._collect(self._inbox.get(timeout=timeout))
         while not self._inbox.empty():
-            cancels += self._take(self._inbox.get())
+            cancels += self._collect(self._inbox.get())
         return tuple(cancels)
 
-    def _take(self, message: messages.ForLoop) -> list[messages.CancelTask]:
+    def _collect(self, message: messages.ForLoop) -> list[messages.CancelTask]:
+        """Sort one message in. Returns it if it is a cancellation."""
         match message:
             case messages.RunTask():
                 self._arrived[message.lease.claim] = message
@@ -398,40 +429,41 @@ class StepLoop:
                 return [message]
         return []
 
-    def _begin(self, runs: Sequence[messages.RunTask]) -> None:
-        """Begin tasks, as far as every rank can: what one of them cannot begin ends everywhere, or waits."""
-        begun = [self._begun(run) for run in runs]
-        starts = self._ranks.agree([start_of(run, own) for run, own in zip(runs, begun, strict=True)])
-        for run, own, start in zip(runs, begun, starts, strict=True):
+    def _start_tasks(self, runs: Sequence[messages.RunTask]) -> None:
+        """Start tasks. A task that one rank cannot start ends or waits on all ranks."""
+        jobs = [self._start_task(run) for run in runs]
+        starts = self._ranks.agree([start_of(run, job) for run, job in zip(runs, jobs, strict=True)])
+        for run, job, start in zip(runs, jobs, starts, strict=True):
             claim = run.lease.claim
-            if isinstance(own, Job) and start == own.resumed:
-                self._intake.begun(claim)
-                self._jobs[claim] = own
-                announce(self._store, own, self._encodings, self._send if self._ranks.leads else None)
+            if isinstance(job, Job) and start == job.resumed:
+                self._factory.begun(claim)
+                self._jobs[claim] = job
+                announce(self._store, job, self._encodings, self._send if self._ranks.leads else None)
                 continue
-            if isinstance(own, Job):
-                self._let_go(own)
+            if isinstance(job, Job):
+                self._release(job)
             if isinstance(start, TaskFailed):
-                self._intake.forget(claim)
+                self._factory.forget(claim)
                 self._send(start)
                 continue
-            if self._ranks.size > 1:  # another rank may have given up what it had taken
-                self._intake.drop_taken(claim)
+            if self._ranks.size > 1:  # another rank may have dropped the input that it had received
+                self._factory.drop_taken(claim)
             if isinstance(start, messages.TaskWaits):
-                self._park(claim, own, partial(self._begin, [run]))
-            else:  # not every rank could read the state that was saved
+                self._park(claim, job, partial(self._start_tasks, [run]))
+            else:  # not every rank could read the checkpoint
                 lease = msgspec.structs.replace(run.lease, checkpoint=None, prefix=())
-                self._begin([msgspec.structs.replace(run, lease=lease)])
+                self._start_tasks([msgspec.structs.replace(run, lease=lease)])
 
-    def _begun(self, run: messages.RunTask) -> Job | Exception:
+    def _start_task(self, run: messages.RunTask) -> Job | Exception:
+        """Return the job of a task that this rank has started, or the error."""
         self._send(StepProgress(run.lease.claim, 0, 0, 0))
         try:
-            return self._intake.begin(run)
+            return self._factory.begin(run)
         except Exception as error:  # an error of one task must not end the process
             return error
 
     def _park(self, claim: Claim, error: object, again: Callable[[], None], timings: Timings = UNUSED) -> None:
-        """Let a task wait for the result store. Waits is sent at every try, so that the parent sees progress."""
+        """Let a task wait for the result store. Each try sends TaskWaits as progress."""
         before = self._parked.get(claim)
         if before is None:
             log.warning(
@@ -444,7 +476,7 @@ class StepLoop:
         self._send(messages.TaskWaits(claim))
 
     def _try_again(self, claim: Claim) -> None:
-        """Try a task again whose pause is over. If it must wait again, that parks it anew."""
+        """Try a parked task again. If it must wait once more, it is parked anew."""
         parked = self._parked.get(claim)
         if parked is None:
             return
@@ -456,7 +488,7 @@ class StepLoop:
             del self._parked[claim]
 
     def _is_due(self, job: Job, priority: int) -> bool:
-        """Whether to save a job's state now: it waits for one of that priority, or the policy says so."""
+        """Whether to save now: a more urgent task goes first, or the policy says so."""
         step, steps = job.stage.progress(job.state)
         left_s = (steps - step) * job.run_s / max(1, job.steps)
         return step > job.saved and (
@@ -464,46 +496,48 @@ class StepLoop:
         )
 
     def _is_safe(self, claim: Claim) -> bool:
-        """Whether the next attempt at a task that runs need not make any step of it again."""
+        """Whether the next attempt at a running task would repeat no step."""
         job = self._jobs.get(claim)
         return job is not None and job.stage.progress(job.state)[0] == job.safe
 
-    def _goes_on(self, job: Job, made: Any) -> bool:
-        """Whether a task has gone on from what a step made of it."""
+    def _advance(self, job: Job, result: Any) -> bool:
+        """Advance a job by its step's result. On an error, fail it and return False."""
         try:
-            if isinstance(made, Exception):
-                raise made
-            job.state = job.stage.advance(job.state, made)
-            job.key = *job.key[:-1], self._intake.exact_batch_key(job.stage, job.state)
+            if isinstance(result, Exception):
+                raise result
+            job.state = job.stage.advance(job.state, result)
+            job.key = *job.key[:-1], self._factory.exact_batch_key(job.stage, job.state)
             job.prefix_blocks = read_prefix_blocks(job) if self._ranks.leads else []
         except Exception as error:  # an error of one task must not end the process
             self._fail(job, error)
             return False
         return True
 
-    def _end(self, reported: Sequence[ReportResult]) -> None:
+    def _finish_reported(self, reported: Sequence[ReportResult]) -> None:
         """Finish the tasks whose last step was reported, and fail those whose report raised."""
         for job, error in reported:
             try:
                 if error:
                     raise error
                 if job.is_over:
-                    self._retire(job)
+                    self._finish_task(job)
             except Exception as error:  # an error of one task must not end the process
                 self._fail(job, error)
 
     def _fail(self, job: Job, error: Exception) -> None:
         self._jobs.pop(job.claim, None)
-        self._let_go(job)
+        self._release(job)
         self._send(messages.failure(job.claim, error, job.timings))
 
-    def _let_go(self, job: Job) -> None:
+    def _release(self, job: Job) -> None:
+        """Release a job's inputs and its stage's state."""
         job.opened.close()
         job.stage.let_go(job.state)
 
-    def _keep(self, job: Job) -> None:
-        """Save a job's state, if it has made a step since the last time. An error is only logged."""
-        (step, _), task, began = job.stage.progress(job.state), job.lease.task, time.monotonic()
+    def _save_checkpoint(self, job: Job) -> None:
+        """Save a checkpoint if there are new steps. Errors are only logged."""
+        step, _ = job.stage.progress(job.state)
+        task, began = job.lease.task, time.monotonic()
         if step == job.saved or self._policy.never or not self._ranks.leads:
             return
         try:
@@ -518,10 +552,10 @@ class StepLoop:
         job.saved, job.saved_at = step, time.monotonic()
         job.save_s += job.saved_at - began
 
-    def _retire(self, job: Job) -> None:
-        """Store the task's output, then report it as done, so that a reported output can always be read."""
+    def _finish_task(self, job: Job) -> None:
+        """Store the task's output before the task is reported as done."""
         if not self._ranks.leads:
-            self._let_go(job)
+            self._release(job)
             del self._jobs[job.claim]
             return
         began = time.monotonic()
@@ -530,28 +564,30 @@ class StepLoop:
         job.run_s += finished - began
         job.share_s += finished - began
         ref = put(self._store, job, output, self._encodings)
-        self._let_go(job)
+        self._release(job)
         del self._jobs[job.claim]
-        self._deliver(job, ref, output.media, finished)
+        self._store_results(job, ref, output.media, finished)
 
-    def _deliver(self, job: Job, ref: ObjectRef | None, media: Sequence[EncodedMedia], finished: float) -> None:
+    def _store_results(self, job: Job, ref: ObjectRef | None, media: Sequence[EncodedMedia], finished: float) -> None:
+        """Store result files and report the task done; park it without a result store."""
         try:
             results = write(self._results, job, media)
         except ResultsUnavailable as error:
             job.state = None
-            self._park(job.claim, error, partial(self._deliver, job, ref, media, finished), job.timings)
+            self._park(job.claim, error, partial(self._store_results, job, ref, media, finished), job.timings)
             return
         timings = msgspec.structs.replace(job.timings, put_s=time.monotonic() - finished)
         self._send(TaskCompleted(job.claim, ref, results, timings))
 
     def _drop(self, message: messages.CancelTask) -> None:
-        self._intake.forget(message.claim)
+        """Drop a task, after a checkpoint if the cancellation asks for one."""
+        self._factory.forget(message.claim)
         if job := self._jobs.pop(message.claim, None):
             if message.save:
-                self._keep(job)
+                self._save_checkpoint(job)
             if self._ranks.leads:
                 delete_parts(self._results, job)
-            self._let_go(job)
+            self._release(job)
             self._send(TaskStopped(message.claim, job.timings))
         elif parked := self._parked.pop(message.claim, None):
             self._send(TaskStopped(message.claim, parked.timings))

@@ -1,6 +1,6 @@
-"""A worker's parent process: registers, asks for tasks, renews leases, holds memory, and reports how tasks ended.
+"""The parent process of a worker: requests tasks, renews leases, reports how tasks ended.
 
-It computes nothing and does not import torch, so messages never wait for compute.
+It owns the worker's arena. It computes nothing and does not import torch, so messages never wait for compute.
 """
 
 from __future__ import annotations
@@ -60,25 +60,32 @@ from unfuse.worker.loaded_models import AdapterFetcher, ModelSwapper, WeightFile
 from unfuse.worker.objects import WorkerLeakCheck, WorkerObjects
 from unfuse.worker.registration import WorkerOptions, decide_served, loads_of, sets_of
 
-BEAT_PAUSE_S = 0.02  # the least seconds between two heartbeats
-LEAVE_S = 1.0  # seconds that a leaving worker waits for one answer; up to three times that for its last messages
+log = structlog.get_logger(__name__)
+
+#: The least seconds between two heartbeats.
+BEAT_PAUSE_S = 0.02
+
+#: Seconds that a stopping worker waits for one answer. Its last messages together get up to three times that.
+LEAVE_S = 1.0
+
+#: The shares of the drain timeout for saving and handing back unfinished tasks, and for the last messages.
 SAVING, LAST = 0.25, 0.1
-"""The shares of the drain timeout for saving and handing back tasks that are not finished, and for the end."""
 
 LEAVES = "the worker leaves before it is done"
-
 CANNOT_RUN = "the worker cannot run it now"
 
-PAUSE_S = 1.0  # seconds to wait after a message was refused
+#: Seconds to wait after the scheduler refused a message.
+PAUSE_S = 1.0
 
-SILENT_BEATS = 3  # how many beats without an answer mean that no scheduler is there to wait for
-
-log = structlog.get_logger(__name__)
+#: Number of heartbeats without an answer after which a draining worker no longer waits for the scheduler.
+SILENT_BEATS = 3
 
 
 class Worker:
-    """One worker, from registration to end. Closes its transfer `engines`; `forks` gives a socket to a fork server for
-    models in these folders, if there is one, or is to be for who swaps.
+    """One worker, from registration through heartbeats and leases to its drain.
+
+    `engines` are the transfer engines by name; the worker closes them. `forks(folders, swaps)` returns a socket to a
+    fork server for the models in these folders, or None; `swaps` says whether the worker swaps models.
     """
 
     def __init__(
@@ -87,31 +94,35 @@ class Worker:
         engines: Mapping[str, TransferEngine] | None = None,
         forks: Callable[[Sequence[str], bool], socket.socket | None] | None = None,
     ) -> None:
-        self._options, self._engines, self._forks = options, engines or {}, forks
+        self._options = options
+        self._engines, self._forks = engines or {}, forks
         self._id, self._secret = f"{options.role}-{secrets.token_hex(6)}", secrets.token_bytes(16)
         self._choice = StageSelector(roles_of(options.role), options.components)
         self._changed, self._draining = asyncio.Event(), asyncio.Event()
         self._idle, self._released = asyncio.Event(), asyncio.Event()
         self._idle.set()
-        self._budget = StopBudget(options.drain_timeout)  # of the stop, from its begin on
+        self._budget = StopBudget(options.drain_timeout)  # `drain` starts it anew
         self._link = SchedulerLink(options.schedulers, options.trust, self._changed.set)
         self._background, self._opened = Supervisor(), AsyncExitStack()
         self._progress = ProgressReporter(self._link, self._background, self._cancel)
         self._outputs = OutputRecorder(self._link, self._background, self._cancel)
         self._leaks = WorkerLeakCheck()
-        self._joined = self._scheduler_stops = self._asks_with_outcome = False
-        self._reporting, self._newest_ask, self._affinity = 0, 0, ""
-        self._ended = set[Claim]()  # tasks that compute is still to drop
+        self._joined = self._scheduler_stops = False
+        self._requests_with_report = False  # whether a report in flight carries a request for tasks
+        self._reporting = 0  # number of tasks whose end is not reported yet
+        self._request_id = 0
+        self._affinity = ""
+        self._ended_claims = set[Claim]()  # claims that the scheduler ended and that compute is still to drop
 
     async def run(self) -> None:
-        """Serve until drained. Raises ConfigError if it cannot start."""
+        """Serve until drained. Raises ConfigError if the worker cannot start."""
         serving = asyncio.create_task(self._serve())
         drained = asyncio.create_task(self._draining.wait())
         try:
             await asyncio.wait({drained, serving}, return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
                 serving.result()
-            await self._leave()
+            await self._shut_down()
         finally:
             for task in (drained, serving):
                 task.cancel()
@@ -127,7 +138,7 @@ class Worker:
 
     @property
     def lacking(self) -> str:
-        """Why it takes no tasks now; "" if it does."""
+        """Why the worker accepts no tasks now; "" if it accepts them."""
         if self.draining:
             return "the worker is about to leave"
         if not self._link.connected:
@@ -137,13 +148,16 @@ class Worker:
         return "; ".join(sorted({str(file) for file in self._weights.changed.values()}))
 
     def drain(self) -> None:
-        """Take no new tasks, save those that run, or finish them, then let `run` return: within the drain timeout."""
+        """Accept no new tasks and let `run` return within the drain timeout.
+
+        Running tasks are finished, or saved and handed back.
+        """
         if not self.draining:
             self._budget = StopBudget(self._options.drain_timeout)
         self._draining.set()
 
     def hurry(self) -> None:
-        """Hand back at once what runs, then let `run` return."""
+        """Hand back running tasks at once, then let `run` return."""
         self.drain()
         self._budget.hurry.set()
 
@@ -151,22 +165,22 @@ class Worker:
         options = self._options
         await self._join()
         self._background.forever("running compute", self._executor.serve)
-        self._background.forever("sending heartbeats", self._beat)
+        self._background.forever("sending heartbeats", self._send_heartbeat)
         self._background.forever("watching model files", self._watch_files)
         orphan = partial(free_when_orphaned, self._link, self._objects, lambda: bool(self._active), options.orphan_s)
         self._background.forever("watching for schedulers", orphan)
         await asyncio.gather(self._background.repeat("asking for work", self._pull), self._executor.lost)
 
     async def _join(self) -> None:
-        """Ask the scheduler what to serve, load it, and register with its pools."""
+        """Ask the scheduler what to serve, load it, and register the pools."""
         options = self._options
         info = WorkerInfo(self._id, options.node, options.role, (), options.slots, "", 0, os.getpid())
-        welcome = await self._link.hello(Register(info, secret=self._secret))
-        self._beat_s, places = welcome.beat, welcome.places
-        self._served = served = await asyncio.to_thread(decide_served, welcome, options, self._choice)
+        registered = await self._link.hello(Register(info, secret=self._secret))
+        self._beat_s, places = registered.beat, registered.places
+        self._served = served = await asyncio.to_thread(decide_served, registered, options, self._choice)
         sets = sets_of(served, options)
-        self._holding = TaskSlots(served.slots, options.resources)
-        self._active = self._holding.leases
+        self._slots = TaskSlots(served.slots, options.resources)
+        self._active = self._slots.leases
         self._weights = await asyncio.to_thread(
             WeightFiles, served.models, served.cards, self._choice, served.states, in_turns=bool(sets)
         )
@@ -175,19 +189,19 @@ class Worker:
             threshold=places.threshold, spill_capacity=places.spill_capacity, durable=places.durable,
             copies=copies_here(places), run_dir=options.run_dir,
         )  # fmt: skip
-        self._swapping = ModelSwapper(sets, loads_of(served, self._choice, options, store, places), served.cards)
-        loads, watch = self._swapping.loads(self._swapping.holds), (options.stall_s, options.memory_limit)
+        self._swapper = ModelSwapper(sets, loads_of(served, self._choice, options, store, places), served.cards)
+        rank_loads, limits = self._swapper.loads(self._swapper.holds), (options.stall_s, options.memory_limit)
         fork_server = self._forks and self._forks([folder for _, folder, _ in served.models], len(sets) > 1)
-        self._executor = Executor(loads, self._hear, *watch, fork_server, options.buffer)
+        self._executor = Executor(rank_loads, self._handle_message, *limits, fork_server, options.buffer)
         self._objects = await asyncio.to_thread(
             WorkerObjects, store, places, self._engines, options.transfer, self._executor.passing
         )
         self._opened.push_async_callback(self._objects.close)
         self._opened.push_async_callback(self._executor.close)
-        self._saved_states = CheckpointWriter(self._objects, self._link)
-        self._borrowing = AdapterFetcher(self._link, places.loras, Path(options.data_dir, KEPT_LORAS))
+        self._checkpoints = CheckpointWriter(self._objects, self._link)
+        self._adapter_fetcher = AdapterFetcher(self._link, places.loras, Path(options.data_dir, KEPT_LORAS))
         self._started = await self._executor.start()
-        self._has_loaded(self._started)
+        self._record_loaded(self._started)
         for engine in self._engines.values():
             engine.use(self._executor.pairs, self._started.device)
         await asyncio.to_thread(self._weights.look)  # files may have changed while they were loaded
@@ -197,32 +211,33 @@ class Worker:
         log.info("ready", role=options.role, worker=self._id, models=models, pulled_at=self._objects.copies.served_at)
 
     async def _register(self) -> None:
-        """Register the pools that the worker serves: all except those whose files have changed."""
-        options, objects, changed, outcome = self._options, self._objects, self._weights.changed, self._started.outcome
+        """Register the worker's pools, except those whose model files have changed."""
+        options, objects = self._options, self._objects
+        changed, numerics = self._weights.changed, self._started.outcome
         info = WorkerInfo(
             self._id, options.node, options.role,
-            tuple(manned(pool, outcome) for pool in self._served.pools if pool not in changed),
+            tuple(manned(pool, numerics) for pool in self._served.pools if pool not in changed),
             self._served.slots, objects.store.address, objects.capacity, os.getpid(), engines=objects.copies.served_at,
-            device=self._started.device, resources=self._holding.resources, outcome=outcome,
-            sets=self._swapping.pools_of_sets(outcome, changed), changed=changed, status=self._status(),
+            device=self._started.device, resources=self._slots.resources, outcome=numerics,
+            sets=self._swapper.pools_of_sets(numerics, changed), changed=changed, status=self._status(),
         )  # fmt: skip
         await self._link.hello(Register(info, self._served.cards, self._secret))
 
     def _status(self) -> WorkerStatus:
-        usage, swapping = self._objects.usage(), self._swapping
+        usage, swapper = self._objects.usage(), self._swapper
         return replace(
             self._executor.status,
             arena_used=usage.used,
             arena_high_water=usage.high_water,
             arena_fragmentation=usage.fragmentation,
-            waiting_for_inputs=self._holding.arriving,
-            loaded=swapping.holds,
-            load_s=swapping.load_s,
-            target=swapping.going,
+            waiting_for_inputs=self._slots.arriving,
+            loaded=swapper.holds,
+            load_s=swapper.load_s,
+            target=swapper.going,
         )
 
     async def _watch_files(self) -> None:
-        """Check the loaded files once a heartbeat, and withdraw the pools of changed files.
+        """Check the loaded model files once a heartbeat, and withdraw the pools of changed files.
 
         Pools are served again if the bytes turn out to be the same.
         """
@@ -232,93 +247,106 @@ class Worker:
             await asyncio.to_thread(self._weights.compare)
 
     async def _withdraw_changed(self) -> None:
-        """Register again if changed files alter the set of pools that can be served."""
+        """Register again if changed files alter which pools can be served."""
         if await asyncio.to_thread(self._weights.look):
             await self._register()
             self._changed.set()
 
-    async def _go_on(self) -> None:
-        """Ask for work again after compute has restarted, except for pools whose files have changed."""
+    async def _resume_requests(self) -> None:
+        """Request tasks again after compute has restarted, except for pools whose files have changed."""
         await self._withdraw_changed()
         self._changed.set()
 
-    def _has_loaded(self, started: ModelsLoaded) -> None:
-        self._swapping.loaded(self._executor)
+    def _record_loaded(self, started: ModelsLoaded) -> None:
+        self._swapper.loaded(self._executor)
         self._weights.left_out = started.left_out
-        self._holding.resources = {**self._options.resources, **started.resources}
+        self._slots.resources = {**self._options.resources, **started.resources}
 
     async def _pull(self) -> None:
-        """Ask for tasks whenever something has changed: a task began or ended, room was freed, an Ask was answered."""
+        """Request tasks after each change, as when a task started or ended."""
         await self._changed.wait()
         self._changed.clear()
-        if not self.draining and not self._asks_with_outcome:
-            self._newest_ask += 1
-            self._background.once("asking for work", partial(self._ask, self._newest_ask, self._wanted()))
+        if not self.draining and not self._requests_with_report:
+            self._request_id += 1
+            self._background.once(
+                "asking for work", partial(self._send_request, self._request_id, self._next_request())
+            )
 
-    def _wanted(self, ended: str = "") -> RequestTasks:
-        """The next Ask, when a task of that pool has `ended` well; for nothing where nothing can run."""
-        after = ended if self._swapping.going else ""
-        if not self._executor.ready or self._swapping.going and not after:
+    def _next_request(self, ended: str = "") -> RequestTasks:
+        """Return the next request for tasks; WITHDRAW if no task can run now.
+
+        `ended` is the pool of a task that has just completed. While a model swap is pending, only a follow-up task of
+        that pool is requested.
+        """
+        after = ended if self._swapper.going else ""
+        if not self._executor.ready or self._swapper.going and not after:
             return WITHDRAW
         if self._weights.changed.keys() >= set(self._served.pools):
-            return WITHDRAW  # the scheduler would answer an Ask without pools immediately, in a loop
-        room = self._holding.room(self._objects.free, self._objects.usage().used)
-        return self._holding.ask(room, self._affinity, self._swapping.holds, after)
+            return WITHDRAW  # the scheduler would answer a request without pools immediately, in a loop
+        room = self._slots.room(self._objects.free, self._objects.usage().used)
+        return self._slots.ask(room, self._affinity, self._swapper.holds, after)
 
-    async def _ask(self, number: int, ask: RequestTasks) -> None:
-        """Send one Ask and take what it brings. A newer Ask makes the scheduler answer an older one with nothing."""
+    async def _send_request(self, number: int, request: RequestTasks) -> None:
+        """Send one request for tasks, which replaces older ones, and start the leased tasks."""
         answer = None
-        with suppress(OSError):  # the next Ask replaces this one
-            answer = await self._link.once(ask)
+        with suppress(OSError):  # the next request replaces this one
+            answer = await self._link.once(request)
         match answer:
             case LeasesGranted():
-                await self._take(answer)
+                await self._start_leased(answer)
             case Rejected():
                 log.warning("the scheduler refused an Ask", reason=answer.message)
                 await asyncio.sleep(PAUSE_S)
-        if number == self._newest_ask and ask is not WITHDRAW:
+        if number == self._request_id and request is not WITHDRAW:
             self._changed.set()
 
-    async def _take(self, granted: LeasesGranted) -> None:
+    async def _start_leased(self, granted: LeasesGranted) -> None:
+        """Start the leased tasks, or hand them back at once if the worker is draining."""
         for lease in granted.leases:
-            self._holding.take(lease)
+            self._slots.take(lease)
             self._affinity = lease.task.affinity if lease.task.derived.lora_id else self._affinity
             self._idle.clear()
-            self._saved_states.begin(lease)
+            self._checkpoints.begin(lease)
             if self.draining:
                 await self._end(TaskFailed(lease.claim, "hand_back", "the worker is about to leave", reason="drain"))
             else:
                 self._background.once("beginning a task", partial(self._run, lease, granted))
 
     async def _run(self, lease: Lease, granted: LeasesGranted) -> None:
-        """Fetch inputs that cannot be mapped, then have compute run the task."""
+        """Fetch the inputs that cannot be mapped, then run the task in the compute process."""
         try:
-            await self._borrowing.bring(lease)
-            brought, recorded = await self._objects.copies.bring(lease, granted), await self._outputs.read(lease)
+            await self._adapter_fetcher.bring(lease)
+            local_lease, recorded_output = (
+                await self._objects.copies.bring(lease, granted),
+                await self._outputs.read(lease),
+            )
         except Exception as error:  # any error must end the task, or it would be lost
             await self._executor.passing.drop(lease.claim)
             await self._end(unfetched(lease.claim, error, self._executor.ready))
             if not isinstance(error, UnfuseError):
                 raise
             return
-        self._holding.arrived(lease.claim)
-        can_run = self._executor.ready and self._swapping.fits(lease) and pool_of(lease) not in self._weights.left_out
-        if brought and recorded is not None and can_run:
-            await self._executor.run(brought, granted.peers, recorded)
+        self._slots.arrived(lease.claim)
+        can_run = self._executor.ready and self._swapper.fits(lease) and pool_of(lease) not in self._weights.left_out
+        if local_lease and recorded_output is not None and can_run:
+            await self._executor.run(local_lease, granted.peers, recorded_output)
             return
         await self._executor.passing.drop(lease.claim)
-        if brought is None or recorded is None:
+        if local_lease is None or recorded_output is None:
             await self._end(TaskStopped(lease.claim))
         else:
             await self._end(TaskFailed(lease.claim, "hand_back", CANNOT_RUN, reason="compute"))
 
-    async def _announce(self, news: OutputAnnounced) -> None:
-        """Have an output read while it is written, unless what reads it runs here: there it would gain nothing."""
-        lease = self._active.get(news.claim)
-        if lease and pool_of(lease) not in self._served.read_here:
-            await self._link.call(news)
+    async def _announce(self, announcement: OutputAnnounced) -> None:
+        """Announce that an output can be read while it is written.
 
-    async def _hear(
+        Not if the stage that reads it runs on this worker: early reading gains nothing there.
+        """
+        lease = self._active.get(announcement.claim)
+        if lease and pool_of(lease) not in self._served.read_here:
+            await self._link.call(announcement)
+
+    async def _handle_message(
         self,
         message: ModelsLoaded
         | StepProgress
@@ -331,21 +359,24 @@ class Worker:
         | TaskCompleted
         | TaskFailed,
     ) -> None:
-        """Handle a message of compute. The scheduler is not waited for here, so that compute is never held up."""
+        """Handle a message of the compute process.
+
+        Reports to the scheduler are sent in the background, so that compute never waits for its answers.
+        """
         match message:
             case ModelsLoaded():
-                self._has_loaded(message)
-                self._background.once("asking for work", self._go_on)
+                self._record_loaded(message)
+                self._background.once("asking for work", self._resume_requests)
             case StepProgress(step=0):
                 log.debug("task began", **about(message.claim))
             case StepProgress():
                 self._progress.add(message)
             case CheckpointSaved():
-                self._background.once("recording what a task has so far", partial(self._saved_states.save, message))
+                self._background.once("recording what a task has so far", partial(self._checkpoints.save, message))
             case CachePrefix():
-                self._background.once("recording what a task has so far", partial(self._saved_states.share, message))
+                self._background.once("recording what a task has so far", partial(self._checkpoints.share, message))
             case OutputAnnounced():
-                self._holding.placed(message.claim)
+                self._slots.placed(message.claim)
                 self._background.once("announcing an output", partial(self._announce, message))
             case OutputDeltas():
                 self._outputs.add(message)
@@ -356,24 +387,28 @@ class Worker:
                 self._background.once("reporting the end of a task", partial(self._end, message))
 
     async def _cancel(self, claim: Claim, save: bool = False, *, if_saved: bool = False) -> None:
+        """Stop fetching a task's inputs, or drop it as `Executor.cancel` does."""
         if not self._objects.copies.cancel(claim):
             await self._executor.cancel(claim, save, if_saved=if_saved)
 
     async def _end(self, message: TaskStopped | TaskCompleted | TaskFailed) -> None:
-        """Have all recorded that it grew, free the task's slot, then report its end until that is recorded."""
+        """Wait until the task's output is recorded, free its slot, then report its end."""
         self._reporting += 1
         try:
             if isinstance(message, TaskCompleted):
                 message = await self._unless_overwritten(message)
             await self._outputs.wait_until_recorded(message.claim)
-            await self._report_end(message, self._holding.end(message.claim))
+            await self._report_end(message, self._slots.end(message.claim))
         finally:
             self._reporting -= 1
             if not self._active and not self._reporting:
                 self._idle.set()
 
     async def _unless_overwritten(self, message: TaskCompleted) -> TaskCompleted | TaskFailed:
-        """Return the result of a task, or hand the task back if its weights, which may be mapped, changed in place."""
+        """Return the task's result, or a hand-back if its weights changed in place.
+
+        Mapped weights change with their file, so the result may come from other weights.
+        """
         while lease := self._active.get(message.claim):
             file = await asyncio.to_thread(self._weights.overwritten, pool_of(lease))
             if file is None:
@@ -384,38 +419,39 @@ class Worker:
         return message
 
     async def _report_end(self, message: TaskStopped | TaskCompleted | TaskFailed, lease: Lease | None) -> None:
+        """Report the end of a task, with the next request for tasks."""
         if isinstance(message, TaskStopped) and self.draining:
             message = TaskFailed(message.claim, "hand_back", LEAVES, reason="drain", timings=message.timings)
         if isinstance(message, TaskFailed):
-            await self._saved_states.wait_until_saved()  # the next attempt resumes from there
+            await self._checkpoints.wait_until_saved()  # the next attempt resumes from there
         if isinstance(message, TaskCompleted) and lease and lease.task.planned.extends:
-            await self._saved_states.wait_until_shared(message.claim)  # none is taken any more once the request is over
+            await self._checkpoints.wait_until_shared(message.claim)  # blocks are refused once the request is over
         if lease:
             message = self._objects.end_task(lease, message, pool_of(lease) in self._served.read_here)
         log_outcome(message)
         if not self._executor.ready:
             await self._link.call(WITHDRAW)
-        waits = self.draining or (self._asks_with_outcome and not self._swapping.going)
-        if asks := isinstance(message, TaskCompleted) and not waits:
-            self._asks_with_outcome = True
-            self._newest_ask += 1
+        requests_later = self.draining or (self._requests_with_report and not self._swapper.going)
+        if requests_now := isinstance(message, TaskCompleted) and not requests_later:
+            self._requests_with_report = True
+            self._request_id += 1
             with self._background.besides("asking for work"):
-                message = replace(message, ask=self._wanted(lease.task.planned.pool if lease else ""))
+                message = replace(message, ask=self._next_request(lease.task.planned.pool if lease else ""))
         self._changed.set()
         try:
             recorded = await self._send_end(message)
         finally:
-            if asks:
-                self._asks_with_outcome = False
+            if requests_now:
+                self._requests_with_report = False
                 self._changed.set()
         if recorded and lease and isinstance(message, TaskCompleted):
             self._objects.share(lease.task.planned.cache, message.output)
-        await self._saved_states.end(message.claim, recorded and isinstance(message, TaskCompleted))
+        await self._checkpoints.end(message.claim, recorded and isinstance(message, TaskCompleted))
 
     async def _send_end(self, message: TaskStopped | TaskCompleted | TaskFailed) -> bool:
-        """Send the end of a task until it is recorded (True), or the lease is known to be lost (False).
+        """Send the end of a task. Returns False if its lease is lost.
 
-        A task that was dropped and has used nothing is not reported.
+        A dropped task that has used no device time is not reported.
         """
         if isinstance(message, TaskStopped) and not message.timings.share_s:
             return False
@@ -428,16 +464,16 @@ class Worker:
             log.warning("the scheduler refused a report", reason=answer.message, **about(message.claim))
             await asyncio.sleep(PAUSE_S)
         if isinstance(answer, LeasesGranted):
-            await self._take(answer)
+            await self._start_leased(answer)
         return True
 
-    async def _beat(self) -> None:
-        """Send one heartbeat and handle the answer, which comes when there is news or the next one is due."""
+    async def _send_heartbeat(self) -> None:
+        """Send one heartbeat and apply the reply."""
         await asyncio.sleep(BEAT_PAUSE_S)
         objects, executor = self._objects, self._executor
         self._leaks.look(objects, idle=self._idle.is_set() and executor.ready)
-        beat = Heartbeat(
-            claims=tuple(self._active.keys() - self._ended),
+        heartbeat = Heartbeat(
+            claims=tuple(self._active.keys() - self._ended_claims),
             holding=tuple(objects.holding()),
             wait=self._beat_s,
             status=self._status(),
@@ -447,40 +483,40 @@ class Worker:
         )
         executor.retracted = 0
         try:
-            pulse = await self._link.once(beat, BEAT_S)
+            reply = await self._link.once(heartbeat, BEAT_S)
         except TimeoutError:
-            return  # a scheduler that answers late counts what it was told, and one that is gone counts nothing
+            return  # a scheduler that answers late has counted these numbers; they must not be counted twice
         except OSError:
-            objects.copies.counters.put_back(beat.moved)
-            self._leaks.put_back(beat.leaked)
-            executor.retracted += beat.retracted
+            objects.copies.counters.put_back(heartbeat.moved)
+            self._leaks.put_back(heartbeat.leaked)
+            executor.retracted += heartbeat.retracted
             return
-        if isinstance(pulse, HeartbeatReply):
-            await self._obey(pulse)
+        if isinstance(reply, HeartbeatReply):
+            await self._apply_reply(reply)
         else:
             await asyncio.sleep(self._beat_s)
 
-    async def _obey(self, pulse: HeartbeatReply) -> None:
-        """Do what the answer to a heartbeat asks for."""
-        if pulse.load:
+    async def _apply_reply(self, reply: HeartbeatReply) -> None:
+        """Do what the reply to a heartbeat asks for: swap models, cancel tasks, free objects."""
+        if reply.load:
             withdraw = partial(self._link.call, WITHDRAW)
-            swap = partial(self._swapping.to, pulse.load, self._executor, withdraw, self._idle)
+            swap = partial(self._swapper.to, reply.load, self._executor, withdraw, self._idle)
             self._background.once("swapping what is loaded", swap)
-        if pulse.soon:
-            self._background.once("reading weights ahead", partial(self._swapping.ahead, pulse.soon))
-        self._ended = (self._ended | set(pulse.ended)) & self._active.keys()
-        for claim in pulse.ended:
+        if reply.soon:
+            self._background.once("reading weights ahead", partial(self._swapper.ahead, reply.soon))
+        self._ended_claims = (self._ended_claims | set(reply.ended)) & self._active.keys()
+        for claim in reply.ended:
             await self._cancel(claim)
-        self._scheduler_stops = pulse.stops and len(self._options.schedulers) == 1
-        if pulse.over or pulse.stops:
-            await self._objects.release(pulse.over)
+        self._scheduler_stops = reply.stops and len(self._options.schedulers) == 1
+        if reply.over or reply.stops:
+            await self._objects.release(reply.over)
             self._changed.set()
             self._released.set()
-        if self._objects.drop(pulse.lost):
+        if self._objects.drop(reply.lost):
             self._changed.set()
 
-    async def _leave(self) -> None:
-        """Stop within the budget: hand back what runs, let others read what lies here, and sign off."""
+    async def _shut_down(self) -> None:
+        """Drain within the stop budget: hand over tasks and objects, then unregister."""
         budget = self._budget
         active = self._active if self._joined else {}
         log.info("draining", running=len(active))
@@ -488,21 +524,21 @@ class Worker:
         if self._joined:
             await self._hand_over()
         unfinished = (TaskFailed(claim, "hand_back", LEAVES, reason="drain") for claim in active)
-        last: list[ToScheduler] = [*unfinished, Unregister()]
-        most = LEAVE_S if budget.hurry.is_set() else max(LEAVE_S, min(3 * LEAVE_S, budget.left() / 2))
+        last_messages: list[ToScheduler] = [*unfinished, Unregister()]
+        timeout_s = LEAVE_S if budget.hurry.is_set() else max(LEAVE_S, min(3 * LEAVE_S, budget.left() / 2))
         with suppress(TimeoutError):
-            async with asyncio.timeout(most):
-                for message in last:
+            async with asyncio.timeout(timeout_s):
+                for message in last_messages:
                     await self._link.call(message, LEAVE_S)
 
     async def _hand_over(self) -> None:
-        """Save what runs, hand it back, and wait until others have read what lies here, within the budget."""
+        """Save and hand back running tasks, and wait until others have read the objects here."""
         budget = self._budget
         inputs = [(claim.request, ref) for claim, lease in self._active.items() for ref in lease.task.inputs]
         if self._objects.outlasts:
             await self._save_all(if_saved=True)
         for reserve in (SAVING * budget.seconds, LAST * budget.seconds):
-            await budget.within(budget.left(reserve), self._finish(inputs))
+            await budget.within(budget.left(reserve), self._wait_until_unneeded(inputs))
             await self._save_all()
         with suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S / 2):
@@ -510,23 +546,24 @@ class Worker:
                     await asyncio.sleep(BEAT_PAUSE_S)
 
     async def _save_all(self, *, if_saved: bool = False) -> None:
-        """Have what runs handed back at its next step, from its state then; or, `if_saved`, what can be saved."""
-        self._saved_states.stops = True
+        """Save and hand back running tasks; with `if_saved`, only those that can be saved."""
+        self._checkpoints.stops = True
         for claim in list(self._active):  # a copy, because tasks end meanwhile
             await self._cancel(claim, save=True, if_saved=if_saved)
 
-    async def _finish(self, inputs: Sequence[tuple[str, ObjectRef]]) -> None:
-        """Wait until nothing runs, and nobody needs what lies here alone: copy that where it outlasts this worker.
+    async def _wait_until_unneeded(self, inputs: Sequence[tuple[str, ObjectRef]]) -> None:
+        """Wait until no task runs and no reader needs objects that exist only here.
 
-        Nobody says so where no scheduler answers; one that stops gives nobody a task that would read it.
+        Objects are copied where copies outlast this worker; `inputs` are (request, ref) of objects that running tasks
+        read. The wait ends if no scheduler answers, or if the scheduler is stopping: then no reader can come.
         """
-        objects, heard = self._objects, -1
+        objects, answers_before = self._objects, -1
         await objects.copy_all(inputs)
         await self._idle.wait()
         await objects.wait_until_copied()
         await objects.copy_all(())
-        while objects.needed() and heard != self._link.heard and not self._scheduler_stops:
-            heard = self._link.heard
+        while objects.needed() and answers_before != self._link.heard and not self._scheduler_stops:
+            answers_before = self._link.heard
             self._released.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(SILENT_BEATS * self._beat_s):
@@ -534,12 +571,15 @@ class Worker:
 
 
 def pool_of(lease: Lease) -> str:
-    """The declared pool of a leased task."""
+    """Return the declared pool of a leased task."""
     return declared(lease.task.planned.pool)
 
 
 def unfetched(claim: Claim, error: Exception, ready: bool) -> TaskFailed:
-    """The report for a task whose inputs did not come; it is no fault of it if compute is not `ready`."""
+    """Return the failure report of a task whose inputs could not be fetched.
+
+    The task is handed back if compute is not `ready`: then the failure is not its fault.
+    """
     if isinstance(error, ObjectLost | PermanentError | NotFound):
         return failure(claim, error)
     if not ready:
