@@ -1,4 +1,4 @@
-"""Transfer: bytes between nodes."""
+"""Transfer engines: move bytes between nodes. `open_engine` opens one by its name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.registry import resolve
 from unfuse.transfer.base import TransferEngine, TransferOptions
 
+#: The engines of this package, as `module:attr` by name.
 BACKENDS = {
     "gloo": "unfuse.transfer.pairs:GlooEngine",
     "mooncake": "unfuse.transfer.mooncake:MooncakeEngine",
@@ -17,12 +18,15 @@ BACKENDS = {
     "zmq": "unfuse.transfer.zmq:ZmqEngine",
 }
 
+#: Engines, best first. The first four run only on request. Engines that are not listed come last.
 PREFERENCE = ("nccl", "nixl", "mooncake", "gloo", "tcp", "zmq")
-"""Best first. The first four run only if they are asked for. Engines that are not listed come last."""
 
 
 def open_engine(name: str, options: TransferOptions) -> TransferEngine:
-    """Open the engine of that name, or `module:attr`. Raises ConfigError if it cannot run, or must not."""
+    """Open the engine of that name, or `module:attr`.
+
+    Raises ConfigError if the engine cannot run, or if it enforces no refs and the network is not trusted.
+    """
     engine: type[TransferEngine] = resolve(BACKENDS, name, "transfer engine")
     if not engine.enforces_refs and not options.trusted_network:
         raise ConfigError(
@@ -33,6 +37,6 @@ def open_engine(name: str, options: TransferOptions) -> TransferEngine:
 
 
 def agree(ours: Iterable[str], theirs: Iterable[str]) -> list[str]:
-    """The engines that both peers have, best first."""
+    """Return the engines that both peers have, best first."""
     order = {name: place for place, name in enumerate(PREFERENCE)}
     return sorted(set(ours) & set(theirs), key=lambda name: (order.get(name, len(order)), name))

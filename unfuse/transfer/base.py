@@ -1,6 +1,7 @@
-"""The transfer port: a reader pulls an object's bytes from its owner's arena into the reader's own memory.
+"""The transfer port: a reader pulls an object's bytes from its owner's arena.
 
-To check a new engine, run `unfuse.testing.check_transfer` on it: the suite is the contract in executable form.
+The bytes go to the reader's own memory. To check a new engine, run `unfuse.testing.check_transfer` on it: the suite
+is the contract in executable form.
 """
 
 from __future__ import annotations
@@ -25,16 +26,22 @@ if TYPE_CHECKING:
 
 
 def threads_for(cores: float) -> int:
-    """The threads for one owner on a machine with so many cores: more than twelve move no more bytes."""
+    """Return the default number of threads for one owner on a machine with `cores`.
+
+    More than twelve threads move no more bytes.
+    """
     return min(max(4, int(0.75 * cores) // 8), 12)
 
 
 class LinkBroken(TransientError):
-    """The owner cannot be reached, or its bytes are incomplete or damaged. Another try, or engine, may succeed."""
+    """The owner cannot be reached, or its bytes are incomplete or damaged.
+
+    A retry, or another engine, may succeed.
+    """
 
 
 class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings: how engines move tensors, and when they give up."""
+    """Settings of the transfer engines: security, threads, connections and timeouts."""
 
     trusted_network: Annotated[bool, Meta(
         description="Allow engines (gloo, mooncake, nccl, nixl) that let whoever reaches a worker read and overwrite "
@@ -65,22 +72,26 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransferOptions(TransferSettings, frozen=True):
-    """The options of one worker's engines.
+    """The options of one worker's engines."""
 
-    `host` is the address by which other nodes reach this process. `secret` is shared by all peers (the workers' secret
-    CURVE key). Without it, engines do not open, unless both ends are `insecure`: then whoever reaches them and has an
-    object's key can pull it. A session fails after `attempts` tries in a row that bring nothing.
-    """
-
+    #: Most threads for one owner.
     threads: int = 4
+
+    #: Address by which other nodes reach this process.
     host: str = "127.0.0.1"
+
+    #: Shared by all peers: the workers' secret CURVE key. Without it, engines do not open unless `insecure`.
     secret: str = ""
+
+    #: Whether to run without a secret, at both ends. Then any peer with an object's key can pull the object.
     insecure: bool = False
+
+    #: A session fails after this number of tries in a row that bring nothing (retry policy).
     attempts: int = 6
 
     @property
     def authentic(self) -> bool:
-        """Whether peers can prove who they are, or need not."""
+        """Whether peers can prove their identity, or need not."""
         return bool(self.secret) or self.insecure
 
     @property
@@ -90,51 +101,60 @@ class TransferOptions(TransferSettings, frozen=True):
 
 
 class PeerLink(ABC):
-    """The way to one owner's objects. It connects when that is needed, and again after a failure.
+    """The link to one owner's objects. It connects on demand, and again after a failure.
 
-    Thread-safe. Every method raises LinkBroken if the owner cannot be reached, is silent for `silence_s`, or breaks the
-    protocol; the next call tries again, until `close`.
+    Thread-safe. Every method raises LinkBroken if the owner cannot be reached, is silent for `silence_s`, or breaks
+    the protocol; the next call tries again, until `close`.
     """
 
     @abstractmethod
     def pull(self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
-        """Fill `into` with bytes `start` to `stop` of an object; yields how many bytes are there, up to stop − start.
+        """Fill `into` with bytes `start` to `stop` of an object; yields their number.
 
-        Whatever is raised, the bytes of the last number are there. They are not verified. Closing the iterator ends the
-        pull. Raises ObjectLost if the owner says that the object cannot be read, ArenaFull while the object is spilled
-        and the owner has no room to take it back.
+        Each yielded number is how many bytes are filled so far; these are there whatever is raised. They are
+        not verified. Closing the iterator ends the pull. Raises ObjectLost if the owner replies that the
+        object cannot be read, and ArenaFull while the object is spilled and the owner has no room to load it.
         """
 
     @abstractmethod
     def written(self, ref: ObjectRef, known: int, wait: float) -> tuple[tuple[int, ...], bool]:
-        """Ask the owner for `ObjectTable.written`, for a `ref` whose checksums are not all known. Raises ObjectLost."""
+        """Return the owner's `ObjectTable.written`, for a `ref` without all checksums.
+
+        Raises ObjectLost.
+        """
 
     @abstractmethod
     def ping(self) -> None:
-        """Return when the owner has answered, or is sending bytes."""
+        """Return when the owner has answered, or while it sends bytes."""
 
     @abstractmethod
     def close(self) -> None:
-        """Disconnect; pulls that are under way raise LinkBroken."""
+        """Disconnect. Running pulls raise LinkBroken."""
 
 
 class ProcessPairs(Protocol):
-    """What moves bytes between the memory of a worker here and that of another one.
+    """Pairs of processes that move bytes between the memory of two workers.
 
-    Every method but `part` raises OSError where it fails; the pair is of no use then. It returns when nothing more is
-    read or written here.
+    Every method but `part` raises OSError if it fails; the pair cannot be used any more then. A method returns when
+    nothing more is read or written here.
     """
 
     def offer(self, pair: str, backend: str, host: str, patience_s: float) -> int:
-        """Begin a pair, as the one that sends. Returns the port of `host` at which the other can join it."""
+        """Create a pair as its sender.
+
+        Returns the port of `host` at which the receiver can join.
+        """
         ...
 
     def join(self, pair: str, backend: str, host: str, patience_s: float, at: tuple[str, int]) -> None:
-        """Become the one that receives of the pair that is offered `at` a host and port; this one is at `host`."""
+        """Join a pair as its receiver.
+
+        It is offered `at` a host and port; this process is at `host`.
+        """
         ...
 
     def move(self, pair: str, start: int, stop: int) -> None:
-        """Send bytes `start` to `stop` of the memory here, or receive them there, as the other one does."""
+        """Send or receive bytes `start` to `stop` of the memory here."""
         ...
 
     def part(self, pair: str) -> None:
@@ -146,11 +166,14 @@ class TransferEngine(ABC):
     """One way to move bytes. Synchronous and thread-safe; made with TransferOptions.
 
     An engine that `enforces_refs` gives an object's bytes only to peers that show its ref's key, and only while the
-    object exists; others open only in a trusted network. Raises ConfigError for options that it cannot use, or with
-    which anybody could pull.
+    object exists. Other engines open only in a trusted network. Raises ConfigError for options that the engine cannot
+    use, or that would let any process pull.
     """
 
+    #: The engine's name in `BACKENDS`.
     name: ClassVar[str]
+
+    #: Whether an object's key is needed to read it.
     enforces_refs: ClassVar[bool] = True
 
     def __init__(self, options: TransferOptions) -> None:
@@ -163,42 +186,54 @@ class TransferEngine(ABC):
 
     @abstractmethod
     def serve(self, arena: Arena) -> str:
-        """Let peers pull from `arena` until `close`. Returns the address that they `connect` to."""
+        """Let peers pull from `arena` until `close`. Returns the address for `connect`."""
 
     def register(self, memory: NDArray[np.uint8]) -> None:
-        """Register the memory that pulls will write to, once, before the first pull; some hardware needs this."""
+        """Register the memory that pulls write to, once, before the first pull.
+
+        Some hardware needs this.
+        """
         del memory
 
     def use(self, pairs: ProcessPairs, device: str) -> None:
-        """Have `pairs` move bytes, for a worker that computes on `device`; once, before the first pull.
+        """Use these `pairs` to move bytes, for a worker that computes on `device`.
 
-        Engines whose library needs no compute process ignore it. Raises ConfigError for a device that cannot.
+        Call this once, before the first pull. Engines whose library needs no compute process ignore it. Raises
+        ConfigError for a device that the engine cannot use.
         """
         del pairs, device
 
     @abstractmethod
     def connect(self, address: str) -> PeerLink:
-        """A link to the owner that serves at `address`."""
+        """Return a link to the owner that serves at `address`."""
 
     @abstractmethod
     def close(self) -> None:
         """Stop serving. Callers close their links themselves."""
 
 
-MAX_MESSAGE = 16 * 1024  # the most bytes of a message
+#: Most bytes of a message.
+MAX_MESSAGE = 16 * 1024
 
 
 class Pull(ShownRef, frozen=True, tag=True):
-    """Send these bytes; or hold them, for a reader that reads them itself, until its next message."""
+    """Send these bytes.
 
+    For an engine whose reader reads the memory itself, the owner retains the object until the reader's next message.
+    """
+
+    #: The bytes are `start` to `stop` of the object.
     start: int
     stop: int
 
 
 class Watch(ShownRef, frozen=True, tag=True):
-    """Say how far an announced object is written; wait up to `wait` seconds for more than `known` chunks."""
+    """Ask how far an announced object is written. Answered by Written."""
 
+    #: Number of chunks that the reader knows to be written.
     known: int
+
+    #: Seconds to wait for more than these.
     wait: float
 
 
@@ -211,13 +246,14 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
 
 
 class Coming(msgspec.Struct, frozen=True, tag=True):
-    """The bytes follow; in the arena they begin at `offset`, plus the start of the Pull."""
+    """The bytes follow."""
 
+    #: Offset in the arena of the first byte, if the reader reads the memory itself.
     offset: int
 
 
 class Full(msgspec.Struct, frozen=True, tag=True):
-    """The object is spilled, and there is no room to take it back now. All fields are bytes."""
+    """The object is spilled and the arena has no room for it. Fields are bytes."""
 
     needed: int
     free: int
@@ -233,12 +269,12 @@ FromOwner = Coming | Written | Lost | Full | Pong
 
 
 def refusal(error: ObjectLost | ArenaFull) -> Lost | Full:
-    """The message for an error of the owner."""
+    """Return the reply for an error of the owner."""
     return Full(error.needed, error.free, error.capacity) if isinstance(error, ArenaFull) else Lost(str(error))
 
 
 def check_refusal(reply: FromOwner, id: str) -> None:
-    """Raise ObjectLost or ArenaFull if that is the owner's reply about object `id`."""
+    """Raise ObjectLost or ArenaFull if the owner's reply about object `id` says so."""
     match reply:
         case Lost(message):
             raise ObjectLost(message, id)
@@ -247,12 +283,15 @@ def check_refusal(reply: FromOwner, id: str) -> None:
 
 
 def hold_for(arena: Arena, pull: Pull) -> Extent:
-    """Hold the object of a Pull. Raises ObjectLost for bytes that it does not have (yet), and ArenaFull."""
+    """Retain the object of a Pull in the arena, and return its extent.
+
+    Raises ObjectLost for bytes that the object does not have, or not yet, and ArenaFull.
+    """
     extent = arena.hold(pull.id, pull.key, pull.generation, pull.nbytes, announced=True)
     try:
         chunks, whole = arena.written(pull.id)
-        end = pull.nbytes if whole else len(chunks) * chunk_bytes(pull.nbytes)
-        if not 0 <= pull.start <= pull.stop <= end:
+        readable = pull.nbytes if whole else len(chunks) * chunk_bytes(pull.nbytes)
+        if not 0 <= pull.start <= pull.stop <= readable:
             raise ObjectLost(f"bytes {pull.start} to {pull.stop} of object {pull.id} are not there to be read", pull.id)
     except BaseException:
         arena.unhold(pull.id)
@@ -261,7 +300,7 @@ def hold_for(arena: Arena, pull: Pull) -> Extent:
 
 
 def answer_watch(arena: Arena, asked: Watch, longest: float) -> Written:
-    """The answer to a Watch. Raises ObjectLost, ArenaFull."""
+    """Return the answer to a Watch; waits up to `longest` seconds. Raises ObjectLost and ArenaFull."""
     arena.hold(asked.id, asked.key, asked.generation, asked.nbytes, announced=True)
     try:
         return Written(*arena.written(asked.id, asked.known, max(0.0, min(asked.wait, longest))))

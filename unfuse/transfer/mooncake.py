@@ -1,6 +1,6 @@
-"""Transfer by Mooncake, over TCP or RDMA. It enforces no refs: for trusted networks only.
+"""The Mooncake transfer engine, over TCP or RDMA; for trusted networks only.
 
-RDMA was never tried on such hardware.
+It enforces no refs. RDMA was never tried on such hardware.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ except ImportError as error:
 import numpy as np
 from numpy.typing import NDArray
 
-DEVICES = Path("/sys/class/infiniband")
-"""The folder in which Linux has an entry for each RDMA device."""
-
-FORCE_TCP = "MC_FORCE_TCP"
-"""The variable by which the library uses TCP. Its own `protocol` does not say so: with a device it would use RDMA."""
-
 log = structlog.get_logger(__name__)
+
+#: The folder in which Linux has an entry for each RDMA device.
+DEVICES = Path("/sys/class/infiniband")
+
+#: The environment variable that makes the library use TCP. Its own `protocol` is not enough: with a device it would use
+#: RDMA.
+FORCE_TCP = "MC_FORCE_TCP"
 
 
 class MooncakeEngine(OneSidedEngine):
-    """Listens on every address of the machine, whatever `host` is."""
+    """Moves bytes by Mooncake. It listens on every address of the machine, whatever `host` is."""
 
     name = "mooncake"
 
@@ -48,7 +49,10 @@ class MooncakeEngine(OneSidedEngine):
             _check(self._library.initialize(options.host, "P2PHANDSHAKE", "tcp", ""), "start")
 
     def _start_rdma(self, options: TransferOptions) -> bool:
-        """Start the library over RDMA. Returns False, and logs why, where TCP is to be used instead."""
+        """Start the library over RDMA.
+
+        Returns False, and logs why, if TCP is to be used instead.
+        """
         present = {entry.name for entry in DEVICES.iterdir()} if DEVICES.is_dir() else set()
         if missing := {*options.mooncake_devices} - present:
             there = ", ".join(sorted(present)) or "none"
@@ -69,7 +73,7 @@ class MooncakeEngine(OneSidedEngine):
 
     @override
     def publish(self) -> bytes:
-        """The address that the library listens on: it chooses the port itself."""
+        """Return the address that the library listens on. The library chooses the port."""
         return f"{self.options.host}:{self._library.get_rpc_port()}".encode()
 
     @override
@@ -79,14 +83,17 @@ class MooncakeEngine(OneSidedEngine):
 
     @override
     def read(self, name: bytes, ranges: Sequence[CopyRange]) -> None:
-        """Older builds of the library have no call for many ranges: there each has one of its own."""
+        """Copy the ranges, in one call if the library has a batch call.
+
+        Older builds of the library have no batch call.
+        """
         owner, library = name.decode(), self._library
         if hasattr(library, "batch_transfer_sync_read"):
-            addresses, places, counts = map(list, zip(*ranges, strict=True))
-            code = library.batch_transfer_sync_read(owner, places, addresses, counts)
+            addresses, targets, counts = map(list, zip(*ranges, strict=True))
+            code = library.batch_transfer_sync_read(owner, targets, addresses, counts)
         else:
-            each = (library.transfer_sync_read(owner, one.to, one.address, one.nbytes) for one in ranges)
-            code = next((code for code in each if code != 0), 0)
+            codes = (library.transfer_sync_read(owner, item.to, item.address, item.nbytes) for item in ranges)
+            code = next((code for code in codes if code != 0), 0)
         if code != 0:
             raise LinkBroken(f"Mooncake could not read from {owner}: code {code}")
 
@@ -97,6 +104,7 @@ class MooncakeEngine(OneSidedEngine):
             _check(self._library.unregister_memory(self._registered.pop()), "let go of memory")
 
 
-def _check(code: int, what: str) -> None:
+def _check(code: int, action: str) -> None:
+    """Raise ConfigError if a call of the library failed."""
     if code != 0:
-        raise ConfigError(f"Mooncake could not {what} (code {code}): its log on standard error says why")
+        raise ConfigError(f"Mooncake could not {action} (code {code}): its log on standard error says why")

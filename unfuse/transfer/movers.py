@@ -1,4 +1,7 @@
-"""Threads that run transfer sessions, some for each owner, so that a slow owner does not hold up others' sessions."""
+"""Threads that run transfer sessions, some for each owner.
+
+So a slow owner does not delay the sessions of others.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,28 @@ from math import inf
 from threading import Condition, Lock, Thread, current_thread
 from typing import Protocol
 
-SPARE_S = 10.0  # seconds for which an idle thread waits for a session: starting one delays a pull by a third of a ms
+#: Seconds that an idle thread waits for a session. Starting a thread delays a pull by a third of a millisecond.
+SPARE_S = 10.0
 
 
 class SteppedSession(Protocol):
-    """A session as the movers see it."""
+    """A transfer session, as its threads see it."""
 
     def step(self) -> float | None:
-        """Do a piece of work. Returns the seconds until the next step is due, None at the end. Never raises."""
+        """Do one step.
+
+        Returns the seconds until the next is due, or None at the end. Never raises.
+        """
 
     def cancel(self) -> None:
         """Make the next step the last."""
 
 
 class SessionThreads:
-    """At most `most` threads for each owner; one more comes with a session that finds none, and goes SPARE_S after it.
+    """Runs the sessions of each owner in at most `most` threads.
 
-    The sessions of an owner take turns, each when its next step is due.
+    A thread is started for a session that finds none idle, and ends after SPARE_S seconds without one. The sessions
+    of an owner run round-robin, each when its next step is due.
     """
 
     def __init__(self, most: int) -> None:
@@ -35,7 +43,7 @@ class SessionThreads:
         self._stopped = False
 
     def add(self, owner: str, session: SteppedSession) -> None:
-        """Run a session until it is over."""
+        """Run a session until its end."""
         with self._lock:
             threads = self._owners.setdefault(owner, _OwnerThreads(self._lock))
             threads.sessions += 1
@@ -46,14 +54,14 @@ class SessionThreads:
                 thread.start()
 
     def stop(self) -> None:
-        """Tell all threads to end; `join` then ends the sessions."""
+        """Make all threads end. `join` then ends the sessions."""
         with self._lock:
             self._stopped = True
             for threads in self._owners.values():
                 threads.changed.notify_all()
 
     def join(self) -> None:
-        """After `stop`: wait until all threads have ended, and end the sessions that are left."""
+        """After `stop`: wait until all threads have ended, and end the remaining sessions."""
         with self._lock:
             owners = list(self._owners.values())
             running = [thread for threads in owners for thread in threads.running]
@@ -65,7 +73,8 @@ class SessionThreads:
                 session.step()
 
     def _run(self, owner: str, threads: _OwnerThreads) -> None:
-        while session := self._next(owner, threads):
+        """Run sessions of an owner until this thread must end."""
+        while session := self._wait_for_due(owner, threads):
             delay = session.step()
             with self._lock:
                 if delay is None:
@@ -74,8 +83,11 @@ class SessionThreads:
                 else:
                     threads.schedule(session, delay)
 
-    def _next(self, owner: str, threads: _OwnerThreads) -> SteppedSession | None:
-        """Wait for the next session that is due; None if this thread must end, having been one too many for long."""
+    def _wait_for_due(self, owner: str, threads: _OwnerThreads) -> SteppedSession | None:
+        """Wait for the next due session. Returns None if this thread must end.
+
+        It must end after `stop`, or if there were more threads than sessions for SPARE_S seconds.
+        """
         with self._lock:
             ends = inf
             while not self._stopped:
@@ -94,16 +106,22 @@ class SessionThreads:
 
 
 class _OwnerThreads:
-    """The threads for one owner, the number of its sessions, and a heap of those that no thread has, by due time."""
+    """The threads and sessions of one owner."""
 
     def __init__(self, lock: Lock) -> None:
         self.changed = Condition(lock)
+
+        #: A heap of the sessions that no thread runs, by due time.
         self.due: list[tuple[float, int, SteppedSession]] = []
+
         self.running: list[Thread] = []
+
+        #: Number of sessions.
         self.sessions = 0
-        self._turns = itertools.count()
+
+        self._order = itertools.count()
 
     def schedule(self, session: SteppedSession, delay: float) -> None:
-        """Let a thread do the session's next step in `delay` seconds, after those that are due before."""
-        heappush(self.due, (time.monotonic() + delay, next(self._turns), session))
+        """Run the session's next step in `delay` seconds, after those that are due before."""
+        heappush(self.due, (time.monotonic() + delay, next(self._order), session))
         self.changed.notify()

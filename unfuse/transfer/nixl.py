@@ -1,4 +1,7 @@
-"""Transfer by NIXL over UCX, with RDMA where the hardware has it. It enforces no refs: for trusted networks only."""
+"""The NIXL transfer engine over UCX, with RDMA where available; for trusted networks only.
+
+It enforces no refs.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,18 @@ except ImportError as error:
 import numpy as np
 from numpy.typing import NDArray
 
+#: Seconds between two checks of a running transfer.
 POLL_S = 0.0001
+
+#: The errors of the library, which have no common base.
 ERRORS = tuple(kind for kind in vars(_bindings).values() if isinstance(kind, type) and issubclass(kind, Exception))
-"""The errors of the library, which have no common base."""
 
 
 class NixlEngine(OneSidedEngine):
-    """One agent, with a thread that answers other agents' reads, which would hang without it."""
+    """Moves bytes by one NIXL agent.
+
+    The agent has a thread that answers the reads of other agents; they would hang without it.
+    """
 
     name = "nixl"
 
@@ -49,12 +57,12 @@ class NixlEngine(OneSidedEngine):
     def read(self, name: bytes, ranges: Sequence[CopyRange]) -> None:
         try:
             owner = self._agent.add_remote_agent(name)
-            ours = self._agent.get_xfer_descs([(one.to, one.nbytes, 0) for one in ranges], "DRAM")
-            theirs = self._agent.get_xfer_descs([(one.address, one.nbytes, 0) for one in ranges], "DRAM")
+            ours = self._agent.get_xfer_descs([(item.to, item.nbytes, 0) for item in ranges], "DRAM")
+            theirs = self._agent.get_xfer_descs([(item.address, item.nbytes, 0) for item in ranges], "DRAM")
             handle = self._agent.initialize_xfer("READ", ours, theirs, owner)
             try:
-                state, give_up = self._agent.transfer(handle), time.monotonic() + self.options.silence_s
-                while state == "PROC" and time.monotonic() < give_up:
+                state, deadline = self._agent.transfer(handle), time.monotonic() + self.options.silence_s
+                while state == "PROC" and time.monotonic() < deadline:
                     time.sleep(POLL_S)
                     state = self._agent.check_xfer_state(handle)
             finally:

@@ -1,4 +1,7 @@
-"""Engines that read the owner's memory without its help. They cannot enforce refs, but still ask for a hold."""
+"""Engines that read the owner's memory without its help (one-sided, as RDMA does).
+
+They cannot enforce refs, but still ask the owner to retain the object.
+"""
 
 from __future__ import annotations
 
@@ -15,47 +18,60 @@ from unfuse.arena.arena import Arena
 from unfuse.transfer.base import Got, LinkBroken, PeerLink
 from unfuse.transfer.tcp import ChannelLink, OwnerClient, OwnerEngine, OwnerServer, read, send
 
-PIECE = 16 * 1024 * 1024  # the most bytes of a range
-AT_ONCE = 4  # ranges that are read in one call, and then reported
+#: Most bytes of a range.
+PIECE = 16 * 1024 * 1024
+
+#: Number of ranges that are read in one call of the library.
+AT_ONCE = 4
 
 
 class CopyRange(NamedTuple):
-    """Bytes to copy: an address of the owner, one of ours, and how many."""
+    """A range of bytes to copy."""
 
+    #: Address in the owner's process.
     address: int
+
+    #: Address in this process.
     to: int
+
     nbytes: int
 
 
 class OwnerInfo(msgspec.Struct, frozen=True):
-    """What a reader must know about an owner: its name in the library, and the address of its arena."""
+    """What a reader must know about an owner."""
 
+    #: The owner's name in the library.
     name: bytes
+
+    #: The address of its arena in its process.
     base: int
 
 
 class OneSidedEngine(OwnerEngine):
-    """Agrees over TCP on what may be read; a library then moves the bytes between memory that both ends registered."""
+    """An engine whose library moves bytes between registered memory of both ends.
+
+    The peers agree over TCP on what may be read.
+    """
 
     enforces_refs = False
 
     @abstractmethod
     def publish(self) -> bytes:
-        """The name that peers need to `read` from here, once memory is registered."""
+        """Return the name by which peers `read` from here. Memory is registered before."""
 
     @abstractmethod
     def read(self, name: bytes, ranges: Sequence[CopyRange]) -> None:
-        """Copy these ranges from the process that published `name`, in one call of the library.
+        """Copy these ranges from the process that published `name`, in one library call.
 
-        Raises LinkBroken; then some of them may be there.
+        Raises LinkBroken; then some of the ranges may be there.
         """
 
     @override
     def serve(self, arena: Arena) -> str:
         arena.fill()
         self.register(arena.view)
-        about = msgspec.msgpack.encode(OwnerInfo(self.publish(), arena.view.ctypes.data))
-        self.owner = OwnerServer(arena, self.options, lambda peer, *_: read(peer), about)
+        info = msgspec.msgpack.encode(OwnerInfo(self.publish(), arena.view.ctypes.data))
+        self.owner = OwnerServer(arena, self.options, lambda peer, *_: read(peer), info)
         return self.owner.address
 
     @override
@@ -77,12 +93,16 @@ class _OneSidedLink(ChannelLink):
     @override
     def bring(self, connection: OwnerClient, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         owner = msgspec.msgpack.decode(connection.about, type=OwnerInfo)
-        start, at, to = 0, owner.base + offset, into.ctypes.data
+        start = 0
+        at = owner.base + offset
+        target = into.ctypes.data
         while start < into.nbytes:
             stop = min(start + self._at_once * PIECE, into.nbytes)
-            places = range(start, stop, PIECE)
+            starts = range(start, stop, PIECE)
             try:
-                self._engine.read(owner.name, [CopyRange(at + one, to + one, min(PIECE, stop - one)) for one in places])
+                self._engine.read(
+                    owner.name, [CopyRange(at + begin, target + begin, min(PIECE, stop - begin)) for begin in starts]
+                )
             except LinkBroken:
                 self._at_once = 1
                 raise

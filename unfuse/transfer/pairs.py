@@ -1,4 +1,4 @@
-"""Transfer by gloo or NCCL, between a compute process of the owner and one of the reader: in trusted networks only.
+"""Transfer engines gloo and NCCL, between compute processes; for trusted networks only.
 
 The workers agree over TCP on what may be read. Each of their connections then has a pair of compute processes, which
 move the bytes: only these have the libraries, and the memory of GPUs.
@@ -24,11 +24,15 @@ from unfuse.core.errors import ConfigError
 from unfuse.transfer.base import PeerLink, ProcessPairs, Pull, TransferOptions
 from unfuse.transfer.tcp import ChannelLink, OwnerClient, OwnerEngine, OwnerServer, read, write
 
-PIECE = 4 * 1024 * 1024  # bytes moved at a time: so many must come within the seconds after which a peer counts as gone
+#: Bytes moved at a time. These must arrive within the seconds after which a peer counts as gone.
+PIECE = 4 * 1024 * 1024
 
 
 class PairsEngine(OwnerEngine):
-    """Each connection's pair is made for its first pull, and ends with it."""
+    """An engine that moves bytes by pairs of compute processes.
+
+    Each connection's pair is made for its first pull and ends with the connection.
+    """
 
     enforces_refs = False
     _pairs: ProcessPairs
@@ -36,7 +40,7 @@ class PairsEngine(OwnerEngine):
 
     def __init__(self, options: TransferOptions) -> None:
         super().__init__(options)
-        self._of = WeakKeyDictionary[object, str]()
+        self._pair_names = WeakKeyDictionary[object, str]()
 
     @override
     def use(self, pairs: ProcessPairs, device: str) -> None:
@@ -56,51 +60,55 @@ class PairsEngine(OwnerEngine):
         return _PairsLink(address, self)
 
     def receive(self, connection: OwnerClient, address: str, into: NDArray[np.uint8]) -> Generator[int, None, None]:
-        """Fill `into`, a part of the registered memory, over a connection to an owner; yields how many bytes came."""
-        pair = self._of.get(connection)
+        """Fill `into`, a part of the registered memory; yields the bytes so far."""
+        pair = self._pair_names.get(connection)
         if not pair:
             port: int = decode(read(connection.socket), int)
-            pair = self._begin(connection)
+            pair = self._new_pair(connection)
             at = urlsplit(address).hostname or "", port
             self._pairs.join(pair, self.name, self.options.host, self.options.silence_s, at)
         yield from self._move(pair, into.ctypes.data - self._memory.ctypes.data, into.nbytes)
 
     def _send(self, peer: socket.socket, extent: Extent, pull: Pull) -> None:
+        """Send the bytes of a pull. The first one of a connection offers its pair."""
         if pull.stop == pull.start:
             return
-        pair = self._of.get(peer)
+        pair = self._pair_names.get(peer)
         if not pair:
-            pair = self._begin(peer)
+            pair = self._new_pair(peer)
             port = self._pairs.offer(pair, self.name, self.options.host, self.options.silence_s)
             write(peer, encode(port))
         deque(self._move(pair, extent.offset + pull.start, pull.stop - pull.start), 0)
 
-    def _begin(self, connection: object) -> str:
-        """The name of a new pair, which ends with the connection."""
-        pair = self._of[connection] = secrets.token_hex(8)
+    def _new_pair(self, connection: object) -> str:
+        """Return the name of a new pair, which ends with the connection."""
+        pair = self._pair_names[connection] = secrets.token_hex(8)
         finalize(connection, self._pairs.part, pair).atexit = False
         return pair
 
     def _move(self, pair: str, start: int, count: int) -> Generator[int, None, None]:
-        """Both ends cut the bytes in the same places."""
+        """Move bytes in pieces; yields the bytes so far.
+
+        Both ends cut them at the same places.
+        """
         try:
             for done in range(0, count, PIECE):
                 stop = min(done + PIECE, count)
                 self._pairs.move(pair, start + done, start + stop)
                 yield stop
         except BaseException:
-            self._pairs.part(pair)  # now: the other end may be waiting
+            self._pairs.part(pair)  # at once, because the other end may be waiting
             raise
 
 
 class GlooEngine(PairsEngine):
-    """From CPU to CPU."""
+    """Moves bytes from CPU to CPU by gloo."""
 
     name = "gloo"
 
 
 class NcclEngine(PairsEngine):
-    """From GPU to GPU."""
+    """Moves bytes from GPU to GPU by NCCL."""
 
     name = "nccl"
 
@@ -112,7 +120,7 @@ class NcclEngine(PairsEngine):
 
 
 class _PairsLink(ChannelLink):
-    """Receives what the owner's compute process sends."""
+    """Receives the bytes that the owner's compute process sends."""
 
     def __init__(self, address: str, engine: PairsEngine) -> None:
         super().__init__(address, engine.options)

@@ -1,4 +1,8 @@
-"""Transfers: fetch objects of other nodes, whole and verified, over failures on the way; or end with one error."""
+"""Transfer sessions: fetch whole, verified objects of other nodes over failures on the way.
+
+A session ends with success or one error. Chunks are verified by XXH3 checksums; broken links are retried with
+back-off and other engines.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +32,24 @@ from unfuse.transfer import agree
 from unfuse.transfer.base import LinkBroken, PeerLink, TransferEngine, TransferOptions
 from unfuse.transfer.movers import SessionThreads
 
+log = structlog.get_logger(__name__)
+
 
 class TransferSink(Protocol):
-    """The target of a session. One thread at a time calls it; `finish` or `fail` is the last call."""
+    """The target of a session.
+
+    One thread at a time calls it; the last call is `finish` or `fail`.
+    """
 
     def room(self, start: int) -> Sequence[NDArray[np.uint8]]:
-        """Memory for the bytes from `start` on, in order; empty if there is none now. Raises ArenaFull."""
+        """Return memory for the bytes from `start` on, in order. Raises ArenaFull.
+
+        It is empty if there is no room now.
+        """
         ...
 
     def verified(self, stop: int) -> None:
-        """All bytes before `stop` are here, and verified."""
+        """All bytes before `stop` are here and verified."""
         ...
 
     def finish(self) -> None:
@@ -45,24 +57,27 @@ class TransferSink(Protocol):
         ...
 
     def fail(self, error: Exception) -> None:
-        """The session has failed: no more bytes come."""
+        """The session has failed: no more bytes will come."""
         ...
 
 
 class ArenaSink(TransferSink):
-    """Copies the object into an arena and seals it there; `extent` is its place.
+    """Copies the object into an arena and seals it there.
 
-    `create` allocates the room (default: `arena.create`). One that `stays` keeps it when the session fails, for the
-    next.
+    `create` allocates the extent; the default is `arena.create`.
     """
 
+    #: The object's place in the arena. None before it is allocated.
     extent: Extent | None = None
+
+    #: Whether the extent is kept when the session fails, for the next session.
     stays = False
 
     def __init__(
         self, arena: Arena | ArenaClient, ref: ObjectRef, create: Callable[[int, str], Extent] | None = None
     ) -> None:
-        self._arena, self._ref, self._create = arena, ref, create or arena.create
+        self._arena, self._ref = arena, ref
+        self._create = create or arena.create
 
     @override
     def room(self, start: int) -> Sequence[NDArray[np.uint8]]:
@@ -91,24 +106,26 @@ class ArenaSink(TransferSink):
 
 
 class RingBuffer(TransferSink):
-    """A ring buffer for an object of any length. Iterating gives its bytes in pieces, each valid until the next one.
+    """A ring buffer for streaming an object of any length.
 
-    `buffer` must have room for one chunk, because only verified bytes are given out; the caller may use it again when
-    the iteration has ended. Iterating raises what the session failed with.
+    Iterate over it for the bytes.
+
+    Each yielded array is valid until the next one. `buffer` must have room for one chunk, because only verified bytes
+    are yielded; the caller may use it again when the iteration has ended. Iterating raises the session's error.
     """
 
     def __init__(self, buffer: NDArray[np.uint8], ref: ObjectRef) -> None:
         if buffer.nbytes < (needed := min(chunk_bytes(ref.nbytes), ref.nbytes)):
             raise ValueError(f"a window of {buffer.nbytes} bytes: {needed} are needed to verify what comes")
         self._buffer, self._nbytes = buffer, ref.nbytes
-        self._taken = self._verified = 0
+        self._consumed = self._verified = 0
         self._error: Exception | None = None
         self._moved = Condition()
 
     @override
     def room(self, start: int) -> Sequence[NDArray[np.uint8]]:
         with self._moved:
-            free, size = self._buffer.nbytes - (start - self._taken), self._buffer.nbytes
+            free, size = self._buffer.nbytes - (start - self._consumed), self._buffer.nbytes
         if not size:
             return (self._buffer,)
         place = start % size
@@ -131,20 +148,20 @@ class RingBuffer(TransferSink):
             self._moved.notify_all()
 
     def __iter__(self) -> Iterator[NDArray[np.uint8]]:
-        while self._taken < self._nbytes:
+        while self._consumed < self._nbytes:
             with self._moved:
-                self._moved.wait_for(lambda: self._verified > self._taken or self._error)
-            if self._verified == self._taken and self._error:
+                self._moved.wait_for(lambda: self._verified > self._consumed or self._error)
+            if self._verified == self._consumed and self._error:
                 raise self._error
-            place = self._taken % self._buffer.nbytes
-            piece = self._buffer[place : place + self._verified - self._taken]
+            start = self._consumed % self._buffer.nbytes
+            piece = self._buffer[start : start + self._verified - self._consumed]
             yield piece
             with self._moved:
-                self._taken += piece.nbytes
+                self._consumed += piece.nbytes
 
 
 class TransferCounters:
-    """Sums since the last `take`, by engine. Thread-safe."""
+    """Transfer statistics by engine, summed since the last `take`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -156,19 +173,20 @@ class TransferCounters:
             self._moved[engine] = self._moved.get(engine, TransferStats()) + moved
 
     def take(self) -> dict[str, TransferStats]:
-        """Return the sums, and reset them."""
+        """Return the sums and reset them."""
         with self._lock:
-            taken, self._moved = self._moved, {}
-            return taken
+            sums, self._moved = self._moved, {}
+            return sums
 
     def put_back(self, taken: Mapping[str, TransferStats]) -> None:
-        """Add sums that were taken and could not be reported."""
+        """Add sums again that could not be reported."""
         for engine, moved in taken.items():
             self.add(engine, moved)
 
 
 State = Literal["bootstrapping", "waiting_for_input", "transferring", "success", "failed"]
 
+#: Legal moves of a session: back to bootstrapping when a link breaks, to waiting when room or input runs out.
 SESSION_MOVES: dict[State, frozenset[State]] = {
     "bootstrapping": frozenset({"waiting_for_input", "failed"}),
     "waiting_for_input": frozenset({"transferring", "bootstrapping", "failed"}),
@@ -176,25 +194,26 @@ SESSION_MOVES: dict[State, frozenset[State]] = {
     "success": frozenset(),
     "failed": frozenset(),
 }
-"""Legal moves of a session: back to bootstrapping when a link breaks, to waiting when room or input runs out."""
 
+#: The first and the longest pause after a broken link, in seconds.
 BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
-MAX_PULL = 64 * 1024 * 1024  # the most bytes of one pull (or one larger chunk); then the thread serves other sessions
-LOOK_AGAIN_S = 0.01  # seconds between two looks of a session that waits for room, or for its object to be written
 
+#: Most bytes of one pull, or one chunk if that is larger. Then the thread serves other sessions.
+MAX_PULL = 64 * 1024 * 1024
+
+#: Seconds between two checks of a session that waits for room, or for its object to be written.
+LOOK_AGAIN_S = 0.01
+
+#: Returns the known engines of an owner with their addresses, as in {"tcp": "tcp://…"}.
 Peers = Callable[[str], Mapping[str, str]]
-"""Returns an owner's engines with their addresses, {"tcp": "tcp://…"}, as far as they are known now."""
-
-log = structlog.get_logger(__name__)
 
 
 class TransferSession:
-    """One transfer. The first `good` bytes are here and verified: whole chunks, or everything.
-    `cancelled` says whether `cancel` was called.
+    """One transfer of an object, run step by step.
 
-    `kept` are checksums of the first chunks that an earlier transfer has left in the sink, perhaps of another object:
-    those that are equal are not pulled again.
+    `kept` are checksums of the first chunks that an earlier transfer left in the sink, perhaps of another object.
+    Chunks with equal checksums are not pulled again.
     """
 
     def __init__(
@@ -205,18 +224,32 @@ class TransferSession:
         options: TransferOptions,
         kept: tuple[int, ...] = (),
     ) -> None:
-        self.id, self.ref, self.good = secrets.token_hex(8), ref, 0
+        self.id, self.ref = secrets.token_hex(8), ref
+
+        #: Number of first bytes that are here and verified: whole chunks, or everything.
+        self.good = 0
+
         self.state: State = "bootstrapping"
+
+        #: Why the transfer failed. None if it did not.
         self.error: Exception | None = None
+
+        #: Number of broken links so far.
         self.setbacks = 0
-        self._sink, self._links, self._options = sink, links, options
-        self._chunk, self._checksums = chunk_bytes(ref.nbytes), ref.checksums
-        self._kept = kept
-        self._failures = 0
-        self._trouble_since: float | None = None
+
+        #: Whether `cancel` was called.
         self.cancelled = False
-        self.over: Future[None] = Future()  # done when the transfer has ended; it cannot be cancelled
+
+        #: Done when the transfer has ended. It cannot be cancelled.
+        self.over: Future[None] = Future()
         self.over.set_running_or_notify_cancel()
+
+        self._sink, self._links = sink, links
+        self._options = options
+        self._chunk, self._checksums = chunk_bytes(ref.nbytes), ref.checksums
+        self._kept_checksums = kept
+        self._failures = 0  # broken links since the last verified chunk
+        self._stalled_since: float | None = None  # monotonic time, in seconds
 
     @property
     def verified(self) -> tuple[int, ...]:
@@ -229,11 +262,14 @@ class TransferSession:
         return self.good == self.ref.nbytes
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait at most `timeout` seconds. Returns whether the transfer has ended, with success or not."""
+        """Wait at most `timeout` seconds. Returns whether the transfer has ended, with or without success."""
         return bool(wait([self.over], timeout).done)
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait until everything is here. Raises the transfer's error (ObjectLost, ArenaFull, …), or TimeoutError."""
+        """Wait until all bytes are here.
+
+        Raises the transfer's error (ObjectLost, ArenaFull, …), or TimeoutError after `timeout` seconds.
+        """
         if not self.wait(timeout):
             raise TimeoutError(f"object {self.ref.id} is not here after {timeout} s")
         if self.error:
@@ -244,7 +280,10 @@ class TransferSession:
         self.cancelled = True
 
     def step(self) -> float | None:
-        """Do a piece of work. Returns the seconds until the next step is due, None at the end. Never raises."""
+        """Do one step.
+
+        Returns the seconds until the next is due, or None at the end. Never raises.
+        """
         try:
             self._check_wanted()
             return self._connect() if self.state == "bootstrapping" else self._fetch()
@@ -258,6 +297,7 @@ class TransferSession:
             return self._end(error)
 
     def _connect(self) -> float:
+        """Get a link to the owner."""
         if self.ref.nbytes < 0 or len(self._checksums) > -(-self.ref.nbytes // self._chunk):
             raise ObjectLost(f"object {self.ref.id} cannot be read: its ref contradicts itself", self.ref.id)
         self._engine, self._link = self._links.find(self.ref, self._failures)
@@ -265,18 +305,19 @@ class TransferSession:
         return 0
 
     def _fetch(self) -> float | None:
-        pieces = self._room()
+        """Pull the next chunks, as far as there is room and they are written."""
+        pieces = self._free_memory()
         if not pieces:
             return LOOK_AGAIN_S
         self._move("transferring")
-        began, good = time.monotonic(), self.good
+        began, good_before = time.monotonic(), self.good
         try:
             self._pull(pieces)
         except LinkBroken:
             self._links.counters.add(self._engine, TransferStats(failures=1))
             raise
         finally:
-            self._links.counters.add(self._engine, TransferStats(self.good - good, time.monotonic() - began))
+            self._links.counters.add(self._engine, TransferStats(self.good - good_before, time.monotonic() - began))
         if self.whole:
             self._sink.finish()
             return self._end(None)
@@ -284,46 +325,46 @@ class TransferSession:
         return 0
 
     def _pull(self, pieces: Iterable[NDArray[np.uint8]]) -> None:
-        """Fill these arrays with the next bytes, and verify them."""
-        at, hasher = self.good, xxhash.xxh3_64()
+        """Fill these arrays with the next bytes and verify them."""
+        position, hasher = self.good, xxhash.xxh3_64()
         for piece in pieces:
-            with closing(self._link.pull(self.ref, at, at + piece.nbytes, piece)) as pull:
-                view, before = piece.data, 0
+            with closing(self._link.pull(self.ref, position, position + piece.nbytes, piece)) as pull:
+                view, verified = piece.data, 0
                 for filled in pull:
-                    self._verify(hasher, at + before, view[before:filled])
+                    self._verify(hasher, position + verified, view[verified:filled])
                     self._check_wanted()
-                    before = filled
-            at += piece.nbytes
+                    verified = filled
+            position += piece.nbytes
 
-    def _room(self) -> list[NDArray[np.uint8]]:
-        """Memory for what can be pulled now: whole chunks whose checksums are known, as far as there is room."""
-        written = self._written()
+    def _free_memory(self) -> list[NDArray[np.uint8]]:
+        """Return memory for the bytes that can be pulled now: whole chunks with known checksums."""
+        written = self._readable_bytes()
         self._skip_kept(written)
         room = self._sink.room(self.good)
-        most = min(sum(piece.nbytes for piece in room), max(MAX_PULL, self._chunk))
-        stop = min(self.good + most, written)
+        budget = min(sum(piece.nbytes for piece in room), max(MAX_PULL, self._chunk))
+        stop = min(self.good + budget, written)
         if stop < self.ref.nbytes:
             stop -= stop % self._chunk
         if stop <= self.good < self.ref.nbytes:
             return []
-        pieces, left = [], stop - self.good
+        pieces, remaining = [], stop - self.good
         for piece in room:
-            pieces.append(piece[:left])
-            left -= pieces[-1].nbytes
+            pieces.append(piece[:remaining])
+            remaining -= pieces[-1].nbytes
         return [piece for piece in pieces if piece.nbytes] or pieces[:1]
 
     def _skip_kept(self, written: int) -> None:
-        """Go on behind chunks that are there from an earlier transfer."""
+        """Skip chunks that an earlier transfer left in the sink."""
         while self.good < written:
-            at = self.good // self._chunk
-            if at >= len(self._kept) or self._kept[at] != self._checksums[at]:
-                self._kept = ()
+            index = self.good // self._chunk
+            if index >= len(self._kept_checksums) or self._kept_checksums[index] != self._checksums[index]:
+                self._kept_checksums = ()
                 return
             self.good = min(self.good + self._chunk, self.ref.nbytes)
             self._sink.verified(self.good)
 
-    def _written(self) -> int:
-        """How many bytes can be pulled: all, or what is written so far of an announced object."""
+    def _readable_bytes(self) -> int:
+        """Return the number of bytes that can be pulled: all, or those written so far."""
         if len(self._checksums) * self._chunk < self.ref.nbytes:
             checksums, whole = self._link.written(self.ref, len(self._checksums), LOOK_AGAIN_S)
             known = len(self._checksums)
@@ -333,7 +374,10 @@ class TransferSession:
         return min(len(self._checksums) * self._chunk, self.ref.nbytes)
 
     def _verify(self, hasher: xxhash.xxh3_64, at: int, data: memoryview) -> None:
-        """Hash the bytes from `at` on. Each complete chunk advances `good`. Raises LinkBroken for a damaged one."""
+        """Hash the bytes from `at` on. Each complete chunk advances `good`.
+
+        Raises LinkBroken for a damaged chunk.
+        """
         while data:
             end = min(self.good + self._chunk, self.ref.nbytes)
             part, data = data[: end - at], data[end - at :]
@@ -343,13 +387,15 @@ class TransferSession:
                 if hasher.intdigest() != self._checksums[self.good // self._chunk]:
                     raise LinkBroken(f"its bytes {self.good} to {end} are damaged")
                 hasher.reset()
-                self.good, self._failures, self._trouble_since = end, 0, None
+                self.good = end
+                self._failures, self._stalled_since = 0, None
                 self._sink.verified(end)
 
     def _set_back(self, error: LinkBroken) -> float | None:
+        """Handle a broken link: pause before the next try, or end the session (retry policy)."""
         self._failures += 1
         self.setbacks += 1
-        if self._failures >= self._options.attempts or self._in_trouble():
+        if self._failures >= self._options.attempts or self._is_stalled():
             text = f"object {self.ref.id} cannot be fetched from its owner {self.ref.owner}: {error}"
             return self._end(ObjectLost(text, self.ref.id))
         if self.state != "bootstrapping":
@@ -357,18 +403,19 @@ class TransferSession:
         return min(BACKOFF_S * 2.0 ** (self._failures - 1), MAX_BACKOFF_S) * random.uniform(0.5, 1)
 
     def _wait_for_room(self, error: ArenaFull) -> float | None:
-        if self._in_trouble():
+        """Wait for room in the sink, or end the session."""
+        if self._is_stalled():
             return self._end(error)
         if self.state != "waiting_for_input":
             self._move("waiting_for_input")
         return LOOK_AGAIN_S
 
-    def _in_trouble(self) -> bool:
-        """Whether no chunk has come for `bootstrap_s`."""
+    def _is_stalled(self) -> bool:
+        """Whether no chunk was verified for `bootstrap_s` seconds."""
         now = time.monotonic()
-        if self._trouble_since is None:
-            self._trouble_since = now
-        return now - self._trouble_since > self._options.bootstrap_s
+        if self._stalled_since is None:
+            self._stalled_since = now
+        return now - self._stalled_since > self._options.bootstrap_s
 
     def _check_wanted(self) -> None:
         if self.cancelled:
@@ -393,24 +440,28 @@ class TransferSession:
 
 
 class PeerLinks:
-    """The links to peers, which sessions share. Links are pinged, and dropped if their owner does not answer."""
+    """The links to peers, shared by sessions.
+
+    Links are pinged (heartbeat), and dropped if their owner does not answer.
+    """
 
     def __init__(self, engines: Mapping[str, TransferEngine], peers: Peers, options: TransferOptions) -> None:
-        self._engines, self._peers, self._options = engines, peers, options
+        self._engines, self._peers = engines, peers
+        self._options = options
         self.counters = TransferCounters()
         self._links: dict[tuple[str, str], PeerLink] = {}
         self._missed: Counter[tuple[str, str]] = Counter()
         self._pinged: dict[tuple[str, str], Thread] = {}
         self._lock = Lock()
         self._stop = Event()
-        self._thread = Thread(target=self._beat, name="transfer-heartbeat", daemon=True)
+        self._thread = Thread(target=self._ping_all, name="transfer-heartbeat", daemon=True)
         self._thread.start()
 
     def find(self, ref: ObjectRef, failures: int) -> tuple[str, PeerLink]:
-        """A link to the owner of an object, by the best engine that both have; after failures, by the next one.
+        """Return a link to the owner of an object, with the name of its engine.
 
-        A new link, or one after a failure, is pinged first. Raises ObjectLost if there is no way to the owner,
-        LinkBroken if it does not answer.
+        The engine is the best one that both have; after failures, the next one. A new link, or one after a failure,
+        is pinged first. Raises ObjectLost if there is no way to the owner, and LinkBroken if it does not answer.
         """
         addresses = self._peers(ref.owner)
         names = agree(self._engines, addresses)
@@ -440,8 +491,8 @@ class PeerLinks:
         for thread in self._pinged.values():
             thread.join()
 
-    def _beat(self) -> None:
-        """Ping all links, each in a thread of its own, because a silent owner takes long."""
+    def _ping_all(self) -> None:
+        """Ping all links, each in its own thread: a silent owner takes long."""
         while not self._stop.wait(self._options.heartbeat_s):
             self._pinged = {key: thread for key, thread in self._pinged.items() if thread.is_alive()}
             for key, link in list(self._links.items()):
@@ -451,6 +502,7 @@ class PeerLinks:
                     thread.start()
 
     def _ping(self, key: tuple[str, str], link: PeerLink) -> None:
+        """Ping a link, and drop it after too many missed answers."""
         try:
             link.ping()
             self._missed.pop(key, None)
@@ -469,29 +521,31 @@ class PeerLinks:
 
 
 class Transfers:
-    """Fetches objects of other nodes, each in a session; up to `threads` threads for each owner run the sessions.
+    """Fetches objects of other nodes, each in a session.
 
-    A session that waits (for room, for its object to be written, or after a failure) holds up no other one. A silent or
-    slow owner holds up no session of another owner.
+    Up to `threads` threads for each owner run the sessions. A session that waits (for room, for its object to be
+    written, or after a failure) delays no other one. A silent or slow owner delays no session of another owner.
     """
 
     def __init__(self, engines: Mapping[str, TransferEngine], peers: Peers, options: TransferOptions) -> None:
         self._options = options
         self._links = PeerLinks(engines, peers, options)
-        self.counters = self._links.counters  # how much each engine has brought
-        self._movers = SessionThreads(options.threads)
+        #: How much each engine has fetched.
+        self.counters = self._links.counters
+        self._threads = SessionThreads(options.threads)
 
     def fetch(self, ref: ObjectRef, sink: TransferSink, kept: tuple[int, ...] = ()) -> TransferSession:
-        """Begin to fetch an object into `sink`.
+        """Start to fetch an object into `sink`. Returns the session.
 
-        The sink has chunks with the checksums `kept` already; those that the object has too are not fetched again.
+        `kept` are checksums of chunks that the sink has already; chunks of the object with the same checksums are not
+        fetched.
         """
         session = TransferSession(ref, sink, self._links, self._options, kept)
-        self._movers.add(ref.owner, session)
+        self._threads.add(ref.owner, session)
         return session
 
     def close(self) -> None:
-        """End every session, and close all links."""
-        self._movers.stop()
+        """End every session and close all links."""
+        self._threads.stop()
         self._links.close()
-        self._movers.join()
+        self._threads.join()

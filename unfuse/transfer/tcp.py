@@ -1,4 +1,4 @@
-"""The tcp engine, and the authenticated connections in which other engines agree on what to move."""
+"""The tcp transfer engine, and authenticated connections for the control messages of other engines."""
 
 from __future__ import annotations
 
@@ -43,22 +43,40 @@ from unfuse.transfer.base import (
     refusal,
 )
 
+#: Bytes of a nonce.
+NONCE = 32
+
+#: Most connections of an owner.
+MAX_PEERS = 1024
+
+#: Most connections that have not proved the secret yet. With more, the oldest of them is closed.
+MAX_STRANGERS = 64
+
+#: Bytes received between two reports of progress.
+PIECE = 256 * 1024
+
 Reply = TypeVar("Reply", bound=FromOwner)
+
+#: Delivers the bytes of a Pull to a peer.
+Deliver = Callable[[socket.socket, Extent, Pull], object]
 
 
 class OwnerConnection(Protocol):
-    """One connection to an owner. Its failures are the `errors` of its link."""
+    """One connection to an owner. It fails with the `errors` of its link."""
 
     def ask(self, message: ToOwner, kind: type[Reply], id: str = "") -> Reply:
-        """Send a message about object `id`; returns the answer. Raises ObjectLost or ArenaFull if the owner says so."""
+        """Send a message about object `id`. Returns the answer.
+
+        Raises ObjectLost or ArenaFull if the owner answers so.
+        """
         ...
 
     def is_alive(self) -> bool:
-        """Whether it can be used again, as far as can be seen without asking the owner."""
+        """Whether the connection can be used again, without asking the owner."""
         ...
 
     def interrupt(self) -> None:
-        """Make calls of other threads that wait here fail soon."""
+        """Make calls of other threads that wait on this connection fail soon."""
         ...
 
     def close(self) -> None:
@@ -70,13 +88,17 @@ C = TypeVar("C", bound=OwnerConnection)
 
 
 class PooledLink(PeerLink, Generic[C]):
-    """At most `queues` connections to one owner; they are opened when they are needed, and kept while they work."""
+    """A pool of at most `queues` connections to one owner.
+
+    Connections are opened on demand and reused while they work.
+    """
 
     errors: tuple[type[Exception], ...] = (OSError, ProtocolError)
 
     def __init__(self, open: Callable[[], C], address: str, options: TransferOptions) -> None:
-        self._open, self._address, self._queues = open, address, options.queues
-        self._room = BoundedSemaphore(options.queues)
+        self._open, self._address = open, address
+        self._queues = options.queues
+        self._slots = BoundedSemaphore(options.queues)
         self._lock = Lock()
         self._idle: list[C] = []
         self._busy: set[C] = set()
@@ -84,10 +106,13 @@ class PooledLink(PeerLink, Generic[C]):
 
     @contextmanager
     def connection(self) -> Iterator[C]:
-        """A context with a connection. It is used again if the body succeeds, or raises the owner's answer."""
-        with self._room:
+        """A context with a connection.
+
+        It is used again if the body succeeds, or raises the owner's answer. Other `errors` raise LinkBroken.
+        """
+        with self._slots:
             try:
-                connection = self._borrow()
+                connection = self._acquire()
                 reusable = False
                 try:
                     yield connection
@@ -96,7 +121,7 @@ class PooledLink(PeerLink, Generic[C]):
                     reusable = True
                     raise
                 finally:
-                    self._return(connection, reusable)
+                    self._put_back(connection, reusable)
             except self.errors as error:
                 raise LinkBroken(f"the owner at {self._address} is not reached: {error}") from error
 
@@ -121,7 +146,8 @@ class PooledLink(PeerLink, Generic[C]):
             while self._idle:
                 self._idle.pop().close()
 
-    def _borrow(self) -> C:
+    def _acquire(self) -> C:
+        """Return an idle connection that is alive, or a new one."""
         with self._lock:
             if self._closed:
                 raise ConnectionAbortedError("the link is closed")
@@ -136,7 +162,8 @@ class PooledLink(PeerLink, Generic[C]):
             self._busy.add(connection)
         return connection
 
-    def _return(self, connection: C, reusable: bool) -> None:
+    def _put_back(self, connection: C, reusable: bool) -> None:
+        """Return a connection to the pool, or close it."""
         with self._lock:
             self._busy.discard(connection)
             if reusable and not self._closed:
@@ -145,24 +172,19 @@ class PooledLink(PeerLink, Generic[C]):
                 connection.close()
 
 
-NONCE = 32
-MAX_PEERS = 1024  # the most connections of an owner
-MAX_STRANGERS = 64  # the most connections that have not proved the secret yet; above that, the oldest of them is closed
-
-Deliver = Callable[[socket.socket, Extent, Pull], object]
-
-
 class OwnerServer:
-    """Serves peers that prove the secret, each connection in a thread of its own, at `address` until `close`.
+    """Serves an arena to peers that prove the secret, each connection in its own thread.
 
-    `deliver` sends the bytes of a Pull (it `sends`), or waits for the peer's Got; the object is held until it returns.
-    A peer that has proved the secret gets `about`.
+    It serves at `address` until `close`. Peers get `about` once they have proved the secret. `deliver` sends the
+    bytes of a Pull (then `sends` is true), or waits for the peer's Got; the object is retained until it returns.
     """
 
     def __init__(
         self, arena: Arena, options: TransferOptions, deliver: Deliver, about: bytes = b"", *, sends: bool = False
     ) -> None:
-        self._arena, self._options, self._deliver, self._about, self._sends = arena, options, deliver, about, sends
+        self._arena, self._options = arena, options
+        self._deliver, self._sends = deliver, sends
+        self._about = about
         host = options.host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -173,7 +195,7 @@ class OwnerServer:
         self.address = f"tcp://[{host}]:{port}" if family == socket.AF_INET6 else f"tcp://{host}:{port}"
         self._lock = Lock()
         self._peers: dict[Thread, socket.socket] = {}
-        self._strangers: dict[Thread, socket.socket] = {}
+        self._strangers: dict[Thread, socket.socket] = {}  # peers that have not proved the secret yet
         self._thread = Thread(target=self._accept, name="transfer-accept", daemon=True)
         self._thread.start()
 
@@ -190,6 +212,7 @@ class OwnerServer:
             thread.join()
 
     def _accept(self) -> None:
+        """Accept connections until the listener is closed."""
         while True:
             try:
                 peer, _ = self._listener.accept()
@@ -206,9 +229,10 @@ class OwnerServer:
             thread.start()
 
     def _serve(self, peer: socket.socket) -> None:
+        """Serve one connection until it ends or breaks the protocol."""
         with suppress(OSError, ProtocolError):
             prepare(peer, self._options.silence_s)
-            self._greet(peer)
+            self._authenticate(peer)
             while True:
                 self._answer(peer, decode(read(peer), ToOwner))
         with self._lock:
@@ -216,16 +240,18 @@ class OwnerServer:
             del self._peers[current_thread()]
             peer.close()
 
-    def _greet(self, peer: socket.socket) -> None:
-        theirs, mine = read(peer), secrets.token_bytes(NONCE)
-        write(peer, mine)
-        check(read(peer), self._options.secret, b"reader", mine, theirs)
+    def _authenticate(self, peer: socket.socket) -> None:
+        """Prove the secret to the peer and verify its proof, by HMAC-SHA256 over both nonces."""
+        reader_nonce, owner_nonce = read(peer), secrets.token_bytes(NONCE)
+        write(peer, owner_nonce)
+        check(read(peer), self._options.secret, b"reader", owner_nonce, reader_nonce)
         with self._lock:
             self._strangers.pop(current_thread(), None)
-        write(peer, prove(self._options.secret, b"owner", mine, theirs))
+        write(peer, prove(self._options.secret, b"owner", owner_nonce, reader_nonce))
         write(peer, self._about)
 
     def _answer(self, peer: socket.socket, message: ToOwner) -> None:
+        """Answer one request."""
         try:
             match message:
                 case Ping():
@@ -240,8 +266,9 @@ class OwnerServer:
             send(peer, refusal(error))
 
     def _serve_pull(self, peer: socket.socket, pull: Pull) -> None:
+        """Deliver the bytes of a Pull while the object is retained."""
         extent = hold_for(self._arena, pull)
-        together = self._sends and pull.stop > pull.start  # then the reader is woken once, when bytes are there
+        together = self._sends and pull.stop > pull.start  # so that the reader is woken once, when bytes are there
         try:
             send(peer, Coming(extent.offset + pull.start), socket.MSG_MORE if together else 0)
             self._deliver(peer, extent, pull)
@@ -261,7 +288,10 @@ class OwnerEngine(TransferEngine):
 
 
 class OwnerClient(OwnerConnection):
-    """A reader's end. Raises OSError or ProtocolError if there is no owner at the address, or not one of ours."""
+    """The reader's end of a connection.
+
+    Raises OSError or ProtocolError if there is no owner at the address, or one with another secret.
+    """
 
     def __init__(self, address: str, options: TransferOptions) -> None:
         parts = urlsplit(address)
@@ -271,7 +301,7 @@ class OwnerClient(OwnerConnection):
         self.socket = socket.create_connection((parts.hostname, parts.port), options.silence_s)
         try:
             prepare(self.socket, options.silence_s)
-            self.about = self._greet()
+            self.about = self._authenticate()
         except BaseException:
             self.socket.close()
             raise
@@ -287,7 +317,10 @@ class OwnerClient(OwnerConnection):
 
     @override
     def is_alive(self) -> bool:
-        """Whether there is nothing to read: an owner sends nothing unasked, so bytes, or an end, mean it is broken."""
+        """Whether there is nothing to read.
+
+        An owner sends only answers, so data or an end mean that it is broken.
+        """
         try:
             self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -302,16 +335,20 @@ class OwnerClient(OwnerConnection):
 
     @override
     def close(self) -> None:
-        """Reset the connection, so that the owner notices at once, even while it sends, and ends its hold."""
+        """Reset the connection, so that the owner notices at once, even while it sends.
+
+        It then frees the retained object.
+        """
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 
-    def _greet(self) -> bytes:
-        secret, mine = self._options.secret, secrets.token_bytes(NONCE)
-        write(self.socket, mine)
-        theirs = read(self.socket)
-        write(self.socket, prove(secret, b"reader", theirs, mine))
-        check(read(self.socket), secret, b"owner", theirs, mine)
+    def _authenticate(self) -> bytes:
+        """Prove the secret to the owner and verify its proof. Returns its `about`."""
+        secret, reader_nonce = self._options.secret, secrets.token_bytes(NONCE)
+        write(self.socket, reader_nonce)
+        owner_nonce = read(self.socket)
+        write(self.socket, prove(secret, b"reader", owner_nonce, reader_nonce))
+        check(read(self.socket), secret, b"owner", owner_nonce, reader_nonce)
         return read(self.socket)
 
 
@@ -323,7 +360,10 @@ class ChannelLink(PooledLink[OwnerClient]):
 
     @abstractmethod
     def bring(self, connection: OwnerClient, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
-        """Fill `into` with the bytes at an offset of the owner's arena, which are held; yields how many are there."""
+        """Fill `into` with bytes at an `offset` of the owner's arena; yields their number.
+
+        The owner retains the object meanwhile.
+        """
 
     @override
     def pull(self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
@@ -334,7 +374,10 @@ class ChannelLink(PooledLink[OwnerClient]):
 
 
 def prepare(connection: socket.socket, patience: float) -> None:
-    """Fail after `patience` silent seconds, send small messages at once; block still, as MSG_WAITALL needs."""
+    """Set the timeouts of a connection to `patience` seconds, and send small messages at once.
+
+    It stays a blocking socket, as MSG_WAITALL needs.
+    """
     connection.settimeout(None)
     limit = struct.pack("ll", int(patience), int(patience % 1 * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -343,7 +386,7 @@ def prepare(connection: socket.socket, patience: float) -> None:
 
 
 def hang_up(connection: socket.socket) -> None:
-    """Shut a connection down that another thread may wait for; that thread closes it."""
+    """Shut down a connection that another thread may wait for. That thread closes it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -354,7 +397,7 @@ def write(connection: socket.socket, data: bytes, flags: int = 0) -> None:
 
 
 def read(connection: socket.socket) -> bytes:
-    """Receive the bytes of one message."""
+    """Return the bytes of the next message."""
     return read_message(partial(receive_exactly, connection), MAX_MESSAGE)
 
 
@@ -364,7 +407,7 @@ def send(connection: socket.socket, message: ToOwner | FromOwner, flags: int = 0
 
 
 def prove(secret: str, side: bytes, owners: bytes, readers: bytes) -> bytes:
-    """A proof that this side knows the secret, over two nonces that were never used before."""
+    """Return the proof that this side knows the secret, over two fresh nonces."""
     return hmac.digest(secret.encode(), side + owners + readers, "sha256")
 
 
@@ -374,17 +417,14 @@ def check(proof: bytes, secret: str, side: bytes, owners: bytes, readers: bytes)
         raise ProtocolError("it does not know our secret: start all workers with the same --keys")
 
 
-PIECE = 256 * 1024  # bytes received between two reports
-
-
 class TcpEngine(OwnerEngine):
-    """One owner and any number of links."""
+    """Moves bytes over TCP connections. One owner and any number of links."""
 
     name = "tcp"
 
     @override
     def serve(self, arena: Arena) -> str:
-        self.owner = OwnerServer(arena, self.options, partial(_send, arena.view), sends=True)
+        self.owner = OwnerServer(arena, self.options, partial(_send_bytes, arena.view), sends=True)
         return self.owner.address
 
     @override
@@ -406,6 +446,9 @@ class TcpLink(ChannelLink):
             yield done
 
 
-def _send(view: NDArray[np.uint8], peer: socket.socket, extent: Extent, pull: Pull) -> None:
-    """Send by copying. sendfile would save the owner this copy, but make the reader, which has more to do, slower."""
+def _send_bytes(view: NDArray[np.uint8], peer: socket.socket, extent: Extent, pull: Pull) -> None:
+    """Send the bytes of a Pull by copying.
+
+    sendfile would save the owner this copy, but make the reader, which has more to do, slower.
+    """
     peer.sendall(view[extent.offset + pull.start : extent.offset + pull.stop].data)

@@ -1,4 +1,7 @@
-"""Transfer over ZeroMQ: encrypted (CURVE) with the workers' keys; large objects take twice as long as over tcp."""
+"""The ZeroMQ transfer engine: encrypted (CURVE) with the workers' keys.
+
+Large objects take twice as long as over tcp.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +41,27 @@ from unfuse.transfer.tcp import OwnerConnection, PooledLink, Reply
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
-PIECE = 1024 * 1024  # the most bytes of an object in one message; a pull takes several
-IN_FLIGHT = 4  # how many pieces are requested ahead
-MAX_UNSENT = 64  # the most messages that wait for one reader; more are dropped, since it does not read what it asks for
+#: Most bytes of an object in one message. A pull takes several messages.
+PIECE = 1024 * 1024
+
+#: Number of pieces that are requested ahead.
+IN_FLIGHT = 4
+
+#: Most messages that wait for one reader. More are dropped, since that reader does not read its answers.
+MAX_UNSENT = 64
+
+#: Events of a socket monitor that mean that the owner is gone.
 GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+#: Milliseconds between two checks of a waiting reader for interruption.
 LOOK_UP_MS = 100
 
 
 class ZmqEngine(TransferEngine):
-    """One owner and any number of links, in a context of their own."""
+    """Moves bytes over ZeroMQ.
+
+    One owner and any number of links, in a context of their own.
+    """
 
     name = "zmq"
     _owner: _Owner | None = None
@@ -74,7 +89,10 @@ class ZmqEngine(TransferEngine):
 
 
 class _Owner:
-    """Answers readers in one thread. ZMQ copies what it sends, so nothing is held for a reader that does not read."""
+    """Answers readers in one thread.
+
+    ZMQ copies the bytes that it sends, so no object is retained for a reader that does not read.
+    """
 
     def __init__(self, arena: Arena, context: Context, options: TransferOptions) -> None:
         host = options.host
@@ -105,6 +123,7 @@ class _Owner:
         os.close(self._stop)
 
     def _serve(self) -> None:
+        """Answer requests until `stop`."""
         poller = zmq.Poller()
         for waited_for in (self._socket, self._auth_socket, self._stop):
             poller.register(waited_for, zmq.POLLIN)
@@ -120,11 +139,12 @@ class _Owner:
 
     def _admit(self) -> None:
         """Admit peers that have the same key, by ZAP (ZeroMQ's RFC 27)."""
-        version, number, _, _, _, *shown = self._auth_socket.recv_multipart()
-        known = shown == [b"CURVE", self._peer_key]
-        self._auth_socket.send_multipart([version, number, b"200" if known else b"400", b"", b"", b""])
+        version, request_id, _, _, _, *credentials = self._auth_socket.recv_multipart()
+        admitted = credentials == [b"CURVE", self._peer_key]
+        self._auth_socket.send_multipart([version, request_id, b"200" if admitted else b"400", b"", b"", b""])
 
     def _answer(self, peer: bytes, message: ToOwner) -> None:
+        """Answer one request."""
         try:
             match message:
                 case Pull():
@@ -137,6 +157,7 @@ class _Owner:
             self._send(peer, refusal(error))
 
     def _send_piece(self, peer: bytes, pull: Pull) -> None:
+        """Send the bytes of one pull. Raises ProtocolError for more than PIECE bytes."""
         if pull.stop - pull.start > PIECE:
             raise ProtocolError(f"a pull of more than {PIECE} bytes")
         extent = hold_for(self._arena, pull)
@@ -151,12 +172,17 @@ class _Owner:
 
 
 class _ZmqConnection(OwnerConnection):
-    """A reader's end. Answers come in the order of the requests, so it cannot be used again if one was not read."""
+    """The reader's end of a connection.
+
+    Answers come in the order of the requests, so it cannot be used again while one was not read.
+    """
 
     def __init__(self, address: str, context: Context, options: TransferOptions) -> None:
         self._silence, self._interrupted = options.silence_s, False
+
+        #: Number of requests whose answer was not read yet.
         self.waiting = 0
-        self._socket = _open(context, zmq.DEALER, options, PIECE + MAX_MESSAGE)  # encryption adds some
+        self._socket = _open(context, zmq.DEALER, options, PIECE + MAX_MESSAGE)  # encryption adds some bytes
         if options.secret:
             self._socket.set(zmq.CURVE_SERVERKEY, zmq.curve_public(options.secret.encode()))
         self._monitor = self._socket.get_monitor_socket(GONE)
@@ -175,7 +201,7 @@ class _ZmqConnection(OwnerConnection):
         return self.answer(kind, id)[0]
 
     def request(self, message: ToOwner) -> None:
-        """Send a message; `answer` returns its answer later."""
+        """Send a message. `answer` returns its answer later."""
         self._socket.send(encode(message), zmq.NOBLOCK)
         self.waiting += 1
 
@@ -189,13 +215,13 @@ class _ZmqConnection(OwnerConnection):
                 break
         else:
             raise TimeoutError("it does not answer")
-        first, *rest = self._socket.recv_multipart(copy=False)
+        first, *frames = self._socket.recv_multipart(copy=False)
         self.waiting -= 1
         reply: FromOwner = decode(first.buffer, FromOwner)
         check_refusal(reply, id)
         if not isinstance(reply, kind):
             raise ProtocolError(f"the owner answered {type(reply).__name__}")
-        return reply, rest
+        return reply, frames
 
     @override
     def is_alive(self) -> bool:
@@ -220,12 +246,12 @@ class _ZmqLink(PooledLink[_ZmqConnection]):
     @override
     def pull(self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         ends = [*range(start + PIECE, stop, PIECE), stop]
-        asked = iter(zip([start, *ends], ends, strict=False))
+        requests = iter(zip([start, *ends], ends, strict=False))
         with self.connection() as connection:
             done = start
             for end in ends:
-                for begin, until in asked:
-                    connection.request(Pull(ref.id, ref.key, ref.generation, ref.nbytes, begin, until))
+                for piece_start, piece_stop in requests:
+                    connection.request(Pull(ref.id, ref.key, ref.generation, ref.nbytes, piece_start, piece_stop))
                     if connection.waiting == IN_FLIGHT:
                         break
                 _, frames = connection.answer(Coming, ref.id)
@@ -237,12 +263,12 @@ class _ZmqLink(PooledLink[_ZmqConnection]):
 
 
 def _open(context: Context, kind: int, options: TransferOptions, longest: int) -> zmq.Socket[bytes]:
-    """A socket with bounded memory, which authenticates and encrypts if there is a secret."""
-    opened = context.socket(kind)
-    opened.set(zmq.MAXMSGSIZE, longest)
-    opened.set(zmq.LINGER, 0)
-    opened.set(zmq.IPV6, ":" in options.host)
+    """Return a socket with bounded memory, which authenticates and encrypts if there is a secret."""
+    zmq_socket = context.socket(kind)
+    zmq_socket.set(zmq.MAXMSGSIZE, longest)
+    zmq_socket.set(zmq.LINGER, 0)
+    zmq_socket.set(zmq.IPV6, ":" in options.host)
     if options.secret:
-        opened.set(zmq.CURVE_SECRETKEY, options.secret.encode())
-        opened.set(zmq.CURVE_PUBLICKEY, zmq.curve_public(options.secret.encode()))
-    return opened
+        zmq_socket.set(zmq.CURVE_SECRETKEY, options.secret.encode())
+        zmq_socket.set(zmq.CURVE_PUBLICKEY, zmq.curve_public(options.secret.encode()))
+    return zmq_socket
