@@ -1,7 +1,8 @@
-"""The storage port: where the bytes of objects live. It knows nothing of tensors: `tensor_store.py` is built on it.
+"""The storage port: backends for the bytes of objects, below the tensor store.
 
-To check a new backend, run `unfuse.testing.check_store` on it: the suite is the contract in executable form, and the
-memory backend is its simplest implementation.
+A backend knows nothing of tensors: `tensor_store.py` is built on it. To check a new backend, run
+`unfuse.testing.check_store` on it: the suite is the contract in executable form, and the memory backend is its
+simplest implementation.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from unfuse.core.object_ref import ObjectRef, chunk_bytes
 from unfuse.core.registry import resolve
 from unfuse.stores import BACKENDS
 
-PIECE = 256 * 1024  # bytes that are written and then hashed, before the next: a core still has them in its own cache
+#: Bytes that are written and then hashed before the next ones: a core still has them in its own cache.
+PIECE = 256 * 1024
 
 
 class Checksums:
-    """Computes the checksums of `memory` while it is filled from front to back."""
+    """Computes the XXH3 checksum of each chunk while `memory` is filled."""
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
         self._bytes, self._chunk = memory.data, chunk_bytes(memory.nbytes)
@@ -39,7 +41,10 @@ class Checksums:
         self._values: list[int] = []
 
     def filled(self, end: int, least: int = PIECE) -> None:
-        """The first `end` bytes are written: hash those that are new, if they are at least so many."""
+        """Hash the new ones of the first `end` bytes, filled from front to back.
+
+        Fewer than `least` new bytes are left for a later call.
+        """
         if end - self._hashed < least:
             return
         while self._hashed < end:
@@ -53,56 +58,69 @@ class Checksums:
 
     @property
     def known(self) -> tuple[int, ...]:
-        """Those of the chunks that are complete."""
+        """The checksums of the complete chunks."""
         return tuple(self._values)
 
     def finish(self) -> tuple[int, ...]:
-        """All bytes are written: return the checksum of every chunk."""
+        """Return the checksum of every chunk. All bytes are written."""
         self.filled(self._bytes.nbytes, 0)
         return tuple(self._values)
 
 
 def checksums_of(memory: NDArray[np.uint8]) -> tuple[int, ...]:
-    """The checksum of every chunk."""
+    """Return the checksum of every chunk."""
     return Checksums(memory).finish()
 
 
+#: Bytes of a store, and of its spilled objects, by default.
 DEFAULT_CAPACITY = 256 * 1024 * 1024
 SPILL_CAPACITY = 64 * DEFAULT_CAPACITY
 
 
 class StoreOptions(msgspec.Struct, frozen=True):
-    """The options of a backend.
+    """The options of a backend."""
 
-    `owner` is the owner of the objects in refs; `capacity` is bytes. With `address` and `write_token`, the store writes
-    into memory that another process owns. `url` is the name that it was opened by. A store that spills begins when the
-    share `threshold` of its fast part is used, and spills at most `spill_capacity` bytes. `run_dir` is the folder with
-    the sockets of the other owners on this machine.
-    """
-
+    #: The owner of the objects, as in their refs.
     owner: str
+
+    #: Bytes of the store.
     capacity: int = DEFAULT_CAPACITY
+
+    #: Address of the process whose memory the store writes into. Empty if it has its own.
     address: str = ""
+
+    #: Proves the right to write at `address`.
     write_token: bytes = b""
+
+    #: The URL that the store was opened by.
     url: str = ""
+
+    #: Share of the fast part above which a store spills, from 0 to 1.
     threshold: float = 0.8
+
+    #: Most bytes of spilled objects.
     spill_capacity: int = SPILL_CAPACITY
+
+    #: Folder with the sockets of the other owners on this machine.
     run_dir: str = ""
 
 
 class ObjectDraft(msgspec.Struct, frozen=True):
-    """An object that is being written: `memory` is its bytes, the other fields go into its ref."""
+    """An object that is being written."""
 
+    #: These three go into the object's ref.
     id: str
     key: bytes
     generation: int
+
+    #: The bytes of the object, as a uint8 array.
     memory: Any
 
 
 class ObjectHold:
-    """The bytes of a sealed object. They neither move nor change until `release`.
+    """A hold on a sealed object's bytes: they neither move nor change until `release`.
 
-    The hold releases itself when it, and every array over its bytes, is garbage.
+    The hold is released automatically when it and every array over its bytes are garbage.
     """
 
     def __init__(self, memory: NDArray[np.uint8], release: Callable[[], None]) -> None:
@@ -111,21 +129,27 @@ class ObjectHold:
         self._finalizer.atexit = False
 
     def bytes(self, *, writable: bool = False) -> NDArray[np.uint8]:
-        """The bytes, as an array that keeps this hold. Nobody may write; `writable` is a flag that torch insists on."""
+        """Return the bytes, as an array that keeps this hold.
+
+        They must not be written; `writable` is a flag that torch needs.
+        """
         return np.asarray(_Region(self._memory, writable, self))
 
     @property
     def released(self) -> bool:
-        """Whether it was ended."""
+        """Whether the hold has ended."""
         return not self._finalizer.alive
 
     def release(self) -> None:
-        """End the hold. Arrays over its bytes stay valid memory, but may show another object. Idempotent."""
+        """End the hold.
+
+        Idempotent. Arrays over its bytes stay valid memory, but may show another object.
+        """
         self._finalizer()
 
 
 class _Region:
-    """The base of an array: it keeps the hold alive as long as the array exists."""
+    """The base of an array: keeps the hold alive as long as the array exists."""
 
     def __init__(self, memory: NDArray[np.uint8], writable: bool, hold: ObjectHold) -> None:
         self._hold = hold
@@ -133,24 +157,30 @@ class _Region:
 
 
 class StorageBackend(ABC):
-    """Objects of one owner: written once, sealed, read by many, and freed when they are deleted and nobody holds them.
+    """Objects of one owner: written once, sealed, read by many, and freed after deletion.
 
     Thread-safe. An object can be read only when it is sealed, and never changes then. An object that is aborted, or
-    deleted and not held, frees its room. Other processes read at `address`, and must show `write_token` there to write;
-    both are empty if no other process can reach the backend. `arena` is the memory for transfers, in the process that
-    owns it. A `bounded` backend has no room but that memory's; one that `announces` lets objects be read while they are
-    written.
+    deleted and not held, frees its room.
     """
 
+    #: Where other processes read. Empty if no other process can reach the backend.
     address: str = ""
+
+    #: Other processes must show this token at `address` to write. Empty if none can.
     write_token: bytes = b""
+
+    #: The memory for transfers, in the process that owns it.
     arena: Arena | None = None
+
+    #: Whether the backend has no room but that of its memory.
     bounded: bool = True
+
+    #: Whether objects can be read while they are written.
     announces: bool = False
 
     @abstractmethod
     def create(self, nbytes: int, request: str) -> ObjectDraft:
-        """Allocate an object, to be filled and then sealed or aborted. Raises ArenaFull if there is no room now."""
+        """Allocate an object, to be filled and then sealed or aborted. Raises ArenaFull."""
 
     def reserve(self, nbytes: int, request: str) -> Extent:
         """Allocate room in `arena` for an object from another node. Raises ArenaFull."""
@@ -158,24 +188,27 @@ class StorageBackend(ABC):
         return self.arena.create(nbytes, request)
 
     def at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """Bytes of the memory in which objects lie, whatever they are now."""
+        """Return bytes of the objects' memory, whatever they are now."""
         raise NotImplementedError(f"{type(self).__name__} has no memory that others write")
 
     def announce(self, id: str, written: tuple[int, ...]) -> None:
-        """Let an object be read while it is written; `written` has the checksums of all chunks that are complete.
+        """Let an object be read while it is written.
 
-        Raises ObjectLost if its request was released meanwhile.
+        `written` has the checksums of all complete chunks. Raises ObjectLost if its request was released meanwhile.
         """
         raise NotImplementedError(f"{type(self).__name__} does not announce: {id} is read when it is whole")
 
     def is_whole(self, ref: ObjectRef) -> bool:
-        """Whether an object that was announced, by this owner or another, is written to its end. Raises ObjectLost."""
+        """Whether an announced object, of any owner, is completely written. Raises ObjectLost."""
         del ref
         return True
 
     @abstractmethod
     def seal(self, id: str) -> None:
-        """Make an object readable. Raises ObjectLost, with its room freed, if its request was released meanwhile."""
+        """Make an object readable.
+
+        Raises ObjectLost, with its room freed, if its request was released meanwhile.
+        """
 
     @abstractmethod
     def abort(self, id: str) -> None:
@@ -183,38 +216,45 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def hold(self, ref: ObjectRef) -> ObjectHold:
-        """Hold an object, of this owner or another, to read it.
+        """Return a hold on an object, of any owner, to read it.
 
-        Raises ObjectLost if it cannot be reached, is not sealed, or has another key, generation or length than the ref.
+        Raises ObjectLost if the object cannot be reached, is not sealed, or has another key, generation or length
+        than the ref.
         """
 
     @abstractmethod
     def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
-        """Learn where other owners are, as {owner: (node, address)}: their objects can be held from now on."""
+        """Register the places of other owners, as {owner: (node, address)}.
+
+        Their objects can be read from now on.
+        """
 
     def reaches(self, owner: str) -> bool:
-        """Whether another owner's memory can be mapped, at the address that was learned."""
+        """Whether another owner's memory can be mapped, at its registered address."""
         del owner
         return False
 
     @abstractmethod
     def delete(self, ref: ObjectRef) -> None:
-        """Delete an object; those who hold it may read on. Idempotent. An object of another owner is not touched."""
+        """Delete an object of this owner. Idempotent. Existing holds stay valid.
+
+        An object of another owner is not touched.
+        """
 
     @abstractmethod
     def release(self, request: str) -> None:
-        """Delete all objects of a request, also those that are being written. Idempotent."""
+        """Delete all objects of a request, also unsealed ones. Idempotent."""
 
     @abstractmethod
     def holding(self) -> frozenset[str]:
-        """Ids of the requests that this owner has objects of that are not deleted."""
+        """Return the ids of the requests with objects of this owner that are not deleted."""
 
     def idle(self) -> Sequence[Extent]:
-        """Some sealed objects that nobody holds, the least recently used first: candidates for `spill`."""
+        """Return sealed objects without a hold, least recently used first: candidates for `spill`."""
         return ()
 
     def spill(self, ref: ObjectRef) -> None:
-        """Free the room of an object that was copied elsewhere, unless somebody holds it.
+        """Free the room of an object that was copied elsewhere, unless it is held.
 
         `holding` still has its request. Raises ObjectLost if it was deleted meanwhile.
         """
@@ -222,15 +262,21 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def usage(self) -> MemoryUsage:
-        """How full it is."""
+        """Return how full the backend is."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free everything. The store must not be used afterwards; arrays that it gave out stay valid."""
+        """Free everything. The store must not be used afterwards.
+
+        Arrays that it returned stay valid.
+        """
 
 
 def open_backend(url: str, options: StoreOptions) -> StorageBackend:
-    """Open the backend of that name or URL; "auto" is shared memory if the kernel has it. Raises ConfigError."""
+    """Open the backend of that name or URL. Raises ConfigError.
+
+    "auto" is shared memory if the kernel has it, else the process's own memory.
+    """
     if url == "auto":
         url = "shared_memory" if hasattr(os, "memfd_create") else "memory"
     scheme = url.partition(":")[0]
@@ -240,7 +286,7 @@ def open_backend(url: str, options: StoreOptions) -> StorageBackend:
 
 
 class TabledBackend(StorageBackend):
-    """Objects in a table of this process, or by a connection to that of another one."""
+    """A backend with an object table, of this process or another one."""
 
     def __init__(self, table: ObjectTable | ArenaClient) -> None:
         self._objects = table

@@ -1,4 +1,6 @@
-"""The port for blob stores, which keep bytes by folder and name outside of every process: on a disk, in Redis, in S3.
+"""The port for blob stores, such as a disk, Redis or S3.
+
+A blob is bytes, stored by folder and name outside of every process.
 
 Keyed backends, durable copies and the result store are built on it.
 """
@@ -17,26 +19,30 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+#: The bytes of a blob.
 Data: TypeAlias = "bytes | NDArray[np.uint8]"
 
-PART_BYTES = 4 * 1024 * 1024  # bytes that are read or written at a time
+#: Bytes that are read or written at a time.
+PART_BYTES = 4 * 1024 * 1024
 
 
 class StoredBlob(NamedTuple):
-    """One stored blob. `modified` is Unix seconds."""
+    """One stored blob."""
 
     folder: str
     name: str
     nbytes: int
+
+    #: Unix time of the last write, in seconds.
     modified: float
 
 
 class BlobStore(ABC):
-    """Blobs by folder and name. A blob is stored whole or not at all; writing it again replaces it.
+    """Blobs by folder and name. A blob is stored whole or not at all.
 
-    Thread-safe. A folder is a path that `folder_of` made; a name has no "/" and does not begin with ".". Every method
-    raises TransientError while the store fails or cannot be reached, and works again afterwards. A blob written with
-    `durable` survives a power cut, if the store and its URL provide for that.
+    Thread-safe. Writing a blob again replaces it. A folder is a path that `folder_of` made; a name has no "/" and
+    does not begin with ".". Every method raises TransientError while the store fails or cannot be reached, and works
+    again afterwards. A blob written with `durable` survives a power cut, if the store and its URL provide for that.
     """
 
     @abstractmethod
@@ -45,7 +51,10 @@ class BlobStore(ABC):
 
     @abstractmethod
     def read(self, folder: str, name: str) -> tuple[int, Iterator[bytes]]:
-        """The size of a blob in bytes, and an iterator over its parts. Raises NotFound."""
+        """Return the size of a blob in bytes, and an iterator over its parts.
+
+        Raises NotFound.
+        """
 
     @abstractmethod
     def remove(self, folder: str, name: str) -> None:
@@ -53,27 +62,33 @@ class BlobStore(ABC):
 
     @abstractmethod
     def drop(self, folder: str) -> None:
-        """Delete all blobs in a folder and in those below it. Idempotent."""
+        """Delete all blobs in a folder and its subfolders. Idempotent."""
 
     @abstractmethod
     def entries(self, under: str = "") -> Iterator[StoredBlob]:
-        """All blobs in a folder and in those below it."""
+        """Return all blobs in a folder and its subfolders."""
 
 
 def open_blobs(url: str) -> BlobStore:
-    """Open the blob store at `disk:PATH`, `redis://…`, `s3://BUCKET/…` or `module:attr://…`. Raises ConfigError."""
-    known = url.partition(":")[0]
-    at = resolve(BLOB_STORES, known if known in BLOB_STORES else url.partition("://")[0], "place to keep things")
-    blobs: BlobStore = at(url)
+    """Open the blob store at a URL: `disk:PATH`, `redis://…`, `s3://BUCKET/…` or `module:attr://…`.
+
+    Raises ConfigError.
+    """
+    scheme = url.partition(":")[0]
+    factory = resolve(BLOB_STORES, scheme if scheme in BLOB_STORES else url.partition("://")[0], "place to keep things")
+    blobs: BlobStore = factory(url)
     return blobs
 
 
 def folder_of(*parts: str) -> str:
-    """The path of a folder from parts, which may be any text: special characters in them are quoted."""
+    """Return the path of a folder from parts, which may be any text.
+
+    Special characters are quoted.
+    """
     quoted = (quote(part, safe="").replace(".", "%2E").replace("~", "%7E").replace("%", "~") for part in parts)
     return "/".join(filter(None, quoted))
 
 
 def last_part(folder: str) -> str:
-    """The last part of a path that `folder_of` made, as it was given."""
+    """Return the last part of a path that `folder_of` made, unquoted."""
     return unquote(folder.rpartition("/")[2].replace("~", "%"))

@@ -1,4 +1,4 @@
-"""A blob store of files."""
+"""The disk blob store: one file for each blob."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from unfuse.core.errors import ConfigError, NotFound, TransientError
 from unfuse.core.paths import expanded
 from unfuse.stores.blobs import PART_BYTES, BlobStore, Data, StoredBlob
 
+#: Values of `fsync` in the URL. None syncs durable blobs only.
 FSYNC = {"yes": True, "no": False, "": None}
 
 
 class DiskBlobs(BlobStore):
-    """`disk:PATH[?fsync=yes|no]`: one file for each name, readable by its owner only.
+    """Blobs as files at `disk:PATH[?fsync=yes|no]`, readable by their owner only.
 
     A file appears whole or not at all; with fsync it also survives a power cut once `write` has returned. Without
     `fsync` in the URL, only durable blobs are synced.
@@ -33,7 +34,7 @@ class DiskBlobs(BlobStore):
             raise ConfigError(f"{url!r} is not a folder: give disk:PATH")
         self._root, self._fsync = expanded(path).absolute(), FSYNC[fsync]
         try:
-            _make(self._root)
+            _make_folder(self._root)
         except OSError as error:
             raise ConfigError(f"nothing can be kept in {path}: {error.strerror}; choose another folder") from error
 
@@ -54,11 +55,11 @@ class DiskBlobs(BlobStore):
     @override
     def read(self, folder: str, name: str) -> tuple[int, Iterator[bytes]]:
         path = self.path(folder, name)
-        with _explained(path):
-            return path.stat().st_size, _parts(path)
+        with _translated_errors(path):
+            return path.stat().st_size, _read_parts(path)
 
     def path(self, folder: str, name: str) -> Path:
-        """The path of a blob's file, whether or not it exists."""
+        """Return the path of a blob's file, whether or not it exists."""
         return self._root / folder / name
 
     @override
@@ -88,9 +89,10 @@ class DiskBlobs(BlobStore):
             raise TransientError(f"{nbytes} bytes cannot be written under {self._root}: {error.strerror}") from error
 
     def _write(self, folder: str, name: str, data: Data, fsync: bool) -> None:
+        """Write a temporary file and rename it."""
         target = self._root / folder
-        _make(target)
-        if len(data) > shutil.disk_usage(target).free:  # else others would find a full disk meanwhile
+        _make_folder(target)
+        if len(data) > shutil.disk_usage(target).free:  # otherwise, the disk would be full for others meanwhile
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         partial = target / f".{name}.{secrets.token_hex(8)}"
         try:
@@ -105,17 +107,19 @@ class DiskBlobs(BlobStore):
                 partial.unlink()
             raise
         if fsync:
-            _sync(target)
+            _sync_folder(target)
 
 
-def _parts(path: Path) -> Iterator[bytes]:
-    with _explained(path), path.open("rb", buffering=0) as file:
+def _read_parts(path: Path) -> Iterator[bytes]:
+    """Yield the parts of a file."""
+    with _translated_errors(path), path.open("rb", buffering=0) as file:
         while part := file.read(PART_BYTES):
             yield part
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _translated_errors(path: Path) -> Iterator[None]:
+    """Turn the errors of reading a file into NotFound and TransientError."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -124,15 +128,17 @@ def _explained(path: Path) -> Iterator[None]:
         raise TransientError(f"file {path} cannot be read: {error.strerror}") from error
 
 
-def _make(folder: Path) -> None:
+def _make_folder(folder: Path) -> None:
+    """Create a folder for its owner only, and sync its entry."""
     if folder.is_dir():
         return
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
-    _sync(folder.parent)
+    _sync_folder(folder.parent)
 
 
-def _sync(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
+    """Sync a folder, so that its entries survive a power cut."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,4 +1,4 @@
-"""Objects in a blob store: they outlive their owner's process, and are verified whenever they are read."""
+"""Objects in a blob store: they outlive their owner and are verified when read."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ from unfuse.stores.blobs import BlobStore, folder_of, last_part, open_blobs
 
 
 class KeyedBackend(StorageBackend):
-    """At most `capacity` bytes of one owner's objects in a blob store, which every process with access can read.
+    """One owner's objects in a blob store, at most `capacity` bytes.
 
-    Without an `owner` it has durable copies of all owners' objects, without a bound, in a folder of their own. Objects
-    that are being written or held are in this process's memory, and count in `usage` too. `full` has the beginning and
-    the end of ArenaFull's message: what is full, and what helps.
+    Every process with access to the blob store can read them.
+
+    Without an `owner` it has the durable copies of all owners' objects, without a limit, in a folder of their own.
+    Objects that are being written or held are in this process's memory, and count in `usage`, too. `full` has the
+    beginning and the end of ArenaFull's message: what is full, and what helps.
     """
 
     bounded = False
 
     def __init__(self, blobs: BlobStore, owner: str = "", capacity: int = 0, full: tuple[str, str] = ("", "")) -> None:
-        self._blobs, self._owner, self._capacity, self._full = blobs, owner, capacity, full
+        self._blobs, self._owner = blobs, owner
+        self._capacity, self._full = capacity, full
         self._folder = partial(folder_of, OBJECTS if owner else COPIES)
-        self._turn = FinalizerLock()
+        self._hold_lock = FinalizerLock()
         self._writing: dict[str, tuple[ObjectDraft, str]] = {}
         self._generations = count(1)
         self._held = self._high_water = 0
@@ -49,10 +52,10 @@ class KeyedBackend(StorageBackend):
 
     @override
     def seal(self, id: str) -> None:
-        """Write the object to the blob store. Raises TransientError, with the object dropped, if that fails."""
+        """Write the object to the blob store. Raises TransientError, with the object dropped."""
         draft, request = self._writing.get(id) or (None, "")
         if draft is not None:
-            folder, name = self._folder(self._owner, request), _name(draft)
+            folder, name = self._folder(self._owner, request), _blob_name(draft)
             try:
                 self._blobs.write(folder, name, draft.memory, durable=False)
             except TransientError:
@@ -68,13 +71,16 @@ class KeyedBackend(StorageBackend):
         self._writing.pop(id, None)
 
     def keep(self, ref: ObjectRef | Extent, memory: NDArray[np.uint8], *, durable: bool = False) -> None:
-        """Store a sealed object of another store. Raises ArenaFull, or TransientError if the blob store fails."""
+        """Store a sealed object of another store.
+
+        Raises ArenaFull, or TransientError if the blob store fails.
+        """
         if self._owner:
             self._admit(ref.nbytes)
-        self._blobs.write(self._folder(self._owner, ref.request), _name(ref), memory, durable=durable)
+        self._blobs.write(self._folder(self._owner, ref.request), _blob_name(ref), memory, durable=durable)
 
     def load(self, object: Extent, memory: NDArray[np.uint8]) -> None:
-        """Fill `memory` with the bytes of an object of this owner, not verified. Raises NotFound, TransientError."""
+        """Fill `memory` with an object of this owner, unverified. Raises NotFound and TransientError."""
         self._read(self._folder(self._owner, object.request), object, memory)
 
     @override
@@ -84,9 +90,9 @@ class KeyedBackend(StorageBackend):
             memory = self._read(self._folder(self._owner and ref.owner, ref.request), ref)
         except (NotFound, TransientError) as error:
             raise ObjectLost(f"object {ref.id} is lost: {error}", ref.id) from error
-        with self._turn:
+        with self._hold_lock:
             self._held += ref.nbytes
-        return ObjectHold(memory, partial(self._turn.post, partial(self._let_go, ref.nbytes)))
+        return ObjectHold(memory, partial(self._hold_lock.post, partial(self._end_hold, ref.nbytes)))
 
     @override
     def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
@@ -95,7 +101,7 @@ class KeyedBackend(StorageBackend):
     @override
     def delete(self, ref: ObjectRef) -> None:
         if self._owner in ("", ref.owner):
-            self._blobs.remove(self._folder(self._owner, ref.request), _name(ref))
+            self._blobs.remove(self._folder(self._owner, ref.request), _blob_name(ref))
 
     @override
     def release(self, request: str) -> None:
@@ -105,8 +111,10 @@ class KeyedBackend(StorageBackend):
 
     @override
     def holding(self) -> frozenset[str]:
-        begun = {request for _, request in tuple(self._writing.values())}
-        return frozenset(begun | {last_part(entry.folder) for entry in self._blobs.entries(self._folder(self._owner))})
+        unsealed = {request for _, request in tuple(self._writing.values())}
+        return frozenset(
+            unsealed | {last_part(entry.folder) for entry in self._blobs.entries(self._folder(self._owner))}
+        )
 
     @override
     def usage(self) -> MemoryUsage:
@@ -125,15 +133,20 @@ class KeyedBackend(StorageBackend):
         self._blobs.drop(self._folder(self._owner))
 
     def forget(self, before: float) -> None:
-        """Delete objects of all owners that are older than the Unix time `before`. Raises TransientError."""
+        """Delete objects of all owners that are older than the Unix time `before`.
+
+        Raises TransientError.
+        """
         for entry in [entry for entry in self._blobs.entries(self._folder()) if entry.modified < before]:
             self._blobs.remove(entry.folder, entry.name)
 
     def _used(self) -> int:
-        begun: int = sum(draft.memory.nbytes for draft, _ in tuple(self._writing.values()))
-        return begun + sum(entry.nbytes for entry in self._blobs.entries(self._folder(self._owner)))
+        """Return the bytes of unsealed and stored objects of this owner."""
+        unsealed: int = sum(draft.memory.nbytes for draft, _ in tuple(self._writing.values()))
+        return unsealed + sum(entry.nbytes for entry in self._blobs.entries(self._folder(self._owner)))
 
     def _admit(self, nbytes: int) -> None:
+        """Raise ArenaFull unless there is room for so many bytes."""
         used = self._used()
         if used + nbytes > self._capacity:
             raise ArenaFull(nbytes, max(0, self._capacity - used), self._capacity, *self._full)
@@ -142,7 +155,11 @@ class KeyedBackend(StorageBackend):
     def _read(
         self, folder: str, object: ObjectRef | Extent, memory: NDArray[np.uint8] | None = None
     ) -> NDArray[np.uint8]:
-        nbytes, parts = self._blobs.read(folder, _name(object))
+        """Return the bytes of an object; those of a ref are verified.
+
+        Raises NotFound and TransientError.
+        """
+        nbytes, parts = self._blobs.read(folder, _blob_name(object))
         if nbytes != object.nbytes:
             raise TransientError(f"{nbytes} bytes of {object.nbytes} are there")
         memory, end = np.empty(nbytes, np.uint8) if memory is None else memory, 0
@@ -155,37 +172,41 @@ class KeyedBackend(StorageBackend):
             raise TransientError("it is damaged: its checksums do not match")
         return memory
 
-    def _let_go(self, nbytes: int) -> None:
+    def _end_hold(self, nbytes: int) -> None:
+        """Count the bytes of an ended hold as free."""
         self._held -= nbytes
 
 
 def open_keyed(options: StoreOptions, remedy: str = "start the worker with a larger --arena") -> KeyedBackend:
-    """Open the owner's objects at `options.url`; `remedy` says what helps when it is full. Raises ConfigError."""
+    """Open the owner's objects at `options.url`. Raises ConfigError.
+
+    `remedy` says what helps when the store is full.
+    """
     full = f"the {options.url.partition(':')[0]} store has no room", remedy
     return KeyedBackend(open_blobs(options.url), options.owner, options.capacity, full)
 
 
 def open_copies(url: str) -> KeyedBackend | None:
-    """Open the durable copies at `disk:PATH`, `redis://…` or `s3://…`; None for "none". Raises ConfigError.
+    """Open the durable copies at `disk:PATH`, `redis://…` or `s3://…`; None for "none".
 
-    Copies stay until somebody releases their request.
+    Raises ConfigError. Copies stay until their request is released.
     """
     return None if url == "none" else KeyedBackend(open_blobs(url))
 
 
 class StoredObjects:
-    """All objects and durable copies in one blob store, of all owners, dead ones included."""
+    """All objects and durable copies in one blob store, of all owners, also ended ones."""
 
     def __init__(self, blobs: BlobStore) -> None:
         self._blobs = blobs
 
     def requests(self) -> dict[str, set[str]]:
-        """The folders of each request, by its id. Raises TransientError."""
-        found: dict[str, set[str]] = {}
+        """Return the folders of each request, by its id. Raises TransientError."""
+        folders: dict[str, set[str]] = {}
         for root in (OBJECTS, COPIES):
             for entry in self._blobs.entries(folder_of(root)):
-                found.setdefault(last_part(entry.folder), set()).add(entry.folder)
-        return found
+                folders.setdefault(last_part(entry.folder), set()).add(entry.folder)
+        return folders
 
     def drop(self, folders: Iterable[str]) -> None:
         """Delete everything in these folders. Raises TransientError."""
@@ -194,12 +215,18 @@ class StoredObjects:
 
 
 def remains_at(*urls: str) -> list[StoredObjects]:
-    """The contents of the blob stores among these URLs of tensor stores and durable copies. Raises ConfigError."""
-    places = dict.fromkeys(url.partition("+")[2] if url.startswith("spill:") else url for url in urls)
-    return [StoredObjects(open_blobs(url)) for url in places if url.partition(":")[0] in BLOB_STORES]
+    """Return the stored objects at those of these URLs that are blob stores. Raises ConfigError.
+
+    The URLs are of tensor stores and durable copies; of a spill store, the slow part counts.
+    """
+    blob_urls = dict.fromkeys(url.partition("+")[2] if url.startswith("spill:") else url for url in urls)
+    return [StoredObjects(open_blobs(url)) for url in blob_urls if url.partition(":")[0] in BLOB_STORES]
 
 
-def _name(object: ObjectRef | Extent | ObjectDraft) -> str:
-    """The name of an object's blob. It contains a hash of the key, so only who has the whole ref can find it."""
+def _blob_name(object: ObjectRef | Extent | ObjectDraft) -> str:
+    """Return the name of an object's blob.
+
+    It has a hash of the key, so finding it needs the whole ref.
+    """
     secret = hashlib.blake2b(b"%d " % object.generation + object.key, digest_size=16).hexdigest()
     return f"{folder_of(object.id)}.{secret}"

@@ -1,4 +1,4 @@
-"""Objects in this process's own memory: the simplest backend, and the specification of the others."""
+"""The memory backend: objects in this process's own memory, the specification of the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unfuse.stores.base import ObjectDraft, ObjectHold, StoreOptions, TabledBack
 
 
 class _Heap:
-    """An allocator that makes one allocation of the operating system for each object."""
+    """An allocator that asks the operating system for each object."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

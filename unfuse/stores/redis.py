@@ -1,4 +1,4 @@
-"""A blob store in Redis (6.2 or later) or Valkey."""
+"""The Redis blob store, for Redis (6.2 or later) or Valkey."""
 
 from __future__ import annotations
 
@@ -23,27 +23,30 @@ except ImportError as error:
     raise ConfigError("keeping things in Redis needs the library redis: pip install 'unfuse[redis]'") from error
 
 ADDRESS = "redis://[user:password@]host[:port][/database][?prefix=name][&ttl=seconds]"
-SILENT_S = 30  # seconds without an answer after which a server counts as gone
+
+#: Seconds without an answer after which a server counts as gone.
+SILENT_S = 30
 
 
 class RedisBlobs(BlobStore):
-    """A Redis hash of parts for each name, and one hash that lists them. All expire after `ttl` seconds (a day).
+    """Blobs in Redis: a hash of parts for each, and one hash listing all.
 
-    How durable they are until then depends on the server's settings.
+    All expire after `ttl` seconds (a day by default). How durable they are until then depends on the server's
+    settings.
     """
 
     def __init__(self, url: str) -> None:
         try:
-            where = urlsplit(url)
-            options = {"prefix": "unfuse-kept", "ttl": "86400", **dict(parse_qsl(where.query, keep_blank_values=True))}
+            parts = urlsplit(url)
+            options = {"prefix": "unfuse-kept", "ttl": "86400", **dict(parse_qsl(parts.query, keep_blank_values=True))}
             self._prefix, self._ttl = f"{{{options.pop('prefix')}}}", int(options.pop("ttl"))
-            if options or self._ttl < 1 or where.port == 0 or not re.fullmatch(r"/?\d*", where.path):
+            if options or self._ttl < 1 or parts.port == 0 or not re.fullmatch(r"/?\d*", parts.path):
                 raise ValueError
         except ValueError:
             raise ConfigError(f"a place in Redis is {ADDRESS}") from None
-        self._list, self._place = f"{self._prefix}:kept", f"Redis at {where.hostname}"
+        self._list, self._place = f"{self._prefix}:kept", f"Redis at {parts.hostname}"
         self._redis = Redis.from_url(
-            where._replace(query="").geturl(),
+            parts._replace(query="").geturl(),
             retry=Retry(NoBackoff(), 1),
             socket_timeout=SILENT_S,
             socket_connect_timeout=5,
@@ -53,15 +56,15 @@ class RedisBlobs(BlobStore):
     def write(self, folder: str, name: str, data: Data, *, durable: bool = True) -> None:
         path, view = f"{folder}/{name}", memoryview(data)  # type: ignore[arg-type]  # an array is a buffer
         draft = f"{self._prefix}:{path}:{secrets.token_hex(8)}"
-        with self._explained(f"take {path} ({len(data)} bytes)"):
+        with self._translated_errors(f"take {path} ({len(data)} bytes)"):
             try:
                 for start in range(0, len(data) or 1, PART_BYTES):
                     self._redis.hset(draft, str(start), view[start : start + PART_BYTES])
                     self._redis.expire(draft, self._ttl)
-                with self._redis.pipeline() as together:
-                    together.rename(draft, f"{self._prefix}:{path}")
-                    together.hset(self._list, path, f"{len(data)} {time.time()}")
-                    together.execute()
+                with self._redis.pipeline() as transaction:
+                    transaction.rename(draft, f"{self._prefix}:{path}")
+                    transaction.hset(self._list, path, f"{len(data)} {time.time()}")
+                    transaction.execute()
             except RedisError:
                 with suppress(RedisError):
                     self._redis.unlink(draft)
@@ -70,19 +73,19 @@ class RedisBlobs(BlobStore):
     @override
     def read(self, folder: str, name: str) -> tuple[int, Iterator[bytes]]:
         path = f"{folder}/{name}"
-        with self._explained(f"say whether it has {path}"):
-            found = self._redis.hget(self._list, path)
-        if not isinstance(found, bytes):
+        with self._translated_errors(f"say whether it has {path}"):
+            entry = self._redis.hget(self._list, path)
+        if not isinstance(entry, bytes):
             raise NotFound(f"there is no {path} in {self._place}")
-        nbytes = int(found.split()[0])
-        return nbytes, self._parts(path, nbytes)
+        nbytes = int(entry.split()[0])
+        return nbytes, self._read_parts(path, nbytes)
 
     @override
     def remove(self, folder: str, name: str) -> None:
-        with self._explained("forget"), self._redis.pipeline() as together:
-            together.unlink(f"{self._prefix}:{folder}/{name}")
-            together.hdel(self._list, f"{folder}/{name}")
-            together.execute()
+        with self._translated_errors("forget"), self._redis.pipeline() as transaction:
+            transaction.unlink(f"{self._prefix}:{folder}/{name}")
+            transaction.hdel(self._list, f"{folder}/{name}")
+            transaction.execute()
 
     @override
     def drop(self, folder: str) -> None:
@@ -91,7 +94,7 @@ class RedisBlobs(BlobStore):
 
     @override
     def entries(self, under: str = "") -> Iterator[StoredBlob]:
-        with self._explained("say what it has"):
+        with self._translated_errors("say what it has"):
             for path, value in self._redis.hscan_iter(self._list, f"{under}/*" if under else None, 1000):
                 (folder, _, name), (nbytes, modified) = path.decode().rpartition("/"), map(float, value.split())
                 if modified + self._ttl < time.time():
@@ -99,17 +102,19 @@ class RedisBlobs(BlobStore):
                 else:
                     yield StoredBlob(folder, name, int(nbytes), modified)
 
-    def _parts(self, path: str, nbytes: int) -> Iterator[bytes]:
+    def _read_parts(self, path: str, nbytes: int) -> Iterator[bytes]:
+        """Yield the parts of a blob. Raises NotFound if one has expired."""
         for start in range(0, nbytes, PART_BYTES):
-            with self._explained(f"send {path}"):
+            with self._translated_errors(f"send {path}"):
                 part = self._redis.hget(f"{self._prefix}:{path}", str(start))
             if not isinstance(part, bytes):
                 raise NotFound(f"a part of {path} is not in {self._place} any more")
             yield part
 
     @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
+    def _translated_errors(self, action: str) -> Iterator[None]:
+        """Turn the library's errors into TransientError."""
         try:
             yield
         except (RedisError, OSError) as error:
-            raise TransientError(f"{self._place} does not {what}: {error}") from error
+            raise TransientError(f"{self._place} does not {action}: {error}") from error

@@ -1,4 +1,4 @@
-"""The result store: keeps encoded pictures and videos after their request is over."""
+"""The result store: uploads, and encoded pictures and videos, by request."""
 
 from __future__ import annotations
 
@@ -26,21 +26,28 @@ from unfuse.stores import BLOB_STORES
 from unfuse.stores.blobs import BlobStore, StoredBlob, open_blobs
 from unfuse.stores.disk import DiskBlobs
 
+#: Prefixes of blob names: of attachments, and of attachments with video fragments.
 ATTACHED = "attached-"
 PART = "part-"
 ATTACHMENT = re.compile(r"[a-z0-9_.-]{1,80}")
-PREFIXES = tuple(medium.prefix for medium in MEDIA)
+PREFIXES = tuple(modality.prefix for modality in MEDIA)
 REQUEST_ID = re.compile(rf"({'|'.join(PREFIXES)})[0-9a-f]{{32}}")
 
-LEAST_ROOM = 1 << 20  # a disk with less free bytes than this, about a picture, counts as full
-MARK = "results.mark"  # the file in a folder of results by whose content machines see that it is one and the same
-COPY_S = 3600  # seconds that a local copy of a result is kept: longer than anybody reads it
+#: A disk with fewer free bytes than this, about a picture, counts as full.
+LEAST_ROOM = 1 << 20
+
+#: The file in a result folder by whose content machines recognize the same folder.
+MARK = "results.mark"
+
+#: Seconds that a local copy of a result is kept. No reader takes longer.
+COPY_S = 3600
 
 
 class ResultStore(ABC):
-    """Results by request and index. A result is stored whole or not at all; putting it again replaces it.
+    """Results by request and index. A result is stored whole or not at all.
 
-    Every method raises ResultsUnavailable when the store fails, and NotFound for a text that is not a request's id.
+    Putting a result again replaces it. Every method raises ResultsUnavailable when the store fails, and NotFound for
+    a text that is not a request's id.
     """
 
     def __init__(self, blobs: BlobStore) -> None:
@@ -54,27 +61,27 @@ class ResultStore(ABC):
 
     @abstractmethod
     def path(self, request: str, index: int) -> Path:
-        """A file that holds the result, for reading. Raises NotFound."""
+        """Return a file with the result, for reading. Raises NotFound."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raise ResultsUnavailable if it is known that a result could not be stored now."""
+        """Raise ResultsUnavailable if it is known that no result can be stored now."""
 
     def read(self, request: str, index: int) -> bytes:
-        """The bytes of a result. Raises NotFound."""
+        """Return the bytes of a result. Raises NotFound."""
         return self._read(request, str(index), f"result {index}")
 
     def attach(self, request: str, name: str, data: bytes, *, durable: bool = True) -> None:
-        """Keep an upload or a preview until the request is over. Raises ResultsUnavailable if there is no room."""
+        """Store an upload or a preview until the request is over. Raises ResultsUnavailable."""
         with _unavailable():
-            self._blobs.write(_folder(request), _attachment(name), data, durable=durable)
+            self._blobs.write(_folder(request), _attachment_name(name), data, durable=durable)
 
     def attached(self, request: str, name: str) -> bytes:
-        """The attachment of that name. Raises NotFound."""
-        return self._read(request, _attachment(name), name)
+        """Return the attachment of that name. Raises NotFound."""
+        return self._read(request, _attachment_name(name), name)
 
     def detach(self, request: str, beginning: str = "") -> None:
-        """Delete a request's attachments whose names begin like that, but not its results. Idempotent."""
+        """Delete a request's attachments whose names start with `beginning`. Idempotent."""
         with _unavailable():
             for entry in self._blobs.entries(_folder(request)):
                 if entry.name.startswith(ATTACHED + beginning):
@@ -86,33 +93,36 @@ class ResultStore(ABC):
             self._blobs.drop(_folder(request))
 
     def kept(self) -> dict[str, tuple[float, int]]:
-        """Of each request that has something here: the Unix time of the last of it, and bytes; oldest first."""
-        found: dict[str, tuple[float, int]] = {}
+        """Return (Unix time of the last write, bytes) of each request here, oldest first."""
+        stored: dict[str, tuple[float, int]] = {}
         with _unavailable():
             for entry in self._blobs.entries():
                 if REQUEST_ID.fullmatch(entry.folder):
-                    last, nbytes = found.get(entry.folder, (0.0, 0))
-                    found[entry.folder] = max(entry.modified, last), nbytes + entry.nbytes
-        return dict(sorted(found.items(), key=lambda item: item[1]))
+                    last, nbytes = stored.get(entry.folder, (0.0, 0))
+                    stored[entry.folder] = max(entry.modified, last), nbytes + entry.nbytes
+        return dict(sorted(stored.items(), key=lambda item: item[1]))
 
     def forget(self, before: float) -> list[str]:
-        """Delete the results of requests whose last one is older than the Unix time `before`. Returns their ids."""
+        """Delete the results of requests whose last write is older than `before`. Returns their ids.
+
+        `before` is a Unix time in seconds.
+        """
         old = [request for request, (modified, _) in self.kept().items() if modified < before]
         for request in old:
             self.delete(request)
         return old
 
-    def _read(self, request: str, name: str, what: str) -> bytes:
+    def _read(self, request: str, name: str, description: str) -> bytes:
         folder = _folder(request)
         try:
             with _unavailable():
                 return b"".join(self._blobs.read(folder, name)[1])
         except NotFound:
-            raise _none(request, what) from None
+            raise _not_found(request, description) from None
 
 
 class DiskResults(ResultStore):
-    """Results as files: one folder per request, one file per index, readable by their owner only."""
+    """Results as files, readable by their owner only: a folder per request."""
 
     _blobs: DiskBlobs
 
@@ -120,7 +130,7 @@ class DiskResults(ResultStore):
     def path(self, request: str, index: int) -> Path:
         path = self._blobs.path(_folder(request), str(index))
         if not path.is_file():
-            raise _none(request, f"result {index}")
+            raise _not_found(request, f"result {index}")
         return path
 
     @override
@@ -130,9 +140,9 @@ class DiskResults(ResultStore):
 
 
 class RemoteResults(ResultStore):
-    """Results in S3 or Redis. Whether there is room is known only by writing, so `check` does nothing.
+    """Results in S3 or Redis. `check` does nothing: only writing shows whether there is room.
 
-    `path` copies a result to this machine for an hour, so that it can be read in ranges.
+    `path` copies a result to this machine for COPY_S seconds, so that it can be read in ranges.
     """
 
     @override
@@ -141,19 +151,19 @@ class RemoteResults(ResultStore):
 
     @override
     def path(self, request: str, index: int) -> Path:
-        self._near.forget(time.time() - COPY_S)
-        self._near.put(request, index, "", self.read(request, index))
-        return self._near.path(request, index)
+        self._local.forget(time.time() - COPY_S)
+        self._local.put(request, index, "", self.read(request, index))
+        return self._local.path(request, index)
 
     @cached_property
-    def _near(self) -> DiskResults:
+    def _local(self) -> DiskResults:
         folder = tempfile.mkdtemp(prefix="unfuse-results-")
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         return DiskResults(DiskBlobs(f"disk:{folder}?fsync=no"))
 
 
-class _Unseen(BlobStore):
-    """What another machine has and this one does not see: nothing can be read, or kept."""
+class _InaccessibleBlobs(BlobStore):
+    """An inaccessible blob store of another machine: nothing can be read or stored."""
 
     @override
     def write(self, folder: str, name: str, data: object, *, durable: bool = True) -> None:
@@ -177,9 +187,10 @@ class _Unseen(BlobStore):
 
 
 def mark_of(url: str) -> str:
-    """What `sees` knows a folder of results by, which is written if it is not there; "" for other stores.
+    """Return the mark by which `sees` recognizes a result folder; "" for other stores.
 
-    "" also where it cannot be written, as on a full disk: then whoever comes is trusted to see it.
+    The mark is written if it is missing. If it cannot be written, as on a full disk, it is "": then every machine
+    counts as seeing the folder.
     """
     if not (path := _mark_in(url)):
         return ""
@@ -196,7 +207,7 @@ def mark_of(url: str) -> str:
 
 
 def sees(url: str, mark: str) -> bool:
-    """Whether the result store that the scheduler has at `url`, with that mark, is here too."""
+    """Whether this machine sees the scheduler's result store at `url`, with that mark."""
     path = _mark_in(url)
     try:
         return not (path and mark) or path.read_text() == mark
@@ -205,43 +216,52 @@ def sees(url: str, mark: str) -> bool:
 
 
 def copies_here(places: StorageLocations) -> str:
-    """Return the URL where objects of this machine's workers are copied to outlive them; "none" if there is none."""
+    """Return the URL of durable copies of this machine's objects, or "none"."""
     is_here = places.durable != "none" or sees(places.results, places.mark)
     return places.copies if is_here else "none"
 
 
 def _mark_in(url: str) -> Path | None:
+    """Return the path of the mark in a `disk:` URL's folder; None for other URLs."""
     kind, _, path = url.partition("?")[0].partition(":")
     return expanded(path).absolute() / MARK if kind == "disk" and path else None
 
 
 def part_name(attempt: int, step: int) -> str:
-    """The attachment with what a step of an attempt at a video's last stage added to its stream; steps count from 1."""
+    """Return the name of the attachment with the video fragment of a step.
+
+    Steps of an attempt count from 1.
+    """
     return f"{parts_of(attempt)}{step}"
 
 
 def parts_of(attempt: int) -> str:
-    """What the names of an attempt's parts begin with."""
+    """Return the prefix of the names of an attempt's video fragments."""
     return f"{PART}{attempt}-"
 
 
 def open_results(url: str, mark: str = "") -> ResultStore:
-    """Open the result store at a URL; one that is empty where a folder has another mark.
+    """Open the result store at a URL.
 
-    `url` is `disk:PATH`, `s3://BUCKET/PREFIX`, or `redis://HOST:PORT/DATABASE`, which keeps results for a day.
-    Raises ConfigError for any other URL, and for a folder that cannot be made.
+    If a folder has another mark, the store is empty.
+
+    `url` is `disk:PATH`, `s3://BUCKET/PREFIX`, or `redis://HOST:PORT/DATABASE`, which keeps results for a day. Raises
+    ConfigError for any other URL, and for a folder that cannot be made.
     """
     if url.partition(":")[0] not in BLOB_STORES:
         raise ConfigError(f"--results {url!r}: give disk:PATH, s3://BUCKET/PREFIX or redis://HOST:PORT/DATABASE")
     if not sees(url, mark):
-        return RemoteResults(_Unseen())
+        return RemoteResults(_InaccessibleBlobs())
     blobs = open_blobs(url)
     return DiskResults(blobs) if isinstance(blobs, DiskBlobs) else RemoteResults(blobs)
 
 
 @contextmanager
 def _unavailable() -> Iterator[None]:
-    """Turn TransientError into ResultsUnavailable, whose message does not say where the store is: clients see it."""
+    """Turn TransientError into ResultsUnavailable.
+
+    Clients see its message, so it does not say where the store is.
+    """
     try:
         yield
     except TransientError as error:
@@ -249,16 +269,22 @@ def _unavailable() -> Iterator[None]:
 
 
 def _folder(request: str) -> str:
+    """Return the folder of a request.
+
+    Raises NotFound for a text that is no request's id.
+    """
     if not REQUEST_ID.fullmatch(request):
         raise NotFound(f"{request[:100]!r} is not a request's id")
     return request
 
 
-def _attachment(name: str) -> str:
+def _attachment_name(name: str) -> str:
+    """Return the blob name of an attachment. Raises NotFound for an illegal name."""
     if not ATTACHMENT.fullmatch(name):
         raise NotFound(f"{name[:100]!r} is not the name of an attachment")
     return ATTACHED + name
 
 
-def _none(request: str, what: str) -> NotFound:
-    return NotFound(f"request {request} has no {what}, or it was deleted by now")
+def _not_found(request: str, description: str) -> NotFound:
+    """Return the error for a missing result or attachment."""
+    return NotFound(f"request {request} has no {description}, or it was deleted by now")

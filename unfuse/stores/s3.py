@@ -1,4 +1,4 @@
-"""A blob store in S3, or in whatever speaks its protocol."""
+"""The S3 blob store, for S3 and servers with its protocol."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig
 
 URL = re.compile(r"s3://([a-z0-9.-]{3,63})(?:/([^?]*))?(?:\?endpoint=(https?://.+))?")
+#: Longest time to connect, without a received byte, and for a whole call.
 TIMES: ClientConfig = {"connect_timeout": "5s", "read_timeout": "30s", "timeout": "600s"}
-"""The longest time to connect, without receiving a byte, and for a whole call."""
 
-AGAIN = timedelta(seconds=10)  # how long a call to a server that fails is repeated
+#: Time for which a failed call is repeated (retry policy).
+AGAIN = timedelta(seconds=10)
 
 
 class S3Blobs(BlobStore):
-    """`s3://BUCKET/PREFIX[?endpoint=URL]`: one S3 object for each name. S3 stores objects whole and durably.
+    """Blobs at `s3://BUCKET/PREFIX[?endpoint=URL]`: one S3 object for each.
 
-    Credentials, region and endpoint come from the usual AWS_ variables.
+    S3 stores objects whole and durably. Credentials, region and endpoint come from the usual AWS_ variables.
     """
 
     def __init__(self, url: str) -> None:
@@ -51,17 +52,17 @@ class S3Blobs(BlobStore):
 
     @override
     def write(self, folder: str, name: str, data: Data, *, durable: bool = True) -> None:
-        with self._explained(f"written to {folder}/{name} ({len(data)} bytes)"):
+        with self._translated_errors(f"written to {folder}/{name} ({len(data)} bytes)"):
             obstore.put(self._store, f"{folder}/{name}", memoryview(data))  # type: ignore[arg-type]
 
     @override
     def read(self, folder: str, name: str) -> tuple[int, Iterator[bytes]]:
         try:
-            with self._explained(f"read from {folder}/{name}"):
-                found = obstore.get(self._store, f"{folder}/{name}")
+            with self._translated_errors(f"read from {folder}/{name}"):
+                response = obstore.get(self._store, f"{folder}/{name}")
         except FileNotFoundError:
             raise NotFound(f"there is no {folder}/{name} in {self._place}") from None
-        return found.meta["size"], self._parts(found)
+        return response.meta["size"], self._read_parts(response)
 
     @override
     def remove(self, folder: str, name: str) -> None:
@@ -74,26 +75,29 @@ class S3Blobs(BlobStore):
 
     @override
     def entries(self, under: str = "") -> Iterator[StoredBlob]:
-        with self._explained(f"listed under {under or '/'}"):
+        with self._translated_errors(f"listed under {under or '/'}"):
             for page in obstore.list(self._store, under or None, chunk_size=1000):
                 for meta in page:
                     folder, _, name = meta["path"].rpartition("/")
                     yield StoredBlob(folder, name, meta["size"], meta["last_modified"].timestamp())
 
-    def _parts(self, found: obstore.GetResult) -> Iterator[bytes]:
-        with self._explained("read any more"):
-            yield from found.stream(PART_BYTES)
+    def _read_parts(self, response: obstore.GetResult) -> Iterator[bytes]:
+        """Yield the parts of a blob."""
+        with self._translated_errors("read any more"):
+            yield from response.stream(PART_BYTES)
 
     def _delete(self, paths: list[str]) -> None:
-        with suppress(FileNotFoundError), self._explained("deleted"):
+        """Delete S3 objects; missing ones are ignored."""
+        with suppress(FileNotFoundError), self._translated_errors("deleted"):
             obstore.delete(self._store, paths)
 
     @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
+    def _translated_errors(self, action: str) -> Iterator[None]:
+        """Turn the library's errors into TransientError. FileNotFoundError is raised as it is."""
         try:
             yield
         except FileNotFoundError:
             raise
         except (BaseError, OSError, ValueError) as error:
             reason = re.split(r"\n|: <\?xml", str(error))[0]
-            raise TransientError(f"{self._place} cannot be {what}: {reason}") from error
+            raise TransientError(f"{self._place} cannot be {action}: {reason}") from error

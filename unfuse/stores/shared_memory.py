@@ -1,4 +1,7 @@
-"""Objects in an arena that every process of the machine can map: the owner's own, and those of its peers."""
+"""The shared memory backend: objects in an arena that local processes can map.
+
+It reads the owner's own objects and those of its peers.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ from unfuse.stores.base import ObjectDraft, ObjectHold, StoreOptions, TabledBack
 
 
 class ArenaReaders:
-    """One connection for each owner that was asked for. With a `folder`, the owners' sockets must be there.
+    """The connections to other owners, one for each that was needed.
 
-    A thread waits for owners to die and closes their connections; otherwise their memory would stay mapped, and in
-    use, until the next read. Arrays over that memory stay valid.
+    With a `folder`, the owners' sockets must be there. A thread waits for owners to end and closes their connections;
+    otherwise their memory would stay mapped, and in use, until the next read. Arrays over that memory stay valid.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -36,18 +39,18 @@ class ArenaReaders:
         self._addresses: dict[str, str] = {}
         self._lock = Lock()
         self._clients: dict[tuple[str, str], ArenaClient] = {}
-        self._deaths = select.epoll()
+        self._epoll = select.epoll()
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
-        self._deaths.register(self._stop, select.EPOLLIN)
+        self._epoll.register(self._stop, select.EPOLLIN)
         self._watcher = Thread(target=self._watch, name="arena-deaths", daemon=True)
         self._watcher.start()
 
     def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
-        """Learn where owners are, as {owner: (node, address)}."""
+        """Register the places of owners, as {owner: (node, address)}."""
         self._addresses.update({owner: address for owner, (_, address) in peers.items()})
 
     def find(self, ref: ObjectRef) -> ArenaClient:
-        """The connection to a ref's owner. Raises ObjectLost if it cannot be reached."""
+        """Return the connection to a ref's owner. Raises ObjectLost if it cannot be reached."""
         try:
             return self._client(ref.owner)
         except NotFound as error:
@@ -56,7 +59,10 @@ class ArenaReaders:
             raise ObjectLost(f"object {ref.id} is lost with its owner {ref.owner}: {error}", ref.id) from error
 
     def reaches(self, owner: str) -> bool:
-        """Whether there is a connection to an owner, or one can be made now. It stays until the owner is gone."""
+        """Whether there is a connection to an owner, or one can be made now.
+
+        It stays until the owner is gone.
+        """
         try:
             self._client(owner)
         except (NotFound, TransientError, ProtocolError):
@@ -64,18 +70,21 @@ class ArenaReaders:
         return True
 
     def close(self) -> None:
-        """Close every connection, and each that is being made as soon as it is."""
+        """Close every connection, also those that are being made."""
         with self._lock:
             self._closed = True
         os.eventfd_write(self._stop, 1)
         self._watcher.join()
         for client in self._clients.values():
             client.close()
-        self._deaths.close()
+        self._epoll.close()
         os.close(self._stop)
 
     def _client(self, owner: str) -> ArenaClient:
-        """The connection to an owner. It is made without the lock, so that a slow owner does not hold up others."""
+        """Return the connection to an owner.
+
+        It is made without the lock, so that a slow owner does not delay others.
+        """
         address = self._addresses.get(owner)
         if address is None:
             raise NotFound(f"{owner}, which is not known here")
@@ -88,26 +97,28 @@ class ArenaReaders:
             if known or self._closed:
                 client.close()
                 return known or client
-            self._deaths.register(client.fileno(), 0)  # nothing asked for: only the end of the connection is reported
+            self._epoll.register(client.fileno(), 0)  # without events, only the end of the connection is reported
             self._clients[owner, address] = client
         return client
 
     def _watch(self) -> None:
+        """Close the connections of owners that have ended, until `close`."""
         while True:
-            self._deaths.poll()
+            self._epoll.poll()
             with self._lock:
-                # Asked again: a descriptor may have been closed and given to another connection meanwhile.
-                ended = {fd for fd, _ in self._deaths.poll(0)}
+                # Polled again: a descriptor may have been closed and reused for another connection meanwhile.
+                ended = {fd for fd, _ in self._epoll.poll(0)}
                 if self._stop in ended:
                     return
-                for known in [known for known, client in self._clients.items() if client.fileno() in ended]:
-                    self._clients.pop(known).close()
+                for key in [key for key, client in self._clients.items() if client.fileno() in ended]:
+                    self._clients.pop(key).close()
 
 
 class SharedMemoryBackend(TabledBackend):
-    """Writes into `home`, which is the process's own arena or a connection to one, and reads there and from peers.
+    """Writes into `home`, and reads there and from peers.
 
-    With a run folder, only sockets of peers in that folder are opened; without one, the addresses that peers give.
+    `home` is the process's own arena or a connection to one. With a run folder, only sockets of peers in that folder
+    are opened; without one, the addresses that peers give.
     """
 
     announces = True
@@ -133,14 +144,14 @@ class SharedMemoryBackend(TabledBackend):
 
     @override
     def is_whole(self, ref: ObjectRef) -> bool:
-        with _or_lost(ref):
+        with _lost_if_unreachable(ref):
             _, whole = self._reader(ref).watch(ref.id, ref.key, ref.generation, ref.nbytes)
         return whole
 
     @override
     def hold(self, ref: ObjectRef) -> ObjectHold:
         reader = self._reader(ref)
-        with _or_lost(ref):
+        with _lost_if_unreachable(ref):
             extent = reader.hold(ref.id, ref.key, ref.generation, ref.nbytes)
         return ObjectHold(reader.view[extent.offset : extent.offset + extent.nbytes], partial(reader.unhold, ref.id))
 
@@ -158,13 +169,13 @@ class SharedMemoryBackend(TabledBackend):
         self._home.close()
 
     def _reader(self, ref: ObjectRef) -> Arena | ArenaClient:
-        """What reads a ref's object. Raises ObjectLost."""
+        """Return the arena or connection with a ref's object. Raises ObjectLost."""
         return self._home if ref.owner == self._owner else self._readers.find(ref)
 
 
 @contextmanager
-def _or_lost(ref: ObjectRef) -> Iterator[None]:
-    """An object is lost where its owner does not answer."""
+def _lost_if_unreachable(ref: ObjectRef) -> Iterator[None]:
+    """Turn TransientError into ObjectLost: the owner does not answer."""
     try:
         yield
     except ObjectLost:
@@ -174,7 +185,10 @@ def _or_lost(ref: ObjectRef) -> Iterator[None]:
 
 
 class OwnedSharedMemory(SharedMemoryBackend):
-    """The store of the process that owns the arena and serves it to others, in the run folder or a temporary one."""
+    """The store of the process that owns the arena and serves it to others.
+
+    The socket is in the run folder, or in a temporary one.
+    """
 
     def __init__(self, options: StoreOptions) -> None:
         self.arena = Arena(options.capacity)
@@ -193,7 +207,10 @@ class OwnedSharedMemory(SharedMemoryBackend):
 
 
 def open_shared_memory(options: StoreOptions) -> SharedMemoryBackend:
-    """Open a new arena, or with `address` that of another process. Raises ConfigError if there is not enough memory."""
+    """Open a new arena, or that at `address` of another process. Raises ConfigError.
+
+    ConfigError means that there is not enough memory.
+    """
     if not options.address:
         return OwnedSharedMemory(options)
     writer = ArenaClient(options.address, options.write_token)

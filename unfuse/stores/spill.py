@@ -1,4 +1,4 @@
-"""A store of two stores: when room is short, objects that nobody reads move from the fast one to the slow one."""
+"""A store of two: unused objects are offloaded from the fast to the slow one."""
 
 from __future__ import annotations
 
@@ -21,23 +21,27 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.stores.base import ObjectDraft, ObjectHold, StorageBackend, StoreOptions, open_backend
 from unfuse.stores.keyed import KeyedBackend, open_keyed
 
-SPILLED_S = 24 * 3600  # seconds after which a spilled object is deleted at the next start: its owner has ended by then
+#: Seconds after which a spilled object is deleted at the next start: its owner has ended by then.
+SPILLED_S = 24 * 3600
 
 Place = TypeVar("Place")
 
 
 class SpillBackend(StorageBackend):
-    """Puts objects into `fast`. Above the share `threshold` of it, the least recently used idle ones move to `slow`.
+    """Puts objects into `fast`, and offloads idle ones to `slow` above a threshold.
 
-    Readers of this machine read a spilled object from `slow`, verified. For a transfer to another node, the owner takes
-    it back into its arena, unverified, because the reader verifies it.
+    The threshold is the share `options.threshold` of `fast`; the least recently used idle objects are moved. Readers
+    of this machine read a spilled object from `slow`, verified. For a transfer to another node, the owner loads it
+    into its arena again, unverified, because the reader verifies it.
     """
 
     bounded = False
 
     def __init__(self, fast: StorageBackend, slow: KeyedBackend, options: StoreOptions) -> None:
-        self._fast, self._slow, self._options = fast, slow, options
-        self.address, self.write_token, self.arena = fast.address, fast.write_token, fast.arena
+        self._fast, self._slow = fast, slow
+        self._options = options
+        self.address, self.write_token = fast.address, fast.write_token
+        self.arena = fast.arena
         self.announces = fast.announces
         self._recalling = Lock()
         if self.arena:
@@ -46,12 +50,12 @@ class SpillBackend(StorageBackend):
     @override
     def create(self, nbytes: int, request: str) -> ObjectDraft:
         """Allocate an object. Raises TransientError if there is no room and the slow store fails."""
-        return self._place(nbytes, partial(self._fast.create, nbytes, request))
+        return self._allocate(nbytes, partial(self._fast.create, nbytes, request))
 
     @override
     def reserve(self, nbytes: int, request: str) -> Extent:
         assert self.arena
-        return self._place(nbytes, partial(self.arena.create, nbytes, request))
+        return self._allocate(nbytes, partial(self.arena.create, nbytes, request))
 
     @override
     def at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
@@ -95,7 +99,10 @@ class SpillBackend(StorageBackend):
 
     @override
     def release(self, request: str) -> None:
-        """Release the request in both stores; the fast one first, or an object being spilled could be left."""
+        """Release the request in both stores.
+
+        The fast one is first; otherwise, an object that is being spilled could remain.
+        """
         self._fast.release(request)
         self._slow.release(request)
 
@@ -105,13 +112,13 @@ class SpillBackend(StorageBackend):
 
     @override
     def usage(self) -> MemoryUsage:
-        """The sums of both stores."""
+        """Return the sums of both stores."""
         fast, slow = (msgspec.structs.astuple(store.usage()) for store in (self._fast, self._slow))
         return MemoryUsage(*map(sum, zip(fast, slow, strict=True)))
 
     @override
     def close(self) -> None:
-        """Close both stores; the owner also deletes what was spilled from its arena."""
+        """Close both stores. The owner also deletes the objects spilled from its arena."""
         if self.arena:
             self.arena.recall = None
         self._fast.close()
@@ -119,32 +126,39 @@ class SpillBackend(StorageBackend):
             with suppress(TransientError):
                 self._slow.clear()
 
-    def _place(self, nbytes: int, find: Callable[[], Place]) -> Place:
-        """Spill until `find` finds room, and return what it returns."""
+    def _allocate(self, nbytes: int, allocate: Callable[[], Place]) -> Place:
+        """Spill until `allocate` finds room, and return its result."""
         usage, idle = self._fast.usage(), self._idle()
         excess = usage.used + nbytes - self._options.threshold * usage.capacity
         with suppress(TransientError):  # a slow store that fails matters only when the fast one is full
-            while excess > 0 and (moved := self._move(idle)):
+            while excess > 0 and (moved := self._spill_next(idle)):
                 excess -= moved
         while True:
             try:
-                return find()
+                return allocate()
             except ArenaFull:
-                if nbytes > usage.capacity or not self._move(idle):
+                if nbytes > usage.capacity or not self._spill_next(idle):
                     raise
 
     def _idle(self) -> Iterator[Extent]:
+        """Yield idle objects, least recently used first."""
         yield from self._fast.idle()  # a generator, because `idle` is slow and often not needed
 
-    def _move(self, idle: Iterator[Extent]) -> int:
-        """Spill the next of `idle` that still exists. Returns its bytes, at least 1; 0 if there is none."""
+    def _spill_next(self, idle: Iterator[Extent]) -> int:
+        """Spill the next of `idle` that still exists.
+
+        Returns its bytes, at least 1, or 0.
+
+        It is 0 if there is none.
+        """
         for extent in idle:
             with suppress(ObjectLost):  # it was released meanwhile
-                self._move_one(extent)
+                self._spill_object(extent)
                 return max(extent.nbytes, 1)
         return 0
 
-    def _move_one(self, extent: Extent) -> None:
+    def _spill_object(self, extent: Extent) -> None:
+        """Copy an object to the slow store and free it in the fast one."""
         id, nbytes = extent.id, extent.nbytes
         ref = ObjectRef(
             id, self._options.owner, "", extent.request, "", 0, extent.generation, nbytes, (), (), extent.key, 0.0
@@ -159,7 +173,10 @@ class SpillBackend(StorageBackend):
             raise
 
     def _recall(self, extent: Extent) -> Extent:
-        """Take a spilled object back into the arena and hold it. Raises ArenaFull while there is no room."""
+        """Load a spilled object into the arena and hold it.
+
+        Raises ArenaFull while there is no room.
+        """
         arena = self.arena
         assert arena
 
@@ -167,10 +184,10 @@ class SpillBackend(StorageBackend):
             self._slow.load(extent, arena.memory[offset : offset + extent.nbytes])
 
         with self._recalling:
-            with suppress(ObjectLost):  # another caller may have brought it back meanwhile
+            with suppress(ObjectLost):  # another caller may have loaded it meanwhile
                 return arena.hold(extent.id, extent.key, extent.generation, extent.nbytes)
             try:
-                return self._place(extent.nbytes, partial(arena.restore, extent.id, fill))
+                return self._allocate(extent.nbytes, partial(arena.restore, extent.id, fill))
             except (ArenaFull, ObjectLost):
                 raise
             except (NotFound, TransientError) as error:
@@ -182,9 +199,9 @@ def open_spill(options: StoreOptions) -> SpillBackend:
     fast, _, slow = options.url.removeprefix("spill:").partition("+")
     if not slow or not 0 < options.threshold <= 1:
         raise ConfigError(f"{options.url!r}: give spill:FAST+SLOW, like spill:auto+disk:/scratch; threshold is 0 to 1")
-    below = open_keyed(
+    slow_backend = open_keyed(
         msgspec.structs.replace(options, url=slow, capacity=options.spill_capacity), "set spill.capacity higher"
     )
     if not options.address:
-        below.forget(time() - SPILLED_S)
-    return SpillBackend(open_backend(fast, options), below, options)
+        slow_backend.forget(time() - SPILLED_S)
+    return SpillBackend(open_backend(fast, options), slow_backend, options)

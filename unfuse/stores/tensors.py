@@ -1,7 +1,9 @@
-"""Converts tensors to bytes and back, also as floats in four bits: blocks of 32 that share a scale.
+"""Tensors as bytes, also with four-bit quantization.
 
-Types that numpy lacks are kept as their bits, so none of this needs torch. Four bits are as quantised weights are kept
-(GGUF's Q4_0, but symmetric).
+Four-bit numbers are in blocks of 32 that share a scale.
+
+Types that numpy lacks are stored as their bits, so none of this needs torch. The quantization is that of GGUF's Q4_0,
+but symmetric.
 """
 
 from __future__ import annotations
@@ -20,21 +22,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-LEVELS = 7  # a number is −7 to 7 times its block's scale
+#: A quantized number is −7 to 7 times its block's scale.
+LEVELS = 7
 
 
 class PackedTensor:
-    """A tensor of this shape, as bytes: the scales of all blocks in float16, then two numbers in each byte."""
+    """A quantized tensor: the float16 scales of all blocks, then two numbers a byte."""
 
     def __init__(self, data: NDArray[np.uint8], shape: tuple[int, ...]) -> None:
         self.data, self.shape = data, shape
 
 
 def pack(values: NDArray[np.float32]) -> PackedTensor | None:
-    """Round each number to the nearest multiple of its block's scale, which is a seventh of the largest there.
+    """Quantize to four bits: round each number to the nearest multiple of its block's scale.
 
-    Blocks are 32 numbers that follow each other in C order. A number is off by half a scale at most. None for tensors
-    with a number that is not finite, or one that no scale reaches (beyond 458,000).
+    The scale is a seventh of the largest magnitude in the block. Blocks are 32 numbers that follow each other in C
+    order. A number is off by half a scale at most. Returns None for tensors with a number that is not finite, or one
+    that no scale reaches (beyond 458,000).
     """
     blocks = np.zeros((-(-values.size // BLOCK), BLOCK), np.float32)
     blocks.reshape(-1)[: values.size] = values.reshape(-1)
@@ -43,7 +47,7 @@ def pack(values: NDArray[np.float32]) -> PackedTensor | None:
         scales = largest.astype(np.float16)
     if not np.isfinite(scales).all():
         return None
-    scales.view(np.uint16)[scales > largest] -= 1  # rounded down: else seven scales may be too large for float16
+    scales.view(np.uint16)[scales > largest] -= 1  # rounded down: otherwise, seven scales may overflow float16
     wide = scales.astype(np.float32)[:, None]
     multiples = np.divide(blocks, wide, out=np.zeros_like(blocks), where=wide > 0)
     levels = (np.clip(np.rint(multiples), -LEVELS, LEVELS) + LEVELS).astype(np.uint8)
@@ -52,7 +56,7 @@ def pack(values: NDArray[np.float32]) -> PackedTensor | None:
 
 
 def unpack(data: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """The numbers of a packed tensor of that shape."""
+    """Return the numbers of a packed tensor of that shape."""
     size = prod(shape)
     blocks = -(-size // BLOCK)
     scales = data[: 2 * blocks].view(np.float16).astype(np.float32)
@@ -63,21 +67,26 @@ def unpack(data: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.float3
 
 Value: TypeAlias = "NDArray[Any] | Tensor | PackedTensor | None"
 
+#: The numpy types for the bits of types that numpy lacks.
 RAW = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
-"""The numpy types for the bits of types that numpy lacks."""
 
-NARROW = {"bf16": "bfloat16", "fp16": "float16", "int4": PACKED}  # encodings of floats, and their types
+#: Dtypes by encoding of floats.
+NARROW = {"bf16": "bfloat16", "fp16": "float16", "int4": PACKED}
 
+#: The dtypes that each narrow dtype can stand for.
 WIDE: dict[str, tuple[str, ...]] = {
     "bfloat16": ("float32",),
     "float16": ("float32",),
     PACKED: ("float32", "bfloat16", "float16"),
 }
-"""What each of these is narrowed from."""
 
 
 def narrowed(value: Value, encoding: str) -> Value:
-    """A tensor of floats rounded to fewer bits. Other tensors, and those that would overflow, are not changed."""
+    """Return a tensor of floats rounded to fewer bits.
+
+    Other tensors, and those that would overflow, are returned unchanged. Raises TypeError for a numpy array to be
+    narrowed to bfloat16.
+    """
     narrow = NARROW[encoding]
     if value is None or isinstance(value, PackedTensor) or describe(value)[0] not in WIDE[narrow]:
         return value
@@ -96,7 +105,7 @@ def narrowed(value: Value, encoding: str) -> Value:
 
 
 def describe(value: Value) -> tuple[str, tuple[int, ...]]:
-    """The dtype's name and the shape of a tensor; "none" for None. Raises TypeError for anything else."""
+    """Return the dtype's name and the shape of a tensor; "none" for None. Raises TypeError."""
     if value is None:
         return "none", ()
     if isinstance(value, np.ndarray):
@@ -110,12 +119,19 @@ def describe(value: Value) -> tuple[str, tuple[int, ...]]:
 
 
 @cache
-def _name(dtype: np.dtype[Any]) -> str:  # numpy builds the name at each call, a third of the time of a small put
+def _name(dtype: np.dtype[Any]) -> str:
+    """Return a dtype's name.
+
+    Cached, because numpy builds it at each call, which takes a third of the time of a small put.
+    """
     return dtype.name
 
 
 def flat_bytes(value: NDArray[Any] | Tensor) -> NDArray[np.uint8] | None:
-    """A tensor's bytes in C order, not copied; None if they are not contiguous in this process's memory."""
+    """Return a tensor's bytes in C order without copying, or None.
+
+    None: they are not contiguous in this process's memory.
+    """
     if isinstance(value, np.ndarray):
         is_plain = value.flags.c_contiguous and value.dtype.isnative
         return value.reshape(-1).view(np.uint8) if is_plain else None
@@ -137,21 +153,27 @@ def copy_into(memory: NDArray[np.uint8], value: NDArray[Any] | Tensor) -> None:
 
 
 def numpy_over(memory: NDArray[np.uint8], meta: TensorMeta) -> NDArray[Any] | None:
-    """What `meta` describes over an object's bytes, copied to be widened; bfloat16 and float8 are their bits."""
+    """Return the array that `meta` describes over an object's bytes; None for dtype "none".
+
+    It is a copy if it is widened. bfloat16 and float8 are returned as their bits.
+    """
     if meta.dtype == "none":
         return None
     part = memory[meta.offset : meta.offset + meta.nbytes]
     if meta.dtype == PACKED:
         wide = unpack(part, meta.shape)
         return _bits_of_bfloat16(wide) if meta.wide in RAW else wide.astype(meta.wide, copy=False)
-    found = part.view(RAW.get(meta.dtype, meta.dtype)).reshape(meta.shape)
+    array = part.view(RAW.get(meta.dtype, meta.dtype)).reshape(meta.shape)
     if meta.wide and meta.dtype in RAW:
-        return (found.astype(np.uint32) << 16).view(np.float32)
-    return found.astype(meta.wide) if meta.wide else found
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(meta.wide) if meta.wide else array
 
 
 def torch_over(memory: NDArray[np.uint8], meta: TensorMeta) -> Tensor | None:
-    """As numpy_over, for torch. The memory is read-only, which torch does not know: writing to it ends the process."""
+    """Return the torch tensor that `meta` describes over an object's bytes, as `numpy_over`.
+
+    The memory is read-only, which torch does not know: writing to it ends the process.
+    """
     if meta.dtype == "none":
         return None
     part = memory[meta.offset : meta.offset + meta.nbytes]
@@ -159,11 +181,12 @@ def torch_over(memory: NDArray[np.uint8], meta: TensorMeta) -> Tensor | None:
         import torch
 
         return torch.from_numpy(unpack(part, meta.shape)).to(getattr(torch, meta.wide))
-    found = _torch_over(part, meta.dtype, meta.shape)
-    return found.float() if meta.wide else found
+    tensor = _torch_over(part, meta.dtype, meta.shape)
+    return tensor.float() if meta.wide else tensor
 
 
 def _floats(value: NDArray[Any] | Tensor) -> NDArray[np.float32]:
+    """Return a tensor as a float32 array."""
     if isinstance(value, np.ndarray):
         return value.astype(np.float32, copy=False)
     wide: NDArray[np.float32] = value.detach().float().cpu().numpy()
@@ -171,7 +194,7 @@ def _floats(value: NDArray[Any] | Tensor) -> NDArray[np.float32]:
 
 
 def _bits_of_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The nearest of each, ties to even."""
+    """Return the bits of the nearest bfloat16 numbers, ties to even."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
