@@ -1,1 +1,1 @@
-"""One worker's tensor memory, shared by map: the arena, its allocator, and the socket other processes reach it by."""
+"""The arena of a worker: shared memory for tensors, its allocator, and its socket."""

@@ -15,15 +15,16 @@ from unfuse.arena.limits import available_memory, readable_bytes
 from unfuse.arena.objects import Extent, ObjectTable
 from unfuse.core.errors import ArenaFull, ConfigError
 
-MEMFD_NAME = "unfuse-arena"  # the name of the memory in /proc/PID/maps; no path leads to it
+#: The name of the memory in /proc/PID/maps. No path leads to it.
+MEMFD_NAME = "unfuse-arena"
 
 
 class Arena(ObjectTable):
-    """Room for `capacity` bytes (rounded down to whole pages) in a file without a name; objects take memory, room none.
+    """Shared memory of `capacity` bytes, in a file without a name.
 
-    The kernel takes it back when the last process that maps it is gone, however it went. `fd` is for writers and
-    `read_fd` for readers: no writable map can be made of it.
-    Raises ConfigError when there is not that much memory now.
+    The capacity is rounded down to whole pages. Only objects use memory; free room does not. The kernel frees the
+    memory when the last process that maps it has ended, however it ended. `fd` is for writers and `read_fd` for
+    readers: no writable map can be made of it. Raises ConfigError if there is not enough memory now.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -42,7 +43,7 @@ class Arena(ObjectTable):
 
     @cached_property
     def _map(self) -> WritableMap:
-        """Made at first use: a parent whose child writes needs no map."""
+        """The map for writing. Made at first use: only writers need it."""
         return WritableMap(self.fd)
 
     @property
@@ -51,7 +52,7 @@ class Arena(ObjectTable):
         return self._map.bytes
 
     def writable(self, extent: Extent) -> NDArray[np.uint8]:
-        """The bytes of an object that is being written here."""
+        """Return the bytes of an object that is being written here."""
         return self._map.of(extent, self.given_back)
 
     @cached_property
@@ -61,7 +62,7 @@ class Arena(ObjectTable):
 
     @property
     def held(self) -> int:
-        """Bytes that it takes from the machine."""
+        """Bytes of the machine's memory that the arena uses."""
         with self._lock:
             return self._extents.held
 
@@ -71,16 +72,25 @@ class Arena(ObjectTable):
         return self._extents.given_back
 
     def on_spared(self, call: Callable[[], object]) -> None:
-        """Have `call` called, from whatever thread, when there is something for `trim`. It must not wait."""
+        """Have `call` called, from any thread, when `trim` has memory to give back.
+
+        It must not block.
+        """
         self._extents.spared = call
 
     def trim(self) -> float | None:
-        """Give memory back that held no object for a while. Returns seconds until more is due, None if nothing is."""
+        """Give back memory that held no object for a while.
+
+        Returns the seconds until more is due, or None if nothing is.
+        """
         with self._lock:
             return self._extents.trim()
 
     def fill(self) -> None:
-        """Take all of the memory for good, as hardware needs it that is told of it once. Raises ConfigError."""
+        """Allocate all of the memory for good. Raises ConfigError.
+
+        Hardware that registers memory once needs this.
+        """
         with self._lock:
             try:
                 self._extents.fill()
@@ -88,7 +98,10 @@ class Arena(ObjectTable):
                 raise _too_large(self.capacity, full.free) from full
 
     def close(self) -> None:
-        """Close the file. The kernel frees the memory when this arena, its readers and all arrays over it are gone."""
+        """Close the file.
+
+        The kernel frees the memory when this arena, its readers and all arrays over it are gone.
+        """
         os.close(self.fd)
         os.close(self.read_fd)
 
@@ -101,17 +114,24 @@ class WritableMap:
         self._pages, self.bytes = WritablePages(memory), np.frombuffer(memory, np.uint8)
 
     def of(self, extent: Extent, given_back: int) -> NDArray[np.uint8]:
-        """The bytes of an object; `given_back` is how often the arena had given memory back once it was placed."""
+        """Return the bytes of an object.
+
+        `given_back` is how often the arena had given memory back when the object was placed.
+        """
         self._pages.enter(extent.offset, extent.nbytes, given_back)
         return self.bytes[extent.offset : extent.offset + extent.nbytes]
 
 
 def map_bytes(fd: int) -> NDArray[np.uint8]:
-    """Map a whole file for reading; the map lasts as long as the array or any view of it."""
+    """Map a whole file for reading.
+
+    The map lasts as long as the array or any view of it.
+    """
     return np.frombuffer(mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
 
 
 def _too_large(needed: int, free: int) -> ConfigError:
+    """Return the error for an arena that is larger than the free memory."""
     return ConfigError(
         f"the arena needs {readable_bytes(needed)} but only {readable_bytes(free)} of memory is free: "
         "stop something, or start with a smaller --arena"

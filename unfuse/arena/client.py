@@ -1,4 +1,4 @@
-"""A client of another process's arena: it holds objects for reading and, with the arena's token, writes new ones."""
+"""A client of another process's arena, for reading objects and, with a token, for writing."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError, TransientEr
 
 Reply = TypeVar("Reply", bound=protocol.FromOwner)
 
-ANSWER_WITHIN_S = 30  # seconds without an answer after which an owner counts as gone; usually it takes microseconds
+#: Seconds without an answer after which an owner counts as gone. Usually it takes microseconds.
+ANSWER_WITHIN_S = 30
 
 
 class ArenaClient:
-    """A connection to the arena at `address`; with `token`, a writer's. Thread-safe.
+    """A connection to the arena at `address`. Thread-safe.
 
-    With `folder`, the socket must be in it; with `owner`, the arena must be that owner's. `view` is the map for
-    reading objects (there is one from the first hold on). Every method that asks the owner raises TransientError when
-    the owner is gone; then only `close` may be called.
+    With `token`, it may write. With `folder`, the socket must be in it; with `owner`, the arena must be that owner's.
+    Every method that asks the owner raises TransientError when the owner is gone; then only `close` may be called.
     """
 
+    #: The map for reading objects. It exists from the first hold on.
     view: NDArray[np.uint8]
-    _writes: WritableMap
+
+    _writable_map: WritableMap
     _given_back = 0
 
     def __init__(self, address: str, token: bytes = b"", folder: Path | None = None, owner: str = "") -> None:
@@ -44,12 +46,13 @@ class ArenaClient:
         self._address = address
         self._lock = FinalizerLock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # Python must see it as blocking, for MSG_WAITALL
+        # Not `settimeout`: Python must treat the socket as blocking, for MSG_WAITALL.
+        for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self._socket.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", ANSWER_WITHIN_S, 0))
         try:
             self._connect(name)
             if owner:
-                self._check(owner)
+                self._check_owner(owner)
             if token:
                 self._ask(protocol.Write(token), protocol.Acknowledged)
         except BaseException:
@@ -57,34 +60,43 @@ class ArenaClient:
             raise
 
     def fileno(self) -> int:
-        """The socket's descriptor, for a selector that watches whether the owner is alive."""
+        """Return the socket's descriptor, for a selector that watches whether the owner is alive."""
         return self._socket.fileno()
 
     def hold(self, id: str, key: bytes, generation: int, nbytes: int) -> Extent:
-        """Hold a sealed object in its place until `unhold` or the end of this connection. Raises ObjectLost."""
-        return self._placed(protocol.HoldObject(id, key, generation, nbytes), id)
+        """Hold a sealed object in its place until `unhold` or `close`. Raises ObjectLost."""
+        return self._ask_place(protocol.HoldObject(id, key, generation, nbytes), id)
 
     def watch(self, id: str, key: bytes, generation: int, nbytes: int) -> tuple[tuple[int, ...], bool]:
-        """The checksums of an announced object's complete chunks, and whether it is whole. Raises ObjectLost."""
+        """Return the checksums of an announced object's complete chunks, and whether it is whole.
+
+        Raises ObjectLost.
+        """
         reply = self._ask(protocol.GetWritten(id, key, generation, nbytes), protocol.Written, id)
         return reply.checksums, reply.whole
 
     def unhold(self, id: str) -> None:
-        """End one hold. Never waits for an answer and never fails, so that finalizers may call it."""
+        """End one hold.
+
+        Never waits for an answer and never fails, so finalizers may call it.
+        """
         self._lock.post(partial(self._send, protocol.Unhold(id)))
 
     def create(self, nbytes: int, request: str) -> Extent:
-        """Allocate an object; it is aborted if this connection ends before `seal`. Raises ArenaFull."""
-        return self._placed(protocol.Create(nbytes, request))
+        """Allocate an object. Raises ArenaFull.
+
+        The object is aborted if this connection ends before `seal`.
+        """
+        return self._ask_place(protocol.Create(nbytes, request))
 
     def writable(self, extent: Extent) -> NDArray[np.uint8]:
-        """The bytes of an object that was created here."""
-        return self._writes.of(extent, self._given_back)
+        """Return the bytes of an object that was created here."""
+        return self._writable_map.of(extent, self._given_back)
 
     @property
     def memory(self) -> NDArray[np.uint8]:
         """All of the arena's bytes, for a writer."""
-        return self._writes.bytes
+        return self._writable_map.bytes
 
     def announce(self, id: str, written: tuple[int, ...] = ()) -> None:
         """Let an object be read while it is written, as `ObjectTable.announce`. Raises ObjectLost."""
@@ -99,11 +111,14 @@ class ArenaClient:
         self._ask(protocol.Abort(id), protocol.Acknowledged)
 
     def delete(self, id: str) -> None:
-        """Delete an object; its room is free when its last hold ends."""
+        """Delete an object. Its room is free when its last hold ends."""
         self._ask(protocol.Delete(id), protocol.Acknowledged)
 
     def spill(self, id: str) -> None:
-        """Free the room of an object that was copied elsewhere, unless somebody holds it. Raises ObjectLost."""
+        """Free the room of an object that was copied elsewhere, unless it is held.
+
+        Raises ObjectLost.
+        """
         self._ask(protocol.SpillObject(id), protocol.Acknowledged, id)
 
     def release(self, request: str) -> None:
@@ -111,41 +126,52 @@ class ArenaClient:
         self._ask(protocol.Release(request), protocol.Acknowledged)
 
     def requests(self) -> frozenset[str]:
-        """Ids of the requests that objects exist for."""
+        """Return the ids of the requests with objects."""
         return self._ask(protocol.GetState(), protocol.ArenaState).requests
 
     def usage(self) -> MemoryUsage:
-        """How full the arena is."""
+        """Return how full the arena is."""
         return self._ask(protocol.GetState(), protocol.ArenaState).usage
 
     def idle(self) -> list[Extent]:
-        """Sealed objects that nobody holds, least recently used first."""
+        """Return sealed objects without a hold, least recently used first."""
         return self._ask(protocol.GetState(), protocol.ArenaState).idle
 
     def close(self) -> None:
-        """End the connection, every hold, and every object that is being written. Mapped memory stays readable."""
+        """End the connection, every hold, and every object that is being written.
+
+        Mapped memory stays readable.
+        """
         with self._lock:
             self._hang_up()
             self._socket.close()
 
     def _connect(self, name: str) -> None:
+        """Connect to the socket. Raises TransientError, also if it belongs to another user."""
         try:
             self._socket.connect(name)
             if peer_of(self._socket)[1] != os.geteuid():
                 raise PermissionError("it belongs to another user")
         except OSError as error:
-            raise self._gone(error) from error
+            raise self._unreachable(error) from error
 
-    def _check(self, owner: str) -> None:
+    def _check_owner(self, owner: str) -> None:
+        """Raise TransientError if the arena is not that of `owner`."""
         if self._ask(protocol.GetOwner(), protocol.OwnerReply).id != owner:
             raise TransientError(f"the arena at {self._address} is not that of {owner}")
 
-    def _placed(self, message: protocol.HoldObject | protocol.Create, id: str = "") -> Extent:
+    def _ask_place(self, message: protocol.HoldObject | protocol.Create, id: str = "") -> Extent:
+        """Ask for the place of an object."""
         reply = self._ask(message, protocol.ObjectPlace, id)
         self._given_back = max(self._given_back, reply.given_back)
         return reply.extent
 
     def _ask(self, message: protocol.ToOwner, kind: type[Reply], id: str = "") -> Reply:
+        """Send a request and return its answer.
+
+        Raises ObjectLost or ArenaFull if the owner answers so, TransientError if it is gone, and ProtocolError for
+        another kind of answer.
+        """
         with self._lock:
             try:
                 self._socket.sendall(protocol.frame(message))
@@ -154,7 +180,7 @@ class ArenaClient:
                     self._map(fd, isinstance(message, protocol.Write))
             except OSError as error:
                 self._hang_up()
-                raise self._gone(error) from error
+                raise self._unreachable(error) from error
             except BaseException:
                 self._hang_up()
                 raise
@@ -168,12 +194,14 @@ class ArenaClient:
         return reply
 
     def _send(self, message: protocol.ToOwner) -> None:
+        """Send a message that is not answered."""
         try:
             self._socket.sendall(protocol.frame(message))
         except OSError:
             self._hang_up()
 
     def _receive(self) -> tuple[protocol.FromOwner, int | None]:
+        """Receive an answer, with a descriptor if there is one."""
         flags = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
         header, fds, _, _ = socket.recv_fds(self._socket, HEADER_BYTES, 1, flags)
         fd = fds[0] if fds else None
@@ -188,18 +216,20 @@ class ArenaClient:
             raise
 
     def _map(self, fd: int, writable: bool) -> None:
+        """Map the arena by a received descriptor."""
         try:
             if writable:
-                self._writes = WritableMap(fd)
+                self._writable_map = WritableMap(fd)
             else:
                 self.view = map_bytes(fd)
         finally:
             os.close(fd)
 
     def _hang_up(self) -> None:
-        """Shut the connection down; its descriptor stays open for the selector that watches it."""
+        """Shut the connection down. Its descriptor stays open for the selector that watches it."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _gone(self, error: OSError) -> TransientError:
+    def _unreachable(self, error: OSError) -> TransientError:
+        """Return the error for an owner that does not answer."""
         return TransientError(f"the owner of the arena at {self._address} does not answer: {error.strerror or error}")

@@ -1,4 +1,4 @@
-"""The memory behind an arena: taken from the machine when objects need it, and given back some time after the last."""
+"""The memory behind an arena: allocated when objects need it, and given back when unused."""
 
 from __future__ import annotations
 
@@ -13,17 +13,39 @@ import msgspec
 from unfuse.arena.limits import available_memory
 from unfuse.core.errors import ArenaFull
 
-BLOCK = 4096  # bytes of the smallest extent: a page
+#: Bytes of the smallest allocation: a page.
+BLOCK = 4096
+
+#: Bytes that are allocated and given back together.
+EXTENT = 2 << 20
+
+#: Seconds for which an empty extent is kept. Allocating it again costs three times as much as writing to it.
+SPARE_S = 10.0
+
+#: Bytes of an object from which its pages are populated before writing. Single page faults delay other processes less.
+ENTERED_FROM = 256 << 10
+
+#: MADV_POPULATE_WRITE, since Linux 5.14. On older kernels, pages are populated by page faults.
+POPULATE_WRITE = 23
 
 
 class MemoryUsage(msgspec.Struct, frozen=True):
-    """How full a span is, in bytes. `used` − `requested` is lost by rounding; `high_water` is the most ever used."""
+    """How full a span is. All fields are bytes."""
 
     capacity: int
+
+    #: Allocated bytes, rounded up to blocks.
     used: int
+
+    #: Allocated bytes, as requested. `used` − `requested` is lost by rounding.
     requested: int
+
     free: int
+
+    #: The largest contiguous free part. The buddy allocator counts powers of two of blocks only.
     largest_free: int
+
+    #: The most bytes that were ever used.
     high_water: int
 
     @property
@@ -33,11 +55,12 @@ class MemoryUsage(msgspec.Struct, frozen=True):
 
 
 class BuddyAllocator:
-    """Extents of `capacity` bytes in multiples of `block`; a capacity that is no multiple loses its rest.
+    """Allocates parts of `capacity` bytes in multiples of `block`.
 
-    A power of two of blocks starts at a multiple of its size where there is such a place (Knowlton, 1965). Whatever
-    else is asked for takes just the blocks it needs, of the first row of free ones that is long enough: rounded up to
-    powers of two, up to half the span would be free and of no use. No lock: the caller has one.
+    A capacity that is no multiple loses its rest. A power of two of blocks starts at a multiple of its size if there
+    is such a place (Knowlton, 1965). Any other allocation takes just the blocks it needs, of the first row of free
+    ones that is long enough: rounded up to powers of two, up to half the span would be free and unusable. No lock:
+    the caller has one.
     """
 
     def __init__(self, capacity: int, block: int = BLOCK) -> None:
@@ -46,16 +69,16 @@ class BuddyAllocator:
         if not self._blocks:
             raise ValueError(f"a span of {capacity} bytes has no room for one block of {block}")
         self._free: list[set[int]] = [set() for _ in range(self._blocks.bit_length())]
-        self._taken: dict[int, tuple[int, int]] = {}
+        self._allocated: dict[int, tuple[int, int]] = {}
         self._used = self._requested = self._high_water = 0
         self._put_back(0, self._blocks)
 
     def allocate(self, nbytes: int) -> int:
-        """Return the offset of `nbytes` free bytes, now taken. Raises ArenaFull if there are not that many in a row."""
+        """Allocate `nbytes` contiguous bytes. Returns their offset. Raises ArenaFull."""
         blocks = max(1, -(-nbytes // self._block))
         orders = range((blocks - 1).bit_length(), len(self._free)) if blocks.bit_count() == 1 else ()
         if (order := next((order for order in orders if self._free[order]), None)) is not None:
-            start = min(self._free[order])  # low ones, so that memory behind the others may be given back
+            start = min(self._free[order])  # a low place, so that memory behind it may be given back
             self._free[order].remove(start)
             end = start + (1 << order)
         elif row := next((row for row in self._rows() if row[1] - row[0] >= blocks), None):
@@ -65,22 +88,25 @@ class BuddyAllocator:
         else:
             raise ArenaFull(nbytes, (self._blocks - self._used) * self._block, self._blocks * self._block)
         self._put_back(start + blocks, end)
-        self._taken[start] = blocks, nbytes
+        self._allocated[start] = blocks, nbytes
         self._used += blocks
         self._requested += nbytes
         self._high_water = max(self._high_water, self._used)
         return start * self._block
 
     def free(self, offset: int) -> None:
-        """Take back an extent by the offset `allocate` returned. Raises KeyError for any other."""
+        """Free an allocation by its offset. Raises KeyError for any other offset."""
         start = offset // self._block
-        blocks, nbytes = self._taken.pop(start)
+        blocks, nbytes = self._allocated.pop(start)
         self._used -= blocks
         self._requested -= nbytes
         self._put_back(start, start + blocks)
 
     def usage(self) -> MemoryUsage:
-        """The present numbers."""
+        """Return how full the span is.
+
+        `largest_free` is the largest power of two of blocks.
+        """
         largest = max((1 << order for order, free in enumerate(self._free) if free), default=0)
         return MemoryUsage(
             capacity=self._blocks * self._block,
@@ -92,7 +118,7 @@ class BuddyAllocator:
         )
 
     def _rows(self) -> Iterator[tuple[int, int]]:
-        """The longest rows of free blocks: the first block of each, and the block after its last."""
+        """Yield the rows of free blocks, as (first block, block after the last)."""
         first = end = 0
         for start, order in sorted((start, order) for order, free in enumerate(self._free) for start in free):
             if start != end:
@@ -102,6 +128,7 @@ class BuddyAllocator:
         yield first, end
 
     def _put_back(self, start: int, end: int) -> None:
+        """Add a row of blocks to the free ones, as powers of two."""
         while start < end:
             order = (end - start).bit_length() - 1
             if start:
@@ -110,35 +137,36 @@ class BuddyAllocator:
             start += 1 << order
 
     def _merge(self, start: int, order: int) -> None:
+        """Add a free place, merged with its free buddies."""
         while (buddy := start ^ (1 << order)) in self._free[order]:
             self._free[order].remove(buddy)
             start, order = min(start, buddy), order + 1
         self._free[order].add(start)
 
 
-EXTENT = 2 << 20  # bytes that are taken and given back together
-SPARE_S = 10.0  # seconds for which an empty extent is kept: taking it again costs three times what writing to it does
-ENTERED_FROM = 256 << 10  # bytes of an object whose pages are entered before writing; single faults cost others less
-POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14: where it is unknown, pages are entered by faults
-
-
 class ExtentAllocator:
-    """The room of an arena, of which only EXTENTs that hold objects, or lately did, take memory.
+    """The room of an arena. Only extents that hold objects, or lately did, use memory.
 
-    An extent is allocated for real before an object is placed in it, so that no write ever fails for want of memory.
-    `fd` is a file without a name. `spared` is called when there is something for `trim`, and not again until that
-    returned None. No lock: the caller has one.
+    An extent is allocated for real before an object is placed in it, so that no write ever fails for lack of memory.
+    `fd` is a file without a name. `spared` is called when `trim` has extents to give back, and not again until that
+    has returned None. No lock: the caller has one.
     """
 
     def __init__(self, capacity: int, name: str, now: Callable[[], float] = time.monotonic) -> None:
         """Raises OSError if the file cannot be so long."""
-        self._buddy, self._capacity, self._now = BuddyAllocator(capacity), capacity, now
-        self._placed: dict[int, int] = {}
-        self._objects = Counter[int]()
-        self._spare: dict[int, float] = {}
-        self._is_whole = self._trims = False
+        self._buddy, self._capacity = BuddyAllocator(capacity), capacity
+        self._now = now
+        self._placed: dict[int, int] = {}  # bytes of each object, by offset
+        self._objects = Counter[int]()  # number of objects in each extent
+        self._spare: dict[int, float] = {}  # empty extents, with the monotonic time since when
+        self._is_whole = self._is_trim_pending = False
+
+        #: Called when `trim` has extents to give back.
         self.spared: Callable[[], object] = bool
-        self.given_back = 0  # how often extents were given back: maps of those are empty again
+
+        #: How often extents were given back. Their pages in existing maps are not populated any more.
+        self.given_back = 0
+
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.fd, capacity)
@@ -148,15 +176,20 @@ class ExtentAllocator:
 
     @property
     def held(self) -> int:
-        """Bytes that it takes from the machine."""
+        """Bytes of the machine's memory that the arena uses."""
         return self._capacity if self._is_whole else (len(self._objects) + len(self._spare)) * EXTENT
 
     def allocate(self, nbytes: int) -> int:
-        """Return the offset of `nbytes` bytes that exist. Raises ArenaFull if there is no such room, or no memory."""
+        """Allocate `nbytes` bytes of memory. Returns their offset. Raises ArenaFull.
+
+        ArenaFull means that there is no contiguous room, or no memory.
+        """
         offset = self._buddy.allocate(nbytes)
         extents = extents_of(offset, nbytes)
         try:
-            self._take([extent for extent in extents if extent not in self._objects and extent not in self._spare])
+            self._allocate_extents(
+                [extent for extent in extents if extent not in self._objects and extent not in self._spare]
+            )
         except ArenaFull:
             self._buddy.free(offset)
             raise
@@ -167,7 +200,7 @@ class ExtentAllocator:
         return offset
 
     def free(self, offset: int) -> None:
-        """Take back what `allocate` returned. Raises KeyError for any other offset."""
+        """Free an allocation by its offset. Raises KeyError for any other offset."""
         self._buddy.free(offset)
         for extent in extents_of(offset, self._placed.pop(offset)):
             self._objects[extent] -= 1
@@ -175,16 +208,19 @@ class ExtentAllocator:
                 del self._objects[extent]
                 if not self._is_whole:
                     self._spare[extent] = self._now()
-        if self._spare and not self._trims:
-            self._trims = True
+        if self._spare and not self._is_trim_pending:
+            self._is_trim_pending = True
             self.spared()
 
     def usage(self) -> MemoryUsage:
-        """The present numbers of the room."""
+        """Return how full the room is."""
         return self._buddy.usage()
 
     def trim(self) -> float | None:
-        """Give back what held no object for SPARE_S. Returns seconds until more is due, None if nothing is."""
+        """Give back extents that held no object for SPARE_S.
+
+        Returns the seconds until more is due, or None if nothing is.
+        """
         over = self._now() - SPARE_S
         due = [extent for extent, since in self._spare.items() if since <= over]
         for first, last in rows(due):
@@ -195,16 +231,17 @@ class ExtentAllocator:
             del self._spare[extent]
         self.given_back += bool(due)
         rest = next((since - over for since in self._spare.values()), None)
-        self._trims = rest is not None
+        self._is_trim_pending = rest is not None
         return rest
 
     def fill(self) -> None:
-        """Take all memory now, and give none back. Raises ArenaFull if there is not that much."""
+        """Allocate all memory now, and give none back. Raises ArenaFull."""
         missing = {*range(-(-self._capacity // EXTENT))} - {*self._objects, *self._spare}
-        self._take(sorted(missing))
+        self._allocate_extents(sorted(missing))
         self._is_whole, self._spare = True, {}
 
-    def _take(self, extents: list[int]) -> None:
+    def _allocate_extents(self, extents: list[int]) -> None:
+        """Allocate these extents from the machine. Raises ArenaFull."""
         if not extents or self._is_whole:
             return
         needed, free = len(extents) * EXTENT, available_memory()
@@ -220,16 +257,20 @@ class ExtentAllocator:
 
 
 class WritablePages:
-    """Which extents one process has in its map for writing, so that writing to them meets no faults."""
+    """The populated extents of a process's writable map: writing there has no faults."""
 
     def __init__(self, memory: mmap.mmap) -> None:
-        self._memory, self._given_back, self._entered = memory, 0, set[int]()
+        self._memory = memory
+        self._given_back, self._populated = 0, set[int]()
 
     def enter(self, offset: int, nbytes: int, given_back: int) -> None:
-        """Enter the pages of an object, which exist. `given_back` is what the arena's says after that was placed."""
+        """Populate the pages of an object. They exist.
+
+        `given_back` is the arena's number after the object was placed.
+        """
         if given_back != self._given_back:
-            self._given_back, self._entered = given_back, set()
-        missing = [extent for extent in extents_of(offset, nbytes) if extent not in self._entered]
+            self._given_back, self._populated = given_back, set()
+        missing = [extent for extent in extents_of(offset, nbytes) if extent not in self._populated]
         if nbytes < ENTERED_FROM or not missing:
             return
         for first, last in rows(missing):
@@ -238,17 +279,17 @@ class WritablePages:
                 self._memory.madvise(POPULATE_WRITE, start, stop - start)
             except OSError:  # an older kernel
                 return
-        self._entered.update(missing)
+        self._populated.update(missing)
 
 
 def extents_of(offset: int, nbytes: int) -> range:
-    """The numbers of the extents in which an object lies, one without bytes too."""
+    """Return the numbers of an object's extents. An object without bytes has one, too."""
     return range(offset // EXTENT, -(-(offset + max(1, nbytes)) // EXTENT))
 
 
 def rows(extents: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """The first and last of each row of adjacent ones."""
+    """Return the first and last of each row of adjacent numbers."""
     ordered = sorted(extents)
-    known = {*ordered}
-    firsts = [extent for extent in ordered if extent - 1 not in known]
-    return zip(firsts, [extent for extent in ordered if extent + 1 not in known], strict=True)
+    numbers = {*ordered}
+    firsts = [extent for extent in ordered if extent - 1 not in numbers]
+    return zip(firsts, [extent for extent in ordered if extent + 1 not in numbers], strict=True)

@@ -1,25 +1,28 @@
-"""How much more memory this process may use."""
+"""The memory limits of this process: the machine's and those of its control groups."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+#: By controller in /proc/self/cgroup ("" is version 2): limit, usage, and the reclaimable line of memory.stat.
 CGROUP_FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""By controller in /proc/self/cgroup ("" is version 2): limit, usage, and the line of memory.stat to reclaim."""
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be allocated before the kernel swaps or kills, by the machine and its control groups."""
+    """Return the bytes that can be allocated before the kernel swaps or kills.
+
+    The machine and the control groups of this process limit them.
+    """
     meminfo = _table(root / "proc/meminfo")
     return max(0, min(int(meminfo["MemAvailable:"]) * 1024, *_group_room(root)))
 
 
 def readable_bytes(count: int) -> str:
-    """A number of bytes for people to read: 1.5 GiB."""
+    """Return a number of bytes as text, such as 1.5 GiB."""
     if count < 1024:
         return f"{count} B"
     power = min((count.bit_length() - 1) // 10, 4)
@@ -27,6 +30,7 @@ def readable_bytes(count: int) -> str:
 
 
 def _group_room(root: Path) -> Iterator[int]:
+    """Yield the free bytes of each control group of this process and its parents."""
     yield 1 << 62
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -38,11 +42,13 @@ def _group_room(root: Path) -> Iterator[int]:
 
 
 def _room_of(folder: Path, limit: str, usage: str, reclaimable: str) -> Iterator[int]:
-    if not (folder / limit).is_file() or (most := (folder / limit).read_text().strip()) == "max":
+    """Yield the free bytes of one control group, if it has a limit."""
+    if not (folder / limit).is_file() or (limit_text := (folder / limit).read_text().strip()) == "max":
         return
     used = int((folder / usage).read_text())
-    yield int(most) - used + int(_table(folder / "memory.stat").get(reclaimable, "0"))
+    yield int(limit_text) - used + int(_table(folder / "memory.stat").get(reclaimable, "0"))
 
 
 def _table(path: Path) -> dict[str, str]:
+    """Return the second word of each line by the first."""
     return {line.split()[0]: line.split()[1] for line in path.read_text().splitlines() if len(line.split()) > 1}

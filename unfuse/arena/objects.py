@@ -1,4 +1,4 @@
-"""The table of objects: which exist, their states, and how many hold them. An arena and plain memory share it."""
+"""The table of objects: their states and holds, for an arena or plain memory."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ State = Literal["writing", "sealed", "spilled", "deleted"]
 class FinalizerLock:
     """A lock (`with lock:`) to which finalizers post work instead of waiting for it.
 
-    A finalizer may run at any point of any thread, even inside the lock, so it must not wait for it: it posts.
-    Posted work runs under the lock: soon, and before the next `with lock:` body that starts after the post. It must not
-    raise.
+    A finalizer may run at any point of any thread, even inside the lock, so it must not wait for it. Posted work runs
+    under the lock: soon, and before the next `with lock:` body that starts after the post. It must not raise.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._left: deque[Callable[[], None]] = deque()
+        self._posted: deque[Callable[[], None]] = deque()
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -38,35 +37,36 @@ class FinalizerLock:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
-        self._settle()
+        self._run_posted()
 
     def post(self, work: Callable[[], None]) -> None:
-        """Run `work` under the lock: at once if it is free, else when its holder releases it."""
-        self._left.append(work)
-        self._settle()
+        """Run `work` under the lock, at once or when the lock is released."""
+        self._posted.append(work)
+        self._run_posted()
 
-    def _settle(self) -> None:
-        while self._left and self._lock.acquire(blocking=False):
+    def _run_posted(self) -> None:
+        """Run the posted work, unless another thread has the lock; that thread then runs it."""
+        while self._posted and self._lock.acquire(blocking=False):
             try:
                 self._run()
             finally:
                 self._lock.release()
 
     def _run(self) -> None:
-        while self._left:
-            self._left.popleft()()
+        while self._posted:
+            self._posted.popleft()()
 
 
+#: Legal moves of an object. A deleted object keeps its bytes until its last hold ends; its writer holds it until seal
+#: or abort. A spilled object has no bytes here: they are in the store that it was moved to.
 OBJECT_MOVES: dict[State, frozenset[State]] = {
     "writing": frozenset({"sealed", "deleted"}),
     "sealed": frozenset({"spilled", "deleted"}),
     "spilled": frozenset({"sealed", "deleted"}),
     "deleted": frozenset(),
 }
-"""Legal moves of an object. A deleted object keeps its bytes until nobody holds it; its writer holds it until seal or
-abort. A spilled object has no bytes here: they are in the store that it was moved to.
-"""
 
+#: Most objects that `idle` returns.
 MOST_IDLE = 256
 
 
@@ -78,67 +78,87 @@ class Allocator(Protocol):
         ...
 
     def free(self, offset: int) -> None:
-        """Free what was allocated at this offset."""
+        """Free the allocation at this offset."""
         ...
 
     def usage(self) -> MemoryUsage:
-        """The present numbers."""
+        """Return how full the room is."""
         ...
 
 
 class Extent(msgspec.Struct, frozen=True):
-    """The place of an object. Readers must show `key`; `generation` tells it from earlier objects in the same place.
-
-    `request` is the request that it belongs to, or another name that keeps it (see `ObjectTable.share`).
-    """
+    """The place of an object."""
 
     id: str
+
+    #: The secret that readers must show.
     key: bytes
+
+    #: Distinguishes the object from earlier ones in the same place.
     generation: int
+
+    #: The bytes are at `offset` of the arena.
     offset: int
     nbytes: int
+
+    #: The request that the object belongs to, or another name that keeps it (see `ObjectTable.share`).
     request: str = ""
 
 
 @dataclass(slots=True)
 class _Entry:
+    """An object in the table."""
+
     extent: Extent
     state: State = "writing"
+
+    #: Number of holds, the writer's included.
     holds: int = 1
+
+    #: Checksums of the complete chunks. None if the object was not announced.
     written: tuple[int, ...] | None = None
+
+    #: Whether the object was sealed.
     whole: bool = False
-    shared: list[str] = field(default_factory=list)  # further names that keep it, also after its request is released
-    spare: bool = False  # whether its request is released, and only shared names keep it
-    unfinished: bool = True  # whether its writer has not sealed or aborted it, though it may be deleted meanwhile
+
+    #: Further names that keep the object, also after its request is released.
+    shared: list[str] = field(default_factory=list)
+
+    #: Whether the request is released and only shared names keep the object.
+    spare: bool = False
+
+    #: Whether the writer has not sealed or aborted the object, though it may be deleted meanwhile.
+    unfinished: bool = True
 
 
 class ObjectTable:
-    """The objects in one space, the least recently used first. Thread-safe; every method is atomic.
+    """The objects in one space, least recently used first. Thread-safe; every method is atomic."""
 
-    `recall` takes a spilled object back, by `restore`, and raises what that raises.
-    """
-
+    #: Loads a spilled object again, by `restore`, and raises the errors of that. None if no object is spilled.
     recall: Callable[[Extent], Extent] | None = None
 
     def __init__(self, space: Allocator) -> None:
         self._space = space
         self._lock = FinalizerLock()
         self._entries: dict[str, _Entry] = {}
-        self._restoring = 0  # bytes of room for spilled objects that are being taken back
+        self._restoring = 0  # bytes of room for spilled objects that are being loaded
         self._generation = 0
         self._changed = Condition()
 
     def create(self, nbytes: int, request: str) -> Extent:
         """Allocate an object that the caller then writes, and seals or aborts. Raises ArenaFull."""
         with self._lock:
-            offset = self._place(nbytes)
+            offset = self._allocate(nbytes)
             self._generation += 1
             extent = Extent(secrets.token_hex(16), secrets.token_bytes(16), self._generation, offset, nbytes, request)
             self._entries[extent.id] = _Entry(extent)
             return extent
 
     def seal(self, id: str) -> None:
-        """Make an object readable; it must not change from now on. Raises ObjectLost if it was released meanwhile."""
+        """Make an object readable. It must not change from now on.
+
+        Raises ObjectLost if it was released meanwhile.
+        """
         with self._lock:
             entry = self._entry(id)
             released = entry.state == "deleted"
@@ -162,9 +182,10 @@ class ObjectTable:
         self._wake_waiters()
 
     def announce(self, id: str, written: tuple[int, ...] = ()) -> None:
-        """Let an object be read while it is written. `written` has the checksums of all chunks that are complete.
+        """Let an object be read while it is written.
 
-        These chunks must not change from now on. Raises ObjectLost if the object was released meanwhile.
+        `written` has the checksums of all complete chunks, which must not change from now on. Raises ObjectLost if
+        the object was released meanwhile.
         """
         with self._lock:
             entry = self._entry(id)
@@ -174,12 +195,13 @@ class ObjectTable:
         self._wake_waiters()
 
     def written(self, id: str, known: int = 0, wait: float = 0.0) -> tuple[tuple[int, ...], bool]:
-        """The checksums of an announced object's complete chunks, and whether it is whole; for others, () and True.
+        """Return the checksums of an object's complete chunks, and whether it is whole.
 
-        Waits up to `wait` seconds for more chunks than `known`. Raises ObjectLost if the writer aborted it.
+        For objects that were not announced the checksums are empty. Waits up to `wait` seconds for more chunks than
+        `known`. Raises ObjectLost if the writer aborted the object.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._news(id, known), wait)
+            self._changed.wait_for(lambda: self._has_news(id, known), wait)
         with self._lock:
             entry = self._entry(id)
             if entry.state == "deleted" and not entry.whole:
@@ -187,28 +209,32 @@ class ObjectTable:
             return entry.written or (), entry.whole
 
     def watch(self, id: str, key: bytes, generation: int, nbytes: int) -> tuple[tuple[int, ...], bool]:
-        """`written` of an object that can be held, announced or whole. Raises ObjectLost, as `hold` does."""
+        """Return `written` of an object that can be read. Raises ObjectLost, as `hold`."""
         with self._lock:
             entry = self._entry(id)
-            known = hmac.compare_digest(entry.extent.key, key)
+            is_known = hmac.compare_digest(entry.extent.key, key)
             readable = entry.state in ("sealed", "spilled") or (entry.state == "writing" and entry.written is not None)
-            if not (known and readable and (entry.extent.generation, entry.extent.nbytes) == (generation, nbytes)):
+            if not (is_known and readable and (entry.extent.generation, entry.extent.nbytes) == (generation, nbytes)):
                 raise _lost(id)
             return entry.written or (), entry.whole
 
     def hold(self, id: str, key: bytes, generation: int, nbytes: int, *, announced: bool = False) -> Extent:
-        """Hold a sealed object in its place until `unhold`. Raises ObjectLost unless key, generation and size match.
+        """Hold a sealed object in its place until `unhold`. Raises ObjectLost.
 
-        With `announced`, an announced object can be held too; `written` says which bytes of it can be read. Then a
-        spilled object is taken back first; this raises ArenaFull while there is no room for it.
+        ObjectLost is raised unless key, generation and size match. With `announced`, an announced object can be held,
+        too; `written` says which bytes of it can be read. A spilled object is loaded first then; this raises
+        ArenaFull while there is no room for it.
         """
         with self._lock:
             entry = self._entry(id)
             extent = entry.extent
-            known = hmac.compare_digest(extent.key, key) and (extent.generation, extent.nbytes) == (generation, nbytes)
-            early = announced and entry.state == "writing" and entry.written is not None
+            is_known = hmac.compare_digest(extent.key, key) and (extent.generation, extent.nbytes) == (
+                generation,
+                nbytes,
+            )
+            is_announced = announced and entry.state == "writing" and entry.written is not None
             recall = self.recall if announced and entry.state == "spilled" else None
-            if not (known and (early or recall or entry.state == "sealed")):
+            if not (is_known and (is_announced or recall or entry.state == "sealed")):
                 raise _lost(id)
             if not recall:
                 entry.holds += 1
@@ -217,11 +243,14 @@ class ObjectTable:
         return recall(extent)
 
     def unhold(self, id: str) -> None:
-        """End one hold. Never waits and never fails, so that finalizers may call it."""
+        """End one hold. Never waits and never fails, so finalizers may call it."""
         self._lock.post(partial(self._end_hold, id))
 
     def spill(self, id: str) -> None:
-        """Free the room of a sealed object that was copied elsewhere, unless somebody holds it. Raises ObjectLost."""
+        """Free the room of a sealed object that was copied elsewhere, unless it is held.
+
+        Raises ObjectLost.
+        """
         with self._lock:
             entry = self._entry(id)
             if entry.state == "deleted":
@@ -231,13 +260,14 @@ class ObjectTable:
                 self._space.free(entry.extent.offset)
 
     def restore(self, id: str, fill: Callable[[int], None]) -> Extent:
-        """Allocate room for a spilled object, have `fill` write its bytes at that offset, and hold it.
+        """Allocate room for a spilled object, fill it, and hold the object.
 
-        Raises, with nothing changed, ArenaFull, what `fill` raises, or ObjectLost if it was deleted meanwhile.
+        `fill` writes its bytes at the offset. Raises, with nothing changed, ArenaFull, the error of `fill`, or
+        ObjectLost if the object was deleted meanwhile.
         """
         with self._lock:
             nbytes = self._entry(id).extent.nbytes
-            offset = self._place(nbytes)
+            offset = self._allocate(nbytes)
             self._restoring += _room(nbytes)
         try:
             fill(offset)
@@ -255,16 +285,19 @@ class ObjectTable:
             raise
 
     def delete(self, id: str) -> None:
-        """Delete an object: it cannot be held anew, and its room is free when its last hold ends. Idempotent."""
+        """Delete an object. Idempotent. Its room is free when its last hold ends.
+
+        It cannot be held anew.
+        """
         with self._lock:
             if id in self._entries:
                 self._delete(self._entries[id])
 
     def share(self, id: str, name: str) -> None:
-        """Keep an object until this name is released too. Raises ObjectLost.
+        """Keep an object until this name is released, too. Raises ObjectLost.
 
-        When its request is released, it is spare: when room is short, spare objects are deleted, the least recently
-        used first.
+        When its request is released, the object is spare: when room is short, spare objects are deleted, least
+        recently used first.
         """
         with self._lock:
             entry = self._entry(id)
@@ -274,7 +307,7 @@ class ObjectTable:
                 entry.shared.append(name)
 
     def release(self, request: str) -> None:
-        """Delete every object of a request, also those being written, unless another name keeps it.
+        """Delete every object of a request, also unsealed ones, unless another name keeps it.
 
         A spilled object is deleted in any case, because it was moved under the name of that request.
         """
@@ -288,40 +321,52 @@ class ObjectTable:
                     self._delete(entry)
 
     def requests(self) -> frozenset[str]:
-        """The requests, and other names, that keep objects which are not deleted."""
+        """Return the requests, and other names, that keep objects."""
         with self._lock:
             alive = [entry for entry in self._entries.values() if entry.state != "deleted"]
             return frozenset(name for entry in alive for name in (entry.extent.request, *entry.shared))
 
     def idle(self) -> list[Extent]:
-        """The first MOST_IDLE sealed objects that nobody holds and that are not spare, least recently used first."""
+        """Return the first MOST_IDLE sealed objects without a hold, least recently used first.
+
+        Spare objects are left out.
+        """
         with self._lock:
             idle = (e for e in self._entries.values() if e.state == "sealed" and not (e.holds or e.spare))
             return [entry.extent for entry in islice(idle, MOST_IDLE)]
 
     def unfinished(self) -> list[Extent]:
-        """The objects that are being written, also those of requests that are over."""
+        """Return the objects that are being written, also those of requests that are over."""
         with self._lock:
             return [entry.extent for entry in self._entries.values() if entry.unfinished]
 
     def unaccounted(self) -> int:
-        """Bytes of room that are taken, and belong to no object."""
+        """Return the allocated bytes that belong to no object."""
         with self._lock:
             placed = (entry.extent.nbytes for entry in self._entries.values() if entry.state != "spilled")
             return self._space.usage().used - sum(map(_room, placed)) - self._restoring
 
     def usage(self) -> MemoryUsage:
-        """How full the space is. Room of spare objects counts as free, though it may not be contiguous."""
+        """Return how full the space is.
+
+        Room of spare objects counts as free, though it may not be contiguous.
+        """
         with self._lock:
             usage, sizes = self._space.usage(), [entry.extent.nbytes for entry in self._spare()]
-        taken, asked = sum(map(_room, sizes)), sum(sizes)
-        fields = {"used": usage.used - taken, "requested": usage.requested - asked, "free": usage.free + taken}
+        spare_bytes, spare_requested = sum(map(_room, sizes)), sum(sizes)
+        fields = {
+            "used": usage.used - spare_bytes,
+            "requested": usage.requested - spare_requested,
+            "free": usage.free + spare_bytes,
+        }
         return msgspec.structs.replace(usage, **fields) if sizes else usage
 
     def _spare(self) -> Iterator[_Entry]:
+        """Yield the spare objects without a hold, least recently used first."""
         return (e for e in self._entries.values() if e.spare and e.state == "sealed" and not e.holds)
 
-    def _place(self, nbytes: int) -> int:
+    def _allocate(self, nbytes: int) -> int:
+        """Allocate room, deleting spare objects while there is none. Raises ArenaFull."""
         while True:
             try:
                 return self._space.allocate(nbytes)
@@ -331,7 +376,8 @@ class ObjectTable:
                     raise
                 self._delete(entry)
 
-    def _news(self, id: str, known: int) -> bool:
+    def _has_news(self, id: str, known: int) -> bool:
+        """Whether an object has more chunks than `known`, or is not being written any more."""
         with self._lock:
             entry = self._entries.get(id)
             return entry is None or entry.state != "writing" or len(entry.written or ()) > known
@@ -341,17 +387,20 @@ class ObjectTable:
             self._changed.notify_all()
 
     def _entry(self, id: str) -> _Entry:
+        """Return the entry of an object. Raises ObjectLost."""
         try:
             return self._entries[id]
         except KeyError:
             raise _lost(id) from None
 
     def _move(self, entry: _Entry, state: State) -> None:
+        """Change the state of an object. Raises ProtocolError for an illegal move."""
         if state not in OBJECT_MOVES[entry.state]:
             raise ProtocolError(f"object {entry.extent.id} is {entry.state}: it cannot become {state}")
         entry.state = state
 
     def _delete(self, entry: _Entry) -> None:
+        """Delete an object under the lock."""
         if entry.state == "spilled":
             del self._entries[entry.extent.id]
         elif entry.state != "deleted":
@@ -359,6 +408,7 @@ class ObjectTable:
             self._free_if_unused(entry)
 
     def _end_hold(self, id: str) -> None:
+        """End one hold under the lock."""
         entry = self._entries[id]
         entry.holds -= 1
         self._free_if_unused(entry)
@@ -370,11 +420,12 @@ class ObjectTable:
 
 
 def _room(nbytes: int) -> int:
-    """Bytes of whole blocks that an object takes."""
+    """Return the bytes of whole blocks that an object takes."""
     return max(1, -(-nbytes // BLOCK)) * BLOCK
 
 
 def _lost(id: str) -> ObjectLost:
+    """Return the error for an object that cannot be read here."""
     return ObjectLost(
         f"object {id} is not here: it was released, its owner was restarted, or the ref is not its own", id
     )

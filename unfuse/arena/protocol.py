@@ -1,4 +1,4 @@
-"""The unix socket of an arena, and the messages between its owner and its readers and writers."""
+"""The unix socket of an arena, and the messages between owner, readers and writers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,19 @@ from unfuse.arena.objects import Extent
 from unfuse.core import codec
 from unfuse.core.errors import ConfigError, ProtocolError
 
-MAX_MESSAGE = 128 * 1024  # the most bytes of a message
+#: Most bytes of a message.
+MAX_MESSAGE = 128 * 1024
+
+SCHEME = "unix:"
+
+#: Names of sockets. They have 96 random bits, so that no two arenas have one name, on any machine.
+NAME = re.compile(r"arena-[0-9a-f]{24}")
+
+#: Prefix of a socket's name until it listens.
+DRAFT = "."
+
+#: The kernel's `struct ucred`: process id, user id, group id.
+_CREDENTIALS = struct.Struct("3i")
 
 
 class ShownRef(msgspec.Struct, frozen=True):
@@ -31,11 +43,11 @@ class ShownRef(msgspec.Struct, frozen=True):
 
 
 class HoldObject(ShownRef, frozen=True, tag=True):
-    """Hold a sealed object until Unhold or the end of this connection. Answered by ObjectPlace, or Lost."""
+    """Hold a sealed object until Unhold or disconnection. Answered by ObjectPlace or Lost."""
 
 
 class GetWritten(ShownRef, frozen=True, tag=True):
-    """Ask how much of an object, whose writer may be at it, can be read. Answered at once, by Written, or Lost."""
+    """Ask how far an object is written. Answered at once by Written or Lost."""
 
 
 class Unhold(msgspec.Struct, frozen=True, tag=True):
@@ -45,33 +57,39 @@ class Unhold(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetOwner(msgspec.Struct, frozen=True, tag=True):
-    """Ask who owns the arena. Answered by OwnerReply."""
+    """Ask for the owner of the arena. Answered by OwnerReply."""
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
-    """Prove the right to write, which the messages below need. Answered by Acknowledged with a writable descriptor."""
+    """Prove the right to write, which the messages below need.
+
+    Answered by Acknowledged with a writable descriptor.
+    """
 
     token: bytes
 
 
 class Create(msgspec.Struct, frozen=True, tag=True):
-    """Allocate an object; it is aborted if this connection ends before Seal. Answered by ObjectPlace, or NoRoom."""
+    """Allocate an object. Answered by ObjectPlace or NoRoom.
+
+    The object is aborted if this connection ends before Seal.
+    """
 
     nbytes: Annotated[int, msgspec.Meta(ge=0)]
     request: str
 
 
 class Announce(msgspec.Struct, frozen=True, tag=True):
-    """Let an object be read while it is written. `written`: checksums of whole chunks. Answered by Acknowledged,
-    or Lost.
-    """
+    """Let an object be read while it is written. Answered by Acknowledged or Lost."""
 
     id: str
+
+    #: Checksums of the complete chunks.
     written: tuple[int, ...]
 
 
 class Seal(msgspec.Struct, frozen=True, tag=True):
-    """The object of this connection is written. Answered by Acknowledged, or Lost."""
+    """Make this connection's object readable. Answered by Acknowledged or Lost."""
 
     id: str
 
@@ -95,7 +113,7 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 
 
 class SpillObject(msgspec.Struct, frozen=True, tag=True):
-    """Free the room of an object that was copied elsewhere. Answered by Acknowledged, or Lost."""
+    """Free the room of an object that was copied elsewhere. Answered by Acknowledged or Lost."""
 
     id: str
 
@@ -105,24 +123,29 @@ class GetState(msgspec.Struct, frozen=True, tag=True):
 
 
 class ObjectPlace(msgspec.Struct, frozen=True, tag=True):
-    """The place of the object. The answer to a connection's first HoldObject carries the read-only descriptor.
+    """The place of the object.
 
-    `given_back` is how often the arena has given memory back: a map of that is empty again.
+    The answer to a connection's first HoldObject comes with the read-only descriptor.
     """
 
     extent: Extent
+
+    #: How often the arena has given memory back, whose pages are not populated in any map any more.
     given_back: int = 0
 
 
 class Written(msgspec.Struct, frozen=True, tag=True):
-    """The checksums of an announced object's complete chunks, and whether it is whole; of others () and True."""
+    """How far an object is written."""
 
+    #: Checksums of the complete chunks. Empty for an object that was not announced.
     checksums: tuple[int, ...]
+
+    #: Whether the object is whole.
     whole: bool
 
 
 class OwnerReply(msgspec.Struct, frozen=True, tag=True):
-    """The owner of the arena, by the name that refs have."""
+    """The owner of the arena, as in the refs of its objects."""
 
     id: str
 
@@ -138,20 +161,30 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
 
 
 class NoRoom(msgspec.Struct, frozen=True, tag=True):
-    """There is no room: `needed`, `free` and `capacity` are bytes; the rest says of what, and what helps."""
+    """There is no room."""
 
+    #: These three are bytes.
     needed: int
     free: int
     capacity: int
+
+    #: What is full, as the beginning of the error message.
     full: str
+
+    #: What helps, as the end of the error message.
     remedy: str
 
 
 class ArenaState(msgspec.Struct, frozen=True, tag=True):
-    """How full the arena is, the requests that it holds objects for, and idle objects, which could be spilled."""
+    """The state of the arena."""
 
+    #: How full it is.
     usage: MemoryUsage
+
+    #: Ids of the requests with objects.
     requests: frozenset[str]
+
+    #: Objects that could be spilled.
     idle: list[Extent]
 
 
@@ -174,21 +207,15 @@ FromOwner = OwnerReply | ObjectPlace | Written | Acknowledged | Lost | NoRoom | 
 
 
 def frame(message: ToOwner | FromOwner) -> bytes:
-    """The message with its header."""
+    """Return the message with its header."""
     return codec.frame(codec.encode(message))
 
 
-SCHEME = "unix:"
-NAME = re.compile(r"arena-[0-9a-f]{24}")  # 96 random bits, so that no two arenas have one name, on any machine
-DRAFT = "."  # the beginning of a socket's name until it listens
-
-_CREDENTIALS = struct.Struct("3i")
-
-
 def listen(folder: Path) -> tuple[socket.socket, Path]:
-    """A socket in a folder, which does not block, and its path. Raises ConfigError when there can be none.
+    """Return a listening, non-blocking socket in a folder, and its path. Raises ConfigError.
 
-    It is given its name once it listens. So a socket of such a name that refuses has lost its owner for good.
+    The socket gets its name only once it listens. So a socket of such a name that refuses connections has lost its
+    owner for good.
     """
     while True:
         path = folder / f"arena-{secrets.token_hex(12)}"
@@ -212,19 +239,19 @@ def listen(folder: Path) -> tuple[socket.socket, Path]:
 
 
 def remove_stale(folder: Path) -> list[Path]:
-    """Remove the sockets of arenas whose owners are gone, for example killed. Returns their paths."""
-    found = [path for path in folder.iterdir() if NAME.fullmatch(path.name.removeprefix(DRAFT))]
-    stale = [path for path in found if is_refused(path)]
+    """Remove the sockets of arenas whose owners have ended, for example killed. Returns their paths."""
+    sockets = [path for path in folder.iterdir() if NAME.fullmatch(path.name.removeprefix(DRAFT))]
+    stale = [path for path in sockets if is_refused(path)]
     for path in stale:
         path.unlink(missing_ok=True)
     return stale
 
 
 def socket_name(address: str, folder: Path | None = None) -> str:
-    """The name of the socket to connect to. Raises ProtocolError for what is not an address of an arena.
+    """Return the name of the socket at an arena's address. Raises ProtocolError.
 
-    With a `folder` it is looked for there, wherever the owner says that it lies: containers may see one folder at
-    different paths, and who registers an address does not choose what is connected to.
+    With a `folder`, the socket is looked for there, wherever the owner says that it is: containers may see one folder
+    at different paths, and an owner that registers an address must not choose the socket that others connect to.
     """
     path = Path(address.removeprefix(SCHEME))
     if not address.startswith(SCHEME) or not NAME.fullmatch(path.name):
@@ -233,13 +260,19 @@ def socket_name(address: str, folder: Path | None = None) -> str:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """The process id (0: a process that is not visible from here) and the user id at the other end."""
+    """Return the process id and the user id at the other end of a connection.
+
+    The process id is 0 for a process that is not visible from here.
+    """
     pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
 
 
 def receive_exactly(connection: socket.socket, count: int) -> bytes:
-    """Read `count` bytes from a blocking socket; its timeout holds for all of them. Raises OSError."""
+    """Read `count` bytes from a blocking socket. Raises OSError.
+
+    The socket's timeout holds for all of them together.
+    """
     data = connection.recv(count, socket.MSG_WAITALL) if count else b""
     if len(data) < count:
         raise ConnectionResetError("it closed the connection")
@@ -247,7 +280,7 @@ def receive_exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def is_refused(path: Path) -> bool:
-    """Whether a socket is there that nobody listens at."""
+    """Whether there is a socket at which no process listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
             if stat.S_ISSOCK(path.lstat().st_mode):

@@ -1,4 +1,7 @@
-"""The server of an arena: one thread answers readers and writers, and ends their holds when they disconnect."""
+"""The server of an arena: one thread answers readers and writers, in rotation.
+
+It ends the holds of clients that disconnect.
+"""
 
 from __future__ import annotations
 
@@ -19,39 +22,57 @@ from unfuse.arena.protocol import SCHEME, listen, peer_of, remove_stale
 from unfuse.core.codec import decode, split_message
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError
 
+#: Most bytes that are received in one call.
 RECEIVE_BYTES = 64 * 1024
 
-MOST_CLIENTS = 256  # the most connections: two for each other worker of the machine, one for our own compute process
-AT_A_TIME = 32  # the most messages of one client that are answered before other clients have their turn
+#: Most connections: two for each other worker of the machine, and one for the worker's own compute process.
+MOST_CLIENTS = 256
+
+#: Most messages of one client that are answered before those of other clients.
+AT_A_TIME = 32
 
 
 @dataclass(eq=False, slots=True)
 class _Connection:
-    """A client: what it has sent and is not answered yet, and what must be undone when it disconnects."""
+    """A client: its unanswered messages, and what must be undone when it disconnects."""
 
     socket: socket.socket
+
+    #: The client's process id.
     pid: int
+
+    #: Received bytes that are not answered yet.
     received: bytearray = field(default_factory=bytearray)
+
+    #: Number of holds, by object id.
     holds: Counter[str] = field(default_factory=Counter)
+
+    #: Ids of the objects that it is writing.
     writing: set[str] = field(default_factory=set)
+
+    #: Whether it has proved the right to write.
     writer: bool = False
+
+    #: Whether it has got the descriptor for reading.
     reads: bool = False
 
 
 class ArenaServer:
-    """Serves an arena at `address`, a socket in `folder`, until `close`. Clients that show `token` may write.
+    """Serves an arena at `address`, a socket in `folder`, until `close`.
 
-    A client that breaks the protocol, or does not read its answers, is disconnected. Clients take turns, however many
-    messages one sends. When there are too many connections, an idle one of the process with the most is closed. Sockets
-    of dead owners in the folder are removed. Raises ConfigError if no socket can be made there.
+    Clients that show `token` may write. A client that breaks the protocol, or does not read its answers, is
+    disconnected. Clients are served in rotation, however many messages one sends. If there are too many connections,
+    an idle one of the process with the most is closed. Sockets of ended owners in the folder are removed. Raises
+    ConfigError if no socket can be made there.
     """
 
     def __init__(self, arena: Arena, token: bytes, folder: Path, owner: str) -> None:
-        self._arena, self._token, self._owner = arena, token, owner
+        self._arena, self._owner = arena, owner
+        self._token = token
         self._listener, self._path = listen(folder)
         remove_stale(folder)
         self.address = f"{SCHEME}{self._path}"
-        self._behind: dict[_Connection, None] = {}
+        self._unanswered: dict[_Connection, None] = {}  # clients with received messages that are not answered yet
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -63,7 +84,10 @@ class ArenaServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Disconnect all clients, which ends their holds. Memory that they have mapped stays readable to them."""
+        """Disconnect all clients, which ends their holds.
+
+        Memory that they have mapped stays readable to them.
+        """
         os.eventfd_write(self._stop, 1)
         self._thread.join()
         for connection in self._connections():
@@ -76,15 +100,16 @@ class ArenaServer:
         os.close(self._spared)
 
     def _serve(self) -> None:
+        """Answer clients and trim the arena, until `close`."""
         due = self._trim()
         while True:
             rest = None if due is None else max(0.0, due - time.monotonic())
-            ready = [key for key, _ in self._selector.select(0 if self._behind else rest)]
+            ready = [key for key, _ in self._selector.select(0 if self._unanswered else rest)]
             if rest == 0:
                 due = self._trim()
-            behind, self._behind = self._behind, {}
+            behind, self._unanswered = self._unanswered, {}
             for connection in behind:
-                self._hear(connection, receive=False)
+                self._serve_client(connection, receive=False)
             for key in ready:
                 if key.fileobj == self._stop:
                     return
@@ -94,14 +119,15 @@ class ArenaServer:
                 elif key.data is None:
                     self._accept()
                 elif key.data not in behind and key.data.socket.fileno() >= 0:
-                    self._hear(key.data)
+                    self._serve_client(key.data)
 
     def _trim(self) -> float | None:
-        """When it is due again."""
+        """Trim the arena. Returns the monotonic time when that is due again, or None."""
         rest = self._arena.trim()
         return None if rest is None else time.monotonic() + rest
 
     def _accept(self) -> None:
+        """Accept a client of the same user."""
         try:
             client, _ = self._listener.accept()
         except BlockingIOError:  # the client is gone already
@@ -117,18 +143,24 @@ class ArenaServer:
         self._selector.register(client, selectors.EVENT_READ, _Connection(client, pid))
 
     def _connections(self) -> list[_Connection]:
-        """All connections, the oldest first."""
+        """Return all connections, the oldest first."""
         return [key.data for key in self._selector.get_map().values() if key.data]
 
     def _make_room(self) -> bool:
-        """Disconnect an idle client of the process that has the most of them. False if no client is idle."""
-        idle = [one for one in self._connections() if not (one.writer or one.holds.total())]
-        for pid, _ in Counter(one.pid for one in idle).most_common(1):
-            self._disconnect(next(one for one in idle if one.pid == pid))
+        """Disconnect an idle client of the process with the most idle ones.
+
+        Returns False if no client is idle.
+        """
+        idle = [connection for connection in self._connections() if not (connection.writer or connection.holds.total())]
+        for pid, _ in Counter(connection.pid for connection in idle).most_common(1):
+            self._disconnect(next(connection for connection in idle if connection.pid == pid))
         return bool(idle)
 
-    def _hear(self, connection: _Connection, *, receive: bool = True) -> None:
-        """Answer up to AT_A_TIME messages of a client; the rest when it is its turn again, before more is received."""
+    def _serve_client(self, connection: _Connection, *, receive: bool = True) -> None:
+        """Answer up to AT_A_TIME messages of a client.
+
+        The others are answered in its next rotation, before more bytes are received.
+        """
         try:
             if receive:
                 data = connection.socket.recv(RECEIVE_BYTES)
@@ -139,12 +171,13 @@ class ArenaServer:
                 if (body := split_message(connection.received, protocol.MAX_MESSAGE)) is None:
                     return
                 self._answer(connection, decode(body, protocol.ToOwner))
-            self._behind[connection] = None
+            self._unanswered[connection] = None
         except (OSError, ProtocolError):
             self._disconnect(connection)
 
     def _disconnect(self, connection: _Connection) -> None:
-        self._behind.pop(connection, None)
+        """Close a connection; ends its holds and aborts its unsealed objects."""
+        self._unanswered.pop(connection, None)
         self._selector.unregister(connection.socket)
         connection.socket.close()
         for id in connection.holds.elements():
@@ -153,6 +186,7 @@ class ArenaServer:
             self._arena.abort(id)
 
     def _answer(self, connection: _Connection, message: protocol.ToOwner) -> None:
+        """Answer one message."""
         reply: protocol.FromOwner
         fd = None
         try:
@@ -175,16 +209,19 @@ class ArenaServer:
                 case protocol.Write(token):
                     if not hmac.compare_digest(token, self._token):
                         raise ProtocolError("not this arena's token")
-                    connection.writer, reply, fd = True, protocol.Acknowledged(), self._arena.fd
+                    connection.writer = True
+                    reply = protocol.Acknowledged()
+                    fd = self._arena.fd
                 case _:
-                    reply = self._change(connection, message)
+                    reply = self._serve_writer(connection, message)
         except ObjectLost as error:
             reply = protocol.Lost(str(error))
         except ArenaFull as error:
             reply = protocol.NoRoom(error.needed, error.free, error.capacity, error.full, error.remedy)
-        _send(connection.socket, protocol.frame(reply), fd)
+        _send_reply(connection.socket, protocol.frame(reply), fd)
 
-    def _change(self, connection: _Connection, message: protocol.ToOwner) -> protocol.FromOwner:
+    def _serve_writer(self, connection: _Connection, message: protocol.ToOwner) -> protocol.FromOwner:
+        """Carry out a message of a writer. Returns the answer."""
         if not connection.writer:
             raise ProtocolError("not a writer")
         match message:
@@ -210,8 +247,11 @@ class ArenaServer:
         return protocol.Acknowledged()
 
 
-def _send(client: socket.socket, data: bytes, fd: int | None) -> None:
-    """Send without waiting. A client has one request at a time, so its buffer is full only if it never reads."""
+def _send_reply(client: socket.socket, data: bytes, fd: int | None) -> None:
+    """Send without waiting.
+
+    A client has one request at a time, so its buffer is full only if it never reads.
+    """
     sent = socket.send_fds(client, [data], [] if fd is None else [fd])
     if sent < len(data):
         raise ProtocolError("the client does not read its answers")
