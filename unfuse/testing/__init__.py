@@ -1,4 +1,7 @@
-"""Published conformance suites and fakes, imported when they are named: plain asserts, no test framework."""
+"""Published conformance suites and fakes for tests: plain asserts, no test framework.
+
+Each is imported on first use.
+"""
 
 from __future__ import annotations
 

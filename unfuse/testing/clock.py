@@ -1,4 +1,4 @@
-"""A clock that moves when it is told to."""
+"""A manual clock for tests of time limits and alarms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unfuse.core.clock import Clock
 
 
 class ManualClock(Clock):
-    """Time for tests: both readings stand still until `advance`, which rings the alarms on its way, in order."""
+    """A clock that stands still until `advance`, which also runs due alarms in order."""
 
     def __init__(self, now: float = 1_000.0, wall: float = 1_700_000_000.0) -> None:
         self._now = now
@@ -21,15 +21,15 @@ class ManualClock(Clock):
         self._numbers = count()
 
     def now(self) -> float:
-        """Seconds that never run backwards."""
+        """Return seconds that never run backwards."""
         return self._now
 
     def wall(self) -> float:
-        """Unix seconds; they move with `now`."""
+        """Return Unix seconds, which advance with `now`."""
         return self._now + self._offset
 
     def call_at(self, when: float, callback: Callable[[], object]) -> Callable[[], None]:
-        """Call back once `now` has reached `when`, which may be past; returns what takes the alarm back."""
+        """Call `callback` once `now` has reached `when`. Returns what cancels the alarm."""
         if when <= self._now:
             return asyncio.get_running_loop().call_soon(callback).cancel
         number = next(self._numbers)
@@ -37,7 +37,10 @@ class ManualClock(Clock):
         return lambda: self._cancelled.add(number)
 
     def advance(self, seconds: float) -> None:
-        """Let `seconds` pass. An alarm sees the time it was set for; who is woken runs at the loop's next turn."""
+        """Advance the clock by `seconds`, running alarms at their times.
+
+        Tasks that an alarm wakes run when the event loop runs next.
+        """
         end = self._now + seconds
         while self._alarms and self._alarms[0][0] <= end:
             when, number, callback = heapq.heappop(self._alarms)

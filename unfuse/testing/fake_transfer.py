@@ -1,4 +1,4 @@
-"""Transfer inside one process, by copying: the simplest engine, and the specification of the others."""
+"""An in-process transfer engine that copies: the simplest one, and the reference for others."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from unfuse.transfer.base import (
     hold_for,
 )
 
+#: Bytes that are copied at a time.
 PIECE = 1024 * 1024
 
+#: The serving engines of this process by address, in place of a network.
 _SERVING: WeakValueDictionary[str, FakeEngine] = WeakValueDictionary()
-"""The engines of this process by address, in place of a network."""
 
 
 class FakeEngine(TransferEngine):
-    """Reaches other engines of its kind in this process."""
+    """A transfer engine that reaches other FakeEngines of this process."""
 
     name = "fake"
 
@@ -54,7 +55,7 @@ class FakeEngine(TransferEngine):
 
 
 class FakeLink(PeerLink):
-    """Looks up the owner at each use."""
+    """A link that looks up the owner's engine at each use."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -66,7 +67,7 @@ class FakeLink(PeerLink):
         try:
             for done in range(start, stop, PIECE):
                 end = min(done + PIECE, stop)
-                self._owner()
+                self._owner()  # raises LinkBroken if the owner has closed meanwhile
                 into[done - start : end - start] = arena.view[extent.offset + done : extent.offset + end]
                 yield end - start
         finally:
@@ -75,8 +76,8 @@ class FakeLink(PeerLink):
     @override
     def written(self, ref: ObjectRef, known: int, wait: float) -> tuple[tuple[int, ...], bool]:
         owner = self._owner()
-        asked = Watch(ref.id, ref.key, ref.generation, ref.nbytes, known, wait)
-        answer = answer_watch(owner.arena, asked, owner.options.heartbeat_s)
+        query = Watch(ref.id, ref.key, ref.generation, ref.nbytes, known, wait)
+        answer = answer_watch(owner.arena, query, owner.options.heartbeat_s)
         return answer.checksums, answer.whole
 
     @override
@@ -88,6 +89,7 @@ class FakeLink(PeerLink):
         self._address = ""
 
     def _owner(self) -> FakeEngine:
+        """Return the engine at the link's address. Raises LinkBroken if none serves there."""
         owner = _SERVING.get(self._address)
         if owner is None:
             raise LinkBroken(f"no engine of this process serves at {self._address or 'a closed link'}")

@@ -1,4 +1,4 @@
-"""The conformance suite of launchers: whoever writes a Launcher runs `check_launcher` on it."""
+"""The conformance suite of launchers: run `check_launcher` on a new Launcher."""
 
 from __future__ import annotations
 
@@ -21,90 +21,97 @@ from unfuse.wire.address import UNIX
 from unfuse.wire.router import Router
 from unfuse.wire.unix_socket import private_socket
 
+#: Returns a launcher of these workers, which passes the lines that they write to a callback.
 OpenLauncher = Callable[[Sequence[WorkerSpec], Hear], Launcher]
 
+#: Longest time for anything that must happen, in seconds: long enough for any machine.
 WITHIN_S = 120.0
-"""How long whatever has to happen may take: a guard, so long that how fast a machine is decides nothing."""
 
+#: Drain timeout for workers without tasks, in seconds.
 DRAIN_S = 60.0
-"""What workers without work get to end when they are asked to."""
 
+#: Seconds between two checks of a condition.
 LOOK_S = 0.02
 
+#: A variable with which no worker can start. The worker's error names it.
 UNKNOWN = "UNFUSE_NO_SUCH_SETTING"
-"""A variable with which no worker can start, and which it names in saying so."""
 
 
 class Started(msgspec.Struct, frozen=True):
-    """A worker that said hello; `pidfd` stays that process's, whoever has its number later."""
+    """A registered worker. `pidfd` refers to its process even after the pid is reused."""
 
     role: str
     pidfd: int
 
     @property
     def lives(self) -> bool:
-        """Whether it runs, or is stopped."""
+        """Whether the process exists, running or stopped."""
         watch = select.poll()
         watch.register(self.pidfd, select.POLLIN)
         return not watch.poll(0)
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal."""
+        """Send a signal to the process."""
         signal.pidfd_send_signal(self.pidfd, number)
 
 
 class Meeting:
-    """Where workers come that have to be of this machine: a scheduler that answers nobody, so none loads anything."""
+    """A scheduler that answers no message: its workers register, and never load a model.
+
+    They must be processes of this machine.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._router = Router(f"{UNIX}{private_socket(folder)}", self._hear, self._hear, folder=folder)
-        self._folder, self._known = folder, dict[int, Started]()
+        self._router = Router(f"{UNIX}{private_socket(folder)}", self._register, self._register, folder=folder)
+        self._folder = folder
+        #: Registered workers, by pid.
+        self._workers = dict[int, Started]()
+        #: Lines that workers have written, with the workers' numbers.
         self.lines: list[tuple[int, bytes]] = []
-        """What workers wrote, with their numbers."""
 
     @property
     def started(self) -> list[Started]:
-        """The workers that came, in that order."""
-        return [*self._known.values()]
+        """All workers that have registered, in order."""
+        return [*self._workers.values()]
 
     def came(self, count: int) -> bool:
-        """Whether so many came."""
-        return len(self._known) >= count
+        """Return whether `count` workers have registered."""
+        return len(self._workers) >= count
 
     @property
     def living(self) -> list[Started]:
-        """Those of them that run."""
+        """The registered workers whose process exists."""
         return [worker for worker in self.started if worker.lives]
 
     def spec(self, role: str = "encoder", **environment: str) -> WorkerSpec:
-        """A worker that comes here and writes records."""
-        places = {"UNFUSE_RUN_DIR": str(self._folder), "UNFUSE_DATA_DIR": str(self._folder)}
-        logged = {"UNFUSE_LOG__FORMAT": "json", "UNFUSE_LOG__LEVEL": "info"}
+        """Return the spec of a worker that registers here and logs JSON."""
+        folders = {"UNFUSE_RUN_DIR": str(self._folder), "UNFUSE_DATA_DIR": str(self._folder)}
+        logging = {"UNFUSE_LOG__FORMAT": "json", "UNFUSE_LOG__LEVEL": "info"}
         flags = {"scheduler": self._router.address, "arena": "1MiB"}
-        return WorkerSpec(role, flags=flags, environment=places | logged | environment)
+        return WorkerSpec(role, flags=flags, environment=folders | logging | environment)
 
     def hear(self, number: int, line: bytes) -> None:
-        """Keep a line."""
+        """Record a line that worker `number` has written."""
         self.lines.append((number, line))
 
     def wrote(self, number: int, text: bytes) -> int:
-        """Lines of that worker that have this text."""
+        """Return how many lines of a worker have this text."""
         return sum(by == number and text in line for by, line in self.lines)
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close the router and all pidfds."""
         for worker in self.started:
             os.close(worker.pidfd)
         await self._router.close()
 
-    async def _hear(self, peer: bytes, message: ToScheduler | ToWorker) -> None:
-        if isinstance(message, Register) and message.worker.pid not in self._known:
-            self._known[message.worker.pid] = Started(message.worker.role, os.pidfd_open(message.worker.pid))
+    async def _register(self, peer: bytes, message: ToScheduler | ToWorker) -> None:
+        if isinstance(message, Register) and message.worker.pid not in self._workers:
+            self._workers[message.worker.pid] = Started(message.worker.role, os.pidfd_open(message.worker.pid))
 
 
 @asynccontextmanager
 async def meeting() -> AsyncIterator[Meeting]:
-    """A meeting in a run folder of its own; whoever came is dead after it."""
+    """Open a Meeting in its own run folder. Kills its workers at the end."""
     async with AsyncExitStack() as stack:
         place = Meeting(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unfuse-"))))
         stack.push_async_callback(place.close)
@@ -116,7 +123,7 @@ async def meeting() -> AsyncIterator[Meeting]:
 
 
 async def until(condition: Callable[[], object], what: str, within: float) -> None:
-    """Wait for something to become so. Raises AssertionError, saying `what` is not, when it does not."""
+    """Wait until a condition holds. Raises AssertionError(`what`) after `within` seconds."""
     try:
         async with asyncio.timeout(within):
             while not condition():
@@ -127,7 +134,7 @@ async def until(condition: Callable[[], object], what: str, within: float) -> No
 
 @asynccontextmanager
 async def running(launcher: Launcher, drain_timeout: float) -> AsyncIterator[Launcher]:
-    """A launcher that is started, and stopped after the block."""
+    """Start a launcher, and stop it after the block. A context manager."""
     launcher.start()
     try:
         yield launcher
@@ -136,10 +143,10 @@ async def running(launcher: Launcher, drain_timeout: float) -> AsyncIterator[Lau
 
 
 async def check_launcher(open_launcher: OpenLauncher, within: float = WITHIN_S) -> None:
-    """Raise AssertionError where a launcher breaks the contract.
+    """Check a launcher. Raises AssertionError where it breaks the contract.
 
-    `open_launcher(specs, hear)` makes one whose workers are processes of this machine. Whatever has to happen may take
-    `within` seconds.
+    `open_launcher(specs, hear)`: returns a launcher whose workers are processes of this machine.
+    `within`: the longest time, in seconds, for anything that must happen.
     """
     for check in CHECKS:
         async with meeting() as place:
@@ -148,7 +155,10 @@ async def check_launcher(open_launcher: OpenLauncher, within: float = WITHIN_S) 
 
 
 async def each_spec_is_a_worker_that_is_asked_to_end(launch: OpenLauncher, place: Meeting, within: float) -> None:
-    """Flags and variables arrive; what is written is told by number; `stop` asks first."""
+    """Each spec starts a worker with its flags and environment, and `stop` drains it first.
+
+    Lines that workers write are reported with their number.
+    """
     specs = [place.spec("encoder"), place.spec("decoder")]
     async with running(launch(specs, place.hear), DRAIN_S) as launcher:
         await until(partial(place.came, 2), "a worker that was to be started did not come", within)
@@ -161,7 +171,7 @@ async def each_spec_is_a_worker_that_is_asked_to_end(launch: OpenLauncher, place
 
 
 async def one_that_is_killed_is_started_again(launch: OpenLauncher, place: Meeting, within: float) -> None:
-    """Time and again, and the others run on meanwhile."""
+    """A killed worker is restarted, repeatedly. The others run on."""
     specs = [place.spec("encoder"), place.spec("decoder")]
     async with running(launch(specs, place.hear), 0):
         for came in (2, 3, 4):
@@ -172,7 +182,7 @@ async def one_that_is_killed_is_started_again(launch: OpenLauncher, place: Meeti
 
 
 async def one_that_cannot_start_is_a_failure(launch: OpenLauncher, place: Meeting, within: float) -> None:
-    """It is said once, by the worker and by `failed`; the others are none the worse for it."""
+    """A worker that cannot start sets `failed` and is not restarted. The others run on."""
     specs = [place.spec(), place.spec(**{UNKNOWN: "1"})]
     async with running(launch(specs, place.hear), DRAIN_S) as launcher:
         await until(launcher.failed.done, "a worker that cannot start is no failure", within)
@@ -183,14 +193,14 @@ async def one_that_cannot_start_is_a_failure(launch: OpenLauncher, place: Meetin
 
 
 async def one_that_does_not_hear_is_ended_by_force(launch: OpenLauncher, place: Meeting, within: float) -> None:
-    """A process that is stopped hears no signal that asks."""
+    """A worker that does not react to signals is killed by `stop`."""
     async with running(launch([place.spec()], place.hear), 0):
         await until(partial(place.came, 1), "a worker that was to be started did not come", within)
         place.started[0].send(signal.SIGSTOP)
 
 
 async def one_that_has_nothing_to_end_stops(launch: OpenLauncher, place: Meeting, within: float) -> None:
-    """Where there are no workers, before there are any, and before they were to be there."""
+    """`stop` works without workers, before they have started, and before `start`."""
     del within
     for specs in ([], [place.spec()]):
         async with running(launch(specs, place.hear), 0):

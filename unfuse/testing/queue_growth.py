@@ -1,4 +1,4 @@
-"""Rules of the queue port about outputs that are read while they grow."""
+"""Rules of the queue port about output deltas: recording, reading and following them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ from unfuse.testing.queue_samples import (
 
 
 async def what_grows_is_read_from_any_number(queue: QueueBackend, clock: ManualClock) -> None:
-    """Byte for byte, each stage for itself, in pages; of a stage that has grown by nothing there is nothing."""
+    """Output deltas are read unchanged, by stage, from any number, in pages.
+
+    A stage without deltas has an empty list.
+    """
     await queue.submit(request("a"), [task("a"), task("a", "t")], [], LIMITS)
     first, second = await leased(queue), await leased(queue)
     assert await append(queue, first.claim, 0, [b"\0\xff", b"", "é".encode()])
@@ -52,7 +55,10 @@ async def what_grows_is_read_from_any_number(queue: QueueBackend, clock: ManualC
 
 
 async def growing_needs_a_lease(queue: QueueBackend, clock: ManualClock) -> None:
-    """That is held, also when its time has passed; a claim that differs in anything, or is old, changes nothing."""
+    """Deltas are recorded only with the lease, even an expired one.
+
+    A claim that differs in any field, or whose lease has ended, changes nothing.
+    """
     record = await submitted(queue, "a")
     lease = await leased(queue)
     wrong = ({"token": bytes(16)}, {"token": b""}, {"attempt": 2}, {"stage": "t"}, {"request": "z"})
@@ -72,12 +78,15 @@ async def growing_needs_a_lease(queue: QueueBackend, clock: ManualClock) -> None
 
 
 async def what_was_recorded_first_stays(queue: QueueBackend, clock: ManualClock) -> None:
-    """A repeat adds nothing, and what is behind it is added, also by another attempt, which is told what is there."""
+    """A repeated delta is not recorded again; deltas beyond the recorded ones are.
+
+    This holds across attempts: the next lease has the number of recorded deltas.
+    """
     await submitted(queue, "a")
     lease = await leased(queue)
     assert lease.appended == 0
     for offset, pieces in ((0, b"ab"), (0, b"ab"), (1, b"bc"), (0, b"xyzd"), (2, b"!"), (4, b"")):
-        assert await append(queue, lease.claim, offset, [bytes([one]) for one in pieces])
+        assert await append(queue, lease.claim, offset, [bytes([byte]) for byte in pieces])
     assert b"".join(await queue.appended("a", "s")) == b"abcd"
     await queue.hand_back(lease.claim)
     lease = await leased(queue)
@@ -89,7 +98,7 @@ async def what_was_recorded_first_stays(queue: QueueBackend, clock: ManualClock)
 
 
 async def a_gap_is_refused(queue: QueueBackend, clock: ManualClock) -> None:
-    """With all that came with it."""
+    """An offset beyond the recorded deltas is refused, together with the whole call."""
     for name in "ab":
         await submitted(queue, name)
     first, second = await leased(queue), await leased(queue)
@@ -104,7 +113,10 @@ async def a_gap_is_refused(queue: QueueBackend, clock: ManualClock) -> None:
 
 
 async def growth_is_bounded(queue: QueueBackend, clock: ManualClock) -> None:
-    """A piece, the pieces of a call, and those of a stage; a call has each task once, and no number below 0."""
+    """Bytes of a delta, deltas of a call, and deltas of a stage are bounded.
+
+    A call has each task once, and no negative offset.
+    """
     await submitted(queue, "a")
     claim = (await leased(queue)).claim
     await raised(ProtocolError, append(queue, claim, 0, [b"a", bytes(PIECE_BYTES + 1)]))
@@ -118,20 +130,23 @@ async def growth_is_bounded(queue: QueueBackend, clock: ManualClock) -> None:
 
 
 async def several_grow_in_one_call(queue: QueueBackend, clock: ManualClock) -> None:
-    """Each for itself: one whose lease is gone does not harm the others."""
+    """One call records deltas of several tasks. A lost lease does not affect the others."""
     for name in "abcd":
         await submitted(queue, name)
     leases = await queue.lease("w", wanted("p", slots=4), TTL)
     await queue.hand_back(leases[1].claim)
-    grown = [OutputDeltas(lease.claim, 0, (lease.task.request.encode(), b"!")) for lease in leases[:3]]
+    deltas = [OutputDeltas(lease.claim, 0, (lease.task.request.encode(), b"!")) for lease in leases[:3]]
     nobody = Claim("nobody", "s", 1, bytes(16))
-    assert await queue.append_all([*grown, OutputDeltas(nobody, 0, (b"n",))]) == [True, False, True, False]
-    found = [b"".join(await queue.appended(name, "s")) for name in "abcd"]
-    assert found == [b"a!", b"", b"c!", b""]
+    assert await queue.append_all([*deltas, OutputDeltas(nobody, 0, (b"n",))]) == [True, False, True, False]
+    outputs = [b"".join(await queue.appended(name, "s")) for name in "abcd"]
+    assert outputs == [b"a!", b"", b"c!", b""]
 
 
 async def who_watches_is_told_how_many_there_are(queue: QueueBackend, clock: ManualClock) -> None:
-    """By an event without the pieces; a repeat is no news; neither moves the version, or what runs."""
+    """New deltas publish an event with their total number.
+
+    A repeat publishes none. Neither changes the version or the running step.
+    """
     await submitted(queue, "a")
     lease = await leased(queue)
     stream = queue.watch("a", 2)
@@ -151,18 +166,18 @@ async def who_watches_is_told_how_many_there_are(queue: QueueBackend, clock: Man
 
 
 async def of_a_stage_only_the_last_count_is_kept(queue: QueueBackend, clock: ManualClock) -> None:
-    """However often it grows, what structures the history stays, and each stage has its own count."""
+    """The history has only the last `appended` event of each stage, and all lifecycle events."""
     record = await queue.submit(request("a"), [task("a"), task("a", "t")], [Event("queued")], LIMITS)
     first, second = await leased(queue), await leased(queue)
     for number in range(600):
-        await queue.append_all([OutputDeltas(one.claim, number, (b"x",)) for one in (first, second)])
+        await queue.append_all([OutputDeltas(lease.claim, number, (b"x",)) for lease in (first, second)])
     await append(queue, first.claim, 600, [b"x"])
     record = await queue.commit(done(record, first, events=(Event("stage_completed", stage="s"),)))
     await queue.commit(done(record, second, status="completed", events=(Event("completed"),)))
     events = await history(queue, "a")
-    kept = [(event.type, event.stage, event.step) for event in events]
-    assert kept[:3] == [("queued", "", 0), ("stage_started", "s", 0), ("stage_started", "t", 0)]
-    assert kept[3:] == [
+    stored = [(event.type, event.stage, event.step) for event in events]
+    assert stored[:3] == [("queued", "", 0), ("stage_started", "s", 0), ("stage_started", "t", 0)]
+    assert stored[3:] == [
         ("appended", "t", 600),
         ("appended", "s", 601),
         ("stage_completed", "s", 0),
@@ -172,7 +187,10 @@ async def of_a_stage_only_the_last_count_is_kept(queue: QueueBackend, clock: Man
 
 
 async def what_has_grown_goes_with_its_request(queue: QueueBackend, clock: ManualClock) -> None:
-    """Not with its task, its output or its end; one of the same id, or another stage, has none of it."""
+    """Deltas are dropped with their request, and not with its task, output or end.
+
+    A new request of the same id has none.
+    """
     for name in "ab":
         record = await submitted(queue, name)
         lease = await leased(queue)
@@ -195,19 +213,19 @@ async def what_has_grown_goes_with_its_request(queue: QueueBackend, clock: Manua
 
 
 async def who_grows_it_at_once_agrees(queue: QueueBackend, clock: ManualClock) -> None:
-    """Calls that overlap, in any order: each number is there once, and what was there before them stays."""
+    """Concurrent calls record each number once, and never replace recorded deltas."""
     await submitted(queue, "a")
     claim = (await leased(queue)).claim
     assert await append(queue, claim, 0, [b"0 first", b"1 first", b"2 first"])
     calls = [(at, [b"%d of %d" % (number, at) for number in range(at, at + 4)]) for at in (3, 0, 1, 2, 3, 3, 0)]
     assert all(await asyncio.gather(*(append(queue, claim, at, pieces) for at, pieces in calls)))
-    found = await queue.appended("a", "s")
-    assert [int(piece.split()[0]) for piece in found] == list(range(7))
-    assert found[:3] == [b"0 first", b"1 first", b"2 first"]
+    output = await queue.appended("a", "s")
+    assert [int(piece.split()[0]) for piece in output] == list(range(7))
+    assert output[:3] == [b"0 first", b"1 first", b"2 first"]
 
 
 async def seen(queue: QueueBackend, name: str) -> list[Event]:
-    """The events of a request, which ends by this."""
+    """Cancel a request. Returns all of its events."""
     await queue.commit(change(await queue.load(name), status="cancelled", events=(Event("cancelled"),)))
     return [*await history(queue, name)]
 

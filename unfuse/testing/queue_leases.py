@@ -1,4 +1,4 @@
-"""Rules of the queue port about order, leases and waiting."""
+"""Rules of the queue port about task order, leases and preferences."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from unfuse.testing.queue_samples import (
 
 
 async def tasks_of_one_priority_leave_as_they_arrived(queue: QueueBackend, clock: ManualClock) -> None:
-    """First in, first out."""
+    """Tasks of equal priority and order are leased first in, first out."""
     for name in "abcde":
         await submitted(queue, name)
     assert await drained(queue) == list("abcde")
 
 
 async def a_higher_priority_goes_first(queue: QueueBackend, clock: ManualClock) -> None:
-    """Whatever the order number; within one priority it is first in, first out."""
+    """A higher priority is leased first, whatever the order number."""
     for name, priority in zip("abcdef", (0, 5, -1, 5, 0, 1), strict=True):
         await submitted(queue, name, priority=priority, order=float(-priority))
     assert await drained(queue) == list("bdfaec")
 
 
 async def a_lower_order_number_goes_first(queue: QueueBackend, clock: ManualClock) -> None:
-    """Within one priority, before arrival."""
+    """Within one priority, a lower order number is leased first, whatever the arrival."""
     for name, order in zip("abcd", (3.5, 1.0, 2.0, 1.0), strict=True):
         await submitted(queue, name, order=order)
     assert await drained(queue) == list("bdca")
 
 
 async def several_pools_are_one_line(queue: QueueBackend, clock: ManualClock) -> None:
-    """A lease over several pools merges them by the same order, and leaves the other pools alone."""
+    """A lease over several pools merges only their queues, in the same order."""
     for name, pool, priority in (("a", "p", 0), ("b", "q", 0), ("c", "r", 9), ("d", "p", 1), ("e", "q", 1)):
         await submitted(queue, name, pool=pool, priority=priority)
     assert await drained(queue, "q", "p", "nobody's") == list("deab")
@@ -54,7 +54,7 @@ async def several_pools_are_one_line(queue: QueueBackend, clock: ManualClock) ->
 
 
 async def no_more_than_slots_are_leased(queue: QueueBackend, clock: ManualClock) -> None:
-    """And each task only once."""
+    """A call leases at most `slots` tasks, and each task only once."""
     for name in "abc":
         await submitted(queue, name)
     first = await queue.lease("w", wanted("p", slots=2), TTL)
@@ -65,7 +65,7 @@ async def no_more_than_slots_are_leased(queue: QueueBackend, clock: ManualClock)
 
 
 async def a_lease_says_what_it_is(queue: QueueBackend, clock: ManualClock) -> None:
-    """Task, worker, end and 128 secret bits, which differ from lease to lease."""
+    """A lease has its task, worker, expiry and a unique token of 128 bits."""
     await submitted(queue, "a", room=7, deadline=5.0)
     await submitted(queue, "b")
     first, second = await queue.lease("worker", wanted("p", slots=2), TTL)
@@ -76,7 +76,10 @@ async def a_lease_says_what_it_is(queue: QueueBackend, clock: ManualClock) -> No
 
 
 async def what_is_known_of_a_lease_is_its_record(queue: QueueBackend, clock: ManualClock) -> None:
-    """As it would be loaded but for its steps, if anything is known; of a request that is over nothing is."""
+    """`known` returns None or the record that `load` returns, except for steps.
+
+    It returns None for a request that is over.
+    """
     record = await submitted(queue, "a")
     clock.advance(1.0)
     lease = await leased(queue)
@@ -85,14 +88,14 @@ async def what_is_known_of_a_lease_is_its_record(queue: QueueBackend, clock: Man
     record = await queue.commit(done(record, lease, push=(task("a", "t"), task("a", "u"))))
     assert queue.known(lease.claim) is None
     _, leases = await queue.commit_and_lease(change(record), "w", wanted("p", slots=2), TTL)
-    for one in leases:
-        assert queue.known(one.claim) in (None, await queue.load("a"))
+    for lease in leases:
+        assert queue.known(lease.claim) in (None, await queue.load("a"))
     await queue.commit(change(await queue.load("a"), status="cancelled"))
-    assert [queue.known(one.claim) for one in leases] == [None, None]
+    assert [queue.known(lease.claim) for lease in leases] == [None, None]
 
 
 async def claiming_stops_where_room_ends(queue: QueueBackend, clock: ManualClock) -> None:
-    """At the first task that does not fit, although a smaller one behind it would."""
+    """Leasing stops at the first task without room, even if a smaller one follows."""
     for name, room in (("a", 40), ("b", 50), ("c", 30), ("d", 1)):
         await submitted(queue, name, room=room)
     first = await queue.lease("w", wanted("p", slots=9, room=100), TTL)
@@ -102,7 +105,10 @@ async def claiming_stops_where_room_ends(queue: QueueBackend, clock: ManualClock
 
 
 async def a_lease_is_held_until_it_is_closed(queue: QueueBackend, clock: ManualClock) -> None:
-    """Its time passes, `expired` lists it, and still it may complete and nobody else has the task."""
+    """An expired lease is still held until a commit closes it.
+
+    Its worker may commit, and no other worker gets the task.
+    """
     record = await submitted(queue, "a")
     lease = await leased(queue)
     assert await passing(queue, clock, TTL - 1) == []
@@ -113,8 +119,10 @@ async def a_lease_is_held_until_it_is_closed(queue: QueueBackend, clock: ManualC
 
 
 async def a_gap_in_sweeping_is_forgiven(queue: QueueBackend, clock: ManualClock) -> None:
-    """Leases that ran on while nobody asked for longer than half their time get a full one, once; while somebody asks,
-    they end, and one that would end later keeps its end.
+    """After a long gap between calls of `expired`, all leases are extended once.
+
+    The gap is more than ttl / 2. With regular calls leases expire. A lease that expires later than now + ttl keeps its
+    expiry.
     """
     await submitted(queue, "a")
     await submitted(queue, "b")
@@ -123,17 +131,18 @@ async def a_gap_in_sweeping_is_forgiven(queue: QueueBackend, clock: ManualClock)
     for gap in (3 * TTL, 2 * TTL):
         clock.advance(gap)
         assert await passing(queue, clock, TTL - 1) == []
-        (late,) = await passing(queue, clock, 1)
-        assert (late.claim, late.expires) == (lease.claim, await queue.now())
+        (expired,) = await passing(queue, clock, 1)
+        assert (expired.claim, expired.expires) == (lease.claim, await queue.now())
         clock.advance(TTL / 2 - 1)
-        assert await queue.expired(TTL) == [late]
-    assert await passing(queue, clock, TTL + 1) == [late]
+        assert await queue.expired(TTL) == [expired]
+    assert await passing(queue, clock, TTL + 1) == [expired]
     assert len(await passing(queue, clock, 1)) == 2
 
 
 async def time_limits_leave_out_gaps_in_sweeping(queue: QueueBackend, clock: ManualClock) -> None:
-    """How long a lease has run is the time in which somebody swept; of a longer pause half a lease time counts, so
-    neither a pause of all schedulers nor a step of the clock makes it long.
+    """`ran_s` counts at most ttl / 2 of a gap between two calls of `expired`.
+
+    So neither a pause of all schedulers nor a step of the clock uses up a time limit.
     """
 
     async def ran_s() -> float:
@@ -157,7 +166,10 @@ async def time_limits_leave_out_gaps_in_sweeping(queue: QueueBackend, clock: Man
 
 
 async def renewing_extends_a_lease(queue: QueueBackend, clock: ManualClock) -> None:
-    """To a full time from now, also after its time has passed; a claim that is not held is answered as ended."""
+    """`renew` extends a lease to now + ttl, even an expired one.
+
+    A claim without a lease is returned as ended.
+    """
     await submitted(queue, "a")
     lease = await leased(queue)
     stranger = task("a", attempt=2)
@@ -166,11 +178,11 @@ async def renewing_extends_a_lease(queue: QueueBackend, clock: ManualClock) -> N
     renewal = await queue.renew([lease.claim, other], TTL)
     assert (renewal.held, renewal.ended) == ((lease.claim,), (other,))
     assert await passing(queue, clock, TTL - 1) == []
-    assert [late.claim for late in await passing(queue, clock, 1)] == [lease.claim]
+    assert [expired.claim for expired in await passing(queue, clock, 1)] == [lease.claim]
 
 
 async def an_old_claim_is_worth_nothing(queue: QueueBackend, clock: ManualClock) -> None:
-    """Once its lease was ended and the task leased again: it cannot commit, renew, report or hand back."""
+    """The claim of an ended lease cannot commit, renew, report progress or hand back."""
     record = await submitted(queue, "a")
     old = await leased(queue)
     clock.advance(TTL)
@@ -190,7 +202,10 @@ async def an_old_claim_is_worth_nothing(queue: QueueBackend, clock: ManualClock)
 
 
 async def handing_back_keeps_the_place(queue: QueueBackend, clock: ManualClock) -> None:
-    """The task stands where it stood, under the next attempt; its old claim ends and its context does not move."""
+    """A task that is handed back has its old place, as the next attempt.
+
+    Its old claim is lost, and its context does not change.
+    """
     for name in "abc":
         await submitted(queue, name)
     first = await leased(queue)
@@ -205,9 +220,11 @@ async def handing_back_keeps_the_place(queue: QueueBackend, clock: ManualClock) 
 
 
 async def who_turns_a_task_down_for_ever_gets_it_no_more(queue: QueueBackend, clock: ManualClock) -> None:
-    """A worker that hands a task back MOST_RETURNS times without a step is passed over for it, and gets what stands
-    behind; others get it in its old place. Who made a step, or hands back otherwise, is not counted, and a task that is
-    pushed again is a new one. The answer is how many get it no more.
+    """A worker that turns a task down MOST_RETURNS times is excluded from it.
+
+    It gets later tasks, and others get the task in its old place. A task with a reported step, or handed back by
+    `hand_back`, is not counted. A task that is pushed again counts anew. `turn_down` returns the number of excluded
+    workers.
     """
     await submitted(queue, "a")
     await submitted(queue, "b")
@@ -230,7 +247,10 @@ async def who_turns_a_task_down_for_ever_gets_it_no_more(queue: QueueBackend, cl
 
 
 async def a_task_is_not_leased_to_the_worker_that_it_avoids(queue: QueueBackend, clock: ManualClock) -> None:
-    """Neither by preference nor after another worker handed it back, until it is pushed again without `avoids`."""
+    """A task is not leased to the worker in `avoids`, despite preferences and hand-backs.
+
+    It is once it is pushed again without `avoids`.
+    """
     record = await submitted(queue, "a", avoids="w", near="here", affinity="red")
     await submitted(queue, "b")
     assert await drained(queue) == ["b"]
@@ -245,7 +265,10 @@ async def a_task_is_not_leased_to_the_worker_that_it_avoids(queue: QueueBackend,
 
 
 async def a_preference_does_not_bring_back_what_was_turned_down(queue: QueueBackend, clock: ManualClock) -> None:
-    """Among a whole line of such, the one that was not is found; when there is none, nothing is leased."""
+    """A preference never selects tasks from which the worker is excluded.
+
+    A task behind many of these is still leased.
+    """
     names = [f"{number:02}" for number in range(PREFERENCE_AMONG + 4)]
     for name in names:
         await submitted(queue, name, affinity="x")
@@ -259,18 +282,21 @@ async def a_preference_does_not_bring_back_what_was_turned_down(queue: QueueBack
 
 
 async def a_preference_chooses_behind_what_was_turned_down(queue: QueueBackend, clock: ManualClock) -> None:
-    """Also where that is more urgent: who turned it down has its preference among the rest."""
+    """A preference applies behind an urgent task from which the worker is excluded."""
     await submitted(queue, "urgent", priority=1)
     for _ in range(MOST_RETURNS):
         (lease,) = await queue.lease("v", wanted("p"), TTL)
         await queue.turn_down(lease.claim)
     await submitted(queue, "a")
     await submitted(queue, "b", affinity="x")
-    assert [one.task.request for one in await queue.lease("v", wanted("p", affinity="x"), TTL)] == ["b"]
+    assert [lease.task.request for lease in await queue.lease("v", wanted("p", affinity="x"), TTL)] == ["b"]
 
 
 async def a_task_waits_for_its_time(queue: QueueBackend, clock: ManualClock) -> None:
-    """Passed over before `not_before`, in its place of the order from then on, counted all along."""
+    """A delayed task is passed over until its `not_before`.
+
+    Then it has its place in the order. It counts as waiting all the time.
+    """
     soon = await queue.now() + 5
     await submitted(queue, "a", not_before=soon, priority=1)
     await submitted(queue, "b")
@@ -284,7 +310,10 @@ async def a_task_waits_for_its_time(queue: QueueBackend, clock: ManualClock) -> 
 
 
 async def what_is_more_urgent_can_be_asked_for(queue: QueueBackend, clock: ManualClock) -> None:
-    """With `above`, only tasks of a higher priority are leased; who waits without it is served first."""
+    """With `above`, only tasks of a higher priority are leased.
+
+    Waiting callers without `above` are served first.
+    """
     for name, priority in zip("abc", (0, 3, 7), strict=True):
         await submitted(queue, name, priority=priority)
     assert await queue.lease("w", wanted("p", slots=9, above=7), TTL) == []
@@ -302,90 +331,105 @@ async def what_is_more_urgent_can_be_asked_for(queue: QueueBackend, clock: Manua
 
 
 async def a_preference_chooses_among_equals_for_a_moment(queue: QueueBackend, clock: ManualClock) -> None:
-    """Inputs that are near, then company, but never before a higher priority nor past a task that has waited."""
+    """Among tasks of one priority, near inputs are preferred, then equal affinity.
+
+    A task that has been ready for PREFERENCE_S is not passed over.
+    """
     await submitted(queue, "a", near="here")
     await submitted(queue, "b", affinity="alike")
     await submitted(queue, "c", near="there", affinity="alike")
     await submitted(queue, "d", near="there")
     await submitted(queue, "e", priority=1)
-    takes = wanted("p", near="there", affinity="alike")
-    order = [(await queue.lease("w", takes, TTL))[0].task.request for _ in range(5)]
+    query = wanted("p", near="there", affinity="alike")
+    order = [(await queue.lease("w", query, TTL))[0].task.request for _ in range(5)]
     assert order == list("ecdba")
     for name in ("f", "g"):
         await submitted(queue, name, near="there" if name == "g" else "here")
     clock.advance(2 * PREFERENCE_S)
-    assert [lease.task.request for lease in await queue.lease("w", takes, TTL)] == ["f"]
+    assert [lease.task.request for lease in await queue.lease("w", query, TTL)] == ["f"]
     assert await drained(queue) == ["g"]
 
 
 async def a_pool_waits_behind_one_that_is_full(queue: QueueBackend, clock: ManualClock) -> None:
-    """And its workers are woken when that one has room again."""
+    """Back-pressure: a pool is held back while a pool that it feeds is full.
+
+    Its waiting workers are woken when that one has room again.
+    """
     for name, pool in (("a", "p"), ("b", "q"), ("c", "q")):
         await submitted(queue, name, pool=pool)
-    takes = wanted("p", behind={"p": {"q": 1, "r": 0}})
-    assert await queue.lease("w", takes, TTL) == []
-    waiting = await started(queue.lease("w", takes, TTL, wait=60.0))
+    query = wanted("p", behind={"p": {"q": 1, "r": 0}})
+    assert await queue.lease("w", query, TTL) == []
+    waiting = await started(queue.lease("w", query, TTL, wait=60.0))
     assert (await leased(queue, "q")).task.request == "b"
     assert [lease.task.request for lease in await waiting] == ["a"]
 
 
 async def later_pools_go_first(queue: QueueBackend, clock: ManualClock) -> None:
-    """Of one priority, whatever their order and arrival; a pool without a number stands at 0."""
+    """Within one priority, pools with a higher `later` go first, whatever order and arrival.
+
+    The default is 0.
+    """
     for name, pool, priority, order in (
         ("a", "p", 0, -1.0), ("b", "q", 0, 0.0), ("c", "r", 0, 9.0), ("d", "p", 1, 0.0), ("e", "q", 0, -1.0),
         ("f", "r", 1, 0.0), ("g", "s", 0, 0.0),
     ):  # fmt: skip
         await submitted(queue, name, pool=pool, priority=priority, order=order)
-    takes = wanted("p", "q", "r", "s", slots=9, later={"q": 1, "r": 2, "s": -1})
-    assert [lease.task.request for lease in await queue.lease("w", takes, TTL)] == list("fdcebag")
+    query = wanted("p", "q", "r", "s", slots=9, later={"q": 1, "r": 2, "s": -1})
+    assert [lease.task.request for lease in await queue.lease("w", query, TTL)] == list("fdcebag")
 
 
 async def a_preference_does_not_reach_over_pools(queue: QueueBackend, clock: ManualClock) -> None:
-    """A task near the worker, or in company, goes before others of pools that are as late as its own, of no others."""
+    """A preference selects only among pools with the same `later`."""
     for name, pool, near in (("a", "p", "here"), ("b", "q", ""), ("c", "q", "here"), ("d", "r", "here")):
         await submitted(queue, name, pool=pool, near=near)
-    takes = wanted("p", "q", "r", slots=9, later={"q": 1, "r": 1}, near="here")
-    assert [lease.task.request for lease in await queue.lease("w", takes, TTL)] == list("cdba")
+    query = wanted("p", "q", "r", slots=9, later={"q": 1, "r": 1}, near="here")
+    assert [lease.task.request for lease in await queue.lease("w", query, TTL)] == list("cdba")
 
 
 async def a_pool_that_has_no_room_lets_later_ones_go_on(queue: QueueBackend, clock: ManualClock) -> None:
-    """And none that are not later, however small their tasks are and whatever their priority is."""
+    """When a task lacks room, only later pools are leased from.
+
+    Small tasks of other pools do not overtake it, whatever their priority.
+    """
     for name, pool, room, priority in (
         ("a", "q", 60, 9), ("b", "p", 1, 8), ("c", "r", 30, 0), ("d", "q", 1, 0), ("e", "s", 30, 0), ("f", "r", 30, 0)
     ):  # fmt: skip
         await submitted(queue, name, pool=pool, room=room, priority=priority)
     later = {"q": 1, "s": 1, "r": 2}
-    takes = wanted("p", "q", "r", "s", slots=9, room=59, later=later)
-    assert [lease.task.request for lease in await queue.lease("w", takes, TTL)] == ["c"]
+    query = wanted("p", "q", "r", "s", slots=9, room=59, later=later)
+    assert [lease.task.request for lease in await queue.lease("w", query, TTL)] == ["c"]
     waiting = await started(queue.lease("w", wanted("p", "q", "s", room=59, later=later), TTL, wait=60.0))
     assert (await leased(queue, "q")).task.request == "a"
     assert [lease.task.request for lease in await waiting] == ["b"]
 
 
 async def a_pool_keeps_room_for_others(queue: QueueBackend, clock: ManualClock) -> None:
-    """Its tasks are claimed as long as they leave so many bytes free; other pools may use those."""
+    """Tasks of a pool are leased only while they leave its reserve free.
+
+    Other pools may use the reserve.
+    """
     for name, pool in (("a", "p"), ("b", "p"), ("c", "p"), ("d", "q"), ("e", "q"), ("f", "q")):
         await submitted(queue, name, pool=pool, room=30)
-    takes = wanted("p", "q", slots=9, room=120, keep={"p": 60}, later={"q": 1})
-    assert [lease.task.request for lease in await queue.lease("w", takes, TTL)] == list("def")
-    takes = wanted("p", slots=9, room=120, keep={"p": 60})
-    assert [lease.task.request for lease in await queue.lease("w", takes, TTL)] == list("ab")
+    query = wanted("p", "q", slots=9, room=120, keep={"p": 60}, later={"q": 1})
+    assert [lease.task.request for lease in await queue.lease("w", query, TTL)] == list("def")
+    query = wanted("p", slots=9, room=120, keep={"p": 60})
+    assert [lease.task.request for lease in await queue.lease("w", query, TTL)] == list("ab")
     assert await queue.lease("w", wanted("p", room=89, keep={"p": 60}), TTL) == []
     assert await drained(queue) == ["c"]
 
 
 async def every_resource_is_counted_for_itself(queue: QueueBackend, clock: ManualClock) -> None:
-    """A task that needs more of one than is left stops those of pools that draw on that one; who does not goes on."""
+    """A task that lacks one resource stops only the pools that use this resource."""
     for name, pool, needs in (
         ("a", "p", {"kv": 3}), ("b", "p", {"kv": 3}), ("c", "q", {"kv": 1}), ("d", "r", {}), ("e", "s", {"kv": 2}),
         ("f", "s", {"kv": 1}), ("g", "r", {"io": 9}),
     ):  # fmt: skip
         await submitted(queue, name, pool=pool, needs=needs)
     kv = {"kv": 5}
-    takes = wanted("p", "q", "r", "s", slots=9, later={"s": 1}, amounts={"p": kv, "q": kv, "s": kv})
-    assert [lease.task.request for lease in await queue.lease("w", takes, TTL)] == list("efdg")
-    takes = wanted("p", "q", slots=9, amounts={"p": kv, "q": kv})
-    (lease,) = await queue.lease("w", takes, TTL)
+    query = wanted("p", "q", "r", "s", slots=9, later={"s": 1}, amounts={"p": kv, "q": kv, "s": kv})
+    assert [lease.task.request for lease in await queue.lease("w", query, TTL)] == list("efdg")
+    query = wanted("p", "q", slots=9, amounts={"p": kv, "q": kv})
+    (lease,) = await queue.lease("w", query, TTL)
     assert lease.task == task("a", needs={"kv": 3})
     await queue.hand_back(lease.claim)
     assert await queue.lease("w", wanted("p", "q", slots=9, amounts={"p": {"kv": 2}, "q": kv}), TTL) == []

@@ -1,4 +1,4 @@
-"""Rules of the queue port about what a tenant may have: counts that never drift, and rates."""
+"""Rules of the queue port about tenant limits: concurrent requests and rates."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ TWO = TenantLimits(concurrent=2)
 THREE_A_MINUTE = TenantLimits(rate=3, per_s=60)
 
 
-async def _submit(queue: QueueBackend, name: str, may: TenantLimits, tenant: str = "t", **fields: str) -> RequestRecord:
-    limits = QueueLimits(max_active=1000, tenant=may)
+async def _submit(
+    queue: QueueBackend, name: str, allowance: TenantLimits, tenant: str = "t", **fields: str
+) -> RequestRecord:
+    limits = QueueLimits(max_active=1000, tenant=allowance)
     return await queue.submit(request(name, tenant=tenant, **fields), [task(name)], [], limits)
 
 
 async def a_tenant_has_as_many_requests_as_it_may(queue: QueueBackend, clock: ManualClock) -> None:
-    """One more is refused with nothing stored, whatever becomes of those it has, until one of them is over.
+    """A request beyond `concurrent` is refused, with nothing stored, until another is over.
 
-    The requests of others neither count nor are refused.
+    Requests of other tenants neither count nor are refused.
     """
     await _submit(queue, "a", TWO)
     record = await _submit(queue, "b", TWO)
@@ -43,7 +45,7 @@ async def a_tenant_has_as_many_requests_as_it_may(queue: QueueBackend, clock: Ma
 
 
 async def a_tenant_s_count_follows_a_repeated_commit_once(queue: QueueBackend, clock: ManualClock) -> None:
-    """What ends a request and is sent again makes room for one, not for two; a repeated submit takes none."""
+    """A repeated terminal commit, or a repeated submit, does not change the count again."""
     record = await _submit(queue, "a", TWO)
     ending = done(record, await leased(queue), status="completed", completed_at=1.0)
     await _submit(queue, "b", TWO, idempotency_key="k")
@@ -56,7 +58,7 @@ async def a_tenant_s_count_follows_a_repeated_commit_once(queue: QueueBackend, c
 
 
 async def a_tenant_s_limit_holds_among_many_at_once(queue: QueueBackend, clock: ManualClock) -> None:
-    """Of twenty that come at one time as many are accepted as may be."""
+    """The limit holds for concurrent submits: of twenty, exactly two are accepted."""
     tries = (_submit(queue, str(number), TWO) for number in range(20))
     answers = await asyncio.gather(*tries, return_exceptions=True)
     assert sum(isinstance(answer, RequestRecord) for answer in answers) == 2
@@ -64,8 +66,10 @@ async def a_tenant_s_limit_holds_among_many_at_once(queue: QueueBackend, clock: 
 
 
 async def a_rate_is_there_again_as_time_passes(queue: QueueBackend, clock: ManualClock) -> None:
-    """Three a minute may come at once; then one in twenty seconds. Who comes too early is told for how long to wait;
-    what was refused, and a repeat, took nothing; the ends of requests give nothing back.
+    """A rate of 3 a minute allows three requests, then one every 20 s.
+
+    The error of an early request has the seconds to wait. Refused and repeated requests do not count, and ended
+    requests give nothing back.
     """
     for name in "abc":
         record = await _submit(queue, name, THREE_A_MINUTE)
@@ -87,7 +91,7 @@ async def a_rate_is_there_again_as_time_passes(queue: QueueBackend, clock: Manua
 
 
 async def what_all_may_not_have_costs_no_rate(queue: QueueBackend, clock: ManualClock) -> None:
-    """A request that is refused for the sake of all takes nothing of its tenant's rate."""
+    """A request refused by a queue limit uses none of its tenant's rate."""
     once = TenantLimits(rate=1, per_s=60)
     await queue.submit(request("a"), [task("a")], [], QueueLimits())
     full = await raised(

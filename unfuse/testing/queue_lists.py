@@ -1,4 +1,4 @@
-"""Rules of the queue port about lists: whatever is asked, the answer is what looking through everything would find."""
+"""Rules of the queue port about lists: every filter returns what a full scan would."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from unfuse.testing.queue_samples import (
 )
 
 TENANTS = (None, "t", "nobody")
+#: The values by which each field is filtered, within each of TENANTS.
 ASKED: dict[str, tuple[Any, ...]] = {
     "over": (True, False),
     "idempotency_key": ("", "kk", "kkk"),
@@ -32,11 +33,13 @@ ASKED: dict[str, tuple[Any, ...]] = {
     "video": (True, False),
     "unheard": (True, False),
 }
-"""What is asked of each field, within each tenant."""
 
 
 async def every_filter_finds_what_there_is(queue: QueueBackend, clock: ManualClock) -> None:
-    """Alone and within a tenant, in both orders, in any pages, while requests run, end, are looked at and are gone."""
+    """Every filter is right in both orders and any pages, through all changes of requests.
+
+    Each is checked alone and within a tenant, while requests run, end, change after their end, and are dropped.
+    """
     fields: dict[str, Any]
     for number, name in enumerate(("a", "video_b", "c", "video_d", "e", "video_f", "g", "h")):
         fields = {"tenant": "tu"[number // 2 % 2], "fingerprint": "xyz"[number % 3], "idempotency_key": "k" * number}
@@ -51,17 +54,20 @@ async def every_filter_finds_what_there_is(queue: QueueBackend, clock: ManualClo
     for name, status, dead in (("c", "failed", True), ("video_d", "cancelled", False), ("e", "completed", False)):
         await queue.commit(change(await queue.load(name), status=status, dead=dead, completed_at=5.0))
     await check_lists(queue)
-    heard = WebhookDelivery("heard", attempts=1)
-    await queue.commit(change(await queue.load("c"), dead=False, webhook=heard))
+    delivered = WebhookDelivery("heard", attempts=1)
+    await queue.commit(change(await queue.load("c"), dead=False, webhook=delivered))
     await queue.drop("e")
     await check_lists(queue)
     await queue.forget(6.0)
     await check_lists(queue)
-    assert {one.context.id for one in await queue.list(RequestFilter())} == {"a", "video_b", "video_f", "g", "h"}
+    assert {record.context.id for record in await queue.list(RequestFilter())} == {"a", "video_b", "video_f", "g", "h"}
 
 
 async def a_status_is_the_one_that_is_shown(queue: QueueBackend, clock: ManualClock) -> None:
-    """What runs is in progress, from its lease on; handed back it is queued again."""
+    """A filter by status compares the displayed status: a leased request is in progress.
+
+    After a hand-back it is queued again.
+    """
     record = await submitted(queue, "a")
     assert (record.status, await _ids(queue, RequestFilter(status="queued"))) == ("queued", ["a"])
     (lease,) = await queue.lease("w", wanted("p"), TTL)
@@ -78,7 +84,10 @@ async def a_status_is_the_one_that_is_shown(queue: QueueBackend, clock: ManualCl
 
 
 async def a_page_begins_behind_what_its_tenant_has(queue: QueueBackend, clock: ManualClock) -> None:
-    """Behind any request of the tenant, asked for or not. What is another's, gone, or never was is unknown."""
+    """A page may start after any request of the tenant, matching or not.
+
+    A request of another tenant, a dropped one and an unknown one raise the same NotFound.
+    """
     for name, tenant in (("a", "t"), ("b", "u"), ("g", "t"), ("c", "t")):
         await queue.submit(request(name, tenant=tenant), [], [], LIMITS)
     for name in ("c", "g"):
@@ -93,19 +102,19 @@ async def a_page_begins_behind_what_its_tenant_has(queue: QueueBackend, clock: M
     ):
         for oldest_first in (False, True):
             refused = [queue.list(which, after=name, oldest_first=oldest_first) for name in "bgn"]
-            told = [str(await raised(NotFound, one)) for one in refused]
-            assert told == [told[0].replace(" b", f" {name}") for name in "bgn"]
+            messages = [str(await raised(NotFound, call)) for call in refused]
+            assert messages == [messages[0].replace(" b", f" {name}") for name in "bgn"]
 
 
 async def of_simultaneous_repeats_one_is_stored(queue: QueueBackend, clock: ManualClock) -> None:
-    """Submitted at the same time under one key, all are answered with the same request, which alone is queued."""
+    """Of concurrent submits with one idempotency key, one is stored, and all return its record."""
     same = (queue.submit(request(n, tenant="t", idempotency_key="k"), [task(n)], [], LIMITS) for n in "abcdefgh")
     assert len({record.context.id for record in await asyncio.gather(*same)}) == 1
     assert (len(await queue.list(RequestFilter())), await count_waiting(queue, "p")) == (1, 1)
 
 
 async def check_lists(queue: QueueBackend) -> None:
-    """Compare what each filter finds with what looking through everything does."""
+    """Compare the result of each filter with a full scan."""
     everything = await queue.list(RequestFilter())
     filters = [RequestFilter(tenant=tenant) for tenant in TENANTS]
     filters += [RequestFilter(tenant=t, **{name: value}) for t in TENANTS for name in ASKED for value in ASKED[name]]
@@ -117,17 +126,17 @@ async def check_lists(queue: QueueBackend) -> None:
 
 
 async def _check_list(queue: QueueBackend, which: RequestFilter, everything: list[RequestRecord]) -> None:
-    found = [record for record in everything if _is_asked_for(record, which)]
-    assert await queue.list(which) == found, which
-    assert await queue.list(which, oldest_first=True) == found[::-1], which
-    for at, record in enumerate(found[:2]):
+    expected = [record for record in everything if _matches(record, which)]
+    assert await queue.list(which) == expected, which
+    assert await queue.list(which, oldest_first=True) == expected[::-1], which
+    for at, record in enumerate(expected[:2]):
         pages = [await queue.list(which, after=record.context.id, limit=2, oldest_first=o) for o in (False, True)]
-        assert pages == [found[at + 1 : at + 3], found[:at][::-1][:2]], which
+        assert pages == [expected[at + 1 : at + 3], expected[:at][::-1][:2]], which
 
 
-def _is_asked_for(record: RequestRecord, which: RequestFilter) -> bool:
-    has = {name: read(record.context) for name, read in INDEXED_FIELDS.items()} | {"status": record.status}
-    return all(has[name] == value for name, value in which.asked().items())
+def _matches(record: RequestRecord, which: RequestFilter) -> bool:
+    values = {name: read(record.context) for name, read in INDEXED_FIELDS.items()} | {"status": record.status}
+    return all(values[name] == value for name, value in which.asked().items())
 
 
 async def _ids(queue: QueueBackend, which: RequestFilter, after: str | None = None) -> list[str]:

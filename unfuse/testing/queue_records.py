@@ -1,4 +1,4 @@
-"""Rules of the queue port about what is accepted, listed and forgotten."""
+"""Rules of the queue port about admission control, retention, statistics and the encoder index."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from unfuse.testing.queue_samples import (
 
 
 async def requests_are_listed_newest_first(queue: QueueBackend, clock: ManualClock) -> None:
-    """In pages behind a request, filtered by any of: over, tenant, idempotency key."""
+    """Requests are listed newest first, in pages, filtered by state, tenant and idempotency key."""
 
     async def names(which: RequestFilter, after: str | None = None, limit: int = 100) -> Sequence[str]:
         return [record.context.id for record in await queue.list(which, after=after, limit=limit)]
@@ -47,7 +47,7 @@ async def requests_are_listed_newest_first(queue: QueueBackend, clock: ManualClo
 
 
 async def what_is_over_is_forgotten(queue: QueueBackend, clock: ManualClock) -> None:
-    """Once it is old, with its idempotency key; what is not over stays however old it is."""
+    """`forget` drops old ended requests with their idempotency keys, and no active ones."""
     for name in ("old", "new", "active"):
         await queue.submit(request(name, idempotency_key=name), [task(name)], [Event("queued")], LIMITS)
     for name, at in (("old", 99.0), ("new", 100.0)):
@@ -60,17 +60,17 @@ async def what_is_over_is_forgotten(queue: QueueBackend, clock: ManualClock) -> 
 
 
 async def a_secret_is_the_one_that_was_proposed_first(queue: QueueBackend, clock: ManualClock) -> None:
-    """All callers get the first proposal for each name, even if several propose at the same time."""
+    """All callers get the first proposed secret of a name, even concurrent ones."""
     proposed = [f"{number:02}" * 16 for number in range(8)]
-    found = await asyncio.gather(*(queue.secret("links", one) for one in proposed))
-    assert len({*found}) == 1 and found[0] in proposed
+    secrets = await asyncio.gather(*(queue.secret("links", secret) for secret in proposed))
+    assert len({*secrets}) == 1 and secrets[0] in proposed
     assert await queue.secret("other", "b" * 32) == "b" * 32
     assert await queue.forget(1e12) == []
-    assert await queue.secret("links", "c" * 32) == found[0]
+    assert await queue.secret("links", "c" * 32) == secrets[0]
 
 
 async def one_that_is_over_is_dropped_at_once(queue: QueueBackend, clock: ManualClock) -> None:
-    """With its idempotency key, and once is enough; one that is not over stays."""
+    """`drop` removes an ended request with its idempotency key, idempotently; an active one stays."""
     await queue.submit(request("a", idempotency_key="k"), [task("a")], [], LIMITS)
     await queue.drop("a")
     await queue.commit(change(await queue.load("a"), status="completed"))
@@ -81,7 +81,7 @@ async def one_that_is_over_is_dropped_at_once(queue: QueueBackend, clock: Manual
 
 
 async def it_is_told_which_are_over(queue: QueueBackend, clock: ManualClock) -> None:
-    """Those that ended, however they did, and names that nobody knows (any more); in the order they were asked for."""
+    """`over` returns the ended and unknown ids of many, in the given order."""
     for name in ("completed", "failed", "running", "queued", "dropped"):
         await submitted(queue, name, pool="q" if name == "running" else "p")
     assert await queue.over(["queued", "completed", "nobody", "running"]) == ["nobody"]
@@ -97,8 +97,10 @@ async def it_is_told_which_are_over(queue: QueueBackend, clock: ManualClock) -> 
 
 
 async def what_there_is_to_do_is_told(queue: QueueBackend, clock: ManualClock) -> None:
-    """Requests that are not over; of each pool that is asked for the tasks that wait, the longest wait of the first
-    FRONT that may be leased, through hand-backs too, and the seconds predicted of what is not done.
+    """`stats` has active requests, and for each pool waiting tasks, age and predicted work.
+
+    The age is that of the oldest of the first FRONT ready tasks, and survives a hand-back. The work is the predicted
+    seconds of stages that are not done.
     """
     assert await queue.stats(["p"]) == QueueStats(0, {"p": PoolStats()})
     later = await queue.now() + 60
@@ -133,7 +135,7 @@ async def what_there_is_to_do_is_told(queue: QueueBackend, clock: ManualClock) -
 
 
 async def a_prediction_that_is_no_time_counts_nothing(queue: QueueBackend, clock: ManualClock) -> None:
-    """Neither what is no number, nor infinite, nor less than nothing, nor longer than anybody waits."""
+    """A prediction that is NaN, infinite, negative or too long counts as 0."""
     costs = {f"p{n}": cost for n, cost in enumerate((float("nan"), float("inf"), -1.0, 1e300, 1e-12, 2.0))}
     record = await queue.submit(request("a", plan=planned(**costs)), [], [], LIMITS)
     assert (await queue.stats(["p"])).pools == {"p": PoolStats(0, 0.0, 2.0)}
@@ -142,7 +144,7 @@ async def a_prediction_that_is_no_time_counts_nothing(queue: QueueBackend, clock
 
 
 async def dead_ones_are_found(queue: QueueBackend, clock: ManualClock) -> None:
-    """Among all that are over, those somebody should look at."""
+    """Dead letters are found among ended requests."""
     for name in "abc":
         await submitted(queue, name)
         await queue.commit(change(await queue.load(name), status="failed", dead=name != "b"))
@@ -151,15 +153,18 @@ async def dead_ones_are_found(queue: QueueBackend, clock: ManualClock) -> None:
 
 
 async def what_is_over_may_still_be_marked(queue: QueueBackend, clock: ManualClock) -> None:
-    """One that was dead and has been looked at: by its version, as any change, and nothing of it is queued by that."""
+    """A change may update an ended request, by its version, and queues nothing.
+
+    An example is a dead letter that was dealt with.
+    """
     record = await submitted(queue, "a")
     over = await queue.commit(change(record, status="failed", dead=True, completed_at=5.0, events=(Event("failed"),)))
     await raised(Conflict, queue.commit(change(record, status="failed", dead=False)))
-    seen = await queue.commit(change(over, dead=False, push=(task("a", "t"),)))
-    assert (seen.context.version, seen.context.dead, seen.position) == (2, False, None)
-    assert (await queue.load("a")).context == seen.context
+    revised = await queue.commit(change(over, dead=False, push=(task("a", "t"),)))
+    assert (revised.context.version, revised.context.dead, revised.position) == (2, False, None)
+    assert (await queue.load("a")).context == revised.context
     assert await queue.list(RequestFilter(dead=True)) == []
-    assert [one.context.id for one in await queue.list(RequestFilter(over=True, dead=False))] == ["a"]
+    assert [record.context.id for record in await queue.list(RequestFilter(over=True, dead=False))] == ["a"]
     assert (await count_waiting(queue, "p"), list(await queue.peek("p"))) == (0, [])
     assert [event.type for event in await history(queue, "a")] == ["queued", "failed"]
     tight = QueueLimits(max_active=1)
@@ -169,7 +174,10 @@ async def what_is_over_may_still_be_marked(queue: QueueBackend, clock: ManualClo
 
 
 async def what_is_over_when_it_comes_stays_so(queue: QueueBackend, clock: ManualClock) -> None:
-    """It is found, listed, watched, repeated and forgotten as any that is over, and takes nobody's place."""
+    """A request that is over when it is submitted is stored like any ended one.
+
+    It can be found, listed, watched, submitted again and dropped, and does not count toward limits.
+    """
     tight, events = QueueLimits(max_active=1), (Event("queued"), Event("completed"))
     over = request("a", status="completed", completed_at=5.0, idempotency_key="k", cost=9.0, plan=planned(p=9.0))
     stored = await queue.submit(over, [], events, tight)
@@ -186,7 +194,10 @@ async def what_is_over_when_it_comes_stays_so(queue: QueueBackend, clock: Manual
 
 
 async def overload_stores_nothing(queue: QueueBackend, clock: ManualClock) -> None:
-    """Neither too many requests nor too many tasks in one pool; what ends makes room; a repeat is always answered."""
+    """Admission control refuses too many requests, or tasks of one pool, with nothing stored.
+
+    Ended requests free their share, and a repeated submit always succeeds.
+    """
     tight = QueueLimits(max_active=2, max_queue=2)
     await queue.submit(request("a"), [task("a", pool="q")], [], tight)
     refused = queue.submit(request("b"), [task("b", stage) for stage in "xyz"], [Event("queued")], tight)
@@ -201,7 +212,10 @@ async def overload_stores_nothing(queue: QueueBackend, clock: ManualClock) -> No
 
 
 async def what_costs_too_much_together_is_refused(queue: QueueBackend, clock: ManualClock) -> None:
-    """What ends gives its cost back; one that alone costs more than everything may is taken when nothing else is."""
+    """Admission control refuses a request if the sum of costs would exceed `max_cost`.
+
+    Ended requests free their cost. A request that exceeds it alone is accepted when no other is active.
+    """
     tight = QueueLimits(max_cost=10.0)
     await queue.submit(request("huge", cost=99.0), [], [], tight)
     await raised(Overloaded, queue.submit(request("b", cost=0.5), [], [], tight))
@@ -214,7 +228,7 @@ async def what_costs_too_much_together_is_refused(queue: QueueBackend, clock: Ma
 
 
 async def what_was_encoded_is_found_by_its_key(queue: QueueBackend, clock: ManualClock) -> None:
-    """As it was kept, the newest under a key, until that very object is given up."""
+    """The encoder index has the newest output of each key, until that object is removed."""
     for key, id in (("k", "a"), ("l", "b"), ("k", "c")):
         await queue.cache(key, handle(id), 100)
     assert await queue.cached(["nothing", "l", "k"]) == {"l": handle("b"), "k": handle("c")}
@@ -225,11 +239,12 @@ async def what_was_encoded_is_found_by_its_key(queue: QueueBackend, clock: Manua
 
 
 async def what_was_encoded_is_given_up_when_unused(queue: QueueBackend, clock: ManualClock) -> None:
-    """The least recently used goes first, as much as there must be room for; what is larger than all room is not kept,
-    and does not push out others; who looks without `use` does not use.
+    """The encoder index evicts the least recently used outputs beyond its room.
+
+    An output larger than all room is not indexed, and evicts no other. A lookup without `use` is no use.
     """
 
-    async def kept(*keys: str) -> list[str]:
+    async def indexed(*keys: str) -> list[str]:
         return sorted(await queue.cached(keys, use=False))
 
     assert await queue.cached_bytes() == 0
@@ -239,23 +254,23 @@ async def what_was_encoded_is_given_up_when_unused(queue: QueueBackend, clock: M
     await queue.cached(["b", "a"])
     await queue.cached(["c"], use=False)
     await queue.cache("d", handle("d", 1), 100)
-    assert await kept("a", "b", "c", "d") == ["a", "b", "d"]
+    assert await indexed("a", "b", "c", "d") == ["a", "b", "d"]
     await queue.cache("e", handle("e", 31), 100)
-    assert await kept("a", "b", "d", "e") == ["a", "d", "e"]
+    assert await indexed("a", "b", "d", "e") == ["a", "d", "e"]
     await queue.cache("f", handle("f", 101), 100)
     await queue.cache("d", handle("d2", 101), 100)
-    assert await kept("a", "d", "e", "f") == ["a", "e"]
+    assert await indexed("a", "d", "e", "f") == ["a", "e"]
     await queue.cache("g", handle("g", 100), 100)
-    assert await kept("a", "e", "g") == ["g"]
+    assert await indexed("a", "e", "g") == ["g"]
     await queue.uncache("g", "g")
     assert await queue.cached_bytes() == 0
     await queue.cache("h", handle("h", 60), 100)
     await queue.cache("i", handle("i", 40), 100)
-    assert await kept("h", "i") == ["h", "i"]
+    assert await indexed("h", "i") == ["h", "i"]
 
 
 async def so_much_may_be_kept_of_what_was_encoded(queue: QueueBackend, clock: ManualClock) -> None:
-    """However small it is."""
+    """The encoder index has at most MAX_CACHED outputs, however small."""
     keys = [str(number) for number in range(MAX_CACHED + 1)]
     for key in keys:
         await queue.cache(key, handle(key, 0), 100)

@@ -1,4 +1,4 @@
-"""Requests, tasks and changes for the queue's suite, made without any rule of the scheduler."""
+"""Sample requests, tasks and changes for the queue suite, independent of the scheduler's rules."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from unfuse.core.task import ARENA, SLOTS, Claim, Lease, OutputDeltas, Task
 from unfuse.queues.base import LeaseRequest, PoolOffer, QueueBackend, QueueLimits
 from unfuse.testing.clock import ManualClock
 
+#: Duration of leases in the suite, in seconds.
 TTL = 10.0
 LIMITS = QueueLimits(max_active=1000, max_queue=1000)
 
@@ -34,32 +35,35 @@ E = TypeVar("E", bound=Exception)
 
 
 def request(name: str, **fields: Any) -> RequestContext:
-    """A request whose stage "s" is queued; each field goes to the struct that has it."""
+    """Return a request whose stage "s" is queued. `fields` belong to any of its structs."""
     fields = {"stages": {"s": StageState("queued", attempt=1)}} | fields
-    what = GenerationRequest(name, "model", fields.pop("params", {}))
-    return request_context(what, fields.pop("plan", ExecutionPlan(())), **fields)
+    generation = GenerationRequest(name, "model", fields.pop("params", {}))
+    return request_context(generation, fields.pop("plan", ExecutionPlan(())), **fields)
 
 
 def request_context(request: GenerationRequest, plan: ExecutionPlan, **fields: Any) -> RequestContext:
-    """A context of this request; `fields` are those of the caller, of the delivery, or of the context."""
-    own = {
+    """Return a context of this request. `fields` are those of the caller, delivery or context."""
+    nested = {
         kind: {name: fields.pop(name) for name in kind.__struct_fields__ if name in fields}
         for kind in (Caller, Delivery)
     }
     return RequestContext(
-        request, Caller(**own[Caller]), Delivery(**own[Delivery]), plan, fields.pop("stages", {}), **fields
+        request, Caller(**nested[Caller]), Delivery(**nested[Delivery]), plan, fields.pop("stages", {}), **fields
     )
 
 
 def planned(**costs: float) -> ExecutionPlan:
-    """A plan whose stages have these predicted seconds, each in the pool that its name begins with."""
+    """Return a plan with one stage for each predicted cost in seconds.
+
+    A stage's pool is the first letter of its name.
+    """
     return ExecutionPlan(
         tuple(PlannedStage(name, "denoise", name[0], (), {}, 0, False, cost=cost) for name, cost in costs.items())
     )
 
 
 def task(name: str, stage: str = "s", pool: str = "p", attempt: int = 1, **fields: Any) -> Task:
-    """A task of the request of that name."""
+    """Return a task of the request `name`."""
     return task_of(name, stage, attempt, pool, "denoise", "model", {}, **fields)
 
 
@@ -74,14 +78,16 @@ def task_of(
     inputs: tuple[ObjectRef, ...] = (),
     **fields: Any,
 ) -> Task:
-    """A task; `fields` are those of the task or of its planned stage."""
-    own = {name: fields.pop(name) for name in PlannedStage.__struct_fields__ if name in fields and name != "derived"}
-    stage_fields = {"after": (), "params": {}, "room": 0, "final": False, **own}
+    """Return a task. `fields` are those of the task or of its planned stage."""
+    planned = {
+        name: fields.pop(name) for name in PlannedStage.__struct_fields__ if name in fields and name != "derived"
+    }
+    stage_fields = {"after": (), "params": {}, "room": 0, "final": False, **planned}
     return Task(request, PlannedStage(stage, kind, pool, **stage_fields), attempt, model, params, inputs, **fields)
 
 
 async def submitted(queue: QueueBackend, name: str, **fields: Any) -> RequestRecord:
-    """A stored request with one queued task that has these fields."""
+    """Submit a request with one task. `fields` are the task's."""
     return await queue.submit(request(name), [task(name, **fields)], [Event("queued")], LIMITS)
 
 
@@ -95,66 +101,70 @@ def wanted(
     amounts: Mapping[str, dict[str, int]] | None = None,
     **more: Any,
 ) -> LeaseRequest:
-    """What a worker of these pools asks for: one task, unless it says otherwise.
+    """Return the lease request of a worker of these pools, by default for one task.
 
-    Tasks of a pool in `keep` have to leave that much of the `room` free; `amounts` are of other resources, by pool.
+    `keep`: bytes of `room` that tasks of a pool must leave free.
+    `amounts`: amounts of other resources, by pool.
     """
     offers = {}
     for pool in pools:
         arena = {} if room is None else {ARENA: room - (keep or {}).get(pool, 0)}
-        offered = {SLOTS: slots} | arena | (amounts or {}).get(pool, {})
-        offers[pool] = PoolOffer(offered, (later or {}).get(pool, 0), (behind or {}).get(pool, {}))
+        resources = {SLOTS: slots} | arena | (amounts or {}).get(pool, {})
+        offers[pool] = PoolOffer(resources, (later or {}).get(pool, 0), (behind or {}).get(pool, {}))
     return LeaseRequest(offers, **more)
 
 
 async def leased(queue: QueueBackend, *pools: str, worker: str = "w") -> Lease:
-    """The one next lease of these pools."""
+    """Lease the next task of these pools."""
     (lease,) = await queue.lease(worker, wanted(*(pools or ("p",))), TTL)
     return lease
 
 
 async def drained(queue: QueueBackend, *pools: str) -> list[str]:
-    """Requests of all the tasks of these pools, in the order in which they are leased."""
+    """Lease all tasks of these pools. Returns their requests in that order."""
     return [lease.task.request for lease in await queue.lease("w", wanted(*(pools or ("p",)), slots=1000), TTL)]
 
 
 async def count_waiting(queue: QueueBackend, pool: str) -> int:
-    """The number of tasks that wait in a pool."""
+    """Return the number of waiting tasks of a pool."""
     return (await queue.stats([pool])).pools[pool].waiting
 
 
 async def append(queue: QueueBackend, claim: Claim, offset: int, pieces: Sequence[bytes]) -> bool:
-    """Append pieces to the output of one task. Returns whether its lease is held."""
-    (is_held,) = await queue.append_all([OutputDeltas(claim, offset, tuple(pieces))])
-    return is_held
+    """Append output deltas to one task. Returns whether its lease is held."""
+    (has_lease,) = await queue.append_all([OutputDeltas(claim, offset, tuple(pieces))])
+    return has_lease
 
 
 def change(record: RequestRecord, claim: Claim | None = None, **fields: Any) -> Change:
-    """The next version of a context; `push`, `close` and `events` go to the change, other fields to the context."""
+    """Return the change to the next version of a context.
+
+    `push`, `close` and `events` are fields of the change, the others of the context.
+    """
     parts = {name: fields.pop(name) for name in ("push", "close", "events") if name in fields}
     context = msgspec.structs.replace(record.context, version=record.context.version + 1, **fields)
     return Change(context, claim, **parts)
 
 
 def done(record: RequestRecord, lease: Lease, **fields: Any) -> Change:
-    """The change that completes the leased stage, and nothing more unless `fields` say so."""
+    """Return the change that completes the leased stage, with further `fields`."""
     state = StageState("done", attempt=lease.task.attempt, token=lease.token)
     stages = record.context.stages | {lease.task.stage: state}
     return change(record, lease.claim, stages=stages, **{"status": "in_progress", **fields})
 
 
 async def passing(queue: QueueBackend, clock: ManualClock, seconds: float) -> list[Lease]:
-    """Let time pass while somebody sweeps; returns what has expired at its end."""
-    late = await queue.expired(TTL)
+    """Advance the clock, calling `expired` regularly. Returns the leases expired at the end."""
+    expired = await queue.expired(TTL)
     for _ in range(ceil(seconds / TTL * 4)):
         clock.advance(min(TTL / 4, seconds))
         seconds -= TTL / 4
-        late = await queue.expired(TTL)
-    return late
+        expired = await queue.expired(TTL)
+    return expired
 
 
 async def started(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """The work as a task that has come to its first wait."""
+    """Start a task and run it up to its first wait."""
     running = asyncio.create_task(work)
     for _ in range(5):
         await asyncio.sleep(0)
@@ -162,27 +172,27 @@ async def started(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 
 async def following(stream: AsyncIterator[Event]) -> Event | None:
-    """The next event of a stream, None at its end."""
+    """Return the next event of a stream, or None at its end."""
     return await anext(stream, None)
 
 
 async def history(queue: QueueBackend, name: str, after: int = 0) -> Sequence[Event]:
-    """All events of a request that is over."""
+    """Return all events of a request that is over."""
     return [event async for event in queue.watch(name, after)]
 
 
 def handle(id: str, nbytes: int = 10) -> ObjectRef:
-    """The handle of an object that somebody has."""
+    """Return a ref of an object that does not exist."""
     return ObjectRef(id, "w", "node", "a", "s", 1, 1, nbytes, (), (1, 2**63), b"\0\xff", 0.5)
 
 
 def worker(name: str, **fields: Any) -> WorkerInfo:
-    """A worker of pool "p" with two slots."""
+    """Return a worker of pool "p" with two slots."""
     return WorkerInfo(name, "node", "denoiser", ("p",), 2, "unix:arena", 1 << 20, **fields)
 
 
 async def raised(kind: type[E], work: Awaitable[object]) -> E:
-    """The error of that kind that the work ends with."""
+    """Return the error of this kind that the awaitable raises. Raises AssertionError without one."""
     try:
         await work
     except kind as error:

@@ -1,4 +1,4 @@
-"""The queue port's contract in executable form: run `check_queue` on a backend to know whether it is one."""
+"""The conformance suite of queue backends: run `check_queue` on a new backend."""
 
 from __future__ import annotations
 
@@ -39,19 +39,20 @@ from unfuse.testing.queue_samples import (
 )
 from unfuse.testing.queue_waiting import WAITING_RULES
 
+#: A rule of the port: a coroutine function that raises AssertionError, or another error, if the queue breaks it.
 Rule = Callable[[QueueBackend, ManualClock], Awaitable[None]]
 
+#: Timeout of one rule, in seconds.
 PATIENCE_S = 30.0
-"""A rule that takes longer waits for something that will never come."""
 
 T = TypeVar("T", bound=UnfuseError)
 
 
 async def check_queue(open: Callable[[], Awaitable[QueueBackend]], clock: ManualClock) -> None:
-    """Hold every rule against a fresh queue that `open` gives, one after the other.
+    """Check every rule of the queue port, each on a new queue.
 
-    The queue must read its time from `clock`. Raises an ExceptionGroup with one error for each rule that is broken,
-    which carries the rule's name and text as a note.
+    `open`: returns an empty queue, which must read its time from `clock`. Raises an ExceptionGroup with one error for
+    each broken rule. A note on the error has the rule's name and text.
     """
     broken: list[Exception] = []
     for rule in RULES:
@@ -65,7 +66,7 @@ async def check_queue(open: Callable[[], Awaitable[QueueBackend]], clock: Manual
 
 
 async def check_rule(rule: Rule, queue: QueueBackend, clock: ManualClock) -> None:
-    """Hold one rule against an empty queue, and close it."""
+    """Check one rule on an empty queue, then close the queue."""
     try:
         async with timeout(PATIENCE_S):
             await rule(queue, clock)
@@ -74,7 +75,7 @@ async def check_rule(rule: Rule, queue: QueueBackend, clock: ManualClock) -> Non
 
 
 async def a_known_id_is_submitted_once(queue: QueueBackend, clock: ManualClock) -> None:
-    """The second time nothing changes and the stored record is the answer."""
+    """A second submit with the same id changes nothing and returns the stored record."""
     first = await submitted(queue, "a")
     again = await queue.submit(request("a", priority=7), [task("a", "t")], [Event("queued")], LIMITS)
     assert again.context == first.context
@@ -82,7 +83,10 @@ async def a_known_id_is_submitted_once(queue: QueueBackend, clock: ManualClock) 
 
 
 async def an_idempotency_key_is_submitted_once_a_tenant(queue: QueueBackend, clock: ManualClock) -> None:
-    """Another id under the same key joins the first, also when it is over; an empty key joins nothing."""
+    """A second submit with the same tenant and idempotency key returns the first request.
+
+    This also holds once that request is over. An empty key never matches.
+    """
     for name, tenant, key in (("a", "t", "k"), ("b", "t", "k"), ("c", "u", "k"), ("d", "t", ""), ("e", "t", "")):
         record = await queue.submit(request(name, tenant=tenant, idempotency_key=key), [task(name)], [], LIMITS)
         assert record.context.id == ("a" if name == "b" else name)
@@ -93,7 +97,10 @@ async def an_idempotency_key_is_submitted_once_a_tenant(queue: QueueBackend, clo
 
 
 async def a_repeated_commit_succeeds_once(queue: QueueBackend, clock: ManualClock) -> None:
-    """Same task, attempt and token: no second push, event or version, however late, also after the request is over."""
+    """A commit with the same task, attempt and token succeeds again without any effect.
+
+    It adds no push, event or version, however late it comes, even after the request is over.
+    """
     record = await submitted(queue, "a")
     lease = await leased(queue)
     first = done(record, lease, push=(task("a", "t"),), events=(Event("stage_completed"),))
@@ -110,8 +117,9 @@ async def a_repeated_commit_succeeds_once(queue: QueueBackend, clock: ManualCloc
 
 
 async def a_claim_counts_as_a_whole(queue: QueueBackend, clock: ManualClock) -> None:
-    """A token that differs in one bit, is cut short or longer, another attempt, another stage: none holds the lease,
-    nor does any pass for the commit that was applied.
+    """A claim that differs from the lease in any field or bit is not accepted.
+
+    It is not accepted as a repeat of an applied commit either.
     """
     record = await queue.submit(request("a"), [task("a"), task("a", "t")], [], LIMITS)
     lease, other = await leased(queue), await leased(queue)
@@ -132,7 +140,7 @@ async def a_claim_counts_as_a_whole(queue: QueueBackend, clock: ManualClock) -> 
 
 
 async def a_commit_that_raises_has_no_effect(queue: QueueBackend, clock: ManualClock) -> None:
-    """Not one of its parts: context, lease, pushes, closes, events."""
+    """A refused commit changes no context, lease, queue or event."""
     record = await queue.submit(request("a"), [task("a"), task("a", "u")], [Event("queued")], LIMITS)
     lease = await leased(queue)
     good = done(record, lease, push=(task("a", "t"),), close=(("a", "u"),), events=(Event("stage_completed"),))
@@ -159,7 +167,10 @@ async def a_commit_that_raises_has_no_effect(queue: QueueBackend, clock: ManualC
 
 
 async def two_who_decide_at_once_conflict(queue: QueueBackend, clock: ManualClock) -> None:
-    """The second change from one version is refused, and accepted once it is made from the new one."""
+    """A second change from the same version is refused with Conflict.
+
+    It is accepted once it is made from the new version.
+    """
     record = await submitted(queue, "a")
     await queue.commit(change(record, order=1.0))
     await raised(Conflict, queue.commit(change(record, order=2.0)))
@@ -168,7 +179,10 @@ async def two_who_decide_at_once_conflict(queue: QueueBackend, clock: ManualCloc
 
 
 async def a_push_takes_the_place_of_its_key(queue: QueueBackend, clock: ManualClock) -> None:
-    """One task a key: it replaces what waits under it, behind the others, and ends the lease under it."""
+    """A pushed task replaces the queued task of its key, or ends its lease.
+
+    It is queued behind all others.
+    """
     record = await submitted(queue, "a")
     await submitted(queue, "b")
     record = await queue.commit(change(record, push=(task("a", attempt=2),)))
@@ -181,7 +195,10 @@ async def a_push_takes_the_place_of_its_key(queue: QueueBackend, clock: ManualCl
 
 
 async def a_request_moves_with_its_deadline(queue: QueueBackend, clock: ManualClock) -> None:
-    """A task that is pushed under another number stands there, and why is kept: it waited for a pool that slept."""
+    """A task pushed again with another order number moves there, and the reason is stored.
+
+    The reason here is that it waited for a pool that was scaled to zero.
+    """
     record = await submitted(queue, "a", order=10.0)
     await submitted(queue, "b", order=60.0)
     slept = {"s": msgspec.structs.replace(record.context.stages["s"], slept=(0.5, 60.5))}
@@ -191,7 +208,7 @@ async def a_request_moves_with_its_deadline(queue: QueueBackend, clock: ManualCl
 
 
 async def close_withdraws(queue: QueueBackend, clock: ManualClock) -> None:
-    """Queued tasks, also those whose time has not come, and leases; a key that is nowhere is no error."""
+    """`close` removes queued and delayed tasks and ends leases. Unknown keys are ignored."""
     stages = ("queued", "later", "leased")
     soon = await queue.now() + 5
     tasks = [task("a", stages[2]), task("a", stages[0]), task("a", stages[1], not_before=soon)]
@@ -205,7 +222,10 @@ async def close_withdraws(queue: QueueBackend, clock: ManualClock) -> None:
 
 
 async def the_end_of_a_request_takes_everything(queue: QueueBackend, clock: ManualClock) -> None:
-    """Cancelled while queued, delayed, leased or between: nothing stays queued or leased, and old claims are lost."""
+    """After a terminal change, nothing is queued or leased, and old claims are lost.
+
+    The request is cancelled while its task is queued, delayed or leased, and with a task pushed by the same change.
+    """
     later = await queue.now() + 5
     for name in ("queued", "delayed", "held", "pushed"):
         record = await submitted(queue, name, not_before=later if name == "delayed" else 0.0)
@@ -222,7 +242,7 @@ async def the_end_of_a_request_takes_everything(queue: QueueBackend, clock: Manu
 
 
 async def a_record_tells_what_runs(queue: QueueBackend, clock: ManualClock) -> None:
-    """Its position while it waits, then stage, attempt, worker and step."""
+    """A record has the position while it waits, then stage, attempt, worker and step."""
     for name, priority in (("a", 0), ("b", 1), ("c", 0)):
         await submitted(queue, name, priority=priority)
     assert [(await queue.load(name)).position for name in "abc"] == [1, 0, 2]
@@ -237,7 +257,7 @@ async def a_record_tells_what_runs(queue: QueueBackend, clock: ManualClock) -> N
 
 
 async def a_record_tells_what_an_attempt_has_used(queue: QueueBackend, clock: ManualClock) -> None:
-    """The most that was reported, with or without a step; of another attempt nothing."""
+    """A record has the largest timings that the running attempt reported, and no other attempt's."""
     await submitted(queue, "a")
     lease = await leased(queue, worker="worker")
     for seconds in (0.1, 2.5, 0.3):
@@ -256,7 +276,10 @@ async def a_record_tells_what_an_attempt_has_used(queue: QueueBackend, clock: Ma
 
 
 async def events_are_numbered_and_end(queue: QueueBackend, clock: ManualClock) -> None:
-    """From 1, without gaps while few; `after` leaves out what was seen; the stream ends behind the terminal event."""
+    """Events are numbered from 1 without gaps. The stream ends after the terminal event.
+
+    `after` skips earlier events.
+    """
     record = await submitted(queue, "a")
     stream = queue.watch("a")
     assert (await anext(stream)).seq == 1
@@ -274,7 +297,7 @@ async def events_are_numbered_and_end(queue: QueueBackend, clock: ManualClock) -
 
 
 async def who_watches_nothing_is_told_at_once(queue: QueueBackend, clock: ManualClock) -> None:
-    """An unknown request is NotFound, no later than when the first event is asked for."""
+    """Watching or loading an unknown request raises NotFound, at the first event at the latest."""
 
     async def watched() -> None:
         await anext(queue.watch("nobody"))
@@ -284,7 +307,7 @@ async def who_watches_nothing_is_told_at_once(queue: QueueBackend, clock: Manual
 
 
 async def progress_needs_its_lease(queue: QueueBackend, clock: ManualClock) -> None:
-    """Published while held, refused without effect afterwards, never in the version."""
+    """Progress is published only with a lease, and does not change the version."""
     record = await submitted(queue, "a")
     lease = await leased(queue)
     step = Event("progress", step=1, steps=2)
@@ -296,7 +319,7 @@ async def progress_needs_its_lease(queue: QueueBackend, clock: ManualClock) -> N
 
 
 async def old_progress_is_dropped_first(queue: QueueBackend, clock: ManualClock) -> None:
-    """The log is bounded; what structures the history stays, and so does the latest progress."""
+    """The history is bounded: old progress is dropped, lifecycle events and the latest progress stay."""
     record = await submitted(queue, "a")
     lease = await leased(queue)
     for step in range(3000):
@@ -311,7 +334,7 @@ async def old_progress_is_dropped_first(queue: QueueBackend, clock: ManualClock)
 
 
 async def what_is_declared_outlives_who_works(queue: QueueBackend, clock: ManualClock) -> None:
-    """Each name's last word counts, for itself, and no worker has to be there."""
+    """The last declaration of each name is stored, independently of workers."""
     card = ModelSpec("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
     assert await queue.declared() == {}
     await queue.declare("serve", DeclaredModels((card,)))
@@ -325,18 +348,19 @@ async def what_is_declared_outlives_who_works(queue: QueueBackend, clock: Manual
 
 
 async def a_new_declaration_replaces_no_current_one(queue: QueueBackend, clock: ManualClock) -> None:
-    """Of two that are stored at once one is refused; one that is gone, or failed, is replaced."""
+    """A `new` declaration is refused while a current one exists.
+
+    Of two at the same time one is refused. A declaration that is gone, failed or empty is replaced.
+    """
     card = ModelSpec("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
     first = DeclaredModels((card,), source="admin", server="one")
     second = msgspec.structs.replace(first, server="two")
-    stored = await gather(*(queue.declare("model m", one, new=True) for one in (first, second)))
+    stored = await gather(*(queue.declare("model m", declaration, new=True) for declaration in (first, second)))
     assert sorted(stored) == [False, True]
     assert await queue.declared() == {"model m": (first, second)[stored.index(True)]}
-    gone, failed, empty = (
-        DeclaredModels((card,), gone=("m",)),
-        DeclaredModels((card,), failed="no room"),
-        DeclaredModels(()),
-    )
+    gone = DeclaredModels((card,), gone=("m",))
+    failed = DeclaredModels((card,), failed="no room")
+    empty = DeclaredModels(())
     for other in (gone, failed, empty):
         assert await queue.declare("model m", other)
         assert await queue.declare("model m", first, new=True)
@@ -345,9 +369,9 @@ async def a_new_declaration_replaces_no_current_one(queue: QueueBackend, clock: 
 
 
 async def workers_come_and_go(queue: QueueBackend, clock: ManualClock) -> None:
-    """The registry knows who was last heard of when, what it holds, and the cards it brought.
+    """The registry has each worker's last heartbeat, number of leases, and model specs.
 
-    What is leased to one that goes, and nothing else, expires then; it is said again until somebody ends it.
+    After `bye`, the worker's leases, and no others, are returned as expired until a commit closes them.
     """
     card = ModelSpec("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
     await queue.hello(worker("v"), [card])
@@ -373,7 +397,7 @@ async def workers_come_and_go(queue: QueueBackend, clock: ManualClock) -> None:
 
 
 async def a_pool_is_counted_and_seen(queue: QueueBackend, clock: ManualClock) -> None:
-    """Without its leased tasks, in the order in which they would be leased."""
+    """`stats` and `peek` leave out leased tasks. `peek` returns tasks in queue order."""
     assert (await count_waiting(queue, "p"), list(await queue.peek("p"))) == (0, [])
     for name, priority in (("a", 0), ("b", 2), ("c", 1)):
         await submitted(queue, name, priority=priority)
@@ -384,13 +408,14 @@ async def a_pool_is_counted_and_seen(queue: QueueBackend, clock: ManualClock) ->
 
 
 async def what_is_stored_comes_back_equal(queue: QueueBackend, clock: ManualClock) -> None:
-    """Every field of context and task, whatever the backend writes them as."""
+    """Every field of contexts and tasks survives storage unchanged."""
     stages = {
         "s": StageState("queued", 1, b"\0\xff", "w", queued_at=0.1, failures=2, crashes=1, recomputes=3, alone=True)
     }
     params = {"s": "é", "i": 2**40, "most": 2**64 - 1, "least": -(2**63), "f": 0.1, "n": None, "b": True}
-    own = {"tenant": "ü", "fingerprint": "f", "deadline": 1.5, "metadata": {"k": "v"}, "created_at": 0.1, "order": 0.3}
-    context = request("a", params=params, stages=stages, **own)
+    caller = {"tenant": "ü", "fingerprint": "f"}
+    fields = {"deadline": 1.5, "metadata": {"k": "v"}, "created_at": 0.1, "order": 0.3}
+    context = request("a", params=params, stages=stages, **caller, **fields)
     sent = task("a", final=True, room=2**40, priority=-3, order=0.1, deadline=2.5, affinity="é", alone=True)
     await queue.submit(context, [sent], [], LIMITS)
     assert (await queue.load("a")).context == context
@@ -399,10 +424,11 @@ async def what_is_stored_comes_back_equal(queue: QueueBackend, clock: ManualCloc
 
 
 async def a_queue_that_works_says_so(queue: QueueBackend, clock: ManualClock) -> None:
-    """By saying nothing."""
+    """`check` of an available queue returns."""
     await queue.check()
 
 
+#: Every rule, in the order in which they are checked.
 RULES: tuple[Rule, ...] = (
     *LEASE_RULES,
     *WAITING_RULES,
@@ -433,4 +459,3 @@ RULES: tuple[Rule, ...] = (
     what_is_stored_comes_back_equal,
     a_queue_that_works_says_so,
 )
-"""Every rule, in the order in which they are held against a backend."""

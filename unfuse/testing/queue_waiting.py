@@ -1,4 +1,4 @@
-"""Rules of the queue port about waiting for tasks."""
+"""Rules of the queue port about callers that wait for tasks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from unfuse.testing.queue_samples import (
 
 
 async def a_push_wakes_who_waits(queue: QueueBackend, clock: ManualClock) -> None:
-    """No time passes between; of those who can take it, one gets it."""
+    """A push wakes one waiting caller that can lease the task, without a delay."""
     elsewhere = await started(queue.lease("elsewhere", wanted("q"), TTL, wait=60.0))
     small = await started(queue.lease("small", wanted("p", room=1), TTL, wait=60.0))
     waiting = await started(queue.lease("w", wanted("p", room=100), TTL, wait=60.0))
@@ -42,16 +42,16 @@ async def a_push_wakes_who_waits(queue: QueueBackend, clock: ManualClock) -> Non
 
 
 async def each_push_finds_its_waiter(queue: QueueBackend, clock: ManualClock) -> None:
-    """Several workers wait, several tasks come at once: all are taken, by whom there is room."""
+    """Several tasks pushed at once are leased by several waiting callers."""
     waiting = [await started(queue.lease(f"w{n}", wanted("p"), TTL, wait=60.0)) for n in range(3)]
     await queue.submit(request("a"), [task("a", stage) for stage in "xyz"], [], LIMITS)
-    leases = [lease for one in waiting for lease in await one]
+    leases = [lease for call in waiting for lease in await call]
     assert sorted(lease.task.stage for lease in leases) == ["x", "y", "z"]
     assert {lease.worker for lease in leases} == {"w0", "w1", "w2"}
 
 
 async def time_and_hand_backs_wake_too(queue: QueueBackend, clock: ManualClock) -> None:
-    """A `not_before` that comes, a task that is handed back, a large task ahead that goes."""
+    """A `not_before`, a hand-back, and the removal of a task ahead wake waiting callers."""
     await submitted(queue, "a", not_before=await queue.now() + 5)
     waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
     clock.advance(5)
@@ -67,7 +67,7 @@ async def time_and_hand_backs_wake_too(queue: QueueBackend, clock: ManualClock) 
 
 
 async def who_waits_is_served_by_rank(queue: QueueBackend, clock: ManualClock) -> None:
-    """The lowest first, then who waits longest; who only waits for more urgent work comes behind all of them."""
+    """Waiting callers are served by lowest rank, then longest wait; those with `above` last."""
     ranks = {
         "last": (0.0, 0),
         "third": (2.0, None),
@@ -81,23 +81,26 @@ async def who_waits_is_served_by_rank(queue: QueueBackend, clock: ManualClock) -
     ]
     for number, name in enumerate(("first", "second", "third", "fourth", "last")):
         await submitted(queue, f"r{number}", priority=1)
-        over = next(one for at, one in enumerate(waiting) if list(ranks)[at] == name)
-        assert [(lease.worker, lease.task.request) for lease in await over] == [(name, f"r{number}")]
+        served = waiting[list(ranks).index(name)]
+        assert [(lease.worker, lease.task.request) for lease in await served] == [(name, f"r{number}")]
 
 
 async def nobody_waits_beside_a_task_they_could_take(queue: QueueBackend, clock: ManualClock) -> None:
-    """Also if who was woken for it takes another one."""
+    """No caller waits while a task is available to it.
+
+    This also holds if the woken caller leases another task.
+    """
     both = await started(queue.lease("both", wanted("p", "q"), TTL, wait=60.0))
-    one, other = [await started(queue.lease(pool, wanted(pool), TTL, wait=60.0)) for pool in "pq"]
+    first, second = [await started(queue.lease(pool, wanted(pool), TTL, wait=60.0)) for pool in "pq"]
     await asyncio.gather(submitted(queue, "a", pool="q"), submitted(queue, "b", pool="p", priority=1))
     assert len(await both) == 1
-    left = one if (await both)[0].task.planned.pool == "q" else other
-    assert len(await left) == 1
-    (one if left is other else other).cancel()
+    served = first if (await both)[0].task.planned.pool == "q" else second
+    assert len(await served) == 1
+    (first if served is second else second).cancel()
 
 
 async def waiting_ends_in_time(queue: QueueBackend, clock: ManualClock) -> None:
-    """With nothing, once `wait` seconds have passed."""
+    """A wait returns an empty list after `wait` seconds."""
     waiting = await started(queue.lease("w", wanted("p"), TTL, wait=3.0))
     clock.advance(2.9)
     assert not (await started(asyncio.wait({waiting}))).done()
@@ -108,7 +111,10 @@ async def waiting_ends_in_time(queue: QueueBackend, clock: ManualClock) -> None:
 
 
 async def a_cancelled_waiter_has_claimed_nothing(queue: QueueBackend, clock: ManualClock) -> None:
-    """Also if the push came first and it was woken already: the next waiter gets the task."""
+    """A caller cancelled while waiting leases nothing, and the next one gets the task.
+
+    This also holds if a push has woken it already.
+    """
     first = await started(queue.lease("first", wanted("p"), TTL, wait=60.0))
     second = await started(queue.lease("second", wanted("p"), TTL, wait=60.0))
     await submitted(queue, "a")
@@ -125,7 +131,7 @@ async def a_cancelled_waiter_has_claimed_nothing(queue: QueueBackend, clock: Man
 
 
 async def closing_wakes_everyone(queue: QueueBackend, clock: ManualClock) -> None:
-    """Who waits for work or for events gets nothing more."""
+    """`close` ends all waits for tasks and all event streams."""
     await submitted(queue, "a", pool="q")
     waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
     events = queue.watch("a")
@@ -137,8 +143,9 @@ async def closing_wakes_everyone(queue: QueueBackend, clock: ManualClock) -> Non
 
 
 async def an_outcome_and_an_ask_are_one_call(queue: QueueBackend, clock: ManualClock) -> None:
-    """What the change pushes is leased with it, by the usual order, and the record tells of it; who waits gets the
-    rest.
+    """`commit_and_lease` leases what its change pushes, in queue order, before waiting callers.
+
+    The record shows the new leases. Waiting callers get the rest.
     """
     record = await submitted(queue, "a")
     await submitted(queue, "b", priority=-1)
@@ -146,27 +153,28 @@ async def an_outcome_and_an_ask_are_one_call(queue: QueueBackend, clock: ManualC
     waiting = await started(queue.lease("v", wanted("q"), TTL, wait=60))
     push = (task("a", "t"), task("a", "u"), task("a", "v", pool="q", priority=1))
     record, leases = await queue.commit_and_lease(done(record, lease, push=push), "w", wanted("p", "q", slots=2), TTL)
-    assert [(one.task.stage, one.worker) for one in leases] == [("v", "w"), ("t", "w")]
+    assert [(lease.task.stage, lease.worker) for lease in leases] == [("v", "w"), ("t", "w")]
     assert {(run.stage, run.worker) for run in record.running} == {("v", "w"), ("t", "w")}
     assert record == await queue.load("a")
-    assert (await queue.renew([one.claim for one in leases], TTL)).ended == ()
+    assert (await queue.renew([lease.claim for lease in leases], TTL)).ended == ()
     await submitted(queue, "c", pool="q")
-    assert [one.task.request for one in await waiting] == ["c"]
-    one, other = leases
-    beside = await started(queue.lease("v", wanted("p"), TTL, wait=60))
-    assert [one.task.stage for one in await beside] == ["u"]
+    assert [lease.task.request for lease in await waiting] == ["c"]
+
+    first, second = leases
+    rest = await started(queue.lease("v", wanted("p"), TTL, wait=60))
+    assert [lease.task.stage for lease in await rest] == ["u"]
     waiting = await started(queue.lease("v", wanted("r"), TTL, wait=60))
     more = (task("a", "x", pool="r"), task("a", "y", pool="r"))
-    _, leases = await queue.commit_and_lease(done(record, one, push=more), "w", wanted("r"), TTL)
-    assert [one.task.stage for one in (*leases, *await waiting)] == ["x", "y"]
-    ended, leases = await queue.commit_and_lease(
-        done(await queue.load("a"), other, status="failed"), "w", wanted("p"), TTL
-    )
-    assert (ended.running, [one.task.request for one in leases]) == ((), ["b"])
+    _, leases = await queue.commit_and_lease(done(record, first, push=more), "w", wanted("r"), TTL)
+    assert [lease.task.stage for lease in (*leases, *await waiting)] == ["x", "y"]
+
+    ending = done(await queue.load("a"), second, status="failed")
+    ended, leases = await queue.commit_and_lease(ending, "w", wanted("p"), TTL)
+    assert (ended.running, [lease.task.request for lease in leases]) == ((), ["b"])
 
 
 async def what_raises_has_claimed_nothing(queue: QueueBackend, clock: ManualClock) -> None:
-    """Neither a stale version nor a lost claim; a repeat of what was applied asks anew."""
+    """A `commit_and_lease` that raises leases nothing. A repeated one leases again."""
     record = await submitted(queue, "a")
     lease = await leased(queue)
     for name in "bc":
@@ -179,19 +187,19 @@ async def what_raises_has_claimed_nothing(queue: QueueBackend, clock: ManualCloc
     assert [waiting.request for waiting in await queue.peek("p")] == ["b", "c"]
     for expected in (["b"], ["c"], []):
         record, leases = await queue.commit_and_lease(good, "w", wanted("p"), TTL)
-        assert [one.task.request for one in leases] == expected
+        assert [lease.task.request for lease in leases] == expected
         assert record.context == good.context
     assert (await queue.commit_and_lease(change(record), "w", wanted("p", slots=0), TTL))[1] == []
 
 
 async def a_repeat_tells_how_its_request_stands(queue: QueueBackend, clock: ManualClock) -> None:
-    """With what is leased with it, whatever else it would have changed."""
+    """A repeated `commit_and_lease` returns the stored record with the new leases."""
     record = await submitted(queue, "a")
     lease = await leased(queue)
     await queue.commit(done(record, lease, push=(task("a", "t"),)))
     over = done(record, lease, status="completed")
     repeated, leases = await queue.commit_and_lease(over, "w", wanted("p"), TTL)
-    assert [run.stage for run in repeated.running] == [one.task.stage for one in leases] == ["t"]
+    assert [run.stage for run in repeated.running] == [lease.task.stage for lease in leases] == ["t"]
     assert repeated == await queue.load("a")
 
 

@@ -1,4 +1,4 @@
-"""What every stage must do, whatever its family: plain asserts, to be run on loaded stages and inputs that fit them."""
+"""The conformance suite of stages: plain asserts on a loaded stage and its inputs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from unfuse.stores.tensor_store import TensorStore
 from unfuse.stores.tensors import describe
 from unfuse.worker.checkpoints import pack, unpack
 
+#: The dtype, shape and bytes of each tensor, by name.
 Bits = dict[str, tuple[str, tuple[int, ...], bytes] | None]
 
 
 def check_stage(stage: Stage, inputs: Sequence[StageInput]) -> None:
-    """Raise AssertionError unless the stage keeps its port's promises on these tasks, each of which it must accept.
+    """Check a stage on these tasks, each of which it must accept. Raises AssertionError.
 
-    They are run alone and stepped; a stage that can be resumed is interrupted after each of its steps.
+    Each task is run alone, in a batch, and step by step. A stage with checkpoints is resumed after each of its steps.
     """
     assert inputs, "a stage is checked on at least one task"
     for task in inputs:
@@ -29,12 +30,13 @@ def check_stage(stage: Stage, inputs: Sequence[StageInput]) -> None:
         expected = _runs_alone(stage, task)
         if isinstance(stage, SteppedStage):
             _steps(stage, task, expected)
-    together = _made(stage.run(inputs), len(inputs))
-    alone = [_made(stage.run([task]), 1)[0] for task in inputs]
-    assert together == alone, "mates change no name, and no order"
+    batched = _output_names(stage.run(inputs), len(inputs))
+    alone = [_output_names(stage.run([task]), 1)[0] for task in inputs]
+    assert batched == alone, "mates change no name, and no order"
 
 
 def _accepts_what_fits(stage: Stage, task: StageInput) -> None:
+    """Check `verify` and `batch_key`: a task without its inputs is refused."""
     stage.verify(task)
     hash(stage.batch_key(task))
     assert stage.batch_key(replace(task, params=dict(task.params))) == stage.batch_key(task), (
@@ -49,7 +51,10 @@ def _accepts_what_fits(stage: Stage, task: StageInput) -> None:
 
 
 def _runs_alone(stage: Stage, task: StageInput) -> Bits:
-    """The output, which is the same each time, is no input's memory, carries no gradient and leaves inputs alone."""
+    """Return the output's bytes, after checking that running the task is pure.
+
+    The output is the same each time, shares no memory with inputs and has no gradient. Inputs are not written.
+    """
     before = _bits(task.tensors)
     (output,) = stage.run([task])
     first = _bits(output.tensors), [media.data for media in output.media]
@@ -58,15 +63,15 @@ def _runs_alone(stage: Stage, task: StageInput) -> Bits:
     lay_out((name, *describe(tensor)) for name, tensor in output.tensors.items())
     for name, tensor in output.tensors.items():
         assert not getattr(tensor, "requires_grad", False), f"{name} carries a gradient"
-        for given, one in task.tensors.items():
-            assert not _overlap(tensor, one), f"{name} lies in the memory of the input {given}"
+        for input_name, input_tensor in task.tensors.items():
+            assert not _overlap(tensor, input_tensor), f"{name} lies in the memory of the input {input_name}"
     (again,) = stage.run([task])
     assert (_bits(again.tensors), [media.data for media in again.media]) == first, "the same task gave something else"
     return first[0]
 
 
 def _steps(stage: SteppedStage[Any], task: StageInput, expected: Bits) -> None:
-    """Each step moves by one; gone on with from a store after each, it comes to the same."""
+    """Check that each step advances by one, and that resuming gives the same output."""
     state = stage.start(task)
     done, steps = stage.progress(state)
     assert done == 0 < steps, "a task starts before its first step"
@@ -79,25 +84,27 @@ def _steps(stage: SteppedStage[Any], task: StageInput, expected: Bits) -> None:
             checkpoint = stage.save(state) if done < steps else None
             if checkpoint is not None:
                 ref = store.put(pack(checkpoint), request="req_0", stage="checked", attempt=1)
-                with store.get(ref, as_torch=_torch(task.tensors)) as held:
-                    state = stage.resume(task, unpack(held))
+                with store.get(ref, as_torch=_is_torch(task.tensors)) as tensors:
+                    state = stage.resume(task, unpack(tensors))
                 assert stage.progress(state) == (done, steps), "a resumed task is where it was saved"
     assert _bits(stage.finish(state).tensors) == expected, "stepped and resumed, it came to something else"
 
 
-def _made(outputs: Sequence[StageOutput], count: int) -> list[list[str]]:
+def _output_names(outputs: Sequence[StageOutput], count: int) -> list[list[str]]:
+    """Return the names of tensors and content types of media of each output."""
     assert len(outputs) == count, f"{count} tasks gave {len(outputs)} outputs"
     return [[*output.tensors, *(media.content_type for media in output.media)] for output in outputs]
 
 
 def _bits(tensors: Mapping[str, Any]) -> Bits:
-    found: Bits = {}
+    bits: Bits = {}
     for name, tensor in tensors.items():
-        found[name] = None if tensor is None else (*describe(tensor), _array(tensor).tobytes())
-    return found
+        bits[name] = None if tensor is None else (*describe(tensor), _array(tensor).tobytes())
+    return bits
 
 
 def _array(tensor: Any) -> Any:
+    """Return a tensor of numpy or torch as an array, of bytes if it is torch's."""
     if isinstance(tensor, np.ndarray):
         return tensor
     import torch
@@ -105,11 +112,12 @@ def _array(tensor: Any) -> Any:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0)
 
 
-def _overlap(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray) or one is None or other is None:
-        return isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and bool(np.shares_memory(one, other))
-    return bool(one.numel()) and bool(one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr())
+def _overlap(left: Any, right: Any) -> bool:
+    """Return whether two tensors share memory."""
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray) or left is None or right is None:
+        return isinstance(left, np.ndarray) and isinstance(right, np.ndarray) and bool(np.shares_memory(left, right))
+    return bool(left.numel()) and bool(left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr())
 
 
-def _torch(tensors: Mapping[str, Any]) -> bool:
+def _is_torch(tensors: Mapping[str, Any]) -> bool:
     return not any(isinstance(tensor, np.ndarray) for tensor in tensors.values())

@@ -1,4 +1,4 @@
-"""What the storage port promises beneath the tensor store's face, and between owners."""
+"""Checks of the storage port beneath a tensor store, and between owners."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from unfuse.core.request import new_request_id
 from unfuse.stores.base import ObjectDraft, checksums_of
 from unfuse.stores.tensor_store import TensorStore
 
+#: Opens a new, empty store.
 Open = Callable[[], TensorStore]
+#: Opens the store of another owner that can read from the given one.
 Join = Callable[[TensorStore], TensorStore]
 
 
 def put(store: TensorStore, tensors: Mapping[str, Any], request: str = "") -> ObjectRef:
-    """Put as stage "s" of a request (default: a new one)."""
+    """Put tensors as the output of stage "s". The default request is a new one."""
     return store.put(tensors, request=request or new_request_id(), stage="s", attempt=1)
 
 
 @contextmanager
 def lost(ref: ObjectRef) -> Iterator[None]:
-    """What is done inside must raise ObjectLost, naming the object."""
+    """Require ObjectLost with the object's id inside the block. A context manager."""
     try:
         yield
     except ObjectLost as error:
@@ -36,16 +38,19 @@ def lost(ref: ObjectRef) -> Iterator[None]:
 
 
 def begin(store: TensorStore, request: str, nbytes: int = 5000) -> tuple[ObjectDraft, ObjectRef]:
-    """An object that is being written, and the ref that it will have."""
+    """Create a draft with a known pattern. Returns it with its future ref."""
     draft = store._backend.create(nbytes, request)
     draft.memory[:] = np.arange(nbytes) % 251
     checksums = checksums_of(draft.memory)
-    shown = draft.generation, nbytes, (), checksums, draft.key, 0.0
-    return draft, ObjectRef(draft.id, store.owner, store.node, request, "s", 1, *shown)
+    fields = draft.generation, nbytes, (), checksums, draft.key, 0.0
+    return draft, ObjectRef(draft.id, store.owner, store.node, request, "s", 1, *fields)
 
 
 def check_drafts(store: TensorStore) -> None:
-    """What is not sealed is nobody's to read, counts as held, and takes room until it is sealed or aborted."""
+    """A draft cannot be read, is listed by `holding`, and uses room.
+
+    That ends when it is aborted. A sealed one can be read, and a hold may be released twice.
+    """
     backend, request = store._backend, new_request_id()
     draft, ref = begin(store, request)
     assert backend.holding() == {request} and store.usage().used >= 5000
@@ -66,23 +71,27 @@ def check_drafts(store: TensorStore) -> None:
 
 
 def check_overtaken(store: TensorStore) -> None:
-    """A request that is released while an object of it is written leaves nothing; another's goes on."""
+    """Releasing a request while its draft is written leaves nothing.
+
+    Drafts of other requests are not affected.
+    """
     over, alive = new_request_id(), new_request_id()
-    (draft, ref), (other, kept) = begin(store, over), begin(store, alive)
+    draft, ref = begin(store, over)
+    other_draft, other_ref = begin(store, alive)
     store.release(over)
     assert store.holding() == {alive}
     with lost(ref):
         store._backend.seal(draft.id)
     with lost(ref):
         store._backend.hold(ref)
-    store._backend.seal(other.id)
-    store._backend.hold(kept).release()
+    store._backend.seal(other_draft.id)
+    store._backend.hold(other_ref).release()
     store.release(alive)
     assert store.usage().used == 0
 
 
 def check_idle(store: TensorStore) -> None:
-    """What a store offers to be moved is sealed and held by nobody, the least recently used first."""
+    """`idle` returns sealed objects without holds, the least recently used first, or none."""
     refs = [put(store, {"x": np.full(100, value)}) for value in range(4)]
     draft, _ = begin(store, refs[0].request)
     with store.get(refs[1]):
@@ -93,38 +102,38 @@ def check_idle(store: TensorStore) -> None:
 
 
 def check_peers(store: TensorStore, join: Join) -> None:
-    """Another owner reads what it has the ref of, and can neither give it up nor have it change."""
+    """Another owner can read an object by its ref, but neither delete nor change it."""
     with join(store) as other:
         refs = [put(store, {"x": np.full(5000, value)}) for value in range(3)]
-        mine = put(other, {"x": np.full(5000, 9)}, refs[0].request)
+        other_ref = put(other, {"x": np.full(5000, 9)}, refs[0].request)
         for ref in refs:
             other.delete(ref)
         other.release(refs[0].request)
         assert not other.holding() and len(store.holding()) == 3
         for value, ref in enumerate(refs):
-            with other.get(ref, verify=True) as held:
-                assert (held["x"] == value).all() and not held["x"].flags.writeable
-        for change in ({"key": bytes(16)}, {"generation": 99}, {"id": mine.id}):
+            with other.get(ref, verify=True) as tensors:
+                assert (tensors["x"] == value).all() and not tensors["x"].flags.writeable
+        for change in ({"key": bytes(16)}, {"generation": 99}, {"id": other_ref.id}):
             with lost(forged := msgspec.structs.replace(refs[0], **change)):
                 other.get(forged)
-        with other.get(refs[0]) as held:
+        with other.get(refs[0]) as tensors:
             store.delete(refs[0])
             with lost(refs[0]):
                 other.get(refs[0])
             put(store, {"x": np.full(5000, 8)})
-            assert (held["x"] == 0).all()
+            assert (tensors["x"] == 0).all()
 
 
 def check_closed(open: Open) -> None:
-    """Arrays that were got outlive their store."""
+    """Arrays that were read stay valid after their store is closed."""
     store = open()
     request = new_request_id()
-    held = store.get(put(store, {"x": np.full(5000, 7)}, request))
-    array = held["x"]
+    tensors = store.get(put(store, {"x": np.full(5000, 7)}, request))
+    array = tensors["x"]
     store.release(request)
     store.close()
     assert (array == 7).all(), "closed: an array that was got has changed"
-    held.close()
+    tensors.close()
 
 
 PORT_CHECKS = (check_drafts, check_overtaken, check_idle)

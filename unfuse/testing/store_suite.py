@@ -1,4 +1,4 @@
-"""The conformance suite of tensor stores: whoever writes a StorageBackend runs `check_store` on it."""
+"""The conformance suite of tensor stores: run `check_store` on a new StorageBackend."""
 
 from __future__ import annotations
 
@@ -20,19 +20,24 @@ from unfuse.stores.tensor_store import TensorStore
 from unfuse.stores.tensors import RAW
 from unfuse.testing.store_port import PORT_CHECKS, Join, Open, check_closed, check_peers, lost, put
 
+#: Replaces the stored bytes of an object, or removes them.
 Overwrite = Callable[[ObjectRef, bytes | None], None]
 
+#: Number of bit flips.
 FLIPS = 1000
+#: Longest wait for room, in seconds.
 WITHIN_S = 60
 
 
 def check_store(open: Open, overwrite: Overwrite | None = None, join: Join | None = None) -> None:
-    """Raise AssertionError where a store breaks the contract.
+    """Check a tensor store. Raises AssertionError where it breaks the contract.
 
-    `open` returns a new, empty store of at least 32 MiB, which the suite closes. torch tensors are checked where torch
-    has been imported. `overwrite` replaces what is kept of an object behind the store's back, by None removes it; with
-    it, damage at rest is checked, too. `join` opens the store of another owner, which knows where the first is: with
-    it, what owners may do to each other's objects.
+    `open`: returns a new, empty store of at least 32 MiB, which the suite closes. torch tensors are checked if torch is
+    imported already.
+    `overwrite`: replaces the stored bytes of an object behind the store's back; None removes them. With it, damage at
+    rest is checked too.
+    `join`: opens the store of another owner, which knows where the first is. With it, access between owners is checked
+    too.
     """
     checks: dict[str, Callable[[TensorStore], None]] = {check.__name__: check for check in (*CHECKS, *PORT_CHECKS)}
     if overwrite:
@@ -52,19 +57,22 @@ def check_store(open: Open, overwrite: Overwrite | None = None, join: Join | Non
 
 
 def check_dtypes(store: TensorStore) -> None:
-    """Every dtype comes back with its values, shape and name."""
+    """Arrays of every dtype are read with their values, shapes and names."""
     bits = np.random.default_rng(7).integers(0, 2, 48, np.uint8)
     tensors = {name: bits.view(bool) if name == "bool" else bits.astype(name) for name in DTYPES if name not in RAW}
     ref = put(store, tensors)
     assert [(meta.name, meta.dtype) for meta in ref.tensors] == [(name, name) for name in tensors]
-    with store.get(ref, verify=True) as held:
-        assert list(held) == list(tensors)
+    with store.get(ref, verify=True) as loaded:
+        assert list(loaded) == list(tensors)
         for name, value in tensors.items():
-            np.testing.assert_array_equal(held[name], value, strict=True)
+            np.testing.assert_array_equal(loaded[name], value, strict=True)
 
 
 def check_torch(store: TensorStore) -> None:
-    """Tensors of torch come back bit for bit, as tensors or as their bits; strides and gradients do not matter."""
+    """Tensors of torch are read unchanged, as tensors or raw bits, whatever their strides.
+
+    They are read without gradients.
+    """
     if (torch := sys.modules.get("torch")) is None:
         return
     tensors = {name: torch.arange(24).reshape(2, 3, 4).to(getattr(torch, name)) for name in DTYPES}
@@ -73,24 +81,24 @@ def check_torch(store: TensorStore) -> None:
     tensors["empty"] = torch.empty(0, 4, dtype=torch.bfloat16)
     tensors["weight"] = torch.ones(3, requires_grad=True)
     ref = put(store, {**tensors, "nothing": None})
-    with store.get(ref, as_torch=True, verify=True) as held:
-        assert held["nothing"] is None
+    with store.get(ref, as_torch=True, verify=True) as loaded:
+        assert loaded["nothing"] is None
         for name, value in tensors.items():
-            got = held[name]
-            assert (got.dtype, got.shape, got.requires_grad) == (value.dtype, value.shape, False), name
+            tensor = loaded[name]
+            assert (tensor.dtype, tensor.shape, tensor.requires_grad) == (value.dtype, value.shape, False), name
             assert (
-                got.contiguous()
+                tensor.contiguous()
                 .view(-1)
                 .view(torch.uint8)
                 .equal(value.detach().contiguous().view(-1).view(torch.uint8))
             ), name
-    with store.get(ref) as held:
-        assert all(held[name].dtype == raw for name, raw in RAW.items())
-        assert bytes(held["bfloat16"]) == bytes(tensors["bfloat16"].view(torch.uint16).numpy())
+    with store.get(ref) as loaded:
+        assert all(loaded[name].dtype == raw for name, raw in RAW.items())
+        assert bytes(loaded["bfloat16"]) == bytes(tensors["bfloat16"].view(torch.uint16).numpy())
 
 
 def check_shapes(store: TensorStore) -> None:
-    """None, nothing, a point, views of any strides, foreign byte order; and an object without bytes."""
+    """None, empty arrays, scalars, any strides, foreign byte order and empty objects are stored."""
     grid = np.arange(60, dtype="int32").reshape(3, 4, 5)
     tensors = {
         "none": None,
@@ -101,21 +109,21 @@ def check_shapes(store: TensorStore) -> None:
         "foreign": np.arange(5, dtype=">i8"),
         "spread": np.broadcast_to(np.float32(3), (2, 3)),
     }
-    with store.get(put(store, tensors), verify=True) as held:
-        assert held["none"] is None
+    with store.get(put(store, tensors), verify=True) as loaded:
+        assert loaded["none"] is None
         for name, value in tensors.items():
             if value is not None:
-                np.testing.assert_array_equal(held[name], value)
-                assert held[name].shape == value.shape and held[name].flags.c_contiguous, name
+                np.testing.assert_array_equal(loaded[name], value)
+                assert loaded[name].shape == value.shape and loaded[name].flags.c_contiguous, name
     for nothing in ({}, {"a": None}, {"a": np.empty(0)}):
         ref = put(store, nothing)
         assert ref.nbytes == 0 and ref.checksums == ()
-        with store.get(ref, verify=True) as held:
-            assert list(held) == list(nothing)
+        with store.get(ref, verify=True) as loaded:
+            assert list(loaded) == list(nothing)
 
 
 def check_refusals(store: TensorStore) -> None:
-    """What may not cross a stage border is refused, and takes no room."""
+    """Values of unsupported types are refused, and use no room."""
     for value, error in ((np.zeros(2, "complex64"), ValueError), ([1, 2], TypeError), (np.array("text"), ValueError)):
         try:
             put(store, {"x": value})
@@ -126,67 +134,71 @@ def check_refusals(store: TensorStore) -> None:
 
 
 def check_ref(store: TensorStore) -> None:
-    """A ref says what it is of, is unique, carries a secret, and survives the wire."""
+    """A ref is unique, names its origin, has a secret key, and survives encoding."""
     request = new_request_id()
-    one, two = (store.put({"x": np.ones(3)}, request=request, stage="denoise", attempt=4) for _ in range(2))
-    assert (one.owner, one.node, one.request, one.stage, one.attempt) == (
+    first, second = (store.put({"x": np.ones(3)}, request=request, stage="denoise", attempt=4) for _ in range(2))
+    assert (first.owner, first.node, first.request, first.stage, first.attempt) == (
         store.owner,
         store.node,
         request,
         "denoise",
         4,
     )
-    assert one.id != two.id and one.key != two.key and len(one.key) >= 16 and one.generation != two.generation
-    again = msgspec.msgpack.decode(msgspec.msgpack.encode(one), type=ObjectRef)
-    with store.get(again) as held:
-        assert held["x"].tolist() == [1, 1, 1]
+    assert first.id != second.id and first.key != second.key and first.generation != second.generation
+    assert len(first.key) >= 16
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(first), type=ObjectRef)
+    with store.get(decoded) as loaded:
+        assert loaded["x"].tolist() == [1, 1, 1]
 
 
 def check_large(store: TensorStore) -> None:
-    """An object of several chunks, tensors across chunk borders, has a checksum for each."""
+    """An object of several chunks has a checksum for each."""
     rng = np.random.default_rng(3)
     tensors = {name: rng.integers(0, 255, CHUNK_BYTES + 1001, np.uint8) for name in "ab"}
     tensors["c"] = rng.random((512, 1025), np.float32)[:, ::2]
     ref = put(store, tensors)
     assert len(ref.checksums) == -(-ref.nbytes // CHUNK_BYTES) == 3
-    with store.get(ref, verify=True) as held:
-        assert all(np.array_equal(held[name], value) for name, value in tensors.items())
+    with store.get(ref, verify=True) as loaded:
+        assert all(np.array_equal(loaded[name], value) for name, value in tensors.items())
 
 
 def check_read_only(store: TensorStore) -> None:
-    """What was put does not change: not through the array it came from, not through the arrays it is read by."""
-    mine = np.arange(6.0)
-    ref = put(store, {"x": mine})
-    mine[:] = -1
-    with store.get(ref) as held:
-        assert held["x"].tolist() == [0, 1, 2, 3, 4, 5]
-        assert not held["x"].flags.writeable
+    """A stored array cannot be changed, neither by its source nor by a reader."""
+    source = np.arange(6.0)
+    ref = put(store, {"x": source})
+    source[:] = -1
+    with store.get(ref) as loaded:
+        assert loaded["x"].tolist() == [0, 1, 2, 3, 4, 5]
+        assert not loaded["x"].flags.writeable
         try:
-            held["x"].flags.writeable = True
+            loaded["x"].flags.writeable = True
         except ValueError:
             return
     raise AssertionError("a reader could make the array writable")
 
 
 def check_delete(store: TensorStore) -> None:
-    """A deleted object is gone for new readers at once, and its memory when the last reader closes; twice is once."""
+    """A deleted object is lost for new readers, and freed when the last reader closes.
+
+    Deleting is idempotent.
+    """
     ref = put(store, {"x": np.full(5000, 7)})
     before = store.usage().used
-    with store.get(ref) as held:
+    with store.get(ref) as loaded:
         store.delete(ref)
         store.delete(ref)
         with lost(ref):
             store.get(ref)
         assert not store.holding() and store.usage().used == before
         others = [put(store, {"x": np.zeros(5000)}) for _ in range(3)]
-        assert (held["x"] == 7).all()
+        assert (loaded["x"] == 7).all()
         for other in others:
             store.delete(other)
     assert store.usage().used == 0
 
 
 def check_garbage(store: TensorStore) -> None:
-    """A reader that never closes holds the object as long as one array of it lives, and no longer."""
+    """A reader that is never closed holds its object until its last array is collected."""
     ref = put(store, {"x": np.full(5000, 7), "y": np.ones(9)})
     array = store.get(ref)["x"][10:]
     store.delete(ref)
@@ -198,22 +210,22 @@ def check_garbage(store: TensorStore) -> None:
 
 
 def check_release(store: TensorStore) -> None:
-    """`release` frees all objects of one request and no others; `holding` names the requests that have some."""
-    one, two = new_request_id(), new_request_id()
-    refs = [put(store, {"x": np.ones(10)}, one) for _ in range(3)]
-    kept = put(store, {"x": np.ones(10)}, two)
-    assert store.holding() == {one, two}
-    store.release(one)
-    store.release(one)
-    assert store.holding() == {two}
+    """`release` frees all objects of one request only. `holding` returns requests with objects."""
+    first, second = new_request_id(), new_request_id()
+    refs = [put(store, {"x": np.ones(10)}, first) for _ in range(3)]
+    second_ref = put(store, {"x": np.ones(10)}, second)
+    assert store.holding() == {first, second}
+    store.release(first)
+    store.release(first)
+    assert store.holding() == {second}
     for ref in refs:
         with lost(ref):
             store.get(ref)
-    store.get(kept).close()
+    store.get(second_ref).close()
 
 
 def check_full(store: TensorStore) -> None:
-    """A full store says so with numbers, loses nothing, and takes more once there is room."""
+    """A full store raises ArenaFull with numbers, loses nothing, and recovers."""
     empty = store.usage()
     piece = np.zeros(empty.capacity // 8, np.uint8)
     refs: list[ObjectRef] = []
@@ -236,7 +248,7 @@ def check_full(store: TensorStore) -> None:
 
 
 def check_forged(store: TensorStore) -> None:
-    """A ref that is not exactly the one `put` returned reads nothing, and takes no hold."""
+    """A ref that differs in any field raises ObjectLost, and leaves no hold."""
     ref = put(store, {"x": np.ones(1000), "y": np.zeros(3, "int8")})
     x, y = ref.tensors
     changed: list[dict[str, Any]] = [
@@ -259,7 +271,10 @@ def check_forged(store: TensorStore) -> None:
 
 
 def check_damage(store: TensorStore) -> None:
-    """With `verify`, bytes that do not have the checksums of the ref are never handed out, and nothing stays held."""
+    """With `verify`, bytes that do not match the ref's checksums raise ObjectLost.
+
+    No hold is left.
+    """
     ref = put(store, {"x": np.arange(1000)})
     for checksums in ((ref.checksums[0] ^ 1,), (), ref.checksums * 2):
         damaged = msgspec.structs.replace(ref, checksums=checksums)
@@ -271,16 +286,16 @@ def check_damage(store: TensorStore) -> None:
 
 
 def check_threads(store: TensorStore) -> None:
-    """Many threads put, get, hold and delete at once; each sees its own bytes."""
+    """Many threads put, get, hold and delete at once, and each reads its own bytes."""
 
     def work(number: int) -> None:
         request = new_request_id()
         for turn in range(20):
             value = np.full(2000 + 500 * number, number * 1000 + turn)
             ref = put(store, {"x": value}, request)
-            with store.get(ref, verify=turn % 2 == 0) as held:
+            with store.get(ref, verify=turn % 2 == 0) as loaded:
                 store.delete(ref)
-                assert (held["x"] == value).all()
+                assert (loaded["x"] == value).all()
         store.release(request)
 
     with ThreadPoolExecutor(8) as pool:
@@ -289,7 +304,10 @@ def check_threads(store: TensorStore) -> None:
 
 
 def check_wait(store: TensorStore) -> None:
-    """A put that may wait gets the room that comes back meanwhile; for what never fits nothing waits."""
+    """`put` with `wait` gets room that is freed meanwhile.
+
+    An object larger than the store is refused at once.
+    """
     capacity = store.usage().capacity
     piece = np.zeros(capacity // 8, np.uint8)
     refs: list[ObjectRef] = []
@@ -313,30 +331,33 @@ def check_wait(store: TensorStore) -> None:
 
 
 def check_flips(store: TensorStore, overwrite: Overwrite) -> None:
-    """Of FLIPS single bits flipped at rest, in a small object and across chunks of a large one, each is noticed."""
+    """Each of FLIPS bit flips at rest is detected, in small objects and across chunks."""
     rng = np.random.default_rng(5)
     for nbytes, flips in ((40_000, FLIPS - 10), (2 * CHUNK_BYTES + 999, 10)):
         ref = put(store, {"x": rng.integers(0, 255, nbytes, np.uint8)})
-        kept = bytearray(store.hold(ref).bytes())
-        for bit in rng.choice(len(kept) * 8, flips, replace=False).tolist():
-            kept[bit // 8] ^= 1 << bit % 8
-            overwrite(ref, bytes(kept))
-            kept[bit // 8] ^= 1 << bit % 8
+        stored = bytearray(store.hold(ref).bytes())
+        for bit in rng.choice(len(stored) * 8, flips, replace=False).tolist():
+            stored[bit // 8] ^= 1 << bit % 8
+            overwrite(ref, bytes(stored))
+            stored[bit // 8] ^= 1 << bit % 8
             with lost(ref):
                 store.get(ref)
-        overwrite(ref, bytes(kept))
+        overwrite(ref, bytes(stored))
         store.get(ref, verify=True).close()
 
 
 def check_wreckage(store: TensorStore, overwrite: Overwrite) -> None:
-    """What is shorter, longer or gone is lost, and never read in part; what is whole again is read again."""
+    """An object at rest that is shorter, longer or missing is lost.
+
+    Once its bytes are restored, it can be read again.
+    """
     ref = put(store, {"x": np.arange(CHUNK_BYTES // 8 + 500)})
-    kept = bytes(store.hold(ref).bytes())
-    for wreck in (b"", kept[:1], kept[:-1], kept[:CHUNK_BYTES], kept + b"x", kept * 2, None):
+    stored = bytes(store.hold(ref).bytes())
+    for wreck in (b"", stored[:1], stored[:-1], stored[:CHUNK_BYTES], stored + b"x", stored * 2, None):
         overwrite(ref, wreck)
         with lost(ref):
             store.get(ref)
-        overwrite(ref, kept)
+        overwrite(ref, stored)
         store.get(ref, verify=True).close()
     overwrite(ref, None)
     store.delete(ref)
@@ -345,6 +366,19 @@ def check_wreckage(store: TensorStore, overwrite: Overwrite) -> None:
 
 
 CHECKS = (
-    check_dtypes, check_torch, check_shapes, check_refusals, check_ref, check_large, check_read_only, check_delete,
-    check_garbage, check_release, check_full, check_forged, check_damage, check_threads, check_wait,
-)  # fmt: skip
+    check_dtypes,
+    check_torch,
+    check_shapes,
+    check_refusals,
+    check_ref,
+    check_large,
+    check_read_only,
+    check_delete,
+    check_garbage,
+    check_release,
+    check_full,
+    check_forged,
+    check_damage,
+    check_threads,
+    check_wait,
+)

@@ -1,4 +1,4 @@
-"""Faults on purpose: any engine, made as bad as the worst network, and the same at every run with the same seed."""
+"""Fault injection for transfer engines, reproducible by a seed."""
 
 from __future__ import annotations
 
@@ -24,51 +24,64 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-VARIABLE, USUAL = "TRANSFER_FAULTS", "drop=0.05,cut=0.05,corrupt=0.05,delay=0.05"
-"""How often a named engine fails is told by this variable of the environment; without it so often."""
+#: The environment variable with the faults of FaultyTcp and FaultyZmq.
+VARIABLE = "TRANSFER_FAULTS"
+#: Its default.
+USUAL = "drop=0.05,cut=0.05,corrupt=0.05,delay=0.05"
 
+#: A probability.
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How probable each fault is at every pull, from 0 to 1; delays are up to `seconds`.
+    """The probability of each fault at every pull, from 0 to 1."""
 
-    drop: nothing comes. cut: it ends in mid-range. corrupt: one bit is wrong. delay: it comes late. slow: it comes
-    slowly. refuse: the owner says no. dead: the owner never answers again. full: the arena has no room.
-    """
-
+    #: Seed of the random generator.
     seed: int = 0
+    #: No byte arrives.
     drop: Share = 0.0
+    #: The pull ends within its range.
     cut: Share = 0.0
+    #: One bit is flipped.
     corrupt: Share = 0.0
+    #: The first bytes are delayed.
     delay: Share = 0.0
+    #: Every part is delayed.
     slow: Share = 0.0
+    #: The owner refuses the object.
     refuse: Share = 0.0
+    #: The owner does not respond any more.
     dead: Share = 0.0
+    #: The arena is full.
     full: Share = 0.0
+    #: Longest delay, in seconds.
     seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.01
 
     @classmethod
     def told(cls) -> Faults:
-        """Those that TRANSFER_FAULTS tells, or the usual ones. Raises ConfigError for what cannot be read."""
+        """Return the faults of the variable TRANSFER_FAULTS, or the usual ones. Raises ConfigError."""
         text = os.environ.get(VARIABLE, USUAL)
-        named = dict(part.strip().partition("=")[::2] for part in text.split(",") if part.strip())
+        values = dict(part.strip().partition("=")[::2] for part in text.split(",") if part.strip())
         try:
-            return msgspec.convert(named, cls, strict=False)
+            return msgspec.convert(values, cls, strict=False)
         except msgspec.ValidationError as error:
             raise ConfigError(f"{VARIABLE}={text}: {error}; write it like {USUAL},seed=1") from error
 
 
 class FaultyEngine(TransferEngine):
-    """`engine`, with the links of this end at fault."""
+    """A transfer engine that wraps `engine` and injects faults into the links that it opens."""
 
     name = "faulty"
 
     def __init__(self, engine: TransferEngine, faults: Faults) -> None:
         super().__init__(engine.options)
-        self._engine, self.faults = engine, faults
-        self._random, self._lock = Random(faults.seed), Lock()
+        self._engine = engine
+        self.faults = faults
+        self._random = Random(faults.seed)
+        self._lock = Lock()
+        #: All injected faults, in order.
         self.injected: list[str] = []
+        #: Number of pulls so far.
         self.pulls = 0
 
     @override
@@ -88,7 +101,7 @@ class FaultyEngine(TransferEngine):
         self._engine.close()
 
     def draw(self) -> tuple[set[str], Random]:
-        """The faults of the next pull, and chance for their details."""
+        """Return the faults of the next pull, and a random generator for their details."""
         with self._lock:
             names = ("drop", "cut", "corrupt", "delay", "slow", "refuse", "dead", "full")
             drawn = {name for name in names if self._random.random() < getattr(self.faults, name)}
@@ -98,24 +111,28 @@ class FaultyEngine(TransferEngine):
 
 
 class FaultyTcp(FaultyEngine):
-    """`tcp`, at fault as the environment tells: for `--engine unfuse.testing.transfer_faults:FaultyTcp`."""
+    """The `tcp` engine with the faults of TRANSFER_FAULTS.
+
+    It is selected by `--engine unfuse.testing.transfer_faults:FaultyTcp`.
+    """
 
     def __init__(self, options: TransferOptions) -> None:
         super().__init__(open_engine("tcp", options), Faults.told())
 
 
 class FaultyZmq(FaultyEngine):
-    """The same of `zmq`."""
+    """The `zmq` engine with the faults of TRANSFER_FAULTS."""
 
     def __init__(self, options: TransferOptions) -> None:
         super().__init__(open_engine("zmq", options), Faults.told())
 
 
 class FaultyLink(PeerLink):
-    """A link that fails as its engine draws."""
+    """A link that injects the faults that its engine draws."""
 
     def __init__(self, link: PeerLink, engine: FaultyEngine) -> None:
-        self._link, self._engine = link, engine
+        self._link = link
+        self._engine = engine
         self._dead = False
 
     @override
@@ -130,15 +147,16 @@ class FaultyLink(PeerLink):
             raise ObjectLost(f"object {ref.id} is refused on purpose", ref.id)
         if "full" in drawn:
             raise ArenaFull(stop - start, 0, 0)
+
         time.sleep(random.random() * seconds * ("delay" in drawn))
         end = random.randrange(stop - start + 1) if "cut" in drawn else None
-        wrong = random.randrange(stop - start) if "corrupt" in drawn and stop > start else None
+        corrupt = random.randrange(stop - start) if "corrupt" in drawn and stop > start else None
         with closing(self._link.pull(ref, start, stop, into)) as pull:
             for filled in pull:
                 time.sleep(random.random() * seconds * ("slow" in drawn))
-                if wrong is not None and wrong < filled:
-                    into[wrong] ^= 1 << random.randrange(8)
-                    wrong = None
+                if corrupt is not None and corrupt < filled:
+                    into[corrupt] ^= 1 << random.randrange(8)
+                    corrupt = None
                 if end is not None and end < filled:
                     raise LinkBroken("cut on purpose")
                 yield filled

@@ -1,4 +1,4 @@
-"""The end of a transfer that serves: what the conformance suite asks of it, and one in this process."""
+"""The serving end of a transfer, as the conformance suite uses it."""
 
 from __future__ import annotations
 
@@ -20,57 +20,63 @@ from unfuse.transfer.base import TransferEngine
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+#: Bytes of the arena at each end.
 CAPACITY = 64 << 20
+#: Longest time of whatever the suite waits for, in seconds.
 WITHIN_S = 60
 
 
 class ServingEnd(Protocol):
-    """The end that serves, in this process or another. Objects are of pattern bytes: `pattern(seed, nbytes)`."""
+    """The end that serves objects, in this process or another.
+
+    The bytes of an object are `pattern(seed, nbytes)`.
+    """
 
     def start(self) -> str:
-        """Serve the arena (again); returns the address."""
+        """Serve the arena, also after `stop`. Returns the address."""
         ...
 
     def stop(self) -> None:
-        """Serve no more; the objects stay."""
+        """Stop serving. The objects stay."""
         ...
 
     def put(self, seed: int, nbytes: int) -> ObjectRef:
-        """A sealed object."""
+        """Return a sealed object."""
         ...
 
     def begin(self, seed: int, nbytes: int) -> ObjectRef:
-        """An object that is being written; its ref has no checksums."""
+        """Return an unsealed object, whose ref has no checksums."""
         ...
 
     def write(self, ref: ObjectRef, chunks: int) -> None:
-        """Announce it, with so many chunks written."""
+        """Write the first `chunks` chunks of an unsealed object, and announce them."""
         ...
 
     def seal(self, ref: ObjectRef) -> None:
-        """It is whole."""
+        """Seal an object."""
         ...
 
     def abort(self, ref: ObjectRef) -> None:
-        """It will never be."""
+        """Abort an unsealed object."""
         ...
 
     def delete(self, ref: ObjectRef) -> None:
-        """Give a sealed one up."""
+        """Delete a sealed object."""
         ...
 
     def used(self) -> int:
-        """Bytes of the arena in use."""
+        """Return the bytes of the arena in use."""
         ...
 
 
 class ArenaOwner(ServingEnd):
-    """An owner of this process."""
+    """A serving end in this process."""
 
     def __init__(self, open_engine: Callable[[], TransferEngine]) -> None:
         self._open = open_engine
         self._engine: TransferEngine | None = None
         self.arena = Arena(CAPACITY)
+        #: Extent and bytes of each object, by id.
         self._extents: dict[str, tuple[Extent, NDArray[np.uint8]]] = {}
 
     @override
@@ -125,12 +131,12 @@ class ArenaOwner(ServingEnd):
 
 
 def pattern(seed: int, nbytes: int) -> NDArray[np.uint8]:
-    """Bytes that no other seed has."""
+    """Return the pseudo-random bytes of a seed."""
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
 def soon(condition: Callable[[], bool], otherwise: str) -> None:
-    """Wait until something is so; AssertionError if it is never."""
+    """Wait until a condition holds. Raises AssertionError(`otherwise`) after WITHIN_S."""
     end = time.monotonic() + WITHIN_S
     while not condition():
         assert time.monotonic() < end, otherwise

@@ -1,4 +1,4 @@
-"""The conformance suite of transfer engines: whoever writes a TransferEngine runs `check_transfer` on it."""
+"""The conformance suite of transfer engines: run `check_transfer` on a new engine."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ if TYPE_CHECKING:
 
 
 class Pair(msgspec.Struct):
-    """An owner, and an engine that pulls from it into `arena`, which it was told of by `register`."""
+    """A serving end, and an engine that pulls from it."""
 
     owner: ServingEnd
     engine: TransferEngine
+    #: The arena that the engine pulls into. Its memory is registered with the engine.
     arena: Arena
 
 
+#: Opens a pair of ends.
 OpenPair = Callable[[], AbstractContextManager[Pair]]
 
 
 def check_transfer(open_pair: OpenPair) -> None:
-    """Raise AssertionError where an engine breaks the contract.
+    """Check a transfer engine. Raises AssertionError where it breaks the contract.
 
-    `open_pair` opens two ends of it, each with an empty arena of 64 MiB, for the suite to use and then to close.
+    `open_pair` opens two ends, each with an empty arena of 64 MiB, for the suite to use and close.
     """
     with open_pair() as pair:
         address = pair.owner.start()
@@ -55,7 +57,7 @@ def check_transfer(open_pair: OpenPair) -> None:
 
 @contextmanager
 def room(pair: Pair, nbytes: int) -> Iterator[NDArray[np.uint8]]:
-    """Memory of the reader's arena that pulls may end in."""
+    """Allocate memory of the reader's arena for pulls. A context manager."""
     extent = pair.arena.create(nbytes, new_request_id())
     try:
         yield pair.arena.memory[extent.offset : extent.offset + nbytes]
@@ -65,7 +67,7 @@ def room(pair: Pair, nbytes: int) -> Iterator[NDArray[np.uint8]]:
 
 @contextmanager
 def raises(kind: type[UnfuseError], what: str) -> Iterator[None]:
-    """What is done inside must raise this."""
+    """Require this error inside the block. A context manager."""
     try:
         yield
     except kind:
@@ -74,7 +76,7 @@ def raises(kind: type[UnfuseError], what: str) -> Iterator[None]:
 
 
 def pull(pair: Pair, link: PeerLink, ref: ObjectRef, start: int, stop: int) -> bytes:
-    """Bytes of an object, pulled between guards that must not change."""
+    """Pull a range of an object, and check that no byte around it is written."""
     with room(pair, stop - start + 128) as memory:
         memory[:] = 0xA5
         numbers = list(link.pull(ref, start, stop, memory[64 : 64 + stop - start]))
@@ -84,13 +86,13 @@ def pull(pair: Pair, link: PeerLink, ref: ObjectRef, start: int, stop: int) -> b
 
 
 def refused(pair: Pair, link: PeerLink, ref: ObjectRef, start: int, stop: int) -> None:
-    """Nothing of this may be read."""
+    """Check that pulling this range raises ObjectLost."""
     with raises(ObjectLost, f"{start} to {stop} of {ref}"):
         pull(pair, link, ref, start, stop)
 
 
 def check_bytes(pair: Pair, link: PeerLink, address: str) -> None:
-    """Every range of every size comes bit for bit, and nothing beyond it is touched."""
+    """Any range of objects of any size arrives unchanged, and nothing beyond it is written."""
     for nbytes in (0, 1, 4097, CHUNK_BYTES + 1, 3 * CHUNK_BYTES):
         ref, data = pair.owner.put(nbytes, nbytes), bytes(pattern(nbytes, nbytes))
         for start, stop in ((0, nbytes), (0, nbytes // 2), (nbytes // 3, nbytes), (nbytes // 2, nbytes // 2)):
@@ -99,12 +101,20 @@ def check_bytes(pair: Pair, link: PeerLink, address: str) -> None:
 
 
 def check_refs(pair: Pair, link: PeerLink, address: str) -> None:
-    """Who does not show the very ref gets nothing, nor what lies beside the object; the link stays good."""
+    """A ref that differs in any field, or a range beyond the object, is refused.
+
+    The link works on afterwards. A deleted object is refused too.
+    """
     other, ref = pair.owner.put(1, 5000), pair.owner.put(2, 5000)
     changes: list[dict[str, Any]] = [
-        {"key": other.key}, {"key": b""}, {"generation": ref.generation + 1}, {"id": other.id}, {"id": "x" * 100},
-        {"nbytes": 4096}, {"nbytes": 1 << 62},
-    ]  # fmt: skip
+        {"key": other.key},
+        {"key": b""},
+        {"generation": ref.generation + 1},
+        {"id": other.id},
+        {"id": "x" * 100},
+        {"nbytes": 4096},
+        {"nbytes": 1 << 62},
+    ]
     for change in changes:
         refused(pair, link, msgspec.structs.replace(ref, **change), 0, 100)
     for start, stop in ((0, 5001), (4999, 5002), (-1, 10)):
@@ -116,7 +126,7 @@ def check_refs(pair: Pair, link: PeerLink, address: str) -> None:
 
 
 def check_unsealed(pair: Pair, link: PeerLink, address: str) -> None:
-    """What is being written cannot be read, before it is announced or sealed."""
+    """An object that is neither announced nor sealed is refused."""
     ref = pair.owner.begin(1, 5000)
     refused(pair, link, ref, 0, 1)
     pair.owner.abort(ref)
@@ -124,7 +134,10 @@ def check_unsealed(pair: Pair, link: PeerLink, address: str) -> None:
 
 
 def check_growing(pair: Pair, link: PeerLink, address: str) -> None:
-    """Of an announced object the chunks that are written can be read; an owner that gives it up says so."""
+    """The written chunks of an announced object can be read, and no others.
+
+    `written` waits for more chunks. It raises ObjectLost after an abort.
+    """
     nbytes = 3 * CHUNK_BYTES - 7
     whole, data = checksums_of(pattern(4, nbytes)), bytes(pattern(4, nbytes))
     ref = pair.owner.begin(4, nbytes)
@@ -143,9 +156,9 @@ def check_growing(pair: Pair, link: PeerLink, address: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         ref = pair.owner.begin(4, nbytes)
         pair.owner.write(ref, 1)
-        told = pool.submit(until_written, link, ref, 1)
+        written = pool.submit(until_written, link, ref, 1)
         pair.owner.write(ref, 2)
-        assert told.result(WITHIN_S) == whole[:2], "it does not wait for more than is known"
+        assert written.result(WITHIN_S) == whole[:2], "it does not wait for more than is known"
         pair.owner.abort(ref)
     broken = pair.owner.begin(5, nbytes)
     pair.owner.write(broken, 1)
@@ -155,14 +168,17 @@ def check_growing(pair: Pair, link: PeerLink, address: str) -> None:
 
 
 def until_written(link: PeerLink, ref: ObjectRef, known: int) -> tuple[int, ...]:
-    """What is written when there is more than is known; an owner may answer sooner."""
+    """Return the checksums once more than `known` chunks are written.
+
+    One call of `written` may return earlier.
+    """
     while len(checksums := link.written(ref, known, WITHIN_S)[0]) == known:
         pass
     return checksums
 
 
 def check_given_up(pair: Pair, link: PeerLink, address: str) -> None:
-    """A pull that nobody wants any more ends, and its hold with it; the next one comes whole."""
+    """Closing a pull releases its hold on the object, and the next pull is complete."""
     ref = pair.owner.put(6, 3 * CHUNK_BYTES)
     with room(pair, ref.nbytes) as memory:
         for _ in range(8):
@@ -173,7 +189,7 @@ def check_given_up(pair: Pair, link: PeerLink, address: str) -> None:
 
 
 def check_threads(pair: Pair, link: PeerLink, address: str) -> None:
-    """More threads than connections pull over one link; each gets its own bytes."""
+    """More threads than connections pull over one link, and each gets its own bytes."""
 
     def work(number: int) -> None:
         ref = pair.owner.put(number, 300_000 * number + 17)
@@ -187,7 +203,7 @@ def check_threads(pair: Pair, link: PeerLink, address: str) -> None:
 
 
 def check_gone(pair: Pair, link: PeerLink, address: str) -> None:
-    """An owner that is gone breaks the link, and one that is back serves what it still has."""
+    """A stopped owner breaks the link, and serves its objects again after a restart."""
     ref = pair.owner.put(7, CHUNK_BYTES)
     link.ping()
     assert len(pull(pair, link, ref, 0, 10)) == 10
@@ -202,16 +218,19 @@ def check_gone(pair: Pair, link: PeerLink, address: str) -> None:
 
 
 def check_closed(pair: Pair, link: PeerLink, address: str) -> None:
-    """A link that is closed breaks what is being pulled, of which all came that it said; it reaches nothing more."""
+    """Closing a link breaks a running pull and all later calls.
+
+    The bytes that the pull has reported are valid.
+    """
     ref = pair.owner.put(8, CAPACITY // 4)
     with room(pair, ref.nbytes) as memory:
         with closing(link.pull(ref, 0, ref.nbytes, memory)) as numbers:
-            there = next(numbers)
+            received = next(numbers)
             link.close()
             with raises(LinkBroken, "the link was closed while it pulled"):
-                for there in numbers:  # noqa: B007
+                for received in numbers:  # noqa: B007
                     pass
-        assert (memory[:there] == pattern(8, ref.nbytes)[:there]).all()
+        assert (memory[:received] == pattern(8, ref.nbytes)[:received]).all()
     with raises(LinkBroken, "the link is closed"):
         pull(pair, link, ref, 0, 10)
     with raises(LinkBroken, "the link is closed"):
@@ -220,7 +239,10 @@ def check_closed(pair: Pair, link: PeerLink, address: str) -> None:
 
 
 def check_whole(pair: Pair, link: PeerLink, address: str) -> None:
-    """A session brings an object here, verified and sealed, also one that is written meanwhile; or leaves nothing."""
+    """A session verifies and seals an object, or leaves nothing.
+
+    The object may still be written meanwhile.
+    """
     with sessions(pair, address) as transfers:
         for nbytes in (0, 100, 2 * CHUNK_BYTES + 5):
             ref = pair.owner.put(nbytes, nbytes)
@@ -245,7 +267,7 @@ def check_whole(pair: Pair, link: PeerLink, address: str) -> None:
 
 
 def check_window(pair: Pair, link: PeerLink, address: str) -> None:
-    """An object of any length comes through a buffer that has room for little more than a chunk of it."""
+    """An object of any length is streamed through a buffer of about one chunk."""
     ref = pair.owner.put(10, 6 * CHUNK_BYTES + 3)
     with sessions(pair, address) as transfers, room(pair, CHUNK_BYTES + 1000) as buffer:
         session = transfers.fetch(ref, window := RingBuffer(buffer, ref))
@@ -255,7 +277,7 @@ def check_window(pair: Pair, link: PeerLink, address: str) -> None:
 
 
 def check_faults(pair: Pair, link: PeerLink, address: str) -> None:
-    """Whatever breaks on the way: the right bytes after all, or an error; and nothing is left."""
+    """Whatever fault is injected, a session ends with the right bytes or ObjectLost."""
     faults = Faults(seed=11, drop=0.1, cut=0.2, corrupt=0.2, delay=0.1, slow=0.1, refuse=0.02, full=0.05, dead=0.0)
     ref = pair.owner.put(11, 3 * CHUNK_BYTES // 2)
     engine = FaultyEngine(pair.engine, faults)
@@ -275,7 +297,7 @@ def check_faults(pair: Pair, link: PeerLink, address: str) -> None:
 
 @contextmanager
 def sessions(pair: Pair, address: str, engine: TransferEngine | None = None) -> Iterator[Transfers]:
-    """Transfers from the owner."""
+    """Open transfers from the owner. A context manager."""
     engine = engine or pair.engine
     options = msgspec.structs.replace(pair.engine.options, bootstrap_s=float(WITHIN_S), attempts=4)
     transfers = Transfers({engine.name: engine}, lambda owner: {engine.name: address}, options)
@@ -286,7 +308,7 @@ def sessions(pair: Pair, address: str, engine: TransferEngine | None = None) -> 
 
 
 def check_here(pair: Pair, sink: ArenaSink, seed: int) -> None:
-    """A session's object is sealed here, bit for bit; it is deleted then."""
+    """Check that a session's object is sealed in the reader's arena, then delete it."""
     extent = sink.extent
     assert extent is not None
     pair.arena.hold(extent.id, extent.key, extent.generation, extent.nbytes)
@@ -296,6 +318,15 @@ def check_here(pair: Pair, sink: ArenaSink, seed: int) -> None:
 
 
 CHECKS = (
-    check_bytes, check_refs, check_unsealed, check_growing, check_given_up, check_threads, check_closed, check_whole,
-    check_window, check_faults, check_gone,
-)  # fmt: skip
+    check_bytes,
+    check_refs,
+    check_unsealed,
+    check_growing,
+    check_given_up,
+    check_threads,
+    check_closed,
+    check_whole,
+    check_window,
+    check_faults,
+    check_gone,
+)

@@ -1,4 +1,4 @@
-"""An event loop on which waiting takes no time: when nothing can run, it is at once as late as the next timer says."""
+"""An event loop with virtual time, which jumps to the next timer when idle."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from typing_extensions import override
 
 from unfuse.core.clock import Clock
 
-BEGIN, WALL = 1_000.0, 1_700_000_000.0
-"""The loop's time at its start, in seconds, and what people's clocks say then, in Unix seconds."""
+#: The loop's time at its start, in seconds.
+BEGIN = 1_000.0
+#: The Unix time at its start, in seconds.
+WALL = 1_700_000_000.0
 
 Taken = ParamSpec("Taken")
 Made = TypeVar("Made")
@@ -23,11 +25,14 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class _Selector(selectors.DefaultSelector):
-    """Looks at sockets as the system's does, and never sleeps until a timer."""
+    """A selector whose waits for timers advance virtual time instead of blocking."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now, self.working = BEGIN, 0
+        #: The virtual time, in seconds.
+        self.now = BEGIN
+        #: Number of threads that work for the loop.
+        self.working = 0
 
     @override
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -35,18 +40,20 @@ class _Selector(selectors.DefaultSelector):
             return super().select(timeout)
         if self.working:
             return super().select()
-        found = super().select(0)
-        if not found:
-            self.now = math.nextafter(self.now + timeout, math.inf)
-        return found
+        ready = super().select(0)
+        if not ready:
+            self.now = math.nextafter(self.now + timeout, math.inf)  # not before the timer, despite rounding
+        return ready
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Its `time` stands still while anything can run, a socket has something, or a thread that it waits for works
-    (one of `run_in_executor` or `asyncio.to_thread`); otherwise it jumps to the next timer.
+    """An event loop whose `time` stands still while anything can run.
 
-    Other processes, and threads started otherwise, take time of which it knows nothing: whoever waits for them with a
-    timeout sees it pass. A thread must not wait for one of the loop's timers.
+    It also stands still while a socket is ready, or while a thread works that was started by `run_in_executor` or
+    `asyncio.to_thread`. Otherwise it jumps to the next timer.
+
+    Other processes, and threads started otherwise, are not tracked: a timeout of a wait for them passes at once. A
+    thread must not wait for a timer of the loop.
     """
 
     def __init__(self) -> None:
@@ -55,7 +62,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     @override
     def time(self) -> float:
-        """Seconds, from BEGIN on."""
+        """Return the virtual time in seconds, from BEGIN on."""
         return self._virtual.now
 
     @override
@@ -64,15 +71,15 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Future[Made]:
         future = super().run_in_executor(executor, func, *args)
         self._virtual.working += 1
-        future.add_done_callback(self._worked)
+        future.add_done_callback(self._count_end)
         return future
 
-    def _worked(self, _: object) -> None:
+    def _count_end(self, _: object) -> None:
         self._virtual.working -= 1
 
 
 class VirtualClock(Clock):
-    """The time of the running loop, and people's time that goes with it."""
+    """The virtual time of the running loop, and Unix time that advances with it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -91,7 +98,7 @@ class VirtualClock(Clock):
 
 
 def in_virtual_time(function: Callable[Taken, Coroutine[Any, Any, Made]]) -> Callable[Taken, Made]:
-    """The function as one that is called without a loop, and runs on a VirtualTimeLoop of its own."""
+    """Return a synchronous function that runs the coroutine function on its own VirtualTimeLoop."""
 
     @wraps(function)
     def run(*args: Taken.args, **named: Taken.kwargs) -> Made:
