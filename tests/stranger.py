@@ -24,7 +24,7 @@ EVENTS = (
 )
 
 
-HEARD = {"Welcome", "Granted", "Pulse", "Refused", "Stranger"}
+HEARD = {"Registered", "LeasesGranted", "HeartbeatReply", "Rejected", "UnknownWorker"}
 """What it gets if it is heard."""
 
 

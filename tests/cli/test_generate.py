@@ -301,7 +301,7 @@ def test_a_library_that_adapters_need_is_missed_before_anything_starts(
     alone: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     monkeypatch.setattr("unfuse.weights.adapters.find_spec", lambda name: None)
-    monkeypatch.setattr("unfuse.cli.serve.Forks", lambda models: ExitStack())
+    monkeypatch.setattr("unfuse.cli.serve.ForkServers", lambda models: ExitStack())
     arguments = ["a circle"] if verb == "generate" else ["--port", "0"]
     code, out, err = alone(verb, *arguments, "--loras", str(tmp_path))
     assert (code, out) == (1, "")

@@ -185,14 +185,14 @@ async def test_a_worker_beats_and_asks_on(monkeypatch: pytest.MonkeyPatch) -> No
     worker: Any = Worker(a_worker(unix_address()))
     await worker._link.close()
     worker._link = Line()
-    worker._wanted = once(lambda *_: RequestTasks(1, None, 0.0), KeyError("x"))
+    worker._next_request = once(lambda *_: RequestTasks(1, None, 0.0), KeyError("x"))
     usage = once(lambda: MemoryUsage(0, 0, 0, 0, 0, 0), RuntimeError("x"))
     worker._objects = SimpleNamespace(copies=SimpleNamespace(counters=TransferCounters()), usage=usage, holding=list)
     worker._executor = SimpleNamespace(status=WorkerStatus(), ready=False, retracted=0)
-    worker._swapping = ModelSwapper({}, ())
-    worker._holding, worker._active, worker._beat_s = TaskSlots(1, {}), {}, 1.0
+    worker._swapper = ModelSwapper({}, ())
+    worker._slots, worker._active, worker._beat_s = TaskSlots(1, {}), {}, 1.0
     with capture_logs() as logs:
-        worker._background.forever("beating", worker._beat)
+        worker._background.forever("beating", worker._send_heartbeat)
         worker._background.forever("asking", worker._pull)
         while not (beaten.is_set() and asked.is_set()):
             worker._changed.set()
@@ -218,7 +218,7 @@ async def test_compute_is_heard_and_watched_on(monkeypatch: pytest.MonkeyPatch) 
     look = once(lambda limit: looked.set() or "", OSError(5, "io"))
     process = SimpleNamespace(pid=1, receive=receive, excess=look, halted=lambda seconds: "")
     executor: Any = Executor([], once(note, KeyError("x")))
-    executor._given, executor._processes = {CLAIM: None}, [process]
+    executor._sent, executor._processes = {CLAIM: None}, [process]
     background = Supervisor()
     with capture_logs() as logs:
         background.forever("running compute", executor.serve)
@@ -242,5 +242,5 @@ async def test_what_compute_writes_is_read_on_when_nobody_takes_it(monkeypatch: 
 
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=full, flush=lambda: None))
     with capture_logs():
-        await process._keep_log(reading)
+        await process._read_log(reading)
     assert process.log == "one\ntwo\n"

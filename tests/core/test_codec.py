@@ -81,7 +81,7 @@ def test_a_field_of_a_newer_peer_is_ignored() -> None:
         {"type": "RequestTasks", "slots": 1.5, "room": None, "wait": 0.0},
         ["RequestTasks", 1, None, 0.0],
         None,
-        "Bye",
+        "Unregister",
     ],
 )
 def test_what_is_no_message_is_refused(body: object) -> None:

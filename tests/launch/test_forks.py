@@ -26,7 +26,7 @@ def test_what_was_begun_and_not_taken_ends_with_its_socket() -> None:
     settled()
     before = descriptors()
     forks = ForkServers(["/nowhere"])
-    begun = forks._begun
+    begun = forks._first_server
     assert begun is not None and lives(begun.pid)
 
     forks.close()
@@ -38,7 +38,7 @@ def test_what_was_begun_and_not_taken_ends_with_its_socket() -> None:
 
 async def test_the_first_that_is_taken_is_the_one_that_began_and_each_says_why_it_can_fork_nobody() -> None:
     forks = ForkServers(["/nowhere"])
-    begun = forks._begun
+    begun = forks._first_server
     first, second = forks.server(), forks.server()
     assert first is begun and second.pid != first.pid and first.returncode is None
     forks.close()  # nobody holds the socket any more
@@ -102,5 +102,5 @@ async def test_a_launcher_neither_starts_nor_ends_an_inherited_fork_server() -> 
     inherited.close()
     settled()
     assert descriptors() <= before
-    assert forks._begun is not None and forks._begun.returncode is None
+    assert forks._first_server is not None and forks._first_server.returncode is None
     forks.close()

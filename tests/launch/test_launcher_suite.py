@@ -51,7 +51,7 @@ class Bare(LocalLauncher):
 class Forgetful(LocalLauncher):
     """Does not look after what it started."""
 
-    async def _keep(self, number: int) -> None:
+    async def _run_worker(self, number: int) -> None:
         await (await self._spawn(number)).wait()
 
 

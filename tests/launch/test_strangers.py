@@ -116,7 +116,7 @@ async def test_only_with_insecure_listen_is_a_stranger_heard_and_the_start_says_
     with serving(model, *arguments) as (_, url), connect(url) as client:
         address = tcp_of(model)
         assert f"WARNING: {address} is open: whoever reaches it may be a worker" in said(model)
-        assert (await stranger.says(address))[-1] == "Welcome"
+        assert (await stranger.says(address))[-1] == "Registered"
         assert not (data / "keys").exists()
         with working("--scheduler", address, "--insecure-listen"):
             assert client.generate("hello").data == [b"olleh"]

@@ -277,7 +277,7 @@ def test_both_loops_keep_what_prefill_would_make(model: Model, tmp_path: Path, o
     steps = [message.step for message in own if isinstance(message, StepProgress)]
     assert (pieces, isinstance(own[-1], TaskCompleted)) == (said, True)
     assert (steps, steps[-1]) == (sorted(steps), 270)
-    assert bench.loop._intake._stages["talk"]._sequences.usage().used == 0  # type: ignore[attr-defined]
+    assert bench.loop._factory._stages["talk"]._sequences.usage().used == 0  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["normal", "overlapped"])

@@ -91,7 +91,7 @@ def main(rank: int, size: int, rendezvous: Path, root: Path) -> None:
         mesh = group.mesh(ParallelDegrees.parse(spread)) if ":" in spread else None
         runtime = RuntimeOptions("cpu", card.dtypes, c.EXACT, loras, mesh, group=group)
         specs = [spec for spec in card.pipeline.stages if kind in spec.name]
-        with patch.object(Loader, "_settle", _copied) if spread == "copied" else nullcontext():
+        with patch.object(Loader, "_place", _copied) if spread == "copied" else nullcontext():
             return [family.load(spec, folder, runtime) for spec in specs]
 
     for spread, name in json.load(sys.stdin):

@@ -19,7 +19,7 @@ from unfuse.core.compute_options import ParallelDegrees, parse_parallel, refuse
 from unfuse.core.errors import ConfigError
 from unfuse.models import card_of
 from unfuse.models.base import Loader, RuntimeOptions, held
-from unfuse.models.language import _seeing, _speaking
+from unfuse.models.language import _language_class, _vision_class
 from unfuse.planning.placement import Device, WorkerPlan
 from unfuse.service.plan import look_into, needs
 from unfuse.weights.folder import LANGUAGE, VISION, WHOLE, ModelFolder
@@ -81,7 +81,7 @@ def test_two_ranks_say_and_hand_on_what_one_does(asked: list[tuple[str, str]], r
 def test_each_rank_has_half_of_what_is_cut_and_plans_count_so(kind: str, root: Path) -> None:
     """Words stay whole, and norms, and what routes to experts."""
     files = files_of(root / kind)
-    parts = {VISION: _seeing, LANGUAGE: _speaking} if kind in SEE else {WHOLE: None}
+    parts = {VISION: _vision_class, LANGUAGE: _language_class} if kind in SEE else {WHOLE: None}
     (plan,) = look_into([str(files.path)], "", WorkerPlan(), (Device("cpu", 1 << 40),))
     for component, part in parts.items():
         planned, *_ = (one for role in needs([plan]).values() for one in role if one.component == component)

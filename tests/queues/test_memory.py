@@ -179,7 +179,7 @@ class TestTheSuiteCanFail:
 
     async def test_when_nobody_is_woken(self) -> None:
         class Sleepy(MemoryQueue):
-            def _wake_for(self, pool: str) -> None:
+            def _wake_first(self, pool: str) -> None:
                 pass
 
         broken = await self.broken_rules(Sleepy, patience=0.5)
@@ -238,7 +238,7 @@ def test_what_is_cached_is_what_was_used_last_and_has_room(history: list[tuple[s
 
 async def test_a_long_line_keeps_its_order(queue: MemoryQueue) -> None:
     """Given a long line, then places, withdrawals and leases are right at its head, middle and end."""
-    limits = queues.base.Limits(max_active=50_000, max_queue=50_000)
+    limits = queues.base.QueueLimits(max_active=50_000, max_queue=50_000)
     for number in reversed(range(20_000)):
         await queue.submit(request(f"{number:05}"), [task(f"{number:05}", order=float(number))], [], limits)
     assert (await queue.load("10000")).position == 10_000
@@ -361,7 +361,7 @@ def test_every_backend_is_a_queue() -> None:
 
 
 def test_structs_of_the_port_are_frozen() -> None:
-    for kind in (queues.base.Limits, queues.base.Filter):
+    for kind in (queues.base.QueueLimits, queues.base.RequestFilter):
         with pytest.raises(AttributeError):
             setattr(kind(), msgspec.structs.fields(kind)[0].name, None)
 

@@ -410,7 +410,7 @@ async def test_who_watches_a_closed_queue_keeps_nobody_busy(queue: RedisQueue, m
             raise asyncio.CancelledError
 
     await queue.close()
-    monkeypatch.setattr(queue._subscription, "_hear_changes", hear)
+    monkeypatch.setattr(queue._subscription, "_receive_messages", hear)
     assert [event async for event in queue.watch("a")] == []
     await asyncio.sleep(0.01)
     assert heard == []

@@ -116,7 +116,7 @@ def at(*servers: Server, shards: int = 2) -> str:
 def shards_of(url: str, clock: ManualClock) -> list[QueueBackend]:
     queue = queues.open(url, clock)
     assert isinstance(queue, ShardedQueue)
-    return list(queue._answering.shards)
+    return list(queue._health.shards)
 
 
 @pytest.mark.slow

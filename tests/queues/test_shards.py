@@ -337,11 +337,11 @@ class TestOneAway:
     async def test_a_repeat_is_not_made_anew(self, queue: Spread, shards: list[Cut]) -> None:
         """Given a key whose request may be there, then nobody is told that there is none; ids with it stay there."""
         home = queue.home("a")
-        key = next(key for key in "abcdef" if home in queue._together("t", key))
+        key = next(key for key in "abcdef" if home in queue._shared_homes("t", key))
         self.away(queue, shards).gone = True
         await raised(TransientError, queue.load("a"))
         await raised(TransientError, queue.list(RequestFilter(tenant="t", idempotency_key=key)))
-        who = Caller("t", next(key for key in "abcdef" if queue._together("t", key)[1] == home))
+        who = Caller("t", next(key for key in "abcdef" if queue._shared_homes("t", key)[1] == home))
         assert queue.home(queue.placed(iter("abcdef"), who)) == home
 
     async def test_who_waits_gets_what_others_have(self, queue: Spread, shards: list[Cut]) -> None:

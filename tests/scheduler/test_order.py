@@ -236,7 +236,7 @@ async def test_who_waits_is_served_by_turns_or_by_free_slots(dispatch: Dispatch,
         asks[name] = waiting.ask(name, free[name])
         await settle()
     for name in free:
-        waiting.dispatcher._leave(name.encode())
+        waiting.dispatcher._drop_peer(name.encode())
     await asyncio.wait(asks.values())
     assert by == served
 

@@ -333,13 +333,13 @@ def test_a_slow_reader_holds_nobody_up_and_gets_the_rest_from_the_file(
 ) -> None:
     """Sockets hold less than these parts together: some are gone before they are asked for."""
     parts, file = filmed(scene(frames=37, side=512))
-    beyond, had = VideoStream._beyond, list[int]()
+    beyond, had = VideoStream._unsent, list[int]()
 
     def noted(self: VideoStream, path: Path) -> Iterator[bytes]:
-        had.append(self._parts)
+        had.append(self._sent_fragments)
         return beyond(self, path)
 
-    monkeypatch.setattr(VideoStream, "_beyond", noted)
+    monkeypatch.setattr(VideoStream, "_unsent", noted)
     narrow = httpx2.HTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 17)])
     with httpx2.Client(base_url=served.url, timeout=600, transport=narrow) as http, live(http, decoder.id) as response:
         reader = Reader(response)

@@ -100,7 +100,7 @@ async def test_a_chat_is_broken_off_while_the_queue_cannot_be_read(queue: Memory
     queue.appended = away  # type: ignore[method-assign]
     plan = SimpleNamespace(stages=[SimpleNamespace(name="s", final=True)])
     gateway, context = SimpleNamespace(queue=queue), SimpleNamespace(id="a", plan=plan)
-    await raised(ResponseAborted, rest(chat._pieces(gateway, context, [0])))  # type: ignore[arg-type]
+    await raised(ResponseAborted, rest(chat._token_deltas(gateway, context, [0])))  # type: ignore[arg-type]
 
 
 async def test_a_slow_reader_holds_nothing_up_and_has_nothing_kept_for_it(queue: MemoryQueue) -> None:

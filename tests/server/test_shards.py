@@ -22,7 +22,7 @@ def test_what_is_away_is_told_and_stops_its_own_requests_alone(tmp_path: Path) -
     with serve(tmp_path, idle=False, cards=(PICTURES,), queue="tests.queues.sharded:CutShards") as served:
         queue = served.queue
         assert isinstance(queue, CutShards)
-        shards = queue._answering.shards
+        shards = queue._health.shards
         with httpx2.Client(base_url=served.url, timeout=30, trust_env=False) as http:
 
             def made(prompt: str) -> str:
@@ -55,7 +55,7 @@ def test_no_call_of_the_client_fails_that_another_part_could_answer(tmp_path: Pa
     with serve(tmp_path, idle=False, cards=(PICTURES,), queue="tests.queues.sharded:CutShards") as served:
         queue = served.queue
         assert isinstance(queue, CutShards)
-        shards = queue._answering.shards
+        shards = queue._health.shards
         with Client(served.url) as client, httpx2.Client(base_url=served.url, timeout=60, trust_env=False) as http:
             known = list[str]()
             while {queue.home(id) for id in known} != {0, 1, 2}:
@@ -83,7 +83,7 @@ def test_no_call_of_the_client_fails_that_another_part_could_answer(tmp_path: Pa
 async def test_the_asynchronous_client_draws_another_key_too(tmp_path: Path) -> None:
     with serve(tmp_path, idle=False, cards=(PICTURES,), queue="tests.queues.sharded:CutShards") as served:
         assert isinstance(queue := served.queue, CutShards)
-        queue._answering.shards[1].gone = True  # type: ignore[attr-defined]
+        queue._health.shards[1].gone = True  # type: ignore[attr-defined]
         async with AsyncClient(served.url) as client:
             made = [(await client.submit("a red circle", model=PICTURES.name)).id for _ in range(8)]
         assert 1 not in {queue.home(id) for id in made}
@@ -97,7 +97,7 @@ async def test_a_stop_waits_for_callers_while_a_part_is_away(tmp_path: Path) -> 
     scheduler = Scheduler(queue, cards=[CARD])
     gateway = Gateway(scheduler, open_results(f"disk:{tmp_path}"))
     request = (await scheduler.submit(*asking(CARD, params()))).context.id
-    queue._answering.shards[queue.home(request)].gone = True  # type: ignore[attr-defined]
+    queue._health.shards[queue.home(request)].gone = True  # type: ignore[attr-defined]
     with gateway.awaiting(request):
         assert await gateway.awaited_within(60.0)
     assert not await gateway.awaited_within(60.0)

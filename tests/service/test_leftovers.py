@@ -27,7 +27,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv(variable, str(tmp_path / name))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setattr(disk, "_workers", lambda: False)
+    monkeypatch.setattr(disk, "_is_worker_running", lambda: False)
     yield tmp_path
 
 
@@ -116,9 +116,9 @@ def test_spilled_objects_go_when_no_worker_lives_and_copies_stay(
     object.parent.mkdir(parents=True)
     object.write_bytes(b"x" * 5000)
     monkeypatch.setenv("UNFUSE_SERVE__STORE", f"spill:shared_memory+disk:{spill}")
-    monkeypatch.setattr(disk, "_workers", lambda: True)
+    monkeypatch.setattr(disk, "_is_worker_running", lambda: True)
     assert removed(unfuse) == {}
-    monkeypatch.setattr(disk, "_workers", lambda: False)
+    monkeypatch.setattr(disk, "_is_worker_running", lambda: False)
     text = unfuse("doctor", "--clean")[1]
     assert "4.9 KiB" in text
     assert not object.exists()

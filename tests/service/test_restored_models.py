@@ -168,7 +168,7 @@ async def test_requests_of_files_that_have_changed_fail_and_new_ones_are_served(
     assert status == "failed" and error and "its files, or --dtype, have changed" in error.message
     assert other.live == [["unfuse/shapes"], ["added"]]
     found = (await other.scheduler.registry.cards())["added"].pools()
-    (plan,) = [plan for plan in (crew.plan for crew in other.crews._crews) if plan.models[0].card.name == "added"]
+    (plan,) = [plan for plan in (group.plan for group in other.crews._groups) if plan.models[0].card.name == "added"]
     assert found == plan.models[0].card.pools()
 
 

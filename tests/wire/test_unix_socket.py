@@ -169,6 +169,6 @@ async def test_another_user_is_not_heard_even_where_somebody_opened_the_folder(f
         assert happened[0] == "CONNECTED"
         assert not stranger.HEARD & {*happened}
         assert heard == []
-        assert (await stranger.says(f"ipc://{path}"))[-1] == "Pulse"
+        assert (await stranger.says(f"ipc://{path}"))[-1] == "HeartbeatReply"
     finally:
         await router.close()

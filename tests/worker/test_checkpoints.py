@@ -425,14 +425,14 @@ async def test_one_that_is_recorded_after_its_task_failed_stays_for_the_next_att
 
 def join(worker: Any, saved_states: CheckpointWriter, link: Scheduler) -> None:
     """Have a worker serve, with a compute process that runs, and objects that stay."""
-    worker._saved_states, worker._link = saved_states, link
+    worker._checkpoints, worker._link = saved_states, link
     worker._executor = SimpleNamespace(ready=True)
     worker._objects = SimpleNamespace(end_task=lambda lease, message, read_here: message)
     worker._weights = SimpleNamespace(overwritten=lambda pool: None, changed=set())
-    worker._served, worker._swapping = SimpleNamespace(read_here=()), SimpleNamespace(going="")
-    worker._holding = TaskSlots(1, {})
-    worker._active = worker._holding.leases
-    worker._wanted = lambda ended: None
+    worker._served, worker._swapper = SimpleNamespace(read_here=()), SimpleNamespace(going="")
+    worker._slots = TaskSlots(1, {})
+    worker._active = worker._slots.leases
+    worker._next_request = lambda ended: None
 
 
 async def test_a_failure_is_reported_once_the_checkpoint_before_it_is_recorded() -> None:
@@ -442,8 +442,8 @@ async def test_a_failure_is_reported_once_the_checkpoint_before_it_is_recorded()
     worker: Any = Worker(a_worker(unix_address()))
     await worker._link.close()
     join(worker, made, scheduler)
-    await worker._hear(saved(10))
-    await worker._hear(TaskFailed(CLAIM, "crash", "gone"))
+    await worker._handle_message(saved(10))
+    await worker._handle_message(TaskFailed(CLAIM, "crash", "gone"))
     for _ in range(5):
         await asyncio.sleep(0)
     assert scheduler.failed_after == []
@@ -463,10 +463,10 @@ async def test_the_end_of_a_text_is_reported_once_its_portions_are_recorded(answ
     join(worker, made, scheduler)
     worker._draining.set()
     task = task_of("req_1", "denoise.0", 1, "p", "denoise", "m", {}, final=True, extends="space")
-    worker._holding.take(Lease(task, "w", b"token", 0.0))
+    worker._slots.take(Lease(task, "w", b"token", 0.0))
     for key in ("a", "b"):
-        await worker._hear(CachePrefix(CLAIM, key, object_for(CLAIM, key), f"digest of {key}"))
-    await worker._hear(TaskCompleted(CLAIM, None, (), Timings()))
+        await worker._handle_message(CachePrefix(CLAIM, key, object_for(CLAIM, key), f"digest of {key}"))
+    await worker._handle_message(TaskCompleted(CLAIM, None, (), Timings()))
     for _ in range(5):
         await asyncio.sleep(0)
     assert scheduler.done_after == []

@@ -141,5 +141,5 @@ def test_a_process_with_threads_does_not_fork() -> None:
         mine = os.dup(theirs.fileno())
         socket.send_fds(ours, [encode(Fork({}))], [mine] * 3)
         os.close(mine)
-        assert ForkServer(theirs, "why not")._take()
+        assert ForkServer(theirs, "why not")._serve_request()
         assert b"why not" in ours.recv(4096)

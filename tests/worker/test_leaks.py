@@ -133,7 +133,7 @@ def test_a_loop_looks_when_it_has_no_task(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         bench.loop.run()
     kinds = [type(message).__name__ for message in bench.sent]
-    assert kinds.index("LeaksFound") > max(at for at, kind in enumerate(kinds) if kind == "Done")
+    assert kinds.index("LeaksFound") > max(at for at, kind in enumerate(kinds) if kind == "TaskCompleted")
     (found,) = (message for message in bench.sent if isinstance(message, LeaksFound))
     assert [(leak.bytes, leak.freed) for leak in found.leaks] == [(BLOCK, True)] * 2
     assert texts.usage().used == 0

@@ -191,7 +191,7 @@ async def test_what_waits_behind_one_alone_runs_after_it(folder: Path) -> None:
             if isinstance(m, TaskCompleted) or getattr(m, "step", 1) == 0
         ]
         apart = [alone, behind[0], behind[1], behind[2]]
-        assert told == [(kind, claim) for claim in apart for kind in ("Progress", "Done")]
+        assert told == [(kind, claim) for claim in apart for kind in ("StepProgress", "TaskCompleted")]
 
 
 @pytest.mark.slow

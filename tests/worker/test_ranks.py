@@ -22,7 +22,7 @@ from unfuse.core.messages import TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.task import Claim
 from unfuse.stages.base import StageInput, StageOutput, SteppedStage
 from unfuse.worker.batches import TRUSTED, InvarianceResults
-from unfuse.worker.compute import _agree
+from unfuse.worker.compute import _check_agreement
 from unfuse.worker.compute_messages import (
     CancelTask,
     FromCompute,
@@ -117,7 +117,7 @@ class Group:
         try:
             while not self.ended:
                 loop._status.report(busy=bool(loop._jobs))
-                turn = loop.decide() if loop._ranks.leads else loop._told()
+                turn = loop.decide() if loop._ranks.leads else loop._receive_plan()
                 loop._ranks.tell(turn)
                 loop.carry_out(turn)
         except threading.BrokenBarrierError:
@@ -349,10 +349,10 @@ def test_ranks_that_would_make_other_bytes_do_not_begin(outcome: dict[str, str],
             return [own]
 
     other = b""
-    _agree(Listens(), outcome, pools)  # type: ignore[arg-type]
+    _check_agreement(Listens(), outcome, pools)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="rank 2 of the worker makes other bytes than rank 0"):
-        _agree(Others(), {"device": "cpu", "torch": "2"}, ["denoise:a"])  # type: ignore[arg-type]
-    _agree(None, outcome, pools)
+        _check_agreement(Others(), {"device": "cpu", "torch": "2"}, ["denoise:a"])  # type: ignore[arg-type]
+    _check_agreement(None, outcome, pools)
 
 
 class Taker(Count):
@@ -430,7 +430,7 @@ def test_all_ranks_take_pieces_of_an_input_between_the_same_steps(group: Make, m
     told = [line for line in stages[0].log if "step" not in line]
     assert told == ["start without what came", "receive ['x']", "take 0", "take 10", "take 20", "start with what came"]
     assert pieces.answers(0) == pieces.answers(1) == [""] * 3
-    assert not any(loop._intake.receives for loop in ranks.loops)
+    assert not any(loop._factory.receives for loop in ranks.loops)
 
 
 def test_what_one_rank_cannot_take_all_drop_in_the_same_turn(group: Make, monkeypatch: pytest.MonkeyPatch) -> None:

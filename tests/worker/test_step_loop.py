@@ -583,7 +583,7 @@ def test_tasks_of_one_key_share_their_steps_and_join_and_leave_between_them(tmp_
 def test_pools_take_turns_so_that_none_waits_for_the_end_of_another_s_task(tmp_path: Path) -> None:
     """Given a long task, then what comes later of another stage is done beside it, and what is urgent before both."""
     loop, count = bench(tmp_path)
-    loop.loop._intake._stages["other"] = other = Count()
+    loop.loop._factory._stages["other"] = other = Count()
     long = loop.run(tag=1, steps=9)
     loop.turn()
     short = loop.run("other", tag=2, steps=3)
@@ -600,7 +600,7 @@ def test_what_takes_one_step_goes_before_the_next_of_many(tmp_path: Path) -> Non
     loop, count = bench(tmp_path)
     long = loop.run(tag=1, steps=5)
     loop.turn()
-    loop.loop._intake._stages["once"] = Print()
+    loop.loop._factory._stages["once"] = Print()
     first, shown = loop.run("once"), [loop.run("print") for _ in range(2)]
     for lease in shown:
         assert isinstance(loop.outcome(lease), TaskCompleted)
@@ -639,7 +639,7 @@ def test_all_go_together_as_far_as_there_is_memory(tmp_path: Path) -> None:
 def test_a_long_prompt_does_not_wait_until_no_text_is_written(tmp_path: Path) -> None:
     """Given a text that is written, when a prompt of several chunks comes, then they take turns."""
     loop = Bench(tmp_path, {"print": Grow(), "count": Count()}, 1)
-    loop.loop._intake._stages["print"].texts = loop.loop._intake._stages["count"].texts = Texts()
+    loop.loop._factory._stages["print"].texts = loop.loop._factory._stages["count"].texts = Texts()
     text = loop.run("print", steps=9)
     loop.turn()
     assert isinstance(loop.outcome(loop.run(steps=3)), TaskCompleted)
@@ -656,7 +656,7 @@ def test_who_waits_for_room_lets_those_go_on_who_have_it(tmp_path: Path) -> None
             return [(task, step + ended()) for task, step in batch]
 
     loop = Bench(tmp_path, {"print": Grow(), "count": Waiting()}, 1)
-    loop.loop._intake._stages["print"].texts = loop.loop._intake._stages["count"].texts = Texts()
+    loop.loop._factory._stages["print"].texts = loop.loop._factory._stages["count"].texts = Texts()
     text = loop.run("print", steps=9)
 
     def ended() -> bool:
@@ -984,7 +984,7 @@ def test_what_one_loop_decides_another_one_carries_out_alike(tmp_path: Path) -> 
     for lease in leases:
         other.inbox.put(RunTask(replace(lease, task=replace(lease.task, inputs=(other.input,))), {}))
     one.inbox.put(CancelTask(leases[1].claim))
-    other.loop._hear()
+    other.loop._collect_messages()
 
     while sum(isinstance(message, TaskCompleted) for message in one.sent) < 3:
         turn = decode(encode(one.loop.decide()), StepPlan)

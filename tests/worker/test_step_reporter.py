@@ -118,14 +118,14 @@ def alone(asked: dict[str, Any]) -> tuple[list[int], str]:
     tokens, said = [asked["tag"]], list[int]()
     while len(said) < asked["steps"]:
         if len(tokens) == asked.get("no_draw"):
-            return said, "Failed"
+            return said, "TaskFailed"
         tokens.append(Talk.next(tokens))
         if len(said) == asked.get("no_tell"):
-            return said, "Failed"
+            return said, "TaskFailed"
         said.append(tokens[-1])
         if tokens[-1] == asked.get("end") or sum(said) % 23 == asked.get("stop"):
             break
-    return said, "Done"
+    return said, "TaskCompleted"
 
 
 def said_of(sent: Sequence[FromCompute], claim: object) -> list[int]:
@@ -189,7 +189,7 @@ def test_whatever_comes_and_goes_each_text_has_its_tokens(
         for number, (_, asked, _) in enumerate(arrivals):
             tokens, end = alone(asked)
             said, how = said_of(bench.sent, leases[number].claim), end_of(bench.sent, leases[number].claim)
-            assert (said, how) == (tokens, end) if how != "Stopped" else said == tokens[: len(said)]
+            assert (said, how) == (tokens, end) if how != "TaskStopped" else said == tokens[: len(said)]
         assert talk.left == talk.started
 
 

@@ -21,13 +21,13 @@ def test_a_worker_asks_as_long_as_it_serves_a_pool(changed: tuple[str, ...], ask
     worker: Any = SimpleNamespace(
         _objects=SimpleNamespace(free=1, usage=lambda: SimpleNamespace(used=0)),
         _executor=SimpleNamespace(ready=True),
-        _swapping=SimpleNamespace(going="", holds="all"),
+        _swapper=SimpleNamespace(going="", holds="all"),
         _served=SimpleNamespace(pools=("a", "b")),
         _weights=SimpleNamespace(changed=dict.fromkeys(changed, FILE)),
-        _holding=SimpleNamespace(room=lambda *_: {}, ask=lambda *_: "an Ask"),
+        _slots=SimpleNamespace(room=lambda *_: {}, ask=lambda *_: "an Ask"),
         _affinity="",
     )
-    assert (Worker._wanted(worker) is not WITHDRAW) is asks
+    assert (Worker._next_request(worker) is not WITHDRAW) is asks
 
 
 async def test_what_compute_has_taken_of_a_task_that_it_cannot_run_is_dropped() -> None:
@@ -43,10 +43,10 @@ async def test_what_compute_has_taken_of_a_task_that_it_cannot_run_is_dropped() 
 
     lease: Any = SimpleNamespace(claim="claim", task=SimpleNamespace(planned=SimpleNamespace(pool="pool")))
     worker: Any = SimpleNamespace(
-        _borrowing=SimpleNamespace(bring=found),
+        _adapter_fetcher=SimpleNamespace(bring=found),
         _outputs=SimpleNamespace(read=found),
-        _holding=SimpleNamespace(arrived=lambda _: None),
-        _swapping=SimpleNamespace(fits=lambda _: False),
+        _slots=SimpleNamespace(arrived=lambda _: None),
+        _swapper=SimpleNamespace(fits=lambda _: False),
         _executor=SimpleNamespace(ready=True, passing=SimpleNamespace(drop=note)),
         _objects=SimpleNamespace(copies=SimpleNamespace(bring=found)),
         _end=note,
