@@ -1,7 +1,7 @@
 """Drills: real processes are killed, stopped and started again under load, and nothing that was accepted is lost.
 
 CHAOS_SEED repeats a drill's choices (not its timing); each prints its seed. CHAOS_SCALE is the share of faults and
-requests: all of them by night.
+requests: a tenth of them by day, half of them by night.
 """
 
 from __future__ import annotations

@@ -64,10 +64,11 @@ class Pod:
     def start(self) -> Pod:
         for before in self._spec.get("initContainers", []):
             subprocess.run(self._confined(before), env=self._environment(before), check=True)
-        command, log = self._confined(self.container), (self.folder / "log").open("wb")
-        environment = self._environment(self.container)
-        self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        log.close()
+        with (self.folder / "log").open("wb") as log:
+            self.process = subprocess.Popen(
+                self._confined(self.container), env=self._environment(self.container), stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
         return self
 
     def probe(self, which: str) -> int:

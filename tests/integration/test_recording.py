@@ -29,7 +29,10 @@ OLD: dict[str, Any] = {
         "flags": {"serve": {UNORDERED: ["--hold", "--no-workers"]}}, "settings": {UNORDERED: ["UNFUSE_HOLD"]},
     },
     "sqlite": {
-        "view": {"queued_s": "<number>", "steps": 30, "holds": "all", "results": [{"digest": {"sha256": "a"}}]},
+        "view": {
+            "queued_s": "<number>", "steps": 30, "holds": "all", "results": [{"digest": {"sha256": "a"}}],
+            "pieces": [[7, -1.5]],
+        },
         "pools": {UNORDERED: [{"state": "manned", "slots": 2}, {"state": "asleep", "slots": 1}]},
         "metrics": {"unfuse_swaps_total": {"labels": {"role": {UNORDERED: ["all"]}}, "type": "counter"}},
     },
@@ -41,7 +44,13 @@ NEW: dict[str, Any] = {
         "settings": {UNORDERED: ["UNFUSE_MAX_LOADED_MODELS"]},
     },
     "sqlite": {
-        "view": {"waited_s": "<number>", "steps": 30, "loaded": 1, "results": [{"digest": {"sha256": "a"}}]},
+        "view": {
+            "waited_s": "<number>",
+            "steps": 30,
+            "loaded": 1,
+            "results": [{"digest": {"sha256": "a"}}],
+            "pieces": [[7, -1.5]],
+        },
         "pools": {UNORDERED: [{"state": "asleep", "slots": 1}, {"state": "served", "slots": 2}]},
         "metrics": {"unfuse_loads_total": {"labels": {"kind": {UNORDERED: ["all"]}}, "type": "counter"}},
     },
@@ -78,6 +87,7 @@ def test_what_was_renamed_removed_or_added_is_no_difference() -> None:
         ("sqlite/view/results", [], 'sqlite.view.results: is gone, {"digest": {"sha256": "a"}}'),
         ("sqlite/view/extra", 1, "sqlite.view.extra: is new, 1"),
         ("sqlite/view/results/0/digest/sha256", "b", 'sqlite.view.results[0].digest.sha256: "a", now "b"'),
+        ("sqlite/view/pieces/0/1", -1.6, "sqlite.view.pieces[0][1]: -1.5, now -1.6"),
         (
             f"sqlite/pools/{UNORDERED}/0/slots",
             3,
@@ -99,6 +109,7 @@ def test_any_other_difference_is_told_by_its_path(path: str, value: Any, told: s
 
 def test_with_other_libraries_only_bytes_and_texts_are_skipped_and_the_reason_is_told() -> None:
     other = changed("sqlite/view/results/0/digest/sha256", "b") | {"circumstances": {"torch": "3"}}
+    other["sqlite"]["view"]["pieces"][0][1] = -1.6  # a logprob
 
     assert differences(OLD, other, TABLE) == []
     assert skipped(OLD, other) == "bytes and texts are not compared: torch 2 then, 3 now"
