@@ -172,26 +172,24 @@ def of_servers(
     return found
 
 
-def compared(checkouts: Mapping[str, Path], part: str | None, pairs: int) -> dict[str, Pairs]:
-    """The measurements of a part or of all parts, by the name of what was measured."""
+def compared(checkouts: Mapping[str, Path], part: str | None, pairs: int) -> Iterator[tuple[str, Pairs]]:
+    """The measurements of a part or of all parts, each with the name of what was measured, as soon as it is."""
     from bench.chat import KV, Chats
     from bench.peers.flux_folder import build
     from tools.tiny_language import make_language_model
 
-    found = dict[str, Pairs]()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         for queue in QUEUES if part in (None, "hop") else ():
             each = {name: hops(checkout, queue, folder) for name, checkout in checkouts.items()}
-            found[f"hop, {queue}"] = in_turns(each, pairs)
+            yield f"hop, {queue}", in_turns(each, pairs)
         if part in (None, "pictures"):
             model, seeds = build(folder / "pictures"), count(1)
-            found["picture"] = of_servers(checkouts, pairs, [str(model)], lambda server: pictures(server, seeds))
+            yield "picture", of_servers(checkouts, pairs, [str(model)], lambda server: pictures(server, seeds))
         if part in (None, "chat"):
             model = make_language_model(folder / "narrow", positions=4096, width=256, layers=4)
             asked, arguments = Chats(model), [str(model), "--kv", KV, "--arena", "256MiB"]
-            found["token of a chat"] = of_servers(checkouts, pairs, arguments, lambda server: chats(server, asked))
-    return found
+            yield "token of a chat", of_servers(checkouts, pairs, arguments, lambda server: chats(server, asked))
 
 
 def row(of: Pairs) -> dict[str, object]:
@@ -224,8 +222,12 @@ def main() -> None:
     options.add_argument("--limit", type=float, default=1.03)
     given = options.parse_args()
     checkouts = {name: checked(getattr(given, name).absolute()) for name in ("old", "new")}
-    found = compared(checkouts, given.part, given.pairs)
-    rows = {what: row(of) for what, of in found.items()}
+    found = dict[str, Pairs]()
+    rows = dict[str, dict[str, object]]()
+    for what, measurements in compared(checkouts, given.part, given.pairs):
+        found[what] = measurements
+        rows[what] = row(measurements)
+        print(what, rows[what], file=sys.stderr)  # what is interrupted has shown this much
     table("new beside old", rows)
     show("against", pairs=given.pairs, limit=given.limit, all=found)
     worse = [what for what, one in rows.items() if float(str(one["cpu, new ÷ old"])) > given.limit]

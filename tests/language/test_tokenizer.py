@@ -138,7 +138,7 @@ import sys
 sys.modules |= dict.fromkeys(("torch", "transformers", "diffusers", "numpy"))
 from pathlib import Path
 from unfuse.language.tokenizer import ChatTokenizer
-from unfuse.language.detokenize import Detokenizer, Stops
+from unfuse.language.detokenize import Detokenizer, StopStrings
 made = ChatTokenizer.read(Path({str(folders / "turns")!r}))
 ids = made.prompt([{{"role": "user", "content": "hello"}}])
 print("".join(map(Detokenizer(made).add, ids)))

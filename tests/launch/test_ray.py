@@ -40,9 +40,9 @@ asyncio.run(check_launcher(opener("ray")))
 """
 REACHED = """
 import psutil
-from unfuse.launch.ray import Nodes
+from unfuse.launch.ray import RayCluster
 
-Nodes("")
+RayCluster("")
 us = psutil.Process()
 listening = [at for one in (us, *us.children(recursive=True)) for at in one.net_connections() if at.status == "LISTEN"]
 print(*{at.laddr.ip for at in listening})

@@ -156,9 +156,9 @@ def test_code_beside_weights_is_never_run(sd: Path, tmp_path: Path) -> None:
         (sd / file).write_text(trap)
     code = (
         "import sys; from pathlib import Path; from unfuse.models import card_of, find\n"
-        "from unfuse.models.base import Runtime\n"
+        "from unfuse.models.base import RuntimeOptions\n"
         "folder = Path(sys.argv[1]); card = card_of('m', folder); (spec,) = card.pipeline.stages\n"
-        "find(folder).load(spec, folder, Runtime('cpu', card.dtypes))"
+        "find(folder).load(spec, folder, RuntimeOptions('cpu', card.dtypes))"
     )
     subprocess.run([sys.executable, "-c", code, str(sd)], check=True, capture_output=True)
     assert not (tmp_path / "ran").exists()

@@ -193,8 +193,9 @@ def test_a_model_whose_stages_do_not_join_is_refused_before_anything_starts(
 @pytest.mark.slow
 def test_no_model_is_loaded_to_plan_for_it() -> None:
     code = (
-        "import sys; from unfuse.service.plan import plan_for; from unfuse.planning.placement import Wanted, Device;"
-        "print(plan_for(['unfuse/shapes'], '', Wanted(), (Device('cpu', 1 << 40),)).rows()[0]['component'],"
+        "import sys; from unfuse.service.plan import plan_for;"
+        "from unfuse.planning.placement import WorkerPlan, Device;"
+        "print(plan_for(['unfuse/shapes'], '', WorkerPlan(), (Device('cpu', 1 << 40),)).rows()[0]['component'],"
         "{'torch', 'diffusers', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -203,8 +204,8 @@ def test_no_model_is_loaded_to_plan_for_it() -> None:
 
 HUB_SCRIPT = """
 from unfuse.service.plan import plan_for
-from unfuse.planning.placement import Device, Wanted
-found = plan_for(["owner/model"], "v1", Wanted(), (Device("cpu", 1 << 40),))
+from unfuse.planning.placement import Device, WorkerPlan
+found = plan_for(["owner/model"], "v1", WorkerPlan(), (Device("cpu", 1 << 40),))
 print(found.models[0].card.source, *(row["memory"] for row in found.rows()))
 """
 

@@ -24,8 +24,8 @@ class TorchPairs:
     """The transfer pairs of this process, by name, over torch.distributed.
 
     They send from `memory` and receive into it; NCCL copies through the GPU `device`. The methods are those of
-    `transfer.base.Pairs`, but raise torch's errors (RuntimeError), and KeyError for an unknown pair. One thread at a
-    time uses a pair; any thread may end it.
+    `transfer.base.ProcessPairs`, but raise torch's errors (RuntimeError), and KeyError for an unknown pair.
+    One thread at a time uses a pair; any thread may end it.
 
     `memory`: host memory, uint8 (bytes,).
     """

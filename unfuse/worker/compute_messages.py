@@ -185,7 +185,7 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True):
 
 
 class PairCall(msgspec.Struct, frozen=True, tag=True):
-    """Call a method of `transfer.base.Pairs` for a pair. PairDone answers all methods but `part`."""
+    """Call a method of `transfer.base.ProcessPairs` for a pair. PairDone answers all methods but `part`."""
 
     method: Literal["offer", "join", "move", "part"]
     pair: str
