@@ -28,7 +28,7 @@ class Package:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         shutil.copytree(Path(unfuse.__file__).parent, folder / "unfuse", ignore=shutil.ignore_patterns("__pycache__"))
-        table = folder / "unfuse" / "core" / "media.py"
+        table = folder / "unfuse" / "core" / "modalities.py"
         source = table.read_text()
         assert source.count(TABLE) == 1
         table.write_text(source.replace(TABLE, TABLE + LINE))

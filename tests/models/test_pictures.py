@@ -88,7 +88,7 @@ def test_zeros_stand_for_a_negative_prompt_unless_the_model_says_otherwise(copie
 
     family = find(folder)
     spec = next(spec for spec in family.card("m", folder).pipeline.stages if spec.name == "text_encode")
-    stage = family.load(spec, folder, c.Runtime("cpu", {"text_encoder": "float32"}))
+    stage = family.load(spec, folder, c.RuntimeOptions("cpu", {"text_encoder": "float32"}))
     params = c.guided_params()
     made = c.run(stage, params).tensors["negative_prompt_embeds"]
     assert torch.equal(made, c.run(stage, {**params, "negative_prompt": ""}).tensors["negative_prompt_embeds"])

@@ -122,7 +122,7 @@ def test_a_call_that_is_let_go_ends_at_its_step_and_leaves_no_thread(kind: type[
 
     stage.let_go(state)
     running.join(10)
-    assert pipeline.ended == ["a: GivenUp"] and not running.is_alive()
+    assert pipeline.ended == ["a: CallAbandoned"] and not running.is_alive()
     stage.let_go(stage.start(StageInput(PARAMS, {})))
 
 
