@@ -3,13 +3,16 @@
 import asyncio
 import math
 from collections import OrderedDict
+from importlib import import_module
+from inspect import getmembers, iscoroutinefunction, signature
+from pkgutil import iter_modules
 from unittest.mock import patch
 
 import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from unfuse import queues
+from unfuse import queues, testing
 from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError
 from unfuse.core.registry import resolve
@@ -375,3 +378,21 @@ async def test_who_stops_following_a_request_leaves_nothing_behind() -> None:
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
     assert not history._followers
+
+
+def test_every_rule_of_the_suite_is_run() -> None:
+    """Given the modules of the suite, then each public coroutine function of a queue and a clock is a rule."""
+    modules = [
+        import_module(f"{testing.__name__}.{module.name}")
+        for module in iter_modules(testing.__path__)
+        if module.name.startswith("queue_") and module.name != "queue_samples"
+    ]
+    written = {
+        function.__name__
+        for module in modules
+        for name, function in getmembers(module, iscoroutinefunction)
+        if function.__module__ == module.__name__
+        and not name.startswith("_")
+        and [*signature(function).parameters] == ["queue", "clock"]
+    }
+    assert written == {rule.__name__ for rule in RULES}

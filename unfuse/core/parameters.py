@@ -241,7 +241,7 @@ DELIVERED = (
     Parameter("model", "any", use="request", description="without it, the first model that serve named"),
     Parameter("priority", "integer", -100, 100, use="delivery", description="the higher, the sooner"),
     Parameter("timeout", "number", MIN_S, MAX_S, use="delivery", description="seconds from acceptance to the end"),
-    Parameter("metadata", "texts", use="delivery", description="texts that are printable with the request"),
+    Parameter("metadata", "texts", use="delivery", description="texts that are shown with the request"),
     Parameter("cache", "flag", use="delivery", description="false: share nothing that is made with other requests"),
     Parameter(
         "webhook", "text", 1, 2048, use="delivery", flag=None,

@@ -447,6 +447,7 @@ LEASE_RULES = (
     claiming_stops_where_room_ends,
     a_lease_is_held_until_it_is_closed,
     a_gap_in_sweeping_is_forgiven,
+    time_limits_leave_out_gaps_in_sweeping,
     renewing_extends_a_lease,
     an_old_claim_is_worth_nothing,
     handing_back_keeps_the_place,
