@@ -82,7 +82,7 @@ def test_everything_is_restarted_role_after_role(tmp_path: Path, seed: int, reco
         say(verdict, record_property)
         assert ended == dict.fromkeys(ended, 0) and len(ended) == 2 + 2 * len(ROLES)
         assert "lease ended" not in cluster.logs()
-    assert verdict.completed == verdict.operations > 100
+    assert verdict.completed == verdict.operations >= len(ended), "each process ended while somebody waited"
 
 
 @pytest.mark.nightly
