@@ -117,6 +117,16 @@ def test_with_other_libraries_only_bytes_and_texts_are_skipped_and_the_reason_is
     assert differences(OLD, other, TABLE) == ["sqlite.view.steps: 30, now 31"]
 
 
+def test_models_whose_tokens_came_at_once_are_no_difference() -> None:
+    def recorded(*models: str) -> dict[str, Any]:
+        names = "unfuse_inter_token_seconds", "unfuse_tokens_total"
+        metrics = {name: {"labels": {"model": {UNORDERED: [*models]}}} for name in names}
+        return {"circumstances": {}, "sqlite": {"gateways": [{"metrics": metrics}]}}
+
+    told = differences(recorded("a", "b"), recorded("a"), RENAMES)
+    assert told == [f'sqlite.gateways[0].metrics.unfuse_tokens_total.labels.model.{UNORDERED}: is gone, "b"']
+
+
 def test_ids_addresses_folders_and_times_have_placeholders_also_under_their_new_names() -> None:
     view = {
         "id": "req_9c9fe2de43f524bb", "url": "http://127.0.0.1:30599/v1", "root": "/tmp/x/edit", "held": 7, "pid": 1,
