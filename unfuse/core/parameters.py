@@ -282,8 +282,8 @@ class Workload(msgspec.Struct, frozen=True):
 
     #: Name of the parameter that counts the steps, one forward each; "": there is one forward.
     forwards: str = ""
-    #: Names of guidance scales, of which the first that the request has counts. Guidance doubles the forwards if that
-    #: scale is above 1 and the request has a negative prompt.
+    #: Names of guidance scales. The first one that the request has counts. Guidance doubles the forwards if that scale
+    #: is above 1 and the request has a negative prompt.
     guidance: tuple[str, ...] = ()
     #: Names of the parameters whose product is the size of a forward.
     size: tuple[str, ...] = PIXELS

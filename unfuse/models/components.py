@@ -125,7 +125,7 @@ class PictureShape:
 
     channels: int  # of latents
     scale: int  # pixels per latent along a side
-    multiple: int  # of which sides in pixels must be
+    multiple: int  # sides in pixels must be multiples of it
     usual: int  # default side in pixels
     longest: int  # longest side in pixels that the transformer supports
 
@@ -577,7 +577,7 @@ class PackedDenoiser(FlowDenoiser):
 class VideoFamily(DiffusersFamily):
     """A video family, with its class's frame rate. The negative prompt is optional."""
 
-    pixel_multiple: int  # of which the pipeline requires sides to be, whatever the VAE
+    pixel_multiple: int  # the pipeline requires sides to be multiples of it, whatever the VAE
     float32_latents = True
 
     @override

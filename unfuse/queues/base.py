@@ -67,7 +67,7 @@ MAX_CACHED = 512
 Heading = tuple[str | None, str, object]
 #: Fields that are indexed only within a tenant.
 TENANT_FIELDS = ("idempotency_key", "fingerprint")
-#: Fields of which only one value is indexed, and that value.
+#: The fields with a single indexed value, and that value.
 LISTED_VALUES = {"dead": True, "over": False, "video": True, "unheard": True}
 
 #: The fields of a context by which requests can be filtered, and a getter for each.

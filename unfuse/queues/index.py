@@ -30,7 +30,7 @@ from unfuse.queues.tasks import QueuedTask
 MAX_EVENTS = 512
 #: Types of events that may be dropped, because a later event replaces them.
 PASSING = ("progress", "preview")
-#: The type of which only the last event of each stage is stored.
+#: Only the last event of this type is stored for each stage.
 APPENDED = "appended"
 
 

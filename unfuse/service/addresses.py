@@ -49,12 +49,12 @@ def keys_folder(settings: Settings, side: str) -> str:
 
 
 def trust(settings: Settings, side: str) -> Trust:
-    """Return whom this side trusts over TCP. Raises ConfigError for keys that cannot be used."""
+    """Return the keys that this side trusts over TCP. Raises ConfigError for keys that cannot be used."""
     return read(keys_folder(settings, side), side) or (INSECURE if settings.insecure_listen else None)
 
 
 def worker_trust(settings: Settings, addresses: Iterable[str]) -> Trust:
-    """Return whom workers of these schedulers trust.
+    """Return the keys that workers of these schedulers trust.
 
     Raises ConfigError if a key is missing or cannot be used.
     """
@@ -148,7 +148,7 @@ def _absolute(address: str) -> str:
 def invitations(trusted: Trust, folder: str, addresses: Iterable[str]) -> list[str]:
     """Return lines on how workers of other machines connect, or warnings that anybody can.
 
-    `trusted`: whom the scheduler trusts.
+    `trusted`: the keys that the scheduler trusts.
     `folder`: the folder of keys, or "".
     `addresses`: the control addresses.
     """

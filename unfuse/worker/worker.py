@@ -295,7 +295,7 @@ class Worker:
             case LeasesGranted():
                 await self._start_leased(answer)
             case Rejected():
-                log.warning("the scheduler refused an Ask", reason=answer.message)
+                log.warning("the scheduler refused a request for tasks", reason=answer.message)
                 await asyncio.sleep(PAUSE_S)
         if number == self._request_id and request is not WITHDRAW:
             self._changed.set()
