@@ -56,9 +56,11 @@ nightly: REQUESTS ?= 5000
 NIGHTLY := $(PYTEST) --part $(PART) --second-run
 DRILLS := tests/chaos/test_drills.py tests/chaos/test_chats.py
 nightly: $(VENV)/installed-nightly
-	EXAMPLES=10 SOAK_REQUESTS=$(REQUESTS) $(NIGHTLY) --junit-xml nightly.xml -m "nightly or hypothesis" $(addprefix --ignore=,$(DRILLS))
-	ANSWERS_QUEUE=redis $(NIGHTLY) tests/answers
-	CHAOS_SCALE=0.5 $(NIGHTLY) $(DRILLS)
+	@failed=0; \
+	EXAMPLES=10 SOAK_REQUESTS=$(REQUESTS) $(NIGHTLY) --junit-xml nightly.xml -m "nightly or hypothesis" $(addprefix --ignore=,$(DRILLS)) || failed=1; \
+	ANSWERS_QUEUE=redis $(NIGHTLY) tests/answers || failed=1; \
+	CHAOS_SCALE=0.5 $(NIGHTLY) $(DRILLS) || failed=1; \
+	exit $$failed
 
 # goes on behind the last round in its log: a soak may be stopped and started again
 soak: REQUESTS ?= 100000
