@@ -518,7 +518,7 @@ ORIGINAL = {
 """What Wan's own names are for diffusers'."""
 
 
-def tuned(model: Path, folder: Path, *, original: bool = False, quantised: bool = False) -> Path:
+def tuned(model: Path, folder: Path, *, original: bool = False, quantized: bool = False) -> Path:
     """A copy of a Wan model whose transformer is one file: by Wan's own names, or GGUF with 8 bits where these fit."""
     import numpy as np
     from safetensors.torch import load_file, save_file
@@ -533,7 +533,7 @@ def tuned(model: Path, folder: Path, *, original: bool = False, quantised: bool 
             for name, its in ORIGINAL.items():
                 key = key.replace(name, its)
         own[key] = tensor
-    if not quantised:
+    if not quantized:
         save_file(own, folder / "transformer/tuned.safetensors")
         return folder
     from gguf import GGMLQuantizationType, GGUFWriter, quants
@@ -553,8 +553,8 @@ def tuned(model: Path, folder: Path, *, original: bool = False, quantised: bool 
     return folder
 
 
-def quantised(model: Path, folder: Path, how: str, dtype: str = "float32") -> Path:
-    """A copy of a model whose transformer and first text encoder torchao has quantised so, for computing in a dtype."""
+def quantized(model: Path, folder: Path, how: str, dtype: str = "float32") -> Path:
+    """A copy of a model whose transformer and first text encoder torchao has quantized so, for computing in a dtype."""
     import torch
     import torchao.quantization
 

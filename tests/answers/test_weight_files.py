@@ -17,7 +17,7 @@ Folder = Callable[[str], Path]
 NIGHTLY = pytest.mark.row("K3"), pytest.mark.nightly
 
 
-def quantised(folder: Path, part: str, layer: str, scale: str) -> None:
+def quantized(folder: Path, part: str, layer: str, scale: str) -> None:
     """Have the weights of layers so named be integers, each with a scale beside it."""
     (file,) = (folder / part).glob("*.safetensors")
     tensors = load_file(file)
@@ -49,18 +49,18 @@ def test_integers_with_scales_are_refused_by_name(
     kind: str, part: str, layer: str, scale: str, folder: Folder, tmp_path: Path
 ) -> None:
     model = Path(shutil.copytree(folder(kind), tmp_path / "model"))
-    quantised(model, part, layer, scale)
+    quantized(model, part, layer, scale)
 
     said = said_by_serve(model, tmp_path)
-    assert f"{part}/" in said and "is quantised" in said and layer in said
+    assert f"{part}/" in said and "is quantized" in said and layer in said
 
 
 @pytest.mark.row("P11")
 def test_integers_in_the_file_of_another_tool_are_refused_by_name(folder: Folder, tmp_path: Path) -> None:
     model = tuned(folder("wan"), tmp_path / "model", original=True)
-    quantised(model, "transformer", "ffn.0", "scale_weight")
+    quantized(model, "transformer", "ffn.0", "scale_weight")
 
-    assert "is quantised" in said_by_serve(model, tmp_path)
+    assert "is quantized" in said_by_serve(model, tmp_path)
 
 
 @pytest.mark.row("P47")

@@ -120,7 +120,7 @@ def test_the_readme_s_programs(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_transformer_is_quantised_by_the_page_s_program(tmp_path: Path) -> None:
+def test_a_transformer_is_quantized_by_the_page_s_program(tmp_path: Path) -> None:
     """Of what it saves `doctor` says that it takes less."""
     (text,) = [one for one in blocks(ROOT / "docs" / "serving.md") if one.startswith("import diffusers as d")]
     model, mine = build("flux", tmp_path / "flux"), tmp_path / "mine"
@@ -132,7 +132,7 @@ def test_a_transformer_is_quantised_by_the_page_s_program(tmp_path: Path) -> Non
 
 
 def takes(model: Path) -> int:
-    """Bytes of the transformer of a model in bfloat16, as far as it is not quantised."""
+    """Bytes of the transformer of a model in bfloat16, as far as it is not quantized."""
     command = unfuse("doctor", str(model), "--workers", "all=1", "--dtype", "bfloat16,vae=float32", "--json")
     done = subprocess.run(command, cwd=ROOT, env=environment(model.parent), capture_output=True, text=True, check=True)
     (found,) = [one["memory"] for one in json.loads(done.stdout)["placement"] if one["component"] == "transformer"]

@@ -338,17 +338,17 @@ LORA_JOBS = [
 FILES = [
     Job("single", "wan-single", wan_params(20)),
     Job("even", "wan-even", wan_params(20)),
-    Job("quantised", "wan-gguf", wan_params(20)),
-    Job("lora-quantised", "wan-gguf", wan_params(20, lora="even-plain:0.5", lora_scale=1.0)),
+    Job("quantized", "wan-gguf", wan_params(20)),
+    Job("lora-quantized", "wan-gguf", wan_params(20, lora="even-plain:0.5", lora_scale=1.0)),
 ]
 """Of transformers that are one file in another tool's layout, and of one whose weights are such a file's too."""
-QUANTISED = [
+QUANTIZED = [
     Job("torchao-video", "wan-int8", wan_params(20, num_frames=5)),
     Job("torchao-half", "wan-int8", wan_params(20, negative_prompt="no"), HALF),
     Job("torchao-float8", "wan-float8", wan_params(20), HALF),
     Job("torchao-activations", "flux-int8", flux_params(20)),
 ]
-"""Of transformers and encoders that torchao has quantised."""
+"""Of transformers and encoders that torchao has quantized."""
 
 WIDE = {"width": 448, "num_inference_steps": 1}
 """Three tiles in a row of VAEs whose tiles are 256 pixels, of which the last is 64."""
@@ -457,7 +457,7 @@ def undivided(tmp_path_factory: pytest.TempPathFactory) -> Undivided:
     def make(root: Path) -> None:
         draw_pictures(root)
         by_day = [job for job in JOBS if job.name in BY_DAY]
-        run([*by_day, *CACHED, *LORA_JOBS, *FILES, *QUANTISED, *TILED], root, root)
+        run([*by_day, *CACHED, *LORA_JOBS, *FILES, *QUANTIZED, *TILED], root, root)
 
     def make_nightly() -> Path:
         nightly = [job for job in JOBS if job.name not in BY_DAY]

@@ -18,10 +18,10 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": ("qwen3", gguf.MODEL_ARCH.QWEN3),
     "Qwen3MoeForCausalLM": ("qwen3moe", gguf.MODEL_ARCH.QWEN3MOE),
 }
-QUANTISED = gguf.GGMLQuantizationType
+QUANTIZED = gguf.GGMLQuantizationType
 
 
-def write_gguf(file: Path, folder: Path, kind: QUANTISED = QUANTISED.F32, **said: Any) -> Path:
+def write_gguf(file: Path, folder: Path, kind: QUANTIZED = QUANTIZED.F32, **said: Any) -> Path:
     """The model of that folder. `kind` is the type of its matrices; `said` are more metadata of it."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     config = model.config
@@ -56,7 +56,7 @@ def write_gguf(file: Path, folder: Path, kind: QUANTISED = QUANTISED.F32, **said
         array = tensor.float().numpy()
         if name == "llama" and theirs.split(".")[-2] in ("q_proj", "k_proj"):
             array = permuted(array, heads if "q_proj" in theirs else kept)
-        stored = kind if array.ndim > 1 else QUANTISED.F32
+        stored = kind if array.ndim > 1 else QUANTIZED.F32
         writer.add_tensor(own, gguf.quants.quantize(array, stored), raw_dtype=stored)
     if (factors := rope_factors(model)) is not None:
         writer.add_tensor("rope_freqs.weight", factors)

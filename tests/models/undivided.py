@@ -223,11 +223,11 @@ def build(root: Path) -> None:
     adapters(root)
     tiny.tuned(root / "wan", root / "wan-single", original=True)
     tiny.build("wan-even", root / "wan-even", serving=False)
-    tiny.tuned(root / "wan-even", root / "wan-gguf", original=True, quantised=True)
+    tiny.tuned(root / "wan-even", root / "wan-gguf", original=True, quantized=True)
     tiny.adapter(root / "wan-even", root / "loras", "even-plain", 1)
-    tiny.quantised(root / "wan", root / "wan-int8", "Int8WeightOnlyConfig")
-    tiny.quantised(root / "wan", root / "wan-float8", "Float8WeightOnlyConfig", "bfloat16")
-    tiny.quantised(root / "flux", root / "flux-int8", "Int8DynamicActivationInt8WeightConfig")
+    tiny.quantized(root / "wan", root / "wan-int8", "Int8WeightOnlyConfig")
+    tiny.quantized(root / "wan", root / "wan-float8", "Float8WeightOnlyConfig", "bfloat16")
+    tiny.quantized(root / "flux", root / "flux-int8", "Int8DynamicActivationInt8WeightConfig")
 
 
 def main() -> None:

@@ -337,14 +337,14 @@ def test_a_folder_of_an_adapter_is_no_model(tmp_path: Path) -> None:
         ModelFolder(tmp_path).weights("unet")
 
 
-def test_a_quantised_component_is_refused(model: ModelFolder) -> None:
+def test_a_quantized_component_is_refused(model: ModelFolder) -> None:
     (model.path / "vae" / "config.json").write_text('{"quantization_config": null}')
     model.weights("vae")
 
     (model.path / "vae" / "config.json").write_text('{"quantization_config": {"quant_method": "other"}}')
     for ask in (model.weights, model.size, model.identity, model.tensors):
         with pytest.raises(
-            ConfigError, match=r"component vae is quantised \(quantization_config\) by other, which is n"
+            ConfigError, match=r"component vae is quantized \(quantization_config\) by other, which is n"
         ):
             ask("vae")
 

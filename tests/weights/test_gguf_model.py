@@ -12,14 +12,14 @@ import torch
 import transformers
 from hypothesis import given, settings, strategies as st
 
-from tests.models.gguf_files import QUANTISED, write_gguf
+from tests.models.gguf_files import QUANTIZED, write_gguf
 from tools.tiny_language import KINDS, make_language_model
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import ChangedFile
 from unfuse.core.plan import StageSelector
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import RuntimeOptions
-from unfuse.weights.gguf import QUANTISED as TYPES
+from unfuse.weights.gguf import QUANTIZED as TYPES
 from unfuse.weights.gguf_model import CHUNK, GgufModel, files_of
 from unfuse.worker.loaded_models import WeightFiles, states_of
 
@@ -91,8 +91,8 @@ def test_a_llama_with_biases_and_words_that_are_read_and_spoken_alike(llama: Pat
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_quantised_weights_are_those_that_transformers_reads(kind: str, llama: Path, tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "a.gguf", llama, QUANTISED[kind])
+def test_quantized_weights_are_those_that_transformers_reads(kind: str, llama: Path, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "a.gguf", llama, QUANTIZED[kind])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
     mine = loaded(file)
     for name, tensor in theirs.state_dict().items():
@@ -100,7 +100,7 @@ def test_quantised_weights_are_those_that_transformers_reads(kind: str, llama: P
     assert {kind for kind, _ in files_of(file).tensors("model").values()} == {"GGUF F32", f"GGUF {kind}"}
 
 
-def test_every_type_has_the_size_that_the_package_gives_it_and_can_be_dequantised() -> None:
+def test_every_type_has_the_size_that_the_package_gives_it_and_can_be_dequantized() -> None:
     for number, (name, numbers, width) in TYPES.items():
         kind = gguf.GGMLQuantizationType(number)
         assert (kind.name, *gguf.GGML_QUANT_SIZES[kind]) == (name, numbers, width)

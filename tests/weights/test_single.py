@@ -36,13 +36,13 @@ def test_latents_are_those_of_what_diffusers_loads(name: str, undivided: c.Undiv
 
 def test_the_names_of_another_tool_change_nothing_and_eight_bits_do(undivided: c.Undivided) -> None:
     """Equal but for rounding: on some CPUs where weights lie in memory decides which kernels take them."""
-    names = "lora-none", "single", "even", "quantised", "lora-quantised"
-    plain, single, even, quantised, adapted = (undivided.result(name)["latents"] for name in names)
+    names = "lora-none", "single", "even", "quantized", "lora-quantized"
+    plain, single, even, quantized, adapted = (undivided.result(name)["latents"] for name in names)
     assert np.abs(single - plain).max() < 1e-5 * np.abs(plain).max()
-    assert 0 < np.abs(quantised - even).mean() < 0.1 < np.abs(quantised - adapted).mean()
+    assert 0 < np.abs(quantized - even).mean() < 0.1 < np.abs(quantized - adapted).mean()
 
 
-def test_what_is_quantised_stays_so_in_memory_and_is_not_spread(undivided: c.Undivided, stages: c.Load) -> None:
+def test_what_is_quantized_stays_so_in_memory_and_is_not_spread(undivided: c.Undivided, stages: c.Load) -> None:
     folder = undivided.folder("wan-gguf")
     (spec,) = (spec for spec in find(folder).card("m", folder).pipeline.stages if spec.kind == "denoise")
     assert not spec.spreads

@@ -337,11 +337,11 @@ LORA = {"README.md": b"", "pytorch_lora_weights.safetensors": _weights()}
 @pytest.mark.parametrize(("files", "sentence"), [
     (LORA, "model_index.json is not there, but pytorch_lora_weights.safetensors, an adapter (LoRA), which is not"),
     ({"adapter_config.json": b"{}", "adapter_model.safetensors": b""}, "but adapter_config.json, an adapter (LoRA)"),
-    ({"wan.Q4_K.gguf": b""}, "but wan.Q4_K.gguf, quantised weights (GGUF), which are served of language models"),
+    ({"wan.Q4_K.gguf": b""}, "but wan.Q4_K.gguf, quantized weights (GGUF), which are served of language models"),
     ({"ltx.safetensors": b"", "config.json": b"{}"}, "but ltx.safetensors, a checkpoint outside diffusers' layout"),
     ({"config.json": b"{}"}, "model_index.json cannot be read (No such file or directory), so this is no model"),
     ({**_model(), "vae/config.json": b'{"quantization_config": {"quant_method": "bitsandbytes"}}'},
-     "component vae is quantised (quantization_config) by bitsandbytes, which is not served"),
+     "component vae is quantized (quantization_config) by bitsandbytes, which is not served"),
     (_model(without=TEXT[0]) | {"text_encoder/pytorch_model.bin": b""},
      "weights of component text_encoder are pytorch_model.bin, weights that are not safetensors: save the model anew"),
 ])  # fmt: skip

@@ -101,7 +101,7 @@ def test_integers_where_the_model_has_floats_are_refused(kind: torch.dtype, copi
 def test_a_language_model_of_codes_is_refused_though_its_configuration_is_silent(name: str, tmp_path: Path) -> None:
     folder = make_language_model(tmp_path / "model")
     changed(folder, "", lambda all: all.update({name: torch.ones(4, 4, dtype=torch.int32)}))
-    with pytest.raises(ConfigError, match=f"is quantised .*{name}"):
+    with pytest.raises(ConfigError, match=f"is quantized .*{name}"):
         find(folder).card("m", folder)
 
 
@@ -181,7 +181,7 @@ def as_they_are(file: Path, tensors: dict[str, str]) -> None:
     ("transformer", {"a.weight": "F8_E4M3"}, None),
     ("vae", {"first_stage_model.b.weight": "I32", "model.diffusion_model.a.weight": "F16"}, None),
 ])  # fmt: skip
-def test_what_a_file_of_all_parts_has_of_others_may_be_quantised(
+def test_what_a_file_of_all_parts_has_of_others_may_be_quantized(
     component: str, tensors: dict[str, str], own: set[str] | None, tmp_path: Path
 ) -> None:
     """As in Stability's SD3 with its T5 in 8 bits, Lumina with a tokenizer inside, and SD 1.5 with its averages."""
@@ -192,7 +192,7 @@ def test_what_a_file_of_all_parts_has_of_others_may_be_quantised(
     as_they_are(folder / "all.safetensors", tensors)
 
     if own is None:
-        with pytest.raises(ConfigError, match=r"8-bit floats|is quantised"):
+        with pytest.raises(ConfigError, match=r"8-bit floats|is quantized"):
             ModelFolder(tmp_path).tensors(component)
     else:
         assert ModelFolder(tmp_path).tensors(component).keys() == own

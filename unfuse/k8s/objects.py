@@ -246,7 +246,7 @@ def _common(name: str, side: str, pipeline: Object) -> Object:
 
 
 def _triggers(autoscaling: Object, namespace: str, spec: Object, users: Sequence[str]) -> list[Object]:
-    """Return the KEDA triggers of a pool: Prometheus queries on the metrics of its gateways."""
+    """Return the KEDA triggers that let a pool scale to zero and back: Prometheus queries on its gateways' metrics."""
     roles = roles_of(spec["role"])
     component = spec.get("model", {}).get("component")
     services = f'="{users[0]}"' if len(users) == 1 else f'=~"{"|".join(users)}"'

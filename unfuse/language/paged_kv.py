@@ -1,6 +1,6 @@
-"""A paged KV cache: keys and values of many token sequences, allocated in blocks.
+"""A KV cache for paged attention: keys and values of many token sequences, allocated in blocks.
 
-After Kwon et al., 2023 (paged attention). The paper allocates any free block. This cache prefers the block after the
+After Kwon et al., 2023. The paper allocates any free block. This cache prefers the block after the
 sequence's last one. Most sequences therefore lie in one or few contiguous runs, which attention reads in place.
 """
 

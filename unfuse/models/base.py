@@ -193,7 +193,7 @@ class DiffusersFamily(Family):
             dtypes=dtypes,
             created=model.created,
             accepts=self.accepts,
-            takes_lora=self.takes_lora and not model.quantisation(self.adapts),
+            takes_lora=self.takes_lora and not model.quantization(self.adapts),
         )
 
     @override
@@ -242,7 +242,7 @@ class DiffusersFamily(Family):
         For each kind of parallelism a number of heads or layers, as `Spread.refusal` reads it.
         """
         denoisers = [name for name in self.components(folder) if name.startswith(self.adapts)]
-        denoise = {} if any(map(folder.is_quantised, denoisers)) else self.denoiser_spreads(folder)
+        denoise = {} if any(map(folder.is_quantized, denoisers)) else self.denoiser_spreads(folder)
         spreads = {DENOISE.kind: denoise, VAE_DECODE.kind: {"tiles": 0}}
         return spreads | encoder_spreads(folder, self.components(folder))
 
@@ -323,7 +323,7 @@ class DiffusersFamily(Family):
         from unfuse.weights.adapters import AdapterFolder, LoadedAdapters
 
         runtime = loader.runtime
-        if not runtime.loras or not self.takes_lora or loader.folder.quantisation(self.adapts):
+        if not runtime.loras or not self.takes_lora or loader.folder.quantization(self.adapts):
             return None
         if runtime.options.offload == "sequential":
             raise ConfigError("--loras does not go with --offload sequential: use --offload model")
@@ -389,12 +389,12 @@ class Loader:
         runtime = self.runtime
         library, name = self._classes[component]
         files, dtype = self.folder.weights(component), runtime.dtypes[component]
-        quantised = self.folder.quantisation(component)
-        check(component, quantised, files, dtype, self.device.type, runtime.options.offload)
+        quantized = self.folder.quantization(component)
+        check(component, quantized, files, dtype, self.device.type, runtime.options.offload)
 
         load = partial(self._load_checked, component, part)
         offloads = runtime.options.offload != "none"
-        converts = not isinstance(self.folder, GgufModel) and not quantised and not self.folder.has(component, dtype)
+        converts = not isinstance(self.folder, GgufModel) and not quantized and not self.folder.has(component, dtype)
         if runtime.group and (offloads or converts):
             model = load_together(runtime.group, self.folder, component, library, load, offloads)
             mapped = MappedTensors(held(model))
@@ -432,7 +432,7 @@ class Loader:
                 f"({len(unused)} tensors in all), which {name} with its configuration has no place for: give the "
                 "weights that belong to this configuration, in their original precision"
             )
-        if not self.folder.quantisation(component) and (rounded := self._rounded(component, model)):
+        if not self.folder.quantization(component) and (rounded := self._rounded(component, model)):
             raise ConfigError(
                 f"model {self.folder.path}: {component} has {rounded} as integers, where {name} has floats: give it in "
                 "its original precision"

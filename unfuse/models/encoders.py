@@ -64,7 +64,7 @@ def encoder_spreads(folder: ModelFolder, components: Mapping[str, tuple[str, str
         if kind in ENCODERS:
             with folder.reading(component):
                 way = {"tensor": ENCODERS[kind].common(folder.config(component))}
-                ways[component.replace("encoder", "encode")] = {} if folder.is_quantised(component) else way
+                ways[component.replace("encoder", "encode")] = {} if folder.is_quantized(component) else way
     return ways
 
 

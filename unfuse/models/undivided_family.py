@@ -115,7 +115,7 @@ class UndividedFamily(Family):
             weights=weights_ids(model, pipeline, recipe),
             dtypes=dtypes,
             created=model.created,
-            takes_lora=declaration.loras and not any(map(model.quantisation, components)),
+            takes_lora=declaration.loras and not any(map(model.quantization, components)),
             accepts=tuple(_accepts(declaration)),
             follows_picture=declaration.name not in OWN_SIZES and not _has_fixed_size(model),
             picture_scale=_picture_scale(declaration),
@@ -140,7 +140,7 @@ class UndividedFamily(Family):
         draws_on_device = runtime.options.noise_device != "cpu"
 
         loras = None
-        if runtime.loras and declaration.loras and not any(map(model.quantisation, loader.folder.components())):
+        if runtime.loras and declaration.loras and not any(map(model.quantization, loader.folder.components())):
             most = runtime.options.max_loras
             files = AdapterFolder(runtime.loras, runtime.kept)
             loras = LoadedPipelineAdapters(files, pipeline, lambda: pipeline, loader.device, most)

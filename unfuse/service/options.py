@@ -229,7 +229,7 @@ def require_libraries(plan: ServingPlan, loras: str) -> None:
         require_peft()
     for model in plan.models:
         files = files_of(model.folder)
-        library(files.quantisation(component) for component in model.components)
+        library(files.quantization(component) for component in model.components)
 
 
 def check_request(plan: ServingPlan, asked: Mapping[str, Any], loras: str) -> None:

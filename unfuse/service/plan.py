@@ -297,7 +297,7 @@ def _component(files: ModelFolder, name: str, dtype: str) -> PlannedComponent:
     mapped = files.has(name, dtype)
 
     memory = parameters * width
-    if files.is_quantised(name):  # as in its files, except floats that are loaded in a wider dtype
+    if files.is_quantized(name):  # as in its files, except floats that are loaded in a wider dtype
         file_widths = {STORED[stored]: DTYPES[stored] for stored in STORED}
         memory = files.size(name) + sum(
             number * max(width - file_widths.get(stored, width), 0) for stored, number in tensors.values()

@@ -576,9 +576,9 @@ def _is_without_effect(name: str, tensors: Mapping[str, Tensor], zeros: set[str]
 
 
 def _codes(name: str, dtype: str) -> str:
-    """Return why a quantised entry is refused, as a sentence's end; or ""."""
+    """Return why a quantized entry is refused, as a sentence's end; or ""."""
     if dtype.startswith(("I", "U", "B")) and dtype != "BF16":
-        return f"holds {name} as integers ({dtype}): quantised adapters are not supported; save it in 16 bits"
+        return f"holds {name} as integers ({dtype}): quantized adapters are not supported; save it in 16 bits"
     if dtype.startswith(("F8", "F6", "F4")):
         return f"holds {name} in floats of fewer than 16 bits ({dtype}), which are not supported; save it in 16 bits"
     return ""

@@ -23,7 +23,7 @@ import xxhash
 
 from unfuse.core.errors import ConfigError
 from unfuse.weights.fingerprints import FINGERPRINTS, Algorithm
-from unfuse.weights.gguf import GGUF, QUANTISED, REPAIR, contents
+from unfuse.weights.gguf import GGUF, QUANTIZED, REPAIR, contents
 from unfuse.weights.quantized import SETTING, codes, is_whole_number, refusal
 from unfuse.weights.single import is_of, own_names, single_of, singles_of
 
@@ -79,7 +79,7 @@ _PICKLE = "weights that are not safetensors: save the model anew with its librar
 #: Files that may be there instead of a model or its weights, and what to do about them.
 UNSERVED = {
     ADAPTER: _ADAPTER, "adapter_model.*": _ADAPTER, "pytorch_lora_weights.*": _ADAPTER,
-    "*.gguf": "quantised weights (GGUF), which are served of language models, and from a file on this disk: "
+    "*.gguf": "quantized weights (GGUF), which are served of language models, and from a file on this disk: "
     "give such a file, or put one of a denoiser in the place of the weights in its folder",
     "*model.*.safetensors": "a variant, and only plain weights are served: save the model without a variant",
     "*.safetensors": "a checkpoint outside diffusers' layout: put it in its component's folder, for the weights there",
@@ -236,7 +236,7 @@ class ModelFolder:
         if _config_name(component) != CONFIG:
             return []
         if (settings := config.get(SETTING)) and (reason := refusal(settings, self.is_whole)):
-            raise ConfigError(f"model {self.path}: component {component} is quantised ({SETTING}) {reason}")
+            raise ConfigError(f"model {self.path}: component {component} is quantized ({SETTING}) {reason}")
 
         usual = next((name for name in WEIGHTS if name in files and ADAPTER not in files), "")
         weights_file = usual or self.single(component)
@@ -280,11 +280,11 @@ class ModelFolder:
         is_diffusers = "_class_name" in self.config(component)
         return single_of(self._list(self.at(component).rstrip("/")), ADAPTER, *WEIGHTS) if is_diffusers else ""
 
-    def is_quantised(self, component: str) -> bool:
-        """Return whether a component stays quantised in memory: GGUF, or quantised by torchao."""
-        return self.single(component).endswith(GGUF) or bool(self.quantisation(component))
+    def is_quantized(self, component: str) -> bool:
+        """Return whether a component stays quantized in memory: GGUF, or quantized by torchao."""
+        return self.single(component).endswith(GGUF) or bool(self.quantization(component))
 
-    def quantisation(self, component: str) -> Any:
+    def quantization(self, component: str) -> Any:
         """Return a component's quantization settings, or None."""
         return self.config(component).get(SETTING)
 
@@ -310,7 +310,7 @@ class ModelFolder:
         """
         tensors = self.tensors(component)
         kinds = {stored for stored, _ in tensors.values() if not is_whole_number(stored)}
-        if has_single_experts(tensors) or self.single(component) or self.is_quantised(component):
+        if has_single_experts(tensors) or self.single(component) or self.is_quantized(component):
             return False
         return kinds == {STORED[dtype]}
 
@@ -360,7 +360,7 @@ class ModelFolder:
             gguf = contents(file)
             self._refuse_other(component, name, gguf.tensors, str(gguf.said.get("general.architecture", "")))
             return {
-                key: (f"GGUF {QUANTISED[tensor.kind][0]}", prod(tensor.shape)) for key, tensor in gguf.tensors.items()
+                key: (f"GGUF {QUANTIZED[tensor.kind][0]}", prod(tensor.shape)) for key, tensor in gguf.tensors.items()
             }
 
         if file.exists() or self.hub is None:
@@ -372,7 +372,7 @@ class ModelFolder:
                 raise self._missing_error(component, name) from error
             tensors = {key: (str(entry.dtype), prod(entry.shape)) for key, entry in remote.items()}
 
-        if self.quantisation(component):
+        if self.quantization(component):
             return tensors
         if name == self.single(component):
             tensors = {key: tensors[key] for key in own_names(component, tensors)}

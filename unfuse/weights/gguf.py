@@ -30,7 +30,7 @@ MAX_TENSORS = 1 << 16
 MAX_DIMENSIONS = 5
 
 #: The supported quantization types by number: name, values per block, and bytes per block.
-QUANTISED = {
+QUANTIZED = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
     6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
     12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18),
@@ -43,7 +43,7 @@ class StoredTensor(NamedTuple):
 
     #: Its shape in torch's order of dimensions.
     shape: tuple[int, ...]
-    #: Its quantization type: a key of QUANTISED.
+    #: Its quantization type: a key of QUANTIZED.
     kind: int
     #: The position of its first byte in the file.
     start: int
@@ -165,11 +165,11 @@ def _stored_tensor(
     name: str, data: int, alignment: int, shape: tuple[int, ...], kind: int, offset: int
 ) -> StoredTensor:
     """Return a tensor at this offset from byte `data`. Raises ConfigError for an unsupported type."""
-    if kind not in QUANTISED:
-        served = ", ".join(known for known, _, _ in QUANTISED.values())
+    if kind not in QUANTIZED:
+        served = ", ".join(known for known, _, _ in QUANTIZED.values())
         raise ConfigError(f"tensor {name} is of type {kind}, which is not served: give a file of the types {served}")
 
-    kind_name, block_values, block_bytes = QUANTISED[kind]
+    kind_name, block_values, block_bytes = QUANTIZED[kind]
     if not all(shape) or shape[-1] % block_values:
         raise ValueError(f"its tensor {name} has the shape {shape}, and {kind_name} has blocks of {block_values}")
     if offset % alignment:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from unfuse.core.errors import ConfigError
 from unfuse.weights.fingerprints import FINGERPRINTS
 from unfuse.weights.folder import ModelFolder
-from unfuse.weights.gguf import GGUF, QUANTISED, REPAIR, GgufContents, StoredTensor, contents
+from unfuse.weights.gguf import GGUF, QUANTIZED, REPAIR, GgufContents, StoredTensor, contents
 
 if TYPE_CHECKING:
     import torch
@@ -120,7 +120,7 @@ class GgufModel(ModelFolder):
         stored = self._contents.tensors
         tensors = {name: stored[gguf_name] for gguf_name, name in self._model_names.items()}
         return {
-            name: (f"GGUF {QUANTISED[tensor.kind][0]}", math.prod(tensor.shape)) for name, tensor in tensors.items()
+            name: (f"GGUF {QUANTIZED[tensor.kind][0]}", math.prod(tensor.shape)) for name, tensor in tensors.items()
         }
 
     @override

@@ -69,7 +69,7 @@ def refusal(said: object, speaks: bool) -> str:
     """
     by = str(said.get("quant_method") if isinstance(said, dict) else said)[:40]
     if by != TORCHAO:
-        return f"by {by}, which is not served: give it as torchao quantises it, as GGUF, or in its original precision"
+        return f"by {by}, which is not served: give it as torchao quantizes it, as GGUF, or in its original precision"
     if speaks:
         return f"by {by}, which is not served of language models: give a GGUF file, or its original precision"
 
@@ -78,7 +78,7 @@ def refusal(said: object, speaks: bool) -> str:
         served = ", ".join(sorted(ANYWHERE | ON_GPUS))
         return f"by {by} with {unknown[0][:80]}, which is not served: served are {served}"
     if not types & (ANYWHERE | ON_GPUS):
-        return f"by a {by} that does not say how: quantise it anew, with {by} 0.17 or later"
+        return f"by a {by} that does not say how: quantize it anew, with {by} 0.17 or later"
     return ""
 
 
@@ -87,13 +87,13 @@ def codes(tensors: Mapping[str, tuple[str, int]]) -> str:
 
     `tensors`: dtype and number of elements by name.
     """
-    instead = "provide it in its original precision, quantised by torchao, or as GGUF"
+    instead = "provide it in its original precision, quantized by torchao, or as GGUF"
     for name, (dtype, _) in tensors.items():
         layer, _, last = name.rpartition(".")
         if last in SCALES or ".quant_state" in name:
-            return f"is quantised in an unsupported format (it has {name[:160]}): {instead}"
+            return f"is quantized in an unsupported format (it has {name[:160]}): {instead}"
         if dtype.startswith(CODES) and layer and last not in BUFFERS:
-            return f"is quantised in an unsupported format ({name[:160]} is of type {dtype}): {instead}"
+            return f"is quantized in an unsupported format ({name[:160]} is of type {dtype}): {instead}"
     return ""
 
 
@@ -110,7 +110,7 @@ def library(said: Iterable[object]) -> set[str]:
     if not any(said):
         return set()
     if find_spec(TORCHAO) is None:
-        raise ConfigError("weights that are quantised by torchao need that library: pip install 'unfuse[torchao]'")
+        raise ConfigError("weights that are quantized by torchao need that library: pip install 'unfuse[torchao]'")
     return {TORCHAO}
 
 
@@ -125,17 +125,17 @@ def check(component: str, said: object, files: Iterable[Path], dtype: str, devic
     if not said:
         return
     if offload != "none":
-        raise ConfigError(f"{component} is quantised by torchao, which --offload {offload} cannot move: leave it out")
+        raise ConfigError(f"{component} is quantized by torchao, which --offload {offload} cannot move: leave it out")
     if device == "cpu" and (needs := sorted(ON_GPUS.intersection(_types(said)))):
         served = ", ".join(sorted(ANYWHERE))
-        raise ConfigError(f"{component} is quantised by torchao's {needs[0]}, which needs a GPU: on a CPU use {served}")
+        raise ConfigError(f"{component} is quantized by torchao's {needs[0]}, which needs a GPU: on a CPU use {served}")
     for file in files:
         with safe_open(file, "pt") as opened:
             described = [json.loads(text) for key, text in (opened.metadata() or {}).items() if key.endswith(".weight")]
         fixed = [tensor for tensor in described if tensor.get("_type") not in CASTS]
         dtypes = {tensor["_data"]["dtype"]["_data"] for tensor in fixed}
         if dtypes - {dtype}:
-            raise ConfigError(f"{component} is quantised for {min(dtypes)}: use --dtype {component}={min(dtypes)}")
+            raise ConfigError(f"{component} is quantized for {min(dtypes)}: use --dtype {component}={min(dtypes)}")
 
 
 def packed_bytes(tensor: torch.Tensor) -> int:

@@ -249,7 +249,7 @@ def _load_stages(
     families = [find(folder) for _, folder, _ in models]
     libraries = {name for family in families if family.torch for name in ("torch", *family.libraries)}
     component_folders = {(folder, name) for spec, _, folder in wanted.values() for name in spec.components}
-    libraries |= library(files_of(folder).quantisation(name) for folder, name in component_folders)
+    libraries |= library(files_of(folder).quantization(name) for folder, name in component_folders)
     device = _device(load, bool(libraries))
     numerics, spreads = outcome_of(load, device, libraries), own_spreads(load.compute.parallel, load.choice.roles)
     _check_agreement(group, numerics, wanted)

@@ -1,4 +1,4 @@
-"""Transformers and encoders that torchao has quantised make the bits that diffusers makes of the same folder."""
+"""Transformers and encoders that torchao has quantized make the bits that diffusers makes of the same folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unfuse.stages.base import Stage
 from unfuse.weights.folder import ModelFolder
 from unfuse.weights.quantized import check, library
 
-JOBS = {job.name: job for job in c.QUANTISED}
+JOBS = {job.name: job for job in c.QUANTIZED}
 Copied = Callable[[str], Path]
 
 
@@ -34,7 +34,7 @@ def load(folder: Path, kind: str, dtype: str = "float32", loras: str = "", offlo
 
 
 def said(folder: Path, component: str, **changes: object) -> Path:
-    """The folder, with that in what a configuration says of quantising."""
+    """The folder, with that in what a configuration says of quantizing."""
     file = folder / component / "config.json"
     config = json.loads(file.read_text())
     c.edit(file, quantization_config={**config.get("quantization_config", {}), **changes})
@@ -50,7 +50,7 @@ def test_results_are_those_of_what_diffusers_loads(name: str, undivided: c.Undiv
     assert np.array_equal(pixels, expected["pixels"])
 
 
-def test_quantising_changes_what_is_made_and_stays_in_memory(undivided: c.Undivided, stages: c.Load) -> None:
+def test_quantizing_changes_what_is_made_and_stays_in_memory(undivided: c.Undivided, stages: c.Load) -> None:
     folder = undivided.folder("wan-int8")
     transformer = stages(folder)["denoise"]._denoiser.transformers[0]  # type: ignore[attr-defined]
     assert type(transformer.blocks[0].attn1.to_q.weight.data).__name__ == "Int8Tensor"
@@ -97,12 +97,12 @@ def test_what_cannot_compute_is_refused_before_it_is_loaded(
     monkeypatch.setattr(diffusers.WanTransformer3DModel, "from_pretrained", None)
     with pytest.raises(ConfigError, match="--offload model cannot move"):
         load(undivided.folder("wan-int8"), "denoise", offload="model")
-    with pytest.raises(ConfigError, match="quantised for bfloat16: use --dtype transformer=bfloat16"):
+    with pytest.raises(ConfigError, match="quantized for bfloat16: use --dtype transformer=bfloat16"):
         load(undivided.folder("wan-float8"), "denoise")
     folder = said(copied("wan-int8"), "transformer", quant_type={"default": {"_type": "Int4WeightOnlyConfig"}})
     with pytest.raises(ConfigError, match="Int4WeightOnlyConfig, which needs a GPU"):
         load(folder, "denoise")
-    check("transformer", ModelFolder(folder).quantisation("transformer"), (), "float32", "cuda", "none")
+    check("transformer", ModelFolder(folder).quantization("transformer"), (), "float32", "cuda", "none")
 
 
 @pytest.mark.parametrize(("changes", "says"), [
@@ -112,7 +112,7 @@ def test_what_cannot_compute_is_refused_before_it_is_loaded(
     ({"quant_type": {"default": {"_type": "quantize_", "_data": {}}}}, "with quantize_, which is not served"),
     ({"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": [{"_type": "os.system"}]}}}, "os.system"),
 ])  # fmt: skip
-def test_other_ways_to_quantise_are_refused_by_name(changes: dict[str, object], says: str, copied: Copied) -> None:
+def test_other_ways_to_quantize_are_refused_by_name(changes: dict[str, object], says: str, copied: Copied) -> None:
     folder = said(copied("wan-int8"), "transformer", **changes)
     with pytest.raises(ConfigError, match=says):
         find(folder).card("m", folder)
@@ -133,7 +133,7 @@ def test_a_language_model_is_refused(tmp_path: Path) -> None:
         ModelFolder(tmp_path).weight_names("model")
 
 
-def test_other_quantised_weights_are_another_pool(copied: Copied, undivided: c.Undivided) -> None:
+def test_other_quantized_weights_are_another_pool(copied: Copied, undivided: c.Undivided) -> None:
     folder = copied("wan-int8")
     cards = [find(one).card("m", one) for one in (folder, undivided.folder("wan"))]
     assert cards[0].pools()["denoise"] != cards[1].pools()["denoise"]
@@ -148,7 +148,7 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.
         library([{"quant_method": "torchao"}])
 
 
-def test_one_part_of_a_model_may_be_quantised(copied: Copied, undivided: c.Undivided, stages: c.Load) -> None:
+def test_one_part_of_a_model_may_be_quantized(copied: Copied, undivided: c.Undivided, stages: c.Load) -> None:
     folder = copied("wan-int8")
     shutil.rmtree(folder / "text_encoder")
     shutil.copytree(undivided.folder("wan") / "text_encoder", folder / "text_encoder")

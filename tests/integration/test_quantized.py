@@ -1,4 +1,4 @@
-"""A model whose transformer and encoder torchao has quantised is served as others: pixels of undivided diffusers."""
+"""A model whose transformer and encoder torchao has quantized is served as others: pixels of undivided diffusers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.pictures import digest, undivided
 from tools.server import Server, serving
-from tools.tiny import SERVING, adapter, build, quantised
+from tools.tiny import SERVING, adapter, build, quantized
 
 CASES: list[dict[str, Any]] = [
     {"prompt": "a red circle", "seed": 3},
@@ -25,7 +25,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     build("flux", folder / "flux")
     adapter(folder / "flux", folder / "loras", "plain", 1)
-    quantised(folder / "flux", folder / "packed", "Int8WeightOnlyConfig")
+    quantized(folder / "flux", folder / "packed", "Int8WeightOnlyConfig")
     return folder
 
 
@@ -47,6 +47,6 @@ def test_pictures_have_the_pixels_of_the_undivided_pipeline(server: Server, root
 
 
 @pytest.mark.nightly
-def test_adapters_are_for_models_that_are_not_quantised(server: Server) -> None:
+def test_adapters_are_for_models_that_are_not_quantized(server: Server) -> None:
     listed = {model["id"]: model["loras"] for model in server.get("/v1/models")["data"]}
     assert listed == {"packed": [], "flux": ["plain"]}

@@ -1,0 +1,85 @@
+"""Someone who searches for a term of the field finds the file that implements it and the page that describes it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+#: Term, the file of the package that implements it, and the page that describes it. There is no choice of an attention
+#: backend yet.
+TERMS = (
+    ("KV cache", "language/paged_kv.py", "serving.md"),
+    ("paged attention", "language/paged_kv.py", "serving.md"),
+    ("prefix caching", "stages/sequence_pool.py", "serving.md"),
+    ("chunked prefill", "stages/language.py", "serving.md"),
+    ("continuous batching", "worker/step_loop.py", "architecture.md"),
+    ("batch invariance", "stages/batch_invariant_ops.py", "serving.md"),
+    ("retraction", "stages/sequence_pool.py", "serving.md"),
+    ("tensor parallel", "parallel/parallel_plan.py", "serving.md"),
+    ("sequence parallel", "parallel/sequence.py", "serving.md"),
+    ("CFG parallel", "parallel/__init__.py", "serving.md"),
+    ("pipeline parallel", "parallel/spreading.py", "serving.md"),
+    ("FSDP", "parallel/spreading.py", "serving.md"),
+    ("LoRA adapter", "weights/adapters.py", "serving.md"),
+    ("model swapping", "scheduler/model_swaps.py", "serving.md"),
+    ("scale to zero", "k8s/objects.py", "serving.md"),
+    ("cold start", "scheduler/lifecycle.py", "serving.md"),
+    ("admission control", "scheduler/admission.py", "reliability.md"),
+    ("back-pressure", "scheduler/backpressure.py", "reliability.md"),
+    ("lease", "queues/tasks.py", "reliability.md"),
+    ("heartbeat", "scheduler/dispatcher.py", "reliability.md"),
+    ("dead letter", "server/dead_letters.py", "reliability.md"),
+    ("idempotency key", "server/calls.py", "reliability.md"),
+    ("retry policy", "core/retries.py", "reference-errors.md"),
+    ("checkpoint", "worker/checkpoints.py", "reliability.md"),
+    ("drain", "service/stopping.py", "reliability.md"),
+    ("VAE tiling", "parallel/tiles.py", "serving.md"),
+    ("offload", "weights/offload.py", "serving.md"),
+    ("quantization", "weights/quantized.py", "serving.md"),
+    ("webhook", "server/webhooks.py", "serving.md"),
+)
+
+
+def has(term: str, text: str) -> bool:
+    """Whether a text has the term, with spaces, hyphens or underscores between its words, in the singular or plural."""
+    words = re.split(r"[ -]", term.lower())
+    return re.search(r"[ _-]?".join(map(re.escape, words)), text.lower()) is not None
+
+
+def names_and_first_lines(path: Path) -> Iterator[str]:
+    """The file's name, and the names and first docstring lines of all that it defines."""
+    yield path.stem
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield (ast.get_docstring(node) or "").partition("\n")[0]
+
+
+def headings_and_first_paragraphs(page: Path) -> Iterator[str]:
+    """Every heading of a page, and the paragraph below it."""
+    for section in re.split(r"^#+ ", page.read_text(), flags=re.MULTILINE)[1:]:
+        heading, _, rest = section.partition("\n")
+        yield heading
+        yield rest.strip().partition("\n\n")[0]
+
+
+@pytest.mark.parametrize(("term", "file", "page"), TERMS, ids=[term for term, _, _ in TERMS])
+def test_a_term_is_found_in_its_file_and_on_its_page(term: str, file: str, page: str) -> None:
+    assert any(has(term, text) for text in names_and_first_lines(ROOT / "unfuse" / file)), file
+    assert any(has(term, text) for text in headings_and_first_paragraphs(ROOT / "docs" / page)), page
+
+
+def test_spellings_are_those_of_the_field() -> None:
+    """Given text of the package and its documents, then no word has a spelling that a search would miss."""
+    files = [*(ROOT / "unfuse").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    found = [
+        f"{path.relative_to(ROOT)}: {word.group()}"
+        for path in files
+        for word in re.finditer(r"\w*(quantis|tokenis)\w*", path.read_text(), flags=re.IGNORECASE)
+    ]
+    assert found == []
