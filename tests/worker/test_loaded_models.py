@@ -31,9 +31,9 @@ from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of
 from unfuse.weights.adapters import CHUNK, AdapterFolder
 from unfuse.worker import loaded_models
+from unfuse.worker.compute_messages import unfetched
 from unfuse.worker.loaded_models import AdapterFetcher, ModelSwapper, WeightFiles, states_of
 from unfuse.worker.registration import ServedStages, sets_of
-from unfuse.worker.worker import unfetched
 
 VAE = "vae/diffusion_pytorch_model.safetensors"
 

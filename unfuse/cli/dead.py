@@ -13,9 +13,13 @@ app = CommandRegistry("Requests that were given up after too many failures.")
 
 @app.verb()
 def ls(
-    limit: Limit = 100, after: After = None, server: Server = None, api_key: ApiKey = None, config: Config = None,
+    limit: Limit = 100,
+    after: After = None,
+    server: Server = None,
+    api_key: ApiKey = None,
+    config: Config = None,
     json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """List unreadable records of the queue, and dead requests, newest first."""
     with connecting.client(server, api_key, config) as client:
         rows = client.dead(limit, after)

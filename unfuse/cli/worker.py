@@ -24,12 +24,31 @@ if TYPE_CHECKING:
 
 
 @takes(
-    "worker.workers", "serve.place", "serve.device_memory", "worker.role", "worker.max_loaded_models",
-    "worker.component", "worker.scheduler", "keys", "insecure_listen", "worker.model", "serve.component_source",
-    *COMPUTE, "worker.slots", "worker.resources", "worker.node", "worker.listen", "worker.health", "transfer.engine",
-    "transfer.trusted_network", "arena.bytes", "kv.bytes", "worker.memory_limit", "lease.stall_s",
+    "worker.workers",
+    "serve.place",
+    "serve.device_memory",
+    "worker.role",
+    "worker.max_loaded_models",
+    "worker.component",
+    "worker.scheduler",
+    "keys",
+    "insecure_listen",
+    "worker.model",
+    "serve.component_source",
+    *COMPUTE,
+    "worker.slots",
+    "worker.resources",
+    "worker.node",
+    "worker.listen",
+    "worker.health",
+    "transfer.engine",
+    "transfer.trusted_network",
+    "arena.bytes",
+    "kv.bytes",
+    "worker.memory_limit",
+    "lease.stall_s",
     "serve.drain_timeout",
-)  # fmt: skip
+)
 def worker(
     flags: dict[str, Any],
     terminal: Terminal,

@@ -212,9 +212,13 @@ File = str | Path | bytes
 
 
 def submission(
-    prompt: str, image: File | Sequence[File] | None, mask: File | None, last_frame: File | None, video: bool | None,
+    prompt: str,
+    image: File | Sequence[File] | None,
+    mask: File | None,
+    last_frame: File | None,
+    video: bool | None,
     params: Mapping[str, object],
-) -> tuple[str, dict[str, Any]]:  # fmt: skip
+) -> tuple[str, dict[str, Any]]:
     """Return the path and options of the call that submits a picture or video request.
 
     `Client.submit` documents the parameters. Files named by a path are read here.

@@ -109,9 +109,13 @@ class AsyncClient:
     """
 
     def __init__(
-        self, url: str, key: str | None = None, *, reconnect_delay: float = 0.1,
+        self,
+        url: str,
+        key: str | None = None,
+        *,
+        reconnect_delay: float = 0.1,
         transport: type[AsyncTransport | BlockingTransport] = AsyncTransport,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.url = calls.checked(url)
         self.reconnect_delay = reconnect_delay
         self._transport = transport(calls.settings(self.url, key))
@@ -134,9 +138,15 @@ class AsyncClient:
         return await (await self.submit(prompt, **asked)).result()
 
     async def submit(
-        self, prompt: str, *, image: File | Sequence[File] | None = None, mask: File | None = None,
-        last_frame: File | None = None, video: bool | None = None, **params: object,
-    ) -> AsyncRequest:  # fmt: skip
+        self,
+        prompt: str,
+        *,
+        image: File | Sequence[File] | None = None,
+        mask: File | None = None,
+        last_frame: File | None = None,
+        video: bool | None = None,
+        **params: object,
+    ) -> AsyncRequest:
         """Submit a request for pictures or a video. `Client.submit` documents the parameters.
 
         Files are read in a thread.
@@ -480,9 +490,15 @@ class Client:
         return run(self._async.generate(prompt, **asked))
 
     def submit(
-        self, prompt: str, *, image: File | Sequence[File] | None = None, mask: File | None = None,
-        last_frame: File | None = None, video: bool | None = None, **params: object,
-    ) -> Request:  # fmt: skip
+        self,
+        prompt: str,
+        *,
+        image: File | Sequence[File] | None = None,
+        mask: File | None = None,
+        last_frame: File | None = None,
+        video: bool | None = None,
+        **params: object,
+    ) -> Request:
         """Submit a request for pictures or a video, and return it at once.
 
         `image`: the picture to start from, for a model that accepts one, or several of them.

@@ -173,15 +173,28 @@ def _strength(card: ModelSpec, read: Mapping[str, Any], params: Params, uploads:
 
 SAME_MEANING = {
     "num_inference_steps": (
-        "steps", "step", "num_steps", "inference_steps", "sampling_steps", "sample_steps", "num_sampling_steps",
-        "denoising_steps", "infer_steps",
+        "steps",
+        "step",
+        "num_steps",
+        "inference_steps",
+        "sampling_steps",
+        "sample_steps",
+        "num_sampling_steps",
+        "denoising_steps",
+        "infer_steps",
     ),
     "guidance_scale": ("cfg_scale", "cfg", "guidance", "cfg_guidance_scale", "text_guidance_scale"),
     "true_cfg_scale": ("true_cfg",),
     "size": ("resolution", "dimensions", "image_size", "video_size", "output_size", "target_size", "aspect_ratio"),
     "n": (
-        "num_images", "num_images_per_prompt", "num_outputs", "batch_size", "batch_count", "num_samples",
-        "count", "n_images",
+        "num_images",
+        "num_images_per_prompt",
+        "num_outputs",
+        "batch_size",
+        "batch_count",
+        "num_samples",
+        "count",
+        "n_images",
     ),
     "seconds": ("duration", "length", "duration_seconds", "video_duration", "video_length", "num_seconds"),
     "num_frames": ("frames", "num_video_frames", "video_frames"),
@@ -192,11 +205,29 @@ SAME_MEANING = {
     "lora_scale": ("lora_strength", "lora_weight", "lora_alpha", "adapter_scale", "adapter_weight"),
     "lora": ("loras", "lora_name", "adapter", "adapters", "lora_path", "lora_weights"),
     "input_reference": (
-        "image", "images", "image_url", "input_image", "init_image", "first_frame", "start_image", "reference_image",
-        "image_reference", "first_frame_image", "first_image", "start_frame", "image_urls", "init_images",
+        "image",
+        "images",
+        "image_url",
+        "input_image",
+        "init_image",
+        "first_frame",
+        "start_image",
+        "reference_image",
+        "image_reference",
+        "first_frame_image",
+        "first_image",
+        "start_frame",
+        "image_urls",
+        "init_images",
     ),
     "image": (
-        "image_url", "input_image", "init_image", "reference_image", "input_reference", "image_urls", "init_images",
+        "image_url",
+        "input_image",
+        "init_image",
+        "reference_image",
+        "input_reference",
+        "image_urls",
+        "init_images",
     ),
     "last_frame": ("last_image", "end_image", "end_frame", "image_tail", "tail_image", "last_frame_image", "image_end"),
     "mask": ("mask_image", "mask_url"),
@@ -209,13 +240,23 @@ SAME_MEANING = {
     "messages": ("prompt", "input", "conversation", "chat_history"),
     "prompt": ("text", "caption", "input", "text_prompt"),
     "model": ("model_name", "model_id", "engine", "checkpoint"),
-}  # fmt: skip
+}
 """Other servers' names of each field. A hint names the first of these fields that the endpoint has."""
 
 NOISE_SCHEDULER = (
-    "sampler", "sampler_name", "sampler_index", "sampling_method", "scheduler", "scheduler_name", "sample_solver",
-    "noise_scheduler", "flow_shift", "shift", "sigmas", "timesteps",
-)  # fmt: skip
+    "sampler",
+    "sampler_name",
+    "sampler_index",
+    "sampling_method",
+    "scheduler",
+    "scheduler_name",
+    "sample_solver",
+    "noise_scheduler",
+    "flow_shift",
+    "shift",
+    "sigmas",
+    "timesteps",
+)
 """Other servers' names for the choice of the noise scheduler, which the model's folder fixes here."""
 
 LEAST_TYPO = 5

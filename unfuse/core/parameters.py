@@ -244,10 +244,15 @@ DELIVERED = (
     Parameter("metadata", "texts", use="delivery", description="texts that are shown with the request"),
     Parameter("cache", "flag", use="delivery", description="false: share nothing that is made with other requests"),
     Parameter(
-        "webhook", "text", 1, 2048, use="delivery", flag=None,
+        "webhook",
+        "text",
+        1,
+        2048,
+        use="delivery",
+        flag=None,
         description="address that is told, signed, when the request is completed, failed or cancelled",
     ),
-)  # fmt: skip
+)
 """Parameters of every modality: how a request is handled, whatever it generates."""
 
 

@@ -23,9 +23,17 @@ from unfuse.core.plan import ExecutionPlan, Params
 from unfuse.core.task import Claim, Task, TaskStatus
 
 EventType = Literal[
-    "queued", "stage_started", "progress", "preview", "appended", "stage_completed", "retrying",
-    "completed", "failed", "cancelled",
-]  # fmt: skip
+    "queued",
+    "stage_started",
+    "progress",
+    "preview",
+    "appended",
+    "stage_completed",
+    "retrying",
+    "completed",
+    "failed",
+    "cancelled",
+]
 TERMINAL_EVENTS = frozenset({"completed", "failed", "cancelled"})
 
 

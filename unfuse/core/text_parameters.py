@@ -28,28 +28,68 @@ UNBOUNDED = -1  # max_tokens: as many tokens as fit
 MAX_EFFORT = 64  # characters of a reasoning_effort
 
 TEMPLATE = (
-    Parameter("chat_template_kwargs", "any", use="request", flag=None,
-        description="variables of the model's chat template, as an object, such as enable_thinking"),
-    Parameter("enable_thinking", "flag", use="request", flag=None,
-        description="same as in chat_template_kwargs: whether a model that can reason does so"),
-    Parameter("reasoning_effort", "text", 1, MAX_EFFORT, use="request",
-        description="passed to the chat template, which may ignore it"),
-    Parameter("add_generation_prompt", "flag", use="request", flag=None,
-        description="false: do not append the start of an answer to the prompt"),
-    Parameter("continue_final_message", "flag", use="request", flag=None,
-        description="the answer continues the text of the last message"),
-    Parameter("truncate_prompt_tokens", "integer", -1, (1 << 31) - 1, use="request", flag=None,
-        description="keep only this many tokens at the end of the prompt; -1: as many as fit"),
-)  # fmt: skip
+    Parameter(
+        "chat_template_kwargs",
+        "any",
+        use="request",
+        flag=None,
+        description="variables of the model's chat template, as an object, such as enable_thinking",
+    ),
+    Parameter(
+        "enable_thinking",
+        "flag",
+        use="request",
+        flag=None,
+        description="same as in chat_template_kwargs: whether a model that can reason does so",
+    ),
+    Parameter(
+        "reasoning_effort",
+        "text",
+        1,
+        MAX_EFFORT,
+        use="request",
+        description="passed to the chat template, which may ignore it",
+    ),
+    Parameter(
+        "add_generation_prompt",
+        "flag",
+        use="request",
+        flag=None,
+        description="false: do not append the start of an answer to the prompt",
+    ),
+    Parameter(
+        "continue_final_message",
+        "flag",
+        use="request",
+        flag=None,
+        description="the answer continues the text of the last message",
+    ),
+    Parameter(
+        "truncate_prompt_tokens",
+        "integer",
+        -1,
+        (1 << 31) - 1,
+        use="request",
+        flag=None,
+        description="keep only this many tokens at the end of the prompt; -1: as many as fit",
+    ),
+)
 """Parameters that control how messages become a prompt, with vLLM's names."""
 
 OWN = ("messages", "tools", "chat_template", "tokenize", "continue_final_message", "documents")
 """Template variables that the server sets, so chat_template_kwargs cannot set them."""
 
 IGNORED = (
-    "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prompt_cache_options", "prediction", "verbosity",
-)  # fmt: skip
+    "user",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prompt_cache_options",
+    "prediction",
+    "verbosity",
+)
 """Fields of OpenAI's API that have no effect on this server's answers."""
 
 SERVERS_OWN = ("spaces_between_special_tokens", "stream_reasoning", "guided_whitespace_pattern", "cache_prompt")
@@ -234,49 +274,117 @@ def _biases(value: object, vocabulary: int) -> dict[int, float]:
 
 
 TEXT = Modality(
-    "text", plural="texts", prefix="chatcmpl-", sign="max_tokens", least=1, limits=TextLimits,
+    "text",
+    plural="texts",
+    prefix="chatcmpl-",
+    sign="max_tokens",
+    least=1,
+    limits=TextLimits,
     settle=_complete,
     parameters=(
-        Parameter("messages", "any", use="request", required=True, flag=None,
-            description="what was said so far, as objects of role and content"),
+        Parameter(
+            "messages",
+            "any",
+            use="request",
+            required=True,
+            flag=None,
+            description="what was said so far, as objects of role and content",
+        ),
         *TEMPLATE,
-        Parameter("max_completion_tokens", "integer", UNBOUNDED, MAX_ASKED, use="request",
-            description="maximum number of tokens in the answer; -1: as many as fit"),
-        Parameter("max_tokens", "integer", UNBOUNDED, MAX_ASKED, use="request",
-            description="same as max_completion_tokens"),
-        Parameter("min_tokens", "integer", 0, MAX_ASKED, use="request", flag=None,
-            description="minimum number of tokens before the answer can end"),
+        Parameter(
+            "max_completion_tokens",
+            "integer",
+            UNBOUNDED,
+            MAX_ASKED,
+            use="request",
+            description="maximum number of tokens in the answer; -1: as many as fit",
+        ),
+        Parameter(
+            "max_tokens", "integer", UNBOUNDED, MAX_ASKED, use="request", description="same as max_completion_tokens"
+        ),
+        Parameter(
+            "min_tokens",
+            "integer",
+            0,
+            MAX_ASKED,
+            use="request",
+            flag=None,
+            description="minimum number of tokens before the answer can end",
+        ),
         Parameter("temperature", "number", 0, 2, default=1.0, description="0: the likeliest token each time"),
         Parameter("top_p", "number", 0, 1, default=1.0, description="of the likeliest tokens that make up so much"),
-        Parameter("top_k", "integer", -1, 1_000_000, default=0,
-            description="sample from this many likeliest tokens; 0 or -1: from all"),
+        Parameter(
+            "top_k",
+            "integer",
+            -1,
+            1_000_000,
+            default=0,
+            description="sample from this many likeliest tokens; 0 or -1: from all",
+        ),
         Parameter("min_p", "number", 0, 1, default=0.0, description="of tokens this likely beside the likeliest"),
         Parameter("frequency_penalty", "number", -2, 2, default=0.0, description="against what was often said"),
         Parameter("presence_penalty", "number", -2, 2, default=0.0, description="against what was said"),
-        Parameter("repetition_penalty", "number", 0.01, 10, default=1.0,
-            description="against tokens of messages and answer; 1: none"),
+        Parameter(
+            "repetition_penalty",
+            "number",
+            0.01,
+            10,
+            default=1.0,
+            description="against tokens of messages and answer; 1: none",
+        ),
         Parameter("logit_bias", "any", use="request", flag=None, description="numbers to add, by token"),
         Parameter("stop", "any", use="request", flag=None, description="texts before which the answer ends"),
         Parameter("stop_token_ids", "any", use="request", flag=None, description="tokens that end the answer"),
-        Parameter("include_stop_str_in_output", "flag", use="request", flag=None,
-            description="keep the stop string or stop token in the answer"),
-        Parameter("ignore_eos", "flag", use="request", flag=None,
-            description="do not stop at the model's end-of-text tokens; no effect with a format"),
-        Parameter("skip_special_tokens", "flag", use="request", flag=None,
-            description="false: keep special tokens in the answer, except the one that ends it"),
-        Parameter("include_reasoning", "flag", use="request", flag=None,
-            description="false: do not return the reasoning"),
+        Parameter(
+            "include_stop_str_in_output",
+            "flag",
+            use="request",
+            flag=None,
+            description="keep the stop string or stop token in the answer",
+        ),
+        Parameter(
+            "ignore_eos",
+            "flag",
+            use="request",
+            flag=None,
+            description="do not stop at the model's end-of-text tokens; no effect with a format",
+        ),
+        Parameter(
+            "skip_special_tokens",
+            "flag",
+            use="request",
+            flag=None,
+            description="false: keep special tokens in the answer, except the one that ends it",
+        ),
+        Parameter(
+            "include_reasoning", "flag", use="request", flag=None, description="false: do not return the reasoning"
+        ),
         Parameter("bad_words", "any", use="request", flag=None, description="texts that the answer must not contain"),
         Parameter("logprobs", "flag", use="request", flag=None, description="tell how likely each token was"),
         Parameter("top_logprobs", "integer", 0, 20, use="request", flag=None, description="and the likeliest ones"),
-        Parameter("response_format", "any", use="request", flag=None,
-            description="what the text must be: of type text, json_object, json_schema, regex or grammar"),
+        Parameter(
+            "response_format",
+            "any",
+            use="request",
+            flag=None,
+            description="what the text must be: of type text, json_object, json_schema, regex or grammar",
+        ),
         Parameter("tools", "any", use="request", flag=None, description="functions that the model may call"),
-        Parameter("tool_choice", "any", use="request", flag=None,
-            description="whether it calls any: none, auto, required, or the name of one as an object"),
+        Parameter(
+            "tool_choice",
+            "any",
+            use="request",
+            flag=None,
+            description="whether it calls any: none, auto, required, or the name of one as an object",
+        ),
         Parameter("parallel_tool_calls", "flag", use="request", flag=None, description="false: one call at most"),
-        Parameter("structured_outputs", "any", use="request", flag=None,
-            description="format of the answer, as in vLLM: one of json, regex, choice, grammar, json_object"),
+        Parameter(
+            "structured_outputs",
+            "any",
+            use="request",
+            flag=None,
+            description="format of the answer, as in vLLM: one of json, regex, choice, grammar, json_object",
+        ),
         Parameter("guided_json", "any", use="request", flag=None, description="a JSON schema, an object or a string"),
         Parameter("guided_regex", "any", use="request", flag=None, description="a regular expression for the answer"),
         Parameter("guided_choice", "any", use="request", flag=None, description="the possible answers"),
@@ -285,12 +393,22 @@ TEXT = Modality(
         Parameter("regex", "any", use="request", flag=None, description="same as guided_regex"),
         Parameter("ebnf", "any", use="request", flag=None, description="a grammar in EBNF"),
         Parameter("guided_decoding_backend", "any", use="nothing", flag=None, description="accepted and ignored"),
-        Parameter("seed", "integer", MIN_SEED, MAX_SEED, use="request",
-            description="seed of the first choice; without it, or with -1, random; the answer contains it"),
+        Parameter(
+            "seed",
+            "integer",
+            MIN_SEED,
+            MAX_SEED,
+            use="request",
+            description="seed of the first choice; without it, or with -1, random; the answer contains it",
+        ),
         Parameter("n", "integer", 1, "max_n", use="request", default=1, description="how many choices"),
         Parameter("stream", "flag", use="delivery", description="answer with events"),
-        Parameter("stream_options", "any", use="nothing",
-            description="include_usage: the last event has the usage; continuous_usage_stats: each event has it"),
+        Parameter(
+            "stream_options",
+            "any",
+            use="nothing",
+            description="include_usage: the last event has the usage; continuous_usage_stats: each event has it",
+        ),
         Parameter("modalities", "any", use="nothing", description="only text is supported"),
         *DELIVERED,
         *(
@@ -304,7 +422,7 @@ TEXT = Modality(
         *(Parameter(name, "any", use="refused", flag=None, description=why) for name, why in REFUSED),
     ),
     size=(),
-)  # fmt: skip
+)
 
 
 GUIDANCE = {
@@ -316,10 +434,29 @@ GUIDANCE = {
 """llguidance's options for JSON: any white space, but at most 16 characters at a time."""
 
 UNSURE = {
-    "pattern", "patternProperties", "format", "propertyNames", "not", "if", "then", "else", "contains", "minContains",
-    "maxContains", "uniqueItems", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties",
-    "unevaluatedItems", "contentMediaType", "contentEncoding", "contentSchema", "multipleOf", "$dynamicRef",
-}  # fmt: skip
+    "pattern",
+    "patternProperties",
+    "format",
+    "propertyNames",
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "minContains",
+    "maxContains",
+    "uniqueItems",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+    "unevaluatedProperties",
+    "unevaluatedItems",
+    "contentMediaType",
+    "contentEncoding",
+    "contentSchema",
+    "multipleOf",
+    "$dynamicRef",
+}
 """Keywords that llguidance may be unable to enforce."""
 
 TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")

@@ -55,9 +55,16 @@ MULTISTEP = ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler", "DEISMult
 
 #: Exceptions that classes raise for configurations and files that they cannot read.
 READ_ERRORS = (
-    OSError, ValueError, TypeError, RuntimeError, LookupError, AttributeError, ArithmeticError, AssertionError,
+    OSError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
     ImportError,
-)  # fmt: skip
+)
 
 #: A callback for each loaded component: name, seconds, bytes of memory.
 Report = Callable[[str, float, int], None]

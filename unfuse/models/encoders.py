@@ -31,30 +31,44 @@ SPEAKS = TensorParallelLayers(
 )
 """A language model; of one that sees, the language. The words it reads may be those it speaks, which stay whole."""
 
-EXPERTS = replace(
-    SPEAKS, experts=("*layers.*.mlp.experts",), divided=(*SPEAKS.divided, "moe_intermediate_size")
-)  # fmt: skip
+EXPERTS = replace(SPEAKS, experts=("*layers.*.mlp.experts",), divided=(*SPEAKS.divided, "moe_intermediate_size"))
 """A language model with a mixture of experts in some layers, or in all."""
 
 SEES = TensorParallelLayers(
-    outputs=("*visual.*.attn.qkv", "*visual.*.gate_proj", "*visual.*.up_proj", "*visual.*.linear_fc1",
-             "*visual.merger.mlp.0"),
+    outputs=(
+        "*visual.*.attn.qkv",
+        "*visual.*.gate_proj",
+        "*visual.*.up_proj",
+        "*visual.*.linear_fc1",
+        "*visual.merger.mlp.0",
+    ),
     inputs=("*visual.*.attn.proj", "*visual.*.down_proj", "*visual.*.linear_fc2", "*visual.merger.mlp.2"),
     packed={"*.qkv": (0, 3)},
     heads=("*visual.*.attn.num_heads",),
     divided=("num_heads", "intermediate_size"),
-)  # fmt: skip
+)
 """What sees for a language model."""
 
 READS = replace(SPEAKS, gathered=("*embed_tokens",))  # one that does not speak
 
 ENCODERS = {
-    "T5EncoderModel": T5, "UMT5EncoderModel": T5, "CLIPTextModel": CLIP, "CLIPTextModelWithProjection": CLIP,
-    "CLIPVisionModel": CLIP, "CLIPVisionModelWithProjection": CLIP, "LlamaModel": READS, "LlamaForCausalLM": SPEAKS,
-    "Qwen2ForCausalLM": SPEAKS, "Qwen2_5_VLForConditionalGeneration": SPEAKS, "Qwen3ForCausalLM": SPEAKS,
-    "Qwen3Model": READS, "Qwen3MoeForCausalLM": EXPERTS, "Qwen3VLModel": READS,
-    "Qwen3VLForConditionalGeneration": SPEAKS, "Qwen3VLMoeForConditionalGeneration": EXPERTS,
-}  # fmt: skip
+    "T5EncoderModel": T5,
+    "UMT5EncoderModel": T5,
+    "CLIPTextModel": CLIP,
+    "CLIPTextModelWithProjection": CLIP,
+    "CLIPVisionModel": CLIP,
+    "CLIPVisionModelWithProjection": CLIP,
+    "LlamaModel": READS,
+    "LlamaForCausalLM": SPEAKS,
+    "Qwen2ForCausalLM": SPEAKS,
+    "Qwen2_5_VLForConditionalGeneration": SPEAKS,
+    "Qwen3ForCausalLM": SPEAKS,
+    "Qwen3Model": READS,
+    "Qwen3MoeForCausalLM": EXPERTS,
+    "Qwen3VLModel": READS,
+    "Qwen3VLForConditionalGeneration": SPEAKS,
+    "Qwen3VLMoeForConditionalGeneration": EXPERTS,
+}
 
 
 def encoder_spreads(folder: ModelFolder, components: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, int]]:

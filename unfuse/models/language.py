@@ -245,11 +245,13 @@ class VisionLanguage(LanguageFamily):
         token_bytes = int(vision_config["out_hidden_size"]) * WIDTHS[dtypes[VISION]] * layers
         room = OutputSize(4096 + layers * ALIGNMENT, token_bytes, 1, ("tokens",))
         prefill, decode = super().pipeline(model, dtypes).stages
-        return Pipeline((
-            replace(VISION_ENCODE, components=(VISION,), room=room),
-            replace(prefill, inputs=VISION_ENCODE.outputs),
-            replace(decode, inputs=(*decode.inputs, *VISION_ENCODE.outputs)),
-        ))  # fmt: skip
+        return Pipeline(
+            (
+                replace(VISION_ENCODE, components=(VISION,), room=room),
+                replace(prefill, inputs=VISION_ENCODE.outputs),
+                replace(decode, inputs=(*decode.inputs, *VISION_ENCODE.outputs)),
+            )
+        )
 
     @override
     def spreads(self, model: ModelFolder) -> dict[str, dict[str, int]]:

@@ -38,9 +38,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCKS = {
-    TEXT_ENCODE.kind: "text_encoder", IMAGE_ENCODE.kind: "vae_encoder", DENOISE.kind: "denoise",
+    TEXT_ENCODE.kind: "text_encoder",
+    IMAGE_ENCODE.kind: "vae_encoder",
+    DENOISE.kind: "denoise",
     VAE_DECODE.kind: "decode",
-}  # fmt: skip
+}
 """The block that a stage kind runs."""
 
 SEEN, SIZES = "image_latents", "image_sizes"
@@ -50,9 +52,15 @@ MOST_PIXELS = 1024 * 1024  # larger pictures are made smaller before they are se
 
 SCALE = "guidance_scale"
 TYPES: dict[str, Any] = {
-    "prompt": str, "negative_prompt": str, "max_sequence_length": int, SCALE: float, "height": int, "width": int,
-    "num_inference_steps": int, "seed": int,
-}  # fmt: skip
+    "prompt": str,
+    "negative_prompt": str,
+    "max_sequence_length": int,
+    SCALE: float,
+    "height": int,
+    "width": int,
+    "num_inference_steps": int,
+    "seed": int,
+}
 """The parameters that blocks are given; a prompt to steer away from may be None."""
 
 

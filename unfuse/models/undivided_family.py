@@ -37,9 +37,19 @@ LIBRARIES = ("diffusers", "transformers")
 
 #: Parameters of requests that calls have under the same name.
 TAKES = (
-    "prompt", "negative_prompt", "height", "width", "num_frames", "num_inference_steps", "guidance_scale",
-    "guidance_scale_2", "true_cfg_scale", "max_sequence_length", "strength", UPLOAD,
-)  # fmt: skip
+    "prompt",
+    "negative_prompt",
+    "height",
+    "width",
+    "num_frames",
+    "num_inference_steps",
+    "guidance_scale",
+    "guidance_scale_2",
+    "true_cfg_scale",
+    "max_sequence_length",
+    "strength",
+    UPLOAD,
+)
 
 #: Classes whose call has a list of reference images, and whether it needs one. For others a list is a batch.
 SEEN = {
@@ -57,9 +67,21 @@ RATES = ("frame_rate", "fps")
 
 #: Parameters of calls that no request can set.
 BEYOND = (
-    "mask_image", "mask", "video", "control_image", "control_video", "control_mode", "audio", "depth_map",
-    "conditions", "source_prompt", "class_labels", "image_embeds", "target_image", "example_image",
-)  # fmt: skip
+    "mask_image",
+    "mask",
+    "video",
+    "control_image",
+    "control_video",
+    "control_mode",
+    "audio",
+    "depth_map",
+    "conditions",
+    "source_prompt",
+    "class_labels",
+    "image_embeds",
+    "target_image",
+    "example_image",
+)
 
 #: Parameters of requests that are refused if the call does not have the parameter on the right.
 ASKED = {

@@ -253,9 +253,12 @@ def _without_results(models: Iterable[PlannedModel]) -> tuple[PlannedModel, ...]
 
 
 def look_into(
-    names: Iterable[str], revision: str, wanted: WorkerPlan, devices: Sequence[Device],
+    names: Iterable[str],
+    revision: str,
+    wanted: WorkerPlan,
+    devices: Sequence[Device],
     sources: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[PlannedModel, ...]:  # fmt: skip
+) -> tuple[PlannedModel, ...]:
     """Read the models' metadata, with the dtypes that the wanted workers would load.
 
     The parameters are those of `plan_for`.
@@ -446,9 +449,14 @@ def forked(
 
 
 def specs_of(
-    planned: ServingPlan, settings: Settings, told: Mapping[str, object], more: Mapping[str, str],
-    models: tuple[str, ...] = (), *, elsewhere: bool = False,
-) -> list[WorkerSpec]:  # fmt: skip
+    planned: ServingPlan,
+    settings: Settings,
+    told: Mapping[str, object],
+    more: Mapping[str, str],
+    models: tuple[str, ...] = (),
+    *,
+    elsewhere: bool = False,
+) -> list[WorkerSpec]:
     """Return the worker processes to start for a plan: their flags and environment.
 
     `told`: flags beside those that follow from the settings.

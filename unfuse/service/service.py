@@ -216,14 +216,25 @@ class Service(Stoppable):
             stack.push_async_callback(webhooks.close)
             stack.push_async_callback(image_fetcher.close)
             gateway = Gateway(
-                scheduler, results, keys=options.keys, names=names, standard=options.standard,
-                loras=options.places.loras, strict=serve.strict_params,
+                scheduler,
+                results,
+                keys=options.keys,
+                names=names,
+                standard=options.standard,
+                loras=options.places.loras,
+                strict=serve.strict_params,
                 time_limits={"image": serve.image_timeout, "video": serve.video_timeout},
                 store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
-                cancels=serve.on_disconnect == "cancel", reuses=serve.reuse_results, webhooks=webhooks,
-                prices=options.prices, image_fetcher=image_fetcher, joining=groups, public_url=options.public_url,
-                parsers=options.parsers, open_metrics=serve.open_metrics,
-            )  # fmt: skip
+                cancels=serve.on_disconnect == "cancel",
+                reuses=serve.reuse_results,
+                webhooks=webhooks,
+                prices=options.prices,
+                image_fetcher=image_fetcher,
+                joining=groups,
+                public_url=options.public_url,
+                parsers=options.parsers,
+                open_metrics=serve.open_metrics,
+            )
             serving = front.serve(create_app(gateway, options.access))
             webhooks.start(scheduler, gateway.links)
             remains = remains_at(options.places.store, options.places.copies)
@@ -266,10 +277,17 @@ class Service(Stoppable):
         arenas = PoolArenas(spills=kind == "spill")
         queue = await start.open(options.queue)
         scheduler = Scheduler(
-            queue, limits=QueueLimits(serve.max_active, serve.max_queue, serve.max_cost or None), cards=cards,
-            lease_ttl=settings.lease.ttl_s, order=serve.order, cache_bytes=serve.encoder_cache if kind in ARENAS else 0,
-            costs=options.costs, arenas=arenas, asleep=options.asleep, wake_limit=serve.wake_limit,
-        )  # fmt: skip
+            queue,
+            limits=QueueLimits(serve.max_active, serve.max_queue, serve.max_cost or None),
+            cards=cards,
+            lease_ttl=settings.lease.ttl_s,
+            order=serve.order,
+            cache_bytes=serve.encoder_cache if kind in ARENAS else 0,
+            costs=options.costs,
+            arenas=arenas,
+            asleep=options.asleep,
+            wake_limit=serve.wake_limit,
+        )
         places = msgspec.structs.replace(options.places, mark=mark_of(options.places.results))
         folder = open_run_folder(settings.run_dir)
         routers: list[Router] = []

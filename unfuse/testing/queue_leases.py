@@ -370,9 +370,14 @@ async def later_pools_go_first(queue: QueueBackend, clock: ManualClock) -> None:
     The default is 0.
     """
     for name, pool, priority, order in (
-        ("a", "p", 0, -1.0), ("b", "q", 0, 0.0), ("c", "r", 0, 9.0), ("d", "p", 1, 0.0), ("e", "q", 0, -1.0),
-        ("f", "r", 1, 0.0), ("g", "s", 0, 0.0),
-    ):  # fmt: skip
+        ("a", "p", 0, -1.0),
+        ("b", "q", 0, 0.0),
+        ("c", "r", 0, 9.0),
+        ("d", "p", 1, 0.0),
+        ("e", "q", 0, -1.0),
+        ("f", "r", 1, 0.0),
+        ("g", "s", 0, 0.0),
+    ):
         await submitted(queue, name, pool=pool, priority=priority, order=order)
     query = wanted("p", "q", "r", "s", slots=9, later={"q": 1, "r": 2, "s": -1})
     assert [lease.task.request for lease in await queue.lease("w", query, TTL)] == list("fdcebag")
@@ -392,8 +397,13 @@ async def a_pool_that_has_no_room_lets_later_ones_go_on(queue: QueueBackend, clo
     Small tasks of other pools do not overtake it, whatever their priority.
     """
     for name, pool, room, priority in (
-        ("a", "q", 60, 9), ("b", "p", 1, 8), ("c", "r", 30, 0), ("d", "q", 1, 0), ("e", "s", 30, 0), ("f", "r", 30, 0)
-    ):  # fmt: skip
+        ("a", "q", 60, 9),
+        ("b", "p", 1, 8),
+        ("c", "r", 30, 0),
+        ("d", "q", 1, 0),
+        ("e", "s", 30, 0),
+        ("f", "r", 30, 0),
+    ):
         await submitted(queue, name, pool=pool, room=room, priority=priority)
     later = {"q": 1, "s": 1, "r": 2}
     query = wanted("p", "q", "r", "s", slots=9, room=59, later=later)
@@ -421,9 +431,14 @@ async def a_pool_keeps_room_for_others(queue: QueueBackend, clock: ManualClock) 
 async def every_resource_is_counted_for_itself(queue: QueueBackend, clock: ManualClock) -> None:
     """A task that lacks one resource stops only the pools that use this resource."""
     for name, pool, needs in (
-        ("a", "p", {"kv": 3}), ("b", "p", {"kv": 3}), ("c", "q", {"kv": 1}), ("d", "r", {}), ("e", "s", {"kv": 2}),
-        ("f", "s", {"kv": 1}), ("g", "r", {"io": 9}),
-    ):  # fmt: skip
+        ("a", "p", {"kv": 3}),
+        ("b", "p", {"kv": 3}),
+        ("c", "q", {"kv": 1}),
+        ("d", "r", {}),
+        ("e", "s", {"kv": 2}),
+        ("f", "s", {"kv": 1}),
+        ("g", "r", {"io": 9}),
+    ):
         await submitted(queue, name, pool=pool, needs=needs)
     kv = {"kv": 5}
     query = wanted("p", "q", "r", "s", slots=9, later={"s": 1}, amounts={"p": kv, "q": kv, "s": kv})

@@ -43,17 +43,21 @@ class LinkBroken(TransientError):
 class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of the transfer engines: security, threads, connections and timeouts."""
 
-    trusted_network: Annotated[bool, Meta(
-        description="Allow engines (gloo, mooncake, nccl, nixl) that let whoever reaches a worker read and overwrite "
-        "its tensors."
-    )] = False  # fmt: skip
+    trusted_network: Annotated[
+        bool,
+        Meta(
+            description="Allow engines (gloo, mooncake, nccl, nixl) that let whoever reaches a worker read and "
+            "overwrite its tensors."
+        ),
+    ] = False
     threads: Annotated[
         int,
         Meta(
             description="Threads of a worker that move tensors here from one owner, at most; 0 is 4 to 12, by cores.",
-            ge=0, le=256,
+            ge=0,
+            le=256,
         ),
-    ] = 0  # fmt: skip
+    ] = 0
     queues: Annotated[int, Meta(description="Connections to each other worker.", ge=1, le=256)] = 4
     bootstrap_s: Annotated[
         float, Meta(description="Seconds to reach an owner, or find room, before a transfer fails.", gt=0)
@@ -62,13 +66,17 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_missed: Annotated[
         int, Meta(description="Pings without an answer, or a byte, after which a worker is given up.", ge=1)
     ] = 2
-    mooncake_protocol: Annotated[Literal["tcp", "rdma"], Meta(
-        description="What Mooncake moves bytes by. rdma was never tried on such hardware; where there is none, or it "
-        "does not start, tcp is used, and the log says so."
-    )] = "tcp"  # fmt: skip
-    mooncake_devices: Annotated[tuple[str, ...], Meta(
-        description="RDMA devices that Mooncake uses, like mlx5_0,mlx5_1; without any, those that it finds."
-    )] = ()  # fmt: skip
+    mooncake_protocol: Annotated[
+        Literal["tcp", "rdma"],
+        Meta(
+            description="What Mooncake moves bytes by. rdma was never tried on such hardware; where there is none, or "
+            "it does not start, tcp is used, and the log says so."
+        ),
+    ] = "tcp"
+    mooncake_devices: Annotated[
+        tuple[str, ...],
+        Meta(description="RDMA devices that Mooncake uses, like mlx5_0,mlx5_1; without any, those that it finds."),
+    ] = ()
 
 
 class TransferOptions(TransferSettings, frozen=True):

@@ -466,10 +466,16 @@ def _misfit(parts: Mapping[str, Module], tensors: Mapping[str, Tensor], applied:
 HALVES = (("lora_A", "lora_B"), ("lora_down", "lora_up"), (".down.", ".up."))
 #: Kinds of other entries than low-rank pairs, by a part of their names.
 BEYOND = {
-    "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", ".hada_": "LoHa", ".lokr_": "LoKr", ".oft_": "OFT",
-    ".lora_mid": "a pair with a third matrix", ".diff_m": "a difference of modulation",
-    ".diff_b": "a difference of a bias", ".diff": "a whole difference of weights",
-}  # fmt: skip
+    "dora_scale": "DoRA",
+    "lora_magnitude_vector": "DoRA",
+    ".hada_": "LoHa",
+    ".lokr_": "LoKr",
+    ".oft_": "OFT",
+    ".lora_mid": "a pair with a third matrix",
+    ".diff_m": "a difference of modulation",
+    ".diff_b": "a difference of a bias",
+    ".diff": "a whole difference of weights",
+}
 #: Parts of the names of entries that are not supported for any model.
 NOWHERE = ("dora_scale", ".hada_", ".oft_", ".lora_mid")
 #: Parts of error messages.
@@ -478,10 +484,7 @@ REMEDY = "save it without that, or merge it into the model's weights"
 
 
 class TensorEntry(NamedTuple):
-    """An entry of a safetensors file.
-
-    `dtype` is the file's name for it, such as "BF16".
-    """
+    """An entry of a safetensors file. `dtype` is the file's name for it, such as "BF16"."""
 
     dtype: str
     shape: tuple[int, ...]

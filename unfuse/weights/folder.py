@@ -78,13 +78,18 @@ _PICKLE = "weights that are not safetensors: save the model anew with its librar
 
 #: Files that may be there instead of a model or its weights, and what to do about them.
 UNSERVED = {
-    ADAPTER: _ADAPTER, "adapter_model.*": _ADAPTER, "pytorch_lora_weights.*": _ADAPTER,
+    ADAPTER: _ADAPTER,
+    "adapter_model.*": _ADAPTER,
+    "pytorch_lora_weights.*": _ADAPTER,
     "*.gguf": "quantized weights (GGUF), which are served of language models, and from a file on this disk: "
     "give such a file, or put one of a denoiser in the place of the weights in its folder",
     "*model.*.safetensors": "a variant, and only plain weights are served: save the model without a variant",
     "*.safetensors": "a checkpoint outside diffusers' layout: put it in its component's folder, for the weights there",
-    "*.bin": _PICKLE, "*.ckpt": _PICKLE, "*.pt": _PICKLE, "*.pth": _PICKLE,
-}  # fmt: skip
+    "*.bin": _PICKLE,
+    "*.ckpt": _PICKLE,
+    "*.pt": _PICKLE,
+    "*.pth": _PICKLE,
+}
 
 #: Seconds before each further request for a header.
 PAUSES_S = (0.5, 1.0, 2.0)

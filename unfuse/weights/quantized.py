@@ -36,27 +36,70 @@ ANYWHERE = frozenset(
 ON_GPUS = frozenset({"Int4WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig"})
 
 #: The other types in configurations of these methods. Any other name is refused: torchao would look it up and call it.
-DETAILS = frozenset({
-    "FqnToConfig", "PerRow", "PerAxis", "PerGroup", "PerTensor", "MappingType", "torch.dtype", "KernelPreference",
-    "IntxChooseQParamsAlgorithm", "IntxPackingFormat", "Int4PackingFormat", "Int4ChooseQParamsAlgorithm",
-    "Float8MMConfig", "Float8PackingFormat",
-})  # fmt: skip
+DETAILS = frozenset(
+    {
+        "FqnToConfig",
+        "PerRow",
+        "PerAxis",
+        "PerGroup",
+        "PerTensor",
+        "MappingType",
+        "torch.dtype",
+        "KernelPreference",
+        "IntxChooseQParamsAlgorithm",
+        "IntxPackingFormat",
+        "Int4PackingFormat",
+        "Int4ChooseQParamsAlgorithm",
+        "Float8MMConfig",
+        "Float8PackingFormat",
+    }
+)
 
 #: Prefixes of the safetensors dtypes of quantized weights, which have no meaning without scales.
 CODES = ("I8", "U8", "I16", "U16", "I32", "U32", "F4", "F6", "E8")
 
 #: Names of the tensors with which quantized values are converted to weights (scales, zero points, tables).
-SCALES = frozenset({
-    "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_zero_point", "weight_packed", "weight_shape",
-    "weight_format", "scale_weight", "scale_input", "input_scale", "scaled_fp8", "comfy_quant", "SCB", "absmax",
-    "quant_map", "nested_absmax", "nested_quant_map", "qweight", "qzeros", "g_idx", "wscales", "wzeros",
-})  # fmt: skip
+SCALES = frozenset(
+    {
+        "weight_scale",
+        "weight_scale_2",
+        "weight_scale_inv",
+        "weight_zero_point",
+        "weight_packed",
+        "weight_shape",
+        "weight_format",
+        "scale_weight",
+        "scale_input",
+        "input_scale",
+        "scaled_fp8",
+        "comfy_quant",
+        "SCB",
+        "absmax",
+        "quant_map",
+        "nested_absmax",
+        "nested_quant_map",
+        "qweight",
+        "qzeros",
+        "g_idx",
+        "wscales",
+        "wzeros",
+    }
+)
 
 #: Names of integer tensors that are not weights.
-BUFFERS = frozenset({
-    "position_ids", "token_type_ids", "num_batches_tracked", "relative_position_index", "bias", "masked_bias", "mask",
-    "attn_mask", "causal_mask",
-})  # fmt: skip
+BUFFERS = frozenset(
+    {
+        "position_ids",
+        "token_type_ids",
+        "num_batches_tracked",
+        "relative_position_index",
+        "bias",
+        "masked_bias",
+        "mask",
+        "attn_mask",
+        "causal_mask",
+    }
+)
 
 #: torchao's tensor classes that compute in any dtype, whatever dtype they were quantized from.
 CASTS = "Tensor", "Int8Tensor"

@@ -18,20 +18,34 @@ PARTS = "diffusion_pytorch_model*", "*model.*.safetensors", "model-0*", "adapter
 
 #: Prefixes of tensor names in a single file that holds several components.
 WITHIN = (
-    "model.diffusion_model.", "model_ema.", "first_stage_model.", "vae.", "cond_stage_model.", "conditioner.",
+    "model.diffusion_model.",
+    "model_ema.",
+    "first_stage_model.",
+    "vae.",
+    "cond_stage_model.",
+    "conditioner.",
     "text_encoders.",
-)  # fmt: skip
+)
 
 #: A component's prefixes in such a file. "" is the denoiser.
 OWN = {"vae": ("first_stage_model.", "vae."), "": ("model.diffusion_model.",)}
 
 #: Prefixes of the denoiser's class by `general.architecture`, as common tools write it in GGUF files.
 BY_ARCHITECTURE = {
-    "flux": ("Flux", "Chroma"), "sd1": ("UNet",), "sdxl": ("UNet",), "sd3": ("SD3",), "aura": ("AuraFlow",),
-    "ltxv": ("LTX",), "hyvid": ("Hunyuan",), "wan": ("Wan", "SkyReels", "ChronoEdit"), "hidream": ("HiDream",),
-    "cosmos": ("Cosmos",), "lumina2": ("Lumina", "ZImage"), "qwen_image": ("QwenImage",),
+    "flux": ("Flux", "Chroma"),
+    "sd1": ("UNet",),
+    "sdxl": ("UNet",),
+    "sd3": ("SD3",),
+    "aura": ("AuraFlow",),
+    "ltxv": ("LTX",),
+    "hyvid": ("Hunyuan",),
+    "wan": ("Wan", "SkyReels", "ChronoEdit"),
+    "hidream": ("HiDream",),
+    "cosmos": ("Cosmos",),
+    "lumina2": ("Lumina", "ZImage"),
+    "qwen_image": ("QwenImage",),
     **dict.fromkeys(("llama", "qwen2", "qwen2vl", "qwen3", "qwen3vl", "gemma2", "gemma3", "t5", "t5encoder"), ()),
-}  # fmt: skip
+}
 
 #: The same by the name of a tensor that only occurs in the makers' files of these models.
 BY_TENSOR = {
@@ -150,9 +164,17 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 #: Suffixes of the names of tensors that follow from the configuration, which older versions of libraries saved.
 TABLES = (
-    r"position_ids", r"token_type_ids", r"relative_position_index", r"num_batches_tracked", r"causal_mask",
-    r"attn_mask", r"masked_bias", r"inv_freq", r"rotary_emb\.(cos|sin)_cached", r"pos_embed",
-)  # fmt: skip
+    r"position_ids",
+    r"token_type_ids",
+    r"relative_position_index",
+    r"num_batches_tracked",
+    r"causal_mask",
+    r"attn_mask",
+    r"masked_bias",
+    r"inv_freq",
+    r"rotary_emb\.(cos|sin)_cached",
+    r"pos_embed",
+)
 
 #: Suffixes of the names of tensors that only training, or a distilled variant of the model, uses.
 #: Some transformers' `y_embedding` replaced captions in training, and some `norm_final` is never called.
@@ -166,9 +188,15 @@ LEFT_OVER = (
 
 #: Prefixes of names, or of their parts, of losses, averages and counters, or of another component.
 TRAINING = (
-    r"loss\.", r"model_ema\.", r"logvar\.", r"accum_", r"repa_projectors\.", r"pos_embedder\.",
-    r"per_channel_statistics\.", r"(video_|audio_)?embeddings_connector",
-)  # fmt: skip
+    r"loss\.",
+    r"model_ema\.",
+    r"logvar\.",
+    r"accum_",
+    r"repa_projectors\.",
+    r"pos_embedder\.",
+    r"per_channel_statistics\.",
+    r"(video_|audio_)?embeddings_connector",
+)
 
 #: The names of tensors that no forward uses.
 UNCOMPUTED = re.compile(rf"(^|\.)(({'|'.join((*TABLES, *LEFT_OVER))})$|({'|'.join(TRAINING)}))")

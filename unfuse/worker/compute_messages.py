@@ -15,7 +15,7 @@ import msgspec
 
 from unfuse.core.codec import HEADER_BYTES, MAX_BYTES, decode, encode, frame, length_of, read_message
 from unfuse.core.compute_options import ComputeOptions
-from unfuse.core.errors import ObjectLost, UnfuseError
+from unfuse.core.errors import NotFound, ObjectLost, PermanentError, UnfuseError
 from unfuse.core.messages import (
     REFUSED,
     CachePrefix,
@@ -444,3 +444,19 @@ def sendable(text: str) -> str:
 def about(claim: Claim) -> dict[str, object]:
     """Return the fields of every log line about a task."""
     return {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt}
+
+
+#: Why a task is handed back when compute is not ready.
+CANNOT_RUN = "the worker cannot run it now"
+
+
+def unfetched(claim: Claim, error: Exception, ready: bool) -> TaskFailed:
+    """Return the failure report of a task whose inputs could not be fetched.
+
+    The task is handed back if compute is not `ready`: then the failure is not its fault.
+    """
+    if isinstance(error, ObjectLost | PermanentError | NotFound):
+        return failure(claim, error)
+    if not ready:
+        return TaskFailed(claim, "hand_back", CANNOT_RUN, reason="compute")
+    return TaskFailed(claim, "transient", sendable(f"an input cannot be fetched: {error}"))

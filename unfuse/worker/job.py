@@ -305,9 +305,20 @@ class JobFactory:
             raise
         started_s = time.monotonic() - began
         return Job(
-            run.lease, stage, key, opened, state, get_s, run_s=started_s, share_s=started_s,
-            resumed=step, saved=step, safe=step, reported=step, grown=len(run.recorded),
-        )  # fmt: skip
+            run.lease,
+            stage,
+            key,
+            opened,
+            state,
+            get_s,
+            run_s=started_s,
+            share_s=started_s,
+            resumed=step,
+            saved=step,
+            safe=step,
+            reported=step,
+            grown=len(run.recorded),
+        )
 
     def _received_inputs(self, lease: Lease) -> tuple[dict[str, Any], StreamedInput | None]:
         """Return the tensors collected from chunks, and the input that the stage received itself."""

@@ -273,7 +273,7 @@ class ModelSwapper:
 
     def fits(self, lease: Lease) -> bool:
         """Whether a task is of the loaded set."""
-        return not self.sets or declared(lease.task.planned.pool) in self.sets.get(self.holds, ())
+        return not self.sets or pool_of(lease) in self.sets.get(self.holds, ())
 
     async def to(
         self, name: str, executor: Executor, withdraw: Callable[[], Awaitable[object]], idle: asyncio.Event
@@ -405,3 +405,8 @@ class AdapterFetcher:
         if (free := shutil.disk_usage(self._kept).free) < size:
             raise TransientError(f"lora {name!r} has {size} bytes, and {self._kept} has room for {free}")
         return size
+
+
+def pool_of(lease: Lease) -> str:
+    """Return the declared pool of a leased task."""
+    return declared(lease.task.planned.pool)

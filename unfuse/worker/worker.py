@@ -17,7 +17,7 @@ from pathlib import Path
 import structlog
 from msgspec.structs import replace
 
-from unfuse.core.errors import NotFound, ObjectLost, PermanentError, UnfuseError
+from unfuse.core.errors import UnfuseError
 from unfuse.core.messages import (
     CachePrefix,
     CheckpointSaved,
@@ -38,14 +38,14 @@ from unfuse.core.messages import (
     WorkerStatus,
 )
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import StageSelector, declared, manned, roles_of
+from unfuse.core.plan import StageSelector, manned, roles_of
 from unfuse.core.supervisor import StopBudget, Supervisor
 from unfuse.core.task import Claim, Lease, OutputDeltas
 from unfuse.stores.results import copies_here
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine
 from unfuse.worker.checkpoints import CheckpointWriter
-from unfuse.worker.compute_messages import KEPT_LORAS, LeaksFound, ModelsLoaded, about, failure, sendable
+from unfuse.worker.compute_messages import CANNOT_RUN, KEPT_LORAS, LeaksFound, ModelsLoaded, about, unfetched
 from unfuse.worker.executor import Executor
 from unfuse.worker.link import (
     BEAT_S,
@@ -56,7 +56,7 @@ from unfuse.worker.link import (
     TaskSlots,
     free_when_orphaned,
 )
-from unfuse.worker.loaded_models import AdapterFetcher, ModelSwapper, WeightFiles
+from unfuse.worker.loaded_models import AdapterFetcher, ModelSwapper, WeightFiles, pool_of
 from unfuse.worker.objects import WorkerLeakCheck, WorkerObjects
 from unfuse.worker.registration import WorkerOptions, decide_served, loads_of, sets_of
 
@@ -72,7 +72,6 @@ LEAVE_S = 1.0
 SAVING, LAST = 0.25, 0.1
 
 LEAVES = "the worker leaves before it is done"
-CANNOT_RUN = "the worker cannot run it now"
 
 #: Seconds to wait after the scheduler refused a message.
 PAUSE_S = 1.0
@@ -185,10 +184,17 @@ class Worker:
             WeightFiles, served.models, served.cards, self._choice, served.states, in_turns=bool(sets)
         )
         store = await asyncio.to_thread(
-            TensorStore.create, places.store, owner=self._id, node=options.node, capacity=options.arena,
-            threshold=places.threshold, spill_capacity=places.spill_capacity, durable=places.durable,
-            copies=copies_here(places), run_dir=options.run_dir,
-        )  # fmt: skip
+            TensorStore.create,
+            places.store,
+            owner=self._id,
+            node=options.node,
+            capacity=options.arena,
+            threshold=places.threshold,
+            spill_capacity=places.spill_capacity,
+            durable=places.durable,
+            copies=copies_here(places),
+            run_dir=options.run_dir,
+        )
         self._swapper = ModelSwapper(sets, loads_of(served, self._choice, options, store, places), served.cards)
         rank_loads, limits = self._swapper.loads(self._swapper.holds), (options.stall_s, options.memory_limit)
         fork_server = self._forks and self._forks([folder for _, folder, _ in served.models], len(sets) > 1)
@@ -215,12 +221,22 @@ class Worker:
         options, objects = self._options, self._objects
         changed, numerics = self._weights.changed, self._started.outcome
         info = WorkerInfo(
-            self._id, options.node, options.role,
+            self._id,
+            options.node,
+            options.role,
             tuple(manned(pool, numerics) for pool in self._served.pools if pool not in changed),
-            self._served.slots, objects.store.address, objects.capacity, os.getpid(), engines=objects.copies.served_at,
-            device=self._started.device, resources=self._slots.resources, outcome=numerics,
-            sets=self._swapper.pools_of_sets(numerics, changed), changed=changed, status=self._status(),
-        )  # fmt: skip
+            self._served.slots,
+            objects.store.address,
+            objects.capacity,
+            os.getpid(),
+            engines=objects.copies.served_at,
+            device=self._started.device,
+            resources=self._slots.resources,
+            outcome=numerics,
+            sets=self._swapper.pools_of_sets(numerics, changed),
+            changed=changed,
+            status=self._status(),
+        )
         await self._link.hello(Register(info, self._served.cards, self._secret))
 
     def _status(self) -> WorkerStatus:
@@ -568,23 +584,6 @@ class Worker:
             with suppress(TimeoutError):
                 async with asyncio.timeout(SILENT_BEATS * self._beat_s):
                     await self._released.wait()
-
-
-def pool_of(lease: Lease) -> str:
-    """Return the declared pool of a leased task."""
-    return declared(lease.task.planned.pool)
-
-
-def unfetched(claim: Claim, error: Exception, ready: bool) -> TaskFailed:
-    """Return the failure report of a task whose inputs could not be fetched.
-
-    The task is handed back if compute is not `ready`: then the failure is not its fault.
-    """
-    if isinstance(error, ObjectLost | PermanentError | NotFound):
-        return failure(claim, error)
-    if not ready:
-        return TaskFailed(claim, "hand_back", CANNOT_RUN, reason="compute")
-    return TaskFailed(claim, "transient", sendable(f"an input cannot be fetched: {error}"))
 
 
 def log_outcome(message: TaskStopped | TaskCompleted | TaskFailed) -> None:
