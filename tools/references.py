@@ -41,7 +41,7 @@ else the pipeline's call, below), else the one named here. Any other field is re
 METRICS = f"""# Metrics
 
 What `/metrics` has. Where keys are configured, metrics that name a tenant, money or a model need a key: `read=yes` or
-`admin=yes` for those of all tenants ([keys](serving.md#who-may-ask)). Counters count since the gateway started; each
+`admin=yes` for those of all tenants ([keys](serving.md#api-keys-and-tenants)). Counters count since the gateway started; each
 gateway has its own, and gauges are of the whole queue. `pool` is a pool's declared name: stage kind, first digits of a
 hash of the weights, and dtype, as in `denoise:edcc212e02d1:float32`; `unfuse pools` lists the models of each.
 `outcome` is the hash of everything else that its bytes depend on. `model` is the name that clients use. What to watch
@@ -178,7 +178,7 @@ ADVICE = {
     "target_too_long": "Send what is long in the body.",
     "timeout": (
         "The client was too slow to send, or to read: see bounds in "
-        "[serving](serving.md#who-may-reach-the-server-and-through-what)."
+        "[serving](serving.md#network-access-and-tls)."
     ),
     "too_many_bodies": "Try again: many clients are sending pictures.",
     "too_many_connections": "Reuse connections; `--max-connections` and `--max-connections-per-address` set the limit.",
