@@ -48,7 +48,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """A public name. Raises AttributeError for any other, and ImportError for one that needs what is not installed."""
+    """Return the public object of this name, which is imported at first use.
+
+    Raises AttributeError for any other name, and ImportError for one that needs a package that is not installed.
+    """
     if name not in _NAMES and name not in _MODULES:
         raise AttributeError(f"module 'unfuse' has no attribute {name!r}")
     try:

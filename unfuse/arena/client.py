@@ -161,7 +161,7 @@ class ArenaClient:
             raise TransientError(f"the arena at {self._address} is not that of {owner}")
 
     def _ask_place(self, message: protocol.HoldObject | protocol.Create, id: str = "") -> Extent:
-        """Ask for the place of an object."""
+        """Send HoldObject or Create, and return the place of the object."""
         reply = self._ask(message, protocol.ObjectPlace, id)
         self._given_back = max(self._given_back, reply.given_back)
         return reply.extent

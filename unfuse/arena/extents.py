@@ -50,7 +50,10 @@ class MemoryUsage(msgspec.Struct, frozen=True):
 
     @property
     def fragmentation(self) -> float:
-        """The share of the free bytes that one allocation cannot use, because they are not contiguous."""
+        """The share of the free bytes outside the largest contiguous free part.
+
+        One allocation cannot use it. 0 if no byte is free.
+        """
         return 1 - self.largest_free / self.free if self.free else 0.0
 
 

@@ -47,7 +47,7 @@ class HoldObject(ShownRef, frozen=True, tag=True):
 
 
 class GetWritten(ShownRef, frozen=True, tag=True):
-    """Ask how far an object is written. Answered at once by Written or Lost."""
+    """A request for an object's written part, answered at once by Written or Lost."""
 
 
 class Unhold(msgspec.Struct, frozen=True, tag=True):
@@ -57,7 +57,7 @@ class Unhold(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetOwner(msgspec.Struct, frozen=True, tag=True):
-    """Ask for the owner of the arena. Answered by OwnerReply."""
+    """A request for the owner of the arena, answered by OwnerReply."""
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
@@ -119,7 +119,7 @@ class SpillObject(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetState(msgspec.Struct, frozen=True, tag=True):
-    """Ask for the state of the arena. Answered by ArenaState."""
+    """A request for the state of the arena, answered by ArenaState."""
 
 
 class ObjectPlace(msgspec.Struct, frozen=True, tag=True):

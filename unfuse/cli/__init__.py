@@ -1,1 +1,4 @@
-"""The command line, and the only place where all parts are composed; one file per verb."""
+"""The command line, the only place where all parts are composed.
+
+Each verb has one file.
+"""

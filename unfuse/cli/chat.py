@@ -57,9 +57,11 @@ def chat(
     api_key: ApiKey = None,
     config: Config = None,
 ) -> None:
-    """Talk with a language model. Answers are shown as they come; the end of input ends the conversation.
+    """Chat with a language model.
 
-    A line that is refused, or is not UTF-8, is left out of the conversation, which goes on. If lines come from a file
+    Answers are shown while they are generated. The end of input ends the conversation.
+
+    A line that is refused, or is not UTF-8, is left out of the conversation, which continues. If lines come from a file
     or a pipe, the exit code is then that of the first refusal.
     """
     require_files([("--image", file) for file in image or ()])

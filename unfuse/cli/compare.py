@@ -43,7 +43,7 @@ def compare(
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Run diffusers undivided, then unfuse, on this machine: which is faster, which is smaller, and do they agree.
+    """Compare unfuse with the undivided diffusers pipeline on this machine: speed, memory and results.
 
     The undivided pipeline gets as many CPU threads as suit it best and takes requests one by one; it ends before
     unfuse starts. Pictures are made unless --frames are asked for. Every gain above 1 is in favour of unfuse.

@@ -22,7 +22,7 @@ PASSWORD = re.compile(r"(://[^/@\s]*:)[^/@\s]*@")
 
 @app.verb()
 def show(terminal: Terminal, config: Config = None, json: Json = False) -> None:
-    """List every setting with its value, its flag, its variable, and where the value comes from."""
+    """List every setting with its value, the value's source, its flag and environment variable."""
     loaded = load(terminal.flags, config)
     rows = [
         {

@@ -29,7 +29,10 @@ def ls(
 
 @app.verb()
 def show(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
-    """Show one dead request with the evidence: how it ended, and the last lines of its log."""
+    """Show one dead request with its error and the evidence.
+
+    The evidence is a traceback, or the last lines of the log of a process that died.
+    """
     with connecting.client(server, api_key, config) as client:
         requests.tell(client.get(f"/v1/dead/{id}"), json)
 
@@ -44,6 +47,6 @@ def rm(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = N
 
 @app.verb()
 def retry(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
-    """Ask for the same again, and print the new request."""
+    """Retry a dead request as a new request, and print the new one."""
     with connecting.client(server, api_key, config) as client:
         requests.tell(client.retry(id).view, json)

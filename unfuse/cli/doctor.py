@@ -37,9 +37,11 @@ def doctor(
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Say what this machine has, what models need, where `serve` would put them, and whether to split them at all.
+    """Show this machine's resources, the needs of models, and how `serve` would place them.
 
-    Reads files and headers only, no weights. With --scheduler it says instead whether workers of this machine could
+    Shows too whether to split the models at all.
+
+    Reads files and headers only, no weights. With --scheduler it shows instead whether workers of this machine could
     work for that. --device-memory may name devices that this machine does not have: then all is planned for a machine
     that has exactly these.
     """
@@ -193,7 +195,10 @@ def print_installation(settings: Settings) -> None:
 
 
 def disk(terminal: Terminal, config: Config = None, json: Json = False) -> None:
-    """Show what results, queue, copies and models take on this machine's disks, and what of it may go."""
+    """Show the disk use of results, queue, copies and models, and what may be deleted.
+
+    Data that is not on this machine is listed without its size.
+    """
     from unfuse.service.disk import disk_use
 
     rows = disk_use(load(terminal.flags, config).settings)

@@ -24,7 +24,9 @@ File = Annotated[
 
 @app.verb(server=True)
 def new(folder: Annotated[Path, typer.Argument(help="Folder to write them to.", metavar="DIR")]) -> None:
-    """Make keys, to be given to `serve` and `worker` as --keys DIR: with them, other machines can be reached.
+    """Create the keys with which `serve` and `worker` reach other machines.
+
+    Pass the folder to both as --keys DIR.
 
     Copy scheduler.key to the machines of schedulers and worker.key to those of workers; each is a secret.
     """
@@ -55,7 +57,7 @@ def add(
     file: File = None,
     config: Config = None,
 ) -> None:
-    """Make a key of the HTTP API, print it once, and add its hash to a key file.
+    """Create an API key, print it once, and add its hash to a key file.
 
     A server that has the file accepts the key within seconds.
 
@@ -75,7 +77,7 @@ def add(
 
 @app.verb(server=True)
 def ls(terminal: Terminal, file: File = None, config: Config = None, json: Json = False) -> None:
-    """List the keys of a key file: names, limits, and the first digits of their hashes.
+    """List the names, limits and first hash digits of the keys in a key file.
 
     Example: unfuse keys ls --file keys.txt
     """
@@ -108,7 +110,9 @@ def rm(
     file: File = None,
     config: Config = None,
 ) -> None:
-    """Remove all keys of a name, or the one key with this hash, from a key file.
+    """Remove keys from a key file, by name or by hash.
+
+    A name removes all of its keys, a hash the one key that has it.
 
     A server that has the file ends their calls within seconds. Their requests continue.
 
@@ -124,7 +128,9 @@ def rm(
 
 @app.verb(server=True)
 def hash(terminal: Terminal, file: Annotated[Path, typer.Argument(help="Key file.", metavar="FILE")]) -> None:
-    """Replace plain keys in a key file by their hashes. The keys stay valid; their calls continue.
+    """Replace plain keys in a key file by their hashes.
+
+    The keys stay valid; their calls continue.
 
     Example: unfuse keys hash keys.txt
     """

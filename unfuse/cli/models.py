@@ -108,7 +108,9 @@ def add(
 
 @app.verb()
 def rm(name: Name, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
-    """Remove a model from a running server: requests that were accepted are finished, new ones are refused.
+    """Remove a model from a running server.
+
+    Requests that were accepted are finished, new ones are refused.
 
     Example: unfuse models rm mine
     """
@@ -170,7 +172,9 @@ def pull(
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Bring models from the hub before they are served; what was stopped goes on where it was.
+    """Download models from the hub before they are served.
+
+    A download that was stopped resumes where it was.
 
     A machine whose workers have some roles only needs the weights of these.
     """

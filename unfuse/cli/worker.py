@@ -56,7 +56,7 @@ def worker(
     fork_server: Annotated[int | None, typer.Option(hidden=True)] = None,
     config: Config = None,
 ) -> None:
-    """Run stages for a scheduler: as one worker, or with --workers as all of this machine.
+    """Run one worker for a scheduler, or with --workers all workers of this machine.
 
     SIGTERM and Ctrl-C save what runs, or finish it, and end; a second one ends at once.
     """

@@ -150,10 +150,12 @@ def _adapter(params: Params) -> Params:
 
 
 def _strength(card: ModelSpec, read: Mapping[str, Any], params: Params, uploads: Collection[str]) -> Params:
-    """Return the strength with which a picture is redrawn, which is at least one denoising step.
+    """Return the strength with which a picture is redrawn.
 
-    If none is redrawn, it returns nothing, or None in place of the model's default. Raises InvalidParameter for less
-    than one step, and for a strength that has no effect.
+    It amounts to at least one denoising step. If no picture is redrawn, the result is empty, or has None in place of
+    the model's default.
+
+    Raises InvalidParameter for less than one step, and for a strength that has no effect.
     """
     strengths = card.strengths
     if not strengths or "image" not in uploads:

@@ -1,4 +1,6 @@
-"""The error tree. An error's type decides whether the work is retried; its message is written for people.
+"""The tree of the errors that unfuse raises.
+
+An error's type decides whether the work is retried; its message is written for people.
 
 UnfuseError
 ├── ConfigError                 the program cannot start
@@ -34,11 +36,11 @@ class UnfuseError(Exception):
 
 
 class ConfigError(UnfuseError):
-    """The program cannot start with this configuration; the message says what to change."""
+    """The program cannot start with this configuration; the message names what to change."""
 
 
 class UsageError(ConfigError):
-    """A flag, setting or argument has an unusable value; the message says which can be used."""
+    """A flag, setting or argument has an unusable value; the message names usable ones."""
 
 
 class InUse(UsageError):
@@ -46,7 +48,7 @@ class InUse(UsageError):
 
 
 class InvalidParameter(UnfuseError):
-    """The client asked for something that this model cannot do. Never retried.
+    """The client requested something that this model cannot do; it is never retried.
 
     `param` names the field that is wrong, as the client typed it.
     """
@@ -73,7 +75,10 @@ class NotFound(UnfuseError):
 
 
 class Damaged(UnfuseError):
-    """A stored record cannot be read. Its request makes no progress until somebody drops it; others go on."""
+    """A stored record cannot be read.
+
+    Its request makes no progress until somebody deletes it; other requests continue.
+    """
 
 
 class Overloaded(UnfuseError):
@@ -85,14 +90,20 @@ class Overloaded(UnfuseError):
 
 
 class LimitReached(Overloaded):
-    """The tenant has as many requests as its key allows. Try again after `retry_after` seconds (0: unknown)."""
+    """The tenant has reached the concurrency limit or the rate limit of its key.
+
+    Try again after `retry_after` seconds (0: unknown).
+    """
 
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message, retry_after)
 
 
 class ShuttingDown(Overloaded):
-    """The server is shutting down and accepts no more requests. Another server may accept this one."""
+    """The server is shutting down and accepts no more requests.
+
+    Another server may accept this one.
+    """
 
 
 class TransientError(UnfuseError):
@@ -107,7 +118,9 @@ class KeyUnavailable(TransientError):
 
 
 class ObjectLost(TransientError):
-    """An object is unreadable: its owner is gone, or its bytes differ from the sealed ones.
+    """An object cannot be read, because it is gone or its bytes are damaged.
+
+    Its owner is gone, it was released or aborted, or its bytes differ from the sealed ones.
 
     `object_id` names it. The scheduler repeats the stage that made it.
     """
@@ -125,7 +138,9 @@ class ResultsUnavailable(TransientError):
 
 
 class ArenaFull(TransientError):
-    """An object does not fit into the memory that is free now. `needed`, `free` and `capacity` are bytes.
+    """An object does not fit into the memory that is free now.
+
+    `needed`, `free` and `capacity` are bytes.
 
     The message begins with `full`, which names the memory, and ends with `remedy`, which is advice for a person.
     """
@@ -153,7 +168,10 @@ class PermanentError(UnfuseError):
 
 
 class Unsuitable(PermanentError):
-    """The model cannot do what the client asked for, as a stage found: the client's mistake."""
+    """A stage found that the model cannot do what the client requested.
+
+    It is the client's mistake.
+    """
 
 
 class ProtocolError(UnfuseError):
@@ -169,4 +187,4 @@ class LeaseLost(UnfuseError):
 
 
 class IllegalMove(UnfuseError):
-    """A transition is not in the tables of legal moves: please report this defect in unfuse."""
+    """A transition is not in the tables of legal moves: please report this defect."""

@@ -229,7 +229,7 @@ class Register(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestTasks(msgspec.Struct, frozen=True, tag=True):
-    """A worker asks for leases. The answer is LeasesGranted."""
+    """A worker's request for leases, answered by LeasesGranted."""
 
     #: The most tasks.
     slots: int
@@ -343,7 +343,10 @@ class FetchAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class TaskCompleted(msgspec.Struct, frozen=True, tag=True):
-    """A task is complete. The answer is Accepted, or LeasesGranted with an `ask`."""
+    """A report that a task is complete, answered by Accepted or LeasesGranted.
+
+    The answer is LeasesGranted if the report has an `ask`.
+    """
 
     claim: Claim
     #: The object that the stage made; None: it is a last stage.
@@ -443,7 +446,10 @@ class Registered(msgspec.Struct, frozen=True, tag=True):
 
 
 class LeasesGranted(msgspec.Struct, frozen=True, tag=True):
-    """The answer to RequestTasks, and to a TaskCompleted with an `ask`, which it also confirms."""
+    """The answer to RequestTasks, and to a TaskCompleted with a lease request.
+
+    It also confirms that the TaskCompleted was recorded.
+    """
 
     leases: tuple[Lease, ...]
     #: The owners of the tasks' inputs: worker id → (node, arena address).

@@ -91,7 +91,7 @@ def _complete_video(limits: MediaLimits, params: Params, read: Mapping[str, Any]
 
 
 def _complete_common(limits: MediaLimits, params: Params, read: Mapping[str, Any]) -> Params:
-    """Return the interval of previews and the size, if the client asks for them."""
+    """Return the interval of previews and the size, each only if the client requested it."""
     completed: Params = {}
     if every := _preview_every(int(default_of(params, "num_inference_steps")), read):
         completed["preview_every"] = every

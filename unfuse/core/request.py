@@ -262,7 +262,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def requested_model(self) -> str:
-        """The name by which the client asked for the model."""
+        """The model name in the client's request: the alias, if it used one."""
         return self.alias or self.model
 
 

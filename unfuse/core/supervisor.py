@@ -187,7 +187,10 @@ class Observers(Generic[Observer]):
         self._all += observers
 
     def tell(self, of: Callable[Concatenate[Observer, Args], None], *said: Args.args, **more: Args.kwargs) -> None:
-        """Call this method of each observer with these arguments: `observers.tell(Observer.ended, context)`."""
+        """Call a method of each observer with these arguments.
+
+        For example, `observers.tell(Observer.ended, context)`. An exception of an observer is logged.
+        """
         for observer in self._all:
             try:
                 getattr(observer, of.__name__)(*said, **more)

@@ -94,7 +94,10 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
 
 
 def token_name(data: bytes) -> str:
-    """Return a token as text. Bytes that are not UTF-8 on their own are written as `\\xf0`."""
+    """Return a token as text.
+
+    Bytes that are not UTF-8 on their own are written as `\\xf0`.
+    """
     return data.decode(errors="backslashreplace")
 
 

@@ -104,7 +104,7 @@ REFUSED = (
 
 
 def check_modalities(value: object) -> None:
-    """Raise InvalidParameter unless the client asks for text only."""
+    """Raise InvalidParameter unless the client requests text only."""
     if value != ["text"]:
         message = f'modalities must be ["text"], since chats return only text, not {printable(value)}'
         raise InvalidParameter(message, "modalities")
@@ -122,7 +122,10 @@ def check_stream_options(value: object, *, stream: bool) -> None:
 
 
 def template_kwargs(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat template's variables beside messages and tools. Raises InvalidParameter."""
+    """Return the chat template's variables, without messages and tools.
+
+    Raises InvalidParameter.
+    """
     read: Params = {
         parameter.name: parameter.read(fields[parameter.name], None)
         for parameter in TEMPLATE

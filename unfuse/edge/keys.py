@@ -408,7 +408,7 @@ def rows_of(file: Path) -> list[tuple[KeyLine, ApiKey]]:
 
 
 def add_key(file: Path, tenant: str, fields: Mapping[str, str]) -> str:
-    """Create a key, add a line with its hash to a file, and return the key.
+    """Create a key, add its hash to a key file, and return the key.
 
     Creates a missing file.
 

@@ -70,12 +70,18 @@ class ClusterClient:
         return None if response.status_code == 404 else dict(answer)
 
     async def every(self, api: str, kind: str, namespace: str, query: str = "") -> dict[str, Object]:
-        """Return all objects of a kind in a namespace, by name. Raises as `ask` does."""
+        """Return all objects of a kind in a namespace, by name.
+
+        Raises as `ask` does.
+        """
         answer = await self.ask("GET", place(api, kind, namespace) + query) or {}
         return {item["metadata"]["name"]: item for item in answer.get("items", [])}
 
     async def create(self, made: Object, namespace: str, owner: Object) -> None:
-        """Create an object with this owner, unless one of its name exists. Raises as `ask` does."""
+        """Create an object with this owner, unless one of its name exists.
+
+        Raises as `ask` does.
+        """
         owned = made | {"metadata": made["metadata"] | {"ownerReferences": [owner]}}
         try:
             await self.ask("POST", place(made["apiVersion"], made["kind"], namespace), owned)
@@ -84,7 +90,7 @@ class ClusterClient:
                 raise
 
     async def apply(self, made: Object, namespace: str, owner: Object) -> Object:
-        """Create an object or update its fields by server-side apply. Returns it as the server stores it.
+        """Create or update an object by server-side apply, and return the stored object.
 
         Raises as `ask` does, and InvalidSpec if an object of its name has another owner, or the kind is unknown.
         """

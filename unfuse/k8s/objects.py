@@ -1,4 +1,7 @@
-"""Builds the Kubernetes objects of pipelines and pools from their specs. No I/O with a cluster."""
+"""Builds the Kubernetes objects of pipelines and pools from their specs.
+
+No I/O with a cluster.
+"""
 
 from __future__ import annotations
 
@@ -194,7 +197,7 @@ def secrets_of(name: str, spec: Object) -> list[Object]:
 
 
 def unmet(name: str, spec: Object, roles: Mapping[str, str], apis: frozenset[str]) -> list[str]:
-    """Return sentences about what a pipeline's spec asks for but does not get.
+    """Return a sentence for each requirement of a pipeline's spec that is not met.
 
     roles: the role of each existing pool. apis: the optional APIs that the cluster has.
     """
@@ -246,7 +249,10 @@ def _common(name: str, side: str, pipeline: Object) -> Object:
 
 
 def _triggers(autoscaling: Object, namespace: str, spec: Object, users: Sequence[str]) -> list[Object]:
-    """Return the KEDA triggers that let a pool scale to zero and back: Prometheus queries on its gateways' metrics."""
+    """Return the KEDA triggers that scale a pool, to zero and back if allowed.
+
+    They are Prometheus queries on the metrics of its gateways.
+    """
     roles = roles_of(spec["role"])
     component = spec.get("model", {}).get("component")
     services = f'="{users[0]}"' if len(users) == 1 else f'=~"{"|".join(users)}"'

@@ -1,4 +1,7 @@
-"""The operator process: kopf watches the cluster, and one task per pipeline and pool reconciles it."""
+"""The operator process, in which one task reconciles each pipeline or pool.
+
+kopf watches the cluster.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ log = structlog.get_logger(__name__)
 
 
 class ReconcileTasks:
-    """One task per pipeline and pool that reconciles it after each change, and until it is ready."""
+    """One task per pipeline and pool, which reconciles it after each change.
+
+    A pipeline or pool that is not ready is reconciled again until it is ready.
+    """
 
     def __init__(self, cluster: ClusterClient, reconciler: Reconciler) -> None:
         self._cluster = cluster
@@ -46,7 +52,10 @@ class ReconcileTasks:
         self._tasks: dict[tuple[str, str, str], tuple[asyncio.Event, asyncio.Task[None]]] = {}
 
     def wake(self, kind: str, namespace: str, name: str | None = None) -> None:
-        """Reconcile an object, or, without a name, all known objects of a kind in a namespace."""
+        """Reconcile one object, or all objects of a kind in a namespace.
+
+        Without a name, these are the objects that have a task already.
+        """
         if name and (kind, namespace, name) not in self._tasks:
             woken = asyncio.Event()
             task = asyncio.create_task(self._reconcile_until_gone(woken, kind, namespace, name))

@@ -85,7 +85,10 @@ class Reconciler:
         return observed.ready >= observed.wanted and not (observed.refused or observed.waits)
 
     async def _reconcile_pipeline(self, body: Object, namespace: str) -> tuple[ObservedStatus, Object]:
-        """Apply the objects of a pipeline. Returns its observed status, and further fields of its status."""
+        """Apply the objects of a pipeline.
+
+        Returns the observed status, and further fields of the pipeline's status.
+        """
         name = body["metadata"]["name"]
         spec = self._defaults | read(body)
         apis = await self._apis()
@@ -114,7 +117,10 @@ class Reconciler:
         return status, {"url": at(name, namespace, spec)}
 
     async def _reconcile_pool(self, body: Object, namespace: str) -> tuple[ObservedStatus, Object]:
-        """Apply the objects of a pool. Returns its observed status, and further fields of its status."""
+        """Apply the objects of a pool.
+
+        Returns the observed status, and further fields of the pool's status.
+        """
         name = body["metadata"]["name"]
         spec = read(body)
         users: dict[str, Object] = {}
@@ -197,7 +203,10 @@ class Reconciler:
         return of_workload(workload, pods.values())
 
     async def _update_owners(self, body: Object, namespace: str, users: list[Object]) -> None:
-        """Set the owners of a pool that the operator created to its pipelines. Without one, delete the pool."""
+        """Set the owner references of a pool to the pipelines that use it.
+
+        The pool is one that the operator created. Without pipelines, it is deleted.
+        """
         path = place(VERSION, POOL, namespace, body["metadata"]["name"])
         owners = [*map(owner_of, users)]
         if not owners:
@@ -276,9 +285,10 @@ async def _metrics(gateways: Iterable[str]) -> str | None:
 
 
 def staying(wanted: int, there: int, has: Collection[int]) -> int:
-    """Return how many workers a scale-down to `wanted` leaves for now. A StatefulSet removes its last pods first.
+    """Return how many workers a scale-down to `wanted` leaves for now.
 
-    While one of the first `wanted` workers is idle, the busy ones behind them finish their tasks.
+    A StatefulSet removes its last pods first. While one of the first `wanted` workers is idle, the busy ones behind
+    them finish their tasks.
 
     there: the present number of workers. has: ordinals of the workers with tasks.
     """
@@ -305,7 +315,9 @@ class ObservedStatus(NamedTuple):
 
 
 def of_workload(made: Object, pods: Iterable[Object]) -> ObservedStatus:
-    """Return the status of a workload and its pods. Pods of an older template do not count as ready.
+    """Return the status of a workload and its pods.
+
+    Pods of an older template do not count as ready.
 
     made: the workload, as the server returned it.
     """

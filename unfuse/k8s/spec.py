@@ -77,7 +77,10 @@ def component_sources(pipeline: Object) -> dict[str, str]:
 
 
 def pools(name: str, pipeline: Object) -> dict[str, list[Object]]:
-    """Return the stages of each pool. A pipeline without stages has one pool, with its own name."""
+    """Return the stages of each pool, by the pool's name.
+
+    A pipeline without stages has one pool, with the pipeline's name.
+    """
     stages_by_pool: dict[str, list[Object]] = {}
     for stage in pipeline.get("stages") or [{"name": "all", "pool": name, "replicas": 1}]:
         stages_by_pool.setdefault(stage["pool"], []).append(stage)
@@ -85,17 +88,18 @@ def pools(name: str, pipeline: Object) -> dict[str, list[Object]]:
 
 
 def role(stage: Object) -> str:
-    """Return the role of a stage: its `role`, or the one that its name ends with.
+    """Return the role of a stage.
 
-    The role of "text-encoding" is "encoder".
+    It is the field `role`. Without this field, it is derived from the last word of the stage's name: the role of
+    "text-encoding" is "encoder".
     """
     return str(stage.get("role") or re.sub("ing$", "er", re.split("[-_]", stage["name"])[-1]))
 
 
 def parallel(stages: Sequence[Object]) -> str:
-    """Return the parallelism of one pool's stages as a value of `--parallel`; "": none is set.
+    """Return the parallelism of one pool's stages as a value of `--parallel`.
 
-    Raises InvalidSpec for a stage of several roles, and for stages that differ.
+    Returns "" if none is set. Raises InvalidSpec for a stage of several roles, and for stages that differ.
     """
     by_role: dict[str, str] = {}
     for stage in (stage for stage in stages if "parallel" in stage):

@@ -189,7 +189,10 @@ class ContentStopStrings:
 
 
 class StopConditions(msgspec.Struct, frozen=True):
-    """The stop conditions of an answer, beside its maximum length."""
+    """The stop conditions of an answer, except its maximum length.
+
+    `continues` and `shows_special` control how tokens become text.
+    """
 
     #: Stop strings.
     stops: tuple[str, ...] = ()

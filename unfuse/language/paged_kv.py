@@ -1,4 +1,6 @@
-"""A KV cache for paged attention: keys and values of many token sequences, allocated in blocks.
+"""A KV cache for paged attention.
+
+It stores the keys and values of many token sequences, allocated in blocks.
 
 After Kwon et al., 2023. The paper allocates any free block. This cache prefers the block after the
 sequence's last one. Most sequences therefore lie in one or few contiguous runs, which attention reads in place.
@@ -247,10 +249,10 @@ class KvSequence:
         self.truncate(0)
 
     def spans(self, start: int = 0, stop: int | None = None) -> list[Span]:
-        """Return where tokens `start` to `stop` lie along the token dimension of a layer's tensors.
+        """Return the positions of tokens `start` to `stop` in a layer's tensors, as spans.
 
-        The spans are in the order of the sequence. `stop` is exclusive, and the end of the sequence by default.
-        Raises ValueError if the range is not within the sequence.
+        The spans are along the token dimension, in the order of the sequence. `stop` is exclusive, and the end of the
+        sequence by default. Raises ValueError if the range is not within the sequence.
         """
         stop = self.length if stop is None else stop
         if not 0 <= start <= stop <= self.length:

@@ -40,10 +40,11 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
 
 class Launcher(ABC):
-    """Keeps one worker running for each spec. The number of a worker is the index of its spec.
+    """Keeps one worker running for each spec.
 
-    A launcher is created with its specs and a function that receives the workers' output lines. It belongs to the event
-    loop that runs then. No worker may outlive the process that started it, however that process ends.
+    The number of a worker is the index of its spec. A launcher is created with its specs and a function that receives
+    the workers' output lines. It belongs to the event loop that runs then. No worker may outlive the process that
+    started it, however that process ends.
     """
 
     #: Fails with a ConfigError if a worker exits with an error at its first start. `stop` cancels it.

@@ -81,7 +81,10 @@ class OutputPump:
         self._writer.start()
 
     def pipe(self, number: int) -> int:
-        """Return the writing end of a new pipe for the output of a worker. The caller closes it."""
+        """Return the writing end of a new pipe for the output of a worker.
+
+        The caller closes it.
+        """
         reading, writing = os.pipe()
         self.read(number, reading)
         return writing
@@ -135,7 +138,9 @@ class OutputPump:
 
 
 class LocalLauncher(Launcher):
-    """Runs `unfuse worker` processes on this machine. Their environment is that of this process and of their spec.
+    """Runs `unfuse worker` processes on this machine.
+
+    The environment of a worker is that of this process and of the worker's spec, which takes precedence.
 
     Each worker has the reading end of a pipe, the lifeline, whose writing end only this process has. When this process
     ends, however it ends, the pipe closes and the workers end too. Each worker has its own session, so that only this
@@ -265,7 +270,10 @@ class LocalLauncher(Launcher):
             os.close(output)
 
     def _use_next_variant(self, number: int) -> None:
-        """Use the next of a worker's smaller specs for its next start; after the last one, its own."""
+        """Select the next of a worker's smaller specs for its next start.
+
+        After the last one, the worker's own spec follows.
+        """
         variants = self._variants.setdefault(number, [self._specs[number], *self._specs[number].smaller])
         variants.append(variants.pop(0))
         spec = variants[0]
@@ -281,12 +289,18 @@ class LocalLauncher(Launcher):
 
 
 def pause_after(deaths: int) -> float:
-    """Return the seconds before a restart, after this many deaths in a row at once after a start."""
+    """Return the seconds to wait before a restart.
+
+    deaths: number of deaths in a row, all but the first of them at once after a start.
+    """
     return min(RESTART_S * 2.0 ** (deaths - 1), RESTART_MOST_S)
 
 
 def _kill_compute_processes(worker: int) -> None:
-    """Kill the compute processes that a dead worker left. A stopped one does not end by itself."""
+    """Kill the compute processes that a dead worker left.
+
+    A stopped one (SIGSTOP) does not end by itself.
+    """
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if process.stat().st_uid == os.geteuid() and (process / "comm").read_text().strip() == f"compute {worker}":
@@ -322,7 +336,10 @@ class ForkServerProcess:
 
     @property
     def returncode(self) -> int | None:
-        """Its exit code, or minus the number of the signal that ended it. None while it runs."""
+        """The exit code of the process, or None while it runs.
+
+        If a signal ended the process, the code is minus the signal's number.
+        """
         return self._process.poll()
 
     def send_signal(self, sent: signal.Signals) -> None:

@@ -163,7 +163,10 @@ class RayLauncher(Launcher):
 
 
 def takes(spec: WorkerSpec) -> tuple[int, int]:
-    """Return a worker's numbers of CPUs and GPUs: a CPU per thread, or per GPU rank."""
+    """Return the numbers of CPUs and GPUs that a worker needs.
+
+    On CPUs, each thread of each rank needs a CPU. On GPUs, each rank needs a CPU and a GPU.
+    """
     ranks = len(spec.device.split("+"))
     return (ranks * int(spec.flags.get("threads", 1)), 0) if only_cpu([spec.device]) else (ranks, ranks)
 
@@ -190,14 +193,17 @@ class NodeSlot:
         self._actor_future = asyncio.ensure_future(_await_ray(asyncio.to_thread(_create_actor, cpus, gpus)))
 
     async def begin(self, spec: WorkerSpec) -> None:
-        """Start the worker as soon as a node has room. Raises TransientError if the actor or node is lost."""
+        """Start the worker as soon as a node has room.
+
+        Raises TransientError if the actor or node is lost.
+        """
         self.node = await self._call("node")
         await self._call("begin", spec)
 
     async def heard(self) -> tuple[list[bytes], str | None]:
-        """Return the worker's new lines and the reason of its end, as `RayWorker.heard` does.
+        """Wait for output, then return the worker's new lines and the reason of its end.
 
-        Raises TransientError if the actor or node is lost.
+        The result is that of `RayWorker.heard`. Raises TransientError if the actor or node is lost.
         """
         lines, end_reason = await self._call("heard")
         return lines, end_reason
@@ -253,7 +259,10 @@ class RayCluster:
         return NodeSlot(cpus if self._address else cpus / 1000, gpus)
 
     async def draining(self) -> dict[str, float]:
-        """Return the ids of the draining nodes, with the seconds until they are gone. Raises TransientError."""
+        """Return the seconds until each draining node is gone, by the node's id.
+
+        Raises TransientError if Ray is lost.
+        """
         nodes: dict[str, float] = await _await_ray(asyncio.to_thread(_list_draining_nodes))
         return nodes
 
@@ -285,7 +294,10 @@ def _list_draining_nodes() -> dict[str, float]:
 
 
 async def _await_ray(call: Awaitable[Any]) -> Any:
-    """Return the result of a call of Ray. Raises TransientError if Ray, a node or an actor is lost."""
+    """Return the result of a call of Ray.
+
+    Raises TransientError if Ray, a node or an actor is lost.
+    """
     import ray
 
     try:
@@ -336,14 +348,20 @@ class RayWorker:
         return [self._lines.popleft() for _ in range(len(self._lines))], self._end_reason
 
     def write(self, text: str) -> None:
-        """Pass on a line of this process's log. With `flush`, it makes this object a text stream."""
+        """Pass on a line of this process's log.
+
+        Together with `flush`, this method makes the object a text stream.
+        """
         self._add_line(0, text.rstrip().encode())
 
     def flush(self) -> None:
         """Do nothing: lines are not buffered."""
 
     async def stop(self, drain_timeout: float, why: str = "") -> None:
-        """Stop the worker as a launcher does. `why` is the reason that `heard` returns."""
+        """Stop the worker as a launcher does.
+
+        `why`: the reason that `heard` returns.
+        """
         async with self._stop_lock:
             if self._launcher and self._end_reason is None:
                 await self._launcher.stop(drain_timeout)

@@ -47,7 +47,10 @@ class TextRequestDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 
 class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file serving.json beside model_index.json. Every field is optional."""
+    """The content of serving.json in a model's folder, next to model_index.json.
+
+    Every field is optional.
+    """
 
     #: Default parameters.
     defaults: RequestDefaults = RequestDefaults()

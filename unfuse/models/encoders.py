@@ -1,4 +1,7 @@
-"""Where encoders of text and pictures, and language models, may be cut, by their classes: the families share them."""
+"""The tensor parallel layers of encoders and language models, by class.
+
+The encoders are those of text and pictures. All model families share these definitions.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,12 @@ ENCODERS = {
 
 
 def encoder_spreads(folder: ModelFolder, components: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, int]]:
-    """By stage kind, the kinds by which encoding may be spread over ranks, of a model with these components."""
+    """Return the kinds of parallelism that each encoding stage supports, by stage kind.
+
+    Each kind of parallelism has the number that its degree must divide. A quantized encoder supports none.
+
+    `components`: those of the model.
+    """
     ways = {}
     for component, (_, kind) in components.items():
         if kind in ENCODERS:
@@ -83,14 +91,24 @@ def encoder_spreads(folder: ModelFolder, components: Mapping[str, tuple[str, str
 
 
 def cut_of(component: str, kind: str, transformers: ParallelPlan | None) -> ParallelPlan | TensorParallelLayers | None:
-    """Where a component of that class may be cut, of a model whose `transformers` may be cut so."""
+    """Return the parallel plan, or the tensor parallel layers, of a component.
+
+    Returns None if the component cannot be parallelized.
+
+    `kind`: the component's class.
+    `transformers`: the parallel plan of the model's transformers.
+    """
     if component == VISION:
         return SEES
     return transformers if component.startswith("transformer") else ENCODERS.get(kind)
 
 
 def shared_of(component: str, kind: str, transformers: ParallelPlan | None, tensors: Mapping[str, int]) -> int:
-    """Elements of which ranks have a share each with `tensor`, by those of the tensors in the component's files."""
+    """Return how many elements of a component tensor parallelism shards.
+
+    `kind`, `transformers`: as in `cut_of`.
+    `tensors`: elements of each tensor in the component's files, by name.
+    """
     cut = cut_of(component, kind, transformers)
     matrices = cut.matrices if isinstance(cut, ParallelPlan) else cut
     return matrices.shared(tensors) if matrices else 0

@@ -1,9 +1,10 @@
-"""Models without a family of their own, by the blocks that diffusers' modular pipelines have for them.
+"""Model families whose stages run the blocks of diffusers' modular pipelines.
 
-A block declares its components, inputs and outputs; encoding, denoising and decoding are three of them, and each is a
-stage that runs whole: denoising in one go, without previews, and cancelled only when it is done. What is declared
-stands here as data, since a card is made without diffusers. Only classes are listed whose pictures were compared with
-those of their DiffusionPipeline, bit for bit. Checked against diffusers 0.42.
+Their models have no stages of their own here. A block declares its components, inputs and outputs; encoding, denoising
+and decoding are three of them, and each is a stage that runs whole: denoising in one go, without previews, and
+cancelled only when it is done. What is declared stands here as data, since a card is made without diffusers. Only
+classes are listed whose pictures were compared with those of their DiffusionPipeline, bit for bit. Checked against
+diffusers 0.42.
 
 Guidance is a component there, which each request gets anew with its scale. A distilled model has none.
 """
@@ -247,7 +248,10 @@ class Modular(PictureFamily):
 
 
 def _part(spec: StageSpec, blocks: str, loader: Loader) -> Any:
-    """The block of a stage with its components; denoising asks a VAE without weights for its factors."""
+    """Return the block of a stage with its components.
+
+    The block of denoising gets a VAE without weights, because it reads only the VAE's scale factors.
+    """
     import diffusers
     import torch
 
@@ -314,7 +318,10 @@ KLEIN = Klein()
 
 
 class Krea(Modular):
-    """Krea 2, whose guidance is beyond the prompt's own prediction and thus applies from a scale of 0 on."""
+    """Krea 2, in which guidance applies at any scale above 0.
+
+    The guidance is added to the prompt's own prediction.
+    """
 
     name = "modular Krea2Pipeline"
     source = ("pipelines/krea2/pipeline_krea2.py", "Krea2Pipeline")

@@ -103,7 +103,7 @@ class SdxlDenoiser(GridDenoiser):
         return {"time_ids": torch.tensor([[*size, 0, 0, *size]], dtype=self.dtype, device=self.device)}
 
     def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
-        """Return noise or a velocity, as the noise scheduler's configuration says."""
+        """Return the predicted noise or velocity, depending on the noise scheduler's configuration."""
         import torch
 
         added = {"text_embeds": inputs["pooled_prompt_embeds"], "time_ids": inputs["time_ids"]}

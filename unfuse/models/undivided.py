@@ -24,7 +24,11 @@ IMAGE = "image"
 
 
 class Undivided(msgspec.Struct, frozen=True):
-    """What to load: a folder, on a device, in dtypes by component; `image` is a file for models that take one."""
+    """The folder of the model to load, with its device and dtypes.
+
+    `dtypes`: the dtype of each component.
+    `image`: the path of a picture, for models that take one.
+    """
 
     folder: str
     device: str

@@ -299,9 +299,9 @@ def _limits(model: ModelFolder, declaration: DeclaredPipeline, defaults: Params)
 
 
 def _picture_scale(declaration: DeclaredPipeline) -> int:
-    """Return the scale of results relative to the start image, or 0 for calls with a size.
+    """Return the scale of results relative to the start image.
 
-    It is 0 as well if the call has no start image.
+    It is 0 if the call has a size, or no start image.
     """
     return 0 if "width" in declaration.takes or UPLOAD not in declaration.takes else ENLARGE.get(declaration.name, 1)
 

@@ -213,7 +213,10 @@ class Mesh:
         return self._axes[along]
 
     def _create_axis(self, along: Sequence[str]) -> Axis:
-        """Create the process groups of all axes along these kinds. torch requires this of every rank."""
+        """Return a new axis of this rank along these parallel kinds.
+
+        Creates the process groups of all axes along these kinds, because torch requires this of every rank.
+        """
         own_axis: Axis | None = None
         ranks_by_key: dict[tuple[int, ...], list[int]] = {}
         share = next((self.degrees[kind] for kind in along if kind in SHARING), 0)

@@ -66,7 +66,10 @@ class TorchPairs:
         self._pairs[pair].result().move(self._memory[start:stop])
 
     def part(self, pair: str) -> None:
-        """Forget a pair. A move in progress ends with its last byte, or at the timeout."""
+        """Remove a pair.
+
+        A move in progress ends with its last byte, or at the timeout.
+        """
         self._pairs.pop(pair, None)
 
 

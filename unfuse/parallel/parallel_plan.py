@@ -114,5 +114,5 @@ class ParallelPlan(msgspec.Struct, frozen=True):
     gives: tuple[str, ...] = ("hidden_states",)
 
     def blocks_of(self, model: Module) -> list[Module]:
-        """Return the blocks of a transformer of this plan, in the order in which they run."""
+        """Return the blocks of a transformer of this plan, in execution order."""
         return [block for name in self.blocks for block in model.get_submodule(name).children()]

@@ -36,9 +36,9 @@ from unfuse.parallel.sequence import RingAttention, share_tokens, ulysses
 
 
 def spread(model: Module, cut: ParallelPlan | TensorParallelLayers, mesh: Mesh) -> None:
-    """Parallelize a model over the ranks of a stage, by the parallel kinds of the mesh.
+    """Parallelize a model, in place, over the ranks of a stage.
 
-    Changes the model in place. `cut`: the model's plan, or only its tensor parallel layers.
+    The kinds of parallelism are those of the mesh. `cut`: the model's plan, or only its tensor parallel layers.
     """
     if "tensor" in mesh.degrees:
         share_matrices(model, cut if isinstance(cut, TensorParallelLayers) else cut.matrices, mesh.axis("tensor"))
@@ -58,7 +58,10 @@ def spread(model: Module, cut: ParallelPlan | TensorParallelLayers, mesh: Mesh) 
 
 
 def share_weights(model: Module, cut: ParallelPlan, axis: Axis) -> None:
-    """Shard a transformer's weights over these ranks by FSDP2. This rank's share is on its device."""
+    """Shard a transformer's weights over these ranks by FSDP2.
+
+    This rank's share is on its device.
+    """
     model.requires_grad_(False)  # else all weights of a block would have to be of one dtype
     mesh = axis.mesh
     for part in (*cut.blocks_of(model), model):

@@ -1,4 +1,6 @@
-"""VAE tiling over ranks: each rank decodes or encodes some tiles, and all ranks blend them.
+"""VAE tiling over ranks, each of which decodes or encodes some tiles.
+
+All ranks blend all tiles.
 
 A VAE's own code cuts a grid or a picture into tiles, decodes or encodes each, and blends them at the borders. It runs
 twice here. First its decoder only records its calls and computes nothing. Then each rank computes its share of these

@@ -50,10 +50,11 @@ WRITTEN = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 @contextmanager
 def together(group: Group, load: Callable[[], dict[str, torch.Tensor]]) -> Iterator[str]:
-    """Yield the path of a shared file with the tensors that `load` returns in rank 0.
+    """Yield the path of a shared file with the tensors from `load`.
 
-    All ranks call this. The path is valid within the block. It is "" if `load` returns no tensors, or if a rank may not
-    open the file of rank 0. Raises ConfigError with the same message on all ranks if `load` fails.
+    All ranks call this; only rank 0 calls `load`. The path is valid within the block. It is "" if `load` returns no
+    tensors, or if a rank may not open the file of rank 0. Raises ConfigError with the same message on all ranks if
+    `load` fails.
     """
     is_first = group.rank == 0
     file = os.memfd_create("weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if is_first else -1
@@ -151,7 +152,10 @@ def align(model: Module, file: str) -> None:
 
 
 def _write_at(file: int, data: bytes | memoryview, position: int) -> int:
-    """Write all of the data at a position of the file. Returns the position after it."""
+    """Write all of the data at a position of the file.
+
+    Returns the position after the data.
+    """
     remaining = memoryview(data)
     while remaining:
         written = os.pwrite(file, remaining, position)

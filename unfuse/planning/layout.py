@@ -36,7 +36,7 @@ A forward in one thread waits for no other thread, and on few cores two threads 
 
 
 class HostResources(msgspec.Struct, frozen=True):
-    """The resources of a machine beside its devices."""
+    """The resources of a machine, except its devices."""
 
     #: Number of CPU cores.
     cores: int = 1
@@ -173,7 +173,10 @@ def rate(
     most = float(len(gpus)) if gpus else float(means.cores)
 
     def speed(worker: PlacedWorker) -> float:
-        """Return the cores of a worker, or its share of its GPU, where workers take turns."""
+        """Return the speed of a worker, in the unit of `rate`.
+
+        It is the worker's cores, or its share of its GPU, where workers take turns.
+        """
         if worker.on_cpu:
             return float(min(threads * len(worker.devices), means.cores))
         return 1.0 / sum(other.device == worker.device for other in placed)

@@ -1,12 +1,13 @@
-"""The guarantees of every queue backend, as four ports and one class with all of them.
+"""The interface of a queue backend: four ports with the guarantees of every backend.
 
 - `TaskQueue`: queued tasks, leases, admission control, and the transitions of requests.
 - `RequestStore`: stored requests, their events and their output deltas.
 - `WorkerRegistry`: registered workers, heartbeats, declared models and shared secrets.
 - `EncoderIndex`: an LRU index of reusable encoder outputs.
 
-Depend on the narrowest port; code that needs several depends on `QueueBackend`. All state is in the backend, so
-schedulers are stateless. Check a new backend with `unfuse.testing.check_queue`. The reference is `MemoryQueue`.
+Depend on the narrowest port; code that needs several depends on `QueueBackend`, which has all of them. All state is in
+the backend, so schedulers are stateless. Check a new backend with `unfuse.testing.check_queue`. The reference is
+`MemoryQueue`.
 
 Every method is one transaction: all of its effects are visible or none. Times are seconds of the queue's own clock.
 """
@@ -205,12 +206,18 @@ class PoolOffer(msgspec.Struct, frozen=True):
     behind: dict[str, int] = {}
 
     def lacks(self, needs: Mapping[str, int], used: Mapping[str, int]) -> set[str]:
-        """Return the names of the resources that are too scarce for `needs` once `used` is subtracted."""
+        """Return the names of the resources that are too scarce for `needs`.
+
+        The amounts in `used` are subtracted from the offer first.
+        """
         return {name for name, most in self.amounts.items() if used.get(name, 0) + needs.get(name, 0) > most}
 
 
 class LeaseRequest(msgspec.Struct, frozen=True):
-    """The tasks that a worker can accept: one offer for each pool. All offers share the same resources."""
+    """The tasks that a worker can accept, as one offer for each pool.
+
+    All offers share the same resources.
+    """
 
     pools: dict[str, PoolOffer]
     #: Lease only tasks of a higher priority, because less urgent tasks occupy the slots. None: any priority.
@@ -257,11 +264,12 @@ class TaskQueue(QueueClock):
 
     @abstractmethod
     async def lease(self, worker: str, wanted: LeaseRequest, ttl: float, wait: float = 0.0) -> list[Lease]:
-        """Lease tasks, in order of (−priority, −later, order, arrival) over all pools that are not held back.
+        """Lease the first tasks in the queue that the worker can accept, for `ttl` seconds.
 
-        Tasks whose `not_before` is in the future are passed over. Among the first PREFERENCE_AMONG tasks with the
-        priority and `later` of the first one, a task near the worker is preferred, then one of its affinity, unless the
-        first one could have been leased for PREFERENCE_S already.
+        Tasks are in order of (−priority, −later, order, arrival) over all pools that are not held back. Tasks whose
+        `not_before` is in the future are passed over. Among the first PREFERENCE_AMONG tasks with the priority and
+        `later` of the first one, a task near the worker is preferred, then one of its affinity, unless the first one
+        could have been leased for PREFERENCE_S already.
 
         When the next task needs more of a resource than its pool's offer has left, no more tasks of pools that use this
         resource are leased, so that small tasks do not starve a large one. Two kinds of pools are exempt: pools that do
@@ -276,7 +284,10 @@ class TaskQueue(QueueClock):
 
     @abstractmethod
     async def renew(self, claims: Sequence[Claim], ttl: float) -> RenewalResult:
-        """Extend these leases to now + `ttl` seconds. Claims that hold no lease are returned as ended."""
+        """Extend these leases to now + `ttl` seconds.
+
+        Claims that hold no lease are returned as ended.
+        """
 
     @abstractmethod
     async def progress(self, claim: Claim, events: Sequence[Event], used: Timings | None = None) -> bool:
@@ -311,7 +322,10 @@ class TaskQueue(QueueClock):
 
     @abstractmethod
     async def hand_back(self, claim: Claim) -> bool:
-        """Return a leased task to its old place in the queue, as the next attempt. False without its lease."""
+        """Return a leased task to its old place in the queue, as the next attempt.
+
+        Returns False without its lease.
+        """
 
     @abstractmethod
     async def turn_down(self, claim: Claim) -> int:
@@ -333,7 +347,7 @@ class TaskQueue(QueueClock):
 
     @abstractmethod
     async def stats(self, pools: Sequence[str]) -> QueueStats:
-        """Return statistics of the queue and these pools. No request is read: the cost is that of the pools."""
+        """Return statistics of the queue and these pools; only pools are read, not requests."""
 
     @abstractmethod
     async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:
@@ -352,7 +366,10 @@ class RequestStore(ABC):
         """
 
     def known(self, claim: Claim) -> RequestRecord | None:
-        """Return the cached record of a leased task's request, possibly stale, or None. `commit` detects staleness."""
+        """Return the cached record of a leased task's request, possibly stale, or None.
+
+        `commit` detects staleness.
+        """
         return None
 
     @abstractmethod
@@ -368,14 +385,14 @@ class RequestStore(ABC):
 
     @abstractmethod
     async def over(self, requests: Sequence[str]) -> builtins.list[str]:
-        """Return those of these requests that are over or unknown, in the order of the argument.
+        """Return those of these requests that are over or unknown, in argument order.
 
         A request whose state cannot be read, or whose end cannot be stored, is left out. No context is read.
         """
 
     @abstractmethod
     def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
-        """Yield the events of a request with a number above `after`, up to the terminal event.
+        """Yield the events of a request numbered above `after`, up to the terminal event.
 
         The history is bounded: old progress is dropped first, and no number is used twice. The stream ends after the
         terminal event (at once, if `after` is its number or higher), when the request is dropped, and on `close`.
@@ -384,20 +401,23 @@ class RequestStore(ABC):
 
     @abstractmethod
     async def append_all(self, grown: Sequence[OutputDeltas]) -> builtins.list[bool]:
-        """Record output deltas of leased tasks, as durably as a commit. Returns whether each lease is held.
+        """Record output deltas of leased tasks, as durably as a commit.
 
-        A claim without a lease changes nothing. A recorded delta is never replaced, whichever attempt sent it; only
-        deltas beyond the recorded ones are added. For each stage with new deltas, an event `appended`, whose `step` is
-        their total number, replaces the last such event. The context's version does not change. Deltas are dropped with
-        their request, and not before. Raises ProtocolError, with nothing changed, for an offset beyond the recorded
-        deltas, and for calls that `check_growth` refuses.
+        Returns whether each lease is held. A claim without a lease changes nothing. A recorded delta is never replaced,
+        whichever attempt sent it; only deltas beyond the recorded ones are added. For each stage with new deltas, an
+        event `appended`, whose `step` is their total number, replaces the last such event. The context's version does
+        not change. Deltas are dropped with their request, and not before. Raises ProtocolError, with nothing changed,
+        for an offset beyond the recorded deltas, and for calls that `check_growth` refuses.
         """
 
     @abstractmethod
     async def appended(
         self, request: str, stage: str, after: int = 0, limit: int = PIECES_AT_ONCE
     ) -> builtins.list[bytes]:
-        """Return up to `limit` recorded output deltas of a stage, from number `after` on. Raises NotFound."""
+        """Return up to `limit` recorded output deltas of a stage, from number `after` on.
+
+        Raises NotFound.
+        """
 
     def placed(self, ids: Iterator[str], caller: Caller) -> str:
         """Return the first of these endless new ids whose shard may store this caller's request.
@@ -423,7 +443,7 @@ class RequestStore(ABC):
         return ()
 
     async def discard(self, id: str) -> None:
-        """Drop the unreadable records with this id, of a request or worker, and all data that belongs to them."""
+        """Drop the unreadable records with this id, and all data that belongs to them."""
         await self.drop(id)
 
 
@@ -447,7 +467,7 @@ class WorkerRegistry(QueueClock):
 
     @abstractmethod
     async def declare(self, by: str, declaration: DeclaredModels, *, new: bool = False) -> bool:
-        """Store a declaration in place of the last one named `by`, as durably as a request.
+        """Store or replace the declaration named `by`, as durably as a request.
 
         With `new`, a declaration that is current is not replaced: then nothing changes, and False is returned.
         """
@@ -465,7 +485,10 @@ class WorkerRegistry(QueueClock):
 
 
 class EncoderIndex(ABC):
-    """An LRU index of reusable encoder outputs by cache key. It need not survive a restart."""
+    """An LRU index of reusable encoder outputs, by cache key.
+
+    It need not survive a restart.
+    """
 
     @abstractmethod
     async def cache(self, key: str, ref: ObjectRef, room: int) -> None:
@@ -477,7 +500,7 @@ class EncoderIndex(ABC):
 
     @abstractmethod
     async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
-        """Return the cached outputs of these keys, by key. `use` marks them as just used, in this order."""
+        """Return cached outputs by key; `use` marks them as just used, in this order."""
 
     @abstractmethod
     async def cached_bytes(self) -> int:
@@ -562,7 +585,10 @@ MOST_S = 10**5
 
 
 def remaining_of(context: RequestContext) -> dict[str, int]:
-    """Return the predicted nanoseconds of stages that are not done, by pool. Empty once the request is over."""
+    """Return the predicted nanoseconds of stages that are not done, by pool.
+
+    The result is empty once the request is over.
+    """
     remaining = Counter[str]()
     for stage in () if context.over else context.plan.stages:
         state = context.stages.get(stage.name)

@@ -52,13 +52,19 @@ MOST_SHARDS = 64
 
 
 class ClusterSlots:
-    """Finds the server of a hash tag in a Redis Cluster, with the interface of redis-py's `Sentinel`."""
+    """A lookup of the server of a hash tag in a Redis Cluster.
+
+    It has those members of redis-py's `Sentinel` that a pool of connections to a primary uses.
+    """
 
     def __init__(self, hosts: Sequence[tuple[str, int]], **options: Any) -> None:
         self.sentinels = [Redis(host=host, port=port, **options) for host, port in hosts]
 
     async def discover_master(self, tag: str) -> tuple[str, int]:
-        """Return the server that has the slot of a tag. Raises ConnectionError if no server names one."""
+        """Return the host and port of the server that has a tag's slot.
+
+        Raises ConnectionError if no server names one.
+        """
         slot = key_slot(tag.encode())
         for client in self.sentinels:
             with suppress(RedisError, OSError):
@@ -97,7 +103,10 @@ class RedisAddress(msgspec.Struct, frozen=True):
         return f"{server} ({name})" if name else server
 
     def connect(self) -> Redis:
-        """Return a client. With Sentinels or a cluster, each new connection goes to the present primary."""
+        """Return a client of the server at this address.
+
+        With Sentinels or a cluster, each new connection goes to the present primary.
+        """
         options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), "socket_timeout": ANSWER_S}
         if not self.kind:
             return Redis.from_url(self.server, **options)
@@ -115,9 +124,10 @@ class RedisAddress(msgspec.Struct, frozen=True):
 
 
 def parse_address(url: str) -> list[RedisAddress]:
-    """Return the address of each shard of a queue, or the one of a queue without shards.
+    """Return the address of each shard of a queue.
 
-    Shards are assigned to the servers or services of the URL round-robin. Raises ConfigError for a malformed URL.
+    A queue without shards has one address. Shards are assigned to the servers or services of the URL round-robin.
+    Raises ConfigError for a malformed URL.
     """
     try:
         parts = urlsplit(url if "//" in url else f"{url.partition(':')[0]}://127.0.0.1")
@@ -187,8 +197,9 @@ HANGS_UP = "whatever listens there hangs up: it is not Redis, or wants rediss://
 
 
 async def obstacle(url: str, ask: Callable[[], Awaitable[object]]) -> str:
-    """Return why calls of the server at `url` can never succeed, or "" if they may.
+    """Return why calls of the server at `url` can never succeed, or "".
 
+    "" means that they may succeed.
     `ask`: makes one call. It is repeated while the server hangs up.
     """
     for _ in range(TRIES):
@@ -268,7 +279,10 @@ REPLICATED_MS = 1000
 
 
 def runs(calls: Sequence[Call]) -> list[list[Call]]:
-    """Split calls, in order, into runs of at most RUN_CALLS calls and RUN_BYTES. A larger call runs alone."""
+    """Return these calls, in order, split into runs of the script.
+
+    A run has at most RUN_CALLS calls and RUN_BYTES of arguments. A larger call runs alone.
+    """
     batches: list[list[Call]] = []
     nbytes = 0
     for call in calls:
@@ -281,9 +295,10 @@ def runs(calls: Sequence[Call]) -> list[list[Call]]:
 
 
 async def answers(redis: Redis, tag: str, calls: Sequence[Call], replicas: int = 0) -> list[Any]:
-    """Return the reply or the error of each call, in one round trip. Raises the connection's errors.
+    """Return the reply or the error of each call, in order.
 
-    Raises RedisError too if fewer than `replicas` replicas received the changes within REPLICATED_MS.
+    All calls share one round trip. Further ones follow only if the server lacks the script. Raises the connection's
+    errors. Raises RedisError too if fewer than `replicas` replicas received the changes within REPLICATED_MS.
     """
     batches = runs(calls)
     async with redis.pipeline(transaction=False) as pipeline:
@@ -318,7 +333,10 @@ class PipelinedCalls:
         self._unsent: list[tuple[Call, asyncio.Future[Any]]] = []
 
     async def answer(self, verb: str, args: bytes) -> Any:
-        """Return the reply to one call. Raises the errors of its verb and of the connection."""
+        """Return the reply to one call of the script.
+
+        Raises the errors of its verb and of the connection.
+        """
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._unsent.append(((verb, args), answer))
         self._background.run("send", self._send)
@@ -347,7 +365,10 @@ SWEEP_S = 5.0
 
 
 class Subscription:
-    """One pub/sub subscription for all callers in this process that wait for tasks or follow requests."""
+    """A pub/sub subscription for all callers that wait for tasks or follow requests.
+
+    It serves all such callers of one `RedisQueue` in this process.
+    """
 
     def __init__(self, redis: Redis, tag: str, waiting: RemoteWaiters) -> None:
         self._redis = redis
@@ -383,9 +404,10 @@ class Subscription:
         self.notify(*self._followers)
 
     async def _receive_messages(self) -> None:
-        """Receive messages on one connection. Wakes all waiters after connecting and after each silence of SWEEP_S.
+        """Receive messages on one connection, and wake the callers that they concern.
 
-        A silent server is pinged. Returns if it does not reply, since another server may be the primary now.
+        All waiters and followers are woken after connecting and after each silence of SWEEP_S. A silent server is
+        pinged. Returns if it does not reply, since another server may be the primary now.
         """
         async with self._redis.pubsub() as channel:
             await channel.subscribe(self._channel)
@@ -399,7 +421,10 @@ class Subscription:
                     await channel.ping()
 
     def _process_message(self, message: dict[str, Any] | None) -> None:
-        """Wake the callers that a message names. Without a message, and for one of the server itself, wake all."""
+        """Wake the callers of the pools and requests that a message names.
+
+        Without a message, and for one of the server itself, all callers are woken.
+        """
         if message is None or message["type"] != "message":
             self._waiting.serve()
             self.notify(*self._followers)

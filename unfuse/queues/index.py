@@ -53,7 +53,10 @@ class EventHistory:
         self._followers: list[asyncio.Future[None]] = []
 
     def publish(self, event: Event, wall: float) -> None:
-        """Number and store an event, and wake the streams. `wall` is the time of events without one."""
+        """Number and store an event, and wake the streams.
+
+        `wall` is the time of events without one, in Unix seconds.
+        """
         self.last += 1
         self._events[self.last] = msgspec.structs.replace(event, seq=self.last, at=event.at or wall)
         if event.type in PASSING:
@@ -138,10 +141,10 @@ _end = attrgetter("ended", "number")
 
 
 class RequestIndex:
-    """An index of all stored requests by each of their keys (`Heading`), sorted by number of arrival.
+    """An index of all stored requests by key (`Heading`), sorted by number of arrival.
 
-    Ended requests are also sorted by the time of their end. Adding or removing a request is a bisection and a move of
-    pointers: microseconds at 100,000 requests.
+    A request is under each of its keys. Ended requests are also sorted by the time of their end. Adding or removing a
+    request is a bisection and a move of pointers: microseconds at 100,000 requests.
     """
 
     def __init__(self) -> None:
@@ -186,7 +189,10 @@ class RequestIndex:
         return self._under[heading][1] if heading in self._under else []
 
     def _list(self, entry: IndexEntry, headings: tuple[Heading, ...], ended: float | None) -> None:
-        """Index an entry under these keys and no others, and by the time of its end, if it has ended."""
+        """Index an entry under these keys and no others.
+
+        It is also indexed by the time of its end, if it has ended.
+        """
         if ended != entry.ended:
             if entry.ended is not None:
                 del self._over[bisect_left(self._over, _end(entry), key=_end)]

@@ -1,4 +1,7 @@
-"""The write-behind journal of a SQLite queue: one row for each request, written by one thread."""
+"""The write-behind journal of a SQLite queue, written by one thread.
+
+It has one row for each request.
+"""
 
 from __future__ import annotations
 
@@ -99,9 +102,10 @@ class RequestRow(msgspec.Struct, frozen=True):
 
 
 class Journal:
-    """The SQLite file of a queue. It is locked while it is open, and written by one thread.
+    """The SQLite file of a queue, locked while it is open.
 
-    Raises TransientError if the disk is full, and ConfigError if the file cannot be used for another reason.
+    One thread writes it. Raises TransientError if the disk is full, and ConfigError if the file cannot be used for
+    another reason.
     """
 
     def __init__(self, path: Path) -> None:
@@ -166,12 +170,18 @@ class Journal:
             self._file.execute("COMMIT")
 
     def row(self, number: int) -> RequestRow | None:
-        """Return the stored row of this number, or None. To be called in the writer thread."""
+        """Return the stored row of this number, or None.
+
+        To be called in the writer thread.
+        """
         rows = self._file.execute("SELECT body FROM requests WHERE number = ?", (number,)).fetchall()
         return self._decoder.decode(cast(bytes, rows[0][0])) if rows else None
 
     def pieces(self, id: str, stage: str, after: int, limit: int) -> list[bytes]:
-        """Return up to `limit` output deltas from number `after` on. To be called in the writer thread."""
+        """Return up to `limit` output deltas of a stage, from number `after` on.
+
+        To be called in the writer thread.
+        """
         deltas: list[bytes] = []
         parameters = {"id": id, "stage": stage, "after": after, "limit": limit}
         for first, body in self._file.execute(FIND_PIECES, parameters):
@@ -234,7 +244,10 @@ class Journal:
             self.appended.setdefault(str(id), {})[str(stage)] = cast(int, count)
 
     def _prepare(self) -> int:
-        """Check the file, and create its tables if it is new. Returns how often it was opened before."""
+        """Check the file, and create its tables if it is new.
+
+        Returns how often it was opened before.
+        """
         file = self._file
         file.pragma("locking_mode", "EXCLUSIVE")
         is_new = not file.pragma("schema_version")
@@ -255,7 +268,10 @@ class Journal:
 
 
 def _lock(path: Path, file: FileIO) -> None:
-    """Lock the queue's lock file, and write our process id into it. Raises InUse if it is locked."""
+    """Lock the queue's lock file, and write our process id into it.
+
+    Raises InUse if it is locked.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -282,7 +298,10 @@ def _check_ours(file: apsw.Connection) -> None:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Raise UsageError for a file that is not a queue, without changing it or creating files beside it."""
+    """Raise UsageError for a file that is not a queue of this schema version.
+
+    The file is not changed, and no files are created in its folder.
+    """
     if not path.exists():
         return
     if not path.is_file():
@@ -298,7 +317,10 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _refuse_remote(path: Path) -> None:
-    """Raise ConfigError if the folder is on a network file system, where locks and syncs are unreliable."""
+    """Raise ConfigError if the queue's folder is on a network file system.
+
+    Locks and syncs are unreliable there.
+    """
     device = path.parent.stat().st_dev
     for line in MOUNTS.read_text().splitlines():
         kind = line.partition(" - ")[2].split()[0]
@@ -389,7 +411,10 @@ class JournalWriter:
         return not self._unwritten(entry)
 
     async def wait_until_written(self, entry: IndexEntry) -> None:
-        """Wait until the entry's present state is written. Raises TransientError if the disk is full or broken."""
+        """Wait until the entry's present state is written.
+
+        Raises TransientError if the disk is full or the file cannot be written.
+        """
         for batch in self._unwritten(entry)[-1:]:
             await asyncio.shield(batch.done)
             if self.is_blocked(entry):
@@ -432,7 +457,11 @@ class JournalWriter:
                 self._on_written(error)
 
     def _on_written(self, error: BaseException | None) -> None:
-        """Complete a transaction, then start the next one, or repeat it later if the disk is full."""
+        """Complete a transaction, then start the next one.
+
+        If the disk was full, the transaction is repeated after FULL_PAUSE_S. After another error, nothing is written
+        any more.
+        """
         batches, self._writing = [self._writing], None
         if error is not None:
             batches, self._next = [*batches, self._next], None

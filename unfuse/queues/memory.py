@@ -65,10 +65,10 @@ class _Waiter:
 
 
 class MemoryQueue(MemoryEncoderIndex, QueueBackend):
-    """A queue backend in the memory of one process and one event loop. Its state is lost with the process.
+    """A queue backend in the memory of one process and one event loop.
 
-    A backend that also stores the state elsewhere overrides `_on_change`, `_wait_until_stored`, `_check_writable` and
-    `_check_readable`, which do nothing here.
+    Its state is lost with the process. A backend that also stores the state elsewhere overrides `_on_change`,
+    `_wait_until_stored`, `_check_writable` and `_check_readable`, which do nothing here.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -106,7 +106,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         """React to a change of a request, other than its progress."""
 
     async def _wait_until_stored(self, entry: IndexEntry, durable: bool = False) -> None:
-        """Wait until the present state of a request is stored; with `durable`, so that it survives a power loss."""
+        """Wait until a request's present state is stored (`durable`: safe from a power loss)."""
 
     def _check_writable(self) -> None:
         """Raise TransientError while changes are impossible."""
@@ -180,7 +180,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
     @override
     async def lease(self, worker: str, wanted: LeaseRequest, ttl: float, wait: float = 0.0) -> list[Lease]:
-        """Return before the leases are stored: after a crash, a task may be leased a second time."""
+        """Return leases before they are stored: after a crash, tasks may be leased again."""
         self._check_writable()
         until = self._clock.now() + wait
         while True:
@@ -231,10 +231,10 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
             del self._waiters[waiter]
 
     def _wake(self) -> None:
-        """For each changed pool, wake the first waiter that can lease a task now, and set the alarm.
+        """Wake, for each changed pool, the first waiter that can lease a task now.
 
-        One waiter is enough, since its lease changes the pool again. The alarm wakes waiters for delayed tasks.
-        Methods that change the state call this before their first await.
+        One waiter is enough, since its lease changes the pool again. This also sets the alarm, which wakes waiters for
+        delayed tasks. Methods that change the state call this before their first await.
         """
         changed_pools, self._changed_pools = self._changed_pools, {}
         for pool in changed_pools:
@@ -375,7 +375,10 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         return excluded
 
     def _hand_back(self, claim: Claim) -> IndexEntry | None:
-        """Return a leased task to its place, as the next attempt. Returns its request, or None without the lease."""
+        """Requeue a leased task in its place, as the next attempt.
+
+        Returns its request, or None without the lease.
+        """
         leased = self._leases.held(claim)
         if leased is None:
             return None
@@ -517,7 +520,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         return RequestRecord(entry.context, (), position, entry.number)
 
     async def _stored_record(self, entry: IndexEntry) -> RequestRecord:
-        """Wait until a changed request is stored. Returns its record as it was before the wait."""
+        """Return a changed request's record as of now, once the request is stored."""
         self._wake()
         record = self._record(entry)
         await self._wait_until_stored(entry, durable=True)
@@ -575,9 +578,9 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         self._index.put(entry, "in_progress" if is_running and context.status == "queued" else context.status)
 
     def _account(self, entry: IndexEntry, before: RequestContext | None) -> None:
-        """Update the sums over active requests. `before` is the last context, None for a new request.
+        """Update the sums over active requests.
 
-        To be called after the index is updated.
+        `before` is the last context, None for a new request. To be called after the index is updated.
         """
         change = (not entry.context.over) - (before is not None and not before.over)
         self._cost = self._cost + change * entry.context.cost if self._index.count_active() else 0.0

@@ -63,10 +63,11 @@ SCANNED = 500
 
 
 class RedisQueue(QueueBackend):
-    """A queue backend in Redis or Valkey. Its clock is the server's, which never runs backwards here.
+    """A queue backend in Redis or Valkey, on the server's clock.
 
-    A method raises TransientError when the server does not answer; then its effect is unknown. Waiting calls of `lease`
-    and streams of `watch` continue when the server is back.
+    `now` never runs backwards in one process, even if that clock does. A method raises TransientError when the server
+    does not answer; then its effect is unknown. Waiting calls of `lease` and streams of `watch` continue when the
+    server is back.
     """
 
     shared = True
@@ -88,7 +89,10 @@ class RedisQueue(QueueBackend):
 
     @classmethod
     def at(cls, url: str, clock: Clock | None = None) -> QueueBackend:
-        """Open the queue, or its shards, at a URL of the form `connection.ADDRESS`. `clock` replaces the servers'."""
+        """Open the queue, or its shards, at a URL of the form `connection.ADDRESS`.
+
+        `clock` replaces the clocks of the servers.
+        """
         addresses = connection.parse_address(url)
         shards = [cls(address, clock) for address in addresses]
         beside = [cls(address, clock) for address in {address.beside for address in addresses if address.beside}]
@@ -175,8 +179,9 @@ class RedisQueue(QueueBackend):
     def _read_leases(
         self, waiter: LeaseWaiter, claims: list[tuple[bytes, bytes, int]], now: bytes, wall: bytes
     ) -> builtins.list[Lease]:
-        """Read a waiter's new leases from a reply of the script. Each gets the next of the waiter's tokens.
+        """Return a waiter's new leases, decoded from a reply of the script.
 
+        Each gets the next of the waiter's tokens.
         `claims`: the stored task, the attempt, and the number of recorded output deltas, for each lease.
         `now`, `wall`: the queue's time and the Unix time of the leases.
         """

@@ -1,4 +1,7 @@
-"""Waiting callers of `lease` on a Redis queue, served together by one call of the script."""
+"""Waiting callers of `lease` on a Redis queue.
+
+One call of the script serves up to MAX_BATCH of them together.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ class NamedTasks:
         return self._tasks[name]
 
     async def end(self, *cancelled: str) -> None:
-        """Cancel the tasks of these names, then wait for the end of all tasks, those of other names included."""
+        """Cancel the tasks of these names, then wait until all tasks have ended.
+
+        This includes the tasks of other names.
+        """
         for name in self._tasks.keys() & set(cancelled):
             self._tasks[name].cancel()
         while running := [task for task in self._tasks.values() if not task.done()]:
@@ -71,7 +77,10 @@ class LeaseWaiter:
         self.asked = False
 
     def settle(self, leases: list[Lease], error: Exception | None = None) -> None:
-        """Complete the answer after a call of the script, unless the waiter is patient and has no leases."""
+        """Complete the answer after a call of the script.
+
+        A patient waiter without leases continues to wait, also after an error.
+        """
         self.asked = False
         if self.answer.done() or (self.patient and not leases):
             return
@@ -86,7 +95,10 @@ ReadLeases = Callable[[LeaseWaiter, list[tuple[bytes, bytes, int]], bytes, bytes
 
 
 class RemoteWaiters:
-    """All waiting callers of `lease` in this process. `serve` must be called whenever a task may be available."""
+    """All waiting callers of `lease` on one Redis queue in this process.
+
+    `serve` must be called whenever a task may be available.
+    """
 
     def __init__(self, call: RunVerb, read_leases: ReadLeases, background: NamedTasks, clock: Clock) -> None:
         self._call = call
@@ -99,7 +111,10 @@ class RemoteWaiters:
         self._withdraw_alarm: Callable[[], None] = lambda: None
 
     async def claim(self, worker: str, wanted: LeaseRequest, ttl: float, wait: float) -> list[Lease]:
-        """Lease tasks, waiting up to `wait` seconds for a first one. One call serves all concurrent callers."""
+        """Lease tasks, waiting up to `wait` seconds for a first one.
+
+        Concurrent callers share calls of the script.
+        """
         waiter = LeaseWaiter(worker, wanted, ttl, patient=wait > 0)
         self._waiters[waiter] = None
         self.serve()
@@ -124,13 +139,19 @@ class RemoteWaiters:
         return any(pool in waiter.pools for waiter in self._waiters)
 
     def serve(self) -> None:
-        """Lease tasks for all waiters in the background; again after a call that is under way."""
+        """Lease tasks for all waiters in the background.
+
+        If a call of the script is under way, another one follows it.
+        """
         self._stale = True
         if self._waiters:
             self._background.run("ask", self._serve_all)
 
     def close(self) -> None:
-        """End all waits: each waiter gets its leases of a call under way, or an empty list."""
+        """End the waits of all callers.
+
+        Each waiter gets the result of the call that is under way for it, or an empty list.
+        """
         for waiter in self._waiters:
             self._time_out(waiter)
         self._withdraw_alarm()
@@ -146,7 +167,10 @@ class RemoteWaiters:
                 await self._lease_for(waiting[first : first + MAX_BATCH])
 
     async def _lease_for(self, waiters: list[LeaseWaiter]) -> None:
-        """Lease tasks for these waiters in one call, and set an alarm for the next delayed task."""
+        """Lease tasks for these waiters in one call of the script.
+
+        Sets an alarm for the next delayed task, or for another try after an error.
+        """
         for waiter in waiters:
             waiter.asked = True
         called_at = self._clock.now()
@@ -164,7 +188,10 @@ class RemoteWaiters:
             self._withdraw_alarm = self._clock.call_at(called_at + float(due) - float(now), self.serve)
 
     def _time_out(self, waiter: LeaseWaiter) -> None:
-        """End a wait: the waiter gets an empty list now, or the result of the call that is under way."""
+        """End the wait of a waiter.
+
+        It gets an empty list now, or the result of the call that is under way.
+        """
         waiter.patient = False
         if not waiter.asked:
             waiter.settle([])

@@ -1,4 +1,7 @@
-"""The Lua script of the Redis queue: encoding of arguments, decoding of replies, and caches of records."""
+"""The Lua script of the Redis queue, its codec, and caches of records.
+
+The codec encodes the arguments of calls and decodes the replies.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def raw(data: bytes) -> msgspec.Raw:
 
 
 def text(value: object) -> str:
-    """Return a field of a request as text, in the form that is stored and compared."""
+    """Return a request field as text, in the form that is stored and compared."""
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
@@ -88,7 +91,10 @@ def task(task: bytes, attempt: bytes) -> Task:
 
 
 def lease(stored: bytes, attempt: bytes, worker: bytes, mark: bytes, expires: bytes, _: bytes) -> Lease:
-    """Decode a lease from the fields of a reply. The last field, the name of the task, is not used."""
+    """Decode a lease from the fields of a reply.
+
+    The last field, the name of the task, is not used.
+    """
     return Lease(task(stored, attempt), worker.decode(), mark.partition(b":")[2], float(expires))
 
 
@@ -136,14 +142,18 @@ def raw_name(shown: str) -> msgspec.Raw:
 
 @lru_cache(maxsize=128)
 def decoded(stored: bytes, kind: type[T]) -> T:
-    """Decode a declaration or a worker's model specs. Cached: they are read often and rarely change."""
+    """Decode a declaration or a worker's model specs, with a cache.
+
+    They are read often and rarely change.
+    """
     return decode(stored, kind)
 
 
 def task_fields(task: Task) -> dict[str, Any]:
-    """Encode a task for the script, with a rank of 16 bytes that sort like (−priority, order).
+    """Encode a task for the script, with a rank of 16 bytes.
 
-    The bits of a float sort like the float once the sign bit, and for negative numbers every bit, is inverted.
+    Ranks sort like (−priority, order). The bits of a float sort like the float once the sign bit, and for negative
+    numbers every bit, is inverted.
     """
     (bits,) = struct.unpack(">Q", struct.pack(">d", task.order + 0.0))  # + 0.0 turns −0.0 into 0.0
     rank = struct.pack(">QQ", 2**63 - 1 - task.priority, bits ^ (2**64 - 1 if bits >> 63 else 2**63))
@@ -189,7 +199,10 @@ MOST = 1000
 
 
 class UnreadableRecords:
-    """Records that could not be decoded, by kind and id. The records themselves stay in Redis."""
+    """Records that could not be decoded, by kind and id.
+
+    The records themselves stay in Redis.
+    """
 
     def __init__(self) -> None:
         self._reasons: dict[tuple[str, str], str] = {}
@@ -206,7 +219,7 @@ class UnreadableRecords:
         return record
 
     def note(self, kind: str, id: str, reason: str) -> None:
-        """Log and remember an unreadable record."""
+        """Log an unreadable record, and store why it is unreadable."""
         self._errors.log(f"reading a {kind}", ProtocolError(reason), id=id)
         if len(self._reasons) < MOST:
             self._reasons[kind, id] = reason
@@ -227,9 +240,10 @@ KNOWN_S = 10.0
 
 
 class KnownRecords:
-    """A cache of active records, possibly stale: other processes may have changed them. Steps are not updated.
+    """A cache of active records, which may be stale.
 
-    `commit` detects stale records, by their version and the claim's lease.
+    Other processes may have changed them, and steps are not updated. `commit` detects stale records, by their version
+    and the claim's lease.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -238,7 +252,10 @@ class KnownRecords:
         self._records: dict[str, tuple[RequestRecord, float]] = {}
 
     def keep(self, record: RequestRecord) -> RequestRecord:
-        """Cache a record that was stored just now, unless its request is over. Returns the record."""
+        """Cache a record that was stored just now, and return it.
+
+        The record of a request that is over is not cached.
+        """
         self._records.pop(record.context.id, None)
         if not record.context.over:
             self._records[record.context.id] = record, self._clock.now()
@@ -257,7 +274,10 @@ class KnownRecords:
                 self._records[task.request] = updated, self._clock.now()
 
     def of(self, claim: Claim) -> RequestRecord | None:
-        """Return the cached record of a leased task's request, or None if it does not show this lease."""
+        """Return the cached record of a leased task's request, or None.
+
+        None if no recent record is cached, or it does not show this lease.
+        """
         record = self._current(claim.request)
         has_lease = record and any((run.stage, run.attempt) == (claim.stage, claim.attempt) for run in record.running)
         return record if has_lease else None

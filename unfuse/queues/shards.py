@@ -1,4 +1,4 @@
-"""A sharded queue: one queue over several, with each request in the shard that its id determines.
+"""A queue over several shards, in which each request's id determines its shard.
 
 All guarantees for one request are its shard's. Guarantees between requests hold within a shard, so requests of a tenant
 with an allowance share one, as do repeats of an idempotency key. No transaction spans two shards.
@@ -59,7 +59,7 @@ log = structlog.get_logger(__name__)
 
 
 class ShardHealth:
-    """Calls shards and tracks which are reachable. `returned` is called with each that is reachable again."""
+    """Calls shards, tracks which are reachable, and calls `returned` with each that is reachable again."""
 
     def __init__(self, shards: Sequence[QueueBackend], returned: Callable[[QueueBackend], Awaitable[object]]) -> None:
         self.shards = tuple(shards)
@@ -87,7 +87,7 @@ class ShardHealth:
             raise TransientError(self.away.get(shard, "")) from error
 
     def present(self, among: Iterable[int] | None = None) -> list[int]:
-        """Return the reachable ones of these shards, or all of these if the whole queue is unreachable."""
+        """Return the reachable ones of these shards, or all if the whole queue is unreachable."""
         shards = range(len(self.shards)) if among is None else among
         return [shard for shard in shards if shard not in self.away or len(self.away) == len(self.shards)]
 
@@ -134,7 +134,7 @@ class ShardHealth:
         return f"shard {shard} of {len(self.shards)}: {reason}"
 
     async def _wait_for_return(self, shard: int) -> None:
-        """Check a shard until it is reachable again with its own data. A server may restart with another shard's."""
+        """Check a shard until it is reachable again, with its own data, not another shard's."""
         queue = self.shards[shard]
         while shard in self.away:
             await asyncio.sleep(LOOK_S)
@@ -174,7 +174,7 @@ class ShardRotation:
         return self._health.present(order)
 
     def is_due(self, worker: str) -> bool:
-        """Count a commit. Returns whether the worker should ask the other shards first, so that none is left out."""
+        """Count a commit, and return whether the worker should try the other shards first."""
         self._commits[worker] += 1
         return worker in self._blocked or self._commits[worker] % self._count == 0
 
@@ -186,9 +186,9 @@ class ShardRotation:
     async def claim(
         self, worker: str, wanted: LeaseRequest, ttl: float, among: Iterable[int]
     ) -> tuple[list[Lease], dict[int, LeaseRequest]]:
-        """Lease tasks from the first of these shards that has any. Raises TransientError if none is reachable.
+        """Lease tasks from the first of these shards that has any.
 
-        Returns the leases, and for each shard the request to wait with if there are none.
+        Returns the leases and, by shard, the requests to wait with. Raises TransientError if no shard is reachable.
         """
         wants = dict[int, LeaseRequest]()
         failures = dict[int, TransientError]()
@@ -218,9 +218,9 @@ class ShardRotation:
         return leases, wants
 
     async def wait(self, worker: str, wants: Mapping[int, LeaseRequest], ttl: float, wait: float) -> list[Lease]:
-        """Lease tasks from whichever shard has any first within `wait` seconds. Later leases are handed back.
+        """Lease tasks from the shard that has any first, within `wait` seconds.
 
-        Unreachable shards are not waited for. Raises TransientError if no shard is reachable.
+        Later leases are handed back, unreachable shards not waited for. Raises TransientError if none is reachable.
         """
         calls = {
             asyncio.create_task(self._health.shards[shard].lease(worker, wanted, ttl, wait)): shard
@@ -275,7 +275,7 @@ async def _restrict(wanted: LeaseRequest, queue: QueueBackend) -> LeaseRequest:
 def _delegate(
     verb: Callable[Concatenate[QueueBackend, P], Awaitable[T]], ask: Callable[..., Awaitable[T]]
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """Return a method that calls `verb` on shards chosen by `ask`, which also gets the verb's first argument."""
+    """Return a method that calls `verb` on the shards that the second function selects."""
 
     async def delegate(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await ask(self, lambda queue: getattr(queue, verb.__name__)(*args, **kwargs), *args[:1])
@@ -284,7 +284,7 @@ def _delegate(
 
 
 class ShardedQueue(QueueBackend):
-    """A queue backend whose requests are sharded over several queues by a hash of their ids.
+    """A queue backend that shards requests over several queues by a hash of their ids.
 
     All processes must name the same `shards` in the same order. Leases and the order of tasks are those of each shard;
     workers ask them round-robin. Each shard has an equal part of the limits. The worker registry and declarations are
@@ -342,7 +342,7 @@ class ShardedQueue(QueueBackend):
         raise NotImplementedError
 
     def home(self, name: str) -> int:
-        """Return the number of the shard of this request id, or of requests that share this name."""
+        """Return the shard number for a request id, or for a name that requests share."""
         return crc32(name.encode(errors="replace")) % self._count
 
     @override
@@ -375,7 +375,7 @@ class ShardedQueue(QueueBackend):
         return next(id for id in ids if self.home(id) == home)
 
     def _shared_homes(self, tenant: str, key: str) -> tuple[int, int]:
-        """Return the shard of a tenant with an allowance, and that of the key of a tenant without one."""
+        """Return two shards: that of a tenant with an allowance, otherwise that of its key."""
         return self.home(tenant), self.home(f"{tenant}\0{key}")
 
     @override
@@ -402,7 +402,7 @@ class ShardedQueue(QueueBackend):
 
     @override
     async def renew(self, claims: Sequence[Claim], ttl: float) -> RenewalResult:
-        """Claims of an unreachable shard count as held. A later call with the claim detects a lost lease."""
+        """Claims of an unreachable shard count as renewed; later calls with them detect lost leases."""
         renewals = await self._by_home(claims, lambda claim: claim.request, lambda queue, part: queue.renew(part, ttl))
         ended = {claim for renewal in renewals for claim in renewal.ended}
         renewed = tuple(claim for claim in claims if claim not in ended)
@@ -500,7 +500,7 @@ class ShardedQueue(QueueBackend):
         return number
 
     def _remember(self, listed: Sequence[RequestRecord]) -> None:
-        """Remember the last request of a page, after which the next page starts."""
+        """Store tenant and number of a page's last request, after which the next page starts."""
         for record in listed[-2:]:  # callers may list one record more than a page has
             self._listed.pop(record.context.id, None)
             self._listed[record.context.id] = record.context.caller.tenant, record.number
@@ -587,7 +587,7 @@ class ShardedQueue(QueueBackend):
         request: Callable[[One], str],
         call: Callable[[QueueBackend, builtins.list[One]], Awaitable[T]],
     ) -> Iterable[T]:
-        """Call each shard with the items whose `request` it has. Returns the results of the reachable shards."""
+        """Call each shard with its items, by `request`, and return the reachable shards' results."""
         parts = defaultdict[QueueBackend, builtins.list[One]](list)
         for item in items:
             parts[self._health.shards[self.home(request(item))]].append(item)

@@ -36,7 +36,10 @@ EVENTS_A_START = 2**24
 
 
 class _UnixClock(Clock):
-    """A clock that stays valid across restarts: Unix time at the start plus monotonic seconds since."""
+    """A clock of Unix time that stays valid across restarts.
+
+    It shows the Unix time at the start plus the monotonic seconds since.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -162,7 +165,10 @@ class SqliteQueue(MemoryQueue):
         return listed
 
     async def _is_stored(self, entry: IndexEntry) -> bool:
-        """Wait until the present state of a request is stored. Returns False if the disk is full."""
+        """Wait until the present state of a request is stored, and return whether it is.
+
+        False if the disk is full.
+        """
         if not self._writer.is_blocked(entry):  # otherwise each entry would wait for another try to write
             with suppress(TransientError):
                 await self._writer.wait_until_written(entry)
@@ -171,7 +177,10 @@ class SqliteQueue(MemoryQueue):
         return False
 
     async def _last_stored(self, entry: IndexEntry, which: RequestFilter) -> RequestRecord | None:
-        """Return the last stored record of a request, or None if there is none or the filter excludes it."""
+        """Return the last stored record of a request, or None.
+
+        None if nothing is stored, or the filter excludes the record.
+        """
         row = await self._in_file("read", self._journal.row, entry.number)
         if row is None:
             return None
@@ -255,7 +264,10 @@ class SqliteQueue(MemoryQueue):
         return RequestRow(entry.context, tuple(entry.tasks), tuple(tasks), entry.history.lasting(), entry.history.last)
 
     def _restore(self, number: int, row: RequestRow) -> None:
-        """Restore a stored request. The first call of `expired` extends its leases, as after any gap."""
+        """Restore a stored request and its leases.
+
+        The first call of `expired` extends the leases, as after any gap.
+        """
         context = row.context
         now = self._clock.now()
         last = row.last if context.over else max(row.last, self._journal.start * EVENTS_A_START)

@@ -34,7 +34,10 @@ class QueuedTask:
 
     @property
     def rank(self) -> Rank:
-        """The sort key in its pool, followed by the task, which is never compared since arrivals differ."""
+        """The sort key in its pool, followed by the task.
+
+        The task is never compared, since arrivals differ.
+        """
         return -self.task.priority, self.task.order, self.arrival, self
 
     def excludes(self, worker: str) -> bool:
@@ -59,7 +62,10 @@ class PoolQueues:
         self._sizes = Counter[str]()
 
     def put(self, queued: QueuedTask, now: float) -> None:
-        """Add a task to its pool's queue, or to the delayed tasks if its `not_before` is in the future."""
+        """Add a task to its pool's queue, or to the delayed tasks.
+
+        It is delayed if its `not_before` is in the future.
+        """
         task = queued.task
         self._sizes[task.planned.pool] += 1
         if task.not_before > now:
@@ -69,7 +75,7 @@ class PoolQueues:
             self._insert(queued, now)
 
     def release_due(self, now: float) -> list[str]:
-        """Move delayed tasks whose `not_before` has passed to their queues. Returns the pools of these tasks."""
+        """Move delayed tasks whose `not_before` has passed to their queues, and return their pools."""
         count = bisect_right(self._delayed, now, key=itemgetter(0))
         due = [queued for _, _, queued in self._delayed[:count]]
         del self._delayed[:count]
@@ -132,7 +138,7 @@ class PoolQueues:
         queued.ready_since = since
 
     def _first(self, worker: str, wanted: LeaseRequest, pools: list[str], now: float) -> QueuedTask | None:
-        """Return the first task of these pools that the worker may lease, or one that it prefers.
+        """Return the first or preferred task of these pools that the worker may lease.
 
         A preferred task passes over the first one only within PREFERENCE_S of the time when that became ready.
         """
@@ -161,7 +167,10 @@ class PoolQueues:
 
 
 def _preference(wanted: LeaseRequest, task: Task) -> int:
-    """Return a worker's preference for a task: 2 for inputs on its node, 1 for its affinity, else 0."""
+    """Return a worker's preference for a task, from 0 to 2.
+
+    2 for inputs on its node, 1 for its affinity, else 0.
+    """
     if wanted.near and task.near == wanted.near:
         return 2
     return int(bool(wanted.affinity) and task.affinity == wanted.affinity)
@@ -238,9 +247,10 @@ class Leases:
                 leased.lease = msgspec.structs.replace(leased.lease, expires=min(leased.lease.expires, now))
 
     def expired(self, now: float, ttl: float) -> list[Lease]:
-        """Return the expired leases. If the last call was over ttl / 2 ago, all leases are extended instead.
+        """Return the expired leases, unless the last call was over ttl / 2 ago.
 
-        Nothing could renew them in that time: no scheduler ran, or the clock was set.
+        In that case, all leases are extended instead. Nothing could renew them in that time: no scheduler ran, or the
+        clock was set.
         """
         if now - self._swept > ttl / 2:
             for leased in self._leased.values():
@@ -251,7 +261,10 @@ class Leases:
         return [leased.lease for leased in self._leased.values() if leased.lease.expires <= now]
 
     def _worked_at(self, now: float) -> float:
-        """Return the reading of the time-limit clock: between two calls of `expired`, it advances ttl / 2 at most."""
+        """Return the reading of the time-limit clock.
+
+        Between two calls of `expired`, it advances ttl / 2 at most.
+        """
         return self._worked + min(max(0.0, now - self._swept), self._most_between)
 
     def by_worker(self) -> Counter[str]:

@@ -1,1 +1,4 @@
-"""The scheduler: admission control, task dispatch and request lifecycle. Decisions are pure functions of the state."""
+"""The scheduler: admission control, task dispatch and request lifecycle.
+
+Decisions are pure functions of the state.
+"""

@@ -1,4 +1,7 @@
-"""Back-pressure between pools: limits on leases, so that later stages keep up and arenas have room."""
+"""Back-pressure between pools: limits on leases, so that later stages keep up.
+
+The limits also leave room in arenas for later stages.
+"""
 
 from __future__ import annotations
 
@@ -158,7 +161,7 @@ class Backpressure(msgspec.Struct, frozen=True):
     def wanted(
         self, worker: WorkerInfo, ask: RequestTasks, keep: Mapping[str, int], dispatch: Dispatch = "locality"
     ) -> LeaseRequest:
-        """Return the lease request of a worker that asks for tasks.
+        """Return the lease request for a worker that requests tasks.
 
         From a pool with several workers, one task is leased at a time, and workers with fewer tasks are served first,
         so that no worker queues tasks that another one could start. Before a model swap (`ask.after` is set), only

@@ -1,4 +1,6 @@
-"""Builds the Change of a transition and accounts for the device time of attempts. No I/O, and no clock.
+"""Builds the Change of a transition and accounts for the device time of attempts.
+
+It does no I/O and reads no clock.
 
 Every attempt is accounted for once. It is billed if it completes, or stops because its request is over. It is lost, and
 not billed, if it fails, is handed back, or loses its worker.
@@ -72,7 +74,10 @@ def lose_output(state: StageState) -> StageState:
 
 
 def account_report(context: RequestContext, stopped: TaskStopped, worker: str, wall: float) -> StageState | None:
-    """Account for a late report on an ended attempt. None if it was reported before or is not plausible."""
+    """Return the stage with a late report on an ended attempt accounted for, or None.
+
+    None if the stage is unknown, or the attempt is another worker's, was reported before or is not plausible.
+    """
     claim = stopped.claim
     state = context.stages.get(claim.stage)
     if state is None:
@@ -136,7 +141,10 @@ class ChangeBuilder:
         self.events: list[Event] = []
 
     def move(self, stage: str, status: TaskStatus, **fields: Any) -> None:
-        """Set a stage's status and these fields. Raises IllegalMove for a move that is not in TASK_MOVES."""
+        """Set a stage's status and these fields.
+
+        Raises IllegalMove for a move that is not in TASK_MOVES.
+        """
         state = self.stages[stage]
         _check(TASK_MOVES, f"stage {stage}", state.status, status)
         self.stages[stage] = replace(state, status=status, **fields)
@@ -181,7 +189,10 @@ class ChangeBuilder:
         )
 
     def take(self, stage: str, output: ObjectRef) -> None:
-        """Complete a stage with a cached output. Its attempt is 0, its worker the object's owner."""
+        """Complete a stage with a cached output.
+
+        Its attempt is 0, its worker the object's owner.
+        """
         self.move(stage, "done", output=output, worker=output.owner, follows="")
         self.publish("stage_completed", stage, "cached")
 
@@ -223,7 +234,10 @@ class ChangeBuilder:
         self.stages[run.stage] = account(self.stages[run.stage], run, is_billed=is_billed, is_final=is_final)
 
     def charge(self, charge: Charge, stage: str, message: str, evidence: str = "") -> ChangeBuilder:
-        """Count an error of a stage. Beyond the budget of its kind, set the request's error."""
+        """Count an error of a stage against the budget of its kind.
+
+        Beyond the budget, the request's error is set. Returns this builder.
+        """
         count = getattr(self.stages[stage], charge) + 1
         self.stages[stage] = replace(self.stages[stage], **{charge: count})
         if count > BUDGETS[charge]:

@@ -55,10 +55,11 @@ ROUNDS = 3
 
 
 class TimeModel:
-    """Predicts seconds as a + forwards × (b + c × size + d × size²), with no coefficient below 0.
+    """Predicts the seconds of work from its forwards and its size.
 
-    So more work never has a lower prediction. The square stands for attention. A single measurement, or several of one
-    size, are scaled in proportion, by c.
+    The prediction is a + forwards × (b + c × size + d × size²), with no coefficient below 0, so more work never has a
+    lower prediction. The square stands for attention. A single measurement, or several of one size, are scaled in
+    proportion, by c.
 
     The fit uses the median of each amount of work, so that frequent amounts do not displace others. It minimizes
     relative errors by non-negative least squares (Lawson and Hanson 1974; with four coefficients, every support can be
@@ -210,7 +211,10 @@ class Costs(Observer):
                 self._models[pool] = {device: TimeModel(times) for device, times in devices.items()}
 
     async def settle(self) -> None:
-        """Fit all models and write the file if anything was learned. The file is replaced atomically."""
+        """Fit all models, and write the file if anything was learned.
+
+        The file is replaced atomically.
+        """
         for model in (model for devices in self._models.values() for model in devices.values()):
             model.fit()
         if self._path and not self._is_saved:

@@ -212,7 +212,7 @@ class Dispatcher(Observer):
         self._news = asyncio.Event()
 
     async def undelivered(self, peer: bytes, reply: messages.ToWorker) -> None:
-        """Return the leases of a reply that could not be delivered, and drop the broken connection."""
+        """Hand back the leases of an undelivered reply, and drop the broken connection."""
         if known := self._peers.get(peer):
             self.scheduler.upkeep.disconnected(known.worker.id)
         self._drop_peer(peer)
@@ -494,7 +494,10 @@ class Dispatcher(Observer):
 
 
 def _on_devices(timings: Timings, worker: messages.WorkerInfo) -> Timings:
-    """Return the timings with the worker's devices, and without a queue wait, which workers cannot measure."""
+    """Return the timings with the worker's devices and without a queue wait.
+
+    Workers cannot measure a queue wait.
+    """
     return msgspec.structs.replace(
         timings, device=worker.device, devices=max(1, len(worker.status.ranks)), queued_s=0.0
     )

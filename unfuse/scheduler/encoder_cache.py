@@ -24,7 +24,9 @@ from unfuse.scheduler.transitions import Transitions
 
 
 class EncoderCache:
-    """Cache of up to `room` bytes of encoder outputs (0: disabled), which also merges equal encodes.
+    """A cache of encoder outputs, which also merges equal encodes.
+
+    It has up to `room` bytes; 0 disables it.
 
     If several requests need the same encode at one time, one of them, the leader, runs it and the others wait. The
     wait is recorded in the waiting request's context only, where every scheduler reads it. If its leader fails, the
@@ -42,9 +44,9 @@ class EncoderCache:
         self._leaders: dict[str, str] = {}
 
     def shared_by(self, tenant: str, wanted: bool) -> tuple[str, ...] | None:
-        """Return the scope in which a tenant's outputs are shared, or None if they are not.
+        """Return the scope in which a tenant's outputs are shared, or None.
 
-        It is part of the cache keys.
+        None if they are not shared. The scope is part of the cache keys.
         """
         return (tenant,) if wanted and self._room else None
 
@@ -64,7 +66,7 @@ class EncoderCache:
         return hits, len(keys) - len(hits)
 
     async def prefix(self, keys: Sequence[str]) -> tuple[ObjectRef, ...]:
-        """Return the cached prefix blocks of these keys, up to the first one that is not cached."""
+        """Return the cached prefix blocks of these keys, up to the first missing one."""
         # In reverse, so that the last blocks of a prefix count as the least recently used ones.
         cached = await self._queue.cached(keys[::-1]) if self._room else {}
         live = {member.info.id for member in await self._workers()} if cached else set()
@@ -72,13 +74,16 @@ class EncoderCache:
         return tuple(ref for ref in takewhile(lambda ref: ref is not None and ref.owner in live, refs) if ref)
 
     async def keep(self, key: str, output: ObjectRef) -> None:
-        """Add a stage's output to the cache, if it has a key. Nothing is cached while the queue is away."""
+        """Add a stage's output to the cache, if the stage has a key.
+
+        Nothing is cached while the queue is unreachable.
+        """
         if key and self._room:
             with suppress(TransientError):
                 await self._queue.cache(key, output, self._room)
 
     async def lost(self, plan: ExecutionPlan, reader: str, id: str) -> None:
-        """Evict an object that the stage `reader` could not read, if it is a cached one.
+        """Evict an object that the stage `reader` could not read, if it is cached.
 
         id: the object's id.
         """
@@ -88,7 +93,10 @@ class EncoderCache:
                     await self._queue.uncache(key, id)
 
     async def over(self, names: Sequence[str]) -> list[str]:
-        """Return the names (see `cached_as`) of objects that were evicted. Empty while the queue is away."""
+        """Return those of these names whose objects were evicted.
+
+        For the names, see `cached_as`. Empty while the queue is unreachable.
+        """
         keys = [name.removeprefix(CACHED).partition(":")[0] for name in names]
         try:
             cached = await self._queue.cached(keys, use=False) if keys else {}
@@ -98,9 +106,10 @@ class EncoderCache:
         return [name for name in names if name not in cached_names]
 
     async def leaders(self, context: RequestContext, hits: Mapping[str, ObjectRef]) -> dict[str, str]:
-        """Return the requests that encode the same as a new one and are not behind it, by stage.
+        """Return by stage the leaders that a new request can wait for.
 
-        Includes a leader that has just completed the encode, but whose output is not cached yet.
+        They encode the same and are not behind it. Includes a leader that has just completed the encode, but whose
+        output is not cached yet.
 
         hits: cached outputs by stage. These stages need no leader.
         """
@@ -137,7 +146,10 @@ class EncoderCache:
                 del self._leaders[next(iter(self._leaders))]
 
     async def _follow(self, request: str, stage: PlannedStage, leader: str) -> None:
-        """Wait until the leader completes the encode, retries it or ends; then end the stage's wait."""
+        """Wait until the leader no longer encodes, then end the stage's wait.
+
+        The leader completes the encode, retries it or ends.
+        """
         with suppress(NotFound):
             async for event in self._queue.watch(leader):
                 if event.type in ("stage_completed", "retrying") and not await self._is_leading(stage.cache, leader):
@@ -155,7 +167,7 @@ class EncoderCache:
             self._register_leader(record.context, stage)
 
     async def _is_leading(self, key: str, request: str) -> bool:
-        """Return whether a request is in its first try at the encode of this cache key."""
+        """Return whether a request's encode of this key is queued or running, and never failed."""
         _, state = await self._load_state(key, request)
         return _is_first_try(state)
 

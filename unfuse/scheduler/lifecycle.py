@@ -69,7 +69,7 @@ def admitted(
     cached: Mapping[str, ObjectRef] | None = None,
     leaders: Mapping[str, str] | None = None,
 ) -> Change:
-    """Queue the first tasks of a new request: all stages without inputs. The version does not change.
+    """Queue a new request's tasks whose inputs exist, without a change of its version.
 
     cached: outputs from the encoder cache, by stage. These stages are done without running.
     leaders: requests that encode the same, by stage. These stages wait for their output.
@@ -84,16 +84,16 @@ def admitted(
 
 
 def reused(context: RequestContext, result: tuple[ResultFile, ...], wall: float) -> Change:
-    """Complete a new request with the results of an equal one. None of its stages runs."""
+    """Complete a new request with the results of an equal one, without running any stage."""
     stages = {stage.name: StageState("done") for stage in context.plan.stages}
     done = replace(context, stages=stages, status="completed", result=result, created_at=wall, completed_at=wall)
     return Change(done, events=(Event("queued", wall), Event("completed", wall, message="reused")))
 
 
 def followed(context: RequestContext, stage: str, output: ObjectRef | None, wall: float) -> Change | None:
-    """End a stage's wait for an equal encode of another request. None if it did not wait.
+    """End a stage's wait for an equal encode of another request.
 
-    With an output, the stage is done. Without one (None), it runs itself.
+    None if it did not wait. With an output, the stage is done. Without one (None), it runs itself.
     """
     if context.over or not context.stages[stage].follows:
         return None
@@ -148,10 +148,10 @@ def completed(
 def saved(
     context: RequestContext, saved: CheckpointSaved, worker: str, running: Sequence[RunningStage] = ()
 ) -> Change | None:
-    """Record a checkpoint of a running stage. None if this attempt has a later one. Raises LeaseLost.
+    """Record a checkpoint of a running stage.
 
     It replaces a checkpoint of an earlier attempt even if that has more steps: the attempt did not resume from it, so
-    it could not be read.
+    it could not be read. None if this attempt has a checkpoint of this step or a later one. Raises LeaseLost.
     """
     claim = saved.claim
     ref = saved.checkpoint
@@ -226,9 +226,9 @@ def began(context: RequestContext, running: Sequence[RunningStage]) -> Change | 
 def stopped(
     context: RequestContext, stopped: TaskStopped, worker: str, wall: float, running: Sequence[RunningStage] = ()
 ) -> Change | None:
-    """Account for the device time of an attempt whose lease has ended. None if that was done.
+    """Account for the device time of an attempt whose lease has ended.
 
-    An attempt that is `running` is counted when it ends.
+    None if that was done, or the attempt is `running`: then it is counted when it ends.
     """
     claim = stopped.claim
     if (claim.stage, claim.attempt) in {(run.stage, run.attempt) for run in running}:
@@ -290,7 +290,10 @@ def failed(
 def turned_down(
     context: RequestContext, stage: str, message: str, wall: float, running: Sequence[RunningStage] = ()
 ) -> Change | None:
-    """Make a request a dead letter because GIVEN_UP workers handed its stage back. None if it is not queued."""
+    """Make a request a dead letter after GIVEN_UP workers handed back one of its stages.
+
+    None if the stage is not queued.
+    """
     if context.over or context.stages[stage].status != "queued":
         return None
     reason = f"{GIVEN_UP} workers handed {stage} back again and again without beginning it; the last said: {message}"
@@ -303,9 +306,9 @@ def unavailable(
     wall: float,
     running: Sequence[RunningStage] = (),
 ) -> Change | None:
-    """Fail a request that needs a pool without workers because of a changed model file. Else None.
+    """Fail a request that needs a pool which a changed model file left without workers.
 
-    Running stages do not count: they may complete. `changed` returns the file because of which a pool has no workers.
+    None for other requests. Running stages do not count: they may complete. `changed` returns the file of such a pool.
     """
     leased = {run.stage for run in running}
     pending = [] if context.over else [stage for stage in context.plan.stages if stage.name not in leased]
@@ -327,7 +330,10 @@ def unserved(context: RequestContext, reason: str, wall: float, running: Sequenc
 def expired_lease(
     context: RequestContext, lease: Lease, wall: float, running: Sequence[RunningStage] = ()
 ) -> Change | None:
-    """Charge a failure to a stage whose lease expired and retry it at once. None if it was not leased."""
+    """Charge a failure to a stage whose lease expired, and retry it at once.
+
+    Beyond its budget of failures, the request fails. None if the stage was not leased.
+    """
     claim = lease.claim
     try:
         builder = _claimed(context, claim, lease.worker, wall, running)
@@ -344,7 +350,7 @@ def cancelled(context: RequestContext, wall: float, running: Sequence[RunningSta
 
 
 def client_disconnected(context: RequestContext, wall: float, running: Sequence[RunningStage] = ()) -> Change | None:
-    """Cancel a request whose client disconnected. None if it is over, or does not end with its client."""
+    """Cancel a disconnected client's request if it has `cancel_on_disconnect`, else return None."""
     if context.over or not context.caller.cancel_on_disconnect:
         return None
     error = ErrorInfo("cancelled", "its client disconnected")
@@ -358,7 +364,7 @@ def timed_out(
     wake_limit: float = 0.0,
     running: Sequence[RunningStage] = (),
 ) -> Change | None:
-    """Expire a request at its deadline. None if it is over, or its `latest_end` is still to come."""
+    """Expire a request at its deadline, or return None before its `latest_end`."""
     if context.over or (latest_end(context, wake_limit) or queue_now) > queue_now:
         return None
     asleep = [stage.pool for stage in context.plan.stages if context.stages[stage.name].sleeps]
@@ -398,9 +404,9 @@ def latest_end(context: RequestContext, limit_s: float) -> float | None:
 
 
 def seconds_until_awake(context: RequestContext, took: Mapping[str, Waking], wall: float) -> float | None:
-    """Return the predicted seconds until the request's last cold start ends. None if it waits for none.
+    """Return the predicted seconds until the request's last cold start ends, or None.
 
-    took: the last cold start of each declared pool.
+    None if it waits for no cold start. took: the last cold start of each declared pool.
     """
     remaining_s: list[float] = []
     for stage in () if context.over else context.plan.stages:
@@ -411,10 +417,10 @@ def seconds_until_awake(context: RequestContext, took: Mapping[str, Waking], wal
 
 
 def overran(context: RequestContext, wall: float, running: Sequence[RunningStage] = ()) -> Change | None:
-    """Expire a request whose stages were leased for longer than its time limit. None if they were not.
+    """Expire a request whose stages were leased for longer than its time limit.
 
     The longest chain of stages counts, so that parallel stages count once. Not counted are the time in queues, gaps
-    without a scheduler, and clock changes: see `TaskQueue.expired`.
+    without a scheduler, and clock changes: see `TaskQueue.expired`. None if the limit is not exceeded.
     """
     if context.over or context.request.time_limit_s is None:
         return None
@@ -465,10 +471,11 @@ def moved(
     wake_limit: float = 0.0,
     has_other: HasOther = lambda _pool, _worker: True,
 ) -> Change | None:
-    """Queue waiting tasks again that no live worker would lease, or whose order changed. None if there are none.
+    """Queue waiting tasks again that no live worker would lease, or whose order changed.
 
     Three kinds of tasks are queued again, as the same attempt: those whose `home` is another pool, those whose order
     moved with the deadline after a cold start, and those that avoid the only worker left. Running tasks do not change.
+    New and ended waits for cold starts are recorded. None if nothing changed.
     """
     states = context.stages
     leased = {run.stage for run in running}
@@ -567,7 +574,7 @@ def _object_lost(builder: ChangeBuilder, failed: TaskFailed, running: set[str]) 
 
 
 def _unknown_error(builder: ChangeBuilder, failed: TaskFailed, worker: str, has_other: bool) -> Change:
-    """Retry a stage on another worker, if any. A second exception of the same type fails the request."""
+    """Retry a stage, preferably elsewhere, or fail its request if the exception type repeats."""
     stage = failed.claim.stage
     state = builder.stages[stage]
     if state.failed_with == failed.error:

@@ -83,7 +83,10 @@ class Maintenance(Observer):
             await self._costs.settle()
 
     def arm(self, context: RequestContext, now: float) -> None:
-        """Start or move the timer that expires a request at its deadline. `now` is the queue's time."""
+        """Start or move the timer that expires a request at its deadline.
+
+        `now` is the queue's time.
+        """
         due = lifecycle.latest_end(context, self._registry.wake_limit)
         previous, cancel = self._deadlines.get(context.id, NO_ALARM)
         if due is not None and due != previous and not context.over:
@@ -120,7 +123,7 @@ class Maintenance(Observer):
                 self._transitions.observers.tell(Observer.lease_expired, task.planned.pool)
 
     async def expire(self, request: str) -> None:
-        """Expire a request at its deadline, or start a new timer if the deadline was moved."""
+        """Expire a request at its deadline, or start a new timer if the deadline moved."""
         self._deadlines.pop(request, None)
         now = await self._queue.now()
         wake_limit = self._registry.wake_limit

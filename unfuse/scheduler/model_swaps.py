@@ -35,7 +35,10 @@ class ModelBacklog(msgspec.Struct, frozen=True):
 
 
 def stay(load_s: float) -> float:
-    """Return the least seconds for which a busy worker keeps a model that loads in `load_s`."""
+    """Return the least seconds for which a busy worker keeps a loaded model.
+
+    load_s: seconds that loading the model takes.
+    """
     return load_s * (1 - LOADING_SHARE) / LOADING_SHARE
 
 
@@ -121,7 +124,7 @@ class ModelSwaps:
             model.worked_at = self._clock.now()
 
     def heard(self, worker: WorkerInfo) -> WorkerInfo:
-        """Record a heartbeat. Returns the worker with its swap target, as it is to be registered.
+        """Record a heartbeat, and return the worker with its swap target, to be registered.
 
         A worker that failed to load its target reports the model that it had before.
         """
@@ -143,9 +146,10 @@ class ModelSwaps:
         return worker
 
     async def next(self, worker: WorkerInfo, works: bool) -> tuple[str, str]:
-        """Return the model that a worker should load now, and the likely next one; "" for none.
+        """Return the model that a worker should load now, and the likely next one.
 
-        The next one is what would be decided if its model had been loaded longer, by the seconds of loading.
+        The next one is what would be decided if its model had been loaded longer, by the seconds of loading. Each is ""
+        if there is none.
 
         worker: as `heard` returned it. works: whether it has tasks.
         """

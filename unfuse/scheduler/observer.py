@@ -9,9 +9,10 @@ from unfuse.core.request import RequestContext
 
 
 class Observer:
-    """Base class of scheduler observers. Each method is called once per event; by default it does nothing.
+    """Base class of scheduler observers, whose methods do nothing by default.
 
-    Only the scheduler that made a transition calls its observers. Times are in seconds.
+    Each method is called once per event. Only the scheduler that made a transition calls its observers. Times are in
+    seconds.
     """
 
     def announced(self, context: RequestContext) -> None:
@@ -27,16 +28,19 @@ class Observer:
         """A request has ended: its status is terminal."""
 
     def billed(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
-        """Device seconds, by device, were added to the bill of a request that had ended before."""
+        """Device seconds, by device, were added to the bill of a request that had ended."""
 
     def written_off(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
-        """Device seconds, by device, were used by lost attempts at a request. They are not billed."""
+        """Lost attempts at a request used device seconds, by device, which are not billed."""
 
     def dispatched(self, pool: str) -> None:
         """A task of this pool was leased to a worker."""
 
     def lease_expired(self, pool: str) -> None:
-        """A lease on a task of this pool expired because its worker sent no heartbeat. The task is retried."""
+        """A lease on a task of this pool expired because its worker sent no heartbeat.
+
+        The task is retried, or its request fails if the task has no retries left.
+        """
 
     def moved(self, engine: str, moved: TransferStats) -> None:
         """A worker pulled objects from another node with this transfer engine."""
@@ -60,7 +64,10 @@ class Observer:
         """An idle worker of this role reported a memory leak of `nbytes` bytes."""
 
     def told(self, outcome: str) -> None:
-        """A webhook was called. `outcome` says whether it was delivered, failed, or failed for good."""
+        """A webhook was called, with this outcome of the delivery attempt.
+
+        `outcome`: "heard" (delivered), "failed" (to be retried) or "given_up" (failed for good).
+        """
 
     def looked_up(self, hits: int, misses: int) -> None:
         """The encoder cache was searched for an accepted request: the numbers of hits and misses."""

@@ -97,7 +97,10 @@ class OutputRates(Observer):
         output.recorded_at = now
 
     async def _track_output(self, deltas: OutputDeltas) -> _Output | None:
-        """Return a new entry for the output of a task. None if its request is gone or damaged."""
+        """Return a new entry for the output of a task, or None.
+
+        None if its request is deleted or damaged.
+        """
         try:
             record = self._store.known(deltas.claim) or await self._store.load(deltas.claim.request)
         except (NotFound, Damaged):

@@ -135,7 +135,10 @@ class Registry:
         return pool if pool in live_pools or not live_pools else max(sorted(live_pools), key=live_pools.__getitem__)
 
     def state(self, pool: str) -> str:
-        """Return the state of a pool: "manned" (live), "asleep" (scaled to zero) or "missing" (unavailable)."""
+        """Return the state of a pool: live, scaled to zero or unavailable.
+
+        The values are "manned", "asleep" and "missing", in this order.
+        """
         if pool in self.manned(pool):
             return "manned"
         return "asleep" if declared(pool) in self._scalable_pools else "missing"
@@ -166,7 +169,9 @@ class Registry:
                 await self.withdraw(card.name)
 
     async def admit(self, card: ModelSpec, server: str = "", *, again: bool = False) -> bool:
-        """Add a model to all schedulers of the queue. Returns False if its name is taken.
+        """Add a model to all schedulers of the queue, unless its name is taken.
+
+        Returns whether it was added.
 
         server: the server that serves it again after a restart ("": none).
         again: replace an existing record of this name.
@@ -255,7 +260,10 @@ class Registry:
         return {owner: self.known[owner] for owner in owners if owner in self.known}
 
     def _log_difference(self, known: ModelSpec | None, card: ModelSpec, worker: str) -> None:
-        """Log once that a worker has other weights for a model name. New requests use the latest weights."""
+        """Log once that a worker has other weights for a model name.
+
+        New requests use the latest weights.
+        """
         is_logged = (card.name, worker) in self._logged_differences
         if known is not None and known.weights != card.weights and not is_logged:
             self._logged_differences.add((card.name, worker))

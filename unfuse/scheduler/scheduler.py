@@ -270,7 +270,7 @@ class Scheduler:
         return record
 
     async def give_up(self, request: str, reason: str) -> None:
-        """Fail a request because its model cannot be served, unless it has ended or is unknown."""
+        """Fail a request whose model cannot be served, unless it has ended or is unknown."""
         with suppress(NotFound):
             await self._apply(
                 request, lambda record, wall: lifecycle.unserved(record.context, reason, wall, record.running)
@@ -321,7 +321,10 @@ class Scheduler:
         )
 
     async def announce(self, news: OutputAnnounced, worker: str) -> None:
-        """Queue the readers of an output that is still being written. Raises LeaseLost as `save` does."""
+        """Queue the readers of an output that is still being written.
+
+        Raises LeaseLost as `save` does.
+        """
         await self._apply(
             news.claim.request,
             lambda record, wall: lifecycle.announced(record.context, news, worker, wall, record.running),
@@ -372,7 +375,10 @@ class Scheduler:
         return record
 
     async def stopped(self, stopped: TaskStopped, worker: str) -> None:
-        """Account for the device time of an attempt that its worker dropped, once for each attempt."""
+        """Account for the device time of an attempt that its worker dropped.
+
+        Each attempt is counted once.
+        """
         claim = stopped.claim
         if not stopped.timings.share_s:
             return
@@ -426,9 +432,9 @@ class Scheduler:
         return compute_s if wait_s is None else wait_s + (compute_s or record.context.cost)
 
     def awaited(self, record: RequestRecord) -> tuple[Awaiting, float | None]:
-        """Return whether a request waits for a cold start or a model swap, and the predicted seconds.
+        """Return what a request waits for before it runs, and the predicted seconds.
 
-        The seconds are None if it waits for neither.
+        It waits for a cold start ("waking") or a model swap ("loading"). The seconds are None if it waits for neither.
         """
         context = record.context
         waking_s = lifecycle.seconds_until_awake(context, self._costs.woken, self.clock.wall())

@@ -214,7 +214,10 @@ class WebhookDeliveries:
         return context
 
     async def failed(self, request: str, reason: str, *, for_good: bool = False) -> RequestContext:
-        """Record that an attempt failed. There is no next one `for_good`, or after the last pause."""
+        """Record that a delivery attempt failed.
+
+        There is no next attempt if it failed `for_good`, or after the last pause.
+        """
 
         def fail(webhook: WebhookDelivery, wall: float) -> WebhookDelivery:
             if for_good or webhook.attempts > len(PAUSES_S):
@@ -227,7 +230,7 @@ class WebhookDeliveries:
     async def _change(
         self, request: str, decide: Callable[[WebhookDelivery, float], WebhookDelivery | None]
     ) -> tuple[RequestContext, bool]:
-        """Change the webhook state of a request, if it is pending. Returns whether it was changed."""
+        """Change a request's pending webhook delivery, and return its context and whether it changed."""
 
         def change(record: RequestRecord, wall: float) -> Change | None:
             context = record.context

@@ -52,7 +52,7 @@ NEW_KEY = "unfuse-new-key"
 
 @dataclass(frozen=True)
 class RequestInputs:
-    """The inputs of a request beside its parameters.
+    """The inputs of a request, other than its parameters.
 
     Those of a chat's prompt are read before the parameters are checked, because their check needs its tokens.
     """

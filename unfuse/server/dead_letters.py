@@ -58,7 +58,10 @@ async def show(id: str, request: Request, gateway: Served, caller: Known) -> dic
 
 @router.delete("/{id}", responses=FORGOTTEN)
 async def delete(id: str, gateway: Served, caller: Known) -> dict[str, object]:
-    """Delete a dead request with its files, or, as an admin, an unreadable record of the queue."""
+    """Delete a dead request and its files, or an unreadable record of the queue.
+
+    Only an admin can delete unreadable records.
+    """
     if caller.admin and any(entry.id == id for entry in await gateway.queue.damaged()):
         await gateway.queue.discard(id)
     elif (await gateway.load(id, caller.sees)).context.dead:
@@ -70,9 +73,10 @@ async def delete(id: str, gateway: Served, caller: Known) -> dict[str, object]:
 
 @router.post("/{id}/retry", status_code=202, responses=one(REQUEST, 202))
 async def retry(id: str, request: Request, gateway: Served, caller: Known) -> dict[str, object]:
-    """Ask for the same again, as a new request with the same seed; the old one is no longer a dead letter.
+    """Retry a dead request, as a new request with the same seed.
 
-    The new one's id follows from the old one's: whoever repeats a call that was cut off asks for nothing twice.
+    The old one is no longer a dead letter. The new one's id follows from the old one's: a repeat of an interrupted call
+    creates no second request.
     """
     old = await gateway.load(id, caller.sees)
     if not old.context.dead:

@@ -44,14 +44,21 @@ _FLAGGED: dict[str, object] = {"b64_json": None, "flagged": True}
 
 @router.post("/images/generations", openapi_extra=GENERATE, responses=DRAWN)
 async def generate(request: Request, gateway: Served, asker: Known) -> Response:
-    """Make pictures of a prompt, and wait for them. They are cancelled when the client disconnects."""
+    """Generate images from a prompt, and return them when they are complete.
+
+    If the client disconnects first, the request is cancelled, except with an idempotency key, a webhook or
+    `--on-disconnect continue`.
+    """
     call = CreatingCall(gateway, request, asker, await read_json(request), IMAGE, waits=True)
     return await _answer(call, "image_generation")
 
 
 @router.post("/images/edits", openapi_extra=EDIT, responses=DRAWN)
 async def edit(request: Request, gateway: Served, asker: Known) -> Response:
-    """Make pictures that start from others, and wait for them. A served model must be able to do this."""
+    """Generate images that start from other images, and return them when they are complete.
+
+    A served model must support this.
+    """
     fields = await read_body(request)
     if fields.get("images") is not None:
         if fields.get("image") is not None:

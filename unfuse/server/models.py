@@ -25,10 +25,10 @@ router = APIRouter(prefix="/models", tags=["models"])
 
 @router.get("", responses=several(MODEL, paged=False))
 async def page(gateway: Served, caller: Known) -> dict[str, object]:
-    """Every served model that the caller may ask for, in the order in which the server was given them.
+    """Every served model that the caller may use.
 
-    Requests without a model go to the one that is marked as default. An admin also gets those that were added and
-    cannot be served.
+    They are in the order in which the server was given them. Requests without a model go to the one that is marked as
+    default. An admin also gets those that were added and cannot be served.
     """
     views = await ModelViews.of(gateway, caller)
     failed = gateway.failed(caller.models) if caller.admin else {}
@@ -37,10 +37,10 @@ async def page(gateway: Served, caller: Known) -> dict[str, object]:
 
 @router.post("", status_code=202, openapi_extra=ADD, responses=one(MODEL, 202), dependencies=[Depends(admin_only)])
 async def add(request: Request, gateway: Served, caller: Known) -> dict[str, object]:
-    """Serve a folder of this machine or a hub name too, by a name of your choice.
+    """Serve another model, from a folder of the server's machine or from the hub.
 
-    It is accepted at once, and loads until its state is ready: its progress says how far it is. If it cannot be served
-    after all its state is failed, with the reason.
+    You may choose its name. It is accepted at once, and loads until its state is ready: its progress shows how far it
+    is. If it cannot be served after all its state is failed, with the reason.
     """
     source, name = _parse_addition(await read_json(request))
     if not caller.may_use(name):
@@ -62,7 +62,10 @@ async def add(request: Request, gateway: Served, caller: Known) -> dict[str, obj
 
 @router.delete("/{name:path}", responses=REMOVED, dependencies=[Depends(admin_only)])
 async def remove(name: str, gateway: Served, caller: Known) -> dict[str, object]:
-    """Accept no more requests for a model. Its workers end when those that are accepted are over."""
+    """Stop accepting requests for a model.
+
+    Its workers end when the accepted requests are over.
+    """
     model = await show(name, gateway, caller)
     registry = gateway.scheduler.registry
     internal_name = gateway.names.own(str(model["id"]))
@@ -72,7 +75,10 @@ async def remove(name: str, gateway: Served, caller: Known) -> dict[str, object]
 
 @router.get("/{name:path}", responses=one(MODEL))
 async def show(name: str, gateway: Served, caller: Known) -> dict[str, object]:
-    """One served model, or one that was added and cannot be served; its name may hold slashes."""
+    """One served model, or one that was added and cannot be served.
+
+    Its name may contain slashes.
+    """
     views = await ModelViews.of(gateway, caller)
     public_name = gateway.names.asked(name)
     if public_name in views.cards:

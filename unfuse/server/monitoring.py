@@ -41,12 +41,13 @@ async def health() -> dict[str, str]:
 
 @router.get("/ready", responses=READY)
 async def ready(gateway: Served, visitor: Visitor) -> JSONResponse:
-    """200 when every pool of every served model has a live worker, else 503 with the pools that lack one, by model.
+    """200 if all pools of served models are live or scaled to zero, else 503.
 
-    Models that were added while it ran do not count: those that still load are named as loading, and those that cannot
-    be served as failed, with the reason. 503 too while the queue cannot work, while results cannot be kept, and while
-    the server is shutting down. Unreachable parts of a queue that works without them are named. Without a key, where
-    keys are configured, the answer has no names and no reason.
+    `missing` in the 503 lists the other pools by model. Models that were added while the server ran do not count: those
+    that still load are named as loading, and those that cannot be served as failed, with the reason. 503 too while no
+    model is served, while the queue cannot work, while results cannot be kept, and while the server is shutting down.
+    Unreachable parts of a queue that works without them are named. Without a key, where keys are configured, the answer
+    has no names and no reason.
     """
     if gateway.scheduler.draining:
         raise Refusal(503, "not_ready", "the server is shutting down", headers={"retry-after": "5"})
@@ -146,7 +147,10 @@ async def metrics(gateway: Served, reader: Annotated[Principal | None, Depends(r
 
 @workers_router.get("/workers", responses=several(WORKER, paged=False))
 async def workers(gateway: Served) -> dict[str, object]:
-    """Registered workers; one that was silent for a lease time is not healthy until it is heard of again."""
+    """The registered workers and their state.
+
+    A worker that sent no heartbeat for one lease time is not healthy until it sends another.
+    """
     public_name = gateway.names.shown
     now = await gateway.queue.now()
     healthy = {member.info.id for member in await gateway.scheduler.registry.workers()}
@@ -189,7 +193,7 @@ def _worker_view(
 
 @workers_router.get("/pools", responses=several(POOL, paged=False))
 async def pools(gateway: Served) -> dict[str, object]:
-    """Pools of the served models: the models that share each, its healthy workers, and the tasks that wait in it.
+    """The pools of the served models, with their models, healthy workers and waiting tasks.
 
     `leased` counts all that its workers hold, of their other pools too; `oldest_s` is the longest wait of the first few
     in line. `shares` says how requests share forwards exactly: the largest batch that was found to change no byte of

@@ -68,7 +68,10 @@ async def result(id: str, index: int, request: Request, gateway: Served, caller:
 
 @router.get("/{id}/preview/{index}/{step}", response_class=Response, responses={200: {"content": {"image/jpeg": {}}}})
 async def preview(id: str, index: int, step: int, gateway: Served, caller: Known) -> Response:
-    """The preview of a picture or video after a step, while its request runs with `preview_every`."""
+    """The preview of an image or video after a step of its running request.
+
+    Only requests with `preview_every` or `partial_images` have previews.
+    """
     plan = (await gateway.load(id, caller.sees)).context.plan
     for stage in plan.stages:
         if stage.params.get("index") == index:

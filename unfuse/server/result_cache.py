@@ -28,7 +28,7 @@ LOOKED_AT = 8
 def result_key(
     card: ModelSpec, given: Mapping[str, object], params: Params, derived: DerivedFacts, n: int, delivery: Delivery
 ) -> str:
-    """Return a hash of everything, beside the pools, that results depend on.
+    """Return a hash of everything that results depend on, except the pools.
 
     "" if the results cannot be cached: the seed is random, the client set `cache` to false, or it requests previews.
 

@@ -148,7 +148,10 @@ def _read_chunk(rest: Iterator[bytes]) -> bytes:
 @router.post("", openapi_extra=CREATE, responses=FILMED)
 @router.post("/generations", openapi_extra=CREATE, responses=FILMED)
 async def create(request: Request, gateway: Served, asker: Known) -> Response:
-    """Have a video made of a prompt, and of a picture where the model takes one. It is there once it is completed."""
+    """Create a video from a prompt, and from an image where the model takes one.
+
+    The response does not wait for the video: it is available once its status is completed.
+    """
     call = CreatingCall(gateway, request, asker, await read_body(request), VIDEO, "input_reference", beside=LAST_FRAME)
     record, _ = await call.accept()
     return await respond_async(call, record) or _answer(record)
@@ -162,7 +165,10 @@ async def page(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, object]:
-    """Videos, newest first or last; the next page starts `after` the last id of this one."""
+    """The videos, newest first or last.
+
+    The next page starts `after` the last id of this one.
+    """
     videos = RequestFilter(tenant=caller.sees, video=True)
     records = await gateway.queue.list(videos, after=after, limit=limit + 1, oldest_first=order == "asc")
     return listed([video_object(record) for record in records], limit)
@@ -191,7 +197,7 @@ async def content(
     variant: Literal["video", "thumbnail", "spritesheet"] = "video",
     stream: bool = False,
 ) -> Response:
-    """Return the file of a video, or ranges of its bytes, or its first frame as WebP.
+    """Return a video's file, ranges of its bytes, or its first frame as WebP.
 
     With `stream`, the video as fragmented MP4, also while it is being made: frames come as they are decoded.
     """

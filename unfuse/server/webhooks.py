@@ -100,7 +100,7 @@ class Webhooks(Observer):
         await asyncio.sleep(REVIEW_S)
 
     async def _deliver(self, context: RequestContext) -> None:
-        """Call one webhook until it is accepted or given up.
+        """Call one webhook until it is accepted or has failed for good.
 
         Attempts that other gateways make are left to them.
         """

@@ -49,7 +49,10 @@ def keys_folder(settings: Settings, side: str) -> str:
 
 
 def trust(settings: Settings, side: str) -> Trust:
-    """Return the keys that this side trusts over TCP. Raises ConfigError for keys that cannot be used."""
+    """Return the keys that this side trusts over TCP.
+
+    Without keys, INSECURE if `insecure_listen` is set, else None. Raises ConfigError for keys that cannot be used.
+    """
     return read(keys_folder(settings, side), side) or (INSECURE if settings.insecure_listen else None)
 
 
@@ -70,9 +73,9 @@ def worker_trust(settings: Settings, addresses: Iterable[str]) -> Trust:
 
 
 def listens(settings: Settings) -> tuple[str, ...]:
-    """Return the addresses where `serve` listens beside its unix socket. Raises ConfigError.
+    """Return the addresses where `serve` listens in addition to its unix socket.
 
-    Keys for TCP addresses are generated if there are none.
+    Keys for TCP addresses are generated if there are none. Raises ConfigError.
     """
     addresses = tuple(_absolute(address) for address in settings.serve.listen)
     if settings.serve.launcher != "local" and all(map(unix_path, addresses)):

@@ -415,7 +415,7 @@ class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SpillSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A store that moves objects that nobody reads from a fast place to a slow one."""
+    """A store that moves unused objects from a fast place to a slow one."""
 
     threshold: Annotated[float, says("Share of the arena above which it does.", gt=0, le=1)] = 0.8
     capacity: Annotated[int, says_bytes("Bytes of a worker that the slow place keeps.")] = 16 << 30

@@ -334,7 +334,9 @@ class Service(Stoppable):
             ]
 
     def _planned(self, models: Mapping[str, str], taken: Counter[str], coming: Counter[str]) -> ServingPlan:
-        """Return the plan for these models beside running workers. Raises ConfigError.
+        """Return the serving plan for these models within the memory that other workers leave.
+
+        Raises ConfigError.
 
         `models`: the source of each model by name.
         `taken`: bytes by device that other workers use, now or soon.

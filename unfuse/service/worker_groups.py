@@ -430,9 +430,10 @@ class WorkerGroups(AddModel):
             raise alone
 
     async def _planned(self, models: Sequence[str], replaced: _WorkerGroup | None = None) -> ServingPlan:
-        """Return the plan for these models beside the running groups, except a replaced one.
+        """Return the serving plan for these models within the memory that running groups leave.
 
-        Raises ConfigError, and Refusal as soon as all workers are to stop, even while a slow hub is read.
+        The memory of the `replaced` group counts as free. Raises ConfigError, and Refusal as soon as all workers are to
+        stop, even while a slow hub is read.
         """
         missing = (await self._scheduler.registry.missing()).keys()
         others = [group for group in self._groups if group is not replaced]

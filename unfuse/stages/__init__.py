@@ -1,1 +1,4 @@
-"""The stage kinds, for all model families. torch is imported when a stage runs, not here."""
+"""The stage kinds, for all model families.
+
+torch is imported when a stage is loaded or runs, not here.
+"""

@@ -248,7 +248,7 @@ class Stage(ABC):
         return False
 
     def step(self, batch: Sequence[Any]) -> list[Any]:
-        """Compute one step of these states. Returns a result for `advance` or an error for each.
+        """Compute one step, and return a result for `advance` or an error per state.
 
         A stage with an exact batch key changes no state here, so that the step can be repeated in another batch to
         compare the results. If this method raises, for example out of memory, no state has changed either: the caller
@@ -282,7 +282,7 @@ class Stage(ABC):
         return ()
 
     def write_to(self, state: Any, output: OpenOutput) -> None:  # noqa: B027
-        """Make the steps of a new state write their output as soon as it is computed.
+        """Make a new state's steps write their output to `output` once it is computed.
 
         Data that was written stays unchanged, also when a step is repeated. A stage that does not write during steps
         returns all tensors from `finish`.

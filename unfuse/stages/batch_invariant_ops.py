@@ -30,7 +30,10 @@ Function = Callable[..., Any]
 
 
 def _functions_named(names: str) -> frozenset[Function]:
-    """Return the functions and tensor methods of these names, wherever torch has them, with in-place variants."""
+    """Return torch's functions and tensor methods of these names, with their in-place variants.
+
+    They are found in torch, torch.nn.functional, torch.special and Tensor.
+    """
     places = (functional, torch, Tensor, torch.special)
     candidates = (getattr(place, name + end, None) for name in names.split() for end in ("", "_") for place in places)
     return frozenset(function for function in candidates if function is not None)
@@ -124,7 +127,7 @@ class BatchInvariantOps(TorchFunctionMode):
 
 
 def depends_on_cpu(func: Function, rows: int, batch: Tensor, args: Sequence[Any]) -> bool:
-    """Return whether the result for a row may depend on the other rows of the batch, on a CPU."""
+    """Return whether a row's result on a CPU may depend on other rows."""
     if func in PRODUCTS:
         minimum = FEW if batch.dtype == torch.float32 else FEW_NARROW
         return _vectors_per_row(batch, rows) < minimum and _shares_operand(args)
@@ -134,7 +137,7 @@ def depends_on_cpu(func: Function, rows: int, batch: Tensor, args: Sequence[Any]
 
 
 def depends_on_cuda(func: Function, rows: int, batch: Tensor, args: Sequence[Any]) -> bool:
-    """Return whether the result for a row may depend on the other rows of the batch, on a CUDA device."""
+    """Return whether a row's result on a CUDA device may depend on other rows."""
     if func not in PRODUCTS:
         return func in CONVOLUTIONS
     if not args[1:]:  # the operand is a keyword
@@ -199,10 +202,10 @@ def _digest(tensor: Tensor) -> str:
 
 
 def first_difference(alone: Callable[[], object], together: Callable[[], object]) -> str:
-    """Return the name of the first function whose result for a row differs between two forwards.
+    """Return the name of the first function whose result differs between two forwards.
 
-    `alone`: runs the forward of one row. `together`: runs a forward of several rows, with that one. Further rows and
-    functions of the latter are ignored. "": no difference was found.
+    `alone`: runs the forward of one row. `together`: runs a forward of several rows, with that one. The results for
+    that row are compared. Further rows and functions of the latter are ignored. "": no difference was found.
     """
     with _Trace() as alone_trace:
         alone()

@@ -127,7 +127,7 @@ class Denoiser(Protocol):
         """
 
     def phase(self, timestep: Tensor) -> Hashable:
-        """Return a key: rows are computed in one forward only if their timesteps have equal keys."""
+        """Return the key that timesteps must have in common for rows to share a forward."""
 
     def parts(self, latents: Tensor) -> int:
         """Return how many rows some modules of the transformer make of one row of latents."""
@@ -137,7 +137,7 @@ class Denoiser(Protocol):
 
 
 class FeatureCache:
-    """The feature cache: skips most blocks of a transformer while its first block's output changes little.
+    """A feature cache that skips most transformer blocks while the first one's output changes little.
 
     First-block caching, as in diffusers (https://github.com/chengzeyi/ParaAttention, after TeaCache, arXiv:2411.19108).
     If the residual of the first block differs from the last step's by less than a threshold, the other blocks are
@@ -285,7 +285,7 @@ class Denoise(SteppedStage[DenoiseState]):
             need_tensor(task, name, shape)
 
     def batch_key(self, task: StageInput) -> Hashable:
-        """Return a key of sizes, text length, adapters with their scale, and guidance on or off."""
+        """Return a key of sizes, text length, adapters, their scale, and whether guidance applies."""
         guided = applies(self._denoiser.guidance(task.params))
         shared = (task.params.get(name) for name in ("max_sequence_length", "lora", "lora_scale"))
         return super().batch_key(task), guided, task.derived.lora_id, *shared
@@ -425,7 +425,10 @@ class Denoise(SteppedStage[DenoiseState]):
         return tuple(int(mask.sum()) for mask in masks)
 
     def _sizes(self, state: DenoiseState) -> tuple[torch.Size, ...]:
-        """Return the shapes of the inputs that both halves share: pictures may differ at equal latents."""
+        """Return the shapes of the inputs that both halves of guidance share.
+
+        Pictures may differ in shape at equal latents.
+        """
         return tuple(state.inputs[name].shape for name in self._denoiser.conditions)
 
     @torch.no_grad()
@@ -532,7 +535,7 @@ def _not_finite(state: DenoiseState, dtype: torch.dtype) -> PermanentError:
 
 
 def scheduler_state(scheduler: object, fresh: object) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and plain values of a noise scheduler that differ from a fresh one.
+    """Return a noise scheduler's tensors and plain values that differ from a fresh one's.
 
     A fresh scheduler of the same request has the rest: a first-order one differs in the index of the step, a multistep
     one also in its last predictions. Tensors are copied to the CPU. Raises PermanentError for values of other types.

@@ -109,7 +109,7 @@ MOMENTS = "moments"
 
 
 class KeptLatents(NamedTuple):
-    """The latents of a picture that denoising must keep where the mask says so.
+    """The latents of a picture that denoising must keep where the mask is 0.
 
     All three have the shape of the request's latents; the mask may have one channel only.
     """
@@ -163,9 +163,9 @@ class Redraw:
     repeats: bool = False
 
     def shapes(self, task: StageInput) -> dict[str, tuple[int | None, ...]]:
-        """Return the shapes of the tensors that redrawing needs; empty for a task without a picture.
+        """Return the shapes of the tensors that redrawing needs, by name.
 
-        Raises PermanentError if the strength leaves no step to compute.
+        Empty for a task without a picture. Raises PermanentError if the strength leaves no step to compute.
         """
         known_shapes = {MOMENTS: (1, 2 * self.channels, None, None), MASK: (1, 1, None, None)}
         shapes: dict[str, tuple[int | None, ...]] = {
@@ -267,9 +267,10 @@ class RedrawEncode(ImageEncode):
 
 
 def _latent_mask(task: StageInput, encoded: StageOutput) -> Tensor | None:
-    """Return a mask, (1, 1, latent height, latent width): 1 for latents that change, else 0.
+    """Return a mask of the latents that change; None without an uploaded mask or picture.
 
-    Latents change where the uploaded mask is transparent. None without an uploaded mask.
+    Its shape is (1, 1, latent height, latent width): 1 for latents that change, else 0. Latents change where the
+    uploaded mask is transparent.
     """
     from diffusers.image_processor import VaeImageProcessor
 

@@ -127,9 +127,9 @@ class KvReader:
 
 
 class KvWriter:
-    """Writes the KV of a sequence into an object while prefill computes it, each unit once.
+    """A writer of a sequence's KV into an object while prefill computes it.
 
-    Before `to`, nothing is written. The `first` chunks are left out.
+    Each unit is written once. Before `to`, nothing is written. The `first` chunks are left out.
     """
 
     def __init__(self, kv: KvSequence, layout: KvLayout, first: int = 0) -> None:
@@ -167,7 +167,10 @@ class KvWriter:
         """Called after each step of the sequence."""
 
     def prefix_block(self, number: int) -> Tensors:
-        """Return the KV of a chunk as a prefix block: `kv`, (layers, 2, heads, CHUNK, width)."""
+        """Return the KV of a chunk as a prefix block.
+
+        Its only tensor is `kv`, (layers, 2, heads, CHUNK, width).
+        """
         span = number * CHUNK, (number + 1) * CHUNK
         return {"kv": torch.stack([torch.stack(self._kv.read(layer, *span)) for layer in range(self._layout.layers)])}
 

@@ -359,7 +359,7 @@ class Decode(PromptStage[DecodeState]):
         return not state.over and state.constraint is not None and state.constraint.waits()
 
     def _kv_blocks(self, tensors: Tensors, tokens: int) -> KvBlocks | None:
-        """Return prefill's KV of the first `tokens` tokens, or None if the tensors do not fit."""
+        """Return prefill's KV of the first `tokens` tokens; None if tensors do not fit."""
         return KvBlocks(tokens, tensors) if self._sequences.layout(tokens).fits(tensors) else None
 
     @override

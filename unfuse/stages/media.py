@@ -75,10 +75,10 @@ class MediaWriter(ABC):
 
 
 def record(params: Params) -> MediaWriter:
-    """Return a writer for the requested format: one video for mp4, else one picture per frame.
+    """Return a writer of frames in the requested format.
 
-    Reads `output_format`, for mp4 `fps`, for jpeg and webp `output_compression` (the quality, 0 to 100; default 100).
-    Raises PermanentError for other formats.
+    It makes one video for mp4, else one picture per frame. Reads `output_format`, for mp4 `fps`, for jpeg and webp
+    `output_compression` (the quality, 0 to 100; default 100). Raises PermanentError for other formats.
     """
     output_format = need(params, "output_format", str)
     need_format(output_format)
@@ -173,7 +173,10 @@ class VideoWriter(MediaWriter):
         return (EncodedMedia(CONTENT_TYPES["mp4"], self._path.read_bytes()),)
 
     def _open(self, height: int, width: int) -> None:
-        """Open the file and the encoder for frames of this size. Raises PermanentError for odd sizes."""
+        """Open the file and the encoder for frames of this size.
+
+        Raises PermanentError for odd sizes.
+        """
         import av
 
         if height % 2 or width % 2:

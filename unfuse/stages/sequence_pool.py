@@ -1,4 +1,7 @@
-"""The sequences of a language model in one paged KV cache: room, chunks and prefix caching."""
+"""The sequences of a language model in one paged KV cache, with prefix caching.
+
+Also their chunks, and the room for them in the cache.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +126,10 @@ class SequencePool:
         return KvLayout(len(self._kv.keys), heads, self._kv.keys[0].shape[-1], self._kv.keys[0].dtype, tokens)
 
     def writer(self, sequence: KvSequence, tokens: int, first: int = 0) -> KvWriter:
-        """Return a writer that transfers the first `tokens` tokens of a sequence, without its `first` chunks."""
+        """Return a writer that transfers the KV of a sequence's first `tokens` tokens.
+
+        Its `first` chunks are left out.
+        """
         layout = self.layout(tokens)
         return SharedKvWriter(sequence, layout, self._axis, first) if self._axis else KvWriter(sequence, layout, first)
 
@@ -176,9 +182,9 @@ class SequencePool:
             raise
 
     def digests(self, prompt: Sequence[int], answer: Sequence[int], shown: Sequence[MediaItem]) -> tuple[str, ...]:
-        """Return the digests under which later prompts find the chunks of a prompt and its answer.
+        """Return the digests for prefix caching of a prompt and its answer.
 
-        `shown`: the pictures and videos of the prompt.
+        Later prompts find the chunks of both under these digests. `shown`: the pictures and videos of the prompt.
         """
         places = places_of(self._vision, prompt, shown) if self._vision and shown else ()
         return beginnings([*prompt, *answer], places)

@@ -317,7 +317,10 @@ class UndividedStage(SteppedStage[RunningCall]):
             self._restore_dtypes()
 
     def _restore_dtypes(self) -> None:
-        """Restore the dtypes of components: some pipelines cast the VAE and do not cast it back."""
+        """Restore the dtypes of the pipeline's components.
+
+        Some pipelines cast the VAE and do not cast it back.
+        """
         for model, dtype in self._dtypes:
             if model.dtype != dtype:
                 model.to(dtype)
@@ -334,7 +337,10 @@ class UndividedStage(SteppedStage[RunningCall]):
         return picture if picture.size == (width, height) else picture.resize((width, height), Resampling.LANCZOS)
 
     def _lowest_dtype(self) -> torch.dtype | None:
-        """The dtype with the fewest bits among the pipeline's components; None if it has no weights."""
+        """Return the floating-point dtype with the fewest bits among the pipeline's components.
+
+        None if no component has floating-point weights.
+        """
         dtypes = {getattr(part, "dtype", None) for part in self._pipeline.components.values()}
         floats = [dtype for dtype in dtypes if isinstance(dtype, torch.dtype) and dtype.is_floating_point]
         return min(floats, key=lambda dtype: torch.finfo(dtype).bits, default=None)

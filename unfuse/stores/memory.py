@@ -19,7 +19,7 @@ from unfuse.stores.base import ObjectDraft, ObjectHold, StoreOptions, TabledBack
 
 
 class _Heap:
-    """An allocator that asks the operating system for each object."""
+    """An allocator that requests memory from the operating system for each object."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -104,7 +104,7 @@ def _bits(tensors: Mapping[str, Any]) -> Bits:
 
 
 def _array(tensor: Any) -> Any:
-    """Return a tensor of numpy or torch as an array, of bytes if it is torch's."""
+    """Return a tensor as a numpy array, of bytes for a torch tensor."""
     if isinstance(tensor, np.ndarray):
         return tensor
     import torch

@@ -236,7 +236,10 @@ class Pull(ShownRef, frozen=True, tag=True):
 
 
 class Watch(ShownRef, frozen=True, tag=True):
-    """Ask how far an announced object is written. Answered by Written."""
+    """Request the progress of writing an announced object.
+
+    Answered by Written.
+    """
 
     #: Number of chunks that the reader knows to be written.
     known: int
@@ -250,7 +253,7 @@ class Got(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Asks whether the owner is there. Answered by Pong."""
+    """Request a Pong, which shows that the owner is there."""
 
 
 class Coming(msgspec.Struct, frozen=True, tag=True):
@@ -282,7 +285,7 @@ def refusal(error: ObjectLost | ArenaFull) -> Lost | Full:
 
 
 def check_refusal(reply: FromOwner, id: str) -> None:
-    """Raise ObjectLost or ArenaFull if the owner's reply about object `id` says so."""
+    """Raise ObjectLost or ArenaFull if the owner's reply refuses object `id`."""
     match reply:
         case Lost(message):
             raise ObjectLost(message, id)

@@ -407,7 +407,7 @@ def send(connection: socket.socket, message: ToOwner | FromOwner, flags: int = 0
 
 
 def prove(secret: str, side: bytes, owners: bytes, readers: bytes) -> bytes:
-    """Return the proof that this side knows the secret, over two fresh nonces."""
+    """Return the proof that this side has the secret, over two fresh nonces."""
     return hmac.digest(secret.encode(), side + owners + readers, "sha256")
 
 

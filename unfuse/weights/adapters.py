@@ -484,7 +484,7 @@ REMEDY = "save it without that, or merge it into the model's weights"
 
 
 class TensorEntry(NamedTuple):
-    """An entry of a safetensors file. `dtype` is the file's name for it, such as "BF16"."""
+    """An entry of a safetensors file, with the file's dtype name, such as "BF16"."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -1,4 +1,7 @@
-"""Fingerprints of files: hashes of all their bytes, cached until a file's size or times change."""
+"""Fingerprints of files: hashes of all their bytes, cached by file state.
+
+A cached fingerprint is valid until the file's size or times change.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ log = structlog.get_logger(__name__)
 
 
 class FileState(NamedTuple):
-    """The identity of a file's content as the file system shows it: device, inode, size and times."""
+    """The identity of a file's content: device, inode, size and times from stat."""
 
     device: int
     inode: int
@@ -64,7 +67,10 @@ class FileState(NamedTuple):
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     def is_settled(self, now: float) -> bool:
-        """Whether a later change is sure to change the times, even coarse ones; `now` is in Unix seconds."""
+        """Return whether a later change of the file is sure to change its times.
+
+        This holds for coarse times, too. `now` is in Unix seconds.
+        """
         since_modified = now - self.mtime_ns / 1e9
         return now - self.ctime_ns / 1e9 >= COARSE_S and not 0 <= since_modified < COARSE_S
 
@@ -113,9 +119,9 @@ class Fingerprints:
         raise ConfigError(f"{path} changes while it is read: wait until it is written completely, then start again")
 
     def content(self, path: Path) -> bytes:
-        """Return the input for a component's hash: all bytes of a small file, the fingerprint of a large one.
+        """Return what a file contributes to the input of a component's hash.
 
-        Raises ConfigError as `of` does.
+        It is all bytes of a small file, or the fingerprint of a large one. Raises ConfigError as `of` does.
         """
         try:
             if path.stat().st_size <= WHOLE_BYTES:

@@ -49,7 +49,10 @@ class TracedTensor(torch.Tensor):
 
 
 def traced(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """Return traced copies of these tensors, and a set that collects the names of those read as plain numbers."""
+    """Return traced views of these tensors, and a set of entry names.
+
+    The set collects the names of those that are read as plain numbers.
+    """
     found: dict[str, torch.Tensor] = {}
     read = set[str]()
     for name, tensor in tensors.items():

@@ -127,7 +127,10 @@ class InvarianceResults:
         return size
 
     def learn(self, key: Key, size: int, blame: str) -> None:
-        """Remember a comparison. `blame` is the function that made a difference, or ""."""
+        """Store the result of a comparison.
+
+        `blame`: the function that made a difference, or the error of the shared forward; "" for equal results.
+        """
         before = self.of(key, size)
         after = InvarianceResult(before.equal + (not blame), blame, str(key[0]), size)
         self._verdicts.pop(self._name(key, size), None)
@@ -152,7 +155,7 @@ class InvarianceResults:
             return {}
 
     def _write(self, name: str, verdict: InvarianceResult) -> None:
-        """Add a result to the file, beside those that other processes have added meanwhile."""
+        """Add a result to the file, and keep those that other processes added meanwhile."""
         if self._file is None:
             return
         try:
@@ -230,7 +233,10 @@ class _Key:
         return best
 
     def is_due(self, size: int, best: int) -> bool:
-        """Whether this size should be tried again beside the best one."""
+        """Return whether to try this size next instead of the best one.
+
+        Always, if it was not measured yet.
+        """
         if size not in self.samples:
             return True
         samples, seconds = self.samples[size], self.seconds(size)
@@ -417,7 +423,11 @@ class Batches:
             return compute(states)
 
     def _compare(self, batch: list[Job], alone: Sequence[Any]) -> None:
-        """Compute a step once more, together, and remember whether the results differ from those alone."""
+        """Compute a step once more, together, and store whether the results differ.
+
+        `alone`: the results of the jobs alone. An error counts as a difference; if memory runs out, only the batch size
+        is limited.
+        """
         stage = batch[0].stage
         key = batch[0].key
         states = [job.state for job in batch]

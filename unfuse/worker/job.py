@@ -376,10 +376,11 @@ def start_of(run: RunTask, begun: Job | Exception) -> TaskStart:
 def announce(
     store: TensorStore, job: Job, encodings: Mapping[str, str], tell: Callable[[OutputAnnounced], object] | None
 ) -> None:
-    """Make a task's output readable while it is written, and announce that by `tell`.
+    """Make a task's output readable while it is written, and announce it.
 
-    The output is stored only at its end if it is to be narrowed, if there is no room yet, or if `tell` is None. The
-    output of one of `several` tasks is announced however small it is: their reader starts with those that are there.
+    `tell` receives the announcement. The output is stored only at its end if it is to be narrowed, if there is no room
+    yet, or if `tell` is None. The output of one of `several` tasks is announced however small it is: their reader
+    starts with those that are there.
     """
     task, outline = job.lease.task, job.stage.outline(job.state)
     if not outline or tell is None or task.planned.final or encodings.get(task.planned.kind, "none") != "none":
@@ -395,7 +396,7 @@ def announce(
 
 
 def put(store: TensorStore, job: Job, output: StageOutput, encodings: Mapping[str, str]) -> ObjectRef | None:
-    """Store a task's output tensors, narrowed as `encodings` says for the stage kind.
+    """Store a task's output tensors, narrowed by the stage kind's entry in `encodings`.
 
     An output that was readable while it was written is only sealed. Returns None for a final stage, which has no
     tensors.

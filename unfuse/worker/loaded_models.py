@@ -313,7 +313,7 @@ class ModelSwapper:
 
 
 def _read_ahead(models: Models, cards: Sequence[ModelSpec], pools: Collection[str]) -> None:
-    """Ask the kernel to read the files of these declared pools.
+    """Advise the kernel to read the weight files of these declared pools ahead.
 
     Files that cannot be read are skipped: loading will report them.
     """

@@ -19,7 +19,10 @@ Record = dict[str, Any]
 
 
 class RecordLoggers(structlog.WriteLoggerFactory):
-    """The logger factory of `write_records`, which tells its configuration from a program's own."""
+    """The logger factory of `write_records`, as a type of its own.
+
+    The type distinguishes the configuration of `write_records` from a program's own.
+    """
 
 
 def is_configured_elsewhere() -> bool:

@@ -132,7 +132,7 @@ class StepReporter:
 
 
 def store_preview(results: ResultStore, job: Job, step: int) -> None:
-    """Store a preview every `preview_every` steps, if the request asked for previews.
+    """Store a preview every `preview_every` steps, if the request has this parameter.
 
     Errors are only logged.
     """
@@ -488,7 +488,10 @@ class StepLoop:
             del self._parked[claim]
 
     def _is_due(self, job: Job, priority: int) -> bool:
-        """Whether to save now: a more urgent task goes first, or the policy says so."""
+        """Return whether to save a checkpoint now.
+
+        It is due if a more urgent task runs first, or by the policy, but only after a new step.
+        """
         step, steps = job.stage.progress(job.state)
         left_s = (steps - step) * job.run_s / max(1, job.steps)
         return step > job.saved and (
@@ -580,7 +583,7 @@ class StepLoop:
         self._send(TaskCompleted(job.claim, ref, results, timings))
 
     def _drop(self, message: messages.CancelTask) -> None:
-        """Drop a task, after a checkpoint if the cancellation asks for one."""
+        """Drop a task, after a checkpoint if the cancellation requests one."""
         self._factory.forget(message.claim)
         if job := self._jobs.pop(message.claim, None):
             if message.save:

@@ -171,7 +171,7 @@ class Worker:
         await asyncio.gather(self._background.repeat("asking for work", self._pull), self._executor.lost)
 
     async def _join(self) -> None:
-        """Ask the scheduler what to serve, load it, and register the pools."""
+        """Request what to serve from the scheduler, load it, and register the pools."""
         options = self._options
         info = WorkerInfo(self._id, options.node, options.role, (), options.slots, "", 0, os.getpid())
         registered = await self._link.hello(Register(info, secret=self._secret))
@@ -513,7 +513,7 @@ class Worker:
             await asyncio.sleep(self._beat_s)
 
     async def _apply_reply(self, reply: HeartbeatReply) -> None:
-        """Do what the reply to a heartbeat asks for: swap models, cancel tasks, free objects."""
+        """Apply the reply to a heartbeat: swap models, cancel tasks, free objects."""
         if reply.load:
             withdraw = partial(self._link.call, WITHDRAW)
             swap = partial(self._swapper.to, reply.load, self._executor, withdraw, self._idle)
