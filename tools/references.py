@@ -299,7 +299,7 @@ def tree() -> Iterator[list[str]]:
         if isinstance(kind, type) and issubclass(kind, errors.UnfuseError):
             made = errors.ArenaFull(1, 0, 1) if kind is errors.ArenaFull else kind("…")
             parents = [one.__name__ for one in kind.__mro__[1:-1] if issubclass(one, errors.UnfuseError)]
-            says = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
+            says = " ".join((kind.__doc__ or "").split())
             public = f"`unfuse.{kind.__name__}`" if kind.__name__ in unfuse.__all__ else code(kind.__name__)
             yield [public, code(parents[0]) if parents else "", str(exit_code(made)), says]
 

@@ -199,7 +199,7 @@ def test_the_list_of_verbs_is_whole(unfuse: Run, group: list[str]) -> None:
     assert "…" not in text and "..." not in text.replace("[ARGS]...", "").replace("COMMAND [ARGS]...", "")
     assert max(map(len, text.splitlines())) <= 80
     if not group:
-        assert "Say what this machine has, what models need, where `serve` would put them, and whether to split" in (
+        assert "Show this machine's resources, the needs of models, and how `serve` would place them." in (
             " ".join(text.split())
         )
 

@@ -249,7 +249,7 @@ def _common(name: str, side: str, pipeline: Object) -> Object:
 
 
 def _triggers(autoscaling: Object, namespace: str, spec: Object, users: Sequence[str]) -> list[Object]:
-    """Return the KEDA triggers that scale a pool, to zero and back if allowed.
+    """Return the KEDA triggers with which a pool may scale to zero.
 
     They are Prometheus queries on the metrics of its gateways.
     """
