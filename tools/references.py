@@ -42,10 +42,10 @@ METRICS = f"""# Metrics
 
 What `/metrics` has. Where keys are configured, metrics that name a tenant, money or a model need a key: `read=yes` or
 `admin=yes` for those of all tenants ([keys](serving.md#api-keys-and-tenants)). Counters count since the gateway
-started; each gateway has its own, and gauges are of the whole queue. `pool` is a pool's declared name: stage kind, first digits of a
-hash of the weights, and dtype, as in `denoise:edcc212e02d1:float32`; `unfuse pools` lists the models of each.
-`outcome` is the hash of everything else that its bytes depend on. `model` is the name that clients use. What to watch
-is in [the alerts](../deploy/prometheus/alerts.yml), with a [runbook](runbook.md). {WRITTEN}
+started; each gateway has its own, and gauges are of the whole queue. `pool` is a pool's declared name: stage kind,
+first digits of a hash of the weights, and dtype, as in `denoise:edcc212e02d1:float32`; `unfuse pools` lists the
+models of each. `outcome` is the hash of everything else that its bytes depend on. `model` is the name that clients
+use. What to watch is in [the alerts](../deploy/prometheus/alerts.yml), with a [runbook](runbook.md). {WRITTEN}
 
 """
 
