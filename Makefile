@@ -52,7 +52,7 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed-test)
 # five to ten times as many faults in drills. At most 80 minutes. `make nightly PART=3/8` runs the third of eight parts,
 # which take about the same time
 PART ?= 1/1
-nightly: REQUESTS ?= 5000
+nightly: REQUESTS ?= 4000
 NIGHTLY := $(PYTEST) --part $(PART) --second-run
 DRILLS := tests/chaos/test_drills.py tests/chaos/test_chats.py
 nightly: $(VENV)/installed-nightly
