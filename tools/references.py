@@ -95,8 +95,8 @@ ADVICE = {
     "cancelled": "Somebody cancelled the request, or its client disconnected. Ask again if that was wrong.",
     "chunks_too_small": "Send larger chunks, or a Content-Length.",
     "compute_crashed": (
-        "Its worker died several times while it ran this: `unfuse dead show ID` has the evidence. Often memory: a "
-        "smaller size."
+        "Its compute process died twice while it ran only this task: `unfuse dead show ID` shows the evidence. Often "
+        "memory is short: try a smaller size."
     ),
     "context_length_exceeded": (
         "Shorten the messages, ask for fewer tokens, or send `truncate_prompt_tokens`; the limit is `max_model_len` in "
@@ -169,7 +169,10 @@ ADVICE = {
     "precondition_failed": "The file is not the one that `If-Match` names: send the call without that header.",
     "range_not_satisfiable": "The range begins after the end of the file: `Content-Range` has the file's length.",
     "read_only": "Ask with a key without `read=yes`.",
-    "stage_failed": "A stage failed in the same way wherever it ran; the message says why.",
+    "stage_failed": (
+        "A stage had an error that is never retried, or used up its retry budget (`given up after N times`): the message "
+        "has the last error."
+    ),
     "starting": (
         "The server waits for its queue, as `/ready` says: start Redis, or make room on the disk of the queue; it goes "
         "on by itself."

@@ -40,7 +40,11 @@ RENAMES = Renames(
     labels={},
     settings={"UNFUSE_WORKER__HOLD": "UNFUSE_WORKER__MAX_LOADED_MODELS"},
     flags={},
-    values={},
+    values={
+        "Tasks in a forward, as the mean of a stage's steps, in requests that succeeded": (
+            "Requests in a forward: the mean over a stage's steps, observed when the request succeeds"
+        ),
+    },
     removed={
         "fields": {"guidance-halves": HALVES},
         "metrics": {},

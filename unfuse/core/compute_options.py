@@ -339,7 +339,7 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_batch: Annotated[
         int,
         Meta(
-            description="Most requests in one forward; 0 is 8, and as many as are there of texts that are decoded.",
+            description="Most requests in one forward. 0: 8, and up to 256 sequences that decode.",
             ge=0,
             le=256,
         ),

@@ -301,7 +301,7 @@ METRICS = (
     ),
     _histogram(
         "unfuse_batch_size",
-        "Tasks in a forward, as the mean of a stage's steps, in requests that succeeded",
+        "Requests in a forward: the mean over a stage's steps, observed when the request succeeds",
         (1, 2, 4, 8, 16, 32, 64, 128),
         *POOL,
     ),

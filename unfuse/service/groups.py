@@ -340,7 +340,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ()
     model: Annotated[tuple[str, ...], says("Models to load; without one the scheduler says which.")] = ()
     slots: Annotated[
-        int, says("Tasks it holds at a time: one runs while inputs of others arrive; 0 is what its role has.", ge=0)
+        int, says("Tasks that a worker holds: running, or waiting for inputs. More than --max-batch. 0: by role.", ge=0)
     ] = 0
     resources: Annotated[
         tuple[str, ...],
