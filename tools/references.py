@@ -170,8 +170,8 @@ ADVICE = {
     "range_not_satisfiable": "The range begins after the end of the file: `Content-Range` has the file's length.",
     "read_only": "Ask with a key without `read=yes`.",
     "stage_failed": (
-        "A stage had an error that is never retried, or used up its retry budget (`given up after N times`): the message "
-        "has the last error."
+        "A stage had an error that is never retried, or used up its retry budget (`given up after N times`): "
+        "the message has the last error."
     ),
     "starting": (
         "The server waits for its queue, as `/ready` says: start Redis, or make room on the disk of the queue; it goes "
