@@ -237,14 +237,9 @@ class Service(Stoppable):
             )
             serving = front.serve(create_app(gateway, options.access))
             webhooks.start(scheduler, gateway.links)
-            remains = remains_at(options.places.store, options.places.copies)
             background = Supervisor()
             stack.push_async_callback(background.close)
-            background.forever("forgetting what is over", partial(_forget, scheduler.queue, results, serve.retention_s))
-            if serve.results_limit:
-                bound = partial(_bound, scheduler.queue, results, serve.results_limit)
-                background.forever("keeping results within their limit", bound)
-            background.forever("dropping what dead workers left", partial(_drop_remains, scheduler, remains))
+            self._start_cleanup(background, scheduler, results)
             background.forever("looking whether keys have changed", options.keys.look)
             if options.keys.warning:
                 log.warning(options.keys.warning)
@@ -264,6 +259,16 @@ class Service(Stoppable):
                 dispatcher.withhold()
                 await groups.stop(self.budget.left(self.reserve), self.budget.hurry)
                 await front.close()
+
+    def _start_cleanup(self, background: Supervisor, scheduler: Scheduler, results: ResultStore) -> None:
+        """Start the loops that delete expired requests, results over the limit, and objects of dead workers."""
+        serve, places = self._options.serve, self._options.places
+        background.forever("forgetting what is over", partial(_forget, scheduler.queue, results, serve.retention_s))
+        if serve.results_limit:
+            bound = partial(_bound, scheduler.queue, results, serve.results_limit)
+            background.forever("keeping results within their limit", bound)
+        remains = remains_at(places.store, places.copies)
+        background.forever("dropping what dead workers left", partial(_drop_remains, scheduler, remains))
 
     @contextlib.asynccontextmanager
     async def _open_scheduler(
