@@ -261,7 +261,7 @@ class Service(Stoppable):
                 await front.close()
 
     def _start_cleanup(self, background: Supervisor, scheduler: Scheduler, results: ResultStore) -> None:
-        """Start the loops that delete expired requests, results over the limit, and objects of dead workers."""
+        """Start the loops that delete expired requests, excess results and dead workers' objects."""
         serve, places = self._options.serve, self._options.places
         background.forever("forgetting what is over", partial(_forget, scheduler.queue, results, serve.retention_s))
         if serve.results_limit:
