@@ -21,9 +21,10 @@ from unfuse.models import resolve_source
 SHAPES = str(resolve_source("unfuse/shapes"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with capture_logs(), composed(tmp_path_factory.mktemp("served")) as port:  # its log would be on standard output
+    """The address of a server that ends with the test: behind it, its log would be on standard output."""
+    with capture_logs(), composed(tmp_path_factory.mktemp("served")) as port:
         yield f"http://127.0.0.1:{port}"
 
 
