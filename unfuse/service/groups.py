@@ -190,10 +190,9 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workers: Annotated[
         str,
         says(
-            "Workers to start here. auto: all stages of all models in each worker if they fit, else one model at a "
-            "time, "
-            "else a worker for each role. split: a worker for each role. none: `unfuse worker` starts them. Or a plan, "
-            "like all=2 or encoder=1,denoiser=2,decoder=1; + joins roles in one worker."
+            "Workers to start here. auto: all stages of all models in each worker if they fit, else a worker for "
+            "each role, else one model at a time. split: a worker for each role. none: `unfuse worker` starts them. Or a "
+            "plan, like all=2 or encoder=1,denoiser=2,decoder=1; + joins roles in one worker."
         ),
     ] = "auto"
     device_memory: Annotated[

@@ -5,9 +5,9 @@ select another kernel for another batch size. Pointwise functions round differen
 body, and the position of tails depends on the number of elements and on how threads divide them. A slice that is
 contiguous for one request is not contiguous for several, so another code path rounds.
 
-On a CUDA device a row depends on the rest of its batch for products with few outputs for each row, for convolutions,
-and for slices as above. Attention, norms and pointwise functions do not. Measured on an H100 with torch 2.11 and models
-of real width in bfloat16: docs/performance.md, "On a GPU".
+On a CUDA device a row depends on the rest of its batch for products that sum many terms to few outputs, convolutions,
+and slices as above. It does not for attention, norms and pointwise functions. Measured on an H100 with torch 2.11, and
+not on other devices: docs/performance.md, "On a GPU".
 
 `BatchInvariantOps` runs only these operations one request at a time.
 """
@@ -144,11 +144,13 @@ def depends_on_cuda(func: Function, rows: int, batch: Tensor, args: Sequence[Any
         return True
     if not _shares_operand(args):
         return False
-    terms, (operand, *bias) = batch.shape[-1], args[1:]
-    outputs = _vectors_per_row(batch, rows) * operand.numel() // terms
-    if batch.dtype == torch.float32:
-        return outputs < FEW_OUTPUTS or bias in ([], [None])
-    return terms > UNSPLIT_TERMS and outputs < OUTPUTS_PER_TERM * terms
+
+    terms = batch.shape[-1]
+    outputs = _vectors_per_row(batch, rows) * args[1].numel() // terms
+    if batch.element_size() < torch.float32.itemsize:
+        return terms > UNSPLIT_TERMS and outputs < OUTPUTS_PER_TERM * terms
+    has_bias = len(args) > 2 and args[2] is not None
+    return not has_bias or outputs < FEW_OUTPUTS
 
 
 #: What may depend on the other rows, by type of device. Others have the CPU's rule.
