@@ -118,8 +118,8 @@ ADVICE = {
         "A defect: the server's log has a traceback under the `x-request-id` of the answer. Please report it."
     ),
     "invalid_api_key": (
-        "No key was sent, or an unknown one; the message says which. Send `Authorization: Bearer KEY`, "
-        "`--api-key` or `UNFUSE_API_KEY`; `unfuse keys ls` on the server's machine lists its keys."
+        "No key was sent, or an unknown one; the message says which. Send `Authorization: Bearer KEY`, `--api-key` or "
+        "`UNFUSE_API_KEY`; `unfuse keys ls` on the server's machine lists its keys."
     ),
     "invalid_parameter": (
         "The message names the field (`param`), its bounds, and often the nearest value that goes. See "
@@ -133,8 +133,8 @@ ADVICE = {
     "lost": "The queue has lost the data of the request, or it was deleted while the call waited: repeat the call.",
     "model_exists": "A model of this name is served: send another `name`, or remove that one first.",
     "model_failed": (
-        "The model was added and cannot be served; the message says why. Once that is mended, add it again; "
-        "`unfuse dead retry ID` repeats its requests, and `unfuse models rm NAME` forgets it."
+        "The model was added and cannot be served; the message says why. Once that is mended, add it again; `unfuse "
+        "dead retry ID` repeats its requests, and `unfuse models rm NAME` forgets it."
     ),
     "model_leaves": "It is being removed: add it again once its last requests are done, as `Retry-After` says.",
     "invalid_link": "The signature of the link is wrong: get a new link with `GET /v1/requests/{id}`.",
@@ -170,8 +170,8 @@ ADVICE = {
     "range_not_satisfiable": "The range begins after the end of the file: `Content-Range` has the file's length.",
     "read_only": "Ask with a key without `read=yes`.",
     "stage_failed": (
-        "A stage had an error that is never retried, or used up its retry budget (`given up after N times`): "
-        "the message has the last error."
+        "A stage had an error that is never retried, or used up its retry budget (`given up after N times`): the "
+        "message has the last error."
     ),
     "starting": (
         "The server waits for its queue, as `/ready` says: start Redis, or make room on the disk of the queue; it goes "
@@ -180,8 +180,7 @@ ADVICE = {
     "stopping": "The server ends. Ask again: the request itself goes on where the queue is kept.",
     "target_too_long": "Send what is long in the body.",
     "timeout": (
-        "The client was too slow to send, or to read: see bounds in "
-        "[serving](serving.md#network-access-and-tls)."
+        "The client was too slow to send, or to read: see bounds in [serving](serving.md#network-access-and-tls)."
     ),
     "too_many_bodies": "Try again: many clients are sending pictures.",
     "too_many_connections": "Reuse connections; `--max-connections` and `--max-connections-per-address` set the limit.",

@@ -99,17 +99,16 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     image_hosts: Annotated[
         tuple[str, ...],
         says(
-            "Hosts that pictures of chats are fetched from, where messages name their addresses: names, networks and "
-            "* as "
-            "for --webhook-hosts."
+            "Hosts that pictures of chats are fetched from, where messages name their addresses: names, networks and * "
+            "as for --webhook-hosts."
         ),
     ] = ()
     webhook_hosts: Annotated[
         tuple[str, ...],
         says(
             "Hosts that requests may name as webhooks, which are told of their ends: names like hooks.example, "
-            ".example "
-            "for all below it, * for any of the internet; and networks like 10.0.0.0/8, to which names may lead too."
+            ".example for all below it, * for any of the internet; and networks like 10.0.0.0/8, to which names may "
+            "lead too."
         ),
     ] = ()
     webhook_secret: Annotated[
@@ -119,18 +118,16 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     queue: Annotated[
         str,
         says(
-            "Where tasks wait and requests live: sqlite:PATH, redis://HOST:PORT/DATABASE, redis+sentinel://HOST:PORT,"
-            "HOST:PORT/SERVICE, redis+cluster://HOST:PORT, each with ?shards=N spread over what is named, or memory, "
-            "which "
-            "keeps none."
+            "Where tasks wait and requests live: sqlite:PATH, redis://HOST:PORT/DATABASE, "
+            "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE, redis+cluster://HOST:PORT, each with ?shards=N spread over "
+            "what is named, or memory, which keeps none."
         ),
     ] = "sqlite:DATA_DIR/queue.db"
     queue_wait: Annotated[
         float,
         says(
-            "Seconds that a start waits for a queue that is away, loads its data, or has a full disk, before it "
-            "gives up; "
-            "0 does not wait.",
+            "Seconds that a start waits for a queue that is away, loads its data, or has a full disk, before it gives "
+            "up; 0 does not wait.",
             ge=0,
         ),
     ] = math.inf
@@ -142,10 +139,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         says(
             "Where the tensors lie that stages hand on. shared_memory: in the workers' arenas, where others map or "
-            "pull "
-            "them. spill:shared_memory+disk:PATH: there, and what nobody reads goes to a disk when one fills. "
-            "disk:PATH, "
-            "redis://… or s3://…: in that place, where every worker must reach it."
+            "pull them. spill:shared_memory+disk:PATH: there, and what nobody reads goes to a disk when one fills. "
+            "disk:PATH, redis://… or s3://…: in that place, where every worker must reach it."
         ),
     ] = "shared_memory"
     durable: Annotated[
@@ -153,8 +148,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         says(
             "Where workers also copy what --durable-stages make, so that a request whose worker dies goes on from it "
             "instead of being computed again: disk:PATH, redis://… or s3://…. With none, copies are made only when "
-            "workers "
-            "stop, beside the results, if these are on a disk or in S3."
+            "workers stop, beside the results, if these are on a disk or in S3."
         ),
     ] = "none"
     durable_stages: Annotated[
@@ -172,10 +166,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tuple[str, ...],
         says(
             "Hand on what a kind of stage makes in fewer bytes: text_encode=bf16 or denoise=fp16 stores its 32-bit "
-            "floats "
-            "as 16, text_encode=int4 all of its floats in four bits, in blocks that share a scale. Results are no "
-            "longer "
-            "those of the undivided pipeline, bit for bit."
+            "floats as 16, text_encode=int4 all of its floats in four bits, in blocks that share a scale. Results are "
+            "no longer those of the undivided pipeline, bit for bit."
         ),
     ] = ()
     loras: Annotated[str, says("Folder of adapters (LoRA): a request may name one, NAME.safetensors as NAME.")] = ""
@@ -183,15 +175,14 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tuple[str, ...],
         says(
             "More addresses for workers than the unix socket that is in the run folder anyway: tcp://HOST:PORT, with "
-            "keys "
-            "that are made if there are none; or another unix:PATH in its place."
+            "keys that are made if there are none; or another unix:PATH in its place."
         ),
     ] = ()
     workers: Annotated[
         str,
         says(
-            "Workers to start here. auto: all stages of all models in each worker if they fit, else a worker for "
-            "each role, else one model at a time. split: a worker for each role. none: `unfuse worker` starts them. Or a "
+            "Workers to start here. auto: all stages of all models in each worker if they fit, else a worker for each "
+            "role, else one model at a time. split: a worker for each role. none: `unfuse worker` starts them. Or a "
             "plan, like all=2 or encoder=1,denoiser=2,decoder=1; + joins roles in one worker."
         ),
     ] = "auto"
@@ -212,8 +203,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     image_timeout: Annotated[
         float,
         says(
-            "Seconds that a picture's stages may run, queues not counted; at least 5 times what was predicted, and any "
-            "number where nothing was measured. 0 sets no limit.",
+            "Seconds that a picture's stages may run, queues not counted; at least 5 times what was predicted, and "
+            "any number where nothing was measured. 0 sets no limit.",
             ge=0,
         ),
     ] = 300.0
@@ -267,16 +258,14 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bool,
         says(
             "Answer a request with the results of an equal one of the same API key, with a seed, that exact workers "
-            "made "
-            "and that are still kept."
+            "made and that are still kept."
         ),
     ] = False
     feature_cache: Annotated[
         float,
         says(
             "Where pools batch: skip a transformer's other blocks while what its first one adds differs from last "
-            "time by "
-            "less than this share; requests may say otherwise. 0 skips nothing.",
+            "time by less than this share; requests may say otherwise. 0 skips nothing.",
             ge=0,
             le=1,
         ),
@@ -293,9 +282,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drain_timeout: Annotated[
         float,
         says(
-            "Seconds that a whole stop may take after SIGTERM. What runs is saved at its next step, where results "
-            "are on a "
-            "disk or in S3, and goes on after the next start; what cannot be saved gets this time to finish.",
+            "Seconds that a whole stop may take after SIGTERM. What runs is saved at its next step, where results are "
+            "on a disk or in S3, and goes on after the next start; what cannot be saved gets this time to finish.",
             ge=0,
         ),
     ] = 20.0
@@ -314,9 +302,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Annotated[
         str,
         says(
-            "Roles to serve: one, such as denoiser; several at once as encoder+decoder; all; or one at a time, "
-            "chosen by "
-            "the tasks that wait, as encoder,decoder."
+            "Roles to serve: one, such as denoiser; several at once as encoder+decoder; all; or one at a time, chosen "
+            "by the tasks that wait, as encoder,decoder."
         ),
     ] = "all"
     max_loaded_models: Annotated[
@@ -332,9 +319,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scheduler: Annotated[
         tuple[str, ...],
         says(
-            "Scheduler to work for: the HTTP port of a server of this machine, tcp://HOST:PORT or unix:PATH; when "
-            "one is "
-            "gone, the worker goes to the next. Without any it is the server that runs here."
+            "Scheduler to work for: the HTTP port of a server of this machine, tcp://HOST:PORT or unix:PATH; when one "
+            "is gone, the worker goes to the next. Without any it is the server that runs here."
         ),
     ] = ()
     model: Annotated[tuple[str, ...], says("Models to load; without one the scheduler says which.")] = ()
@@ -449,8 +435,7 @@ class LogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["auto", "error", "warning", "info", "debug"],
         says(
             "Log lines of this level and above; auto is info for serve and worker, warning for other verbs. With "
-            "debug, "
-            "serve also logs the device and dtype of each component, and when it was loaded.",
+            "debug, serve also logs the device and dtype of each component, and when it was loaded.",
             flag="--log-level",
         ),
     ] = "auto"
@@ -473,8 +458,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         says(
             "Folder of the keys, made by `unfuse keys new`, that schedulers and workers know each other by over TCP; "
-            "by "
-            "default those in the data folder."
+            "by default those in the data folder."
         ),
     ] = ""
     insecure_listen: Annotated[
