@@ -55,7 +55,7 @@ def checked(checkout: Path) -> Path:
     command = [sys.executable, "-c", "import unfuse; print(unfuse.__file__)"]
     found = subprocess.run(command, env=os.environ | of_checkout(checkout), capture_output=True, text=True, check=True)
     if not Path(found.stdout.strip()).is_relative_to(checkout):
-        raise SystemExit(f"{checkout} is no checkout: unfuse is imported from {found.stdout.strip()}")
+        raise SystemExit(f"{checkout} is not a checkout of unfuse: unfuse is imported from {found.stdout.strip()}")
     return checkout
 
 
@@ -215,7 +215,7 @@ def main() -> None:
     from bench.report import show, table
 
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("old", type=Path, help="a folder with another checkout, as `git worktree add` makes it")
+    options.add_argument("old", type=Path, help="folder of another checkout, such as one from `git worktree add`")
     options.add_argument("new", type=Path, nargs="?", default=ROOT)
     options.add_argument("--pairs", type=int, default=15)
     options.add_argument("--part", choices=["hop", "pictures", "chat"])

@@ -279,7 +279,7 @@ def _two_turns(server: Server, chats: Chats, tokens: int, *, first: bool) -> dic
     talk = [*messages, said, {"role": "user", "content": "And then?"}]
     seen = {cache: read(server, talk, 4, cache=cache) for cache in (first, not first)}
     if len({one.text for one in seen.values()}) > 1 or answers[True].text != answers[False].text:
-        raise SystemExit("texts differ with the cache and without")
+        raise SystemExit("texts differ with and without the cache")
     usage = seen[True].usage
     return {
         "prompt": usage["prompt_tokens"], "found": usage["prompt_tokens_details"]["cached_tokens"],
@@ -297,9 +297,9 @@ def _serving(stack: ExitStack, model: str, *options: str) -> Server:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--model", default="", help="smollm2, or a folder; by default a narrow random one")
+    parser.add_argument("--model", default="", help="smollm2, or a model folder; default: a small random model")
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--words", type=int, default=400, help="of a long prompt")
+    parser.add_argument("--words", type=int, default=400, help="words of a long prompt")
     parser.add_argument("--part", choices=["rates", "long", "turns"])
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

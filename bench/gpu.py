@@ -511,7 +511,7 @@ def main() -> None:
     asked = words.parse_args()
     device, parts = "cpu" if asked.tiny else asked.device, tuple(asked.part or (*PARTS, *MANY, *ONCE))
     if device != "cpu" and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device: --tiny shows that this runs")
+        raise SystemExit("no CUDA device: use --tiny for a test run on the CPU")
     figures: dict[str, Any] = {}
     if "copies" in parts:
         figures["copies"] = copies(device, 16 * MIB if asked.tiny else 512 * MIB)

@@ -279,7 +279,13 @@ def main() -> None:
         prog="python -m bench.gpu_widths", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     words.add_argument("--device", default="cuda:0")
-    words.add_argument("--only", action="append", default=[], metavar="NAME", help="models whose name begins so")
+    words.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="measure only models whose name begins with NAME; repeatable",
+    )
     words.add_argument("--products", action="store_true")
     asked = words.parse_args()
     subjects = Subjects(asked.device)

@@ -155,7 +155,7 @@ def main() -> None:
         uvloop.run(serve(sys.argv[2], times))
         return
     options = argparse.ArgumentParser()
-    options.add_argument("--deep", action="store_true", help="up to a million")
+    options.add_argument("--deep", action="store_true", help="queue up to a million tasks")
     depths = DEEP if options.parse_args().deep else DEPTHS
     show("leases", depths=depths, queues=measure(depths))
 

@@ -177,7 +177,7 @@ def measure(make: Make, server: psutil.Process, clients: int, requests: int, see
         took, whole = cpu(family) - before, busy() - all_before
         if whole - took < FOREIGN * wall + 0.1:
             break
-        print(f"measured again: others had {(whole - took) / wall:.2f} cores", file=sys.stderr)
+        print(f"measured again: other processes used {(whole - took) / wall:.2f} cores", file=sys.stderr)
     server_s = took - (cpu([own]) - own_before)
     return {
         "rate": len(each) / wall,

@@ -157,7 +157,7 @@ class Child:
     def answer(self) -> str:
         assert self.process.stdout
         line = self.process.stdout.readline()
-        assert line, "it ended"
+        assert line, "the process ended"
         return line.strip()
 
     def ask(self, line: object) -> str:
@@ -326,9 +326,9 @@ def main() -> None:
         return
     options = argparse.ArgumentParser()
     options.add_argument("--rounds", type=int, default=15)
-    options.add_argument("--largest", type=int, default=SIZES[-1], help="MiB")
+    options.add_argument("--largest", type=int, default=SIZES[-1], help="size of the largest object in MiB")
     options.add_argument("--peers", default=str(PEERS))
-    options.add_argument("--run", nargs="+", help="engines of one run")
+    options.add_argument("--run", nargs="+", help="measure only these engines, in one run")
     given = options.parse_args()
     sizes = [size for size in SIZES if size <= given.largest]
     if given.run:

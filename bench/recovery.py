@@ -135,7 +135,7 @@ class Bench:
             found |= {"twice": float(self._breaking.reached - there)}
         assert sink.extent
         came = self._reader.arena.memory[sink.extent.offset : sink.extent.offset + ref.nbytes]
-        assert xxh3_64_hexdigest(came.data) == self._reader.digest, "other bytes came"
+        assert xxh3_64_hexdigest(came.data) == self._reader.digest, "the received bytes differ"
         self._reader.arena.release(ref.request)
         return found
 

@@ -211,7 +211,7 @@ def _line(process: subprocess.Popen[bytes], log: str, timeout: float = ANSWER_S)
     assert process.stdout
     ready = select.select([process.stdout], [], [], timeout)[0]
     line = process.stdout.readline().decode() if ready else ""
-    assert line, f"nothing was said within {timeout:.0f} s; the log ends with\n{Path(log).read_text()[-3000:]}"
+    assert line, f"no output within {timeout:.0f} s; the log ends with\n{Path(log).read_text()[-3000:]}"
     return line.strip()
 
 
@@ -378,7 +378,9 @@ def main() -> None:
         options.add_argument("--rounds", type=int, default=3)
         options.add_argument("--seconds", type=float, default=3.0)
         options.add_argument("--peers", default=str(PEERS))
-        options.add_argument("--only", action="append", default=[], help="a side, by name: leave out the others")
+        options.add_argument(
+            "--only", action="append", default=[], help="name of a side to measure; repeatable; default: all"
+        )
         options.add_argument("--defaults", action="store_true")
         options.add_argument("--scaling", action="store_true")
         given = options.parse_args()

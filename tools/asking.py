@@ -17,6 +17,6 @@ def asking(
         for kind in (GenerationRequest, Caller, Delivery)
     )
     if fields:
-        raise TypeError(f"no field of a request: {', '.join(fields)}")
+        raise TypeError(f"unknown request fields: {', '.join(fields)}")
     what = GenerationRequest(**{"id": "", "model": card.name, "params": params, **request})
     return card, what, Caller(**caller), Delivery(**delivery), prefixes

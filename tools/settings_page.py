@@ -14,9 +14,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 
 HEAD = """# Settings
 
-A value comes from the first that has one: flag, environment, file (`--config unfuse.toml`), default.
-`unfuse config show` says which it was. In a file, `UNFUSE_SERVE__RETENTION_S` is `retention_s` in the table `[serve]`:
-the name is that of the variable, in lower case, and not that of the flag. Sizes and times may have a unit.
+The first of these that sets a value applies: flag, environment variable, file (`--config unfuse.toml`), default.
+`unfuse config show` shows the source of each value. In a file, `UNFUSE_SERVE__RETENTION_S` is `retention_s` in the
+table `[serve]`: use the name of the variable in lower case, not that of the flag. Sizes and times may have a unit.
 
 ```toml
 [serve]

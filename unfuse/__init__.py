@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
     try:
         return import_module(f"unfuse.{name}") if name in _MODULES else getattr(import_module(_NAMES[name]), name)
     except ModuleNotFoundError as error:
-        raise ImportError(f"unfuse.{name} needs {error.name}, of a server: pip install 'unfuse[serve]'") from error
+        raise ImportError(f"unfuse.{name} needs the package {error.name}: pip install 'unfuse[serve]'") from error
 
 
 def __dir__() -> list[str]:

@@ -14,7 +14,7 @@ from bench.against import ROOT, checked, in_turns, of_servers, row
 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
     assert checked(ROOT) == ROOT
-    with pytest.raises(SystemExit, match=f"{tmp_path} is no checkout: unfuse is imported from"):
+    with pytest.raises(SystemExit, match=f"{tmp_path} is not a checkout of unfuse: unfuse is imported from"):
         checked(tmp_path)
 
 

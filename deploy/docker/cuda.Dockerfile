@@ -1,5 +1,5 @@
 # unfuse on NVIDIA GPUs. From the repository's root:  docker build -f deploy/docker/cuda.Dockerfile -t unfuse:cuda .
-# It runs with `docker run --gpus all`; the wheel of torch brings CUDA, the host its driver.
+# Run it with `docker run --gpus all`. The torch wheel contains CUDA; the host must have the NVIDIA driver.
 FROM python:3.12-slim-bookworm
 
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1

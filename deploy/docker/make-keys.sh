@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes what compose.yml mounts as secrets: keys.txt, a key file with hashes, and metrics.key, the key of Prometheus, which
-# only reads. Prints the key of clients, an admin's; it is stored nowhere. Keys that are there already stay.
+# Creates the secrets of compose.yml: keys.txt, a key file with hashes, and metrics.key, the read-only key of Prometheus.
+# Prints the admin key for clients, which is not stored. Fails if the secrets already exist.
 set -eu
 cd "$(dirname "$0")"
 mkdir -m 700 secrets
@@ -20,6 +20,6 @@ add studio "$key" admin=yes
 add prometheus "$metrics" read=yes
 printf %s "$metrics" > secrets/metrics.key
 
-# the users of the containers read them; the folder is closed to others
+# readable by the users in the containers; the folder denies access to others
 chmod 644 secrets/keys.txt secrets/metrics.key
 echo "$key"

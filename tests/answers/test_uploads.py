@@ -217,4 +217,4 @@ def test_an_edit_as_json(studio: Studio) -> None:
     assert masked.status_code == 200 and files_of(masked.json()) != files_of(whole.json())
     for held in ({"images": [{"file_id": "file-1"}]}, {**images, "mask": {"file_id": "file-1"}}):
         param, message = refusal(httpx2.post(edits, json={**body, **held}))
-        assert param in ("image", "mask") and "keeps no files: send the picture as a data: URL" in message
+        assert param in ("image", "mask") and "stores no uploaded files: send the picture as a data: URL" in message

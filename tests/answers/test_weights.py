@@ -133,7 +133,7 @@ def test_a_model_whose_file_is_overwritten_is_unavailable_until_a_restart(folder
         server.ready()
         before = digest_of(server, model)
         (model / TRANSFORMER).touch()
-        until(lambda: "all model files have the bytes that were loaded" in server.log(), "a comparison", server.process)
+        until(lambda: "all model files match the loaded weights" in server.log(), "a comparison", server.process)
         assert digest_of(server, model) == before
 
         changed = tmp_path / "changed.safetensors"

@@ -47,7 +47,7 @@ def test_an_arena_larger_than_the_free_memory_is_refused_in_one_sentence(monkeyp
     with pytest.raises(ConfigError) as refused:
         Arena(2048 * MIB)
     assert str(refused.value) == (
-        "the arena needs 2.0 GiB but only 1.2 GiB of memory is free: stop something, or start with a smaller --arena"
+        "the arena needs 2.0 GiB but only 1.2 GiB of memory is free: free memory, or start with a smaller --arena"
     )
     assert descriptors() <= before
 

@@ -198,7 +198,7 @@ def test_release_by_a_writer_waits_for_what_another_still_writes(owner: Owner) -
     extent = one.create(10, REQUEST)
     two.release(REQUEST)
     assert two.usage().used > 0
-    with pytest.raises(ObjectLost, match="its request is over") as lost:
+    with pytest.raises(ObjectLost, match="its request has ended") as lost:
         one.seal(extent.id)
     assert lost.value.object_id == extent.id and two.usage().used == 0
     one.close()
@@ -321,7 +321,7 @@ def test_an_owner_that_is_gone_is_a_transient_error() -> None:
     ],
 )
 def test_an_address_of_another_kind_is_refused(address: str) -> None:
-    with pytest.raises(ProtocolError, match="not an arena's address"):
+    with pytest.raises(ProtocolError, match="not the address of an arena"):
         ArenaClient(address)
 
 
@@ -351,7 +351,7 @@ def test_one_client_serves_many_threads(owner: Owner) -> None:
 def test_an_owner_is_known_by_its_name_before_anything_is_asked_of_it() -> None:
     """A path may lead to another one than was meant."""
     owner = Owner("one")
-    with pytest.raises(TransientError, match="not that of another"):
+    with pytest.raises(TransientError, match="does not belong to another"):
         ArenaClient(owner.address, owner="another")
     reader = ArenaClient(owner.address, owner="one")
     hold(reader, owner.put())

@@ -43,7 +43,7 @@ def test_an_aborted_object_leaves_no_trace(table: ObjectTable) -> None:
 def test_a_sealed_object_is_neither_sealed_again_nor_aborted(table: ObjectTable) -> None:
     extent = table.create(100, REQUEST)
     table.seal(extent.id)
-    with pytest.raises(ProtocolError, match="is sealed: it cannot become sealed"):
+    with pytest.raises(ProtocolError, match="cannot change from sealed to sealed"):
         table.seal(extent.id)
 
 
@@ -63,7 +63,7 @@ def test_an_object_released_while_it_is_written_keeps_its_bytes_until_its_writer
     sealed, aborted = table.create(100, REQUEST), table.create(100, REQUEST)
     table.release(REQUEST)
     assert table.usage().used == 2 * 4096 and not table.requests()
-    with pytest.raises(ObjectLost, match="its request is over"):
+    with pytest.raises(ObjectLost, match="its request has ended"):
         table.seal(sealed.id)
     assert table.usage().used == 4096
     table.abort(aborted.id)

@@ -158,7 +158,7 @@ def test_the_name_says_which_frames_there_will_be(idle: Client, asking: Run, tmp
         (["--steps", "0"], "num_inference_steps"),
         (["--size", "63x64"], "63x64"),
         (["-m", "nobody/knows"], "nobody/knows"),
-        (["--lora", "ink"], "start the server with --loras"),
+        (["--lora", "ink"], "start it with --loras"),
         (["--lora-scale", "0.5"], "send the name of one as lora too"),
     ],
 )
@@ -278,7 +278,7 @@ def test_a_request_that_can_be_made_starts_workers(alone: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--lora", "ink"], 2, "give that folder by --loras FOLDER"),
+        (["--lora", "ink"], 2, "set that folder by --loras FOLDER"),
         (["--lora", "ink", "--loras", "loras"], 2, "no lora 'ink' is there; there are empty"),
         (["--lora", "empty", "--loras", "loras"], 2, "lora 'empty' is empty"),
         (["--lora-scale", "0.5"], 2, "send the name of one as lora too"),
@@ -311,7 +311,7 @@ def test_a_library_that_adapters_need_is_missed_before_anything_starts(
 def test_servers_that_run_here_are_said_where_none_is_named(alone: Run) -> None:
     with listening(server_socket(load().settings.run_dir, 23456)):
         code, _, err = alone("generate", "a circle", "--size", "100x100")
-    assert "to ask it instead of starting workers, add --server http://127.0.0.1:23456" in err
+    assert "to use it instead of starting workers, add --server http://127.0.0.1:23456" in err
     assert code == 2
 
 

@@ -47,10 +47,10 @@ def test_a_model_is_added_listed_and_removed(
         assert [name for name, row in rows.items() if row.get("default")] == ["unfuse/shapes"]
         assert re.search("^unfuse/shapes +loading +yes", unfuse(*verb, "--server", url)[1], re.MULTILINE)
     code, out, _ = unfuse("models", "rm", "mine", "--server", url)
-    assert (code, out) == (0, "mine is removed: requests that were accepted are finished\n")
+    assert (code, out) == (0, "mine is removed; accepted requests will still be completed\n")
     assert json.loads(unfuse("models", "rm", "other", "--json", "--server", url)[1])["deleted"]
     code, out, err = unfuse("models", "rm", "mine", "--server", url)
-    assert (code, out) == (2, "") and "no model 'mine' is served" in err
+    assert (code, out) == (2, "") and "model 'mine' is not served" in err
 
 
 LOADING = {"phase": "loading", "done": 1 << 20, "total": 3 << 20}
@@ -73,7 +73,7 @@ def test_add_waits_and_says_how_far_it_is_and_why_it_cannot_be_served(
     monkeypatch.setattr(Client, "model", lambda self, name: {"id": name, "progress": None, **states.pop(0)})
     found, out, err = unfuse("models", "add", "/models/flux", "--server", "http://127.0.0.1:1")
     assert found == code and says in (out if code == 0 else err)
-    assert "looking into /models/flux" in err and not states
+    assert "inspecting /models/flux" in err and not states
 
 
 def test_a_refusal_names_what_was_to_be_added(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_a_refusal_names_what_was_to_be_added(unfuse: Run, monkeypatch: pytest.M
 
 def test_an_option_before_the_verb_is_not_dropped(unfuse: Run) -> None:
     code, out, err = unfuse("models", "--server", "http://127.0.0.1:1", "rm", "flux")
-    assert (code, out) == (2, "") and "--server has no effect there: write unfuse models rm --server" in err
+    assert (code, out) == (2, "") and "--server has no effect before the verb: write unfuse models rm --server" in err
     assert unfuse("models", "--quiet", "rm", "flux", "--server", "http://127.0.0.1:1")[0] == 3
 
 
@@ -107,4 +107,4 @@ def test_a_state_says_how_far_a_model_is_or_why_it_cannot_be_served() -> None:
     assert state_of({"state": "failed", "reason": "no room", "progress": None}) == "failed: no room"
     assert waits_for({"state": "loading", "progress": LOADING}) == "loading 1.0 MiB of 3.0 MiB"
     waits = waits_for({"state": "loading", "reason": None, "progress": None})
-    assert waits == "loading: its workers have not joined yet", "as at a server that starts none"
+    assert waits == "loading: its workers have not registered yet", "as at a server that starts none"

@@ -100,8 +100,8 @@ def test_expert_settings_come_last_in_the_help(unfuse: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--api-key", "keys.txt"), "name a file of keys by --api-keys"),
-        (("--api-key", "short"), "a key has at least 16"),
+        (("--api-key", "keys.txt"), "pass a file of keys by --api-keys"),
+        (("--api-key", "short"), "a key needs at least 16"),
         (("--api-keys", "keys.txt"), "there is no key file keys.txt"),
     ],
 )
@@ -188,7 +188,7 @@ def test_a_table_is_no_wider_than_the_terminal_and_loses_nothing(width: int) -> 
 def test_help_stands_under_headings_and_is_whole(unfuse: Run, verb: str) -> None:
     text = unfuse(verb, "--help")[1]
     headings = [line.removesuffix(":") for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert {"Options", "Workers", "Computing", "Standard error"} <= {*headings}
+    assert {"Options", "Workers", "Computing", "Output and logging"} <= {*headings}
     assert "…" not in text.replace("redis://…", "").replace("s3://…", "").replace("NAME-1.png, …", "")
     assert max(map(len, text.splitlines())) <= 80
 
@@ -225,7 +225,7 @@ def test_an_address_that_cannot_be_listened_on_is_refused_before_models_are_look
         command = ["serve", "--workers", "none", "--port", str(port)]
         assert unfuse(*command)[2].endswith(f":{port}: Address already in use; choose another --port\n")
         with listening(server_socket(load().settings.run_dir, port)):
-            assert "Address already in use; a server of yours has it; choose another" in unfuse(*command)[2]
+            assert "Address already in use; another server of yours uses it; choose another" in unfuse(*command)[2]
 
 
 @pytest.mark.parametrize("verb", [["models", "add"], ["serve", "--workers", "none", "--port", "0"], ["doctor"]])
@@ -278,7 +278,7 @@ def test_nobody_there_is_exit_3_and_says_where(unfuse: Run) -> None:
 def test_what_is_no_server_s_address_is_exit_2_and_says_which_was_meant(unfuse: Run, server: str, meant: str) -> None:
     code, out, err = unfuse("models", "--server", server)
     assert (code, out) == (2, "")
-    assert err == f"unfuse: {server!r} is no address of a server: {meant}\n"
+    assert err == f"unfuse: {server!r} is not the URL of a server: {meant}\n"
 
 
 @pytest.fixture(
@@ -341,7 +341,7 @@ def test_doctor_says_which_servers_run_and_that_insecure_listen_is_open(unfuse: 
     with listening(server_socket(load().settings.run_dir, 12345)):
         code, out, _ = unfuse("doctor", "--insecure-listen")
         assert re.search(r"^servers .*\b12345\b", out, re.MULTILINE)
-        assert re.search(r"^WARNING +workers come in over TCP without keys: whoever", out, re.MULTILINE)
+        assert re.search(r"^WARNING +workers connect over TCP without keys: anyone", out, re.MULTILINE)
         found = json.loads(unfuse("doctor", "--json")[1])
         assert "12345" in found["servers"]
         assert found["insecure_listen"] is False
@@ -352,7 +352,7 @@ def test_doctor_shows_what_the_built_in_model_needs_where_it_goes_and_that_a_spl
     assert code == 0
     assert re.search(r"text_encoder +UMT5EncoderModel +281952 +\S+ MiB +float32 +1.1 MiB", out)
     assert re.search(r"denoiser +cpu +transformer +float32 +7.6 MiB +unfuse/shapes", out)
-    assert re.search(r"cpu: 881.4 MiB of \S+ GiB free, processes and arenas counted; activations come on top", out)
+    assert re.search(r"cpu: 881.4 MiB of \S+ GiB free, including processes and arenas; activations need", out)
     assert "do not split: on one device stages take turns" in out
     assert out.endswith("2 more processes than undivided take 576.0 MiB of host memory\n")
     assert "gain:" not in out
@@ -362,18 +362,19 @@ def test_doctor_shows_layouts_the_chosen_one_first_and_why(unfuse: Run, monkeypa
     monkeypatch.setattr("unfuse.service.plan.cpus", lambda group: 2.0)
     arguments = "unfuse/shapes", "--device", "cpu", "--arena", "1MiB"
     out = unfuse("doctor", *arguments)[1]
-    assert "\nlayout all=2: each worker runs all stages, since models that fit whole keep a machine busiest\n" in out
+    why = "since the models fit in one worker, which gives the best utilization"
+    assert f"\nlayout all=2: each worker runs all stages, {why}\n" in out
     assert re.search(r"LAYOUT +RATE +REFUSAL\nall=2 +1 +-\n", out)
-    assert "\nrates are a guess: nothing was measured here yet\n" in out
+    assert "\nrates are estimates without measurements\n" in out
     assert "cpu: 592.4 MiB of" in out  # what both map counts once
     out = unfuse("doctor", *arguments, "--memory-limit", "300MiB")[1]
-    assert "each stage has workers of its own, since all do not fit in one: it would take 302.4 MiB" in out
-    assert re.search(r"all=2 +1 +it would take 302.4 MiB, and --memory-limit allows 300.0 MiB\n", out)
+    assert "each stage has its own workers, since not all fit in one worker: a worker would need 302.4 MiB" in out
+    assert re.search(r"all=2 +1 +a worker would need 302.4 MiB, but --memory-limit allows 300.0 MiB\n", out)
     out = unfuse("doctor", *arguments, "--device-memory", "cpu=400MiB")[1]
     assert "\nlayout all=1: each worker runs all stages, since" in out
-    assert re.search(r"\nall=2 .*the models do not fit: cpu would hold 592.4 MiB .* and has 400.0 MiB free", out)
+    assert re.search(r"\nall=2 .*the models do not fit: cpu would need 592.4 MiB .* and has 400.0 MiB free", out)
     refused = unfuse("doctor", *arguments, "--device-memory", "gpu=1GiB")
-    assert (refused[0], "devices are called cpu, cuda:0" in refused[2]) == (2, True)
+    assert (refused[0], "not a device name: use cpu, cuda:0" in refused[2]) == (2, True)
     assert "write DEVICE=SIZE" in unfuse("doctor", *arguments, "--device-memory", "cpu=some")[2]
 
 
@@ -387,14 +388,14 @@ def test_doctor_sizes_a_machine_that_is_not_there(unfuse: Run, monkeypatch: pyte
         r"^planned for  another machine: cpu \S+ \w+, cuda:0 24.0 GiB, cuda:1 24.0 GiB$", out, re.MULTILINE
     )
     assert "\nlayout all=2: each worker runs all stages" in out
-    assert re.search(r"\ncuda:0: \S+ MiB of 24.0 GiB free, processes and arenas counted", out)
+    assert re.search(r"\ncuda:0: \S+ MiB of 24.0 GiB free, including processes and arenas", out)
     assert re.search(r"transformer +bfloat16 ", out)
     found = json.loads(unfuse("doctor", "unfuse/shapes", "--device-memory", "cuda:0=300MiB", "--json")[1])
     assert (found["planned_for"]["cuda:0"], found["is_this_machine"]) == (300 << 20, False)
-    assert "cuda:0 would hold" in found["refusal"] and "300.0 MiB free" in found["refusal"]
+    assert "cuda:0 would need" in found["refusal"] and "300.0 MiB free" in found["refusal"]
     out = unfuse("doctor", "unfuse/shapes", "--place", "denoiser=cuda:0")[1]
     assert "there is no device cuda:0 for the denoiser" in out
-    assert "say how large it is, as by --device-memory cuda:0=24GiB" in out
+    assert "set its memory, as by --device-memory cuda:0=24GiB" in out
     missing = ["--place", "denoiser=cuda:1", "--device-memory", "cuda:0=2GiB"]
     assert "as by --device-memory cuda:1=24GiB" in unfuse("doctor", "unfuse/shapes", *missing)[1]
     assert unfuse("doctor", "unfuse/shapes", "--place", "denoiser=cuda:0", "--device-memory", "cuda:0=2GiB")[0] == 0
@@ -435,10 +436,10 @@ def test_doctor_tells_what_serve_would_refuse(unfuse: Run) -> None:
     arguments = ["unfuse/shapes", "--device", "cpu", "--arena", "100TiB"]
     text = unfuse("doctor", *arguments)[1]
     refused = unfuse("serve", *arguments, "--port", "0")
-    assert "serve would refuse: the models do not fit: cpu would hold 300.0 TiB (encoder 100.0 TiB + " in text
+    assert "serve would refuse: the models do not fit: cpu would need 300.0 TiB (encoder 100.0 TiB + " in text
     assert text.endswith("nothing to split: serve would refuse this\n")
     assert refused[0] == 1
-    assert refused[2].splitlines()[-1].startswith("unfuse: the models do not fit: cpu would hold 300.0 TiB")
+    assert refused[2].splitlines()[-1].startswith("unfuse: the models do not fit: cpu would need 300.0 TiB")
     assert (
         "--offload model needs a GPU" in unfuse("doctor", "unfuse/shapes", "--device", "cpu", "--offload", "model")[1]
     )
@@ -593,7 +594,7 @@ def test_what_was_given_up_is_listed_shown_and_asked_for_again(drawing: tuple[Ru
         code, _, err = unfuse("dead", "retry", retried["id"])
         assert (code, err.count("\n")) == (3, 1)
         assert unfuse("dead", "show", "req_0")[0] == 1
-    assert unfuse("dead", "ls", "--after", retried["id"]) == (0, "no request was given up\n", "")
+    assert unfuse("dead", "ls", "--after", retried["id"]) == (0, "no dead letters\n", "")
 
 
 def test_workers_and_pools_tell_how_they_do(drawing: tuple[Run, Served]) -> None:

@@ -161,8 +161,8 @@ def test_a_verb_that_needs_a_server_s_packages_says_what_to_install(arguments: l
     done = alone(COMMAND, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(
-        r"unfuse: (`unfuse [\w ]+`|working without --server URL) needs packages of a server, which are not installed "
-        r"here \(apsw, diffusers, fastapi, …\): pip install 'unfuse\[serve\]'\n",
+        r"unfuse: (`unfuse [\w ]+`|working without --server URL) needs the server packages, which are not installed "
+        r"\(apsw, diffusers, fastapi, …\): pip install 'unfuse\[serve\]'\n",
         done.stderr,
     )
 
@@ -171,13 +171,13 @@ def test_a_verb_that_needs_a_server_s_packages_says_what_to_install(arguments: l
 def test_elsewhere_a_server_is_refused_before_it_is_looked_for() -> None:
     done = alone(ELSEWHERE, "doctor")
     assert done.returncode == 2
-    assert "`unfuse doctor` needs Linux; command and client work here" in done.stderr
+    assert "`unfuse doctor` needs Linux; client commands also run here" in done.stderr
 
 
 @pytest.mark.slow
 def test_names_and_results_that_need_more_say_so() -> None:
     for name in ("local", "TensorStore"):
-        assert re.search(rf"ImportError: unfuse.{name} needs \w+, of a server: pip install 'unfuse\[serve\]'\n$",
+        assert re.search(rf"ImportError: unfuse.{name} needs the package \w+: pip install 'unfuse\[serve\]'\n$",
                          alone(f"import unfuse; unfuse.{name}").stderr)  # fmt: skip
     video = """
 from unfuse.client import Result

@@ -90,7 +90,7 @@ def test_what_was_given_up_is_asked_for_again(served: Served, client: Client) ->
     assert (again.view["seed"], again.view["metadata"]) == (5, {"retry_of": id})
     assert list(again.events())[-1].type == "failed"
     assert client.dead(after=again.id) == []
-    with pytest.raises(PermanentError, match="not among the dead"):
+    with pytest.raises(PermanentError, match="is not a dead letter"):
         client.retry(id)
     with pytest.raises(NotFound):
         client.retry("req_nope")

@@ -28,7 +28,7 @@ def test_a_model_is_added_by_a_name_read_and_removed(url: str) -> None:
         assert client.model("me/mine@1") == added
         with pytest.raises(PermanentError, match="served already: send another name"):
             client.add_model(SHAPES, "me/mine@1")
-        with pytest.raises(InvalidParameter, match="and no path") as refused:
+        with pytest.raises(InvalidParameter, match="and not a path") as refused:
             client.add_model(SHAPES, "/mine")
         assert refused.value.param == "name"
         with pytest.raises(InvalidParameter, match="there is no such folder"):

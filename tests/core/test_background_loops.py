@@ -221,12 +221,12 @@ async def test_compute_is_heard_and_watched_on(monkeypatch: pytest.MonkeyPatch) 
     executor._sent, executor._processes = {CLAIM: None}, [process]
     background = Supervisor()
     with capture_logs() as logs:
-        background.forever("running compute", executor.serve)
-        background.forever("watching compute", executor._watch)
+        background.forever("running the compute processes", executor.serve)
+        background.forever("watching the compute processes", executor._watch)
         await asyncio.gather(heard.wait(), looked.wait())
         await background.close()
         await executor._background.close()
-    assert {line["doing"] for line in logs} == {"running compute", "watching compute"}
+    assert {line["doing"] for line in logs} == {"running the compute processes", "watching the compute processes"}
 
 
 async def test_what_compute_writes_is_read_on_when_nobody_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:

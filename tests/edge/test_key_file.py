@@ -99,7 +99,7 @@ def test_keys_are_removed_by_name_or_by_hash_and_the_rest_stays(typed: Typed, tm
         ("012", "no key in"),
         ("0123", "2 keys in .* have a hash that begins with 0123"),
         ("0123456789ab", "2 keys in .* have a hash that begins"),
-        ("feed", "is a name and the beginning of a hash"),
+        ("feed", "is both a name and the beginning of a hash"),
     ],
 )
 def test_a_key_that_is_not_clear_is_not_removed(typed: Typed, tmp_path: Path, which: str, said: str) -> None:
@@ -125,7 +125,7 @@ def test_plain_keys_become_hashes_and_nothing_else_changes(typed: Typed, tmp_pat
     file.chmod(0o640)
     code, out, err = typed("hash", str(file))
     assert (code, out) == (0, "")
-    assert "3 plain keys are hashes now" in err and "short keys can be guessed" in err and "bert" in err
+    assert "replaced 3 plain keys by their hashes" in err and "short keys can be guessed" in err and "bert" in err
     assert "anna" not in err.partition("guessed")[2] and "anna-anna" not in err
     anna, bare, bert = (sha(key).encode() for key in ("anna-anna-anna-anna", "bare-bare-bare-bare", "short"))
     assert file.read_bytes() == (
@@ -164,8 +164,8 @@ def test_a_link_stays_a_link_to_the_changed_file(typed: Typed, tmp_path: Path) -
         (["ls", "--file", "{}"], "there is no key file {}"),
         (["rm", "ada", "--file", "{}"], "there is no key file {}"),
         (["hash", "{}/deeper"], "there is no key file {}/deeper"),
-        (["add", "two words", "--file", "{}"], "NAME is 1 to 64 letters"),
-        (["add", "ada", "--rate", "often", "--file", "{}"], "unfuse: --rate often: rate is like 10/s"),
+        (["add", "two words", "--file", "{}"], "NAME must have 1 to 64 letters"),
+        (["add", "ada", "--rate", "often", "--file", "{}"], "unfuse: --rate often: rate must be like 10/s"),
         (["add", "ada", "--models", "a b", "--file", "{}"], "--models 'a b' has spaces: write several models as a,b"),
         (["add", "ada", "--models", "a admin=yes", "--file", "{}"], "--models 'a admin=yes' has spaces"),
         (["add", "ada", "--rate", "1/s\u2028root", "--file", "{}"], "has spaces"),
@@ -189,7 +189,7 @@ def test_a_line_ends_as_the_others_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "two words", "a=b", "x" * 65, "a\nb", "sha256:0"])
 def test_a_name_that_would_break_the_file_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UsageError, match="NAME is"):
+    with pytest.raises(UsageError, match="NAME must have"):
         add_key(tmp_path / "keys", name, {})
 
 
@@ -205,7 +205,7 @@ def test_a_file_that_a_server_would_refuse_is_not_written(tmp_path: Path) -> Non
 def test_a_file_that_would_be_too_large_for_a_server_is_not_written(tmp_path: Path) -> None:
     (file := tmp_path / "keys").write_text("ada k1\n" + "#" * ((8 << 20) - 20))
     before = written(file)
-    with pytest.raises(UsageError, match="would be larger than 8 MiB"):
+    with pytest.raises(UsageError, match="would be larger than the maximum of 8 MiB"):
         hash_keys(file)
     assert written(file) == before
 

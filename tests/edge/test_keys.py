@@ -59,21 +59,21 @@ def test_a_key_that_is_also_in_a_file_is_the_file_s(tmp_path: Path) -> None:
         (["ada secret surprise"], "line 1: write NAME sha256:HEX"),
         (["ada secret rate=1/s rate=2/s"], "line 1: write NAME sha256:HEX"),
         (["ada secret colour=red"], "line 1: write NAME sha256:HEX"),
-        (["", "secret admin=yes"], "line 2: what has limits needs a name"),
-        (["ada secret admin=true"], "admin can be yes or no"),
-        (["ada secret rate=5"], "rate is like 10/s"),
-        (["ada secret rate=0/s"], "rate is like 10/s"),
+        (["", "secret admin=yes"], "line 2: a key with limits needs a name"),
+        (["ada secret admin=true"], "admin must be yes or no"),
+        (["ada secret rate=5"], "rate must be like 10/s"),
+        (["ada secret rate=0/s"], "rate must be like 10/s"),
         (["ada secret concurrent=-1"], "concurrent a number"),
         (["ada secret concurrent=9999999"], "up to 1000000"),
-        (["ada secret", "bob secret"], "line 2: the key of bob is on another line too .*line 1"),
-        (["ada secret", line("bob", "secret")], "line 2: the key of bob is on another line too"),
+        (["ada secret", "bob secret"], "line 2: the key of bob is also on another line .*line 1"),
+        (["ada secret", line("bob", "secret")], "line 2: the key of bob is also on another line"),
         (["ada secret", "ada secret2 concurrent=2"], "line 2: ada has other limits on another line .*line 1"),
         (["ada sha256:secret"], "line 1: sha256: needs 64 hex digits"),
         ([line("ada", "secret")[:-1]], "line 1: sha256: needs 64 hex digits"),
-        (["a/da secret"], "line 1: a name has 1 to 64 letters"),
-        (["x" * 65 + " secret"], "line 1: a name has 1 to 64 letters"),
-        (["ada sécret"], "line 1: a key has printable ASCII"),
-        (["ada secret\0"], "line 1: a key has printable ASCII"),
+        (["a/da secret"], "line 1: a name must have 1 to 64 letters"),
+        (["x" * 65 + " secret"], "line 1: a name must have 1 to 64 letters"),
+        (["ada sécret"], "line 1: a key may have printable ASCII"),
+        (["ada secret\0"], "line 1: a key may have printable ASCII"),
         (["# nothing"], "there is no key in .*unfuse keys add NAME"),
     ],
 )
@@ -94,14 +94,14 @@ def test_lines_may_repeat_and_end_as_on_windows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("fifteen-letters", "has 15 characters, and a key has at least 16: `unfuse keys add NAME`"),
-        ("keys.txt", "looks like the path of a file: name a file of keys by --api-keys"),
-        ("/etc/unfuse/keys.txt", "looks like the path"),
-        ("./secrets/of/a-studio", "looks like the path"),
-        ("../secrets/of/a-studio", "looks like the path"),
-        ("~/secrets-of-a-studio", "looks like the path"),
-        ("", "one key, without spaces"),
-        ("anna 0123456789abcdef", "one key, without spaces"),
+        ("fifteen-letters", "has 15 characters, but a key needs at least 16: `unfuse keys add NAME`"),
+        ("keys.txt", "looks like a file path: pass a file of keys by --api-keys"),
+        ("/etc/unfuse/keys.txt", "looks like a file path"),
+        ("./secrets/of/a-studio", "looks like a file path"),
+        ("../secrets/of/a-studio", "looks like a file path"),
+        ("~/secrets-of-a-studio", "looks like a file path"),
+        ("", "one key of printable ASCII"),
+        ("anna 0123456789abcdef", "one key of printable ASCII"),
         ("schlüssel-des-studios", "printable ASCII"),
         (line("", "k").strip(), "not its hash"),
     ],
@@ -120,7 +120,7 @@ def test_a_path_given_as_a_key_is_refused_whether_its_file_is_there_or_not(
     (tmp_path / "a-folder-of-secrets").mkdir()
     (tmp_path / "a-file-without-ending").write_text("ada k1\n")
     for path in (tmp_path / "keys", tmp_path / "missing", "a-folder-of-secrets/api-keys", "a-file-without-ending"):
-        with pytest.raises(UsageError, match="looks like the path"):
+        with pytest.raises(UsageError, match="looks like a file path"):
             ApiKeys([str(path)])
 
 
@@ -131,7 +131,9 @@ def test_any_other_key_is_accepted_and_a_sole_one_is_an_admin_s(key: str) -> Non
 
 
 def test_a_key_file_that_is_missing_is_refused_with_what_makes_it(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"there is no key file {tmp_path}/keys: `unfuse keys add NAME --file "):
+    with pytest.raises(
+        UsageError, match=f"there is no key file {tmp_path}/keys: create it with `unfuse keys add NAME --file "
+    ):
         ApiKeys(files=[str(tmp_path / "keys")])
 
 
@@ -172,10 +174,10 @@ def test_many_keys_are_read_at_once(tmp_path: Path) -> None:
     ("given", "lines", "note"),
     [
         ([], [], ""),
-        ([GIVEN], [], "the one API key is an admin's"),
-        ([GIVEN, GIVEN * 2], [], "no key is an admin's: .* write admin=yes on a line of --api-keys FILE"),
-        ([], ["ada a"], "no key is an admin's: .* write admin=yes on a line of .*/keys"),
-        ([GIVEN], ["ada a"], "no key is an admin's"),
+        ([GIVEN], [], "the only API key has admin rights"),
+        ([GIVEN, GIVEN * 2], [], "no API key has admin rights, .* write admin=yes on a line of --api-keys FILE"),
+        ([], ["ada a"], "no API key has admin rights, .* write admin=yes on a line of .*/keys"),
+        ([GIVEN], ["ada a"], "no API key has admin rights"),
         ([], ["ada a admin=yes", "b"], ""),
     ],
 )
@@ -221,7 +223,7 @@ async def test_a_broken_edit_leaves_the_keys_as_they_were(
     (tmp_path / "keys").unlink()
     await looked(keys, monkeypatch)
     assert keys.of("k1") and keys
-    assert capsys.readouterr().out.count("keys stay as they were") == 2, "each reason once"
+    assert capsys.readouterr().out.count("API keys are unchanged") == 2, "each reason once"
     written(tmp_path, "ada k9")
     await looked(keys, monkeypatch)
     assert keys.of("k9") == ApiKey("ada"), "and later ones count"

@@ -33,6 +33,10 @@ HALVES = "what was the default happens always"
 MEASURED = "layouts and ranks are measured by bench/layouts.py and bench/degrees.py"
 COUNTED = "one plan says how many workers there are of each role: --workers encoder=1,denoiser=2,decoder=1"
 LOADED = "--max-loaded-models, of all verbs that start workers, is what --hold was"
+TOKENS = (
+    "Tokens of accepted prompts (prompt), those of them whose keys and values were there (cached), and tokens that "
+    "were made (completion)"
+)
 
 RENAMES = Renames(
     fields={},
@@ -41,6 +45,109 @@ RENAMES = Renames(
     settings={"UNFUSE_WORKER__HOLD": "UNFUSE_WORKER__MAX_LOADED_MODELS"},
     flags={},
     values={
+        TOKENS: (
+            "Tokens of accepted prompts (prompt), prompt tokens whose KV was in the prefix cache (cached), and "
+            "generated tokens (completion)"
+        ),
+        "Seconds between tokens of a choice, as they are recorded; those that are recorded together share them": (
+            "Seconds between two tokens of a choice; tokens that are recorded together share the time"
+        ),
+        "How often texts gave up their keys and values for others": (
+            "Retractions: how often a text lost its KV blocks because the KV cache was full"
+        ),
+        "Blocks of keys and values on live workers": "Blocks in the KV caches of live workers",
+        "Prompts whose keys and values are not there yet: they wait for a worker, or it computes them": (
+            "Prompts whose KV is not complete: they wait for a worker, or are in prefill"
+        ),
+        "Texts that wait until their grammar is compiled: before they are accepted, or at a worker": (
+            "Text requests that wait for the compilation of their grammar, before they are accepted or in a worker"
+        ),
+        "Texts that no decoder has taken yet: there is no room for their keys and values, or no free slot": (
+            "Text requests that wait for a decode worker with room in its KV cache and a free slot"
+        ),
+        "Texts for which a decoder keeps room, and whose keys and values are not all there yet": (
+            "Text requests with reserved room in the KV cache of a decode worker, whose KV has not arrived completely"
+        ),
+        "Share of the last 15 s in which a worker had something to compute, as a mean of healthy ones": (
+            "Share of the last 15 s in which a worker had tasks to compute, as the mean of the pool's healthy workers"
+        ),
+        "The same of the busiest worker on such a device": (
+            "Share of the last 15 s in which the busiest healthy worker on this device had tasks to compute"
+        ),
+        "Tasks that the healthy workers of a node hold": "Tasks leased by the healthy workers of a node",
+        "Ranks of the healthy workers of a node: compute processes, with a device each": (
+            "Ranks of the healthy workers of a node: compute processes, each with its own device"
+        ),
+        "Bytes that compute processes hold: of a GPU what torch has reserved, of host memory what is resident": (
+            "Memory of compute processes: GPU memory reserved by PyTorch, without a GPU their resident host memory"
+        ),
+        "Times that a worker loaded a set of weights in the place of another": (
+            "Times that a worker loaded a set of weights in place of another"
+        ),
+        "Seconds that it took": "Seconds that workers took to load a set of weights in place of another",
+        "Bytes that leaked, as workers without tasks found them: of keys and values (kv) or in arenas (arena)": (
+            "Leaked bytes that workers found while they had no task: in the KV cache (kv) or in the arena (arena)"
+        ),
+        "Requests that ended without result, or too late": "Requests that failed or expired",
+        "Requests refused because too much was waiting": "Requests refused by admission control",
+        "Seconds a stage read, ran and wrote, in requests that succeeded": (
+            "Seconds in which a stage read inputs, ran and wrote outputs, of requests that succeeded"
+        ),
+        "Seconds of a step, as the mean of a stage's, in requests that succeeded": (
+            "Seconds of a step: the mean over a stage's steps, observed when the request succeeds"
+        ),
+        "Tasks that were given to workers": "Tasks leased to workers",
+        "Leases that ran out": "Leases that expired",
+        "Outputs of encoders that were in the cache": "Encoder outputs found in the encoder cache",
+        "Those that were not, and could be": (
+            "Encoder outputs that may be cached and were not found in the encoder cache"
+        ),
+        "Seconds that they took": "Seconds that workers took to pull bytes from other nodes",
+        "Pulls that broke, and were tried again or given up": (
+            "Transfers from other nodes that failed, including those that were retried"
+        ),
+        "Seconds of devices that requests used, as on their bills": "Device seconds used by requests, as billed",
+        "What requests cost, by --price": "Cost of requests at the prices of --price",
+        "Seconds of devices that attempts used which failed or were lost; nobody is billed for them": (
+            "Device seconds of attempts that failed or were lost, which are not billed"
+        ),
+        "Calls of webhooks": "Attempts of webhook deliveries",
+        "Requests that are not over": "Active requests",
+        "Bytes that live workers hold for requests": "Bytes of stage outputs in the stores of live workers",
+        "Share of the arena that is taken, in the fullest healthy worker": (
+            "Used share of the arena, in the fullest healthy worker"
+        ),
+        "Share of an arena's free bytes that no one object can have, at the worst": (
+            "Share of an arena's free bytes that one object cannot use, in the worst healthy worker"
+        ),
+        "Share of the arena that ever was taken, at the most": (
+            "Highest share of the arena that was ever used, in any healthy worker"
+        ),
+        "Seconds that ranks computed steps, and waited for others of their worker": (
+            "Seconds that ranks computed steps (compute), and waited for other ranks of their worker (exchange)"
+        ),
+        "Bytes of encoder outputs that later requests may read": "Bytes of encoder outputs in the encoder cache",
+        "Predicted seconds of all stages of accepted requests that are not done": (
+            "Predicted seconds of the pool's stages that are not done, of all active requests"
+        ),
+        "Predicted seconds of all stages of accepted requests that are not done and that such workers run": (
+            "Predicted seconds of the stages of this role and component that are not done, of all active requests"
+        ),
+        "Tasks that wait for such workers": "Tasks that wait for workers of this role and component",
+        "Whether results can be kept now, 0 or 1": "Whether results can be stored now, 0 or 1",
+        "Tasks that wait until they can be": "Tasks that wait because their results cannot be stored",
+        "Tasks that wait": "Tasks that wait in the pool's queue",
+        "Longest wait of the first few tasks in line": (
+            "Longest wait in seconds of the first few tasks in the pool's queue"
+        ),
+        "Healthy workers that hold a task": "Healthy workers with a leased task",
+        "Healthy workers that hold none": "Healthy workers without a leased task",
+        "Whether it has no worker, as it may, 0 or 1": "Whether the pool is scaled to zero, 0 or 1",
+        "model chat makes no image: ask it for texts": "model chat does not generate pictures: request texts instead",
+        "no model 'nobody' is served: one of chat, edit, redraw, seeing, unfuse/shapes": (
+            "model 'nobody' is not served: send one of chat, edit, redraw, seeing, unfuse/shapes"
+        ),
+        "no request req_none is known (any more)": "request req_none does not exist, or was deleted",
         "Tasks in a forward, as the mean of a stage's steps, in requests that succeeded": (
             "Requests in a forward: the mean over a stage's steps, observed when the request succeeds"
         ),

@@ -131,7 +131,7 @@ def test_values_are_the_spec() -> None:
 def test_what_a_cluster_does_not_know_is_left_out() -> None:
     assert "PrometheusRule" in chart("split").kinds() and "PrometheusRule" not in made(SPLIT, apis=set()).kinds()
     told = notes(SPLIT)
-    assert "Nothing scales its pools: that takes KEDA" in told and "no Prometheus operator" in told
+    assert "Pools are not scaled: autoscaling requires KEDA" in told and "no Prometheus operator" in told
     assert "KEDA" not in notes(NONE)
 
 
@@ -287,9 +287,9 @@ def test_what_is_unknown_is_refused(place: tuple[str, ...]) -> None:
         ({"pools": [POOL | {"parallel": "ulysses:8"}]}, "does not match pattern"),
         ({"pools": [{"name": "x"}]}, "missing property 'role'"),
         ({"pools": []}, "minItems"),
-        ({"pools": [POOL, POOL]}, "a pool may not be named x"),
-        ({"pools": [POOL | {"name": "scheduler"}]}, "a pool may not be named scheduler"),
-        ({"redis": {"trial": False}}, "tasks have no place to wait"),
+        ({"pools": [POOL, POOL]}, "the pool name x is already used"),
+        ({"pools": [POOL | {"name": "scheduler"}]}, "the pool name scheduler is already used"),
+        ({"redis": {"trial": False}}, "no queue is configured"),
         ({"pipeline": {"scheduler": {"queue": {"url": "redis://me:pass@r:6379/0"}}}}, "queue"),
         ({"pipeline": {"scheduler": {"queue": {"url": "memory"}}}}, "queue"),
         ({"pipeline": {"results": {"url": "disk:/here"}}}, "results"),
@@ -310,7 +310,7 @@ def test_what_is_wrong_is_refused_with_its_place(values: Object, says: str) -> N
 
 
 def test_a_name_of_which_no_service_can_be_made_is_refused() -> None:
-    with pytest.raises(Refused, match="begins with a letter, and 2024 does not: set fullnameOverride"):
+    with pytest.raises(Refused, match="must begin with a letter, and 2024 does not: set fullnameOverride"):
         made(NONE, release="2024")
     assert made({"fullnameOverride": "pictures"}, release="2024").of("DiffusionPipeline")["pictures"]
 
@@ -334,7 +334,7 @@ def test_without_values_tasks_and_results_have_a_place() -> None:
 
 
 def test_what_is_for_trying_alone_is_said_after_an_installation_without_values() -> None:
-    warnings = ("Its Redis is for trying", "Results are in that Redis too")
+    warnings = ("a trial Redis: one pod without a password", "Results are stored in that Redis too")
     assert all(warning in notes(NONE) for warning in warnings)
     assert not any(warning in notes(SPLIT) for warning in warnings)
     assert "has no operator" in notes({"operator": {"enabled": False}}) and "has no operator" not in notes(NONE)

@@ -148,7 +148,7 @@ def test_a_text_ends_before_a_stop_string(ai: openai.OpenAI, expected: str) -> N
 @pytest.mark.parametrize(
     ("asked", "param", "says"),
     [
-        ({"messages": []}, "messages", "list of what was said"),
+        ({"messages": []}, "messages", "list of at least one"),
         ({"messages": [{"role": "user", "content": "word " * 3000}]}, "messages", "length is 1024 tokens. However"),
         ({"max_tokens": 10_000}, "messages", "10000 in the completion"),
         ({"max_tokens": 1020}, "messages", "ask for at most"),

@@ -58,7 +58,7 @@ def test_workers_of_every_kind_load_a_component_from_where_serve_says(vae: Path,
     [
         (("--component-source", "vae"), "is not COMPONENT=FOLDER", 2),
         (("--component-source", "nothing=unfuse/shapes"), "has no component nothing", 1),
-        (("unfuse/shapes", "smollm2", "--component-source", "vae=unfuse/shapes"), "is for one model", 2),
+        (("unfuse/shapes", "smollm2", "--component-source", "vae=unfuse/shapes"), "needs a single model", 2),
     ],
 )
 def test_what_cannot_be_ends_the_start(flags: tuple[str, ...], says: str, code: int, tmp_path: Path) -> None:

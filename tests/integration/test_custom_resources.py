@@ -162,25 +162,33 @@ def stages(*pools: tuple[str, int]) -> list[Object]:
 REDIS = {"redis": {"host": "r"}}
 STAGE = {"name": "s", "pool": "p"}
 RULED: list[tuple[str, Object, str]] = [
-    ("DiffusionPipeline", {"scheduler": REDIS}, "either model or models"),
-    ("DiffusionPipeline", PIPELINE | {"models": ["a"]}, "either model or models"),
+    ("DiffusionPipeline", {"scheduler": REDIS}, "exactly one of model and models"),
+    ("DiffusionPipeline", PIPELINE | {"models": ["a"]}, "exactly one of model and models"),
     (
         "DiffusionPipeline",
         {"models": ["a", "b"], "scheduler": {"redis": {"host": "r"}}, "componentSources": {"vae": "c"}},
-        "componentSources are of one model",
+        "componentSources requires a single model",
     ),
-    ("DiffusionPipeline", PIPELINE | {"stages": stages(("p", 1), ("q", 1), ("p", 2))}, "one number of replicas"),
-    ("DiffusionPipeline", PIPELINE | {"scheduler": {}}, "either queue or redis"),
-    ("DiffusionPipeline", PIPELINE | {"scheduler": REDIS | {"queue": {"secret": "s"}}}, "either queue or redis"),
-    ("DiffusionPipeline", PIPELINE | {"scheduler": REDIS | {"queueBackend": "memory"}}, "queueBackend redis alone"),
-    ("DiffusionPipeline", PIPELINE | {"scheduler": {"queueBackend": "sqlite", "replicas": 2}}, "several schedulers"),
-    ("DiffusionPipeline", PIPELINE | {"scheduler": {"queue": {}}}, "either url or secret"),
-    ("DiffusionPipeline", PIPELINE | {"results": {"url": "s3://b", "claim": "c"}}, "either url or claim"),
-    ("DiffusionPipeline", PIPELINE | {"results": {}}, "either url or claim"),
+    ("DiffusionPipeline", PIPELINE | {"stages": stages(("p", 1), ("q", 1), ("p", 2))}, "must have the same replicas"),
+    ("DiffusionPipeline", PIPELINE | {"scheduler": {}}, "exactly one of queue and redis"),
+    (
+        "DiffusionPipeline",
+        PIPELINE | {"scheduler": REDIS | {"queue": {"secret": "s"}}},
+        "exactly one of queue and redis",
+    ),
+    (
+        "DiffusionPipeline",
+        PIPELINE | {"scheduler": REDIS | {"queueBackend": "memory"}},
+        "queue and redis require queueBackend redis",
+    ),
+    ("DiffusionPipeline", PIPELINE | {"scheduler": {"queueBackend": "sqlite", "replicas": 2}}, "more than one replica"),
+    ("DiffusionPipeline", PIPELINE | {"scheduler": {"queue": {}}}, "exactly one of url and secret"),
+    ("DiffusionPipeline", PIPELINE | {"results": {"url": "s3://b", "claim": "c"}}, "exactly one of url and claim"),
+    ("DiffusionPipeline", PIPELINE | {"results": {}}, "exactly one of url and claim"),
     ("DiffusionPipeline", PIPELINE | {"autoscaling": {}}, "autoscaling needs maxReplicas"),
     ("DiffusionPipeline", PIPELINE | {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}, "minReplicas is above"),
     ("DiffusionPool", POOL | {"min": 3, "max": 2}, "min is above max"),
-    ("DiffusionPool", {"role": "all", "model": {"component": "vae"}}, "no one component"),
+    ("DiffusionPool", {"role": "all", "model": {"component": "vae"}}, "role all cannot be combined"),
 ]
 
 
@@ -232,11 +240,11 @@ def test_names_and_roles_are_ruled_too_and_no_rule_is_left_out() -> None:
         assert wrong(kind, spec, name="a" * 40) == []
         for name in ("a" * 41, "a" * 64, "a.b", "1a", "a-"):
             assert "at most 40" in wrong(kind, spec, name=name)[0]
-    assert wrong("DiffusionPool", POOL | {"role": "encoder"}, old=POOL) == ["a pool keeps its role: make another one"]
+    assert wrong("DiffusionPool", POOL | {"role": "encoder"}, old=POOL) == ["role is immutable: create another pool"]
     assert wrong("DiffusionPool", POOL | {"replicas": 0}, old=POOL | {"replicas": 5}) == []
     rules = {rule["message"] for kind in DEFINED for _, part in parts(schema(kind))
              for rule in part.get("x-kubernetes-validations", [])}  # fmt: skip
-    shown = [*(says for _, _, says in RULED), "at most 40", "a pool keeps its role"]
+    shown = [*(says for _, _, says in RULED), "at most 40", "role is immutable"]
     assert {rule for rule in rules if not any(says in rule for says in shown)} == set()
 
 

@@ -117,7 +117,10 @@ def test_pictures_are_redrawn_seen_and_begun_from_as_one_host_does_it(
     assert made(server, folder) == alone
     until(lambda: moved(server).get("tcp", 0) > 0, "what was pulled to be told")
     assert made(server, folder, kill=server.workers[-1].pid) == alone
-    with Client(server.url) as u, pytest.raises(InvalidParameter, match="mask is 40x36 .* send one of the same size"):
+    with (
+        Client(server.url) as u,
+        pytest.raises(InvalidParameter, match="mask is 40x36 .* send a mask of the same size"),
+    ):
         u.submit(**{**REDRAWN, "image": folder / "sea.png", "mask": folder / "hole.png"})
 
 

@@ -33,7 +33,7 @@ def test_a_pipeline_comes_from_a_hub_that_breaks_off_and_is_served(tmp_path: Pat
             request = server.submit("a red circle", seed=3)
             assert server.finished(request)["status"] == "completed"
             assert "owner/sd is not split" in server.log()
-            assert "whole fetches" in server.log()
+            assert "whole downloading" in server.log()
             assert {worker["role"] for worker in server.get("/v1/workers")["data"]} == {"whole"}
         begun = [asked.file for asked in hub.asked if asked.storage and not asked.ranged]
         assert not hub.cuts and sorted(begun) == sorted(name for name in files if name.endswith(".safetensors"))

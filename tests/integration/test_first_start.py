@@ -23,7 +23,7 @@ def test_the_first_screen_has_what_is_served_on_what_the_address_and_a_command_t
     logged = [json.loads(line) for line in screen if line.startswith("{")]  # warnings where a machine is overloaded
     details = {record["event"] for record in logged if record["level"] in ("info", "debug")}
     assert not details - {"accepted", "ended"}, "what other tests may have asked for meanwhile"
-    progress = ("loading ", "looking into ", "working ")  # on a terminal it stays in one place
+    progress = ("loading ", "inspecting ", "working ")  # on a terminal it stays in one place
     said = [line for line in screen if not line.startswith(("{", *progress))]
     assert [line.split()[0] for line in said] == ["serving", "layout", "workers:", "requests"], screen
     assert len(said) + 2 < LINES_OF_A_SCREEN
@@ -55,4 +55,4 @@ def test_a_prompt_from_a_pipe_with_unknown_words_makes_a_new_file_and_says_what_
     assert (tmp_path / "out.png").read_bytes() == b"mine"
     with Image.open(tmp_path / "out-2.png") as picture:
         assert picture.size == (128, 128)
-    assert "a server of yours runs here" not in made.stderr, "it is asked"
+    assert "a server of yours runs on this machine" not in made.stderr, "it is asked"

@@ -281,7 +281,7 @@ def shrink(kube: Kube, node: Kubelet, client: httpx2.Client) -> None:
     )
     kube.kubectl("-n", "pictures", "scale", "dpool/shapes-rest", "--replicas=1")
     progress = '-o=jsonpath={.status.conditions[?(@.type=="Progressing")].message}'
-    why = "2 workers are to be 1: shapes-rest-1 ends what it does, as others are idle"
+    why = "scale-down from 2 to 1 workers waits: shapes-rest-1 finishes its tasks while others are idle"
     until(lambda: kube.kubectl("-n", "pictures", "get", "dpool/shapes-rest", progress) == why, "the operator to wait")
     print(kube.kubectl("-n", "pictures", "get", "dpool/shapes-rest", "-o=jsonpath={.status}"))
     count = partial(kube.kubectl, "-n", "pictures", "get", "statefulset/shapes-rest", "-o=jsonpath={.spec.replicas}")
@@ -332,7 +332,7 @@ def test_what_cannot_be_is_said_and_harms_nobody_else(kube: Kube, tmp_path: Path
         apply(text=pipeline("lost", alone | {"model": name}))
         until(lambda: "at most 40" in degraded("long" * 12), "a name to be said to be too long")
         until(lambda: "no/such" in degraded("lost"), "a model to be said to be missing")
-        assert "is understood" not in degraded("lost")
+        assert "is valid" not in degraded("lost")
         until(lambda: len(found(kube, "wrong", "pods")) == 2, "its worker, which would wait for it")
         print(degraded("lost"))
         (pod,) = (one for one in found(kube, "wrong", "pods") if "scheduler" in one["metadata"]["name"])

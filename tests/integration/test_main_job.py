@@ -148,7 +148,7 @@ def test_generate_into_a_pipe_writes_the_same_pixels_and_a_line_a_stage(tmp_path
     assert done.returncode == 0, done.stderr
     assert digest((tmp_path / "out.png").read_bytes()) == expected[0]
     lines = done.stderr.splitlines()
-    assert lines[0] == "looking into unfuse/shapes"
+    assert lines[0] == "inspecting unfuse/shapes"
     for stage in ("text_encode", "denoise.0", "vae_decode.0"):
         assert len([line for line in lines if re.fullmatch(rf"{stage}: done in [0-9.]+ s", line)]) == 1
     assert "\x1b" not in done.stderr

@@ -117,7 +117,7 @@ def test_a_model_is_added_and_removed_while_clients_load_another(server: Server,
             computes = computes_of(*(one["pid"] for one in workers))
             late = [asked_of(server, model=name, seed=seed, num_inference_steps=8) for seed in range(4)]
             assert remove(server, name) == {"id": name, "object": "model", "deleted": True}
-            assert "is served: one of unfuse/shapes" in refused(404, asked_of, server, model=name)
+            assert "is not served: send one of unfuse/shapes" in refused(404, asked_of, server, model=name)
             assert [server.finished(request)["status"] for request in late] == ["completed"] * 4
             gone(server, name)
             until(lambda: all_gone(computes), "its compute processes to end")
@@ -145,10 +145,10 @@ def test_what_is_no_model_is_refused_and_nothing_changes(server: Server, flux: P
         said = refused(400, add, server, str(tmp_path / name), name="new")
         assert str(tmp_path) not in said and ("new" in said or name == "strange"), said
     for name in ("", "~root", "-x", "a\nb", "x" * 1025, "\x00", None, 7, ["a"], {}):
-        assert "send model, a folder of the server" in refused(400, add, server, name)
-    assert "send model" in refused(400, add, server, str(flux), extra=1)
+        assert "model must be a folder on the server" in refused(400, add, server, name)
+    assert "model must be" in refused(400, add, server, str(flux), extra=1)
     assert "is served already" in refused(409, add, server, "unfuse/shapes")
-    assert "is served: one of unfuse/shapes" in refused(404, remove, server, str(flux))
+    assert "is not served: send one of unfuse/shapes" in refused(404, remove, server, str(flux))
     assert {"unfuse/shapes"} == {one["id"] for one in server.get("/v1/models")["data"]}
     assert {process.pid for process in family_of(server.process.pid)} == before
 
@@ -251,7 +251,7 @@ def test_over_redis_each_gateway_tells_what_comes_and_goes_at_the_other(
     shared = {worker["pid"] for worker in one.get("/v1/workers")["data"]}
     remove(other, name)
     for gateway in both:
-        assert "is served: one of unfuse/shapes" in refused(404, asked_of, gateway, model=name)
+        assert "is not served: send one of unfuse/shapes" in refused(404, asked_of, gateway, model=name)
     while shared & {worker["pid"] for worker in live(one)}:
         assert one.finished(asked_of(other, model="unfuse/shapes"))["status"] == "completed"
     assert one.finished(asked_of(one, model="unfuse/shapes"))["status"] == "completed"

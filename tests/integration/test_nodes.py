@@ -117,7 +117,7 @@ def test_nccl_is_refused_where_a_worker_computes_on_a_cpu(tmp_path: Path, keys: 
     command = unfuse("serve", "unfuse/shapes", *keys, "--engine", "nccl", "--trusted-network", "--port", "0")
     ended = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=110)
     assert ended.returncode == 1
-    assert "nccl needs a GPU" in ended.stderr
+    assert "nccl requires a GPU" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

@@ -200,7 +200,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "two of a video": (
         {"model": "wan-2.2-image", "image": ["sky.png"] * 2},
         "input_reference",
-        "from 2 pictures; no model that is served can",
+        "from 2 pictures; no served model can",
     ),
     "two of one": (
         {"model": "kontext", "video": False, "image": ["sky.png"] * 2},
@@ -216,7 +216,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "mask": (
         {"model": "klein", "video": False, "image": ["sky.png"], "mask": "hole.png"},
         "mask",
-        "cannot keep to a mask; flux can",
+        "cannot use a mask; flux can",
     ),
     "last frame of a picture": (
         {"model": "wan-2.2-image", "video": False, "last_frame": "wall.jpg"},
@@ -249,5 +249,5 @@ def test_more_than_any_model_takes_and_a_picture_too_small_to_be_seen(server: Se
 
 
 def test_a_last_frame_needs_a_first(server: Server) -> None:
-    with Client(server.url) as u, pytest.raises(InvalidParameter, match="give what it begins with as image too"):
+    with Client(server.url) as u, pytest.raises(InvalidParameter, match="set its first frame as image too"):
         u.submit("a", model="wan-2.2-image", last_frame=b"")

@@ -70,7 +70,7 @@ def test_a_device_named_twice_is_two_workers(both: Server) -> None:
 
 def test_the_debug_log_has_where_each_component_goes_and_what_was_loaded(both: Server) -> None:
     text = both.log()
-    table, _, rest = text.partition("activations come on top")
+    table, _, rest = text.partition("activations need additional memory")
     assert table.count("transformer") == 4  # two denoisers of two models
     assert table.count("text_encoder") == 1
     assert "loaded" not in table
@@ -102,11 +102,11 @@ def test_a_dtype_by_component_reaches_gateway_and_workers_also_those_started_by_
 @pytest.mark.parametrize(
     ("arguments", "says", "code"),
     [
-        (["--place", "denoiser=cuda:63"], "there is no device cuda:63 for the denoiser; there are cpu", 1),
-        (["--arena", "100TiB"], "cpu would hold 300.0 TiB (encoder 100.0 TiB + denoiser 100.0 TiB", 1),
+        (["--place", "denoiser=cuda:63"], "there is no device cuda:63 for the denoiser; available are cpu", 1),
+        (["--arena", "100TiB"], "cpu would need 300.0 TiB (encoder 100.0 TiB + denoiser 100.0 TiB", 1),
         (["--dtype", "unet=float16"], "no component is called 'unet'", 1),
         (["--device", "cpu", "--offload", "sequential"], "--offload sequential needs a GPU", 1),
-        (["--served-model-name", "a", "unfuse/shapes", str(SHAPES)], "--served-model-name is given 1 times", 2),
+        (["--served-model-name", "a", "unfuse/shapes", str(SHAPES)], "--served-model-name has 1 values", 2),
     ],
 )
 def test_what_cannot_be_placed_is_one_line_and_nothing_is_started(

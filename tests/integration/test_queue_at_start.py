@@ -45,7 +45,7 @@ def waits_and_goes_on(server: Server, reason: str, comes: Callable[[], object]) 
     assert (refused.value.code, refused.value.headers["retry-after"]) == (503, "2")
     comes()
     until(lambda: server.get("/v1/models"), "the queue to be used", server.process)
-    assert "lacks a worker" in asked(server, "/ready")[1]
+    assert "has no worker" in asked(server, "/ready")[1]
     assert server.log().count(WAITS) == 1
 
 

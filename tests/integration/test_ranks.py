@@ -197,7 +197,7 @@ def test_a_worker_whose_ranks_cannot_start_again_goes_on_with_fewer(alone: dict[
         model.rename(away)
         old = of_denoiser(server)["id"]
         compute_of_denoiser(server)[0].kill()
-        until(lambda: "it is started with others" in server.log(), "the launcher to change it")
+        until(lambda: "restarting it on others" in server.log(), "the launcher to change it")
         away.rename(model)
         until(
             lambda: old not in {one["id"] for one in server.get("/v1/workers")["data"]}, "the worker before to be gone"
@@ -205,7 +205,7 @@ def test_a_worker_whose_ranks_cannot_start_again_goes_on_with_fewer(alone: dict[
         server.ready()  # the other workers have seen that their files are back
         assert picture(server, 0, **own(0)) == alone[0]
         assert len(compute_of_denoiser(server)) == 1
-        assert '"device": "cpu", "parallel": "", "event": "a worker cannot go on with its devices' in server.log()
+        assert '"device": "cpu", "parallel": "", "event": "a worker cannot continue on its devices' in server.log()
 
 
 def crashed_alone(server: Server, request: str) -> bool:
@@ -215,8 +215,8 @@ def crashed_alone(server: Server, request: str) -> bool:
 
 def may_fail(server: Server) -> bool:
     """Whether ranks that do not start now are tried again: after the third time in turn there are fewer of them."""
-    failed = server.log().rpartition('"starting compute again"')[2].count('"compute did not start"')
-    served = '"event": "ended"' in server.log().rpartition('"compute did not start"')[2]
+    failed = server.log().rpartition('"restarting the compute process"')[2].count('"the compute process did not start"')
+    served = '"event": "ended"' in server.log().rpartition('"the compute process did not start"')[2]
     return served or failed < TRIED - 1
 
 

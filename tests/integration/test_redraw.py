@@ -174,12 +174,12 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "no number": ({"strength": "much"}, "strength", "must be a number"),
     "no step": ({"strength": "0.1"}, "strength", "strength 0.1 of 6 steps is less than one step"),
     "nothing": ({"strength": "0"}, "strength", "less than one step"),
-    "another size": ({"mask": drawn((40, 35))}, "mask", "mask is 40x35 pixels, image 40x36"),
-    "no alpha": ({"mask": drawn((40, 36), "RGB")}, "mask", "make it transparent where image is to change"),
+    "another size": ({"mask": drawn((40, 35))}, "mask", "mask is 40x35 pixels, but image is 40x36"),
+    "no alpha": ({"mask": drawn((40, 36), "RGB")}, "mask", "make it transparent where image is to be edited"),
     "no picture": ({"mask": b"nothing"}, "mask", "not a PNG, JPEG, WebP, GIF, BMP or AVIF picture"),
     "too large": ({"mask": drawn((16_385, 1))}, "mask", "at most 16384 a side"),
     "of text alone": ({"model": "wan", "strength": "0.5"}, "image", "cannot start from a picture; flux, sdxl can"),
-    "mask of text alone": ({"model": "wan", "mask": drawn((40, 36))}, "mask", "cannot keep to a mask; flux, sdxl can"),
+    "mask of text alone": ({"model": "wan", "mask": drawn((40, 36))}, "mask", "cannot use a mask; flux, sdxl can"),
 }
 
 
@@ -209,5 +209,5 @@ def test_a_strength_without_a_picture_is_refused(
     with pytest.raises(openai.BadRequestError, match=says) as caught:
         client.images.generate(model=kind, prompt="a ring", extra_body={"strength": 0.5})
     assert caught.value.param == "strength"
-    with Client(server.url) as u, pytest.raises(InvalidParameter, match="give it as image too"):
+    with Client(server.url) as u, pytest.raises(InvalidParameter, match="set image too"):
         u.submit("a ring", model="flux", mask=folder / "hole.png")

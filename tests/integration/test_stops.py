@@ -235,7 +235,7 @@ def test_a_state_that_is_larger_than_the_disk_is_said_and_begins_again(tmp_path:
         (request,) = begun(server, 1, size="1024x1024")
         (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - (1 << 19)))
         assert stopped(server) <= BUDGET_S
-        assert "no durable copy" in server.log() and not saved(disk)
+        assert "durable copy not written" in server.log() and not saved(disk)
         (disk / "filler").unlink()
         server.killed_and_started_again().ready()
         shown = server.finished(request)

@@ -93,7 +93,7 @@ def test_two_models_of_which_one_fits_at_a_time_are_served_by_turns_and_a_restin
     """Given two models and a device with room for one, when clients ask for both, then a request for the one that rests
     is accepted as loading, with an eta, all are completed, and each model makes the bytes that it made before."""
     assert (
-        "layout all=1 --max-loaded-models 1: each worker has one model at a time, since all do not fit together"
+        "layout all=1 --max-loaded-models 1: each worker loads one model at a time, since not all fit at the same time"
         in said(capped)
     )
     before, model = swaps(capped), resting(capped)

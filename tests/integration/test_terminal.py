@@ -127,7 +127,7 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, home: dict[str, str]) -> 
 @pytest.mark.parametrize(
     ("number", "code", "moment"),
     [
-        (signal.SIGINT, 130, "looking into"),
+        (signal.SIGINT, 130, "inspecting"),
         (signal.SIGTERM, 143, "request req_"),
         (signal.SIGINT, 130, "importing"),
         (signal.SIGTERM, 143, "all importing"),

@@ -67,7 +67,7 @@ def test_several_pictures_in_one_request_are_seen_as_the_call_sees_them(server: 
             else:
                 reply = client.images.generate(**own, extra_body=extra)
             made.append((reply.model_extra or {})["id"])
-        with pytest.raises(openai.BadRequestError, match="qwen-edit-plus starts from a picture"):
+        with pytest.raises(openai.BadRequestError, match="qwen-edit-plus needs a picture to start from"):
             client.images.generate(prompt="a ring", model="qwen-edit-plus")
 
     assert [[digest(server.result(request))] for request in made] == expected

@@ -254,7 +254,9 @@ async def test_what_the_cluster_refuses_or_has_already_is_said_and_tried_again(s
         server.refuses = {"statefulsets": (403, "Forbidden", "exceeded quota: gpus")}
         await server.put(PIPELINE, "p", SPLIT)
         await until(is_told(server, PIPELINE, "p", "Degraded", "NameTaken"))
-        assert told(server, PIPELINE, "p")[2] == "ConfigMap p is there already, and not of this DiffusionPipeline"
+        assert (
+            told(server, PIPELINE, "p")[2] == "ConfigMap p already exists and does not belong to this DiffusionPipeline"
+        )
         assert server.get("ConfigMap", "p")["data"] == {"mine": "yes"}
         await until(lambda: told(server, POOL, "enc", "Degraded") == ("True", "Forbidden", "exceeded quota: gpus"))
         server.refuses = {"statefulsets": (500, "InternalError", "failed calling webhook")}
@@ -353,7 +355,7 @@ async def test_what_is_asked_for_in_vain_is_said_beside_being_ready(server: Serv
         await server.put(PIPELINE, "p", SPLIT | {"autoscaling": {"maxReplicas": 3}})
         await ready(server, "p", "enc", "dit")
         status, reason, message = told(server, PIPELINE, "p", "Degraded")
-        assert (status, reason) == ("True", "NotAsAsked") and "takes KEDA" in message
+        assert (status, reason) == ("True", "NotAsAsked") and "requires KEDA" in message
 
 
 async def test_one_that_is_there_before_the_definitions_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,13 +415,16 @@ async def test_nobody_who_is_busy_goes_while_another_is_idle(server: Server, pag
         await ready(server, "p", "enc", "dit")
         await scaled(server, 2)
         await until(lambda: progress(server)[:2] == ("True", "WorkersFinish"))
-        assert progress(server)[2] == "4 workers are to be 2: dit-3 ends what it does, as others are idle"
+        assert (
+            progress(server)[2]
+            == "scale-down from 4 to 2 workers waits: dit-3 finishes its tasks while others are idle"
+        )
         assert workers(server) == 4 and told(server, POOL, "dit")[0] == "True"
         since = server.get(POOL, "dit")["status"]["waitsSince"]
         page["dit-3"] = 0.0
         await until(lambda: workers(server) == 3)
     async with operating(server):
-        await until(lambda: "dit-2 ends" in progress(server)[2])
+        await until(lambda: "dit-2 finishes" in progress(server)[2])
         assert server.get(POOL, "dit")["status"]["waitsSince"] == since
         page["dit-0"] = 1.0
         await until(lambda: workers(server) == 2)
@@ -438,17 +443,15 @@ async def test_gpus_that_workers_do_not_use_are_said(server: Server, page: dict[
         await ready(server, "p", "enc", "dit")
         await until(is_told(server, POOL, "dit", "Degraded", "IdleGPUs"))
         said = told(server, POOL, "dit", "Degraded")[2]
-        assert said == (
-            "its workers have 8 GPUs and compute on 5: its stages cannot be divided by more, so ask for 5 GPUs"
-        )
+        assert said == ("its workers have 8 GPUs and use 5: its stages cannot use more ranks, so request 5 GPUs")
         assert told(server, POOL, "dit")[0] == "True", "it serves"
         assert "pool dit: its workers have 8 GPUs" in told(server, PIPELINE, "p", "Degraded")[2]
         page["ranks dit-1"] = 8.0
         spec = (server.get(POOL, "dit") or {})["spec"]
         await server.put(POOL, "dit", spec | {"parallel": "denoiser=ulysses:4"})
-        await until(lambda: "compute on 4: parallel is denoiser=ulysses:4" in told(server, POOL, "dit", "Degraded")[2])
+        await until(lambda: "use 4: parallel is denoiser=ulysses:4" in told(server, POOL, "dit", "Degraded")[2])
         await server.put(POOL, "dit", spec | {"device": "cuda:0"})
-        await until(lambda: "compute on 1: device is cuda:0" in told(server, POOL, "dit", "Degraded")[2])
+        await until(lambda: "use 1: device is cuda:0" in told(server, POOL, "dit", "Degraded")[2])
         await server.put(POOL, "dit", spec | {"parallel": "auto"})
         await until(lambda: "--parallel=auto" in str(server.get("StatefulSet", "dit")))
         await server.run("StatefulSet", "dit")
@@ -463,7 +466,7 @@ async def test_nobody_is_waited_for_longer_than_was_said(
         await server.put(PIPELINE, "p", SPLIT)
         await ready(server, "p", "enc", "dit")
         await scaled(server, 1)
-        await until(lambda: "no gateway says who is busy" in progress(server)[2])
+        await until(lambda: "no gateway reports which workers are busy" in progress(server)[2])
         assert workers(server) == 2
         monkeypatch.setattr("unfuse.k8s.reconcile.UNKNOWN_S", 0)
         await until(lambda: workers(server) == 1)
@@ -471,7 +474,7 @@ async def test_nobody_is_waited_for_longer_than_was_said(
         await scaled(server, 3)
         await until(lambda: workers(server) == 3)
         await scaled(server, 2)
-        await until(lambda: "dit-2 ends" in progress(server)[2])
+        await until(lambda: "dit-2 finishes" in progress(server)[2])
         await scaled(server, 2, finishSeconds=1)
         await until(lambda: workers(server) == 2)
         await scaled(server, 3, finishSeconds=900)

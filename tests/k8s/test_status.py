@@ -98,6 +98,6 @@ def test_why_pods_do_not_run_is_told_of_each() -> None:
         {"metadata": {"name": "e"}},
     ]  # fmt: skip
     assert [(one.reason, str(one)) for one in of_workload(workload(), pods).troubles] == [
-        ("Unschedulable", "a finds no node: 0/3 nodes have a GPU"),
-        ("CreateContainerConfigError", 'b does not run (CreateContainerConfigError): secret "wire" not found'),
+        ("Unschedulable", "pod a cannot be scheduled: 0/3 nodes have a GPU"),
+        ("CreateContainerConfigError", 'pod b does not run (CreateContainerConfigError): secret "wire" not found'),
     ]

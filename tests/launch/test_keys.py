@@ -102,7 +102,7 @@ def test_keys_are_made_once(keys: Path) -> None:
 def test_a_worker_without_keys_waits_for_them_over_tcp(host: str, tmp_path: Path, data: Path) -> None:
     asked = ["worker", "--scheduler", "8000", "--scheduler", f"tcp://{host}:8001", "--arena", "1MiB"]
     said = first_warning([*UNFUSE, *asked])
-    assert "this machine has no key yet" in said
+    assert "this machine has no worker key yet" in said
     assert "copy worker.key from the scheduler's machine" in said
 
 

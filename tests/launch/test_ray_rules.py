@@ -149,7 +149,7 @@ async def test_a_worker_that_waits_for_room_is_said_to_and_is_given_up_at_the_st
     nodes = Few()
     with structlog.testing.capture_logs() as logs:
         launcher, _ = launched(nodes)
-        await until(lambda: any("with room" in line["event"] for line in logs))
+        await until(lambda: any("with free resources" in line["event"] for line in logs))
         await launcher.stop(5)
     assert [line["cpus_and_gpus"] for line in logs] == [(2, 0)]
     assert (nodes.places[0].stopped, nodes.places[0].released) == ([], True)
@@ -194,9 +194,9 @@ def test_what_is_not_installed_and_what_is_no_address_is_refused_before_anything
     for url, said in (
         ("ray", "pip install 'unfuse\\[ray\\]'"),
         ("ray:10.0.0.1:6379", "pip install 'unfuse\\[ray\\]'"),
-        ("ray:10.0.0.1", "write ray:HOST:PORT"),
-        ("ray::6379", "write ray:HOST:PORT"),
-        ("ray:host:port", "write ray:HOST:PORT"),
+        ("ray:10.0.0.1", "use ray:HOST:PORT"),
+        ("ray::6379", "use ray:HOST:PORT"),
+        ("ray:host:port", "use ray:HOST:PORT"),
         ("rya", "unknown launcher 'rya': did you mean ray"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -115,7 +115,7 @@ async def test_only_with_insecure_listen_is_a_stranger_heard_and_the_start_says_
     arguments = ("--listen", "tcp://127.0.0.1:0", "--insecure-listen", "--workers", "denoiser=1,decoder=1")
     with serving(model, *arguments) as (_, url), connect(url) as client:
         address = tcp_of(model)
-        assert f"WARNING: {address} is open: whoever reaches it may be a worker" in said(model)
+        assert f"WARNING: {address} is open: anyone who can connect can act as a worker" in said(model)
         assert (await stranger.says(address))[-1] == "Registered"
         assert not (data / "keys").exists()
         with working("--scheduler", address, "--insecure-listen"):

@@ -63,7 +63,7 @@ def test_as_many_as_there_is_memory_for_where_weights_are_mapped_by_all() -> Non
 def test_a_worker_that_may_not_be_so_large_is_taken_apart() -> None:
     taken = found(2, limit=13 * GIB)
     assert taken.chosen.workers == "encoder=1,denoiser=2,decoder=1"
-    assert "it would take 22.3 GiB, and --memory-limit allows 13.0 GiB" in taken.why
+    assert "a worker would need 22.3 GiB, but --memory-limit allows 13.0 GiB" in taken.why
     assert found(2, limit=23 * GIB).chosen.workers == "all=2"
 
 
@@ -121,8 +121,8 @@ def test_the_line_of_a_layout_gives_one_reason_and_advises_against_nothing() -> 
     for one in chosen:
         assert one.why.startswith(f"layout {one.chosen.workers}: ")
         assert not re.search("×|rate|guess|--workers|;", one.why)
-    assert chosen[1].why.endswith("workers run all stages on the GPUs where these fit, and only denoiser on the others")
-    assert "since all do not fit in one: the models do not fit: cuda:0 would hold" in chosen[2].why
+    assert chosen[1].why.endswith("workers run all stages on GPUs where all fit, and only denoiser on the others")
+    assert "since not all fit in one worker: the models do not fit: cuda:0 would need" in chosen[2].why
 
 
 def _model() -> object:
@@ -197,7 +197,7 @@ def test_models_that_fit_one_by_one_and_not_together_take_turns_on_each_device()
     found = of_two(24 * GIB, 24 * GIB)
     assert found.chosen.written == "all=2 --max-loaded-models 1"
     assert found.why == (
-        "layout all=2 --max-loaded-models 1: each worker has one model at a time, since all do not fit together"
+        "layout all=2 --max-loaded-models 1: each worker loads one model at a time, since not all fit at the same time"
     )
     workers = place(
         TWO, found.chosen.of(WorkerPlan(None, {}, ComputeOptions(), auto=True)), (Device(CPU, 1 << 45), *GPUS)
@@ -212,7 +212,7 @@ def test_models_that_fit_one_by_one_and_not_together_take_turns_on_each_device()
 def test_one_model_at_a_time_is_chosen_where_that_is_asked_for() -> None:
     found = of_two(80 * GIB, loaded="1")
     assert [layout.written for layout in found.found] == ["all=1 --max-loaded-models 1"]
-    assert found.why == "layout all=1 --max-loaded-models 1: each worker has one model at a time"
+    assert found.why == "layout all=1 --max-loaded-models 1: each worker loads one model at a time"
     assert "the models do not fit" in of_two(8 * GIB, loaded="1").chosen.refusal
 
 

@@ -100,7 +100,7 @@ def test_a_machine_is_sized_by_what_is_named_if_this_one_has_less(
     assert sized(cuda_0=500, xpu_0=16384) == ({"cuda:0": 500, "xpu:0": 16384}, False)
     assert sized(cpu=1 << 40, cuda_3=24576) == ({"cpu": 1 << 40, "cuda:3": 24576}, False)
     for wrong in ("gpu:0", "cuda", "cuda:x", "cuda:0+cuda:1", ""):
-        with pytest.raises(ConfigError, match="devices are called cpu, cuda:0"):
+        with pytest.raises(ConfigError, match="not a device name: use cpu, cuda:0"):
             machine.devices_to_size({wrong: 1})
 
 

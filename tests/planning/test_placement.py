@@ -106,7 +106,7 @@ def test_a_role_without_workers_needs_no_room() -> None:
     [
         (None, "all=cpu", "--place all: no worker of that name is started, only: encoder, denoiser, decoder"),
         ({"all": 1}, "denoiser=cpu", "--place denoiser: no worker of that name is started, only: all"),
-        ({"all": 1, "decoder": 0}, "all=cpu,decoder=cpu", "place one of these, or write decoder=1 in --workers"),
+        ({"all": 1, "decoder": 0}, "all=cpu,decoder=cpu", "place one of these, or add decoder=1 to --workers"),
         ({}, "decoder=cpu", "--place decoder: no worker of that name is started, only: none"),
     ],
 )
@@ -153,7 +153,7 @@ def test_a_worker_on_the_cpu_beside_offloaded_ones_is_just_there() -> None:
 def test_a_refusal_says_the_sum_what_is_free_and_what_would_help() -> None:
     text = refusal(NEEDS, wanted(decoder=2), gpus(32))
     assert (
-        "cuda:0 would hold 38.0 GiB (encoder 11.5 GiB + denoiser 24.5 GiB + decoder 1.0 GiB + decoder 1.0 GiB)" in text
+        "cuda:0 would need 38.0 GiB (encoder 11.5 GiB + denoiser 24.5 GiB + decoder 1.0 GiB + decoder 1.0 GiB)" in text
     )
     assert "has 32.0 GiB free" in text
     assert "cpu has 64.0 GiB free" in text
@@ -163,7 +163,7 @@ def test_a_refusal_says_the_sum_what_is_free_and_what_would_help() -> None:
 
 def test_a_refusal_does_not_promise_what_would_not_help() -> None:
     small = (Device(CPU, GIB), Device("cuda:0", GIB))
-    assert "is enough alone: it takes more memory" in refusal(NEEDS, wanted(), small)
+    assert "is enough: more memory is needed" in refusal(NEEDS, wanted(), small)
     float32 = {role: tuple(part.stored_as("float32") for part in parts) for role, parts in NEEDS.items()}
     assert "it would fit with --dtype bfloat16" in refusal(float32, wanted(), (Device(CPU, 40 * GIB),))
     assert "it would fit with --arena 64MiB" in refusal(NEEDS, wanted(arena=2 * GIB), (Device(CPU, 40 * GIB),))
@@ -173,7 +173,7 @@ def test_a_refusal_does_not_promise_what_would_not_help() -> None:
 @pytest.mark.parametrize(
     ("want", "says"),
     [
-        (wanted("decoder=cuda:4"), "no device cuda:4 for the decoder; there are cpu, cuda:0"),
+        (wanted("decoder=cuda:4"), "no device cuda:4 for the decoder; available are cpu, cuda:0"),
         (wanted(device="tpu"), "tpu"),
     ],
 )
@@ -304,13 +304,13 @@ def test_workers_may_have_several_roles() -> None:
 
 @pytest.mark.parametrize("text", ["encoder=x", "encoder=-1", "encoder=2,encoder=1", "encoder=1025", "encoder=1.5"])
 def test_how_many_of_what_is_said_so(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--workers .* is not ROLE=N, each role once and N at most 1024"):
+    with pytest.raises(ConfigError, match=r"--workers .* is not ROLE=N; name each role once, with N at most 1024"):
         parse_workers(text)
 
 
 @pytest.mark.parametrize("text", ["", ","])
 def test_an_empty_plan_is_refused_with_what_to_write(text: str) -> None:
-    with pytest.raises(ConfigError, match="write auto, none, split, or a plan like all=2"):
+    with pytest.raises(ConfigError, match="use auto, none, split, or a plan like all=2"):
         parse_workers(text)
 
 
@@ -383,10 +383,10 @@ def test_what_is_placed_has_room_is_complete_and_is_where_it_was_told(
 
 def assert_sums_are_right(text: str, devices: tuple[Device, ...]) -> None:
     """Each sum in a refusal is that of its shares, up to rounding, and is more than what is free."""
-    short = [part for part in text.split(": ", 1)[1].split("; ") if "would hold" in part]
+    short = [part for part in text.split(": ", 1)[1].split("; ") if "would need" in part]
     assert short
     for sentence in short:
-        name, rest = sentence.split(" would hold ")
+        name, rest = sentence.split(" would need ")
         total, shares = rest.split(" (", 1)[0], rest.split("(", 1)[1].split(")")[0]
         parts = [share.split(" ", 1)[1] for share in shares.split(" + ")]
         (device,) = (device for device in devices if device.name == name)

@@ -118,7 +118,7 @@ def test_a_picture_of_an_allowed_host_is_what_it_is_as_a_data_url(ai: openai.Ope
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("/moved", "the answer is 302"), ("/none.png", "the answer is 404"), ("/text", "is not a PNG, JPEG, WebP"),
+        ("/moved", "has status 302"), ("/none.png", "has status 404"), ("/text", "is not a PNG, JPEG, WebP"),
         ("/endless", "more than"),
     ],
 )  # fmt: skip
@@ -130,7 +130,7 @@ def test_a_host_that_hangs_is_given_up(
     ai: openai.OpenAI, host: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unfuse.server.outbound_http.CALL_S", 0.5)
-    assert "did not answer within 0.5 s" in refused(ai, f"http://127.0.0.1:{host.server_port}/slow")
+    assert "no response within 0.5 s" in refused(ai, f"http://127.0.0.1:{host.server_port}/slow")
 
 
 def test_a_name_that_leads_where_nobody_may_go_is_not_followed(

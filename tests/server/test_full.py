@@ -44,7 +44,7 @@ def test_a_full_disk_is_503_for_probes_and_for_uploads(tmp_path: Path) -> None:
         ready = http.get("/ready")
         assert (ready.status_code, ready.json()["error"]["code"]) == (503, "not_ready")
         assert ready.headers["retry-after"]
-        assert "results cannot be kept" in ready.json()["error"]["message"]
+        assert "results cannot be stored" in ready.json()["error"]["message"]
         assert gauges(http) == {"writable": 0.0, "waiting": 0.0}
         upload = {"image": ("a.png", io.BytesIO(picture(1)), "image/png")}
         refused = http.post(EDITS, data={"prompt": "a", "model": MOVING.name}, files=upload)

@@ -137,7 +137,7 @@ def test_videos_take_one_too(served: Served, http: httpx2.Client) -> None:
     ({"lora": "ink", "lora_scale": "nan"}, "lora_scale", "must be a number"),
     ({"lora_scale": 1}, "lora_scale", "send the name of one as lora too"),
     ({"lora": "ink", "lora_id": "f00"}, "lora_id", "unknown parameter"),
-    ({"lora": "ink", "model": STILL.name}, "lora", "takes no lora"),
+    ({"lora": "ink", "model": STILL.name}, "lora", "does not support LoRA adapters"),
 ])  # fmt: skip
 def test_what_cannot_be_had_is_refused_with_what_can(
     given: dict[str, Any], param: str, says: str, http: httpx2.Client

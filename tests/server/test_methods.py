@@ -145,8 +145,8 @@ def test_a_path_that_is_not_served_is_told_with_the_one_that_was_meant(served: S
 
 def test_a_method_that_is_not_served_is_told_with_those_that_are(http: httpx2.Client) -> None:
     for method, path, says in (
-        ("DELETE", "/v1/videos", "DELETE is not served at /v1/videos: send GET, POST, HEAD"),
-        ("GET", "/v1/images/edits", "GET is not served at /v1/images/edits: send POST"),
+        ("DELETE", "/v1/videos", "DELETE is not allowed at /v1/videos: send GET, POST, HEAD"),
+        ("GET", "/v1/images/edits", "GET is not allowed at /v1/images/edits: send POST"),
     ):
         answer = http.request(method, path)
         assert answer.status_code == 405

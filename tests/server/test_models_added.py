@@ -137,7 +137,7 @@ def test_a_name_that_is_a_path_is_refused(name: object, port: int, folder: Path)
     with client(port) as http:
         answer = http.post("models", json={"model": str(folder), "name": name})
         assert error(answer) == (400, "invalid_parameter")
-        assert answer.json()["error"]["param"] == "name" and "and no path" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["param"] == "name" and "and not a path" in answer.json()["error"]["message"]
         assert listed(http) == {"unfuse/shapes"}
 
 
@@ -145,7 +145,7 @@ def test_a_folder_whose_name_clients_cannot_use_needs_another_one(port: int, fol
     strange = folder.rename(folder.with_name("my model (v2)"))
     with client(port) as http:
         answer = http.post("models", json={"model": str(strange)})
-        assert error(answer) == (400, "invalid_parameter") and "send name too" in answer.text
+        assert error(answer) == (400, "invalid_parameter") and "name is required" in answer.text
 
 
 def test_a_model_that_is_added_twice_at_once_is_added_once(tmp_path: Path, folder: Path) -> None:
@@ -325,7 +325,7 @@ def test_what_is_added_has_the_room_that_others_leave(tmp_path: Path) -> None:
     assert service._planned(named, Counter(), Counter()).workers
     assert service._planned(named, Counter({"cpu": 1 << 30}), Counter()).workers
     for taken, coming in ((Counter({"cpu": 3 << 30}), Counter[str]()), (Counter[str](), Counter({"cpu": 1 << 50}))):
-        with pytest.raises(ConfigError, match="the models do not fit: cpu would hold"):
+        with pytest.raises(ConfigError, match="the models do not fit: cpu would need"):
             service._planned(named, taken, coming)
 
 
@@ -339,7 +339,7 @@ def test_a_revision_is_of_the_models_that_were_named_with_it(folder: Path) -> No
     first, added = {"unfuse/shapes": "unfuse/shapes"}, {"added": str(folder)}
     for named in (first, added):
         assert service._planned(named, Counter(), Counter()).workers
-    with pytest.raises(ConfigError, match="--revision main is of the models that were named there"):
+    with pytest.raises(ConfigError, match="--revision main applies only to the models of the command line"):
         service._planned({**added, **first}, Counter(), Counter())
 
 
@@ -435,5 +435,5 @@ def test_a_component_of_several_models_is_refused(tmp_path: Path) -> None:
     welcome = Registered(
         ((OFFERED, OFFERED, "float32"), ("b", "b", "float32")), StorageLocations("disk:/tmp"), 15.0, 1.0
     )
-    with pytest.raises(UsageError, match="is for one model: name it by --model"):
+    with pytest.raises(UsageError, match="is for one model: select it with --model"):
         decide_served(welcome, asked, StageSelector())

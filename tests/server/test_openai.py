@@ -178,7 +178,7 @@ def test_a_video_that_fails_or_ends_is_polled_to_its_end(studio: Served, video_c
     assert "the circle is broken" in broken.error.message
     with studio.held():
         waiting = video_client.videos.create(model=MODEL, prompt="a red circle")
-        with pytest.raises(openai.ConflictError, match="once it is completed"):
+        with pytest.raises(openai.ConflictError, match="when it is completed"):
             video_client.videos.download_content(waiting.id)
         studio.run(studio.scheduler.cancel(waiting.id))
         ended = video_client.videos.poll(waiting.id, poll_interval_ms=10)

@@ -76,11 +76,11 @@ def test_a_last_frame_goes_beside_the_first(model: str, gallery: Served, http: h
 
 
 REFUSED: dict[str, tuple[str, list[tuple[str, int]], dict[str, Any], str, str]] = {
-    "too many": (SEEING.name, [("image", 1)] * 4, {}, "image", "cannot start from 4 pictures; no model that is served"),
+    "too many": (SEEING.name, [("image", 1)] * 4, {}, "image", "cannot start from 4 pictures; no served model"),
     "of one": (MOVING.name, [("image", 1)] * 2, {}, "image", "cannot start from 2 pictures; test/seeing can"),
     "of none": (IDLE.name, [("image", 1)], {}, "image", "; test/between, test/ending, test/moving, test/seeing can"),
     "no end": (BETWEEN.name, [("input_reference", 1)], {"url": VIDEOS}, "last_frame", "the last one as last_frame"),
-    "no beginning": (BETWEEN.name, [("last_frame", 1)], {"url": VIDEOS}, "input_reference", "starts from a picture"),
+    "no beginning": (BETWEEN.name, [("last_frame", 1)], {"url": VIDEOS}, "input_reference", "needs a picture to start"),
     "no such end": (
         MOVING.name, [("input_reference", 1), ("last_frame", 1)], {"url": VIDEOS}, "last_frame",
         "cannot end with a last_frame; test/between, test/ending can",

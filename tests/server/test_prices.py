@@ -78,8 +78,8 @@ def test_prices_are_an_hour_s_and_what_has_none_costs_nothing() -> None:
         ("cuda=1.20", "write KIND=AMOUNT/h"),
         ("cuda=-1/h", "write KIND=AMOUNT/h"),
         ("cuda=nan/h", "write KIND=AMOUNT/h"),
-        ("cdua=1/h", "no devices of the kind cdua; did you mean cuda"),
-        ("quantum=1/h", "there are cpu, cuda, xpu, mps"),
+        ("cdua=1/h", "unknown device kind cdua; did you mean cuda"),
+        ("quantum=1/h", "kinds are cpu, cuda, xpu, mps"),
     ],
 )
 def test_a_price_for_what_does_not_exist_is_refused(given: str, said: str) -> None:

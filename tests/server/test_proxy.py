@@ -137,7 +137,7 @@ def test_a_proxy_that_is_not_trusted_is_told_of_the_flag(tmp_path: Path) -> None
         with httpx2.Client(base_url=f"https://localhost:{port}", verify=context, trust_env=False) as client:
             answer = client.get("/v1/models", headers={"origin": f"https://localhost:{port}"})
             assert code(answer) == (403, "origin_not_allowed")
-            assert "a proxy of yours at 127.0.0.1" in answer.json()["error"]["message"]
+            assert "your proxy at 127.0.0.1" in answer.json()["error"]["message"]
             assert client.get("/v1/models").status_code == 200
 
 

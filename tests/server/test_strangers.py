@@ -26,7 +26,7 @@ KEYS = [
 ]
 PROMPT = "a very secret circle"
 NO_KEY = "send one by --api-key or UNFUSE_API_KEY"
-WRONG_KEY = "this server does not know this key"
+WRONG_KEY = "the API key is not valid for this server"
 
 
 def as_(served: Served, key: str = "") -> httpx2.Client:
@@ -103,7 +103,7 @@ def test_ready_tells_a_stranger_no_names_and_no_reason(served: Served) -> None:
         for http in (nobody, wrong):
             answer = http.get("/ready")
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
-            assert "retry-after" in answer.headers and "send a key" in answer.text
+            assert "retry-after" in answer.headers and "send an API key" in answer.text
             assert "test/" not in answer.text and answer.json().keys() == {"ready", "error"}
         assert "test/idle" in ada.get("/ready").text
 

@@ -223,7 +223,7 @@ def test_a_video_s_data_url_is_no_picture() -> None:
 
 def test_a_file_that_was_never_sent_is_refused_in_a_sentence() -> None:
     for held in ({"file_id": "file-1"}, {"image_url": "data:image/png;base64,AAAA", "file_id": "file-1"}):
-        with pytest.raises(InvalidParameter, match="names a file by file_id, and this server keeps no files"):
+        with pytest.raises(InvalidParameter, match="names a file by file_id, but this server stores no uploaded files"):
             read_picture("mask", held)
 
 
@@ -311,5 +311,5 @@ def test_a_body_too_large_is_refused_before_it_is_whole(film_set: httpx2.Client)
         (film_set.post("/v1/videos", content=more_than_is_read(), headers=kind), MAX_FORM),
         (film_set.post("/v1/images/edits", json={"prompt": "x" * MAX_SHOWN_BODY}), MAX_SHOWN_BODY),
     ):
-        assert f"larger than the {bound} bytes" in message(answer, 413)
+        assert f"larger than the limit of {bound} bytes" in message(answer, 413)
         assert answer.json()["error"]["code"] == "body_too_large"

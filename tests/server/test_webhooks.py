@@ -102,7 +102,7 @@ def test_a_webhook_is_given_up_after_the_last_attempt_or_when_it_says_so(
     receiver.answers = [saying(b"HTTP/1.1 %d No\r\ncontent-length: 0\r\n\r\n" % status)] * 9
     with serve(tmp_path, webhook_hosts=HERE) as served:
         end = ended(served, asked(served, receiver.url).json()["id"], "given_up")
-    assert (end["attempts"], end["reason"]) == (attempts, f"it answered {status}")
+    assert (end["attempts"], end["reason"]) == (attempts, f"the receiver responded with status {status}")
     assert len(receiver.calls) == attempts
 
 
@@ -128,7 +128,7 @@ def test_targets_that_hang_or_lie_hold_up_no_other(tmp_path: Path, receiver: Rec
         assert ended(served, asked(served, other.url).json()["id"], "heard")["attempts"] == 1, "its body is not read"
         assert ended(served, asked(served, other.url).json()["id"], "heard")["attempts"] == 2
         for request in hanging:
-            assert "did not answer within 1 s" in ended(served, request, "given_up")["reason"]
+            assert "no response within 1 s" in ended(served, request, "given_up")["reason"]
     assert sum(poured) < 100_000_000
     assert elsewhere.calls == []
 
@@ -146,7 +146,7 @@ def test_a_name_that_leads_elsewhere_when_it_is_called_is_not_followed(
     monkeypatch.setattr(socket, "getaddrinfo", rebound)
     with serve(tmp_path, webhook_hosts=("hooks.example",)) as served:
         request = asked(served, f"http://hooks.example:{receiver.port}/").json()["id"]
-        assert "leads to 127.0.0.1, which may not be called" in ended(served, request, "given_up")["reason"]
+        assert "resolves to 127.0.0.1, which may not be called" in ended(served, request, "given_up")["reason"]
     assert receiver.calls == []
     with serve(tmp_path / "allowed", webhook_hosts=("hooks.example", *HERE)) as served:
         looked_up.clear()
@@ -278,11 +278,11 @@ def test_a_webhook_is_refused_where_none_may_be_called(tmp_path: Path) -> None:
     [
         (("hooks.example",), (), "needs --webhook-secret"),
         (("http://hooks.example",), (SECRET,), "write names like"),
-        ((), ("short",), "no base64|shorter than"),
+        ((), ("short",), "as base64|shorter than"),
         ((), ("whsec_MfKQ9r8G",), "shorter than 24 bytes"),
-        ((), ("no base 64 at all, but long enough",), "no base64"),
-        ((), ("/etc/unfuse/secrets/of/webhooks/secret",), "looks like the path of a file, and there is no such file"),
-        ((), ("./secrets/of/webhooks/of/the/studio/x",), "looks like the path of a file"),
+        ((), ("no base 64 at all, but long enough",), "as base64"),
+        ((), ("/etc/unfuse/secrets/of/webhooks/secret",), "looks like a file path, but there is no such file"),
+        ((), ("./secrets/of/webhooks/of/the/studio/x",), "looks like a file path"),
     ],
 )
 def test_settings_that_cannot_be_used_are_told_at_the_start(

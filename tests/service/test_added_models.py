@@ -37,7 +37,7 @@ async def test_one_that_is_removed_while_it_loads_is_gone_and_can_be_added_again
     await machine.crews.add("added", folder)
     await machine.scheduler.registry.dismiss("added")
     assert await machine.served() == {"unfuse/shapes"}
-    with pytest.raises(Refusal, match="is leaving") as refused:
+    with pytest.raises(Refusal, match="is being removed") as refused:
         await machine.crews.add("added", folder)
     assert (refused.value.status, refused.value.code) == (409, "model_leaves")
     await machine.look(module.QUIET)

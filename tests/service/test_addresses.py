@@ -81,7 +81,7 @@ def test_a_worker_that_starts_first_waits_for_its_server(run: Path, monkeypatch:
         assert schedulers(settings) == (f"unix:{run}/serve-8123.sock",)
         await_scheduler(settings)
     coming[0].close()
-    assert [line["event"] for line in logs] == ["no server of this user runs here yet: waiting for one"]
+    assert [line["event"] for line in logs] == ["no server of this user runs on this machine yet: waiting for one"]
     assert len(looks) == 3
 
 
@@ -184,15 +184,15 @@ def test_who_starts_a_server_is_told_how_others_come_in_or_that_anybody_does(tru
         assert line.endswith("unfuse worker --workers auto --keys FOLDER --scheduler tcp://127.0.0.1:5")
     elif trusted:
         (line,) = lines
-        assert line.startswith("WARNING: tcp://127.0.0.1:5 is open: whoever reaches it may be a worker")
+        assert line.startswith("WARNING: tcp://127.0.0.1:5 is open: anyone who can connect can act as a worker")
     else:
         assert lines == []
 
 
 @pytest.mark.parametrize(("files", "named"), [
-    (["scheduler.key"], "copy the worker.key that was made together with this server's scheduler.key, a secret,"),
-    (["shared.key"], "copy FOLDER/shared.key, a secret,"),
-    (["scheduler.key", "worker.key", "shared.key"], "copy FOLDER/worker.key, a secret,"),
+    (["scheduler.key"], "copy the worker.key that was made together with this server's scheduler.key, which is"),
+    (["shared.key"], "copy FOLDER/shared.key, which is"),
+    (["scheduler.key", "worker.key", "shared.key"], "copy FOLDER/worker.key, which is"),
 ])  # fmt: skip
 def test_a_key_to_be_copied_is_a_file_that_is_there(files: list[str], named: str, tmp_path: Path) -> None:
     """Given a server's machine that has the scheduler's half of a pair alone, then no path is named."""
@@ -202,5 +202,5 @@ def test_a_key_to_be_copied_is_a_file_that_is_there(files: list[str], named: str
     (line,) = invitations(Keys("s" * 40, "p" * 40), str(tmp_path), ["tcp://10.0.0.1:8001"])
     (bare,) = invitations(Keys("s" * 40, "p" * 40), "", ["tcp://10.0.0.1:8001"])
 
-    assert line.startswith(f"workers elsewhere: {named.replace('FOLDER', str(tmp_path))} there")
-    assert bare.startswith("workers elsewhere: copy the worker.key that was made together")
+    assert line.startswith(f"workers on other machines: {named.replace('FOLDER', str(tmp_path))} secret, to")
+    assert bare.startswith("workers on other machines: copy the worker.key that was made together")

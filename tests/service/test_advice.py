@@ -72,5 +72,5 @@ def test_components_that_take_turns_in_one_worker_are_not_split() -> None:
         WorkerPlan(compute=ComputeOptions(offload="model")),
     )
     assert verdict(ServingPlan((), needs, want, devices, place(needs, want, devices))).startswith(
-        "not split: one worker"
+        "not split: at most one worker"
     )

@@ -24,7 +24,7 @@ class Told:
 def test_how_many_requests_there_are_is_said_before_the_first_one_and_how_long_after_it() -> None:
     told = Told()
     assert told.said == [
-        "10 requests with diffusers, then 5 requests with unfuse: the first one will tell how long that takes"
+        "10 requests with diffusers, then 5 requests with unfuse: an estimate follows after the first request"
     ]
     assert str(told.course) == "starting diffusers"
     told.now += 60.0  # until the pipeline is there
@@ -46,7 +46,7 @@ def test_how_many_requests_there_are_is_said_before_the_first_one_and_how_long_a
 
 
 def test_what_stages_took_before_is_an_estimate_at_once() -> None:
-    assert Told(8.0).said[0].endswith(": about 2 min, by what stages took on this machine before")
+    assert Told(8.0).said[0].endswith(": about 2 min, estimated from earlier measurements on this machine")
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,26 @@ def figures(latency: float, rate: float, memory: int) -> ComparisonFigures:
         (2.0, 4.0, "unfuse is faster here", "as much time", "2 times as many"),
         (2.0, 2.0, "both are equally fast here", "as much time", "as many"),
         (4.0, 2.0, "diffusers alone is faster here", "2 times the time", "as many"),
-        (4.0, 4.0, "which is faster here depends on how many ask at once", "2 times the time", "2 times as many"),
-        (1.0, 1.0, "which is faster here depends on how many ask at once", "0.5 times the time", "0.5 times as many"),
+        (
+            4.0,
+            4.0,
+            "which is faster here depends on the number of concurrent requests",
+            "2 times the time",
+            "2 times as many",
+        ),
+        (
+            1.0,
+            1.0,
+            "which is faster here depends on the number of concurrent requests",
+            "0.5 times the time",
+            "0.5 times as many",
+        ),
     ],
 )
 def test_the_verdict_is_about_speed_alone_and_at_once(
     latency: float, rate: float, faster: str, alone: str, at_once: str
 ) -> None:
     assert verdict(figures(2.0, 2.0, 100), figures(latency, rate, 300), 2) == (
-        f"{faster}: compared with diffusers, unfuse needs {alone} for one request, makes {at_once} a second with 16 at "
-        "once, and takes 3 times the memory: 2 workers beside one process"
+        f"{faster}: compared with diffusers, unfuse needs {alone} for one request, completes {at_once} a second with "
+        "16 at once, and uses 3 times the memory: 2 workers instead of one process"
     )

@@ -59,7 +59,7 @@ def test_sockets_go_when_nobody_listens(unfuse: Run, place: Path) -> None:
         dead.close()
         living.bind(str(place / "run" / "living.sock"))
         living.listen()
-        assert removed(unfuse) == {str(place / "run" / "dead.sock"): "a socket nobody listens at"}
+        assert removed(unfuse) == {str(place / "run" / "dead.sock"): "a socket without a listener"}
         assert (place / "run" / "living.sock").exists()
 
 
@@ -93,7 +93,7 @@ def test_locks_go_with_the_file_they_were_for(unfuse: Run, place: Path) -> None:
         (data / name).touch()
     with (data / "held.db.lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert removed(unfuse) == {str(data / "gone.db.lock"): "the lock of a file that is gone"}
+        assert removed(unfuse) == {str(data / "gone.db.lock"): "a lock file whose file was deleted"}
 
 
 def test_half_a_file_goes_once_nobody_can_still_be_writing_it(unfuse: Run, place: Path) -> None:
@@ -105,7 +105,7 @@ def test_half_a_file_goes_once_nobody_can_still_be_writing_it(unfuse: Run, place
         path.write_bytes(b"half")
     for path in (old, whole, met):
         os.utime(path, (OLD, OLD))
-    assert removed(unfuse) == dict.fromkeys((str(old), str(met)), "a file that was not written to its end")
+    assert removed(unfuse) == dict.fromkeys((str(old), str(met)), "a partially written file")
 
 
 def test_spilled_objects_go_when_no_worker_lives_and_copies_stay(

@@ -62,7 +62,7 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 def test_loading_tells_each_worker_s_part_and_when_all_is_there() -> None:
     ready: list[bool] = []
     loading = LoadingProgress(["one", "two"])
-    assert str(loading) == "looking into one, two"
+    assert str(loading) == "inspecting one, two"
     loading.expect(["encoder", "denoiser"], lambda: ready.append(True))
     loading.hear(0, {"event": "importing"})
     loading.hear(1, {"event": "loading", "stage": "denoise", "done": 0, "total": 15 << 20})
@@ -91,7 +91,7 @@ def test_a_download_is_told_in_bytes_and_rate() -> None:
     loading.expect(["encoder"])
     loading.hear(0, {"event": "fetching", "model": "one", "done": 1 << 20, "total": 3 << 20, "rate": float(1 << 20)})
 
-    assert str(loading) == "loading one: encoder fetches 1.0 MiB of 3.0 MiB, 1.0 MiB/s, 0:02 left"
+    assert str(loading) == "loading one: encoder downloading 1.0 MiB of 3.0 MiB, 1.0 MiB/s, 0:02 left"
 
 
 def test_of_ranks_the_one_that_has_loaded_least_is_told() -> None:
@@ -195,7 +195,7 @@ def test_a_line_is_said_every_few_seconds_until_all_workers_are_ready() -> None:
 
 def test_a_program_hears_on_standard_error_how_far_its_workers_are(said: Callable[..., list[str]]) -> None:
     first, last = said()
-    assert first == "unfuse: looking into some/model"
+    assert first == "unfuse: inspecting some/model"
     assert re.fullmatch(r"unfuse: some/model is ready in \d+ s", last)
     assert len(said()) == 2, "also the next time, though structlog is configured now, by ourselves"
     assert not [one for one in threading.enumerate() if one.name == "unfuse-loading"]
@@ -206,7 +206,7 @@ def test_a_program_that_configures_logging_gets_the_lines_in_its_log(
 ) -> None:
     with caplog.at_level(logging.INFO, "unfuse"):
         assert said(caplog.handler) == []
-    assert caplog.messages[0] == "looking into some/model" and caplog.records[0].name == "unfuse"
+    assert caplog.messages[0] == "inspecting some/model" and caplog.records[0].name == "unfuse"
     assert len(caplog.messages) == 2
 
 
@@ -215,7 +215,7 @@ def test_a_program_that_configures_structlog_gets_the_lines_there(said: Callable
         structlog.configure(processors=structlog.get_config()["processors"])
         assert said() == []
     events = [cast(str, record["event"]) for record in told]
-    assert events[0] == "looking into some/model" and len(events) == 2
+    assert events[0] == "inspecting some/model" and len(events) == 2
 
 
 @pytest.mark.parametrize("level", ["error", "warning"])
@@ -232,5 +232,5 @@ def test_what_fails_before_any_worker_starts_ends_the_lines(
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     with pytest.raises(unfuse.UnfuseError, match="none/such/model"), unfuse.local("none/such/model"):
         pytest.fail("it started")
-    assert capsys.readouterr().err.splitlines() == ["unfuse: looking into none/such/model"]
+    assert capsys.readouterr().err.splitlines() == ["unfuse: inspecting none/such/model"]
     assert not [one for one in threading.enumerate() if one.name == "unfuse-loading"]

@@ -158,7 +158,7 @@ def test_a_store_within_one_process_cannot_be_that_of_several() -> None:
 
 def test_it_must_be_clear_whose_a_name_is() -> None:
     given = {"serve.models": ["a", "b"], "serve.served_model_name": ["x"]}
-    with pytest.raises(ConfigError, match="given 1 times for 2 models"):
+    with pytest.raises(ConfigError, match="has 1 values for 2 models"):
         public_names(load(given, None, {}).settings.serve)
 
 
@@ -222,17 +222,17 @@ def test_workers_elsewhere_are_told_how_others_reach_us_and_no_secret(
 
 def test_workers_elsewhere_need_an_address_to_come_to(tmp_path: Path) -> None:
     environment = {"UNFUSE_DATA_DIR": str(tmp_path), "UNFUSE_SERVE__LAUNCHER": "ray"}
-    with pytest.raises(ConfigError, match="--launcher ray: workers elsewhere come to --listen tcp://HOST:PORT"):
+    with pytest.raises(ConfigError, match="--launcher ray needs --listen tcp://HOST:PORT"):
         options(load({}, None, environment))
 
 
 @pytest.mark.parametrize(
     ("flag", "said", "entry"),
     [
-        ("serve.encode", ("text_encode=bf16", "text_encod=int4"), "--encode text_encod=int4: no stage is of kind"),
-        ("serve.encode", ("=bf16",), "--encode =bf16: no stage is of kind ''"),
-        ("serve.encode", ("text_encode.0=bf16",), "no stage is of kind 'text_encode.0'"),
-        ("serve.durable_stages", ("denoise", "nonsense"), "--durable-stages nonsense: no stage is of kind 'nonsense'"),
+        ("serve.encode", ("text_encode=bf16", "text_encod=int4"), "--encode text_encod=int4: there is no stage kind"),
+        ("serve.encode", ("=bf16",), "--encode =bf16: there is no stage kind ''"),
+        ("serve.encode", ("text_encode.0=bf16",), "there is no stage kind 'text_encode.0'"),
+        ("serve.durable_stages", ("denoise", "nonsense"), "--durable-stages nonsense: there is no stage kind 'nonsens"),
     ],
 )  # fmt: skip
 def test_a_kind_that_no_stage_has_is_refused_with_those_that_exist(
@@ -254,5 +254,5 @@ def test_kinds_of_stages_that_other_models_have_are_taken(tmp_path: Path) -> Non
 def test_serve_ends_with_what_is_wrong_with_a_kind(tmp_path: Path) -> None:
     command = unfuse("serve", "unfuse/shapes", "--encode", "nonsense=int4", "--port", "0")
     ran = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 2 and "no stage is of kind 'nonsense'" in ran.stderr
+    assert ran.returncode == 2 and "there is no stage kind 'nonsense'" in ran.stderr
     assert "Traceback" not in ran.stderr

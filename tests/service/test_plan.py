@@ -157,7 +157,7 @@ def test_a_pool_that_two_models_share_is_needed_once(sibling: str) -> None:
 def test_a_plan_that_does_not_fit_says_so_and_still_knows_the_models() -> None:
     small = (Device(CPU, GIB // 2),)
     found = plan_for([SHAPES], "", wanted(), small)
-    assert "cpu would hold" in found.refusal
+    assert "cpu would need" in found.refusal
     assert (found.workers, found.rows(), found.memory()) == ((), [], [])
     assert found.models[0].components
 

@@ -90,7 +90,7 @@ def test_an_undivided_model_says_why_and_without_workers_the_opening_says_who_is
     lines = StartScreen(planned(replace(PICTURES, undivided="it is whole")), {}, keyed=False).opening()
     assert lines[1:] == [
         "test/pictures is not split: it is whole",
-        "no worker is started here: requests wait until one comes (unfuse worker)",
+        "no worker is started here: requests wait until one registers (unfuse worker)",
     ]
 
 
@@ -108,7 +108,7 @@ def test_it_is_not_called_ready_while_a_role_has_no_worker_here() -> None:
         planned(PICTURES, workers=(PlacedWorker("denoiser", CPU, (part,)),)), needs=dict.fromkeys(ROLES, (part,))
     )
     assert StartScreen(own, {}, keyed=False).ready(URL, 13.4) == [
-        "the workers here are ready in 13 s: requests wait until others come (encoder, decoder)"
+        "the workers of this machine are ready in 13 s: requests wait for workers of other roles (encoder, decoder)"
     ]
     for roles in (["all"], ["encoder+denoiser", "decoder"]):
         workers = tuple(PlacedWorker(role, CPU, (part,)) for role in roles)

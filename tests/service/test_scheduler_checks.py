@@ -105,18 +105,20 @@ def test_nobody_listens_at_the_port(unfuse: Run, keys: Path) -> None:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         code, found = checked(unfuse, address, None)
     assert code == 1
-    assert f"start it there by `unfuse serve --listen {address}`" in only_failing(found, "port")
+    assert f"start the server there by `unfuse serve --listen {address}`" in only_failing(found, "port")
 
 
 def test_the_host_is_not_known(unfuse: Run) -> None:
     code, found = checked(unfuse, "tcp://nowhere.invalid:8001", None)
     assert code == 1
-    assert re.search(r"cannot be reached \(.+\): correct the address, or have firewalls", only_failing(found, "port"))
+    assert re.search(
+        r"cannot be reached \(.+\): correct the address, or allow TCP connections", only_failing(found, "port")
+    )
 
 
 def test_the_server_of_this_machine_is_not_there(unfuse: Run, tmp_path: Path) -> None:
     _, found = checked(unfuse, f"unix:{tmp_path}/serve.sock", None)
-    assert "start `unfuse serve` here" in only_failing(found, "port")
+    assert "start `unfuse serve` on this machine" in only_failing(found, "port")
 
 
 def test_the_key_was_not_copied_or_is_open_or_is_another_one(unfuse: Run, keys: Path, tmp_path: Path) -> None:
@@ -141,7 +143,7 @@ def test_workers_that_were_given_no_key_say_which_to_copy(which: tuple[str, str]
     command = [*UNFUSE, "worker", *which, "--scheduler", "tcp://10.0.0.1:8001"]
     said = first_warning(command, UNFUSE_DATA_DIR=str(tmp_path))
     assert f"{tmp_path}/keys/worker.key" in said
-    assert "copy worker.key from the scheduler's machine, which says where it is when it starts" in said
+    assert "copy worker.key from the scheduler's machine" in said
 
 
 def test_the_versions_differ(unfuse: Run, keys: Path, tmp_path: Path) -> None:
@@ -152,21 +154,21 @@ def test_the_versions_differ(unfuse: Run, keys: Path, tmp_path: Path) -> None:
         tmp_path / "foreign", Rejected("message of version 1, where this unfuse reads version 9")
     ) as address:
         foreign = checked(unfuse, address, tmp_path / "foreign")[1]
-    assert "install the same one on both machines" in only_failing(foreign, "version")
+    assert "install the same version on both machines" in only_failing(foreign, "version")
 
 
 @pytest.mark.parametrize(("off", "way"), [(40.0, "behind"), (-40.0, "ahead of")])
 def test_the_clocks_differ(off: float, way: str, unfuse: Run, keys: Path) -> None:
     with scheduler(keys, offer(now=time.time() + off)) as address:
         said = only_failing(checked(unfuse, address, keys)[1], "clock")
-    assert re.search(rf"\d+ s {way} the scheduler's: have both set by NTP", said)
+    assert re.search(rf"\d+ s {way} the scheduler's: synchronize both by NTP", said)
 
 
 def test_a_model_is_not_here(unfuse: Run, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with scheduler(keys, offer(models=(("mine", f"{tmp_path}/models/mine", "float32"),))) as address:
         folder = checked(unfuse, address, keys)[1]
-    assert "copy that folder here to the same path" in only_failing(folder, "models")
+    assert "copy that folder to the same path here" in only_failing(folder, "models")
     with scheduler(tmp_path / "none", offer(models=())) as address:
         nothing = checked(unfuse, address, tmp_path / "none")[1]
     assert "the scheduler serves no model yet" in only_failing(nothing, "models")
@@ -184,7 +186,9 @@ def test_results_that_are_elsewhere_are_no_failure_and_said(unfuse: Run, keys: P
         code, found = checked(unfuse, address, keys)
     assert code == 0
     said = found["results"][1]
-    assert "stages of the roles encoder, denoiser run here, the others stay on the scheduler's machine" in said
+    assert (
+        "stages of the roles encoder, denoiser can run here, the others need workers on the scheduler's machine" in said
+    )
 
 
 def test_a_machine_that_could_run_no_stage_without_the_results_is_told(
@@ -197,9 +201,9 @@ def test_a_machine_that_could_run_no_stage_without_the_results_is_told(
         patch.setattr("unfuse.service.worker.card_of", lambda *_: whole)
         code, found = checked(unfuse, address, keys)
     assert code == 1
-    assert "every stage of these models needs it: a shared folder" in only_failing(found, "results")
+    assert "every stage of these models needs: to run them here, mount" in only_failing(found, "results")
     missing = (("mine", f"{tmp_path}/models/mine", "float32"),)
     with scheduler(tmp_path / "missing", offer(places=places, models=missing)) as address:
         found = checked(unfuse, address, tmp_path / "missing")[1]
     only_failing(found, "models")
-    assert "stages that need it stay on the scheduler's machine" in found["results"][1]
+    assert "stages that need it need workers on the scheduler's machine" in found["results"][1]

@@ -59,7 +59,7 @@ def test_a_tilde_is_the_home_folder_also_where_no_shell_replaces_it(
 def test_a_home_folder_that_is_not_there_is_refused() -> None:
     said = refusal(UNFUSE_DATA_DIR="~nobody-of-that-name/data")
     assert said == (
-        "data_dir ~nobody-of-that-name/data: there is no such home folder; set UNFUSE_DATA_DIR to a whole path"
+        "data_dir ~nobody-of-that-name/data: there is no such home folder; set UNFUSE_DATA_DIR to an absolute path"
     )
 
 

@@ -52,7 +52,7 @@ def test_faults_that_are_none_are_refused_with_how_to_write_them(text: str, monk
 
 def test_the_engine_that_is_named_is_listed() -> None:
     listed = transfers(load({}, None, {"UNFUSE_TRANSFER__ENGINE": FAULTY_TCP}).settings.transfer)
-    assert listed[FAULTY_TCP].startswith("listens")
+    assert listed[FAULTY_TCP].startswith("used by")
     assert listed["tcp"].startswith("not used")
 
 

@@ -107,7 +107,7 @@ async def test_what_would_have_to_be_downloaded_first_is_refused_while_others_wo
         return found
 
     monkeypatch.setattr(machine.service, "_planned", vanish)
-    with pytest.raises(ConfigError, match="do not fit.* once its files are here: unfuse pull"):
+    with pytest.raises(ConfigError, match="do not fit.* download its files by `unfuse pull`"):
         await machine.crews.add(str(folder), str(folder))
     await machine.crews.look()
     assert machine.live == [["unfuse/shapes"]]

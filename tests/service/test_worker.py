@@ -76,7 +76,7 @@ def test_all_workers_of_a_machine_are_what_the_scheduler_serves(unfuse: Run, fla
     code, _, err = unfuse("worker", "--workers", "auto", "--scheduler", "unix:/run/nobody", flag)
     assert (code, err) == (
         2,
-        f"unfuse: --workers starts all that the scheduler serves: leave out {flag.split('=')[0]}\n",
+        f"unfuse: --workers starts workers for all models of the scheduler: leave out {flag.split('=')[0]}\n",
     )
 
 
@@ -84,14 +84,14 @@ def test_one_worker_has_a_device_and_no_places(unfuse: Run) -> None:
     code, _, err = unfuse("worker", "--role", "denoiser", "--scheduler", "unix:/run/nobody", "--place", "denoiser=cpu")
     assert (code, err) == (
         2,
-        "unfuse: --place is for --workers, which starts several: name the device of one worker by --device\n",
+        "unfuse: --place needs --workers: select the device of a single worker by --device\n",
     )
 
 
 def test_probes_ask_one_worker(unfuse: Run, composed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several each would need a port of its own; and what `serve` starts does not take over that of `serve`."""
     code, _, err = unfuse("worker", "--workers", "auto", "--scheduler", "unix:/run/nobody", "--health", "127.0.0.1:1")
-    assert code == 2 and err.startswith("unfuse: --health is one worker's")
+    assert code == 2 and err.startswith("unfuse: --health is for a single worker")
     assert composed("--health", "127.0.0.1:1")[0].health == "127.0.0.1:1"
     monkeypatch.setenv("UNFUSE_WORKER__HEALTH", "127.0.0.1:2")
     settings = load().settings
@@ -122,7 +122,7 @@ def test_an_offer_of_nothing_or_of_what_needs_results_alone_is_one_sentence() ->
     nothing = replace(offered("s3://bucket/results"), models=())
     with pytest.raises(ConfigError, match="the scheduler serves no model yet"):
         planned(nothing, "auto")
-    with pytest.raises(ConfigError, match="every stage of these models needs the folder of results"):
+    with pytest.raises(ConfigError, match="every stage of these models needs the result folder"):
         planned(offered("disk:/nowhere", "a mark", "smollm2"), "auto")
 
 

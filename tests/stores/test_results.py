@@ -106,7 +106,7 @@ def test_an_id_that_is_none_touches_no_file(results: ResultStore, folder: Path, 
         lambda: results.read(request_id, 0),
         lambda: results.delete(request_id),
     ):
-        with pytest.raises(NotFound, match="is not a request's id"):
+        with pytest.raises(NotFound, match="is not a request ID"):
             attempt()
     assert os.listdir(folder) == []
 
@@ -198,7 +198,7 @@ def test_a_full_disk_is_said_and_nothing_is_left(
         patch.setattr(*((os, "fsync") if broken == "fsync" else (Path, "replace")), full)
         with pytest.raises(ResultsUnavailable) as caught:
             results.put(request, 0, "image/png", b"new")
-        assert "(3 bytes) cannot be written: No space left on device; make room under" in str(caught.value.__cause__)
+        assert "(3 bytes) cannot be written: No space left on device; check the folder" in str(caught.value.__cause__)
     assert os.listdir(folder / request) == ["0"] and results.read(request, 0) == b"old"
     results.put(request, 0, "image/png", b"new")
     assert results.read(request, 0) == b"new"
@@ -224,7 +224,7 @@ except TransientError:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", script, f"disk:{folder}", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
-    assert "File too large; make room under" in done.stderr and done.stderr.strip().endswith("[]")
+    assert "File too large; check the folder" in done.stderr and done.stderr.strip().endswith("[]")
 
 
 def test_the_file_and_its_name_are_on_disk_before_put_returns(
@@ -245,7 +245,7 @@ def test_the_file_and_its_name_are_on_disk_before_put_returns(
 
 @pytest.mark.parametrize("url", ["", "disk:", "s3:bucket", "redis://host/name", "nonsense:x", "/plain/path"])
 def test_an_unknown_place_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="give disk:PATH|give s3://BUCKET/PREFIX|a place in Redis is"):
+    with pytest.raises(ConfigError, match="use disk:PATH|use s3://BUCKET/PREFIX|the Redis URL is not valid"):
         open_results(url)
 
 

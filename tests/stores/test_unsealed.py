@@ -74,7 +74,7 @@ def test_a_small_one_is_filled_at_once_with_what_it_was_said_to_have(owner: Tens
     assert output and not output.ref.whole and not reader.is_whole(output.ref)
     made = {"a": torch.arange(15.0).reshape(5, 3).mT, "b": torch.ones(10, dtype=torch.bfloat16)}
     for wrong in ({**made, "a": made["a"].mT}, {**made, "b": torch.ones(10)}, {"a": made["a"]}):
-        with pytest.raises(ValueError, match="was said to be"):
+        with pytest.raises(ValueError, match="was announced"):
             output.fill(wrong)
     output.fill({})
     output.fill(made)
@@ -96,7 +96,7 @@ def test_who_waits_for_an_output_that_comes_to_nothing_hears_of_it(owner: Tensor
     owner.release("req_b")
     for part in range(1, 4):
         over.written("a", part * CHUNK)
-    with pytest.raises(ObjectLost, match="its request is over"):
+    with pytest.raises(ObjectLost, match="its request has ended"):
         over.finish()
     writer.close()
     for output in (ended, over, left):

@@ -159,7 +159,7 @@ class Soak:
     def keep(self, ref: ObjectRef, here: Any) -> None:
         """A copy on a disk, which is full every third time: it is there and right, or it is an error."""
         if full := self.random.random() < 0.33 and ref.nbytes > 1000:
-            with full_disk(), pytest.raises(TransientError, match="make room under"):
+            with full_disk(), pytest.raises(TransientError, match="check the folder"):
                 self.copies.keep(ref, here)
             with pytest.raises(ObjectLost):
                 self.copies.hold(ref)

@@ -81,7 +81,7 @@ def test_rdma_is_used_where_it_is_asked_for(start: Started, named: tuple[str, ..
         start("mlx5_0", "mlx5_1", mooncake_protocol="rdma", mooncake_devices=named)
     assert Library.starts == [("rdma", said, False)]
     (line,) = logs
-    assert line["event"] == "Mooncake uses rdma, which was never tried on such hardware"
+    assert line["event"] == "Mooncake uses rdma, which is untested on RDMA hardware"
     assert sorted(line["devices"]) == ["mlx5_0", "mlx5_1"]
 
 
@@ -89,8 +89,8 @@ def test_rdma_is_used_where_it_is_asked_for(start: Started, named: tuple[str, ..
     ("there", "named", "says"),
     [
         ((), (), "this machine has no RDMA device"),
-        ((), ("mlx5_0",), "there is no such RDMA device"),
-        (("mlx5_1",), ("mlx5_0", "mlx5_1"), "there is no such RDMA device"),
+        ((), ("mlx5_0",), "an RDMA device does not exist"),
+        (("mlx5_1",), ("mlx5_0", "mlx5_1"), "an RDMA device does not exist"),
     ],
 )
 def test_without_the_devices_tcp_is_used_and_the_log_says_so(

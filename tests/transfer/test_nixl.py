@@ -74,7 +74,7 @@ def test_many_ranges_are_one_transfer(engine: OneSidedEngine) -> None:
 def test_a_transfer_that_fails_is_let_go(engine: OneSidedEngine) -> None:
     agent: Any = engine._agent  # type: ignore[attr-defined]
     agent.states = ["PROC", "ERR"]
-    with pytest.raises(LinkBroken, match="NIXL could not read: ERR"):
+    with pytest.raises(LinkBroken, match="NIXL could not read: transfer state ERR"):
         engine.read(b"here", RANGES)
     assert agent.asked[-1] == ("released", 0)
     agent.error = BackendError("no route")

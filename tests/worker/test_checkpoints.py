@@ -53,7 +53,7 @@ def test_a_policy_is_spoken(text: str, expected: tuple[int, float, bool]) -> Non
 
 @pytest.mark.parametrize("text", ["", "0", "0s", "-1", "ten", "10 s", "1e3", "nones", "5m"])
 def test_what_is_no_policy_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="say auto, none"):
+    with pytest.raises(ConfigError, match="use auto, none"):
         CheckpointPolicy.parse(text)
 
 
@@ -95,7 +95,7 @@ def test_a_checkpoint_goes_through_a_store_unchanged(values: dict[str, Any]) -> 
 
 
 def test_any_other_object_is_no_checkpoint() -> None:
-    with pytest.raises(PermanentError, match="no checkpoint"):
+    with pytest.raises(PermanentError, match="not a checkpoint"):
         unpack({"latents": torch.ones(1)})
 
 

@@ -97,6 +97,6 @@ async def test_what_is_no_address_is_refused(at: str) -> None:
 async def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         at = f"127.0.0.1:{other.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=f"--health {at} cannot be listened on .*: name another address"):
+        with pytest.raises(ConfigError, match=f"cannot listen on --health {at} .*: choose another address"):
             async with answering(at, lambda: ""):
                 pass

@@ -96,7 +96,7 @@ def test_inputs_that_are_still_mapped_are_reported() -> None:
         held = store.get(ref)
         for _ in range(2):
             leaks.look()
-        assert sent == [LeaksFound((Leak("arena", f"an input, object {ref.id} of req_a, s", ref.nbytes),))]
+        assert sent == [LeaksFound((Leak("arena", f"input object {ref.id} of req_a, s", ref.nbytes),))]
         held.close()
         assert not store.held()
 
@@ -186,7 +186,7 @@ async def test_room_of_no_object_is_reported(near: WorkerObjects) -> None:
     leaks = WorkerLeakCheck()
     assert near._arena
     near._arena._space.allocate(PIECE)
-    assert looked(leaks, near) == [(f"{PIECE} bytes of no object", PIECE, False)]
+    assert looked(leaks, near) == [(f"{PIECE} bytes that belong to no object", PIECE, False)]
 
 
 async def test_what_requests_and_caches_own_is_no_leak(near: WorkerObjects) -> None:

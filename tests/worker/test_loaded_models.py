@@ -278,7 +278,7 @@ def test_a_set_is_a_role_of_all_models_where_roles_stand_behind_commas() -> None
 
 
 def test_what_contradicts_itself_is_refused() -> None:
-    with pytest.raises(ConfigError, match="both say what is loaded at a time"):
+    with pytest.raises(ConfigError, match="both select what is loaded at a time"):
         sets("encoder,denoiser", "1")
 
 
@@ -471,13 +471,13 @@ def test_what_was_kept_and_is_damaged_comes_again(places: tuple[Path, Path, Path
 
 
 @pytest.mark.parametrize(("change", "error", "says"), [
-    (lambda lent: AdapterBytes(lent.size, bytes(len(lent.data))), PermanentError, "what came has another content"),
+    (lambda lent: AdapterBytes(lent.size, bytes(len(lent.data))), PermanentError, "does not match its checksum"),
     (lambda lent: AdapterBytes(lent.size - 1, lent.data), TransientError, "was changed while"),
     (lambda lent: AdapterBytes(lent.size, b""), TransientError, "was changed while"),
-    (lambda lent: AdapterBytes(5 << 30, lent.data), PermanentError, "no more than"),
-    (lambda _: AdapterBytes(0, b""), PermanentError, "no more than"),
+    (lambda lent: AdapterBytes(5 << 30, lent.data), PermanentError, "adapters may have 1 to"),
+    (lambda _: AdapterBytes(0, b""), PermanentError, "adapters may have 1 to"),
     (lambda _: Rejected("no lora 'ink' is there"), NotFound, "no lora 'ink' is there"),
-    (lambda _: UnknownWorker(), NotFound, "is not lent"),
+    (lambda _: UnknownWorker(), NotFound, "cannot be fetched"),
 ])  # fmt: skip
 def test_what_cannot_be_it_is_not_kept(
     change: Change, error: type[UnfuseError], says: str, places: tuple[Path, Path, Path]
@@ -514,7 +514,7 @@ def test_room_is_looked_for_and_made(places: tuple[Path, Path, Path], monkeypatc
     assert kept(places) == [f"{ID}.safetensors", "new"]
     monkeypatch.setattr(loaded_models.shutil, "disk_usage", lambda _: _Full)
     (places[2] / f"{ID}.safetensors").unlink()
-    with pytest.raises(TransientError, match="has room for 5"):
+    with pytest.raises(TransientError, match="has only 5 free"):
         bring(Lender(places[0]), places)
 
 

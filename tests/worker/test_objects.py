@@ -404,7 +404,7 @@ async def test_a_full_disk_costs_a_copy_and_says_so(durable: str, folders: Calla
             with capture_logs() as logs:
                 assert not await objects.save_copy(large, now=True)
                 assert await objects.save_copy(small, now=True)
-            assert [line["event"] for line in logs] == ["no durable copy"]
+            assert [line["event"] for line in logs] == ["durable copy not written"]
             assert (objects.has_copy(small), objects.has_copy(large)) == (True, False)
             assert read(objects, large) == {2}
             assert [path.stat().st_size for path in disk.rglob("copies/**/*") if path.is_file()] == [PIECE // 4]

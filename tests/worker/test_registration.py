@@ -32,7 +32,9 @@ def test_a_role_that_no_stage_has_is_named_with_those_there_are() -> None:
 
 
 def test_a_component_that_no_stage_of_the_role_has_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="no stage is both --role decoder and --component: components are text_enc"):
+    with pytest.raises(
+        ConfigError, match="no stage matches both --role decoder and --component: components are text_enc"
+    ):
         pools_of([CARD], StageSelector(roles_of("decoder"), ("transformer",)))
 
 
@@ -53,7 +55,7 @@ def test_what_needs_results_that_are_on_another_machine_is_refused_with_ways_out
     refuse_unseen(stages, places)
     (tmp_path / "results" / MARK).unlink()
     refuse_unseen([stage for stage in stages if stage.kind == "denoise"], places)
-    with pytest.raises(ConfigError, match="the role decoder needs them: share that folder at the same path, .* s3://"):
+    with pytest.raises(ConfigError, match="role decoder needs .*: mount it here at the same path, .* s3://"):
         refuse_unseen(stages, places)
     refuse_unseen(stages, StorageLocations(url))
 

@@ -393,15 +393,15 @@ async def test_a_worker_says_why_it_takes_no_tasks(model: Path, monkeypatch: pyt
         while worker.lacking:
             seen.add(worker.lacking)
             await asyncio.sleep(0.01)
-        assert seen <= {"no scheduler answers", "compute is not ready: models load"} and len(seen) == 2
-        assert before == ["compute is not ready: models load"]
+        assert seen <= {"no scheduler answers", "the compute process is loading its models"} and len(seen) == 2
+        assert before == ["the compute process is loading its models"]
         assert [member.info.pools != () for member in await here.queue.workers()] == [True]
         await here.kill(0)
         while not worker.lacking:
             await asyncio.sleep(0.01)
         assert worker.lacking == "no scheduler answers"
         worker.drain()
-        assert worker.lacking == "the worker is about to leave"
+        assert worker.lacking == "the worker is draining"
 
 
 async def test_a_worker_that_leaves_while_every_scheduler_is_away_does_not_wait_for_one(model: Path) -> None:

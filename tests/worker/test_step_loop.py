@@ -520,7 +520,7 @@ def test_a_cancel_that_comes_too_late_is_ignored(tmp_path: Path) -> None:
         (
             torch.OutOfMemoryError("Tried to allocate 20.00 GiB"),
             "permanent",
-            "Tried to allocate 20.00 GiB; ask for less",
+            "Tried to allocate 20.00 GiB; reduce the request",
         ),
     ],
 )

@@ -60,8 +60,8 @@ async def test_what_compute_has_taken_of_a_task_that_it_cannot_run_is_dropped() 
 def test_what_is_handed_back_in_a_stop_is_no_failure() -> None:
     claim = Claim("req_0", "denoise", 1, b"secret")
     with capture_logs() as told:
-        log_outcome(TaskFailed(claim, "hand_back", "the worker leaves", reason="drain"))
-        log_outcome(TaskFailed(claim, "hand_back", "the worker cannot run it now", reason="compute"))
+        log_outcome(TaskFailed(claim, "hand_back", "the worker is draining", reason="drain"))
+        log_outcome(TaskFailed(claim, "hand_back", "the worker cannot run the task now", reason="compute"))
     assert [(one["event"], one["log_level"]) for one in told] == [
         ("task handed back", "info"),
         ("task failed", "warning"),

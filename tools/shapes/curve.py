@@ -73,7 +73,7 @@ def main() -> None:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--every", type=float, default=8, help="minutes of training between scores")
+    parser.add_argument("--every", type=float, default=8, help="minutes of training between two scores")
     parser.add_argument("--captions", type=int, default=48)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()

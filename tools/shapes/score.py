@@ -150,7 +150,7 @@ def main() -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path)
     source.add_argument("--pictures", type=Path)
-    parser.add_argument("--kind", choices=KINDS, action="append", help="all of them when left out")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="default: all")
     parser.add_argument("--captions", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int)

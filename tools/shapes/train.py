@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--words-minutes", type=float, default=2)
     parser.add_argument("--dit-minutes", type=float, default=95)
     parser.add_argument("--decoder-minutes", type=float, default=20)
-    parser.add_argument("--processes", type=int, default=1, help="2 halves each of the denoiser's batches")
+    parser.add_argument("--processes", type=int, default=1, help="2: each computes half of a denoiser batch")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")

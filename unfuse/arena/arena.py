@@ -29,7 +29,7 @@ class Arena(ObjectTable):
 
     def __init__(self, capacity: int) -> None:
         if capacity < BLOCK:
-            raise ConfigError(f"an arena of {capacity} bytes is too small: give --arena at least {BLOCK} bytes")
+            raise ConfigError(f"an arena of {capacity} bytes is too small: set --arena to at least {BLOCK} bytes")
         capacity -= capacity % BLOCK
         if capacity > (free := available_memory()):
             raise _too_large(capacity, free)
@@ -134,5 +134,5 @@ def _too_large(needed: int, free: int) -> ConfigError:
     """Return the error for an arena that is larger than the free memory."""
     return ConfigError(
         f"the arena needs {readable_bytes(needed)} but only {readable_bytes(free)} of memory is free: "
-        "stop something, or start with a smaller --arena"
+        "free memory, or start with a smaller --arena"
     )

@@ -151,14 +151,14 @@ class ArenaClient:
         try:
             self._socket.connect(name)
             if peer_of(self._socket)[1] != os.geteuid():
-                raise PermissionError("it belongs to another user")
+                raise PermissionError("its process belongs to another user")
         except OSError as error:
             raise self._unreachable(error) from error
 
     def _check_owner(self, owner: str) -> None:
         """Raise TransientError if the arena is not that of `owner`."""
         if self._ask(protocol.GetOwner(), protocol.OwnerReply).id != owner:
-            raise TransientError(f"the arena at {self._address} is not that of {owner}")
+            raise TransientError(f"the arena at {self._address} does not belong to {owner}")
 
     def _ask_place(self, message: protocol.HoldObject | protocol.Create, id: str = "") -> Extent:
         """Send HoldObject or Create, and return the place of the object."""
@@ -207,7 +207,7 @@ class ArenaClient:
         fd = fds[0] if fds else None
         try:
             if len(header) < HEADER_BYTES:
-                raise ConnectionResetError("it closed the connection")
+                raise ConnectionResetError("the owner closed the connection")
             body = receive_exactly(self._socket, length_of(header, protocol.MAX_MESSAGE))
             return decode(body, protocol.FromOwner), fd
         except BaseException:

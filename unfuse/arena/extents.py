@@ -255,7 +255,7 @@ class ExtentAllocator:
                 start, stop = first * EXTENT, min((last + 1) * EXTENT, self._capacity)
                 os.posix_fallocate(self.fd, start, stop - start)
         except (OSError, MemoryError) as error:
-            no_memory = "the machine has no memory", "stop something there, or start workers with a smaller --arena"
+            no_memory = "the machine has no memory", "free memory there, or start workers with a smaller --arena"
             raise ArenaFull(needed, free, self._capacity, *no_memory) from error
 
 

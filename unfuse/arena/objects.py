@@ -169,7 +169,7 @@ class ObjectTable:
             self._end_hold(id)
         self._wake_waiters()
         if released:
-            raise ObjectLost(f"object {id} was released while it was written: its request is over", id)
+            raise ObjectLost(f"object {id} was released while it was written, because its request has ended", id)
 
     def abort(self, id: str) -> None:
         """Drop an object that is being written."""
@@ -396,7 +396,7 @@ class ObjectTable:
     def _move(self, entry: _Entry, state: State) -> None:
         """Change the state of an object. Raises ProtocolError for an illegal move."""
         if state not in OBJECT_MOVES[entry.state]:
-            raise ProtocolError(f"object {entry.extent.id} is {entry.state}: it cannot become {state}")
+            raise ProtocolError(f"object {entry.extent.id} cannot change from {entry.state} to {state}")
         entry.state = state
 
     def _delete(self, entry: _Entry) -> None:
@@ -427,5 +427,5 @@ def _room(nbytes: int) -> int:
 def _lost(id: str) -> ObjectLost:
     """Return the error for an object that cannot be read here."""
     return ObjectLost(
-        f"object {id} is not here: it was released, its owner was restarted, or the ref is not its own", id
+        f"object {id} does not exist here: it was released, its owner was restarted, or the ref is wrong", id
     )

@@ -227,7 +227,7 @@ def listen(folder: Path) -> tuple[socket.socket, Path]:
             listener.close()
             reason = error.strerror or error
             raise ConfigError(
-                f"no socket can be made in the run folder {folder} ({reason}): set UNFUSE_RUN_DIR"
+                f"cannot create a socket in the run folder {folder} ({reason}): set UNFUSE_RUN_DIR to another folder"
             ) from error
         listener.listen()
         try:
@@ -255,7 +255,7 @@ def socket_name(address: str, folder: Path | None = None) -> str:
     """
     path = Path(address.removeprefix(SCHEME))
     if not address.startswith(SCHEME) or not NAME.fullmatch(path.name):
-        raise ProtocolError(f"{address!r} is not an arena's address: those are {SCHEME}FOLDER/arena-…")
+        raise ProtocolError(f"{address!r} is not the address of an arena: use {SCHEME}FOLDER/arena-…")
     return os.fspath(folder / path.name if folder else path)
 
 
@@ -275,7 +275,7 @@ def receive_exactly(connection: socket.socket, count: int) -> bytes:
     """
     data = connection.recv(count, socket.MSG_WAITALL) if count else b""
     if len(data) < count:
-        raise ConnectionResetError("it closed the connection")
+        raise ConnectionResetError("the peer closed the connection")
     return data
 
 

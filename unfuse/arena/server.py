@@ -208,7 +208,7 @@ class ArenaServer:
                     connection.reads = True
                 case protocol.Write(token):
                     if not hmac.compare_digest(token, self._token):
-                        raise ProtocolError("not this arena's token")
+                        raise ProtocolError("the write token does not match this arena")
                     connection.writer = True
                     reply = protocol.Acknowledged()
                     fd = self._arena.fd
@@ -223,7 +223,7 @@ class ArenaServer:
     def _serve_writer(self, connection: _Connection, message: protocol.ToOwner) -> protocol.FromOwner:
         """Carry out a message of a writer. Returns the answer."""
         if not connection.writer:
-            raise ProtocolError("not a writer")
+            raise ProtocolError("the connection has no write access")
         match message:
             case protocol.Create(nbytes, request):
                 extent = self._arena.create(nbytes, request)
@@ -254,4 +254,4 @@ def _send_reply(client: socket.socket, data: bytes, fd: int | None) -> None:
     """
     sent = socket.send_fds(client, [data], [] if fd is None else [fd])
     if sent < len(data):
-        raise ProtocolError("the client does not read its answers")
+        raise ProtocolError("the client does not receive its answers")

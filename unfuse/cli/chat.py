@@ -37,22 +37,22 @@ def chat(
     prompt: Annotated[
         str | None,
         typer.Argument(
-            help="What to say; - reads it from standard input. Without it, each line of standard input is a message.",
+            help="Message; - reads it from standard input. Without it, each line of standard input is a message.",
             metavar="TEXT",
         ),
     ] = None,
     model: Annotated[str | None, typer.Option("-m", "--model", help="Model to use: a name, folder or hub id.")] = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told before all else.", metavar="TEXT")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.", min=1)] = None,
-    temperature: Annotated[float | None, typer.Option(help="How freely to draw; 0: the likeliest.", min=0)] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the answers; -1: a random one.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.", metavar="TEXT")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens of an answer.", min=1)] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0 is greedy.", min=0)] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the answers; -1 selects a random one.")] = None,
     image: Annotated[
-        list[Path] | None, typer.Option(help="Picture to show with the first line; may be repeated.", metavar="FILE")
+        list[Path] | None, typer.Option(help="Picture to send with the first message; may be repeated.", metavar="FILE")
     ] = None,
-    schema: Annotated[Path | None, typer.Option(help="JSON schema that answers are to have.", metavar="FILE")] = None,
+    schema: Annotated[Path | None, typer.Option(help="JSON schema that answers must match.", metavar="FILE")] = None,
     server: Annotated[
         str | None,
-        typer.Option(help="Server to ask, also by UNFUSE_SERVER; without it, workers start for this chat alone."),
+        typer.Option(help="Server to use, also by UNFUSE_SERVER; by default, workers start for this chat only."),
     ] = None,
     api_key: ApiKey = None,
     config: Config = None,

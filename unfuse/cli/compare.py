@@ -36,17 +36,19 @@ def compare(
     asked: dict[str, Any],
     terminal: Terminal,
     model: Annotated[str, typer.Argument(help="Model to compare: a name, folder or hub id.", metavar="MODEL")],
-    levels: Annotated[str, typer.Option(help="How many requests at once, for throughput.")] = "1,4,16",
-    rounds: Annotated[int, typer.Option(help="Requests whose latency is measured.", min=1)] = 5,
-    prompt: Annotated[str, typer.Option(help="What to show.")] = "a red circle on white",
+    levels: Annotated[
+        str, typer.Option(help="Numbers of concurrent requests at which throughput is measured.")
+    ] = "1,4,16",
+    rounds: Annotated[int, typer.Option(help="Number of requests whose latency is measured.", min=1)] = 5,
+    prompt: Annotated[str, typer.Option(help="Prompt of the requests.")] = "a red circle on white",
     image: Annotated[Path | None, typer.Option(help="Reference image, for a model that takes one.")] = None,
     config: Config = None,
     json: Json = False,
 ) -> None:
     """Compare unfuse with the undivided diffusers pipeline on this machine: speed, memory and results.
 
-    The undivided pipeline gets as many CPU threads as suit it best and takes requests one by one; it ends before
-    unfuse starts. Pictures are made unless --frames are asked for. Every gain above 1 is in favour of unfuse.
+    The undivided pipeline runs with the number of CPU threads that is fastest for it, one request at a time, and ends
+    before unfuse starts. Pictures are generated, with --frames a video. Every gain above 1 is in favour of unfuse.
 
     Example: unfuse compare unfuse/shapes --levels 1,4 --rounds 3
     """
@@ -120,7 +122,7 @@ def _parse_levels(levels: str) -> list[int]:
     for level in numbers:
         if not (level.isdecimal() and 0 < int(level) <= MOST_AT_ONCE):
             raise UsageError(
-                f"--levels {levels}: {level!r} is no number from 1 to {MOST_AT_ONCE}; write it like 1,4,16"
+                f"--levels {levels}: {level!r} is not a number from 1 to {MOST_AT_ONCE}; write it like 1,4,16"
             )
     return [int(level) for level in numbers]
 
@@ -130,7 +132,7 @@ def _print_report(whole: ComparisonFigures, split: ComparisonFigures, workers: i
     from unfuse.service.comparison import verdict
 
     same = sum(a == b for a, b in zip(whole.digests, split.digests, strict=True))
-    rows = [_row("latency of one, s", whole.latency, split.latency)]
+    rows = [_row("latency of one request, s", whole.latency, split.latency)]
     for count, rate in whole.throughput.items():
         rows.append(_row(f"requests a second, {count} at once", rate, split.throughput[count], more_is_better=True))
     memory = [("largest process", whole.largest, split.largest), ("all processes", whole.memory, split.memory)]

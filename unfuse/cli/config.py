@@ -11,7 +11,7 @@ from unfuse.cli.verbs import OFFERED, CommandRegistry, Config, Json
 from unfuse.service.groups import Settings
 from unfuse.service.settings import FIELDS, ByteSize, SettingField, load
 
-app = CommandRegistry("What is set, and where.")
+app = CommandRegistry("Show the settings and where they are set.")
 
 #: Stands for a secret.
 HIDDEN = "********"

@@ -55,7 +55,9 @@ def client_of(
         from unfuse.service.service import own_pools
 
         for url in servers_here(loaded.settings.run_dir):
-            terminal.say(f"a server of yours runs here: to ask it instead of starting workers, add --server {url}")
+            terminal.say(
+                f"a server of yours runs on this machine: to use it instead of starting workers, add --server {url}"
+            )
         with own_pools(loaded, terminal, loading, check) as client:
             yield client, progress
 

@@ -8,7 +8,7 @@ from unfuse.cli import connecting, requests, show as shown
 from unfuse.cli.requests import After, Id, Limit
 from unfuse.cli.verbs import ApiKey, CommandRegistry, Config, Json, Server
 
-app = CommandRegistry("Requests that were given up after too many failures.")
+app = CommandRegistry("List, show, delete and retry dead letters, which are requests that failed too often.")
 
 
 @app.verb()
@@ -24,7 +24,7 @@ def ls(
     with connecting.client(server, api_key, config) as client:
         rows = client.dead(limit, after)
     columns = ["id", "completed_at", "stage", "code", "message", "model"]
-    shown.listing(rows if json else [row | row["error"] for row in rows], columns, "no request was given up", json)
+    shown.listing(rows if json else [row | row["error"] for row in rows], columns, "no dead letters", json)
 
 
 @app.verb()
@@ -42,7 +42,7 @@ def rm(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = N
     """Delete a dead request, or an unreadable record."""
     with connecting.client(server, api_key, config) as client:
         client.forget_dead(id)
-    shown.as_json({"id": id, "deleted": True}) if json else typer.echo(f"{id} is forgotten")
+    shown.as_json({"id": id, "deleted": True}) if json else typer.echo(f"{id} is deleted")
 
 
 @app.verb()

@@ -25,25 +25,28 @@ if TYPE_CHECKING:
     from unfuse.service.plan import PlannedModel, ServingPlan
 
 
-Clean = Annotated[bool, typer.Option("--clean", help="Remove what dead processes left on this machine, and say what.")]
+Clean = Annotated[
+    bool,
+    typer.Option("--clean", help="Remove files and sockets that dead processes left on this machine, and list them."),
+]
 
 
 @takes("serve.revision", "insecure_listen", "worker.scheduler", "keys", "worker.memory_limit", *PLACING, *COMPUTE)
 def doctor(
     flags: dict[str, Any],
     terminal: Terminal,
-    models: Annotated[list[str] | None, typer.Argument(help="Models to look into.", metavar="MODEL")] = None,
+    models: Annotated[list[str] | None, typer.Argument(help="Models to inspect.", metavar="MODEL")] = None,
     clean: Clean = False,
     config: Config = None,
     json: Json = False,
 ) -> None:
     """Show this machine's resources, the needs of models, and how `serve` would place them.
 
-    Shows too whether to split the models at all.
+    Also shows whether to split the models at all.
 
-    Reads files and headers only, no weights. With --scheduler it shows instead whether workers of this machine could
-    work for that. --device-memory may name devices that this machine does not have: then all is planned for a machine
-    that has exactly these.
+    Reads files and headers only, no weights. With --scheduler it checks instead whether workers of this machine can use
+    that scheduler. --device-memory may name devices that this machine does not have: then the plan is for a machine
+    with exactly these devices.
     """
     from unfuse.planning.machine import devices_to_size, look
     from unfuse.service.addresses import running, transfers
@@ -132,7 +135,7 @@ def _print_plan(plan: ServingPlan, data_dir: str) -> None:
         typer.echo(f"serve would refuse: {plan.refusal}")
         if plan.refusal.startswith(NO_DEVICE):
             device = plan.refusal.removeprefix(NO_DEVICE).split()[0]
-            typer.echo(f"to size a machine that has it, say how large it is, as by --device-memory {device}=24GiB")
+            typer.echo(f"to plan for a machine that has it, set its memory, as by --device-memory {device}=24GiB")
     else:
         if plan.layouts:
             typer.echo(plan.layouts.why)
@@ -189,7 +192,7 @@ def print_installation(settings: Settings) -> None:
 
     typer.echo(f"{'servers':12} {', '.join(running(settings.run_dir)) or 'none of this user runs here'}")
     if settings.insecure_listen:
-        typer.echo(f"{'WARNING':12} workers come in over TCP without keys: {AT_RISK}")
+        typer.echo(f"{'WARNING':12} workers connect over TCP without keys: {AT_RISK}")
     for name, state in transfers(settings.transfer).items():
         typer.echo(f"{'transfers':12} {name}: {state}")
 

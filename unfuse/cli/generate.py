@@ -31,7 +31,7 @@ def generate(
     asked: dict[str, Any],
     terminal: Terminal,
     prompt: Annotated[
-        str, typer.Argument(help="What the picture should show; - reads it from standard input.", metavar="PROMPT")
+        str, typer.Argument(help="Prompt of the picture or video; - reads it from standard input.", metavar="PROMPT")
     ],
     model: Annotated[str | None, typer.Option("-m", "--model", help="Model to use: a name, folder or hub id.")] = None,
     output: Annotated[
@@ -45,27 +45,27 @@ def generate(
     ] = Path("out.png"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
     image: Annotated[
-        list[Path] | None, typer.Option(help="Picture to start from; several: say it again.", metavar="FILE")
+        list[Path] | None, typer.Option(help="Picture to start from; may be repeated.", metavar="FILE")
     ] = None,
     mask: Annotated[
         Path | None,
-        typer.Option(help="Picture of the same size as --image; its transparent parts are redrawn.", metavar="FILE"),
+        typer.Option(help="Picture of the same size as --image, whose transparent parts are redrawn.", metavar="FILE"),
     ] = None,
     last_frame: Annotated[
-        Path | None, typer.Option(help="Picture that a video ends with; it begins with --image.", metavar="FILE")
+        Path | None, typer.Option(help="Last frame of a video, whose first frame is --image.", metavar="FILE")
     ] = None,
     server: Annotated[
         str | None,
-        typer.Option(help="Server to ask, also by UNFUSE_SERVER; without it, workers start for this request alone."),
+        typer.Option(help="Server to use, also by UNFUSE_SERVER; by default, workers start for this request only."),
     ] = None,
     api_key: ApiKey = None,
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Make pictures of a prompt, or a video.
+    """Generate pictures or a video from a prompt.
 
-    What is left out is the model's own default. Ctrl-C cancels the request, keeps the pictures that are finished, and
-    ends the workers it started.
+    Parameters that are not set have the model's own defaults. Ctrl-C cancels the request, keeps the pictures that are
+    finished, and stops the workers that the command started.
     """
     format, video = kind_of(output, overwrite)
     if not video and (medium_for(asked) is VIDEO or "fps" in asked):

@@ -12,7 +12,9 @@ from unfuse.cli.terminal import Terminal
 from unfuse.cli.verbs import CommandRegistry, Config, Json
 from unfuse.service.settings import load
 
-app = CommandRegistry("The keys of the HTTP API, and those by which schedulers and workers know each other (`new`).")
+app = CommandRegistry(
+    "Manage API keys, and create the keys by which schedulers and workers authenticate each other (`new`)."
+)
 
 File = Annotated[
     Path | None,
@@ -23,7 +25,7 @@ File = Annotated[
 
 
 @app.verb(server=True)
-def new(folder: Annotated[Path, typer.Argument(help="Folder to write them to.", metavar="DIR")]) -> None:
+def new(folder: Annotated[Path, typer.Argument(help="Folder to write the keys to.", metavar="DIR")]) -> None:
     """Create the keys with which `serve` and `worker` reach other machines.
 
     Pass the folder to both as --keys DIR.
@@ -40,19 +42,25 @@ def new(folder: Annotated[Path, typer.Argument(help="Folder to write them to.", 
 @app.verb(server=True)
 def add(
     terminal: Terminal,
-    name: Annotated[str, typer.Argument(help="Whose key it is: a tenant, which may have several.", metavar="NAME")],
+    name: Annotated[str, typer.Argument(help="Tenant of the key; a tenant may have several keys.", metavar="NAME")],
     admin: Annotated[
-        bool, typer.Option("--admin", help="Let it see workers and everybody's requests, and add and remove models.")
+        bool,
+        typer.Option(
+            "--admin", help="Allow listing workers and the requests of all tenants, and adding and removing models."
+        ),
     ] = False,
-    read: Annotated[bool, typer.Option("--read", help="Let it only read, and see all of /metrics.")] = False,
+    read: Annotated[
+        bool, typer.Option("--read", help="Make the key read-only, with access to all of /metrics.")
+    ] = False,
     models: Annotated[
-        str, typer.Option("--models", help="The only models that it may use, like a,b.", metavar="NAMES")
+        str, typer.Option("--models", help="Models that the key may use, like a,b [default: all].", metavar="NAMES")
     ] = "",
     rate: Annotated[
-        str, typer.Option("--rate", help="Most new requests in a time, like 60/min.", metavar="N/TIME")
+        str, typer.Option("--rate", help="Maximum rate of new requests, like 60/min.", metavar="N/TIME")
     ] = "",
     concurrent: Annotated[
-        int, typer.Option("--concurrent", help="Most requests in progress; 0: any number.", metavar="N", min=0)
+        int,
+        typer.Option("--concurrent", help="Maximum number of active requests; 0 sets no limit.", metavar="N", min=0),
     ] = 0,
     file: File = None,
     config: Config = None,
@@ -70,8 +78,8 @@ def add(
     key_file = _key_file(terminal, file, config)
     typer.echo(add_key(key_file, name, {field: value for field, value in fields.items() if value}))
     terminal.say(
-        f"this key is not shown again, since the file has only its hash; start a server with --api-keys {key_file}; "
-        "one that has this file already accepts the key within seconds"
+        f"this key is not shown again, because the file has only its hash; start a server with --api-keys {key_file}; "
+        "a server that already uses this file accepts the key within seconds"
     )
 
 
@@ -112,7 +120,7 @@ def rm(
 ) -> None:
     """Remove keys from a key file, by name or by hash.
 
-    A name removes all of its keys, a hash the one key that has it.
+    A name removes all of its keys, a hash only the key with that hash.
 
     A server that has the file ends their calls within seconds. Their requests continue.
 
@@ -137,7 +145,7 @@ def hash(terminal: Terminal, file: Annotated[Path, typer.Argument(help="Key file
     from unfuse.edge.keys import hash_keys
 
     count, short = hash_keys(file)
-    done = f"{count} plain keys are hashes now" if count != 1 else "its plain key is a hash now"
+    done = f"replaced {count} plain keys by their hashes" if count != 1 else "replaced its plain key by its hash"
     terminal.say(f"{file}: {done}" if count else f"{file} has no plain key")
     if short:
         terminal.say(

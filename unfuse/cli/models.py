@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from unfuse.weights.hub import DownloadProgress
 
 
-app = CommandRegistry("The models of a server, and those that could be served from here.")
+app = CommandRegistry("Manage the models of a server, and list the models that this machine could serve.")
 
 #: Seconds between two requests for the state of a loading model.
 LOOK_S = 0.5
 
-Name = Annotated[str, typer.Argument(help="Name of the model, as `models ls` has it.", metavar="NAME")]
+Name = Annotated[str, typer.Argument(help="Name of the model, as listed by `models ls`.", metavar="NAME")]
 
 
 @app.verb()
 @app.usual
 def ls(server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
-    """List the models that a server serves, and those that could be served from here.
+    """List the models that a server serves, and those that this machine could serve.
 
-    The latter come with unfuse, are installed, or are in the hub library's cache. Any other folder, GGUF file or hub
-    name of a listed family can be served too. Without the packages of a server none of these are listed.
+    The latter come with unfuse, are installed, or are in the cache of the hub. Any other folder, GGUF file or hub name
+    of a listed family can be served too. They are listed only if the server packages are installed.
     """
     served: list[dict[str, Any]] = []
     can_serve = not missing_here()
@@ -69,21 +69,21 @@ def add(
     terminal: Terminal,
     model: Annotated[
         str,
-        typer.Argument(help="Folder or GGUF file of the server's machine, or a hub name.", metavar="MODEL"),
+        typer.Argument(help="Folder or GGUF file on the server's machine, or a hub name.", metavar="MODEL"),
     ],
     name: Annotated[
         str | None,
-        typer.Option("--name", help="What clients call it [default: hub name, or last part of the path]."),
+        typer.Option("--name", help="Name for clients [default: hub name, or last part of the path]."),
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it is ready.")] = True,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the model is ready.")] = True,
     server: Server = None,
     api_key: ApiKey = None,
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Serve one more model at a running server, and wait until it is ready.
+    """Add a model to a running server, and wait until it is ready.
 
-    That needs an admin's key, where there are keys. The server also serves it after a restart, until it is removed.
+    Needs an admin key if API keys are configured. The server also serves the model after restarts, until it is removed.
 
     Example: unfuse models add /models/mine --name mine
     """
@@ -91,7 +91,7 @@ def add(
     source = str(path.absolute()) if path.exists() else model
     with connecting.client(server, api_key, config) as client:
         added: dict[str, Any] = {}
-        with progress_on(terminal, lambda: f"{added['id']}: {_waits_for(added)}" if added else f"looking into {model}"):
+        with progress_on(terminal, lambda: f"{added['id']}: {_waits_for(added)}" if added else f"inspecting {model}"):
             try:
                 added = client.add_model(source, name)
             except InvalidParameter as error:
@@ -110,7 +110,7 @@ def add(
 def rm(name: Name, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
     """Remove a model from a running server.
 
-    Requests that were accepted are finished, new ones are refused.
+    Accepted requests are completed, new ones are refused.
 
     Example: unfuse models rm mine
     """
@@ -119,7 +119,7 @@ def rm(name: Name, server: Server = None, api_key: ApiKey = None, config: Config
     if json:
         show.as_json(removed)
     else:
-        typer.echo(f"{removed['id']} is removed: requests that were accepted are finished")
+        typer.echo(f"{removed['id']} is removed; accepted requests will still be completed")
 
 
 def _state(model: Mapping[str, Any]) -> str:
@@ -137,7 +137,7 @@ def _waits_for(model: Mapping[str, Any]) -> str:
     A server without workers of its own reports no progress.
     """
     is_elsewhere = model["state"] == "loading" and not model.get("progress")
-    return "loading: its workers have not joined yet" if is_elsewhere else _state(model)
+    return "loading: its workers have not registered yet" if is_elsewhere else _state(model)
 
 
 def here() -> Iterator[dict[str, Any]]:
@@ -168,15 +168,15 @@ def here() -> Iterator[dict[str, Any]]:
 def pull(
     flags: dict[str, Any],
     terminal: Terminal,
-    models: Annotated[list[str], typer.Argument(help="Models to bring: hub names, or known ones in short.")],
+    models: Annotated[list[str], typer.Argument(help="Models to download: hub names, or short names of known models.")],
     config: Config = None,
     json: Json = False,
 ) -> None:
     """Download models from the hub before they are served.
 
-    A download that was stopped resumes where it was.
+    An interrupted download resumes where it stopped.
 
-    A machine whose workers have some roles only needs the weights of these.
+    A machine whose workers have only some roles needs only the weights of these roles (--role).
     """
     from unfuse.models import fetch
 
@@ -187,7 +187,7 @@ def pull(
     reports: list[DownloadProgress] = []
 
     def status() -> str:
-        return f"{reports[-1].model}: {reports[-1]}" if reports else f"looking into {', '.join(models)}"
+        return f"{reports[-1].model}: {reports[-1]}" if reports else f"inspecting {', '.join(models)}"
 
     with progress_on(terminal, status):
         for name in models:
@@ -195,7 +195,7 @@ def pull(
             card, folder = fetch(name, selector, revision=settings.serve.revision, tell=reports.append)
             if not any(selector.takes(stage) for stage in card.pipeline.stages):
                 roles = ", ".join(dict.fromkeys(stage.role for stage in card.pipeline.stages))
-                raise ConfigError(f"no stage of model {name} is what --role and --component say: its roles are {roles}")
+                raise ConfigError(f"model {name} has no stage for --role and --component: its roles are {roles}")
             downloaded = reports[0].total - reports[0].done if reports else 0
             rows.append({"model": name, "brought": ByteSize(downloaded), "folder": str(folder)})
     show.listing(rows, ["model", "brought", "folder"], "no model", json)
@@ -226,7 +226,7 @@ def _rank_seconds(ranks: Sequence[Mapping[str, float]]) -> str:
 
 
 def pools(server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
-    """List the pools of a server, and how much waits in each."""
+    """List the pools of a server, and the number of tasks that wait in each."""
     with connecting.client(server, api_key, config) as client:
         rows = client.pools()
     show.listing(rows, _POOL_COLUMNS, "no pool: no model is served", json)

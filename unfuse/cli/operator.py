@@ -13,13 +13,18 @@ from unfuse.core.errors import UsageError
 
 def operator(
     terminal: Terminal,
-    namespace: Annotated[list[str] | None, typer.Option(help="Only this one; again for more.", metavar="NAME")] = None,
-    image: Annotated[str, typer.Option(help="What runs where a pipeline names none.")] = f"unfuse:{__version__}",
-    health: Annotated[str, typer.Option(help="Where a probe asks whether it lives.", metavar="HOST:PORT")] = "",
+    namespace: Annotated[
+        list[str] | None, typer.Option(help="Namespace to watch; may be repeated [default: all].", metavar="NAME")
+    ] = None,
+    image: Annotated[str, typer.Option(help="Container image for pipelines that set none.")] = f"unfuse:{__version__}",
+    health: Annotated[
+        str, typer.Option(help="Address at which liveness probes are answered.", metavar="HOST:PORT")
+    ] = "",
 ) -> None:
-    """Have a Kubernetes cluster serve what its DiffusionPipelines say, by its DiffusionPools.
+    """Run the Kubernetes operator for DiffusionPipelines and DiffusionPools.
 
-    What is served goes on without it. One of several works, the others wait; for a --namespace, run one alone.
+    Pods that serve requests do not depend on it. One of several operators is active, the others wait; with
+    --namespace, run only one.
     """
     import asyncio
 

@@ -9,22 +9,22 @@ import typer
 from unfuse.cli import connecting, show as shown
 from unfuse.cli.verbs import ApiKey, CommandRegistry, Config, Json, Server
 
-app = CommandRegistry("What was asked of a server.")
+app = CommandRegistry("List, show and cancel requests of a server.")
 
 #: The most characters of a prompt in a table.
 PROMPT_CHARS = 40
 
 Id = Annotated[str, typer.Argument(help="Id of the request.", metavar="ID")]
-Limit = Annotated[int, typer.Option(help="At most this many.", min=1, max=1000)]
+Limit = Annotated[int, typer.Option(help="Maximum number of requests.", min=1, max=1000)]
 Wide = Annotated[
-    bool, typer.Option("--wide", help="Also show the tenant, seconds of devices, money and the prompt's beginning.")
+    bool, typer.Option("--wide", help="Also show the tenant, device seconds, cost and the beginning of the prompt.")
 ]
-After = Annotated[str | None, typer.Option(help="Start behind the request of this id.", metavar="ID")]
+After = Annotated[str | None, typer.Option(help="Start after the request with this ID.", metavar="ID")]
 
 
 @app.verb()
 def ls(
-    status: Annotated[str | None, typer.Option(help="Only requests of this status.")] = None,
+    status: Annotated[str | None, typer.Option(help="List only requests with this status.")] = None,
     limit: Limit = 100,
     after: After = None,
     wide: Wide = False,

@@ -99,7 +99,8 @@ def serve(
 ) -> None:
     """Serve models over HTTP, each stage from its own workers.
 
-    SIGTERM and Ctrl-C stop accepting and save what runs, to go on after the next start; a second one stops at once.
+    SIGTERM or Ctrl-C stops accepting requests and saves running tasks, which resume after the next start. A second
+    signal stops at once.
     """
     started_at = time.monotonic()
     loaded = load({**flags, "serve.models": models or None}, config)
@@ -144,8 +145,8 @@ def tell(plan: ServingPlan, say: Callable[[str], object]) -> None:
     for component, times in plan.repeats().items():
         say(f"{component} is listed {times} times in a worker: each stage that uses it loads its own copy")
     for sums in plan.memory():
-        used = f"{readable_bytes(sums['takes'])} of {readable_bytes(sums['free'])} free, processes and arenas counted"
-        say(f"{sums['device']}: {used}; activations come on top")
+        used = f"{readable_bytes(sums['takes'])} of {readable_bytes(sums['free'])} free, including processes and arenas"
+        say(f"{sums['device']}: {used}; activations need additional memory")
 
 
 class _StartReport:

@@ -30,14 +30,14 @@ from unfuse.service.settings import FIELDS, REMOVED, ByteSize, SettingField, loa
 KEYWORD_ONLY = Parameter.KEYWORD_ONLY
 
 #: The headings of options in `--help`.
-MADE = "What to make"
-LOGGING = "Standard error"
+MADE = "Generation"
+LOGGING = "Output and logging"
 CLIENTS = "Clients"
-KEPT = "What is kept, and where"
+KEPT = "Storage"
 WORKERS = "Workers"
-MACHINES = "Between machines"
+MACHINES = "Multiple machines"
 COMPUTING = "Computing"
-QUEUEING = "Who waits, and for what"
+QUEUEING = "Queueing and limits"
 EXPERT = "Expert"
 
 #: The settings under each heading, by the beginning of their name; the longest match counts.
@@ -228,7 +228,7 @@ def check_numbers(asked: Mapping[str, object]) -> None:
     for name, value in asked.items():
         if isinstance(value, float) and not math.isfinite(value):
             flag = _flag(LINES[name])
-            raise InvalidParameter(f"{flag} {value} is no number to multiply by: give one such as 5 or 7.5", flag)
+            raise InvalidParameter(f"{flag} {value} is not a finite number: set one such as 5 or 7.5", flag)
 
 
 def words_of(line: RequestParameter) -> str:
@@ -268,7 +268,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-VERSION = typer.Option("--version", is_eager=True, callback=_print_version, help="Say which version this is, and end.")
+VERSION = typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
 QUIET = typer.Option("-q", "--quiet", help="Write only errors to standard error.", rich_help_panel=LOGGING)
 
 #: The options that all verbs have.
@@ -311,7 +311,9 @@ class CommandGroup(TyperGroup):
         """Return the called verb. Raises UsageError for a synonym, with the verb."""
         verb = SYNONYMS.get(args[0]) if args and args[0] not in self.commands else None
         if verb in self.commands:
-            raise UsageError(f"`{ctx.command_path} {args[0]}` is no verb: did you mean `{ctx.command_path} {verb}`?")
+            raise UsageError(
+                f"`{ctx.command_path} {args[0]}` is not a command: did you mean `{ctx.command_path} {verb}`?"
+            )
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -380,7 +382,7 @@ def _default_callback(function: Callable[..., None], usual: str) -> Callable[...
         _store_shared_options(**{name: arguments.pop(name) for name in shared_names})
         if used := [name for name, value in arguments.items() if value]:
             verb, flag = f"{context.command_path} {context.invoked_subcommand}", f"--{used[0].replace('_', '-')}"
-            raise UsageError(f"{flag} has no effect there: write {verb} {flag}")
+            raise UsageError(f"{flag} has no effect before the verb: write {verb} {flag}")
 
     return _with_signature(callback, [*inspect.signature(run).parameters.values()])
 

@@ -58,7 +58,7 @@ def worker(
 ) -> None:
     """Run one worker for a scheduler, or with --workers all workers of this machine.
 
-    SIGTERM and Ctrl-C save what runs, or finish it, and end; a second one ends at once.
+    SIGTERM or Ctrl-C saves or finishes running tasks, then stops. A second signal stops at once.
     """
     import uvloop
 
@@ -74,13 +74,15 @@ def worker(
             for name in ("worker.role", "worker.component", "worker.model", "serve.component_source")
             if flags.get(name)
         ]:
-            raise UsageError(f"--workers starts all that the scheduler serves: leave out {FIELDS[unsuitable[0]].flag}")
+            raise UsageError(
+                f"--workers starts workers for all models of the scheduler: leave out {FIELDS[unsuitable[0]].flag}"
+            )
         if settings.worker.health:
-            raise UsageError("--health is one worker's: with --workers each would need a port of its own, leave it out")
+            raise UsageError("--health is for a single worker: leave it out with --workers")
         work_all(settings, terminal)
         return
     if flags.get("serve.place"):
-        raise UsageError("--place is for --workers, which starts several: name the device of one worker by --device")
+        raise UsageError("--place needs --workers: select the device of a single worker by --device")
     terminal.open_log()
     await_scheduler(settings)
     structlog.contextvars.bind_contextvars(role=settings.worker.role, device=settings.compute.device)
@@ -103,7 +105,7 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
     terminal.open_log()
     await_scheduler(settings)
     scheduler_names = " or ".join(schedulers(settings))
-    loading = LoadingProgress([f"what {scheduler_names} serves"])
+    loading = LoadingProgress([f"the models of {scheduler_names}"])
     terminal.heard = loading.hear
     with ExitStack() as progress:
         progress.enter_context(progress_on(terminal, lambda: loading))

@@ -36,7 +36,9 @@ def error_of(response: httpx2.Response) -> errors.UnfuseError:
         param = body.get("param")
         code = body.get("code")
     except (ValueError, TypeError, KeyError):
-        message = f"{response.request.url} answered {response.status_code}: {' '.join(response.text.split())[:200]}"
+        message = (
+            f"{response.request.url} responded with {response.status_code}: {' '.join(response.text.split())[:200]}"
+        )
         param = None
         code = None
 
@@ -201,7 +203,7 @@ def settings(url: str, key: str | None) -> dict[str, Any]:
     key = (key or "").strip()
     if not KEY.fullmatch(key):
         raise InvalidParameter(
-            "an API key is printable ASCII without spaces: check that it was copied completely", "key"
+            "an API key must be printable ASCII without spaces: check that it was copied completely", "key"
         )
     headers = {"authorization": f"Bearer {key}"} if key else {}
     return {"base_url": url, "headers": headers, "timeout": TIMEOUT_S, "trust_env": False}
@@ -228,9 +230,11 @@ def submission(
         video = medium_for(params) is VIDEO or last_frame is not None
     still = "/v1/images/generations" if image is None else "/v1/images/edits"
     if mask is not None and image is None:
-        raise InvalidParameter("mask says where a picture is to change: give it as image too", "mask")
+        raise InvalidParameter("mask selects the parts of image to edit: set image too", "mask")
     if last_frame is not None and image is None:
-        raise InvalidParameter("last_frame says how a video ends: give what it begins with as image too", "last_frame")
+        raise InvalidParameter(
+            "last_frame is the last frame of a video: set its first frame as image too", "last_frame"
+        )
     path = "/v1/videos" if video else still
     body = {"prompt": prompt, **params}
     headers = {"prefer": "respond-async", **fresh_key()}
@@ -369,7 +373,7 @@ def backoff(lost: int) -> float:
 
 def foreign(url: str) -> PermanentError:
     """Return the error for a URL where another server than `unfuse serve` responds."""
-    return PermanentError(f"{url} does not answer as `unfuse serve` does: is it another server, or a proxy?")
+    return PermanentError(f"{url} does not respond like `unfuse serve`: check whether it is another server or a proxy")
 
 
 def unreachable(url: str, error: httpx2.TransportError) -> TransientError:
@@ -390,4 +394,4 @@ def checked(url: str) -> str:
         suggestion = f"http://{bare}" if urlsplit(f"http://{bare}").hostname else USUAL
     except ValueError:
         suggestion = USUAL
-    raise InvalidParameter(f"{url!r} is no address of a server: did you mean {suggestion}?", "server")
+    raise InvalidParameter(f"{url!r} is not the URL of a server: did you mean {suggestion}?", "server")

@@ -277,7 +277,7 @@ class AsyncClient:
         except httpx2.TransportError as error:
             raise calls.unreachable(self.url, error) from error
         if to_its_end:
-            raise TransientError(f"{self.url} ended an answer before it was whole")
+            raise TransientError(f"{self.url} closed the connection before its response was complete")
 
     async def pause(self, factor: float) -> None:
         """Wait `factor` times the `reconnect_delay`."""

@@ -116,11 +116,11 @@ class AccessPolicy:
         for name in names or [""]:
             host = _host_in(name)
             if not is_loopback(host) and not (host and matches(host, self._hosts)):
-                flag = f"start it with --allowed-hosts {host[:MOST_SHOWN] or 'NAME'}"
+                flag = f"start the server with --allowed-hosts {host[:MOST_SHOWN] or 'NAME'}"
                 return Refusal(
                     403,
                     "host_not_allowed",
-                    f"this server is not known as {name[:MOST_SHOWN]!r}: if that is a name of yours, {flag}",
+                    f"host {name[:MOST_SHOWN]!r} is not allowed: if it is a name of this server, {flag}",
                 )
         headers = Headers(scope=scope)
         for origin in headers.getlist("origin"):
@@ -128,8 +128,8 @@ class AccessPolicy:
                 quoted = origin[:MOST_SHOWN]
                 hint = ""
                 if any(name.startswith("x-forwarded-") or name == "forwarded" for name in headers):
-                    hint = f", or, if a proxy of yours at {scope['client'][0]} sent it, with --trusted-proxies"
-                message = f"pages of {quoted!r} may not use this server: to let them, start it with --allowed-origins"
+                    hint = f", or, if your proxy at {scope['client'][0]} sent the call, with --trusted-proxies"
+                message = f"pages of {quoted!r} may not use this server: to allow them, start it with --allowed-origins"
                 return Refusal(403, "origin_not_allowed", f"{message} {quoted}{hint}")
         return None
 
@@ -160,7 +160,9 @@ class AccessGuard:
         A stranger reaches only the exempt paths.
         """
         if not scope["path"].startswith("/"):
-            raise Refusal(400, "bad_target", "ask for a path, such as /v1/models: this server is no proxy")
+            raise Refusal(
+                400, "bad_target", "the request target must be a path, such as /v1/models: this server is not a proxy"
+            )
         names = self._apply_forwarded(scope)
         if not self._keyed and (refusal := self._access.refusal(scope, names)):
             if scope["path"] not in EXEMPT:

@@ -84,10 +84,10 @@ class Connections(ServerState):
         source = self._counted_source(peer)
         self._counts[source] += 1
         if len(self.connections) > self._most:
-            refusal = Refusal(503, "too_many_connections", f"{self._most} connections are open, as many as may be")
+            refusal = Refusal(503, "too_many_connections", f"{self._most} connections are open, which is the maximum")
         elif source and self._counts[source] > self.bounds.per_address:
             message = (
-                f"{self.bounds.per_address} connections are open from {source}, as many as may be from one address"
+                f"{self.bounds.per_address} connections are open from {source}, which is the maximum for one address"
             )
             refusal = Refusal(429, "too_many_connections", message)
         else:
@@ -132,7 +132,7 @@ class _Http(h11.Connection):
         self.heads = 0  # heads received on this connection
         self.received = 0  # bytes of bodies received on this connection
         self.sent = 0  # bytes sent on this connection
-        self.refusal = Refusal(400, "bad_request", "this cannot be read as HTTP/1.1")
+        self.refusal = Refusal(400, "bad_request", "the request is not valid HTTP/1.1")
         self._chunks = 0  # chunks of the current body
         self._body_bytes = 0  # bytes of the current body
 
@@ -162,22 +162,26 @@ class _Http(h11.Connection):
         """Refuse a head that is too large or has ambiguous framing (request smuggling)."""
         names = {name for name, _ in head.headers}
         if head.http_version not in (b"1.0", b"1.1"):
-            self._refuse(505, "http_version", "this server speaks HTTP/1.1")
+            self._refuse(505, "http_version", "this server supports HTTP/1.1")
         if len(head.target) > MAX_TARGET:
-            self._refuse(414, "target_too_long", f"the address is longer than {MAX_TARGET} bytes")
+            self._refuse(414, "target_too_long", f"the request target is longer than {MAX_TARGET} bytes")
         if len(head.headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in head.headers) > MAX_HEAD:
             self._refuse(
-                431, "headers_too_large", f"there are more than {MAX_HEADERS} headers of {MAX_HEAD} bytes in all"
+                431,
+                "headers_too_large",
+                f"the request has more than {MAX_HEADERS} headers, or headers of more than {MAX_HEAD} bytes",
             )
         if b"transfer-encoding" in names and (b"content-length" in names or head.http_version != b"1.1"):
-            self._refuse(
-                400, "bad_framing", "a body has a Content-Length, or in HTTP/1.1 a Transfer-Encoding: not both"
-            )
+            self._refuse(400, "bad_framing", "send a Content-Length, or in HTTP/1.1 a Transfer-Encoding: not both")
 
     def _refuse(self, status: int, code: str, message: str) -> None:
         """Set `refusal` and raise RemoteProtocolError, as h11 does for a malformed request."""
         self.refusal = Refusal(status, code, message)
         raise h11.RemoteProtocolError(message, status)
+
+
+#: What a client has to do by each duty of `Protocol.look`, for errors.
+_ACTIONS = {"ask": "send a request", "send": "send the body", "read": "read the response"}
 
 
 class Protocol(H11Protocol):
@@ -239,7 +243,7 @@ class Protocol(H11Protocol):
             self._connections.warn("client too slow", client=self._peer, to=duty)
             # An idle connection, without the beginning of a request, is closed without a response.
             if duty != "ask" or self.conn.trailing_data[0]:
-                self._refuse(Refusal(408, "timeout", f"the client took too long to {duty}"))
+                self._refuse(Refusal(408, "timeout", f"the client took too long to {_ACTIONS[duty]}"))
             self.transport.close()
             if unsent:
                 self.transport.abort()

@@ -59,7 +59,10 @@ SHOWN_DIGITS = 8
 #: Fewest digits by which a key can be removed.
 LEAST_DIGITS = 4
 
-NOBODY = "no key is an admin's: workers, pools and other tenants' requests are closed; write admin=yes on a line of"
+NOBODY = (
+    "no API key has admin rights, so nobody can list workers, pools and other tenants' requests: write admin=yes on a "
+    "line of"
+)
 
 log = structlog.get_logger(__name__)
 
@@ -124,14 +127,14 @@ def read_file(file: str) -> str:
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
             is_file = stat.S_ISREG(os.fstat(opened.fileno()).st_mode)
             data = opened.read(MOST_BYTES + 1) if is_file else b""
-        reason = "" if is_file else f"it is a pipe or a device; name a file of lines: {LINE}"
+        reason = "" if is_file else f"it is a pipe or a device; use a file with lines: {LINE}"
     except FileNotFoundError as error:
         raise UsageError(
-            f"there is no key file {file}: `unfuse keys add NAME --file {file}` makes it; a key itself is given by "
-            "--api-key"
+            f"there is no key file {file}: create it with `unfuse keys add NAME --file {file}`, or pass a key itself "
+            "by --api-key"
         ) from error
     except IsADirectoryError:
-        reason = f"it is a folder; name a file of lines: {LINE}"
+        reason = f"it is a folder; use a file with lines: {LINE}"
     except (OSError, ValueError) as error:
         reason = str(getattr(error, "strerror", error))
     if reason:
@@ -141,7 +144,7 @@ def read_file(file: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UsageError(f"the key file {file} cannot be read: it is not text in UTF-8; write lines: {LINE}") from error
+        raise UsageError(f"the key file {file} cannot be read: it is not UTF-8 text; write lines: {LINE}") from error
 
 
 def entries_of(text: str, file: str) -> Iterator[KeyLine]:
@@ -157,9 +160,9 @@ def entries_of(text: str, file: str) -> Iterator[KeyLine]:
         name = words[0][0] if len(words) > 1 else DEFAULT_TENANT
         secret, fields = words[min(1, len(words) - 1)], tuple(word[0] for word in words[2:])
         if len(words) > 1 and secret[0].partition("=")[0] in FIELDS and "=" in secret[0]:
-            raise UsageError(f"{where}: what has limits needs a name, write {LINE}")
+            raise UsageError(f"{where}: a key with limits needs a name: write {LINE}")
         if not NAME.fullmatch(name):
-            raise UsageError(f"{where}: a name has {NAME_RULE}; write {LINE}")
+            raise UsageError(f"{where}: a name must have {NAME_RULE}: write {LINE}")
         digest, plain = _secret(where, secret[0])
         yield KeyLine(index, where, name, digest, plain, secret.start(), fields, len(words) > 1)
 
@@ -169,10 +172,12 @@ def _secret(where: str, word: str) -> tuple[bytes, str]:
     if word.lower().startswith(HASHED):
         digits = word[len(HASHED) :].lower()
         if not _HEX.fullmatch(digits):
-            raise UsageError(f"{where}: {HASHED} needs 64 hex digits; `unfuse keys add NAME` writes such a line")
+            raise UsageError(f"{where}: {HASHED} needs 64 hex digits: create the line with `unfuse keys add NAME`")
         return bytes.fromhex(digits), ""
     if not _KEY.fullmatch(word):
-        raise UsageError(f"{where}: a key has printable ASCII characters only; `unfuse keys add NAME` makes one")
+        raise UsageError(
+            f"{where}: a key may have printable ASCII characters only: create one with `unfuse keys add NAME`"
+        )
     return digest_of(word), word
 
 
@@ -190,8 +195,8 @@ def known_of(entries: Iterable[KeyLine]) -> Known:
         if before and entry.is_named and before != key:
             earlier = lines[entry.digest]
             raise UsageError(
-                f"{entry.where}: the key of {entry.name} is on another line too ({earlier}), which says something "
-                "else: delete one"
+                f"{entry.where}: the key of {entry.name} is also on another line ({earlier}) with other fields: "
+                "delete one of them"
             )
         if before:
             continue
@@ -199,7 +204,7 @@ def known_of(entries: Iterable[KeyLine]) -> Known:
         if allowance != key.allowance:
             raise UsageError(
                 f"{entry.where}: {entry.name} has other limits on another line ({first}): all keys of a name share "
-                "rate and concurrent, write the same"
+                "rate and concurrent, so write the same"
             )
         known[entry.digest] = key
         lines[entry.digest] = entry.where
@@ -216,11 +221,13 @@ def key_of(where: str, tenant: str, fields: Sequence[str]) -> ApiKey:
         raise UsageError(f"{where}: write {LINE}")
     for name in ("admin", "read"):
         if values.get(name, "yes") not in ("yes", "no"):
-            raise UsageError(f"{where}: {name} can be yes or no")
+            raise UsageError(f"{where}: {name} must be yes or no")
     models = frozenset(filter(None, values["models"].split(","))) if "models" in values else None
     rate, concurrent = _RATE.fullmatch(values.get("rate", "1/s")), _NUMBER.fullmatch(values.get("concurrent", "1"))
     if not rate or not concurrent or max(int(rate[1]), int(concurrent[0])) > MOST:
-        raise UsageError(f"{where}: rate is like 10/s, 60/min, 500/h or 1000/d, and concurrent a number, up to {MOST}")
+        raise UsageError(
+            f"{where}: rate must be like 10/s, 60/min, 500/h or 1000/d, and concurrent a number, both up to {MOST}"
+        )
     allowance = TenantLimits(int(concurrent[0]) if "concurrent" in values else 0)
     if "rate" in values:
         allowance = TenantLimits(allowance.concurrent, int(rate[1]), _PER_S[rate[2]])
@@ -264,7 +271,7 @@ class ApiKeys:
         if not self or any(key.admin for key in self._known.values()) and self._files:
             return ""
         if self._is_sole:
-            return "the one API key is an admin's"
+            return "the only API key has admin rights"
         return f"{NOBODY} {self._files[0] if self._files else '--api-keys FILE (`unfuse keys add NAME --admin`)'}"
 
     @property
@@ -315,7 +322,7 @@ class ApiKeys:
             keys = await to_thread.run_sync(self._read)
         except ConfigError as error:
             if str(error) != self._failure:
-                log.error("keys stay as they were", reason=str(error))
+                log.error("API keys are unchanged: the key files cannot be reloaded", reason=str(error))
             self._failure = str(error)
             return
         self._failure = ""
@@ -330,7 +337,7 @@ class ApiKeys:
                 call.reschedule(asyncio.get_running_loop().time())
         added = sorted(key.tenant for digest, key in keys.items() if digest not in old)
         removed = sorted(key.tenant for digest, key in old.items() if digest not in keys)
-        log.info("keys were read again", keys=len(keys), added=added, removed=removed)
+        log.info("API keys reloaded", keys=len(keys), added=added, removed=removed)
 
     def _stamp(self) -> tuple[tuple[int, int, int, int] | None, ...]:
         """Return a value that differs when the files have changed."""
@@ -343,7 +350,7 @@ class ApiKeys:
         for file in self._files:
             file_entries = list(entries_of(read_file(file), file))
             if not file_entries:
-                raise UsageError(f"there is no key in {file}: `unfuse keys add NAME --file {file}` adds one")
+                raise UsageError(f"there is no key in {file}: add one with `unfuse keys add NAME --file {file}`")
             plain += [file] if any(entry.plain for entry in file_entries) else []
             entries += file_entries
         for key in self._keys:
@@ -359,16 +366,19 @@ def _require_key(key: str) -> None:
     """Raise UsageError for a short or malformed key of the command line."""
     advice = "`unfuse keys add NAME` makes a key and writes its hash to a file for --api-keys"
     if not _KEY.fullmatch(key):
-        raise UsageError(f"--api-key (UNFUSE_API_KEY) is one key, without spaces, in printable ASCII: {advice}")
+        raise UsageError(
+            f"--api-key (UNFUSE_API_KEY) must be one key of printable ASCII characters, without spaces: {advice}"
+        )
     if key.lower().startswith(HASHED):
         raise UsageError(f"--api-key takes a key, not its hash: put the hash into a file for --api-keys, as {LINE}")
     if is_path_like(key):
         raise UsageError(
-            "--api-key takes a key, and the one given looks like the path of a file: name a file of keys by --api-keys"
+            "--api-key takes a key, but the value looks like a file path: pass a file of keys by --api-keys"
         )
     if len(key) < LEAST_CHARACTERS:
         raise UsageError(
-            f"--api-key (UNFUSE_API_KEY) has {len(key)} characters, and a key has at least {LEAST_CHARACTERS}: {advice}"
+            f"--api-key (UNFUSE_API_KEY) has {len(key)} characters, but a key needs at least {LEAST_CHARACTERS}: "
+            f"{advice}"
         )
 
 
@@ -415,7 +425,7 @@ def add_key(file: Path, tenant: str, fields: Mapping[str, str]) -> str:
     Raises UsageError for a name or field that a line cannot have, ConfigError if the file cannot be written.
     """
     if not NAME.fullmatch(tenant):
-        raise UsageError(f"NAME is {NAME_RULE}, not {tenant[:80]!r}")
+        raise UsageError(f"NAME must have {NAME_RULE}, not {tenant[:80]!r}")
     for name, value in fields.items():
         if value.split() != [value]:
             raise UsageError(f"--{name} {value[:80]!r} has spaces: write several models as a,b, and a rate as 60/min")
@@ -445,8 +455,8 @@ def remove_keys(file: Path, which: str) -> list[KeyLine]:
         removed.extend(_matching(entries, which, file))
         if len(removed) == len(entries):
             raise UsageError(
-                f"{file} would have no key left, and a running server then keeps the keys that it has: add another key "
-                "first (`unfuse keys add NAME`), or stop the server and delete the file"
+                f"{file} would have no key left, and a running server would ignore the change: add another key first "
+                "(`unfuse keys add NAME`), or stop the server and delete the file"
             )
         removed_lines = {entry.index for entry in removed}
         return "".join(line for index, line in enumerate(text.splitlines(keepends=True)) if index not in removed_lines)
@@ -483,11 +493,11 @@ def _matching(entries: Sequence[KeyLine], which: str, file: Path) -> list[KeyLin
     by_name = [entry for entry in entries if entry.name == which]
     by_hash = [entry for entry in entries if len(digits) >= LEAST_DIGITS and entry.digest.hex().startswith(digits)]
     if by_name and by_hash and by_name != by_hash:
-        raise UsageError(f"{which} is a name and the beginning of a hash in {file}: write more digits of the hash")
+        raise UsageError(f"{which} is both a name and the beginning of a hash in {file}: write more digits of the hash")
     if not (matching := by_name or by_hash):
         raise UsageError(
-            f"no key in {file} has the name {which[:80]!r}, or a hash that begins so ({LEAST_DIGITS} digits or more): "
-            "`unfuse keys ls` lists them"
+            f"no key in {file} has the name {which[:80]!r}, or a hash that begins with it ({LEAST_DIGITS} digits or "
+            "more): list the keys with `unfuse keys ls`"
         )
     if not by_name and len({entry.digest for entry in matching}) > 1:
         raise UsageError(f"{len(matching)} keys in {file} have a hash that begins with {digits}: write more digits")
@@ -511,7 +521,7 @@ def _edit_file(file: Path, edit: Callable[[str], str], *, create: bool = False) 
             text = "" if create and not path.exists() else read_file(str(file))
             new_text = edit(text)
             if len(new_text.encode()) > MOST_BYTES:
-                raise UsageError(f"{file} would be larger than {MOST_BYTES >> 20} MiB, which a server does not read")
+                raise UsageError(f"{file} would be larger than the maximum of {MOST_BYTES >> 20} MiB")
             known_of(entries_of(new_text, str(file)))
             if new_text != text:
                 _replace_file(path, new_text)
@@ -562,7 +572,7 @@ def _copy_owner(path: Path, descriptor: int) -> None:
             os.fchown(descriptor, before.st_uid, before.st_gid)
         except PermissionError as error:
             raise ConfigError(
-                f"{path} belongs to another user or group, whose server could not read it any more: run this as that "
-                "user, or as root"
+                f"{path} belongs to another user or group, whose server could not read it afterwards: run this as "
+                "that user, or as root"
             ) from error
     os.fchmod(descriptor, before.st_mode & 0o777)

@@ -64,7 +64,7 @@ class ClusterClient:
         if response.status_code == 401:
             await self.close()
         if response.status_code in {401, 429} or response.status_code >= (500 if method == "GET" else 501):
-            raise TransientError(f"the API server says {response.status_code}: {answer.get('message')}")
+            raise TransientError(f"the API server answered {response.status_code}: {answer.get('message')}")
         if response.is_error and response.status_code != 404:
             raise InvalidSpec(answer.get("reason") or "Refused", str(answer.get("message")))
         return None if response.status_code == 404 else dict(answer)
@@ -100,11 +100,11 @@ class ClusterClient:
         path = place(api, kind, namespace, metadata["name"])
         if (existing := await self.ask("GET", path)) and not owns(owner, existing):
             raise InvalidSpec(
-                "NameTaken", f"{kind} {metadata['name']} is there already, and not of this {owner['kind']}"
+                "NameTaken", f"{kind} {metadata['name']} already exists and does not belong to this {owner['kind']}"
             )
         owned = made | {"metadata": metadata | {"namespace": namespace, "ownerReferences": [owner]}}
         if (applied := await self.ask("PATCH", f"{path}?{APPLIED}", owned, APPLY)) is None:
-            raise InvalidSpec("KindUnknown", f"the cluster has no {kind} of {api}")
+            raise InvalidSpec("KindUnknown", f"the cluster does not have the kind {kind} of {api}")
         return applied
 
     async def delete(self, api: str, kind: str, namespace: str, name: str, owner: Object) -> None:

@@ -99,7 +99,7 @@ def of_pool(name: str, namespace: str, spec: Object, users: Mapping[str, Object]
         scheduler, other_scheduler = pipeline["scheduler"], other_spec["scheduler"]
         differ += [key for key in ("queue", "redis") if scheduler.get(key) != other_scheduler.get(key)]
         if differ or "keysSecret" not in other_spec:
-            fields = ", ".join(differ) or "keysSecret, which both have to name"
+            fields = ", ".join(differ) or "keysSecret, which both must set"
             raise InvalidSpec("PipelinesDiffer", f"{first} and {other} cannot share workers: they differ in {fields}")
 
     drain = max(spec["drainSeconds"], ceil(STEPS * spec["stepSeconds"]))
@@ -206,14 +206,16 @@ def unmet(name: str, spec: Object, roles: Mapping[str, str], apis: frozenset[str
         pool_roles = roles_of(roles.get(pool, "all"))
         for stage in stages:
             if pool_roles is not None and not (roles_of(role(stage)) or {"all"}) <= pool_roles:
-                messages.append(f"workers of pool {pool} do not run {role(stage)}, which stage {stage['name']} needs")
+                messages.append(
+                    f"stage {stage['name']} requires role {role(stage)}, which the workers of pool {pool} do not have"
+                )
             model = stage.get("model", {})
             path = model.get("path", models(spec)[0])
             if path not in models(spec) and component_sources(spec).get(model.get("component")) != path:
-                advice = "name its component in model.component" if len(models(spec)) == 1 else "serve one model alone"
-                messages.append(f"stage {stage['name']} does not take its weights from {path}: {advice}")
+                advice = "set model.component" if len(models(spec)) == 1 else "serve only one model"
+                messages.append(f"stage {stage['name']} cannot load its weights from {path}: {advice}")
     if spec.get("autoscaling", {}).get("enabled") and KEDA not in apis:
-        messages.append("nothing scales its pools: that takes KEDA, which this cluster does not have")
+        messages.append("pools are not scaled: autoscaling requires KEDA, which this cluster does not have")
     return messages
 
 

@@ -86,7 +86,7 @@ class ReconcileTasks:
                 ready = await self._reconciler.reconcile(kind, namespace, name)
             except Exception as error:  # no error may end the task
                 is_bug = not isinstance(error, TransientError | InvalidSpec)
-                log.warning("tried in vain, and will again", kind=kind, name=name, error=str(error), exc_info=is_bug)
+                log.warning("reconciliation failed, retrying", kind=kind, name=name, error=str(error), exc_info=is_bug)
                 ready = False
             pause = None if ready else min(LONGEST_S, 2 * (pause or 0.5))
         del self._tasks[kind, namespace, name]
@@ -115,13 +115,15 @@ async def operate(image: str, namespaces: Sequence[str] = (), login: Login = cre
 
     def connect() -> kopf.ConnectionInfo:
         if (connection := login(settings=settings)) is None:
-            raise UsageError("no cluster is known here: run it in a pod that has an account, or set KUBECONFIG")
+            raise UsageError(
+                "no credentials for a cluster: run the operator in a pod with a service account, or set KUBECONFIG"
+            )
         return connection
 
     connect()  # fails early
     cluster = ClusterClient(connect)
     while not await _are_kinds_defined(cluster):
-        log.warning("waits until the cluster knows pipelines and pools: kubectl apply -f deploy/kubernetes/crds")
+        log.warning("waiting for the custom resource definitions: kubectl apply -f deploy/kubernetes/crds")
         await asyncio.sleep(DEFINED_S)
     registry = _registry(ReconcileTasks(cluster, Reconciler(cluster, image, kopf.warn)), login)
     flags |= {"clusterwide": not namespaces, "namespaces": namespaces}

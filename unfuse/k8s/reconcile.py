@@ -71,7 +71,7 @@ class Reconciler:
         except InvalidSpec as error:
             observed = ObservedStatus(refused=error)
         except NOT_AS_DEFINED as error:
-            reason = f"its definition does not allow this: {error!r}"
+            reason = f"the spec does not match its definition: {error!r}"
             observed = ObservedStatus(refused=InvalidSpec("InvalidSpec", reason))
 
         what = "schedulers and pools" if kind == PIPELINE else "workers"
@@ -131,7 +131,9 @@ class Reconciler:
                 if name in pools_in(user, user_spec := self._defaults | read(item)):
                     users[user] = user_spec
             except NOT_AS_DEFINED as error:  # it may use this pool, so the pool must not be changed
-                raise InvalidSpec("PipelineNotUnderstood", f"it stays as it is until {user} is understood") from error
+                raise InvalidSpec(
+                    "PipelineNotUnderstood", f"it is not changed until the spec of pipeline {user} is valid"
+                ) from error
 
         if MADE.items() <= body["metadata"].get("labels", {}).items():
             await self._update_owners(body, namespace, [pipelines[user] for user in users])
@@ -139,7 +141,7 @@ class Reconciler:
             path = place("apps/v1", "StatefulSet", namespace, name)
             if (workload := await self._cluster.ask("GET", path)) and owns(owner_of(body), workload):
                 await self._cluster.ask("PATCH", path, {"spec": {"replicas": 0}}, MERGE)
-            raise InvalidSpec("NotUsed", "no pipeline names it, so it has no workers")
+            raise InvalidSpec("NotUsed", "no pipeline uses the pool, so it has no workers")
 
         apis = await self._apis()
         items = objects.of_pool(name, namespace, spec, users, apis)
@@ -174,15 +176,15 @@ class Reconciler:
         if (tasks := await busy(name, gateways)) is None:
             remaining = count
             longest_s = min(longest_s, UNKNOWN_S)
-            reason = "no gateway says who is busy"
+            reason = "no gateway reports which workers are busy"
         else:
             remaining = staying(wanted, count, tasks)
-            reason = f"{name}-{remaining - 1} ends what it does, as others are idle"
+            reason = f"{name}-{remaining - 1} finishes its tasks while others are idle"
         since = body.get("status", {}).get("waitsSince") or now()
         if remaining == wanted or datetime.now(UTC) - datetime.fromisoformat(since) >= timedelta(seconds=longest_s):
             return None, ""
         workload["spec"]["replicas"] = remaining
-        return since, f"{remaining} workers are to be {wanted}: {reason}"
+        return since, f"scale-down from {remaining} to {wanted} workers waits: {reason}"
 
     async def _delete_unused(
         self, optional: set[Named], items: list[Object], apis: frozenset[str], body: Object
@@ -233,12 +235,12 @@ async def idle_gpus(name: str, pool: Object, gateways: list[str]) -> list[Invali
         return []
 
     if parallelism == AUTO:
-        reason = f"its stages cannot be divided by more, so ask for {rank_count} GPUs"
+        reason = f"its stages cannot use more ranks, so request {rank_count} GPUs"
     elif parallelism:
         reason = f"parallel is {parallelism}"
     else:
-        reason = f"device is {pool['device']}" if pool["device"] != "auto" else "its args say so"
-    return [InvalidSpec("IdleGPUs", f"its workers have {gpu_count} GPUs and compute on {rank_count}: {reason}")]
+        reason = f"device is {pool['device']}" if pool["device"] != "auto" else "set by args"
+    return [InvalidSpec("IdleGPUs", f"its workers have {gpu_count} GPUs and use {rank_count}: {reason}")]
 
 
 def owner_of(body: Object) -> Object:
@@ -338,7 +340,7 @@ def _troubles(pods: Iterable[Object]) -> Iterator[InvalidSpec]:
         status = pod.get("status", {})
         for entry in status.get("conditions", []):
             if entry["type"] == "PodScheduled" and entry["status"] == "False":
-                message = f"{name} finds no node: {entry.get('message', '')}"
+                message = f"pod {name} cannot be scheduled: {entry.get('message', '')}"
                 yield InvalidSpec(entry.get("reason", "Unschedulable"), message)
         for container in (*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])):
             waiting = container.get("state", {}).get("waiting", {})
@@ -346,7 +348,7 @@ def _troubles(pods: Iterable[Object]) -> Iterator[InvalidSpec]:
                 last_state = container.get("lastState", {})
                 lines = last_state.get("terminated", {}).get("message", "").strip().splitlines()
                 last_line = (lines or [waiting.get("message", "")])[-1]
-                yield InvalidSpec(reason, f"{name} does not run ({reason}): {last_line}")
+                yield InvalidSpec(reason, f"pod {name} does not run ({reason}): {last_line}")
 
 
 def conditions(body: Object, found: ObservedStatus, what: str, now: str) -> list[Object]:

@@ -42,7 +42,10 @@ def read(body: Object) -> Object:
     spec = dict(body["spec"])
     for name in (body["metadata"]["name"], *(stage["pool"] for stage in spec.get("stages", []))):
         if not NAME.fullmatch(name):
-            raise InvalidSpec("InvalidName", f"{name!r} is not at most 40 of a-z, 0-9 and -, beginning with a letter")
+            raise InvalidSpec(
+                "InvalidName",
+                f"{name!r} is not a valid name: use at most 40 of a-z, 0-9 and -, beginning with a letter",
+            )
     if "role" not in spec:
         roles_of("+".join(role(stage) for stage in spec.get("stages") or [{"role": "all"}]))
         queue(spec["scheduler"])
@@ -72,7 +75,7 @@ def component_sources(pipeline: Object) -> dict[str, str]:
         component = model["component"]
         path = model.get("path", served[0])
         if path not in served and sources.setdefault(component, path) != path:
-            raise InvalidSpec("InvalidSpec", f"two sources of component {component} are said: say one")
+            raise InvalidSpec("InvalidSpec", f"component {component} has two sources: set only one")
     return sources
 
 
@@ -108,14 +111,14 @@ def parallel(stages: Sequence[Object]) -> str:
         if stage_role == ALL or not stage_role.isidentifier():
             raise InvalidSpec(
                 "InvalidSpec",
-                f"stage {stage['name']} is spread by {parallelism}, and its role {stage_role} is several: "
+                f"stage {stage['name']} sets parallel {parallelism}, but {stage_role} is not a single role: "
                 "set parallel in its pool",
             )
         is_different = by_role.setdefault(stage_role, parallelism) != parallelism
         if is_different or (AUTO in by_role.values()) != (parallelism == AUTO):
+            values = ", ".join(dict.fromkeys([*by_role.values(), parallelism]))
             raise InvalidSpec(
-                "InvalidSpec",
-                f"stages of one pool are spread in two ways, {parallelism} and {by_role[stage_role]}: say one",
+                "InvalidSpec", f"stages of one pool have different values of parallel ({values}): set one"
             )
     return AUTO if AUTO in by_role.values() else ",".join(f"{name}={value}" for name, value in by_role.items())
 

@@ -232,14 +232,14 @@ class LocalLauncher(Launcher):
             smaller = is_worker and self._specs[number].smaller
             if is_error and not deaths and is_worker and not (smaller and code == LATER):
                 if not self.failed.done():
-                    message = f"a worker could not start (exit code {code}); its message is above"
+                    message = f"a worker could not start (exit code {code}): see its message above"
                     self.failed.set_exception(ConfigError(message))
                 return
             if is_error and smaller:
                 self._use_next_variant(number)
             deaths = 1 if lived_s >= SETTLED_S else deaths + 1
             pause = pause_after(deaths)
-            event = f"{'a worker' if is_worker else 'the fork server'} ended, starting it again"
+            event = f"{'a worker' if is_worker else 'the fork server'} ended, restarting it"
             log.warning(event, pid=process.pid, code=code, lived_s=lived_s, pause_s=pause)
             await asyncio.sleep(pause)
 
@@ -278,7 +278,7 @@ class LocalLauncher(Launcher):
         variants.append(variants.pop(0))
         spec = variants[0]
         fields = {"role": spec.role, "device": spec.device, "parallel": spec.flags.get("parallel", "")}
-        log.warning("a worker cannot go on with its devices, it is started with others", **fields)
+        log.warning("a worker cannot continue on its devices, restarting it on others", **fields)
 
     def _signal(self, sent: signal.Signals) -> None:
         """Send a signal to the workers. The fork server gets SIGKILL only."""

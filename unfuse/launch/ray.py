@@ -38,7 +38,7 @@ LOOPBACK, HERE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}, ("", "127.0.0.1", "
 #: Seconds beside the drain timeout until a worker must have ended, and for leaving a node that has no drain deadline.
 ENDING_S, LEAVING_S = 15.0, 600.0
 
-LOST = "the head of Ray does not answer: Ray will end this server; start both again, what was accepted is in its queue"
+LOST = "the Ray head node does not answer, and this server will stop: restart both, accepted requests are in the queue"
 
 log = structlog.get_logger(__name__)
 
@@ -70,8 +70,8 @@ class RayLauncher(Launcher):
     @override
     def start(self) -> None:
         for number in range(len(self._specs)):
-            self._background.once("keeping a worker on Ray", partial(self._run_worker, number))
-        self._background.forever("asking Ray which nodes are drained", self._watch_drains)
+            self._background.once("running a worker on Ray", partial(self._run_worker, number))
+        self._background.forever("watching Ray for drained nodes", self._watch_drains)
 
     @override
     async def stop(self, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
@@ -98,7 +98,7 @@ class RayLauncher(Launcher):
                     return
                 deaths = 1 if clock() - started_at >= SETTLED_S else deaths + 1
                 fields = {"role": self._specs[number].role, "reason": str(error)}
-                log.warning("a worker on Ray is lost, starting another one", pause_s=pause_after(deaths), **fields)
+                log.warning("a worker on Ray is lost, starting a new one", pause_s=pause_after(deaths), **fields)
                 await asyncio.sleep(pause_after(deaths))
 
     async def _run_once(self, number: int) -> None:
@@ -109,7 +109,7 @@ class RayLauncher(Launcher):
         spec = renumbered(self._specs[number])
         slot = self._cluster.hold(*takes(spec))
         self._relays[slot] = None
-        log_wait = partial(log.warning, "a worker waits for a node of Ray with room", cpus_and_gpus=takes(spec))
+        log_wait = partial(log.warning, "a worker waits for a Ray node with free resources", cpus_and_gpus=takes(spec))
         wait_timer = asyncio.get_running_loop().call_later(ROOM_S, log_wait)
         try:
             await slot.begin(spec)
@@ -123,8 +123,10 @@ class RayLauncher(Launcher):
             raise
         finally:
             wait_timer.cancel()
-        log.warning("a node of Ray is drained, its worker goes elsewhere", role=spec.role, node=slot.node)
-        self._background.once("leaving a node of Ray", partial(self._end_worker, slot, slot.leaves.result()))
+        log.warning("a Ray node is draining, moving its worker", role=spec.role, node=slot.node)
+        self._background.once(
+            "ending a worker on a drained Ray node", partial(self._end_worker, slot, slot.leaves.result())
+        )
 
     async def _relay(self, number: int, slot: NodeSlot) -> str:
         """Pass on a worker's lines until it ends. Returns the reason of its end."""
@@ -237,9 +239,9 @@ class RayCluster:
         self._address = address
         host, _, port = address.rpartition(":")
         if address and not (host and port.isdecimal()):
-            raise UsageError(f"--launcher ray:{address} is no address: write ray:HOST:PORT, or ray")
+            raise UsageError(f"--launcher ray:{address} is not an address: use ray:HOST:PORT, or ray")
         if find_spec("ray") is None:
-            raise ConfigError("--launcher ray needs the library Ray: pip install 'unfuse[ray]'")
+            raise ConfigError("--launcher ray requires the package ray: pip install 'unfuse[ray]'")
         token = {} if address else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         for name, value in (QUIET | token | (LOOPBACK if host in HERE else {})).items():
             os.environ.setdefault(name, value)
@@ -249,7 +251,7 @@ class RayCluster:
         try:
             ray.init(address or "local", include_dashboard=False, configure_logging=False, log_to_driver=False)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            raise ConfigError(f"--launcher ray: {address or 'Ray'} cannot be used: {error}") from error
+            raise ConfigError(f"--launcher ray cannot connect to {address or 'Ray'}: {error}") from error
 
     def hold(self, cpus: int, gpus: int) -> NodeSlot:
         """Reserve CPUs and GPUs for one worker, on any node with room.

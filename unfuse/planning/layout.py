@@ -94,17 +94,17 @@ class LayoutSearch(msgspec.Struct, frozen=True):
         workers = self.chosen.workers
         main = workers.rpartition(",")[2].partition("=")[0]
         if self.chosen.max_loaded_models == "1":
-            reason = "each worker has one model at a time"
-            reason += ", since all do not fit together" if len(self.found) > 1 else ""
+            reason = "each worker loads one model at a time"
+            reason += ", since not all fit at the same time" if len(self.found) > 1 else ""
         elif ALL not in workers:
             refused = next((layout.refusal for layout in self.found if ALL in layout.workers), "")
-            reason = f"each stage has workers of its own, since all do not fit in one: {refused.partition(';')[0]}"
+            reason = f"each stage has its own workers, since not all fit in one worker: {refused.partition(';')[0]}"
         elif main != ALL:
-            reason = f"workers run all stages on the GPUs where these fit, and only {main} on the others"
+            reason = f"workers run all stages on GPUs where all fit, and only {main} on the others"
         elif len(self.roles) == 1:
             reason = f"each worker runs all stages, since all have the role {self.roles[0]}"
         else:
-            reason = "each worker runs all stages, since models that fit whole keep a machine busiest"
+            reason = "each worker runs all stages, since the models fit in one worker, which gives the best utilization"
         return f"layout {self.chosen.written}: {reason}"
 
 
@@ -214,5 +214,5 @@ def _too_large(placed: Iterable[PlacedWorker], limit: int) -> str:
     for worker in placed:
         size = PROCESS + sum(part.bytes for part in worker.parts)
         if limit and worker.on_cpu and size > limit:
-            return f"it would take {readable_bytes(size)}, and --memory-limit allows {readable_bytes(limit)}"
+            return f"a worker would need {readable_bytes(size)}, but --memory-limit allows {readable_bytes(limit)}"
     return ""

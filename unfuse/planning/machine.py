@@ -104,7 +104,7 @@ def devices(caps: Mapping[str, int] = MappingProxyType({}), elsewhere: bool = Fa
     if elsewhere:
         free |= caps
     if unknown := sorted(caps.keys() - free):
-        raise UsageError(f"--device-memory {unknown[0]}: there is no such device; there are {', '.join(free)}")
+        raise UsageError(f"--device-memory {unknown[0]}: no such device; available are {', '.join(free)}")
     return tuple(Device(name, min(size, caps.get(name, size))) for name, size in free.items())
 
 
@@ -118,7 +118,7 @@ def devices_to_size(caps: Mapping[str, int]) -> tuple[tuple[Device, ...], bool]:
     """
     for name in caps:
         if not DEVICE_NAME.fullmatch(name):
-            raise UsageError(f"--device-memory {name}: devices are called cpu, cuda:0, cuda:1, xpu:0 and so on")
+            raise UsageError(f"--device-memory {name}: not a device name: use cpu, cuda:0, cuda:1, xpu:0 and so on")
     here = devices()
     free = {device.name: device.free for device in here}
     if all(size <= free.get(name, -1) for name, size in caps.items()):

@@ -131,7 +131,7 @@ class WorkerPlan(msgspec.Struct, frozen=True):
             started = ", ".join(name for name, count in counts.items() if count)
             raise UsageError(
                 f"--place {idle[0]}: no worker of that name is started, only: {started or NONE}; place one of these, "
-                f"or write {idle[0]}=1 in --workers"
+                f"or add {idle[0]}=1 to --workers"
             )
         return counts
 
@@ -203,10 +203,10 @@ def parse_workers(text: str) -> dict[str, int] | None:
         role, equals, count = (part.strip() for part in entry.partition("="))
         roles_of(role)  # raises ConfigError for an empty role
         if role in counts or (equals and not (count.isdecimal() and int(count) <= MOST)):
-            raise UsageError(f"--workers {text}: {entry!r} is not ROLE=N, each role once and N at most {MOST}")
+            raise UsageError(f"--workers {text}: {entry!r} is not ROLE=N; name each role once, with N at most {MOST}")
         counts[role] = int(count or 1)
     if not counts:
-        raise UsageError(f"--workers {text!r}: write auto, none, split, or a plan like all=2 or encoder=1,denoiser=2")
+        raise UsageError(f"--workers {text!r}: use auto, none, split, or a plan like all=2 or encoder=1,denoiser=2")
     return counts
 
 
@@ -283,7 +283,7 @@ def _arrange(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> tup
     for role in sorted(counts, key=lambda role: not wanted.goes_first(role)):
         allowed = devices_of(role, wanted, devices)
         if missing := sorted({name for names in allowed for name in names.split("+")} - {*free}):
-            raise ConfigError(f"{NO_DEVICE} {missing[0]} for the {role}; there are {', '.join(free)}")
+            raise ConfigError(f"{NO_DEVICE} {missing[0]} for the {role}; available are {', '.join(free)}")
 
         named = wanted.place.get(role, ())
         spreads = own_spreads(wanted.compute.parallel, roles_of(role))
@@ -371,7 +371,7 @@ def _refusal(
         sizes = [(worker.role, by_device[device.name]) for worker, by_device in zip(placed, needed, strict=True)]
         shares = " + ".join(f"{role} {readable_bytes(size)}" for role, size in sizes if size)
         total = readable_bytes(sum(size for _, size in sizes))
-        sums.append(f"{device.name} would hold {total} ({shares}) and has {readable_bytes(device.free)} free")
+        sums.append(f"{device.name} would need {total} ({shares}) and has {readable_bytes(device.free)} free")
     others = [f"{device.name} has {readable_bytes(device.free)} free" for device in devices if device not in short]
 
     ways = [
@@ -381,8 +381,8 @@ def _refusal(
         helps = f"it would fit with {', or with '.join(ways)}"
     else:
         helps = (
-            "none of fewer workers, --arena, --dtype, --parallel, --offload and --place is enough alone: "
-            "it takes more memory"
+            "no single change of --workers, --arena, --dtype, --parallel, --offload or --place is enough: "
+            "more memory is needed"
         )
     return f"the models do not fit: {'; '.join([*sums, *others])}; activations come on top; {helps}"
 

@@ -119,9 +119,9 @@ class RequestIds:
             try:
                 await self._app(scope, receive, send_with_id)
             except ResponseAborted as error:
-                log.info("broken off", path=scope["path"], reason=str(error))
+                log.info("response aborted", path=scope["path"], reason=str(error))
             except ClientDisconnect:
-                log.info("the client left before it had sent its request")
+                log.info("the client disconnected before its request was complete")
             except Exception as error:
                 if started:
                     raise
@@ -209,7 +209,7 @@ class KeyWithdrawal:
                 raise refusal from error
             content_type = Headers(raw=response_start["headers"]).get("content-type", "")
             if not content_type.startswith("text/event-stream"):
-                raise ResponseAborted("the key was withdrawn") from error
+                raise ResponseAborted("the API key was revoked") from error
             await send({"type": "http.response.body", "body": sse_event(envelope(refusal), "error")})
 
 
@@ -259,5 +259,7 @@ class HttpFrontend:
         if scope["path"] == "/ready":
             raise Refusal(503, "not_ready", self._reason, headers=retry_later)
         if scope["path"] not in ANSWERS:
-            raise Refusal(503, "starting", "the server waits for its queue: try again soon", headers=retry_later)
+            raise Refusal(
+                503, "starting", "the server is starting and waits for its queue: try again soon", headers=retry_later
+            )
         await JSONResponse(ANSWERS[scope["path"]])(scope, receive, send)

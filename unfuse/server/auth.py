@@ -21,11 +21,11 @@ KEYED = HTTPBearer(auto_error=False, description="an API key of this server")
 
 #: Messages of refusals (401): for a call without a key, with an unknown key, or with a key that was removed meanwhile.
 NO_KEY = (
-    "this server needs an API key: send one by --api-key or UNFUSE_API_KEY, in HTTP as 'Authorization: Bearer KEY' or "
-    "'x-api-key: KEY'"
+    "this server needs an API key: send one by --api-key or UNFUSE_API_KEY, or in HTTP as the header 'Authorization: "
+    "Bearer KEY' or 'x-api-key: KEY'"
 )
-UNKNOWN_KEY = "this server does not know this key: use one that `unfuse keys add NAME` made for it"
-WITHDRAWN_KEY = "this server does not know this key any more: it was removed, or its rights were reduced"
+UNKNOWN_KEY = "the API key is not valid for this server: create one with `unfuse keys add NAME`"
+WITHDRAWN_KEY = "the API key is no longer valid: it was removed, or its rights were reduced"
 
 
 class Principal(ApiKey, frozen=True):
@@ -59,7 +59,7 @@ async def caller_of(request: Request) -> Principal:
     if key is None:
         raise unauthorized(UNKNOWN_KEY if sent_key else NO_KEY)
     if key.only_reads and request.method not in ("GET", "HEAD", "OPTIONS"):
-        raise Refusal(403, "read_only", "this key only reads: whoever keeps the keys can give one without read=yes")
+        raise Refusal(403, "read_only", "the API key is read-only: ask the server's operator for one without read=yes")
     return _principal(key)
 
 
@@ -106,7 +106,7 @@ async def admin_only(caller: Known) -> None:
         raise Refusal(
             403,
             "admin_only",
-            "this needs an admin's key: one with admin=yes in the server's --api-keys FILE, or a sole --api-key",
+            "this call needs an admin key: one with admin=yes in the server's --api-keys FILE, or its only --api-key",
         )
 
 

@@ -223,13 +223,13 @@ async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
                 raise Refusal(
                     503,
                     "too_many_bodies",
-                    "too many large bodies are being sent: try again",
+                    "too many large request bodies are being read: try again",
                     headers={"retry-after": str(READING_PAUSE_S)},
                 )
             state.body_bytes += len(chunk)
             size += len(chunk)
             if size > limit:
-                raise Refusal(413, "body_too_large", f"the body is larger than the {limit} bytes that are read")
+                raise Refusal(413, "body_too_large", f"the body is larger than the limit of {limit} bytes")
             yield chunk
     finally:
         state.body_bytes -= size
@@ -250,7 +250,9 @@ def read_picture(name: str, value: object) -> bytes:
     if isinstance(value, dict):
         if value.get("file_id") is not None:
             raise InvalidParameter(
-                f"{name} names a file by file_id, and this server keeps no files: send the picture as a data: URL", name
+                f"{name} names a file by file_id, but this server stores no uploaded files: send the picture as a "
+                "data: URL",
+                name,
             )
         address = value.get("image_url")
         value = address.get("url") if isinstance(address, dict) else address
@@ -281,9 +283,11 @@ def _check_mask(mask: bytes, picture: bytes) -> None:
     """Raise InvalidParameter unless a mask has transparency and the size of its picture."""
     mask_size, picture_size = ("{}x{}".format(*size_of(data)) for data in (mask, picture))
     if mask_size != picture_size:
-        raise InvalidParameter(f"mask is {mask_size} pixels, image {picture_size}: send one of the same size", "mask")
+        raise InvalidParameter(
+            f"mask is {mask_size} pixels, but image is {picture_size}: send a mask of the same size", "mask"
+        )
     if not has_transparency(mask):
-        raise InvalidParameter("mask has no transparency: make it transparent where image is to change", "mask")
+        raise InvalidParameter("mask has no transparency: make it transparent where image is to be edited", "mask")
 
 
 def decode_data_url(name: str, value: object, kind: str = "image") -> bytes:
@@ -296,7 +300,7 @@ def decode_data_url(name: str, value: object, kind: str = "image") -> bytes:
     head = _DATA_URL.match(value) if isinstance(value, str) else None
     if not isinstance(value, str) or head is None:
         accepted = f"a file, or a data:{EXAMPLES[kind]};base64,… URL"
-        reason = "other addresses are not fetched, files not kept to refer to"
+        reason = "other URLs are not fetched, and uploaded files cannot be referenced"
         raise InvalidParameter(f"{name} must be {accepted} ({reason})", name)
     media_type = f"{head['kind']}{head['rest'].partition(';')[0]}"[:60]
     parameters = [parameter.strip().lower() for parameter in head["rest"].split(";")[1:]]

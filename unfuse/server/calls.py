@@ -170,7 +170,7 @@ class CreatingCall:
             # All requests of a tenant with limits are on one shard, so another key would not help it.
             other_key_helps = self.caller.allowance == TenantLimits()
             raise (KeyUnavailable if other_key_helps else TransientError)(
-                "the shard of the queue for this call does not answer: repeat the call later"
+                "the queue shard for this call does not respond: repeat the call later"
             )
 
     async def _submit(self, id: str, caller: Caller, delivery: Delivery) -> RequestRecord:
@@ -279,12 +279,12 @@ class CreatingCall:
         medium = self.medium
         if not medium.made_by(spec.limits):
             others = " or ".join(other.plural for other in MEDIA if other.made_by(spec.limits))
-            hint = f": ask it for {others}" if others else ""
-            raise InvalidParameter(f"model {public_name} makes no {medium.name}{hint}", "model")
+            hint = f": request {others} instead" if others else ""
+            raise InvalidParameter(f"model {public_name} does not generate {medium.plural}{hint}", "model")
         if spec.accepted(UPLOAD).min and UPLOAD not in pictures:
             where = self.upload or "image to /v1/images/edits, or as input_reference to /v1/videos"
             raise InvalidParameter(
-                f"model {public_name} starts from a picture: send one as {where}", self.upload or "model"
+                f"model {public_name} needs a picture to start from: send one as {where}", self.upload or "model"
             )
         for param, action, is_able in self._required_abilities(pictures):
             if not is_able(spec):
@@ -292,10 +292,10 @@ class CreatingCall:
                 able = [
                     name for name, other in sorted(served.items()) if medium.made_by(other.limits) and is_able(other)
                 ]
-                hint = f"{', '.join(able)} can" if able else "no model that is served can"
+                hint = f"{', '.join(able)} can" if able else "no served model can"
                 raise InvalidParameter(f"model {public_name} cannot {action}; {hint}", param)
         if spec.accepted(LAST_FRAME).min and LAST_FRAME not in pictures:
-            between = f"model {public_name} makes what lies between two pictures"
+            between = f"model {public_name} generates a video between two pictures"
             raise InvalidParameter(f"{between}: send the last one as {LAST_FRAME}", LAST_FRAME)
         return public_name, spec
 
@@ -308,7 +308,7 @@ class CreatingCall:
         """
         count = len(pictures.keys() - {MASK, LAST_FRAME})
         if MASK in pictures:
-            yield MASK, "keep to a mask", lambda spec: spec.accepted(MASK).max > 0
+            yield MASK, "use a mask", lambda spec: spec.accepted(MASK).max > 0
         if count:
             action = "start from a picture" if count == 1 else f"start from {count} pictures"
             yield self.upload, action, lambda spec: spec.accepted(UPLOAD).max >= count

@@ -75,7 +75,7 @@ class StreamUsage(NamedTuple):
 
 @router.post("/chat/completions", openapi_extra=CHAT, responses=CHATTED)
 async def complete(request: Request, gateway: Served, asker: Known) -> Response:
-    """Answer messages, and wait for that. With `stream`, tokens come as they are made."""
+    """Create a chat completion. With `stream`, tokens are sent as they are generated."""
     fields = await read_json(request, MAX_SHOWN_BODY)
     read = partial(_read_prompt, gateway.parsers)
     call = CreatingCall(gateway, request, asker, fields, TEXT, waits=True, read=read)
@@ -101,7 +101,7 @@ def _read_prompt(parsers: OutputParsers, spec: ModelSpec, fields: Mapping[str, o
     """
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise InvalidParameter("messages must be a list of what was said, the last of it by the user", "messages")
+        raise InvalidParameter("messages must be a list of at least one chat message", "messages")
     tokenizer = _tokenizer(spec.source)
     tools = read_tools(fields)
     template_inputs = tokenizer.told(messages, tools.shown if tools else None)
@@ -161,7 +161,7 @@ def _grammars(
     param = "tools" if tools else format.param if format else FORMAT
     packed_grammars = [pack_grammar(grammar, param) for grammar in dict.fromkeys(grammars) if grammar is not None]
     if packed_grammars and not tokenizer.stops:
-        raise InvalidParameter("this model has no end-of-text token, so it does not support formats", param)
+        raise InvalidParameter("this model has no end-of-text token, so it does not support structured outputs", param)
     return tuple(packed_grammars)
 
 
@@ -180,7 +180,7 @@ def _truncated(ids: list[int], spec: ModelSpec, fields: Mapping[str, Any], media
         most = limits.max_tokens - (answer_tokens if is_bounded else 1)
     if most < 1:
         raise InvalidParameter(
-            "truncate_prompt_tokens must be at least 1, or -1 for as many as fit beside the answer",
+            "truncate_prompt_tokens must be at least 1, or -1 for as many as leave room for the answer",
             "truncate_prompt_tokens",
         )
     if len(ids) > most and media:

@@ -28,7 +28,10 @@ async def page(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: str | None = None,
 ) -> dict[str, object]:
-    """Dead requests, newest first, with the evidence. An admin also gets unreadable records, before them."""
+    """List dead requests, newest first, with the evidence.
+
+    An admin also gets unreadable records of the queue, before them.
+    """
     records = await gateway.queue.list(RequestFilter(tenant=caller.sees, dead=True), after=after, limit=limit + 1)
     views = await gateway.views(request, records, evidence=True)
 
@@ -52,7 +55,7 @@ async def show(id: str, request: Request, gateway: Served, caller: Known) -> dic
     """One dead request, with the evidence."""
     record = await gateway.load(id, caller.sees)
     if not record.context.dead:
-        raise NotFound(f"request {id} is not among the dead ones: read /v1/requests/{id}")
+        raise NotFound(f"request {id} is not a dead letter: see /v1/requests/{id}")
     return await gateway.view(request, record, evidence=True)
 
 
@@ -67,7 +70,7 @@ async def delete(id: str, gateway: Served, caller: Known) -> dict[str, object]:
     elif (await gateway.load(id, caller.sees)).context.dead:
         await gateway.delete(id)
     else:
-        raise NotFound(f"request {id} is not among the dead ones: read /v1/requests/{id}")
+        raise NotFound(f"request {id} is not a dead letter: see /v1/requests/{id}")
     return {"id": id, "object": "request", "deleted": True}
 
 
@@ -83,11 +86,11 @@ async def retry(id: str, request: Request, gateway: Served, caller: Known) -> di
         raise Refusal(
             409,
             "not_dead",
-            f"request {id} is not among the dead ones, it is {old.context.status}: only those are retried",
+            f"request {id} is not a dead letter, it is {old.context.status}: only dead letters can be retried",
             headers={"x-should-retry": "false"},
         )
     if not caller.may_use(model := old.context.request.requested_model):
-        raise UnknownModel(f"no model {model!r} is served to this key", "model")
+        raise UnknownModel(f"model {model!r} is not served for this API key", "model")
     await gateway.model(model, caller.models)  # a request for a model that is not served now would wait for ever
 
     # An admin may retry another tenant's request: then the admin's limits do not apply.

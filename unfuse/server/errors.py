@@ -36,7 +36,7 @@ async def answer_error(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, HTTPException) and refusal.status == HTTPStatus.NOT_FOUND:
         refusal = Refusal(404, refusal.code, f"nothing is served at {path[:80]}: {_hint_at(request.scope)}")
     if refusal.status == HTTPStatus.METHOD_NOT_ALLOWED and (allowed := allowed_methods(request.scope)):
-        message = f"{request.method} is not served at {path[:80]}: send {allowed.removesuffix(', OPTIONS')}"
+        message = f"{request.method} is not allowed at {path[:80]}: send {allowed.removesuffix(', OPTIONS')}"
         refusal = Refusal(405, refusal.code, message, headers={"allow": allowed})
     return response_of(refusal)
 
@@ -105,11 +105,11 @@ def _server_refusal(error: Exception) -> Refusal:
         case errors.Damaged():
             return Refusal(500, "damaged", str(error), headers={"x-should-retry": "false"})
         case errors.ResultsUnavailable() | OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            log.error("no room", reason=str(error.__cause__ or error))
+            log.error("storage is full or unreachable", reason=str(error.__cause__ or error))
             return Refusal(
                 503,
                 "no_room",
-                "the server has no room for what it was sent, or cannot reach where it is kept: try again later",
+                "the server's storage is full or unreachable: try again later",
                 headers={"retry-after": "10"},
             )
         case errors.KeyUnavailable():
@@ -117,7 +117,7 @@ def _server_refusal(error: Exception) -> Refusal:
             return Refusal(
                 503,
                 "key_unavailable",
-                "the shard of the queue for requests with this Idempotency-Key does not answer, so nothing was queued: "
+                "the queue shard for requests with this Idempotency-Key does not respond, so nothing was queued: "
                 "repeat the call later, or send another key if this one was never used before",
                 "Idempotency-Key",
                 {"retry-after": "2"},
@@ -127,11 +127,12 @@ def _server_refusal(error: Exception) -> Refusal:
             return Refusal(
                 503,
                 "unavailable",
-                "the server cannot do this now, try again soon; its log holds why, under this x-request-id",
+                "the server cannot process the call now: try again soon; the server's log has the reason under this "
+                "x-request-id",
                 headers={"retry-after": "2"},
             )
     log.error("request failed", exc_info=error)
-    return Refusal(500, "internal_error", "the server failed; its log holds why, under this x-request-id")
+    return Refusal(500, "internal_error", "the server failed: its log has the reason under this x-request-id")
 
 
 def allowed_methods(scope: Scope) -> str:

@@ -161,7 +161,7 @@ class Gateway(Observer):
                 {"x-should-retry": "false"},
             )
         if not served and only is not None:
-            raise UnknownModel("no model that this key may use is served", "model")
+            raise UnknownModel("no served model is available to this API key", "model")
         if not served:
             raise Refusal(503, "no_model", "no model is served yet: start a worker", headers={"retry-after": "2"})
         if name is None:
@@ -170,7 +170,7 @@ class Gateway(Observer):
             raise InvalidParameter(f"model is missing: send one of {known}", "model")
         public_name = self.names.asked(name) if isinstance(name, str) else ""
         if public_name not in served:
-            raise UnknownModel(f"no model {_loggable(name)!r} is served: one of {known}", "model")
+            raise UnknownModel(f"model {_loggable(name)!r} is not served: send one of {known}", "model")
         return public_name, served[public_name]
 
     def default(self, served: Mapping[str, ModelSpec]) -> str | None:
@@ -199,9 +199,9 @@ class Gateway(Observer):
         adapters are served, or if one is unknown or does not fit.
         """
         if not card.takes_lora:
-            raise InvalidParameter(f"model {card.name} takes no lora: leave it out", "lora")
+            raise InvalidParameter(f"model {card.name} does not support LoRA adapters: leave lora out", "lora")
         if self.loras is None:
-            raise InvalidParameter("no lora is served here: start the server with --loras FOLDER", "lora")
+            raise InvalidParameter("the server has no LoRA adapters: start it with --loras FOLDER", "lora")
         try:
             return await to_thread.run_sync(self.loras.ids_of, named, limiter=self.decoding)
         except (NotFound, Unsuitable) as error:
@@ -289,7 +289,7 @@ class Gateway(Observer):
             self._releasing[request].add_done_callback(lambda _: self._releasing.pop(request, None))
 
     async def _delete_attachments(self, request: str, beginning: str) -> None:
-        with self.background.besides("letting go of attachments"):
+        with self.background.besides("deleting attachments"):
             await to_thread.run_sync(self.results.detach, request, beginning)
 
     def base_of(self, request: Request) -> str:
@@ -305,7 +305,7 @@ class Gateway(Observer):
             record = await self.queue.load(request)
             if tenant in (None, record.context.caller.tenant):
                 return record
-        raise NotFound(f"no request {request} is known (any more)")
+        raise NotFound(f"request {request} does not exist, or was deleted")
 
     async def delete(self, request: str) -> None:
         """Cancel a request, and delete its record and all its files."""
@@ -328,7 +328,7 @@ class Gateway(Observer):
         except ResultsUnavailable as error:
             reason = str(error.__cause__)
         if reason and reason != self._store_error:
-            log.error("results cannot be kept", reason=reason)
+            log.error("results cannot be stored", reason=reason)
         self._store_error = reason
         return not (reason or waiting), waiting
 
@@ -375,8 +375,10 @@ class Gateway(Observer):
         Raises NotFound if the request was deleted after its end.
         """
         retry_later = {"retry-after": "2"}
-        stopping = Refusal(503, "stopping", f"the server is stopping; {id} may still be completed", headers=retry_later)
-        lost = Refusal(503, "lost", f"request {id} is not in the queue any more: repeat the call", headers=retry_later)
+        stopping = Refusal(
+            503, "stopping", f"the server is stopping; request {id} may still be completed", headers=retry_later
+        )
+        lost = Refusal(503, "lost", f"the queue has lost request {id}: repeat the call", headers=retry_later)
 
         has_ended = False
         try:

@@ -62,7 +62,7 @@ async def edit(request: Request, gateway: Served, asker: Known) -> Response:
     fields = await read_body(request)
     if fields.get("images") is not None:
         if fields.get("image") is not None:
-            raise InvalidParameter("image and images say the same: send one of them", "images")
+            raise InvalidParameter("image and images are the same parameter: send one of them", "images")
         fields["image"] = fields.pop("images")
     if fields.get("image") in (None, [], [None]):
         raise InvalidParameter("image is missing: send the picture to start from", "image")

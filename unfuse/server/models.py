@@ -39,12 +39,17 @@ async def page(gateway: Served, caller: Known) -> dict[str, object]:
 async def add(request: Request, gateway: Served, caller: Known) -> dict[str, object]:
     """Serve another model, from a folder of the server's machine or from the hub.
 
-    You may choose its name. It is accepted at once, and loads until its state is ready: its progress shows how far it
-    is. If it cannot be served after all its state is failed, with the reason.
+    You may choose its name. The response does not wait until the model has loaded: then its `state` is `ready`. Before,
+    `progress` shows how much is loaded. If the model cannot be served, `state` is `failed`, and `reason` has the cause.
     """
     source, name = _parse_addition(await read_json(request))
     if not caller.may_use(name):
-        raise Refusal(403, "not_yours", f"this key may not use a model {name!r}: its line says models=", "model")
+        raise Refusal(
+            403,
+            "not_yours",
+            f"this API key may not use a model {name!r}: the key has a models= list without it",
+            "model",
+        )
     names = gateway.names
     if name in await gateway.models() or (names.is_given(name) and source != name):
         raise Refusal(409, "model_exists", f"a model {name!r} is served already: send another name", "name")
@@ -56,7 +61,7 @@ async def add(request: Request, gateway: Served, caller: Known) -> dict[str, obj
     except ConfigError as error:
         raise InvalidParameter(without_source(str(error), source, name), "model") from error
     except OSError as error:
-        raise InvalidParameter(f"model {name!r} cannot be looked into: {error.strerror or error}", "model") from error
+        raise InvalidParameter(f"model {name!r} cannot be inspected: {error.strerror or error}", "model") from error
     return await show(names.shown(name), gateway, caller)
 
 
@@ -64,7 +69,7 @@ async def add(request: Request, gateway: Served, caller: Known) -> dict[str, obj
 async def remove(name: str, gateway: Served, caller: Known) -> dict[str, object]:
     """Stop accepting requests for a model.
 
-    Its workers end when the accepted requests are over.
+    Its workers stop when its accepted requests have ended.
     """
     model = await show(name, gateway, caller)
     registry = gateway.scheduler.registry
@@ -85,7 +90,7 @@ async def show(name: str, gateway: Served, caller: Known) -> dict[str, object]:
         return views.served(public_name)
     if public_name in gateway.failed(caller.models):
         return views.failed(public_name)
-    raise UnknownModel(f"no model {name[:80]!r} is served: one of {', '.join(sorted(views.cards))}", "model")
+    raise UnknownModel(f"model {name[:80]!r} is not served: send one of {', '.join(sorted(views.cards))}", "model")
 
 
 def _parse_addition(fields: Mapping[str, Any]) -> tuple[str, str]:
@@ -98,13 +103,14 @@ def _parse_addition(fields: Mapping[str, Any]) -> tuple[str, str]:
     is_source = source.isprintable() and 0 < len(source) <= MAX_SOURCE and source[0] not in "-~"
     if fields.get("model") != source or not is_source or fields.keys() - {"model", "name"}:
         raise InvalidParameter(
-            "send model, a folder of the server's machine or a hub name such as a/b, and optionally name", "model"
+            "model must be a folder on the server's machine or a hub name such as a/b; the only other field is name",
+            "model",
         )
     if name is None and not is_name(name_of(source)):
-        raise InvalidParameter("send name too, since the last part of the path cannot be a name", "name")
+        raise InvalidParameter("name is required: the last part of the path in model cannot be a name", "name")
     if name is not None and not (isinstance(name, str) and is_name(name)):
-        rule = f"letters, digits and . _ - : @ + of at most {MAX_NAME} characters, with at most one slash, and no path"
-        raise InvalidParameter(f"name is what clients call the model, such as mine or owner/mine: {rule}", "name")
+        rule = f"at most {MAX_NAME} letters, digits and . _ - : @ +, with at most one slash, and not a path"
+        raise InvalidParameter(f"name must be a name that clients use, such as mine or owner/mine: {rule}", "name")
     return source, name or name_of(source)
 
 

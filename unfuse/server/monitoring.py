@@ -30,12 +30,12 @@ from unfuse.server.openapi_schemas import POOL, READY, WORKER, several
 router = APIRouter(tags=["health"])
 workers_router = APIRouter(tags=["workers"], dependencies=[Depends(admin_only)])
 
-WITHHELD = "the server is not ready: send a key of this server to see why"
+WITHHELD = "the server is not ready: send an API key to get the reason"
 
 
 @router.get("/health")
 async def health() -> dict[str, str]:
-    """The gateway answers."""
+    """Return 200 while the gateway runs."""
     return {"status": "ok"}
 
 
@@ -45,7 +45,7 @@ async def ready(gateway: Served, visitor: Visitor) -> JSONResponse:
 
     `missing` in the 503 lists the other pools by model. Models that were added while the server ran do not count: those
     that still load are named as loading, and those that cannot be served as failed, with the reason. 503 too while no
-    model is served, while the queue cannot work, while results cannot be kept, and while the server is shutting down.
+    model is served, while the queue is unavailable, while results cannot be stored, and while the server shuts down.
     Unreachable parts of a queue that works without them are named. Without a key, where keys are configured, the answer
     has no names and no reason.
     """
@@ -78,7 +78,8 @@ async def _readiness(gateway: Gateway) -> JSONResponse:
         raise Refusal(
             503,
             "not_ready",
-            f"results cannot be kept: make room where --results has them, or make it reachable; {waiting} wait",
+            f"results cannot be stored: free space in the result store (--results), or make it reachable; {waiting} "
+            "tasks wait",
             headers={"retry-after": "2"},
         )
 
@@ -103,7 +104,7 @@ async def _readiness(gateway: Gateway) -> JSONResponse:
         return JSONResponse({"ready": True, "models": sorted(served), **present_details})
 
     reasons = [
-        f"{model}: {changed_files[model]}" if changed_files[model] else f"{model} lacks a worker for {', '.join(pools)}"
+        f"{model}: {changed_files[model]}" if changed_files[model] else f"{model} has no worker for {', '.join(pools)}"
         for model, pools in missing.items()
     ]
     body = {"ready": False, "missing": missing} | ({"failed": failed} if failed else {})
@@ -123,10 +124,11 @@ async def version() -> dict[str, str]:
 
 @router.get("/metrics", response_class=Response)
 async def metrics(gateway: Served, reader: Annotated[Principal | None, Depends(reader_of)]) -> Response:
-    """Numbers for Prometheus.
+    """Metrics in the text format of Prometheus.
 
-    All of them with a key that has `admin=yes` or `read=yes`, with --open-metrics, and where no keys are configured.
-    Without a key only those that name no tenant, money or model. With any other key those of no other tenant.
+    A key with `admin=yes` or `read=yes` gets all metrics, as does every client with --open-metrics or if no keys are
+    configured. Without a key, metrics that name a tenant, money or a model are left out. Any other key gets no metrics
+    of other tenants.
     """
     registry = gateway.scheduler.registry
     results = await gateway.unwritten()
@@ -195,9 +197,9 @@ def _worker_view(
 async def pools(gateway: Served) -> dict[str, object]:
     """The pools of the served models, with their models, healthy workers and waiting tasks.
 
-    `leased` counts all that its workers hold, of their other pools too; `oldest_s` is the longest wait of the first few
-    in line. `shares` says how requests share forwards exactly: the largest batch that was found to change no byte of
-    any, and for sizes that change some, the function that is to blame.
+    `leased` counts all tasks of the pool's workers, including those of their other pools. `oldest_s` is the longest
+    wait of the first few tasks in the queue. `shares` has the batch invariance: `largest`, the largest batch that
+    changed no byte of any result, and `blame`, the function that changed bytes, for each batch size where one did.
     """
     registry = gateway.scheduler.registry
     members = await registry.workers()

@@ -117,7 +117,7 @@ class _MessageReader:
         if kind not in self._readers:
             return part
         if len(self.media) == MAX_SHOWN:
-            raise InvalidParameter(f"messages may show {MAX_SHOWN} pictures and videos, and have more", "messages")
+            raise InvalidParameter(f"messages have more than {MAX_SHOWN} pictures and videos", "messages")
         try:
             self._readers[kind](f"{name}.{kind}", part)
         except InvalidParameter as error:
@@ -139,7 +139,7 @@ class _MessageReader:
         width, height = size_of(data)
         self._pixels += width * height
         if self._pixels > MAX_PIXELS:
-            raise InvalidParameter(f"{name}: with it, messages show more than {MAX_PIXELS} pixels in all")
+            raise InvalidParameter(f"{name}: with it, the pictures of all messages have more than {MAX_PIXELS} pixels")
         return data, (width, height)
 
     def _read_frames(self, name: str, part: Mapping[str, Any]) -> None:
@@ -153,7 +153,7 @@ class _MessageReader:
         rate = number(f"{name}.fps", part.get("fps", self._vision.rate), 0.01, 1000)
         pictures = [self._read_picture(f"{name}[{index}]", _url(url)) for index, url in enumerate(urls)]
         if len(sizes := {size for _, size in pictures}) > 1:
-            raise InvalidParameter(f"{name}: frames must all have one size, not {len(sizes)}")
+            raise InvalidParameter(f"{name}: all frames must have the same size, not {len(sizes)} sizes")
         (size,) = sizes
         frames = encode([data for data, _ in pictures], MAX_UPLOAD_BYTES)
         self._add_video(frames, size, [*range(len(urls))], rate, rate, "")
@@ -167,7 +167,9 @@ class _MessageReader:
             raise InvalidParameter(f"{name}.url is not an MP4 file that can be read: {error}") from error
         if video.frames > MAX_FRAMES or video.frames * video.width * video.height > MAX_FILM:
             has = f"{video.frames} frames of {video.width}x{video.height} pixels"
-            raise InvalidParameter(f"{name}.url has {has}: there may be {MAX_FRAMES}, and {MAX_FILM} pixels in all")
+            raise InvalidParameter(
+                f"{name}.url has {has}: it may have {MAX_FRAMES} frames, and {MAX_FILM} pixels in all frames"
+            )
         if max(video.width, video.height) > MAX_SIDE or video.frames < 2:
             raise InvalidParameter(f"{name}.url must have 2 frames or more, of at most {MAX_SIDE} pixels a side")
         sampled = self._vision.picked(video.frames, video.rate)
@@ -216,7 +218,7 @@ def _data_url(name: str, url: object) -> str | bytes:
         return url
     if not isinstance(url, str) or url[:5].lower() != "data:":
         raise InvalidParameter(
-            f"{name} must be a data: URL, nothing is fetched here but pictures of --image-hosts: not {printable(url)}"
+            f"{name} must be a data: URL, not {printable(url)}: only pictures from --image-hosts are fetched"
         )
     return url
 
@@ -242,7 +244,7 @@ class ImageFetcher:
         urls = dict.fromkeys(url for message in messages for part in _parts(message) if (url := _http_url(part)))
         if len(urls) > MAX_FETCHED:
             raise InvalidParameter(
-                f"messages: at most {MAX_FETCHED} pictures are fetched, send more as data: URLs", "messages"
+                f"messages: at most {MAX_FETCHED} pictures are fetched: send more as data: URLs", "messages"
             )
         pictures = dict(zip(urls, await asyncio.gather(*map(self._fetch, urls)), strict=True))
         return {**fields, "messages": [_with_pictures(message, pictures) for message in messages]}
@@ -311,8 +313,8 @@ def film_of(data: bytes) -> VideoInfo:
             if video := _video_of_track(track):
                 return video
     except (struct.error, IndexError) as error:
-        raise ValueError("a box is cut short") from error
-    raise ValueError("it has no video track with frames that are listed at one place")
+        raise ValueError("a box is truncated") from error
+    raise ValueError("it has no video track whose header lists its frames; fragmented files are not supported")
 
 
 def _video_of_track(track: memoryview) -> VideoInfo | None:
@@ -352,7 +354,7 @@ def _boxes_at(data: memoryview, path: tuple[bytes, ...]) -> Iterator[memoryview]
             (size,) = struct.unpack(">Q", data[start + 8 : start + 16])
         end = start + size if size else len(data)  # a size of 0 means all that follows
         if size and size < head or end > len(data):
-            raise ValueError("a box is longer than the file, or than it can be")
+            raise ValueError("a box has an invalid size")
         if kind == path[0] and len(path) == 1:
             yield data[start + head : end]
         elif kind == path[0]:

@@ -102,7 +102,14 @@ REQUEST = thing(
         "error": perhaps(ERROR),
         "metadata": table(TEXT),
         "webhook": perhaps(thing({"url": TEXT, "state": TEXT, "attempts": INTEGER, "reason": TEXT})),
-        "hint": perhaps({**TEXT, "description": "words of the prompt that the model does not know, and what it makes"}),
+        "hint": perhaps(
+            {
+                **TEXT,
+                "description": (
+                    "words of the prompt that are not in the model's vocabulary, and what the model can generate"
+                ),
+            }
+        ),
     }
 )
 DAMAGE = thing({"id": TEXT, "object": {"const": "damaged"}, "kind": TEXT, "error": ERROR})
@@ -207,8 +214,8 @@ PICTURES = thing(
     hint=TEXT,
 )
 
-_HEADERS = {"x-request-id": {"description": "what this call is called in the server's log", "schema": TEXT}}
-_LATER = {"location": {"description": "where the request is read", "schema": TEXT}}
+_HEADERS = {"x-request-id": {"description": "ID of this call in the server's log", "schema": TEXT}}
+_LATER = {"location": {"description": "URL of the request", "schema": TEXT}}
 _LATER |= {"preference-applied": {"schema": {"const": "respond-async"}}}
 
 
@@ -222,7 +229,7 @@ def answer(says: str, schema: Schema, kind: str = "application/json", headers: S
 
 def one(schema: Schema, status: int = 200) -> Answers:
     """Return the documentation of a route that responds with one object."""
-    return {status: answer("What was asked for", schema)}
+    return {status: answer("Successful response", schema)}
 
 
 def several(schema: Schema, paged: bool = True) -> Answers:
@@ -281,7 +288,7 @@ READY = one(
 
 _ERROR = thing({"message": TEXT, "type": TEXT, "param": perhaps(TEXT), "code": perhaps(TEXT)})
 _ENVELOPE: Schema = {
-    "description": "What is wrong, and what to do",
+    "description": "The error, and how to correct it",
     "content": {"application/json": {"schema": thing({"error": _ERROR})}},
 }
 DOCUMENTED: Answers = {"4XX": _ENVELOPE, "5XX": _ENVELOPE}  # the error replies of every route
@@ -367,8 +374,8 @@ EDIT = _bodies(
     example={"prompt": "a red circle on white", "image": GRAY},
 )
 MAX_SOURCE = 1024
-_SOURCE = "A folder or GGUF file of the server's machine, or a hub name such as owner/model."
-_NAME = "What clients call it; by default the hub name, or the last part of the path."
+_SOURCE = "A folder or GGUF file on the server's machine, or a hub name such as owner/model."
+_NAME = "Name that clients use; by default the hub name, or the last part of the path."
 ADD = _bodies(
     thing(
         {"model": {**TEXT, "minLength": 1, "maxLength": MAX_SOURCE, "description": _SOURCE}},

@@ -95,7 +95,7 @@ class OutboundHttp:
         """Raise InvalidParameter for a URL that may not be called. Names are not resolved here."""
         if not self:
             raise InvalidParameter(
-                f"{self._param}: nobody is {self._done} by this server, start it with {self._flag}{self._needs}",
+                f"{self._param}: no host may be {self._done} by this server: start it with {self._flag}{self._needs}",
                 self._param,
             )
         host = self._parts(url).hostname or ""
@@ -105,8 +105,7 @@ class OutboundHttp:
             allowed = matches(host, self._names)
         if not allowed:
             raise InvalidParameter(
-                f"{self._param}: {host[:80]} may not be {self._done}, whoever runs the server can add it to "
-                f"{self._flag}",
+                f"{self._param}: {host[:80]} may not be {self._done}: the server's operator can add it to {self._flag}",
                 self._param,
             )
 
@@ -134,11 +133,11 @@ class OutboundHttp:
         data = bytearray()
         async with self._response("GET", url, {"accept": "image/*"}) as response:
             if response.status != HTTP_OK:
-                raise TransientError(f"the answer is {response.status}, and only {HTTP_OK} is read")
+                raise TransientError(f"the response has status {response.status}, not {HTTP_OK}")
             async for chunk in response.aiter_stream():
                 data += chunk
                 if len(data) > most:
-                    raise TransientError(f"it has more than {most} bytes")
+                    raise TransientError(f"the response has more than {most} bytes")
         return bytes(data)
 
     @asynccontextmanager
@@ -157,7 +156,7 @@ class OutboundHttp:
                 async with self._pool.stream(method, address, headers=[*all_headers.items()], content=body) as response:
                     yield response
         except TimeoutError as error:
-            raise TransientError(f"it did not answer within {CALL_S:g} s") from error
+            raise TransientError(f"no response within {CALL_S:g} s") from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException, OSError) as error:
             raise TransientError(str(error) or type(error).__name__) from error
 
@@ -176,7 +175,7 @@ class OutboundHttp:
         except ValueError:
             pass
         raise InvalidParameter(
-            f"{self._param} must be an address like https://hooks.example/done, without user and #", self._param
+            f"{self._param} must be a URL like https://hooks.example/done, without user and fragment", self._param
         )
 
     def _is_named(self, address: IPv4Address | IPv6Address) -> bool:
@@ -212,7 +211,7 @@ class _CheckedBackend(httpcore2.AsyncNetworkBackend):
         results = await asyncio.get_running_loop().run_in_executor(self._lookups, look_up)
         addresses = list(dict.fromkeys(str(result[4][0]) for result in results))
         if not (allowed := [address for address in addresses if self._check(address)]):
-            raise httpcore2.ConnectError(f"{host} leads to {', '.join(addresses[:4])}, which may not be called")
+            raise httpcore2.ConnectError(f"{host} resolves to {', '.join(addresses[:4])}, which may not be called")
         for address in allowed[:-1]:
             with suppress(httpcore2.ConnectError):
                 return await self._backend.connect_tcp(address, port, timeout, local_address, socket_options)

@@ -34,8 +34,8 @@ class Prices:
             kind, amount = match.groups()
             if kind not in KINDS:
                 close = nearest(kind, KINDS, 0.5)
-                hint = f"did you mean {close}?" if close else f"there are {', '.join(KINDS)}"
-                raise UsageError(f"--price {entry}: there are no devices of the kind {kind}; {hint}")
+                hint = f"did you mean {close}?" if close else f"kinds are {', '.join(KINDS)}"
+                raise UsageError(f"--price {entry}: unknown device kind {kind}; {hint}")
             self._by_kind[kind] = float(amount)
 
     def unseen(self, devices: Sequence[str]) -> list[str]:

@@ -32,7 +32,7 @@ async def page(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: str | None = None,
 ) -> dict[str, object]:
-    """Requests, newest first; the next page starts `after` the last id of this one."""
+    """List requests, newest first. The next page starts `after` the last ID of this one."""
     records = await gateway.queue.list(RequestFilter(tenant=caller.sees, status=status), after=after, limit=limit + 1)
     return listed(await gateway.views(request, records), limit)
 
@@ -45,7 +45,7 @@ async def show(id: str, request: Request, gateway: Served, caller: Known) -> dic
 
 @router.post("/{id}/cancel", responses=one(REQUEST))
 async def cancel(id: str, request: Request, gateway: Served, caller: Known) -> dict[str, object]:
-    """Cancel a request; one that is over does not change."""
+    """Cancel a request. A request that has ended does not change."""
     await gateway.load(id, caller.sees)
     return await gateway.view(request, await gateway.scheduler.cancel(id))
 

@@ -91,7 +91,7 @@ async def file_response(request: Request, path: Path, media_type: str, sha256: s
         raise Refusal(
             412,
             "precondition_failed",
-            "the file is not the one that If-Match names: send the call without that header",
+            "the file is not the one in If-Match: send the call without that header",
             headers={"etag": etag},
         )
     modified = response.headers["last-modified"]

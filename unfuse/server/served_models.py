@@ -109,7 +109,7 @@ class AddModel:
 
         Raises ConfigError if the model cannot be served or does not fit, and Refusal (409) if the name is in use.
         """
-        raise ConfigError("this gateway starts no workers: name the model when the server is started")
+        raise ConfigError("this gateway starts no workers: name the model when you start the server")
 
     def progress(self, name: str) -> AddModelProgress | None:
         """Return the progress of a model's workers, or None.

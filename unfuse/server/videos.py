@@ -132,7 +132,7 @@ class VideoStream:
     def _require_same_bytes(self, digest: bytes) -> None:
         """Raise ResponseAborted unless this is the hash of the bytes that were sent."""
         if digest != self._sent_hash.digest():
-            raise ResponseAborted("what was made again differs from what was sent")
+            raise ResponseAborted("the video of a later attempt differs from the bytes that were sent")
 
 
 def _read_chunk(rest: Iterator[bytes]) -> bytes:
@@ -182,7 +182,7 @@ async def show(id: str, gateway: Served, caller: Known) -> JSONResponse:
 
 @router.delete("/{id}", responses=DELETED)
 async def delete(id: str, gateway: Served, caller: Known) -> dict[str, object]:
-    """End a video if it is not done, and forget it."""
+    """Cancel a video if it has not ended, and delete it."""
     await _load(gateway, id, caller.sees)
     await gateway.delete(id)
     return {"id": id, "object": "video.deleted", "deleted": True}
@@ -199,19 +199,19 @@ async def content(
 ) -> Response:
     """Return a video's file, ranges of its bytes, or its first frame as WebP.
 
-    With `stream`, the video as fragmented MP4, also while it is being made: frames come as they are decoded.
+    With `stream`, the video is sent as fragmented MP4, even while it is generated: frames are sent as they are decoded.
     """
     record = await _load(gateway, id, caller.sees)
     if variant == "spritesheet":
-        raise InvalidParameter("variant can be video or thumbnail; spritesheets are not made", "variant")
+        raise InvalidParameter("variant must be video or thumbnail: spritesheets are not supported", "variant")
     if stream and (variant != "video" or record.context.request.params["output_format"] != "mp4"):
-        raise InvalidParameter("what can be streamed is a video as mp4: leave stream out", "stream")
+        raise InvalidParameter("only a video in mp4 can be streamed: leave stream out", "stream")
     if stream and (record.context.status == "completed" or not record.context.over):
         stream_bytes = VideoStream(gateway, record.context).content()
         return StreamingResponse(stream_bytes, media_type="video/mp4", headers={"cache-control": "no-store"})
 
     if record.context.status != "completed":
-        message = f"{id} has no content, it is {record.status}: ask for it once it is completed"
+        message = f"{id} has no content, because it is {record.status}: repeat the call when it is completed"
         raise Refusal(409, "not_completed", message, headers={"x-should-retry": "false"})
     path = await to_thread.run_sync(gateway.results.path, id, 0)
     file = record.context.result[0]
@@ -219,7 +219,7 @@ async def content(
         return Response(await to_thread.run_sync(_thumbnail, path), media_type="image/webp")
     if len(record.context.result) > 1:
         last = len(record.context.result) - 1
-        raise InvalidParameter(f"{id} is frames: read /v1/requests/{id}/result/0 to /{last}", "variant")
+        raise InvalidParameter(f"{id} is stored as frames: read /v1/requests/{id}/result/0 to /{last}", "variant")
     return await file_response(request, path, file.content_type, file.sha256)
 
 
@@ -229,7 +229,7 @@ async def content(
 @router.post("/{id}/remix", include_in_schema=False)
 async def unknown(request: Request) -> None:
     """Refuse OpenAI's operations on existing videos, which this server does not have. Always raises NotFound."""
-    raise NotFound(f"{request.scope['path']} is not served: make a new video with POST /v1/videos")
+    raise NotFound(f"{request.scope['path']} is not supported: create a new video with POST /v1/videos")
 
 
 async def _load(gateway: Gateway, id: str, tenant: str | None) -> RequestRecord:
@@ -239,7 +239,7 @@ async def _load(gateway: Gateway, id: str, tenant: str | None) -> RequestRecord:
     """
     record = await gateway.load(id, tenant)
     if not record.context.video:
-        raise NotFound(f"request {id} is no video: read /v1/requests/{id}")
+        raise NotFound(f"request {id} is not a video: see /v1/requests/{id}")
     return record
 
 

@@ -79,7 +79,7 @@ class Webhooks(Observer):
             self._deliveries = scheduler.webhook_deliveries
             self._links = links
             scheduler.observers.add(self)
-            self._background.forever("looking for webhooks that have not heard", self._deliver_pending)
+            self._background.forever("starting pending webhook deliveries", self._deliver_pending)
 
     async def close(self) -> None:
         """Stop all deliveries. Other gateways, or this one after a restart, continue them."""
@@ -90,7 +90,7 @@ class Webhooks(Observer):
         """Start the delivery of the webhook of a request, if it is pending."""
         in_progress = self._deliveries_in_progress
         if context.unheard and context.id not in in_progress and len(in_progress) < MOST:
-            in_progress[context.id] = self._background.once("telling a webhook", lambda: self._deliver(context))
+            in_progress[context.id] = self._background.once("delivering a webhook", lambda: self._deliver(context))
             in_progress[context.id].add_done_callback(lambda _: in_progress.pop(context.id, None))
 
     async def _deliver_pending(self) -> None:
@@ -127,11 +127,13 @@ class Webhooks(Observer):
 
         fields = {"request": context.id, "host": host_of(url), "attempt": context.webhook.attempts}
         if 200 <= status < 300:
-            log.info("webhook heard", **fields)
+            log.info("webhook delivered", **fields)
             self._scheduler.observers.tell(Observer.told, "heard")
             return await self._deliveries.heard(context.id)
 
-        reason = reason or f"it answered {status}" + " (redirects are not followed)" * (300 <= status < 400)
+        reason = reason or f"the receiver responded with status {status}" + " (redirects are not followed)" * (
+            300 <= status < 400
+        )
         context = await self._deliveries.failed(context.id, reason, for_good=status == GONE)
         state = context.webhook.state
         log.warning("webhook failed", **fields, reason=reason, state=state)
@@ -168,8 +170,8 @@ def _signer(secret: str) -> Signer:
     is_file = os.path.isfile(secret)
     if not is_file and is_path_like(secret):
         raise UsageError(
-            "--webhook-secret looks like the path of a file, and there is no such file: make it by "
-            "`openssl rand -base64 32`, or write whsec_ before a secret that begins with /"
+            "--webhook-secret looks like a file path, but there is no such file: create it with `openssl rand -base64 "
+            "32`, or write whsec_ before a secret that begins with /"
         )
     try:
         text = Path(secret).read_text().strip() if is_file else secret
@@ -177,5 +179,9 @@ def _signer(secret: str) -> Signer:
         if len(base64.b64decode(encoded + "=" * (-len(encoded) % 4), validate=True)) >= LEAST_SECRET:
             return Signer(text)
     except (OSError, ValueError) as error:
-        raise UsageError("--webhook-secret is no base64, as `openssl rand -base64 32` makes it") from error
-    raise UsageError(f"--webhook-secret is shorter than {LEAST_SECRET} bytes: make one by `openssl rand -base64 32`")
+        raise UsageError(
+            "--webhook-secret cannot be read as base64: create it with `openssl rand -base64 32`"
+        ) from error
+    raise UsageError(
+        f"--webhook-secret is shorter than {LEAST_SECRET} bytes: create one with `openssl rand -base64 32`"
+    )

@@ -23,7 +23,7 @@ from unfuse.wire.unix_socket import server_socket, servers
 #: Seconds between two checks for a server or a key.
 LOOK_S = 0.2
 
-AT_RISK = "whoever reaches it may be a worker, see prompts and pictures, and forge results (--insecure-listen)"
+AT_RISK = "anyone who can connect can act as a worker, read prompts and pictures, and forge results (--insecure-listen)"
 
 #: Transfer engines that need a library of the same name. The extra that installs it also has that name.
 EXTRAS = ("mooncake", "nixl")
@@ -65,8 +65,8 @@ def worker_trust(settings: Settings, addresses: Iterable[str]) -> Trust:
     for address in addresses:
         if trusted is None and not unix_path(address):
             raise ConfigError(
-                f"this machine has no key: copy worker.key from the scheduler's machine, which says where it is when "
-                f"it starts, to {own_keys(settings)}/worker.key (chmod 600)"
+                "this machine has no worker key: copy worker.key from the scheduler's machine to "
+                f"{own_keys(settings)}/worker.key (chmod 600); `unfuse serve` prints its path when it starts"
             )
         keys_for(address, trusted)
     return trusted
@@ -79,7 +79,10 @@ def listens(settings: Settings) -> tuple[str, ...]:
     """
     addresses = tuple(_absolute(address) for address in settings.serve.listen)
     if settings.serve.launcher != "local" and all(map(unix_path, addresses)):
-        raise UsageError(f"--launcher {settings.serve.launcher}: workers elsewhere come to --listen tcp://HOST:PORT")
+        raise UsageError(
+            f"--launcher {settings.serve.launcher} needs --listen tcp://HOST:PORT, to which workers on other machines "
+            "connect"
+        )
     if any(not unix_path(address) for address in addresses) and not (settings.keys or settings.insecure_listen):
         make_once(own_keys(settings))
     return addresses
@@ -95,7 +98,9 @@ def schedulers(settings: Settings) -> tuple[str, ...]:
     running = servers(settings.run_dir)
     if len(running) > 1:
         ports = ", ".join(map(str, running))
-        raise InvalidParameter(f"several servers run here: choose by --scheduler PORT, of {ports}", "scheduler")
+        raise InvalidParameter(
+            f"several servers run on this machine: select one by --scheduler PORT, of {ports}", "scheduler"
+        )
     if not running:
         return (f"{UNIX}{server_socket(settings.run_dir, settings.serve.port)}",)
     return tuple(f"{UNIX}{path}" for path in running.values())
@@ -108,7 +113,7 @@ def await_scheduler(settings: Settings) -> None:
     Each wait is logged once.
     """
     if not settings.worker.scheduler and not servers(settings.run_dir):
-        log.warning("no server of this user runs here yet: waiting for one", run_dir=settings.run_dir)
+        log.warning("no server of this user runs on this machine yet: waiting for one", run_dir=settings.run_dir)
         while not servers(settings.run_dir):
             time.sleep(LOOK_S)
 
@@ -116,9 +121,12 @@ def await_scheduler(settings: Settings) -> None:
     key = own_keys(settings) / "worker.key"
     if needs_key and not key.exists():
         log.warning(
-            "this machine has no key yet: waiting for it",
+            "this machine has no worker key yet: waiting for it",
             file=str(key),
-            advice="copy worker.key from the scheduler's machine, which says where it is when it starts (chmod 600)",
+            advice=(
+                "copy worker.key from the scheduler's machine (chmod 600); `unfuse serve` prints its path when it "
+                "starts"
+            ),
         )
         while not key.exists():
             time.sleep(LOOK_S)
@@ -161,7 +169,7 @@ def invitations(trusted: Trust, folder: str, addresses: Iterable[str]) -> list[s
     key_files = [path for name in ("worker.key", SHARED) if folder and (path := expanded(folder) / name).exists()]
     key = key_files[0] if key_files else "the worker.key that was made together with this server's scheduler.key"
     return [
-        f"workers elsewhere: copy {key}, a secret, there into a folder of its own (chmod 600), and run: "
+        f"workers on other machines: copy {key}, which is secret, to a folder of its own there (chmod 600), and run: "
         f"unfuse worker --workers auto --keys FOLDER --scheduler {from_elsewhere(address)}"
         for address in tcp_addresses
     ]
@@ -197,7 +205,7 @@ def engines(settings: Settings, options: TransferOptions) -> dict[str, TransferE
     opened = {name: open_engine(name, options) for name in settings.transfer.engine}
     if unprotected := [name for name, engine in opened.items() if not engine.enforces_refs]:
         log.warning(
-            "whoever reaches this worker can read and overwrite its tensors; rdma is not verified", by=unprotected
+            "anyone who can connect to this worker can read and overwrite its tensors; RDMA is untested", by=unprotected
         )
     return opened
 
@@ -214,11 +222,12 @@ def transfers(wanted: Transfer) -> dict[str, str]:
         except ConfigError as error:
             states[name] = str(error)
             continue
-        usage = "listens in every worker that has keys" if name in wanted.engine else "not used"
-        access = "to holders of the keys, and reads need the object's own"
+        usage = "used by every worker that has keys" if name in wanted.engine else "not used"
+        access = "only holders of the keys can connect, and reads need the key of the object"
         if not engine.enforces_refs:
             access = (
-                "whoever reaches it can read and overwrite all tensors: only with --trusted-network; rdma not verified"
+                "anyone who can connect can read and overwrite all tensors: it needs --trusted-network; RDMA is "
+                "untested"
             )
         states[name] = f"{usage}; {access}"
     return states

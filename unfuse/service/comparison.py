@@ -282,8 +282,8 @@ class ComparisonProgress:
 
         requests = ", then ".join(f"{count} requests with {side}" for side, count in totals.items())
         total_s = sum(totals.values()) * self._each_s
-        estimate = f"about {duration(total_s)}, by what stages took on this machine before"
-        say(f"{requests}: {estimate if total_s else 'the first one will tell how long that takes'}")
+        estimate = f"about {duration(total_s)}, estimated from earlier measurements on this machine"
+        say(f"{requests}: {estimate if total_s else 'an estimate follows after the first request'}")
 
     def begin(self, side: str) -> None:
         """Start counting the requests of this side."""
@@ -349,12 +349,13 @@ def verdict(whole: ComparisonFigures, split: ComparisonFigures, workers: int) ->
     elif best <= 1 + ALIKE:
         faster = "diffusers alone is faster here"
     else:
-        faster = "which is faster here depends on how many ask at once"
+        faster = "which is faster here depends on the number of concurrent requests"
     memory = split.memory / whole.memory
     return (
         f"{faster}: compared with diffusers, unfuse needs {_times(1 / alone, 'the time', 'as much time')} for one "
-        f"request, makes {_times(at_once, 'as many', 'as many')} a second with {most} at once, and takes "
-        f"{_times(memory, 'the memory', 'as much memory')}: {workers} worker{'s' * (workers > 1)} beside one process"
+        f"request, completes {_times(at_once, 'as many', 'as many')} a second with {most} at once, and uses "
+        f"{_times(memory, 'the memory', 'as much memory')}: {workers} worker{'s' * (workers > 1)} instead of one "
+        "process"
     )
 
 

@@ -24,7 +24,7 @@ from unfuse.stores import COPIES
 #: Prefixes of the names of result folders.
 REQUESTS = tuple(medium.prefix for medium in MEDIA)
 
-RESULTS_GO = "what is over goes after --retention, the oldest before that over --results-limit"
+RESULTS_GO = "ended requests after --retention, the oldest ones earlier above --results-limit"
 
 
 def disk_use(settings: Settings) -> list[dict[str, Any]]:
@@ -40,19 +40,23 @@ def disk_use(settings: Settings) -> list[dict[str, Any]]:
     )
     spill = store.partition("+")[2] if store.startswith("spill:") else store if store.startswith("disk:") else ""
     rows = [_row("results", results, RESULTS_GO, REQUESTS)]
-    rows += [_row("queue", queue, "nothing: requests that wait, and those that are kept")]
+    rows += [_row("queue", queue, "nothing: it stores the requests that wait or are retained")]
     if durable != "none":
-        rows += [_row("copies of outputs", durable, "nothing: they go with their requests")]
+        rows += [_row("copies of outputs", durable, "nothing: they are deleted with their requests")]
     elif results.startswith("disk:"):
         saved = f"{results.partition('?')[0].rstrip('/')}/{COPIES}"
-        rows += [_row("saved by the last stop", saved, "nothing: it goes with its requests")]
+        rows += [_row("saved by the last stop", saved, "nothing: it is deleted with its requests")]
     if spill:
-        rows += [_row("spilled tensors", spill, "nothing: they go with their requests; doctor --clean removes others")]
+        rows += [
+            _row(
+                "spilled tensors", spill, "nothing: they are deleted with their requests; doctor --clean deletes others"
+            )
+        ]
 
     data_dir = Path(settings.data_dir)
     listed = [Path(row["path"]) for row in rows if row["bytes"] is not None]
     rest = [path for path in _files(data_dir) if not any(_within(path, place, data_dir) for place in listed)]
-    rest_may_go = "costs, verdicts and keys: only what can be measured or made again"
+    rest_may_go = "costs, batch invariance results and keys: they can be measured or created again"
     rows += [{"what": "other data", "path": str(data_dir), **_sums(rest), "may go": rest_may_go}]
     may_go = "models that are not served: `hf cache delete`"
     hub = {"what": "models of the hub", "path": HF_HUB_CACHE, **_sums(_files(Path(HF_HUB_CACHE))), "may go": may_go}
@@ -149,7 +153,7 @@ def clean(settings: Settings) -> list[Remain]:
     for url in {settings.serve.results, settings.serve.store, settings.serve.durable}:
         removed += _remove_partial_files(folder) if (folder := _disk_folder(url, settings)) else []
     if (spill := _disk_folder(settings.serve.store, settings)) and not _is_worker_running():
-        removed += _remove(spill / "objects", "what dead workers had moved out of their arenas")
+        removed += _remove(spill / "objects", "spilled objects of dead workers")
     return removed
 
 
@@ -172,7 +176,7 @@ def _remove_sockets(folder: Path) -> Iterator[Remain]:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         for path in sorted(folder.rglob("*")):
             if is_refused(path):
-                yield from _remove(path, "a socket nobody listens at")
+                yield from _remove(path, "a socket without a listener")
     finally:
         os.close(descriptor)
 
@@ -195,7 +199,7 @@ def _remove_locks(folder: Path) -> Iterator[Remain]:
     for path in sorted(folder.glob("*.lock")):
         with suppress(OSError):
             if not path.with_suffix("").exists() and _is_unlocked(path):
-                yield from _remove(path, "the lock of a file that is gone")
+                yield from _remove(path, "a lock file whose file was deleted")
 
 
 def _remove_partial_files(folder: Path) -> Iterator[Remain]:
@@ -203,7 +207,7 @@ def _remove_partial_files(folder: Path) -> Iterator[Remain]:
     for path in sorted(folder.rglob(".*")):
         with suppress(OSError):
             if PARTIAL.fullmatch(path.name) and time.time() - path.lstat().st_mtime > WRITTEN_S:
-                yield from _remove(path, "a file that was not written to its end")
+                yield from _remove(path, "a partially written file")
 
 
 def _is_unlocked(path: Path) -> bool:

@@ -45,110 +45,122 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     component_source: Annotated[
         tuple[str, ...],
         says(
-            "COMPONENT=FOLDER or COMPONENT=HUB_NAME: the weights of one component from elsewhere, like "
-            "text_encoder_2=/weights/t5. Only where one model is served; the component has to fit the rest of it."
+            "COMPONENT=FOLDER or COMPONENT=HUB_NAME: load the weights of one component from another folder or hub "
+            "repository, like text_encoder_2=/weights/t5. Only with a single model, whose other components it must "
+            "fit."
         ),
     ] = ()
     served_model_name: Annotated[
-        tuple[str, ...], says("Names clients use: any number for one model, else one for each model in order.")
+        tuple[str, ...], says("Model names for clients: any number for a single model, or one for each model in order.")
     ] = ()
     api_key: Annotated[
         tuple[str, ...],
         says(
-            "A key that clients may send, of at least 16 characters. A sole key is an admin's; for several use "
-            "--api-keys.",
+            "API key that clients may send, of at least 16 characters. It has admin rights if it is the only key; for "
+            "several keys use --api-keys.",
             secret=True,
         ),
     ] = ()
     api_keys: Annotated[
         tuple[str, ...],
         says(
-            "A file of keys, as `unfuse keys add NAME` writes it; lines with admin=yes are admins'. Read again when it "
-            "changes."
+            "File of API keys, as `unfuse keys add NAME` writes it. Keys with admin=yes have admin rights. The file "
+            "is reloaded when it changes."
         ),
     ] = ()
     open_metrics: Annotated[
         bool,
         says(
-            "Show everybody all of /metrics. Without it, a client without a key sees no tenant, money or model there."
+            "Return all of /metrics to clients without a key. By default, they get no metrics that name a tenant, "
+            "money or model."
         ),
     ] = False
     allowed_hosts: Annotated[
         tuple[str, ...],
         says(
-            "Without keys: names that clients may reach it by, beside localhost; .domain for all below it; * for any."
+            "Host names for the server besides localhost, checked if no API keys are configured: a name, .domain for "
+            "all names below it, or * for any."
         ),
     ] = ()
     allowed_origins: Annotated[
-        tuple[str, ...], says("Websites that may use it from a browser, like https://example.com; * for any.")
+        tuple[str, ...],
+        says("Origins of websites that may call the server from a browser, like https://example.com; * for any."),
     ] = ()
     trusted_proxies: Annotated[
-        tuple[str, ...], says("Addresses or networks of proxies that say what host and scheme they were asked for.")
+        tuple[str, ...],
+        says("Addresses or networks of proxies whose X-Forwarded-Host and X-Forwarded-Proto headers are trusted."),
     ] = ()
     public_url: Annotated[
         str,
         says(
-            "Base address of links in responses, like https://example.com/pictures; without it, the address a client "
-            "used."
+            "Base URL of links in responses, like https://example.com/pictures; by default the address that the "
+            "client used."
         ),
     ] = ""
-    max_connections: Annotated[int, says("Connections that may be open; more are told 503.", ge=1)] = 8192
+    max_connections: Annotated[
+        int, says("Maximum number of open connections; further ones are refused with 503.", ge=1)
+    ] = 8192
     max_connections_per_address: Annotated[
-        int, says("Connections that may be open from one address, no proxy's; more are told 429.", ge=1)
+        int,
+        says(
+            "Maximum number of open connections from one address; further ones are refused with 429. Trusted proxies "
+            "have no such limit.",
+            ge=1,
+        ),
     ] = 2048
     image_hosts: Annotated[
         tuple[str, ...],
         says(
-            "Hosts that pictures of chats are fetched from, where messages name their addresses: names, networks and * "
-            "as for --webhook-hosts."
+            "Hosts from which pictures in chat messages are fetched by URL: names, networks and * as for "
+            "--webhook-hosts."
         ),
     ] = ()
     webhook_hosts: Annotated[
         tuple[str, ...],
         says(
-            "Hosts that requests may name as webhooks, which are told of their ends: names like hooks.example, "
-            ".example for all below it, * for any of the internet; and networks like 10.0.0.0/8, to which names may "
-            "lead too."
+            "Hosts that requests may name as webhooks, which are called when the request ends: names like "
+            "hooks.example, .example for all names below it, * for any public host; and networks like 10.0.0.0/8, to "
+            "which names may also resolve."
         ),
     ] = ()
     webhook_secret: Annotated[
         tuple[str, ...],
-        says("What webhooks are signed with, as `openssl rand -base64 32` makes it, or a file of it.", secret=True),
+        says("Secret that signs webhooks, as `openssl rand -base64 32` creates it, or a file with it.", secret=True),
     ] = ()
     queue: Annotated[
         str,
         says(
-            "Where tasks wait and requests live: sqlite:PATH, redis://HOST:PORT/DATABASE, "
-            "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE, redis+cluster://HOST:PORT, each with ?shards=N spread over "
-            "what is named, or memory, which keeps none."
+            "Queue backend, which stores requests and tasks: sqlite:PATH, redis://HOST:PORT/DATABASE, "
+            "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE, redis+cluster://HOST:PORT, each with ?shards=N to spread N "
+            "shards over the named servers, or memory, which loses all requests when the server stops."
         ),
     ] = "sqlite:DATA_DIR/queue.db"
     queue_wait: Annotated[
         float,
         says(
-            "Seconds that a start waits for a queue that is away, loads its data, or has a full disk, before it gives "
-            "up; 0 does not wait.",
+            "Seconds to wait at the start for a queue that is unreachable, loads its data, or has a full disk, before "
+            "the start fails; 0 does not wait.",
             ge=0,
         ),
     ] = math.inf
     results: Annotated[
         str,
-        says("Where results are kept: disk:PATH (DATA_DIR: the data folder), s3://BUCKET/PREFIX or redis://HOST:PORT."),
+        says("Result store: disk:PATH (DATA_DIR: the data folder), s3://BUCKET/PREFIX or redis://HOST:PORT."),
     ] = "disk:DATA_DIR"
     store: Annotated[
         str,
         says(
-            "Where the tensors lie that stages hand on. shared_memory: in the workers' arenas, where others map or "
-            "pull them. spill:shared_memory+disk:PATH: there, and what nobody reads goes to a disk when one fills. "
-            "disk:PATH, redis://… or s3://…: in that place, where every worker must reach it."
+            "Tensor store for stage outputs. shared_memory: the arenas of the workers, where other workers map or "
+            "pull them. spill:shared_memory+disk:PATH: the same, and unused objects are moved to a disk when an arena "
+            "fills. disk:PATH, redis://… or s3://…: a store that every worker must reach."
         ),
     ] = "shared_memory"
     durable: Annotated[
         str,
         says(
-            "Where workers also copy what --durable-stages make, so that a request whose worker dies goes on from it "
-            "instead of being computed again: disk:PATH, redis://… or s3://…. With none, copies are made only when "
-            "workers stop, beside the results, if these are on a disk or in S3."
+            "Store for copies of the outputs of --durable-stages, from which a request resumes if its worker dies: "
+            "disk:PATH, redis://… or s3://…. With none, outputs are copied only when workers stop, into the result "
+            "store, if that is on a disk or in S3."
         ),
     ] = "none"
     durable_stages: Annotated[
@@ -157,96 +169,122 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint: Annotated[
         str,
         says(
-            "When a running denoiser's state is saved, for another worker to go on from: every so many steps (10) or "
-            "seconds (30s); auto weighs what saving costs against what would be lost. Each of these also saves when a "
-            "worker stops; none never saves."
+            "When to save the state of a running denoiser, so that another worker can resume it: every N steps (10) "
+            "or seconds (30s), or auto, which weighs the cost of saving against the work that would be lost. All of "
+            "these also save when a worker stops; none never saves."
         ),
     ] = "auto"
     encode: Annotated[
         tuple[str, ...],
         says(
-            "Hand on what a kind of stage makes in fewer bytes: text_encode=bf16 or denoise=fp16 stores its 32-bit "
-            "floats as 16, text_encode=int4 all of its floats in four bits, in blocks that share a scale. Results are "
-            "no longer those of the undivided pipeline, bit for bit."
+            "Store the outputs of a stage kind in fewer bytes: text_encode=bf16 or denoise=fp16 converts 32-bit "
+            "floats to 16 bits; text_encode=int4 quantizes all floats to 4 bits, in blocks that share a scale. "
+            "Results are then not bit-identical to those of the undivided pipeline."
         ),
     ] = ()
-    loras: Annotated[str, says("Folder of adapters (LoRA): a request may name one, NAME.safetensors as NAME.")] = ""
+    loras: Annotated[str, says("Folder of LoRA adapters. Requests select NAME.safetensors as NAME.")] = ""
     listen: Annotated[
         tuple[str, ...],
         says(
-            "More addresses for workers than the unix socket that is in the run folder anyway: tcp://HOST:PORT, with "
-            "keys that are made if there are none; or another unix:PATH in its place."
+            "Further addresses for workers, besides the unix socket in the run folder: tcp://HOST:PORT, for which "
+            "keys are created if there are none; or unix:PATH, which replaces that socket."
         ),
     ] = ()
     workers: Annotated[
         str,
         says(
-            "Workers to start here. auto: all stages of all models in each worker if they fit, else a worker for each "
-            "role, else one model at a time. split: a worker for each role. none: `unfuse worker` starts them. Or a "
-            "plan, like all=2 or encoder=1,denoiser=2,decoder=1; + joins roles in one worker."
+            "Workers to start on this machine. auto: all stages of all models in each worker if they fit, else a "
+            "worker for each role, else one model at a time. split: a worker for each role. none: no workers; start "
+            "them by `unfuse worker`. Or a plan, like all=2 or encoder=1,denoiser=2,decoder=1; + combines roles in "
+            "one worker."
         ),
     ] = "auto"
     device_memory: Annotated[
         tuple[str, ...],
         says(
-            "DEVICE=SIZE: what is planned for on a device at most, like cuda:0=20GiB or cpu=4GiB; else what is free. "
-            "`doctor` also plans for devices that are not here."
+            "DEVICE=SIZE: maximum memory to plan for on a device, like cuda:0=20GiB or cpu=4GiB; by default its free "
+            "memory. `doctor` also plans for devices that this machine does not have."
         ),
     ] = ()
-    launcher: Annotated[str, says("Where workers run: local, ray:HOST:PORT, or ray, a Ray of its own.")] = "local"
+    launcher: Annotated[
+        str, says("Where workers run: local, ray:HOST:PORT, or ray, which starts a new Ray instance.")
+    ] = "local"
     place: Annotated[
-        str, says("Devices by role: encoder=cpu,denoiser=cuda:0,denoiser=cuda:1; a worker for each device named.")
+        str,
+        says("Devices by role, like encoder=cpu,denoiser=cuda:0,denoiser=cuda:1; one worker starts for each device."),
     ] = ""
-    slots: Annotated[tuple[str, ...], says("ROLE=N: tasks that a worker of a role holds; else as its stages say.")] = ()
-    asleep: Annotated[tuple[str, ...], says("ROLE=N: its workers may be away; they would have N slots in all.")] = ()
-    wake_limit: Annotated[float, says("Most seconds that deadlines move while a pool wakes.", ge=0)] = 600.0
+    slots: Annotated[
+        tuple[str, ...],
+        says("ROLE=N: slots of each worker of the role, one for each task; by default as its stages define."),
+    ] = ()
+    asleep: Annotated[
+        tuple[str, ...],
+        says("ROLE=N: the role's pools may be scaled to zero; their workers would have N slots in total."),
+    ] = ()
+    wake_limit: Annotated[
+        float, says("Maximum seconds by which the cold start of a pool that was scaled to zero moves deadlines.", ge=0)
+    ] = 600.0
     image_timeout: Annotated[
         float,
         says(
-            "Seconds that a picture's stages may run, queues not counted; at least 5 times what was predicted, and "
-            "any number where nothing was measured. 0 sets no limit.",
+            "Maximum seconds that the stages of an image request may run, without the time in queues. It is raised to "
+            "5 times the predicted time; without a prediction there is no limit. 0 disables the limit.",
             ge=0,
         ),
     ] = 300.0
-    video_timeout: Annotated[float, says("The same of a video.", ge=0)] = 600.0
-    max_active: Annotated[int, says("Requests accepted and not over; the next is refused with 429.", ge=1)] = (
+    video_timeout: Annotated[
+        float, says("Maximum seconds that the stages of a video request may run, as for --image-timeout.", ge=0)
+    ] = 600.0
+    max_active: Annotated[int, says("Maximum number of active requests; further ones are refused with 429.", ge=1)] = (
         QueueLimits().max_active
     )
-    max_queue: Annotated[int, says("Tasks that may wait in one pool before requests are refused.", ge=1)] = (
-        QueueLimits().max_queue
-    )
-    max_cost: Annotated[float, says("Predicted seconds of compute accepted and not over; 0 is any number.", ge=0)] = 0.0
+    max_queue: Annotated[
+        int, says("Maximum number of tasks that wait in one pool; then requests are refused with 429.", ge=1)
+    ] = QueueLimits().max_queue
+    max_cost: Annotated[
+        float, says("Maximum predicted seconds of compute of all active requests; 0 sets no limit.", ge=0)
+    ] = 0.0
     order: Annotated[
         Order,
-        says("Who goes first: fifo by arrival, edf by deadline, shortest the short, fair each API key its share."),
+        says(
+            "Order of requests: fifo by arrival, edf by deadline, shortest by predicted time, fair by equal shares of "
+            "the tenants."
+        ),
     ] = "fifo"
     dispatch: Annotated[
         Dispatch,
-        says("Who gets a task: locality, who has its inputs or runs what goes with it; round_robin; max_free_slots."),
+        says(
+            "Choice of the worker for a task: locality prefers workers that have its inputs or run tasks that fit "
+            "into a batch with it; round_robin the worker that has waited longest; max_free_slots the worker with the "
+            "most free slots."
+        ),
     ] = "locality"
     encoder_cache: Annotated[
         int,
-        says_bytes("Memory for encoder outputs that later requests may read, of all workers together; 0 keeps none."),
+        says_bytes(
+            "Maximum memory of all workers for the encoder cache, whose outputs later requests reuse; 0 disables it."
+        ),
     ] = 256 << 20
     retention_s: Annotated[
         float,
         says(
-            "How long a request and its results are kept once over, like 90min, 24h or 7d.",
+            "How long to keep a request and its results after its end, like 90min, 24h or 7d.",
             flag="--retention",
             unit="second",
             gt=0,
         ),
     ] = 86400.0
     results_limit: Annotated[
-        int, says_bytes("Bytes of results above which the oldest requests that are over go earlier; 0 sets no limit.")
+        int,
+        says_bytes("Maximum bytes of results. Above it, the oldest ended requests are deleted early; 0 sets no limit."),
     ] = 0
     price: Annotated[
         tuple[str, ...],
-        says("KIND=AMOUNT/h: what an hour of a device costs, like cuda=1.20/h; of the kinds cpu, cuda, xpu and mps."),
+        says("KIND=AMOUNT/h: price of an hour of a device, like cuda=1.20/h; kinds are cpu, cuda, xpu and mps."),
     ] = ()
-    strict_params: Annotated[bool, says("Refuse what a client asks for in vain, such as a quality no model knows.")] = (
-        False
-    )
+    strict_params: Annotated[
+        bool, says("Refuse parameters that would have no effect, such as a quality that the model does not define.")
+    ] = False
     on_disconnect: Annotated[
         Literal["cancel", "continue"],
         says(
@@ -257,15 +295,16 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reuse_results: Annotated[
         bool,
         says(
-            "Answer a request with the results of an equal one of the same API key, with a seed, that exact workers "
-            "made and that are still kept."
+            "Answer a request with the stored results of an equal earlier request of the same tenant, if it has a "
+            "seed and its pools are exact."
         ),
     ] = False
     feature_cache: Annotated[
         float,
         says(
-            "Where pools batch: skip a transformer's other blocks while what its first one adds differs from last "
-            "time by less than this share; requests may say otherwise. 0 skips nothing.",
+            "In batched pools, skip the other blocks of a transformer while the output of its first block differs "
+            "from that of the last computed step by less than this share; requests may set another value. 0 skips "
+            "nothing.",
             ge=0,
             le=1,
         ),
@@ -282,8 +321,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drain_timeout: Annotated[
         float,
         says(
-            "Seconds that a whole stop may take after SIGTERM. What runs is saved at its next step, where results are "
-            "on a disk or in S3, and goes on after the next start; what cannot be saved gets this time to finish.",
+            "Maximum seconds of a stop after SIGTERM. Running tasks are saved at their next step, if results are on a "
+            "disk or in S3, and resume after the next start; tasks that cannot be saved have this time to finish.",
             ge=0,
         ),
     ] = 20.0
@@ -296,7 +335,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         says(
             "Start, place and restart all workers of this machine, as `serve` does: auto, split, or a plan like "
-            "encoder=1,denoiser=2. Without it, this is one worker."
+            "encoder=1,denoiser=2. By default, a single worker runs."
         ),
     ] = ""
     role: Annotated[
@@ -309,40 +348,54 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_loaded_models: Annotated[
         MaxLoadedModels,
         says(
-            "Models that a worker has loaded at a time: all, or 1, chosen by the requests that wait. `--workers auto` "
-            "chooses 1 where models only fit alone."
+            "Models that a worker has loaded at a time: all, or 1, which is chosen by the waiting requests. "
+            "`--workers auto` chooses 1 if the models do not fit together."
         ),
     ] = "all"
     component: Annotated[
-        tuple[str, ...], says("Of these stages only those of one component: --role encoder --component text_encoder_2.")
+        tuple[str, ...],
+        says("Serve only the stages of this component, as in --role encoder --component text_encoder_2."),
     ] = ()
     scheduler: Annotated[
         tuple[str, ...],
         says(
-            "Scheduler to work for: the HTTP port of a server of this machine, tcp://HOST:PORT or unix:PATH; when one "
-            "is gone, the worker goes to the next. Without any it is the server that runs here."
+            "Scheduler to register with: the HTTP port of a server on this machine, tcp://HOST:PORT or unix:PATH; if "
+            "one is unreachable, the worker uses the next. By default, the server that runs on this machine."
         ),
     ] = ()
-    model: Annotated[tuple[str, ...], says("Models to load; without one the scheduler says which.")] = ()
+    model: Annotated[tuple[str, ...], says("Models to load; by default those that the scheduler names.")] = ()
     slots: Annotated[
-        int, says("Tasks that a worker holds: running, or waiting for inputs. More than --max-batch. 0: by role.", ge=0)
+        int,
+        says(
+            "Slots of a worker: its tasks that run or wait for inputs. At least one more than the batch size is used. "
+            "0 is the role's default.",
+            ge=0,
+        ),
     ] = 0
     resources: Annotated[
         tuple[str, ...],
-        says("NAME=N: what it has of a resource that tasks of its stages need, beside slots and room in its arena."),
+        says(
+            "NAME=N: amount of a resource that tasks of the worker's stages need, besides slots and room in its arena."
+        ),
     ] = ()
     node: Annotated[
         str,
-        says("Name of this node: work goes first to nodes that have its inputs; by default an id of the run folder."),
+        says(
+            "Name of this node. Tasks run preferably on nodes that have their inputs. By default, an ID of the run "
+            "folder."
+        ),
     ] = ""
     listen: Annotated[
         str, says("Host that other nodes pull tensors from; by default the address that the scheduler sees.")
     ] = ""
     health: Annotated[
-        str, says("HOST:PORT where probes ask one worker, by HTTP, for /health and /ready, such as 0.0.0.0:8002.")
+        str, says("HOST:PORT at which a single worker answers HTTP probes of /health and /ready, such as 0.0.0.0:8002.")
     ] = ""
     memory_limit: Annotated[
-        int, says_bytes("Memory of its own that a compute process may take before it is killed as crashed; 0 is any.")
+        int,
+        says_bytes(
+            "Maximum private memory of a compute process, which is killed as crashed above it; 0 sets no limit."
+        ),
     ] = 0
 
 
@@ -359,51 +412,51 @@ class ArenaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: Annotated[
         int,
         says_bytes(
-            "Most memory for stage outputs, taken from the machine as they come; 0 is 512 MiB for each worker that "
-            "`serve` starts, and 2 GiB for one that is started by itself.",
+            "Maximum memory for stage outputs, allocated as they arrive; 0 is 512 MiB for each worker that `serve` "
+            "starts, and 2 GiB for one that is started by itself.",
             flag="--arena",
         ),
     ] = 0
 
 
 class KvSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A worker's memory for the keys and values of texts."""
+    """The KV cache of a worker."""
 
     bytes: Annotated[
         int,
         says_bytes(
-            "Memory of each worker for the keys and values of tokens; 0 is a quarter of what is free on the device.",
+            "Memory of each worker for its KV cache; 0 is a quarter of the free memory of the device.",
             flag="--kv",
         ),
     ] = 0
 
 
 class BufferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where tensors from other nodes arrive that are longer than it."""
+    """The receive buffer of a worker for tensors from other nodes."""
 
     tokens: Annotated[
         int,
         says(
-            "Tokens of which a worker receives what a prompt reads at a time; longer ones arrive in pieces. 0 is any "
-            "length at once.",
+            "Tokens of a longer prompt whose inputs a worker receives from another node at a time; the rest follows "
+            "in pieces. 0 receives prompts of any length at once.",
             ge=0,
         ),
     ] = 8192
 
 
 class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where workers keep objects."""
+    """The tensor store of a worker."""
 
     orphan_s: Annotated[
-        float, says("Seconds without any scheduler after which a worker gives up the objects it keeps.", gt=0)
+        float, says("Seconds without an answer from any scheduler after which a worker frees its objects.", gt=0)
     ] = 900.0
 
 
 class SpillSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A store that moves unused objects from a fast place to a slow one."""
+    """A tensor store that moves unused objects to a slower store."""
 
-    threshold: Annotated[float, says("Share of the arena above which it does.", gt=0, le=1)] = 0.8
-    capacity: Annotated[int, says_bytes("Bytes of a worker that the slow place keeps.")] = 16 << 30
+    threshold: Annotated[float, says("Share of the arena above which unused objects are moved.", gt=0, le=1)] = 0.8
+    capacity: Annotated[int, says_bytes("Maximum bytes of each worker in the slow store.")] = 16 << 30
 
 
 class Transfer(TransferSettings, frozen=True, forbid_unknown_fields=True):
@@ -412,8 +465,8 @@ class Transfer(TransferSettings, frozen=True, forbid_unknown_fields=True):
     engine: Annotated[
         tuple[str, ...],
         says(
-            "Ways to move tensors between machines, the best that both have: tcp, zmq, gloo, mooncake, nccl, nixl, "
-            "module:attr.",
+            "Transfer engines between machines; the best one that both machines have is used: tcp, zmq, gloo, "
+            "mooncake, nccl, nixl, module:attr.",
             min_length=1,
         ),
     ] = ("tcp", "zmq")
@@ -422,7 +475,10 @@ class Transfer(TransferSettings, frozen=True, forbid_unknown_fields=True):
 class LeaseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Timed claims on tasks."""
 
-    ttl_s: Annotated[float, says("Seconds of silence after which a worker's tasks go to another.", ge=2)] = 15.0
+    ttl_s: Annotated[
+        float,
+        says("Seconds without a heartbeat after which the leases of a worker expire and its tasks go to others.", ge=2),
+    ] = 15.0
     stall_s: Annotated[
         float, says("Seconds without progress after which a compute process is killed as crashed.", gt=0)
     ] = 600.0
@@ -448,21 +504,24 @@ class LogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that can be set, by group."""
 
-    data_dir: Annotated[str, says("Folder for results and whatever else outlives a process.")] = ""
+    data_dir: Annotated[str, says("Folder for results and other persistent data.")] = ""
     run_dir: Annotated[
-        str, says("Folder of this user alone, in which the processes of one machine meet; by default one is made.")
+        str,
+        says(
+            "Private folder of this user for the sockets between processes of one machine; by default one is created."
+        ),
     ] = ""
-    server: Annotated[str, says("Server that the client verbs talk to.")] = "http://127.0.0.1:8000"
-    api_key: Annotated[str, says("Key that the client verbs send, and that `serve` accepts.", secret=True)] = ""
+    server: Annotated[str, says("URL of the server that client commands use.")] = "http://127.0.0.1:8000"
+    api_key: Annotated[str, says("API key that client commands send, and that `serve` accepts.", secret=True)] = ""
     keys: Annotated[
         str,
         says(
-            "Folder of the keys, made by `unfuse keys new`, that schedulers and workers know each other by over TCP; "
-            "by default those in the data folder."
+            "Folder of the keys by which schedulers and workers authenticate each other over TCP, created by `unfuse "
+            "keys new`; by default the keys in the data folder."
         ),
     ] = ""
     insecure_listen: Annotated[
-        bool, says("Have workers over TCP without keys: whoever reaches the port sees prompts and forges results.")
+        bool, says("Accept workers over TCP without keys: anyone who can connect can read prompts and forge results.")
     ] = False
     serve: ServeSettings = ServeSettings()
     worker: WorkerSettings = WorkerSettings()

@@ -39,7 +39,7 @@ def require_server(what: str) -> None:
     `what`: the action that needs one, as the subject of the error.
     """
     if sys.platform != "linux":
-        raise UsageError(f"{what} needs Linux; command and client work here: `unfuse generate … --server URL`")
+        raise UsageError(f"{what} needs Linux; client commands also run here, as in `unfuse generate … --server URL`")
     if missing := missing_here():
         names = ", ".join(missing[:3]) + ", …" * (len(missing) > 3)
-        raise UsageError(f"{what} needs packages of a server, which are not installed here ({names}): {INSTALL}")
+        raise UsageError(f"{what} needs the server packages, which are not installed ({names}): {INSTALL}")

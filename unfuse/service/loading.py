@@ -46,7 +46,7 @@ class RankProgress(NamedTuple):
         if self.phase == "fetching":
             from unfuse.weights.hub import DownloadProgress
 
-            return f"fetches {DownloadProgress('', self.done, self.total, self.rate)}"
+            return f"downloading {DownloadProgress('', self.done, self.total, self.rate)}"
         return f"{readable_bytes(self.done)} of {readable_bytes(self.total)}" if self.phase == "loading" else self.phase
 
 
@@ -133,7 +133,7 @@ class LoadingProgress:
         states = [min(ranks.values(), key=lambda rank: rank.order) if ranks else "ready" for ranks in self._ranks]
         counts = Counter(f"{role} {state}" for role, state in zip(self._roles, states, strict=True))
         parts = ", ".join(f"{part} (×{count})" if count > 1 else part for part, count in counts.items())
-        return f"loading {self._models}: {parts}" if self._roles else f"looking into {self._models}"
+        return f"loading {self._models}: {parts}" if self._roles else f"inspecting {self._models}"
 
 
 class LoadLines(AbstractContextManager["LoadLines"]):

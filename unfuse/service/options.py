@@ -119,13 +119,15 @@ def plan(options: ServeOptions, models: Mapping[str, str] | None = None) -> Serv
     """
     present = devices(options.device_memory, elsewhere=options.launcher is not None)
     for kind in options.prices.unseen([device.name for device in present]):
-        log.warning("a price is set for devices that are not on this machine", kind=kind, counts="workers elsewhere")
+        log.warning(
+            "a price is set for devices that are not on this machine", kind=kind, counts="workers on other machines"
+        )
 
     serve = options.serve
     sources = parse_component_sources(serve.component_source)
     names = serve.models if models is None else models
     if sources and len(names) > 1:
-        raise UsageError("--component-source is for one model: serve the others by another server")
+        raise UsageError("--component-source needs a single model: serve the others by another server")
     planned = plan_for(names, serve.revision, options.workers, present, means(options.settings), sources=sources)
     if planned.refusal:
         raise ConfigError(planned.refusal)
@@ -180,7 +182,7 @@ def standard(settings: Settings) -> Params:
     if settings.compute.batching == "batched":
         return {"feature_cache": threshold}
     if threshold:
-        raise UsageError(f"--feature-cache {threshold:g} skips work and is not exact: add --batching batched")
+        raise UsageError(f"--feature-cache {threshold:g} is not exact, because it skips work: add --batching batched")
     return {}
 
 
@@ -192,7 +194,7 @@ def places(settings: Settings) -> StorageLocations:
     serve = settings.serve
     CheckpointPolicy.parse(serve.checkpoint)
     if serve.store == "memory":
-        raise UsageError("the store memory lies within one process, and workers are several: use shared_memory")
+        raise UsageError("--store memory works only within one process, but workers are several: use shared_memory")
     results, store, durable = (
         url.replace("DATA_DIR", settings.data_dir) for url in (serve.results, serve.store, serve.durable)
     )
@@ -250,10 +252,10 @@ def check_request(plan: ServingPlan, asked: Mapping[str, Any], loras: str) -> No
     if "lora" not in params:
         return
     if not card.takes_lora:
-        raise InvalidParameter(f"model {card.name} takes no lora: leave it out", "lora")
+        raise InvalidParameter(f"model {card.name} does not support LoRA adapters: leave lora out", "lora")
     if not loras:
         raise InvalidParameter(
-            "--lora names a file in a folder of adapters: give that folder by --loras FOLDER", "lora"
+            "--lora names a file in the folder of LoRA adapters: set that folder by --loras FOLDER", "lora"
         )
     try:
         AdapterFolder(loras).check(str(params["lora"]))
@@ -272,4 +274,4 @@ def check_stage_kinds(serve: ServeSettings, cards: Sequence[ModelSpec]) -> None:
     entries += [("--durable-stages", kind, kind) for kind in serve.durable_stages]
     for flag, entry, kind in entries:
         if kind not in known:
-            raise UsageError(f"{flag} {entry}: no stage is of kind {kind!r}; kinds are {', '.join(sorted(known))}")
+            raise UsageError(f"{flag} {entry}: there is no stage kind {kind!r}; kinds are {', '.join(sorted(known))}")

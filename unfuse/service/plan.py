@@ -246,8 +246,8 @@ def _without_results(models: Iterable[PlannedModel]) -> tuple[PlannedModel, ...]
     remaining = tuple(model for model in reduced if model.card.pipeline.stages)
     if not remaining:
         raise ConfigError(
-            "every stage of these models needs the folder of results, which is on the scheduler's machine and not seen "
-            "here: share it at the same path, or have the scheduler serve with --results s3://BUCKET/PREFIX"
+            "every stage of these models needs the result folder of the scheduler's machine, which this machine "
+            "cannot access: mount it at the same path, or start the server with --results s3://BUCKET/PREFIX"
         )
     return remaining
 
@@ -375,7 +375,9 @@ def resources(settings: Settings) -> dict[str, int]:
     """Return the amount of each named resource of a worker. Raises UsageError."""
     amounts = counts("--resources", settings.worker.resources, "NAME=N, like kv_blocks=4096")
     if reserved := sorted(amounts.keys() & {SLOTS, ARENA}):
-        raise UsageError(f"--resources {reserved[0]}: every worker has that, and as much as --{reserved[0]} says")
+        raise UsageError(
+            f"--resources {reserved[0]}: every worker has this resource already, set its amount by --{reserved[0]}"
+        )
     return amounts
 
 

@@ -48,7 +48,12 @@ class StartScreen:
         """Return the lines on how long the start took, and how to try the server."""
         took = f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"
         if missing := self._plan.missing_roles():
-            return [f"the workers here are ready in {took} s: requests wait until others come ({', '.join(missing)})"]
+            return [
+                (
+                    f"the workers of this machine are ready in {took} s: requests wait for workers of other roles "
+                    f"({', '.join(missing)})"
+                )
+            ]
         return [f"ready in {took} s: open {url}/docs, or try", f"    {self.example(url)}"]
 
     def example(self, url: str) -> str:
@@ -82,7 +87,7 @@ def layout_lines(plan: ServingPlan) -> list[str]:
     """Return the lines on which workers start where, why, and their memory."""
     lines = [f"{model.card.name} is not split: {model.card.undivided}" for model in plan.models if model.card.undivided]
     if not plan.workers:
-        return [*lines, "no worker is started here: requests wait until one comes (unfuse worker)"]
+        return [*lines, "no worker is started here: requests wait until one registers (unfuse worker)"]
     if plan.layouts:
         lines.append(plan.layouts.why)
     counts = Counter(f"{worker.role} on {worker.device}" for worker in plan.workers)
@@ -135,7 +140,7 @@ def layouts_of(plan: ServingPlan) -> list[dict[str, Any]]:
 def basis_of(plan: ServingPlan) -> str:
     """Return a sentence on the origin of the layouts' predicted rates."""
     measured = plan.layouts is not None and plan.layouts.measured
-    return f"rates are {'by what stages took here' if measured else 'a guess: nothing was measured here yet'}"
+    return f"rates are {'based on measurements on this machine' if measured else 'estimates without measurements'}"
 
 
 def batches_of(plan: ServingPlan, data_dir: str) -> list[dict[str, Any]]:
@@ -177,11 +182,11 @@ def verdict(plan: ServingPlan) -> str:
     if plan.layouts:
         return plan.layouts.why
     if len(plan.workers) < 2:
-        return "not split: one worker at most runs here, the stages in turn"
+        return "not split: at most one worker runs here, and its stages run in turn"
     more = len(plan.workers) - max(1, _denoisers(plan))
     saved = [size for _, size in gains(plan)]
     if 0 in saved or sum(saved) > more * PROCESS:
-        return "split: it gains what is said above"
+        return "split: it has the gains above"
     contexts = f" and {readable_bytes(more * CONTEXT)} of GPU memory" if plan.workers[0].device != CPU else ""
     return (
         "do not split: on one device stages take turns (0.53 to 0.96 of the throughput of the best undivided set-up, "

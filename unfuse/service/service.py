@@ -164,13 +164,13 @@ class AdapterServer:
         if not isinstance(message, FetchAdapter):
             return await self._dispatcher.answer(peer, message)
         if self._loras is None:
-            return Rejected("no lora is served here: start the server with --loras FOLDER")
+            return Rejected("the server has no LoRA adapters: start it with --loras FOLDER")
         try:
             return AdapterBytes(*await to_thread.run_sync(self._loras.part, message.name, message.id, message.offset))
         except (NotFound, PermanentError) as error:
             return Rejected(str(error))
         except OSError as error:
-            return Rejected(f"lora {message.name!r} cannot be read: {error.strerror}")
+            return Rejected(f"LoRA adapter {message.name!r} cannot be read: {error.strerror}")
 
 
 class Service(Stoppable):
@@ -240,11 +240,11 @@ class Service(Stoppable):
             background = Supervisor()
             stack.push_async_callback(background.close)
             self._start_cleanup(background, scheduler, results)
-            background.forever("looking whether keys have changed", options.keys.look)
+            background.forever("checking the API keys for changes", options.keys.look)
             if options.keys.warning:
                 log.warning(options.keys.warning)
             launcher = groups.begin(self._plan)
-            background.forever("looking which models come and go", groups.look)
+            background.forever("updating the worker groups", groups.look)
             host = f"[{serve.host}]" if ":" in serve.host else serve.host
             started(f"http://{host}:{port}")
             try:
@@ -254,7 +254,7 @@ class Service(Stoppable):
                 scheduler.draining = True  # callers who wait get no result, and their requests are not cancelled
                 if not self.stopping.is_set():
                     self.stop()
-                fate = "goes on after the next start" if options.places.copies != "none" else "is finished if it can be"
+                fate = "resumes after the next start" if options.places.copies != "none" else "finishes if time is left"
                 log.info("stopping the workers", what_runs=fate, within_s=round(self.budget.left(), 1))
                 dispatcher.withhold()
                 await groups.stop(self.budget.left(self.reserve), self.budget.hurry)
@@ -263,12 +263,12 @@ class Service(Stoppable):
     def _start_cleanup(self, background: Supervisor, scheduler: Scheduler, results: ResultStore) -> None:
         """Start the loops that delete expired requests, excess results and dead workers' objects."""
         serve, places = self._options.serve, self._options.places
-        background.forever("forgetting what is over", partial(_forget, scheduler.queue, results, serve.retention_s))
+        background.forever("deleting expired requests", partial(_forget, scheduler.queue, results, serve.retention_s))
         if serve.results_limit:
             bound = partial(_bound, scheduler.queue, results, serve.results_limit)
-            background.forever("keeping results within their limit", bound)
+            background.forever("enforcing the limit of results", bound)
         remains = remains_at(places.store, places.copies)
-        background.forever("dropping what dead workers left", partial(_drop_remains, scheduler, remains))
+        background.forever("deleting objects of dead workers", partial(_drop_remains, scheduler, remains))
 
     @contextlib.asynccontextmanager
     async def _open_scheduler(
@@ -354,7 +354,7 @@ class Service(Stoppable):
         configured = models.keys() & {*options.serve.models}
         revision = options.serve.revision if configured else ""
         if revision and configured != models.keys():
-            raise ConfigError(f"--revision {revision} is of the models that were named there, not of one that is added")
+            raise ConfigError(f"--revision {revision} applies only to the models of the command line, not to others")
         sources = options.serve.component_source if configured else ()
         serve = msgspec.structs.replace(options.serve, revision=revision, component_source=sources)
         settings = msgspec.structs.replace(options.settings, serve=serve)
@@ -453,7 +453,7 @@ def public_names(serve: ServeSettings) -> dict[str, str]:
     if len(models) == 1:
         return dict.fromkeys(names, models[0])
     if names and len(names) != len(models):
-        raise UsageError(f"--served-model-name is given {len(names)} times for {len(models)} models: once for each")
+        raise UsageError(f"--served-model-name has {len(names)} values for {len(models)} models: set one for each")
     return dict(zip(names, models, strict=False))
 
 
@@ -465,7 +465,7 @@ def listen(options: ServeOptions) -> socket.socket:
     host, port = options.serve.host, options.serve.port
     if not is_loopback(host) and not options.keys:
         raise UsageError(
-            f"--host {host} can be reached by others: set --api-keys FILE or --api-key KEY, or use 127.0.0.1"
+            f"--host {host} is reachable from other machines: set --api-keys FILE or --api-key KEY, or use 127.0.0.1"
         )
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -477,7 +477,7 @@ def listen(options: ServeOptions) -> socket.socket:
     except OSError as error:
         listener.close()
         is_ours = error.errno == errno.EADDRINUSE and str(port) in running(options.settings.run_dir)
-        owner = "a server of yours has it; " if is_ours else ""
+        owner = "another server of yours uses it; " if is_ours else ""
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; {owner}choose another --port") from error
     return listener
 

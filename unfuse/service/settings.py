@@ -29,16 +29,16 @@ FILE = "file"
 ENVIRONMENT = "environment"
 FLAG = "flag"
 
-ADMIN_KEYS = "make an admin's key by `unfuse keys add NAME --admin`, which writes admin=yes into a file for --api-keys"
+ADMIN_KEYS = "create an admin key by `unfuse keys add NAME --admin`, which writes admin=yes into a file for --api-keys"
 GUIDANCE_HALVES = (
-    "leave it out: both halves of guidance share a forward in batched pools (--batching batched), and in exact ones "
-    "where that changes no byte"
+    "leave it out: both halves of guidance share a forward in batched pools (--batching batched), and in exact pools "
+    "if that changes no byte"
 )
 LAYOUTS = (
-    "`python -m bench.layouts MODEL`, in a clone of the repository, measures what each layout gives; "
-    "`unfuse serve --workers all=2` takes one"
+    "`python -m bench.layouts MODEL`, in a clone of the repository, measures each layout; `unfuse serve --workers "
+    "all=2` selects one"
 )
-COUNTS = "write how many workers there are of each role in one plan: --workers encoder=1,denoiser=2,decoder=1"
+COUNTS = "set the number of workers of each role in one plan: --workers encoder=1,denoiser=2,decoder=1"
 ONE_MODEL = "write --max-loaded-models 1 for one model at a time, or all"
 
 #: The advice for each removed flag, removed value of a flag ("--workers swap"), and beginning of a removed setting's
@@ -53,8 +53,10 @@ REMOVED: Mapping[str, str] = {
     "--workers true": "write --workers split",
     "--workers false": "write --workers none",
     "--workers swap": "write --workers all=1 --max-loaded-models 1, with as many workers as there are devices",
-    "fault.": "transfers that fail on purpose are an engine: UNFUSE_TRANSFER__ENGINE=unfuse.testing.transfer_faults:"
-    "FaultyTcp, with TRANSFER_FAULTS=drop=0.05,seed=1",
+    "fault.": (
+        "use the transfer engine that injects faults: "
+        "UNFUSE_TRANSFER__ENGINE=unfuse.testing.transfer_faults:FaultyTcp, with TRANSFER_FAULTS=drop=0.05,seed=1"
+    ),
     "serve.admin_key": ADMIN_KEYS,
     "compute.guidance_halves": GUIDANCE_HALVES,
     **dict.fromkeys(("serve.encoders", "serve.denoisers", "serve.decoders"), COUNTS),
@@ -212,8 +214,8 @@ def _expand_home(settings: Settings) -> Settings:
     for name in ("data_dir", "run_dir"):
         if os.path.expanduser(getattr(settings, name)).startswith("~"):
             raise UsageError(
-                f"{name} {getattr(settings, name)}: there is no such home folder; set {FIELDS[name].variable} to a "
-                "whole path"
+                f"{name} {getattr(settings, name)}: there is no such home folder; set {FIELDS[name].variable} to an "
+                "absolute path"
             )
     serve = msgspec.structs.replace(
         settings.serve,

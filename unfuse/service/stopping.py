@@ -56,7 +56,7 @@ def end_after(seconds: float) -> None:
 
 
 def _end(seconds: float) -> None:
-    log.error("the stop was not over in time: this process ends now, and what runs begins again", seconds=seconds)
+    log.error("the stop timed out: this process exits now, and running tasks begin again", seconds=seconds)
     os._exit(1)
 
 

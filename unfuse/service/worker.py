@@ -299,7 +299,7 @@ async def checks(settings: Settings) -> list[CheckResult]:
             results.append(CheckResult("version", False, welcome))
             continue
 
-        results.append(CheckResult("key", True, f"{address} and this machine know each other"))
+        results.append(CheckResult("key", True, f"{address} accepts the key of this machine"))
         answered_at = (sent_at + time.time()) / 2  # halfway between request and response
         results += [_check_version(welcome), _check_clock(welcome, answered_at)]
         results += [*_check_models(welcome), _check_results(welcome)]
@@ -311,7 +311,11 @@ async def _check_port(address: str) -> CheckResult:
     if path := unix_path(address):
         exists = path.exists()
         return CheckResult(
-            "port", exists, f"{path} is there" if exists else f"{path} is not there: start `unfuse serve` here"
+            "port",
+            exists,
+            f"the socket {path} exists"
+            if exists
+            else f"the socket {path} does not exist: start `unfuse serve` on this machine",
         )
     parts = urlsplit(address)
     host, port = parts.hostname or "", parts.port or 0
@@ -319,11 +323,11 @@ async def _check_port(address: str) -> CheckResult:
         async with asyncio.timeout(ANSWER_S):
             _, writer = await asyncio.open_connection(host, port)
     except ConnectionRefusedError:
-        advice = f"start it there by `unfuse serve --listen {address}`, or correct the port"
-        return CheckResult("port", False, f"{host} answers, and nobody listens at its port {port}: {advice}")
+        advice = f"start the server there by `unfuse serve --listen {address}`, or correct the port"
+        return CheckResult("port", False, f"{host} is reachable, but nothing listens on port {port}: {advice}")
     except OSError as error:
-        reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
-        advice = f"correct the address, or have firewalls and networks between let TCP to port {port} through"
+        reason = "no response" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        advice = f"correct the address, or allow TCP connections to port {port} in firewalls and networks"
         return CheckResult("port", False, f"{host} cannot be reached ({reason}): {advice}")
     writer.close()
     return CheckResult("port", True, f"{host}:{port} can be reached")
@@ -339,36 +343,39 @@ async def _register(address: str, trusted: Trust) -> Registered | str:
         answer = await dealer.call(STRANGER, ANSWER_S)
     except (TimeoutError, ConnectionError) as error:
         raise ConnectionError(
-            f"{address} does not accept this machine's key ({str(error) or 'no answer'}): copy worker.key again from "
-            "the folder that the scheduler has as --keys, or says when it starts"
+            f"{address} does not accept this machine's key ({str(error) or 'no response'}): copy worker.key again "
+            "from the scheduler's --keys folder, which `unfuse serve` prints when it starts"
         ) from error
     finally:
         await dealer.close()
     if isinstance(answer, Registered):
         return answer
     why = answer.message if isinstance(answer, Rejected) else type(answer).__name__
-    return f"{address} does not understand this version, {__version__} ({why}): install the same one on both machines"
+    return (
+        f"{address} does not support version {__version__} of this machine ({why}): install the same version on both "
+        "machines"
+    )
 
 
 def _check_version(welcome: Registered) -> CheckResult:
     """Check that the scheduler has the version of this machine."""
     remote_version = welcome.version
     if remote_version == __version__:
-        return CheckResult("version", True, f"both have {__version__}")
-    advice = f"install the same one here: pip install 'unfuse[serve]=={remote_version}'"
-    says = f"this machine has unfuse {__version__}, the scheduler {remote_version}: {advice}"
+        return CheckResult("version", True, f"both machines have {__version__}")
+    advice = f"install the same version here: pip install 'unfuse[serve]=={remote_version}'"
+    says = f"this machine has unfuse {__version__}, the scheduler has {remote_version}: {advice}"
     return CheckResult("version", False, says)
 
 
 def _check_clock(welcome: Registered, now: float) -> CheckResult:
     """Check that the scheduler's clock differs from `now`, in Unix seconds, by at most CLOCKS_S."""
     if not welcome.now:
-        return CheckResult("clock", True, "the scheduler does not tell its time")
+        return CheckResult("clock", True, "the scheduler does not report its time")
     ahead = now - welcome.now
     if abs(ahead) <= CLOCKS_S:
-        return CheckResult("clock", True, f"both agree within {CLOCKS_S:g} s")
+        return CheckResult("clock", True, f"both clocks agree within {CLOCKS_S:g} s")
     way = "ahead of" if ahead > 0 else "behind"
-    advice = "have both set by NTP (timedatectl set-ntp true); until then logs and times of files mislead"
+    advice = "synchronize both by NTP (timedatectl set-ntp true); until then, times in logs and of files are misleading"
     return CheckResult("clock", False, f"the clock here is {abs(ahead):.0f} s {way} the scheduler's: {advice}")
 
 
@@ -379,14 +386,20 @@ def _check_models(welcome: Registered) -> Iterator[CheckResult]:
             resolve_source(source, None, ())
         except ConfigError as error:
             if source.startswith("/"):
-                advice = "copy that folder here to the same path, or serve it there by its hub name"
+                advice = "copy that folder to the same path here, or serve the model by its hub name"
                 yield CheckResult(
-                    "models", False, f"{name} is in {source} on the scheduler's machine and not here: {advice}"
+                    "models",
+                    False,
+                    f"{name} is in {source} on the scheduler's machine, but not on this machine: {advice}",
                 )
             else:
                 yield CheckResult("models", False, str(error))
         else:
-            weights = "is here" if is_local(source) else f"comes when a worker starts, or now by `unfuse pull {name}`"
+            weights = (
+                "is on this machine"
+                if is_local(source)
+                else f"is downloaded when a worker starts, or now by `unfuse pull {name}`"
+            )
             yield CheckResult("models", True, f"{name} {weights}")
     if not welcome.models:
         yield CheckResult("models", False, "the scheduler serves no model yet: start it with one")
@@ -403,14 +416,15 @@ def _check_results(welcome: Registered) -> CheckResult:
         with suppress(ConfigError):  # the check of models reports it
             cards.append(card_of(source, resolve_source(source, None, ())))
     roles = roles_apart(cards)
-    advice = "a shared folder at the same path, or --results s3://BUCKET/PREFIX there, would let this one run them"
+    advice = (
+        "to run them here, mount that folder at the same path, or start the server with --results s3://BUCKET/PREFIX"
+    )
     if cards and not roles:
-        says = f"{places.results} is not seen here, and every stage of these models needs it: {advice}"
+        says = f"this machine cannot access {places.results}, which every stage of these models needs: {advice}"
         return CheckResult("results", False, says)
-    runs = f" of the roles {', '.join(roles)} run here, the others" if roles else " that need it"
+    runs = f" of the roles {', '.join(roles)} can run here, the others" if roles else " that need it"
     return CheckResult(
         "results",
         True,
-        f"{places.results} is not seen here: stages{runs} stay on the scheduler's machine, which has to have workers "
-        f"for them; {advice} too",
+        f"this machine cannot access {places.results}: stages{runs} need workers on the scheduler's machine; {advice}",
     )

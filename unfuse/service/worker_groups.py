@@ -162,7 +162,7 @@ class WorkerGroups(AddModel):
             if name in await registry.cards():
                 raise _refusal_exists(name)
             if any(name in group.models for group in self._groups):
-                message = f"model {name!r} is leaving: it can be added again once its requests and workers have ended"
+                message = f"model {name!r} is being removed: add it again when its requests and workers have ended"
                 raise Refusal(409, "model_leaves", message, "name", {"retry-after": "2"})
             planned, group = await self._placed(name, source)
             if not await registry.admit(planned.models[0].card, self._owner):
@@ -426,7 +426,9 @@ class WorkerGroups(AddModel):
                     planned = await self._planned([name, *group.models], group)
                     if _is_here(planned.models[0]):
                         return planned, group
-                    alone = ConfigError(f"{alone}; it can take turns with others once its files are here: unfuse pull")
+                    alone = ConfigError(
+                        f"{alone}; download its files by `unfuse pull`, so that it can be swapped with other models"
+                    )
             raise alone
 
     async def _planned(self, models: Sequence[str], replaced: _WorkerGroup | None = None) -> ServingPlan:

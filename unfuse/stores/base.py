@@ -189,14 +189,16 @@ class StorageBackend(ABC):
 
     def at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
         """Return bytes of the objects' memory, whatever they are now."""
-        raise NotImplementedError(f"{type(self).__name__} has no memory that others write")
+        raise NotImplementedError(f"{type(self).__name__} does not give access to its memory")
 
     def announce(self, id: str, written: tuple[int, ...]) -> None:
         """Let an object be read while it is written.
 
         `written` has the checksums of all complete chunks. Raises ObjectLost if its request was released meanwhile.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not announce: {id} is read when it is whole")
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot announce object {id}: its objects are readable only when complete"
+        )
 
     def is_whole(self, ref: ObjectRef) -> bool:
         """Whether an announced object, of any owner, is completely written. Raises ObjectLost."""

@@ -75,7 +75,7 @@ def open_blobs(url: str) -> BlobStore:
     Raises ConfigError.
     """
     scheme = url.partition(":")[0]
-    factory = resolve(BLOB_STORES, scheme if scheme in BLOB_STORES else url.partition("://")[0], "place to keep things")
+    factory = resolve(BLOB_STORES, scheme if scheme in BLOB_STORES else url.partition("://")[0], "blob store")
     blobs: BlobStore = factory(url)
     return blobs
 

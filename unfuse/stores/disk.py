@@ -31,12 +31,12 @@ class DiskBlobs(BlobStore):
     def __init__(self, url: str) -> None:
         path, _, fsync = url.partition(":")[2].partition("?fsync=")
         if not path or fsync not in FSYNC:
-            raise ConfigError(f"{url!r} is not a folder: give disk:PATH")
+            raise ConfigError(f"{url!r} does not name a folder: use disk:PATH")
         self._root, self._fsync = expanded(path).absolute(), FSYNC[fsync]
         try:
             _make_folder(self._root)
         except OSError as error:
-            raise ConfigError(f"nothing can be kept in {path}: {error.strerror}; choose another folder") from error
+            raise ConfigError(f"cannot write to folder {path}: {error.strerror}; choose another folder") from error
 
     @override
     def write(self, folder: str, name: str, data: Data, *, durable: bool = True) -> None:
@@ -49,7 +49,7 @@ class DiskBlobs(BlobStore):
         except OSError as error:
             raise TransientError(
                 f"file {name} of {folder} ({len(data)} bytes) cannot be written: {error.strerror}; "
-                f"make room under {self._root}"
+                f"check the folder {self._root}"
             ) from error
 
     @override
@@ -86,7 +86,7 @@ class DiskBlobs(BlobStore):
             with TemporaryFile(dir=self._root) as file:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
         except OSError as error:
-            raise TransientError(f"{nbytes} bytes cannot be written under {self._root}: {error.strerror}") from error
+            raise TransientError(f"{nbytes} bytes cannot be written to {self._root}: {error.strerror}") from error
 
     def _write(self, folder: str, name: str, data: Data, fsync: bool) -> None:
         """Write a temporary file and rename it."""
@@ -123,7 +123,7 @@ def _translated_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
-        raise NotFound(f"there is no file {path}") from None
+        raise NotFound(f"file {path} does not exist") from None
     except OSError as error:
         raise TransientError(f"file {path} cannot be read: {error.strerror}") from error
 

@@ -64,7 +64,7 @@ class KeyedBackend(StorageBackend):
             if self._writing.pop(id, None):
                 return
             self._blobs.remove(folder, name)
-        raise ObjectLost(f"object {id} was released while it was written: its request is over", id)
+        raise ObjectLost(f"object {id} was released while it was written, because its request has ended", id)
 
     @override
     def abort(self, id: str) -> None:
@@ -161,7 +161,7 @@ class KeyedBackend(StorageBackend):
         """
         nbytes, parts = self._blobs.read(folder, _blob_name(object))
         if nbytes != object.nbytes:
-            raise TransientError(f"{nbytes} bytes of {object.nbytes} are there")
+            raise TransientError(f"{nbytes} bytes are stored instead of {object.nbytes}")
         memory, end = np.empty(nbytes, np.uint8) if memory is None else memory, 0
         checksums = Checksums(memory)
         for part in parts:
@@ -169,7 +169,7 @@ class KeyedBackend(StorageBackend):
             end += len(part)
             checksums.filled(min(end, nbytes))
         if end != nbytes or (isinstance(object, ObjectRef) and checksums.finish() != object.checksums):
-            raise TransientError("it is damaged: its checksums do not match")
+            raise TransientError("its bytes do not match its checksums")
         return memory
 
     def _end_hold(self, nbytes: int) -> None:

@@ -20,7 +20,7 @@ try:
     from redis.exceptions import RedisError
     from redis.retry import Retry
 except ImportError as error:
-    raise ConfigError("keeping things in Redis needs the library redis: pip install 'unfuse[redis]'") from error
+    raise ConfigError("storage in Redis requires the package redis: pip install 'unfuse[redis]'") from error
 
 ADDRESS = "redis://[user:password@]host[:port][/database][?prefix=name][&ttl=seconds]"
 
@@ -43,7 +43,7 @@ class RedisBlobs(BlobStore):
             if options or self._ttl < 1 or parts.port == 0 or not re.fullmatch(r"/?\d*", parts.path):
                 raise ValueError
         except ValueError:
-            raise ConfigError(f"a place in Redis is {ADDRESS}") from None
+            raise ConfigError(f"the Redis URL is not valid: use {ADDRESS}") from None
         self._list, self._place = f"{self._prefix}:kept", f"Redis at {parts.hostname}"
         self._redis = Redis.from_url(
             parts._replace(query="").geturl(),
@@ -56,7 +56,7 @@ class RedisBlobs(BlobStore):
     def write(self, folder: str, name: str, data: Data, *, durable: bool = True) -> None:
         path, view = f"{folder}/{name}", memoryview(data)  # type: ignore[arg-type]  # an array is a buffer
         draft = f"{self._prefix}:{path}:{secrets.token_hex(8)}"
-        with self._translated_errors(f"take {path} ({len(data)} bytes)"):
+        with self._translated_errors(f"cannot store {path} ({len(data)} bytes)"):
             try:
                 for start in range(0, len(data) or 1, PART_BYTES):
                     self._redis.hset(draft, str(start), view[start : start + PART_BYTES])
@@ -73,16 +73,16 @@ class RedisBlobs(BlobStore):
     @override
     def read(self, folder: str, name: str) -> tuple[int, Iterator[bytes]]:
         path = f"{folder}/{name}"
-        with self._translated_errors(f"say whether it has {path}"):
+        with self._translated_errors(f"cannot look up {path}"):
             entry = self._redis.hget(self._list, path)
         if not isinstance(entry, bytes):
-            raise NotFound(f"there is no {path} in {self._place}")
+            raise NotFound(f"{path} is not in {self._place}")
         nbytes = int(entry.split()[0])
         return nbytes, self._read_parts(path, nbytes)
 
     @override
     def remove(self, folder: str, name: str) -> None:
-        with self._translated_errors("forget"), self._redis.pipeline() as transaction:
+        with self._translated_errors(f"cannot delete {folder}/{name}"), self._redis.pipeline() as transaction:
             transaction.unlink(f"{self._prefix}:{folder}/{name}")
             transaction.hdel(self._list, f"{folder}/{name}")
             transaction.execute()
@@ -94,7 +94,7 @@ class RedisBlobs(BlobStore):
 
     @override
     def entries(self, under: str = "") -> Iterator[StoredBlob]:
-        with self._translated_errors("say what it has"):
+        with self._translated_errors("cannot list its contents"):
             for path, value in self._redis.hscan_iter(self._list, f"{under}/*" if under else None, 1000):
                 (folder, _, name), (nbytes, modified) = path.decode().rpartition("/"), map(float, value.split())
                 if modified + self._ttl < time.time():
@@ -105,10 +105,10 @@ class RedisBlobs(BlobStore):
     def _read_parts(self, path: str, nbytes: int) -> Iterator[bytes]:
         """Yield the parts of a blob. Raises NotFound if one has expired."""
         for start in range(0, nbytes, PART_BYTES):
-            with self._translated_errors(f"send {path}"):
+            with self._translated_errors(f"cannot read {path}"):
                 part = self._redis.hget(f"{self._prefix}:{path}", str(start))
             if not isinstance(part, bytes):
-                raise NotFound(f"a part of {path} is not in {self._place} any more")
+                raise NotFound(f"a part of {path} is no longer in {self._place}")
             yield part
 
     @contextmanager
@@ -117,4 +117,4 @@ class RedisBlobs(BlobStore):
         try:
             yield
         except (RedisError, OSError) as error:
-            raise TransientError(f"{self._place} does not {action}: {error}") from error
+            raise TransientError(f"{self._place} {action}: {error}") from error

@@ -167,11 +167,11 @@ class _InaccessibleBlobs(BlobStore):
 
     @override
     def write(self, folder: str, name: str, data: object, *, durable: bool = True) -> None:
-        raise TransientError("it is on another machine")
+        raise TransientError("the results folder is on another machine")
 
     @override
     def read(self, folder: str, name: str) -> tuple[int, Iterator[bytes]]:
-        raise TransientError("it is on another machine")
+        raise TransientError("the results folder is on another machine")
 
     @override
     def remove(self, folder: str, name: str) -> None:
@@ -249,7 +249,9 @@ def open_results(url: str, mark: str = "") -> ResultStore:
     ConfigError for any other URL, and for a folder that cannot be made.
     """
     if url.partition(":")[0] not in BLOB_STORES:
-        raise ConfigError(f"--results {url!r}: give disk:PATH, s3://BUCKET/PREFIX or redis://HOST:PORT/DATABASE")
+        raise ConfigError(
+            f"--results {url!r} is not supported: use disk:PATH, s3://BUCKET/PREFIX or redis://HOST:PORT/DATABASE"
+        )
     if not sees(url, mark):
         return RemoteResults(_InaccessibleBlobs())
     blobs = open_blobs(url)
@@ -265,7 +267,7 @@ def _unavailable() -> Iterator[None]:
     try:
         yield
     except TransientError as error:
-        raise ResultsUnavailable("the result store has no room, or cannot be reached") from error
+        raise ResultsUnavailable("the result store is full or cannot be reached") from error
 
 
 def _folder(request: str) -> str:
@@ -274,17 +276,17 @@ def _folder(request: str) -> str:
     Raises NotFound for a text that is no request's id.
     """
     if not REQUEST_ID.fullmatch(request):
-        raise NotFound(f"{request[:100]!r} is not a request's id")
+        raise NotFound(f"{request[:100]!r} is not a request ID")
     return request
 
 
 def _attachment_name(name: str) -> str:
     """Return the blob name of an attachment. Raises NotFound for an illegal name."""
     if not ATTACHMENT.fullmatch(name):
-        raise NotFound(f"{name[:100]!r} is not the name of an attachment")
+        raise NotFound(f"{name[:100]!r} is not a valid attachment name")
     return ATTACHED + name
 
 
 def _not_found(request: str, description: str) -> NotFound:
     """Return the error for a missing result or attachment."""
-    return NotFound(f"request {request} has no {description}, or it was deleted by now")
+    return NotFound(f"request {request} has no {description}, or it was deleted")

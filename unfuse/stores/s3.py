@@ -18,7 +18,7 @@ try:
     from obstore.exceptions import BaseError
     from obstore.store import S3Store
 except ImportError as error:
-    raise ConfigError("keeping things in S3 needs the library obstore: pip install 'unfuse[s3]'") from error
+    raise ConfigError("storage in S3 requires the package obstore: pip install 'unfuse[s3]'") from error
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig
@@ -40,7 +40,7 @@ class S3Blobs(BlobStore):
     def __init__(self, url: str) -> None:
         match = URL.fullmatch(url)
         if match is None:
-            raise ConfigError(f"{url!r} is not an address in S3: give s3://BUCKET/PREFIX, and ?endpoint=URL if not AWS")
+            raise ConfigError(f"{url!r} is not an S3 URL: use s3://BUCKET/PREFIX, with ?endpoint=URL if not on AWS")
         self._place = url.partition("?")[0]
         self._store = S3Store(
             match[1],
@@ -52,16 +52,16 @@ class S3Blobs(BlobStore):
 
     @override
     def write(self, folder: str, name: str, data: Data, *, durable: bool = True) -> None:
-        with self._translated_errors(f"written to {folder}/{name} ({len(data)} bytes)"):
+        with self._translated_errors(f"write {folder}/{name} ({len(data)} bytes)"):
             obstore.put(self._store, f"{folder}/{name}", memoryview(data))  # type: ignore[arg-type]
 
     @override
     def read(self, folder: str, name: str) -> tuple[int, Iterator[bytes]]:
         try:
-            with self._translated_errors(f"read from {folder}/{name}"):
+            with self._translated_errors(f"read {folder}/{name}"):
                 response = obstore.get(self._store, f"{folder}/{name}")
         except FileNotFoundError:
-            raise NotFound(f"there is no {folder}/{name} in {self._place}") from None
+            raise NotFound(f"{folder}/{name} is not in {self._place}") from None
         return response.meta["size"], self._read_parts(response)
 
     @override
@@ -75,7 +75,7 @@ class S3Blobs(BlobStore):
 
     @override
     def entries(self, under: str = "") -> Iterator[StoredBlob]:
-        with self._translated_errors(f"listed under {under or '/'}"):
+        with self._translated_errors(f"list {under or '/'}"):
             for page in obstore.list(self._store, under or None, chunk_size=1000):
                 for meta in page:
                     folder, _, name = meta["path"].rpartition("/")
@@ -83,12 +83,12 @@ class S3Blobs(BlobStore):
 
     def _read_parts(self, response: obstore.GetResult) -> Iterator[bytes]:
         """Yield the parts of a blob."""
-        with self._translated_errors("read any more"):
+        with self._translated_errors("continue a read"):
             yield from response.stream(PART_BYTES)
 
     def _delete(self, paths: list[str]) -> None:
         """Delete S3 objects; missing ones are ignored."""
-        with suppress(FileNotFoundError), self._translated_errors("deleted"):
+        with suppress(FileNotFoundError), self._translated_errors("delete"):
             obstore.delete(self._store, paths)
 
     @contextmanager
@@ -100,4 +100,4 @@ class S3Blobs(BlobStore):
             raise
         except (BaseError, OSError, ValueError) as error:
             reason = re.split(r"\n|: <\?xml", str(error))[0]
-            raise TransientError(f"{self._place} cannot be {action}: {reason}") from error
+            raise TransientError(f"cannot {action} in {self._place}: {reason}") from error

@@ -54,7 +54,7 @@ class ArenaReaders:
         try:
             return self._client(ref.owner)
         except NotFound as error:
-            raise ObjectLost(f"object {ref.id} is on {error}", ref.id) from error
+            raise ObjectLost(f"object {ref.id} cannot be read: {error}", ref.id) from error
         except (TransientError, ProtocolError) as error:
             raise ObjectLost(f"object {ref.id} is lost with its owner {ref.owner}: {error}", ref.id) from error
 
@@ -87,7 +87,7 @@ class ArenaReaders:
         """
         address = self._addresses.get(owner)
         if address is None:
-            raise NotFound(f"{owner}, which is not known here")
+            raise NotFound(f"its owner {owner} is unknown")
         with self._lock:
             if known := self._clients.get((owner, address)):
                 return known

@@ -198,9 +198,11 @@ def open_spill(options: StoreOptions) -> SpillBackend:
     """Open `spill:FAST+SLOW`, for example `spill:auto+disk:/scratch`. Raises ConfigError."""
     fast, _, slow = options.url.removeprefix("spill:").partition("+")
     if not slow or not 0 < options.threshold <= 1:
-        raise ConfigError(f"{options.url!r}: give spill:FAST+SLOW, like spill:auto+disk:/scratch; threshold is 0 to 1")
+        raise ConfigError(
+            f"{options.url!r}: use spill:FAST+SLOW, like spill:auto+disk:/scratch, and a threshold of at most 1"
+        )
     slow_backend = open_keyed(
-        msgspec.structs.replace(options, url=slow, capacity=options.spill_capacity), "set spill.capacity higher"
+        msgspec.structs.replace(options, url=slow, capacity=options.spill_capacity), "increase spill.capacity"
     )
     if not options.address:
         slow_backend.forget(time() - SPILLED_S)

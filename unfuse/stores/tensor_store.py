@@ -89,7 +89,7 @@ class UnsealedObject:
         """
         for meta in self.ref.tensors if tensors else ():
             if (actual := describe(tensors.get(meta.name))) != (meta.dtype, meta.shape):
-                raise ValueError(f"{meta.name} is {actual}, and was said to be {(meta.dtype, meta.shape)}")
+                raise ValueError(f"tensor {meta.name} is {actual}, but {(meta.dtype, meta.shape)} was announced")
         if tensors:
             self.write(tensors)
             self._checksums.filled(self._memory.nbytes, 1)
@@ -333,7 +333,7 @@ class TensorStore:
         Raises ObjectLost, as `get`.
         """
         if not _is_consistent(ref):
-            raise ObjectLost(f"object {ref.id} cannot be read: its ref contradicts itself", ref.id)
+            raise ObjectLost(f"object {ref.id} cannot be read: its ref is inconsistent", ref.id)
         hold = self._hold_object(ref, verify, reader)
         self._holds[hold] = ref
         return hold
@@ -348,7 +348,7 @@ class TensorStore:
             hold = self._backend.hold(ref)
             if verify and checksums_of(hold.bytes()) != ref.checksums:
                 hold.release()
-                raise ObjectLost(f"object {ref.id} is damaged: its bytes are not the ones that were written", ref.id)
+                raise ObjectLost(f"object {ref.id} is damaged: its bytes do not match its checksums", ref.id)
             return hold
         except ObjectLost:
             for request in dict.fromkeys([ref.request, reader or ref.request]):
@@ -427,7 +427,7 @@ class TensorStore:
         except TransientError as error:
             raise ObjectLost(f"object {ref.id} is lost: {error}", ref.id) from error
         if copies is None:
-            raise ObjectLost(f"object {ref.id} is lost, and this worker makes no copies", ref.id)
+            raise ObjectLost(f"object {ref.id} is lost, and this worker has no durable copies", ref.id)
         return copies.hold(ref)
 
     def _new_unsealed(

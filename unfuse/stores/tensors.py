@@ -94,7 +94,7 @@ def narrowed(value: Value, encoding: str) -> Value:
         return pack(_floats(value)) or value
     if isinstance(value, np.ndarray):
         if encoding == "bf16":
-            raise TypeError("numpy has no bfloat16: encode the outputs of this stage as fp16")
+            raise TypeError("numpy does not support bfloat16: encode the outputs of this stage as fp16")
         with np.errstate(over="ignore"):
             rounded = value.astype(np.float16)
         return value if np.isinf(rounded).sum() > np.isinf(value).sum() else rounded
@@ -115,7 +115,7 @@ def describe(value: Value) -> tuple[str, tuple[int, ...]]:
     torch = sys.modules.get("torch")  # there is no torch tensor where torch was never imported
     if torch is not None and isinstance(value, torch.Tensor):
         return str(value.dtype).removeprefix("torch."), tuple(value.shape)
-    raise TypeError(f"an object holds tensors of numpy or torch and None, not {type(value).__name__}")
+    raise TypeError(f"an object can contain only numpy arrays, torch tensors and None, not {type(value).__name__}")
 
 
 @cache

@@ -151,7 +151,7 @@ async def check_launcher(open_launcher: OpenLauncher, within: float = WITHIN_S) 
     for check in CHECKS:
         async with meeting() as place:
             await check(open_launcher, place, within)
-            assert not place.living, f"{check.__name__}: a worker is left after the stop"
+            assert not place.living, f"{check.__name__}: a worker still runs after the stop"
 
 
 async def each_spec_is_a_worker_that_is_asked_to_end(launch: OpenLauncher, place: Meeting, within: float) -> None:
@@ -161,13 +161,13 @@ async def each_spec_is_a_worker_that_is_asked_to_end(launch: OpenLauncher, place
     """
     specs = [place.spec("encoder"), place.spec("decoder")]
     async with running(launch(specs, place.hear), DRAIN_S) as launcher:
-        await until(partial(place.came, 2), "a worker that was to be started did not come", within)
-        assert {worker.role for worker in place.started} == {"encoder", "decoder"}, "a worker was not told its role"
-        assert not launcher.failed.done(), "a worker that runs is no failure"
-    assert len(place.started) == 2, "a worker was started again though it was asked to end"
-    assert launcher.failed.cancelled(), "after the stop somebody may still wait for a failure"
+        await until(partial(place.came, 2), "a worker did not start", within)
+        assert {worker.role for worker in place.started} == {"encoder", "decoder"}, "a worker did not receive its role"
+        assert not launcher.failed.done(), "`failed` is set, but no worker failed"
+    assert len(place.started) == 2, "a worker was restarted during the stop"
+    assert launcher.failed.cancelled(), "`failed` was not cancelled by the stop"
     for number in range(2):
-        assert place.wrote(number, b'"draining"'), f"worker {number} was not asked to end, or nobody was told"
+        assert place.wrote(number, b'"draining"'), f"worker {number} did not drain, or its output was not reported"
 
 
 async def one_that_is_killed_is_started_again(launch: OpenLauncher, place: Meeting, within: float) -> None:
@@ -175,27 +175,27 @@ async def one_that_is_killed_is_started_again(launch: OpenLauncher, place: Meeti
     specs = [place.spec("encoder"), place.spec("decoder")]
     async with running(launch(specs, place.hear), 0):
         for came in (2, 3, 4):
-            await until(partial(place.came, came), "one that was killed did not come again", within)
+            await until(partial(place.came, came), "a killed worker was not restarted", within)
             if came < 4:
                 next(worker for worker in place.living if worker.role == "encoder").send(signal.SIGKILL)
-        assert [worker.role for worker in place.started].count("decoder") == 1, "the other one was started again too"
+        assert [worker.role for worker in place.started].count("decoder") == 1, "a worker that runs was restarted too"
 
 
 async def one_that_cannot_start_is_a_failure(launch: OpenLauncher, place: Meeting, within: float) -> None:
     """A worker that cannot start sets `failed` and is not restarted. The others run on."""
     specs = [place.spec(), place.spec(**{UNKNOWN: "1"})]
     async with running(launch(specs, place.hear), DRAIN_S) as launcher:
-        await until(launcher.failed.done, "a worker that cannot start is no failure", within)
-        assert isinstance(launcher.failed.exception(), ConfigError), "a worker that cannot start is no ConfigError"
-        await until(partial(place.came, 1), "the other of one that cannot start did not come", within)
-    assert place.wrote(1, UNKNOWN.encode()), "nobody was told what a worker wrote"
-    assert place.wrote(1, UNKNOWN.encode()) == 1, "a worker that cannot start was tried again"
+        await until(launcher.failed.done, "a worker that cannot start did not set `failed`", within)
+        assert isinstance(launcher.failed.exception(), ConfigError), "`failed` is not a ConfigError"
+        await until(partial(place.came, 1), "the other worker did not start", within)
+    assert place.wrote(1, UNKNOWN.encode()), "the output of a worker was not reported"
+    assert place.wrote(1, UNKNOWN.encode()) == 1, "a worker that cannot start was restarted"
 
 
 async def one_that_does_not_hear_is_ended_by_force(launch: OpenLauncher, place: Meeting, within: float) -> None:
     """A worker that does not react to signals is killed by `stop`."""
     async with running(launch([place.spec()], place.hear), 0):
-        await until(partial(place.came, 1), "a worker that was to be started did not come", within)
+        await until(partial(place.came, 1), "a worker did not start", within)
         place.started[0].send(signal.SIGSTOP)
 
 

@@ -194,7 +194,7 @@ async def an_old_claim_is_worth_nothing(queue: QueueBackend, clock: ManualClock)
     except LeaseLost:
         assert (await queue.load("a")).context == record.context
     else:
-        raise AssertionError("a claim whose lease has ended was accepted")
+        raise AssertionError("a claim of an ended lease was accepted")
     assert (await queue.renew([old.claim], TTL)).ended == (old.claim,)
     assert not await queue.progress(old.claim, [])
     assert not await queue.hand_back(old.claim)

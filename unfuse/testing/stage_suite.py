@@ -24,7 +24,7 @@ def check_stage(stage: Stage, inputs: Sequence[StageInput]) -> None:
 
     Each task is run alone, in a batch, and step by step. A stage with checkpoints is resumed after each of its steps.
     """
-    assert inputs, "a stage is checked on at least one task"
+    assert inputs, "check_stage needs at least one task"
     for task in inputs:
         _accepts_what_fits(stage, task)
         expected = _runs_alone(stage, task)
@@ -32,7 +32,7 @@ def check_stage(stage: Stage, inputs: Sequence[StageInput]) -> None:
             _steps(stage, task, expected)
     batched = _output_names(stage.run(inputs), len(inputs))
     alone = [_output_names(stage.run([task]), 1)[0] for task in inputs]
-    assert batched == alone, "mates change no name, and no order"
+    assert batched == alone, "names or order of outputs differ in a batch"
 
 
 def _accepts_what_fits(stage: Stage, task: StageInput) -> None:
@@ -40,7 +40,7 @@ def _accepts_what_fits(stage: Stage, task: StageInput) -> None:
     stage.verify(task)
     hash(stage.batch_key(task))
     assert stage.batch_key(replace(task, params=dict(task.params))) == stage.batch_key(task), (
-        "equal parameters have equal batch keys"
+        "batch keys differ for equal parameters"
     )
     if task.tensors:
         try:
@@ -58,15 +58,17 @@ def _runs_alone(stage: Stage, task: StageInput) -> Bits:
     before = _bits(task.tensors)
     (output,) = stage.run([task])
     first = _bits(output.tensors), [media.data for media in output.media]
-    assert _bits(task.tensors) == before, "an input was written"
-    assert bool(output.tensors) != bool(output.media), "a stage makes tensors for others, or media for the client"
+    assert _bits(task.tensors) == before, "the stage changed an input"
+    assert bool(output.tensors) != bool(output.media), "an output must have either tensors or media"
     lay_out((name, *describe(tensor)) for name, tensor in output.tensors.items())
     for name, tensor in output.tensors.items():
-        assert not getattr(tensor, "requires_grad", False), f"{name} carries a gradient"
+        assert not getattr(tensor, "requires_grad", False), f"output {name} requires a gradient"
         for input_name, input_tensor in task.tensors.items():
-            assert not _overlap(tensor, input_tensor), f"{name} lies in the memory of the input {input_name}"
+            assert not _overlap(tensor, input_tensor), f"output {name} shares memory with input {input_name}"
     (again,) = stage.run([task])
-    assert (_bits(again.tensors), [media.data for media in again.media]) == first, "the same task gave something else"
+    assert (_bits(again.tensors), [media.data for media in again.media]) == first, (
+        "a second run of the same task gave another output"
+    )
     return first[0]
 
 
@@ -74,20 +76,20 @@ def _steps(stage: SteppedStage[Any], task: StageInput, expected: Bits) -> None:
     """Check that each step advances by one, and that resuming gives the same output."""
     state = stage.start(task)
     done, steps = stage.progress(state)
-    assert done == 0 < steps, "a task starts before its first step"
+    assert done == 0 < steps, "progress at the start must be 0 of at least 1 step"
     with TensorStore.create("memory") as store:
         while done < steps:
             (state,) = next_states(stage, [state])
             assert not isinstance(state, Exception), f"a step failed: {state}"
-            assert stage.progress(state) == (done + 1, steps), "a step is one step"
+            assert stage.progress(state) == (done + 1, steps), "a step did not advance progress by one"
             done += 1
             checkpoint = stage.save(state) if done < steps else None
             if checkpoint is not None:
                 ref = store.put(pack(checkpoint), request="req_0", stage="checked", attempt=1)
                 with store.get(ref, as_torch=_is_torch(task.tensors)) as tensors:
                     state = stage.resume(task, unpack(tensors))
-                assert stage.progress(state) == (done, steps), "a resumed task is where it was saved"
-    assert _bits(stage.finish(state).tensors) == expected, "stepped and resumed, it came to something else"
+                assert stage.progress(state) == (done, steps), "a resumed task is not at the step where it was saved"
+    assert _bits(stage.finish(state).tensors) == expected, "the output of a stepped and resumed task differs"
 
 
 def _output_names(outputs: Sequence[StageOutput], count: int) -> list[list[str]]:

@@ -34,7 +34,7 @@ def lost(ref: ObjectRef) -> Iterator[None]:
     except ObjectLost as error:
         assert error.object_id == ref.id, f"ObjectLost names {error.object_id!r}, not {ref.id!r}"
     else:
-        raise AssertionError("an object that is not there was read")
+        raise AssertionError("an object that does not exist was read")
 
 
 def begin(store: TensorStore, request: str, nbytes: int = 5000) -> tuple[ObjectDraft, ObjectRef]:
@@ -132,7 +132,7 @@ def check_closed(open: Open) -> None:
     array = tensors["x"]
     store.release(request)
     store.close()
-    assert (array == 7).all(), "closed: an array that was got has changed"
+    assert (array == 7).all(), "an array changed after its store was closed"
     tensors.close()
 
 

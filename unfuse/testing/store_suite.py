@@ -52,7 +52,7 @@ def check_store(open: Open, overwrite: Overwrite | None = None, join: Join | Non
                 raise AssertionError(f"{name}: {error}") from error
             for request in store.holding():
                 store.release(request)
-            assert store.usage().used == 0, f"{name} left something behind: {store.usage()}"
+            assert store.usage().used == 0, f"{name} did not free all memory: {store.usage()}"
     check_closed(open)
 
 
@@ -234,7 +234,7 @@ def check_full(store: TensorStore) -> None:
             refs.append(put(store, {"x": piece}))
     except ArenaFull as error:
         assert error.needed == piece.nbytes and error.free < error.capacity
-    assert 4 <= len(refs) <= 8, f"{len(refs)} eighths fitted"
+    assert 4 <= len(refs) <= 8, f"{len(refs)} objects of an eighth of the capacity were stored"
     assert len(store.holding()) == len(refs)
     store.delete(refs.pop())
     refs.append(put(store, {"x": piece}))
@@ -243,7 +243,7 @@ def check_full(store: TensorStore) -> None:
         store.delete(ref)
     usage = store.usage()
     assert usage.used == usage.requested == 0 and usage.free == usage.capacity
-    assert usage.largest_free == empty.largest_free, "what came back did not merge"
+    assert usage.largest_free == empty.largest_free, "freed memory was not merged"
     assert usage.high_water >= 4 * piece.nbytes
 
 
@@ -327,7 +327,7 @@ def check_wait(store: TensorStore) -> None:
         except ArenaFull as error:
             assert error.needed > error.capacity
         else:
-            raise AssertionError("more than everything was stored")
+            raise AssertionError("an object larger than the capacity was stored")
 
 
 def check_flips(store: TensorStore, overwrite: Overwrite) -> None:

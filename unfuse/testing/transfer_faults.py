@@ -142,9 +142,9 @@ class FaultyLink(PeerLink):
         self._dead |= "dead" in drawn
         self.ping()
         if "drop" in drawn:
-            raise LinkBroken("dropped on purpose")
+            raise LinkBroken("injected fault: the connection was dropped")
         if "refuse" in drawn:
-            raise ObjectLost(f"object {ref.id} is refused on purpose", ref.id)
+            raise ObjectLost(f"injected fault: object {ref.id} was refused", ref.id)
         if "full" in drawn:
             raise ArenaFull(stop - start, 0, 0)
 
@@ -158,7 +158,7 @@ class FaultyLink(PeerLink):
                     into[corrupt] ^= 1 << random.randrange(8)
                     corrupt = None
                 if end is not None and end < filled:
-                    raise LinkBroken("cut on purpose")
+                    raise LinkBroken("injected fault: the transfer was cut")
                 yield filled
 
     @override
@@ -169,7 +169,7 @@ class FaultyLink(PeerLink):
     @override
     def ping(self) -> None:
         if self._dead:
-            raise LinkBroken("dead on purpose")
+            raise LinkBroken("injected fault: the owner is dead")
         self._link.ping()
 
     @override

@@ -50,8 +50,8 @@ def check_transfer(open_pair: OpenPair) -> None:
                     check(pair, link, address)
             except UnfuseError as error:
                 raise AssertionError(f"{check.__name__}: {error}") from error
-            soon(lambda: pair.owner.used() == 0, f"{check.__name__}: the owner still holds something")
-            assert pair.arena.usage().used == 0, f"{check.__name__} left something behind: {pair.arena.usage()}"
+            soon(lambda: pair.owner.used() == 0, f"{check.__name__}: the owner still has objects in use")
+            assert pair.arena.usage().used == 0, f"{check.__name__} did not free all memory: {pair.arena.usage()}"
         pair.owner.stop()
 
 
@@ -72,7 +72,7 @@ def raises(kind: type[UnfuseError], what: str) -> Iterator[None]:
         yield
     except kind:
         return
-    raise AssertionError(f"no {kind.__name__}: {what}")
+    raise AssertionError(f"{kind.__name__} was not raised: {what}")
 
 
 def pull(pair: Pair, link: PeerLink, ref: ObjectRef, start: int, stop: int) -> bytes:
@@ -81,13 +81,15 @@ def pull(pair: Pair, link: PeerLink, ref: ObjectRef, start: int, stop: int) -> b
         memory[:] = 0xA5
         numbers = list(link.pull(ref, start, stop, memory[64 : 64 + stop - start]))
         assert numbers == sorted(set(numbers)) and (numbers or [0])[-1] == stop - start, numbers
-        assert (memory[:64] == 0xA5).all() and (memory[64 + stop - start :] == 0xA5).all(), "it wrote beyond its room"
+        assert (memory[:64] == 0xA5).all() and (memory[64 + stop - start :] == 0xA5).all(), (
+            "the pull wrote outside of its memory"
+        )
         return bytes(memory[64 : 64 + stop - start])
 
 
 def refused(pair: Pair, link: PeerLink, ref: ObjectRef, start: int, stop: int) -> None:
     """Check that pulling this range raises ObjectLost."""
-    with raises(ObjectLost, f"{start} to {stop} of {ref}"):
+    with raises(ObjectLost, f"bytes {start} to {stop} of {ref}"):
         pull(pair, link, ref, start, stop)
 
 
@@ -158,12 +160,12 @@ def check_growing(pair: Pair, link: PeerLink, address: str) -> None:
         pair.owner.write(ref, 1)
         written = pool.submit(until_written, link, ref, 1)
         pair.owner.write(ref, 2)
-        assert written.result(WITHIN_S) == whole[:2], "it does not wait for more than is known"
+        assert written.result(WITHIN_S) == whole[:2], "it does not wait for more chunks than known"
         pair.owner.abort(ref)
     broken = pair.owner.begin(5, nbytes)
     pair.owner.write(broken, 1)
     pair.owner.abort(broken)
-    with raises(ObjectLost, "its writer gave it up"):
+    with raises(ObjectLost, "the writer aborted the object"):
         link.written(broken, 1, 0)
 
 
@@ -208,9 +210,9 @@ def check_gone(pair: Pair, link: PeerLink, address: str) -> None:
     link.ping()
     assert len(pull(pair, link, ref, 0, 10)) == 10
     pair.owner.stop()
-    with raises(LinkBroken, "nobody is there to be pinged"):
+    with raises(LinkBroken, "a ping after the owner stopped"):
         link.ping()
-    with raises(LinkBroken, "nobody is there to pull from"):
+    with raises(LinkBroken, "a pull after the owner stopped"):
         pull(pair, link, ref, 0, 10)
     with closing(pair.engine.connect(pair.owner.start())) as again:
         assert pull(pair, again, ref, 0, ref.nbytes) == bytes(pattern(7, ref.nbytes))
@@ -227,13 +229,13 @@ def check_closed(pair: Pair, link: PeerLink, address: str) -> None:
         with closing(link.pull(ref, 0, ref.nbytes, memory)) as numbers:
             received = next(numbers)
             link.close()
-            with raises(LinkBroken, "the link was closed while it pulled"):
+            with raises(LinkBroken, "the link was closed during a pull"):
                 for received in numbers:  # noqa: B007
                     pass
         assert (memory[:received] == pattern(8, ref.nbytes)[:received]).all()
-    with raises(LinkBroken, "the link is closed"):
+    with raises(LinkBroken, "a pull on a closed link"):
         pull(pair, link, ref, 0, 10)
-    with raises(LinkBroken, "the link is closed"):
+    with raises(LinkBroken, "a ping on a closed link"):
         link.ping()
     pair.owner.delete(ref)
 
@@ -251,7 +253,7 @@ def check_whole(pair: Pair, link: PeerLink, address: str) -> None:
             check_here(pair, sink, nbytes)
             damaged = msgspec.structs.replace(ref, checksums=tuple(value ^ 1 for value in ref.checksums))
             if nbytes:
-                with raises(ObjectLost, "its bytes are not the ones of the ref"):
+                with raises(ObjectLost, "the bytes do not match the checksums of the ref"):
                     transfers.fetch(damaged, ArenaSink(pair.arena, damaged)).result(WITHIN_S)
             pair.owner.delete(ref)
         ref = pair.owner.begin(9, 2 * CHUNK_BYTES + 5)
@@ -259,7 +261,7 @@ def check_whole(pair: Pair, link: PeerLink, address: str) -> None:
         session = transfers.fetch(ref, sink := ArenaSink(pair.arena, ref))
         for chunks in (1, 2, 3):
             pair.owner.write(ref, chunks)
-            soon(lambda: session.good >= min(chunks * CHUNK_BYTES, ref.nbytes), f"{chunks} chunks did not come")  # noqa: B023
+            soon(lambda: session.good >= min(chunks * CHUNK_BYTES, ref.nbytes), f"{chunks} chunks did not arrive")  # noqa: B023
         session.result(WITHIN_S)
         check_here(pair, sink, 9)
         pair.owner.seal(ref)

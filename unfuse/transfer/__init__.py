@@ -30,8 +30,8 @@ def open_engine(name: str, options: TransferOptions) -> TransferEngine:
     engine: type[TransferEngine] = resolve(BACKENDS, name, "transfer engine")
     if not engine.enforces_refs and not options.trusted_network:
         raise ConfigError(
-            f"with the transfer engine {name} every machine that reaches this one can read and overwrite all of its "
-            "objects: say --trusted-network if only machines you trust can, or use tcp"
+            f"the transfer engine {name} lets any machine on the network read and overwrite all objects of this one: "
+            "set --trusted-network if you trust all of these machines, or use tcp"
         )
     return engine(options)
 

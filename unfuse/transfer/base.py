@@ -46,36 +46,46 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trusted_network: Annotated[
         bool,
         Meta(
-            description="Allow engines (gloo, mooncake, nccl, nixl) that let whoever reaches a worker read and "
-            "overwrite its tensors."
+            description="Allow the engines gloo, mooncake, nccl and nixl, with which any machine that can connect to "
+            "a worker can read and overwrite its tensors."
         ),
     ] = False
     threads: Annotated[
         int,
         Meta(
-            description="Threads of a worker that move tensors here from one owner, at most; 0 is 4 to 12, by cores.",
+            description="Maximum threads that fetch tensors from one worker; 0: 4 to 12, by the number of cores.",
             ge=0,
             le=256,
         ),
     ] = 0
-    queues: Annotated[int, Meta(description="Connections to each other worker.", ge=1, le=256)] = 4
+    queues: Annotated[int, Meta(description="Number of connections to each other worker.", ge=1, le=256)] = 4
     bootstrap_s: Annotated[
-        float, Meta(description="Seconds to reach an owner, or find room, before a transfer fails.", gt=0)
+        float,
+        Meta(
+            description="Seconds without progress after which a transfer fails, while the other worker cannot be "
+            "reached or the arena is full.",
+            gt=0,
+        ),
     ] = 30.0
     heartbeat_s: Annotated[float, Meta(description="Seconds between two pings of another worker.", gt=0)] = 5.0
     max_missed: Annotated[
-        int, Meta(description="Pings without an answer, or a byte, after which a worker is given up.", ge=1)
+        int,
+        Meta(
+            description="Pings without an answer after which the connections to a worker are closed. A connection is "
+            "also closed after this many ping intervals without data.",
+            ge=1,
+        ),
     ] = 2
     mooncake_protocol: Annotated[
         Literal["tcp", "rdma"],
         Meta(
-            description="What Mooncake moves bytes by. rdma was never tried on such hardware; where there is none, or "
-            "it does not start, tcp is used, and the log says so."
+            description="Protocol of Mooncake. rdma is untested on RDMA hardware. If rdma cannot start, tcp is used "
+            "instead, and a warning is logged."
         ),
     ] = "tcp"
     mooncake_devices: Annotated[
         tuple[str, ...],
-        Meta(description="RDMA devices that Mooncake uses, like mlx5_0,mlx5_1; without any, those that it finds."),
+        Meta(description="RDMA devices that Mooncake uses, such as mlx5_0,mlx5_1; by default, all that it detects."),
     ] = ()
 
 
@@ -187,8 +197,8 @@ class TransferEngine(ABC):
     def __init__(self, options: TransferOptions) -> None:
         if not options.authentic:
             raise ConfigError(
-                f"without keys any process that reaches this one could pull tensors by {self.name}: make some by "
-                "`unfuse keys new DIR` and give all workers the same --keys"
+                f"the transfer engine {self.name} requires keys: create them with `unfuse keys new DIR`, and start all "
+                "workers with the same --keys"
             )
         self.options = options
 
@@ -303,7 +313,9 @@ def hold_for(arena: Arena, pull: Pull) -> Extent:
         chunks, whole = arena.written(pull.id)
         readable = pull.nbytes if whole else len(chunks) * chunk_bytes(pull.nbytes)
         if not 0 <= pull.start <= pull.stop <= readable:
-            raise ObjectLost(f"bytes {pull.start} to {pull.stop} of object {pull.id} are not there to be read", pull.id)
+            raise ObjectLost(
+                f"bytes {pull.start} to {pull.stop} of object {pull.id} cannot be read yet, or do not exist", pull.id
+            )
     except BaseException:
         arena.unhold(pull.id)
         raise

@@ -56,7 +56,7 @@ class MooncakeEngine(OneSidedEngine):
         present = {entry.name for entry in DEVICES.iterdir()} if DEVICES.is_dir() else set()
         if missing := {*options.mooncake_devices} - present:
             there = ", ".join(sorted(present)) or "none"
-            log.warning("Mooncake uses tcp: there is no such RDMA device", devices=sorted(missing), there=there)
+            log.warning("Mooncake uses tcp: an RDMA device does not exist", devices=sorted(missing), there=there)
             return False
         if not present:
             log.warning("Mooncake uses tcp: this machine has no RDMA device")
@@ -64,11 +64,11 @@ class MooncakeEngine(OneSidedEngine):
         os.environ.pop(FORCE_TCP, None)
         code = self._library.initialize(options.host, "P2PHANDSHAKE", "rdma", ",".join(options.mooncake_devices))
         if code != 0:
-            log.warning("Mooncake uses tcp: it did not start over rdma, its log on standard error says why", code=code)
+            log.warning("Mooncake uses tcp: rdma did not start, see its log on standard error", code=code)
             self._library = Mooncake()
             return False
         used = options.mooncake_devices or tuple(sorted(present))
-        log.info("Mooncake uses rdma, which was never tried on such hardware", devices=used)
+        log.info("Mooncake uses rdma, which is untested on RDMA hardware", devices=used)
         return True
 
     @override
@@ -101,10 +101,10 @@ class MooncakeEngine(OneSidedEngine):
     def close(self) -> None:
         super().close()
         while self._registered:
-            _check(self._library.unregister_memory(self._registered.pop()), "let go of memory")
+            _check(self._library.unregister_memory(self._registered.pop()), "unregister memory")
 
 
 def _check(code: int, action: str) -> None:
     """Raise ConfigError if a call of the library failed."""
     if code != 0:
-        raise ConfigError(f"Mooncake could not {action} (code {code}): its log on standard error says why")
+        raise ConfigError(f"Mooncake could not {action} (code {code}): see its log on standard error")

@@ -70,7 +70,7 @@ class NixlEngine(OneSidedEngine):
         except ERRORS as error:
             raise LinkBroken(f"NIXL could not read: {error}") from error
         if state != "DONE":
-            raise LinkBroken(f"NIXL could not read: {state}")
+            raise LinkBroken(f"NIXL could not read: transfer state {state}")
 
     @override
     def close(self) -> None:

@@ -115,7 +115,7 @@ class NcclEngine(PairsEngine):
     @override
     def use(self, pairs: ProcessPairs, device: str) -> None:
         if device == "cpu":
-            raise ConfigError("the transfer engine nccl needs a GPU, and this worker computes on a CPU: use tcp")
+            raise ConfigError("the transfer engine nccl requires a GPU, but this worker runs on the CPU: use tcp")
         super().use(pairs, device)
 
 
@@ -132,4 +132,4 @@ class _PairsLink(ChannelLink):
             for done in self._engine.receive(connection, self._address, into):
                 yield done
                 if done < into.nbytes and not connection.is_alive():
-                    raise ConnectionAbortedError("the link was closed")
+                    raise ConnectionAbortedError("the connection was closed")

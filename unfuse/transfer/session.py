@@ -116,7 +116,7 @@ class RingBuffer(TransferSink):
 
     def __init__(self, buffer: NDArray[np.uint8], ref: ObjectRef) -> None:
         if buffer.nbytes < (needed := min(chunk_bytes(ref.nbytes), ref.nbytes)):
-            raise ValueError(f"a window of {buffer.nbytes} bytes: {needed} are needed to verify what comes")
+            raise ValueError(f"a buffer of {buffer.nbytes} bytes is too small: {needed} are needed to verify a chunk")
         self._buffer, self._nbytes = buffer, ref.nbytes
         self._consumed = self._verified = 0
         self._error: Exception | None = None
@@ -271,7 +271,7 @@ class TransferSession:
         Raises the transfer's error (ObjectLost, ArenaFull, …), or TimeoutError after `timeout` seconds.
         """
         if not self.wait(timeout):
-            raise TimeoutError(f"object {self.ref.id} is not here after {timeout} s")
+            raise TimeoutError(f"object {self.ref.id} did not arrive within {timeout} s")
         if self.error:
             raise self.error
 
@@ -293,13 +293,13 @@ class TransferSession:
             return self._wait_for_room(error)
         except Exception as error:  # a session that fails must not end the thread
             if not isinstance(error, UnfuseError):
-                log.exception("a transfer failed because of a defect", object=self.ref.id)
+                log.exception("a transfer failed with an unexpected error", object=self.ref.id)
             return self._end(error)
 
     def _connect(self) -> float:
         """Get a link to the owner."""
         if self.ref.nbytes < 0 or len(self._checksums) > -(-self.ref.nbytes // self._chunk):
-            raise ObjectLost(f"object {self.ref.id} cannot be read: its ref contradicts itself", self.ref.id)
+            raise ObjectLost(f"object {self.ref.id} cannot be read: its ref is inconsistent", self.ref.id)
         self._engine, self._link = self._links.find(self.ref, self._failures)
         self._move("waiting_for_input")
         return 0
@@ -369,7 +369,7 @@ class TransferSession:
             checksums, whole = self._link.written(self.ref, len(self._checksums), LOOK_AGAIN_S)
             known = len(self._checksums)
             if checksums[:known] != self._checksums or (whole and len(checksums) * self._chunk < self.ref.nbytes):
-                raise ObjectLost(f"object {self.ref.id} is not the one that was announced", self.ref.id)
+                raise ObjectLost(f"object {self.ref.id} does not match the announced one", self.ref.id)
             self._checksums = checksums
         return min(len(self._checksums) * self._chunk, self.ref.nbytes)
 
@@ -466,7 +466,7 @@ class PeerLinks:
         addresses = self._peers(ref.owner)
         names = agree(self._engines, addresses)
         if not names:
-            text = f"its owner {ref.owner} is not known here, or has none of our transfer engines"
+            text = f"its owner {ref.owner} is unknown, or has none of the transfer engines of this worker"
             raise ObjectLost(f"object {ref.id} cannot be reached: {text} ({', '.join(self._engines)})", ref.id)
         name = names[failures % len(names)]
         key = name, addresses[name]

@@ -123,7 +123,7 @@ class PooledLink(PeerLink, Generic[C]):
                 finally:
                     self._put_back(connection, reusable)
             except self.errors as error:
-                raise LinkBroken(f"the owner at {self._address} is not reached: {error}") from error
+                raise LinkBroken(f"the owner at {self._address} cannot be reached: {error}") from error
 
     @override
     def written(self, ref: ObjectRef, known: int, wait: float) -> tuple[tuple[int, ...], bool]:
@@ -150,7 +150,7 @@ class PooledLink(PeerLink, Generic[C]):
         """Return an idle connection that is alive, or a new one."""
         with self._lock:
             if self._closed:
-                raise ConnectionAbortedError("the link is closed")
+                raise ConnectionAbortedError("the connection is closed")
             while self._idle:
                 connection = self._idle.pop()
                 if connection.is_alive():
@@ -296,7 +296,7 @@ class OwnerClient(OwnerConnection):
     def __init__(self, address: str, options: TransferOptions) -> None:
         parts = urlsplit(address)
         if parts.scheme != "tcp" or not parts.hostname or not parts.port:
-            raise ProtocolError(f"{address!r} is no address of a transfer engine over TCP")
+            raise ProtocolError(f"{address!r} is not a TCP address of a transfer engine")
         self._options = options
         self.socket = socket.create_connection((parts.hostname, parts.port), options.silence_s)
         try:
@@ -414,7 +414,7 @@ def prove(secret: str, side: bytes, owners: bytes, readers: bytes) -> bytes:
 def check(proof: bytes, secret: str, side: bytes, owners: bytes, readers: bytes) -> None:
     """Raise ProtocolError if the proof is wrong: the other side does not know the secret."""
     if len(owners + readers) != 2 * NONCE or not hmac.compare_digest(proof, prove(secret, side, owners, readers)):
-        raise ProtocolError("it does not know our secret: start all workers with the same --keys")
+        raise ProtocolError("the peer has another secret: start all workers with the same --keys")
 
 
 class TcpEngine(OwnerEngine):

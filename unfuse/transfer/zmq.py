@@ -69,7 +69,7 @@ class ZmqEngine(TransferEngine):
     def __init__(self, options: TransferOptions) -> None:
         super().__init__(options)
         if options.secret and len(options.secret) != 40:
-            raise ConfigError("transfer over zmq needs CURVE keys: make some by `unfuse keys new DIR`")
+            raise ConfigError("the transfer engine zmq requires CURVE keys: create them with `unfuse keys new DIR`")
         self._context = zmq.Context()
 
     @override
@@ -159,7 +159,7 @@ class _Owner:
     def _send_piece(self, peer: bytes, pull: Pull) -> None:
         """Send the bytes of one pull. Raises ProtocolError for more than PIECE bytes."""
         if pull.stop - pull.start > PIECE:
-            raise ProtocolError(f"a pull of more than {PIECE} bytes")
+            raise ProtocolError(f"a pull may have at most {PIECE} bytes")
         extent = hold_for(self._arena, pull)
         try:
             piece = self._arena.view[extent.offset + pull.start : extent.offset + pull.stop]
@@ -214,7 +214,7 @@ class _ZmqConnection(OwnerConnection):
             if self._socket in ready:
                 break
         else:
-            raise TimeoutError("it does not answer")
+            raise TimeoutError("the owner does not answer")
         first, *frames = self._socket.recv_multipart(copy=False)
         self.waiting -= 1
         reply: FromOwner = decode(first.buffer, FromOwner)
@@ -256,7 +256,7 @@ class _ZmqLink(PooledLink[_ZmqConnection]):
                         break
                 _, frames = connection.answer(Coming, ref.id)
                 if [len(frame) for frame in frames] != [end - done]:
-                    raise ProtocolError("the owner sent another number of bytes")
+                    raise ProtocolError("the owner sent an unexpected number of bytes")
                 into[done - start : end - start] = np.frombuffer(frames[0].buffer, np.uint8)
                 done = end
                 yield done - start

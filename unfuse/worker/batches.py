@@ -40,7 +40,7 @@ CHECKED_AGAIN = 512
 #: What tasks must have in common to share a forward. The first element is the pool.
 Key = tuple[Hashable, ...]
 
-UNKNOWN = "a function that cannot be seen"
+UNKNOWN = "an unknown function"
 
 #: Most tasks in one forward of a stage that has `all_together`.
 LARGEST = 256
@@ -138,7 +138,9 @@ class InvarianceResults:
         if len(self._verdicts) > MAX_ENTRIES:  # clients choose image sizes, and so the number of keys
             del self._verdicts[next(iter(self._verdicts))]
         if blame:
-            log.warning("requests cannot share forwards exactly", key=str(key), size=size, because_of=blame)
+            log.warning(
+                "a batch of this size changes the results of its requests", key=str(key), size=size, because_of=blame
+            )
         if after.is_trusted != before.is_trusted or blame:
             self._write(self._name(key, size), after)
 
@@ -151,7 +153,7 @@ class InvarianceResults:
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.MsgspecError) as error:
-            log.warning("what was compared before cannot be read", file=str(self._file), reason=str(error))
+            log.warning("the batch invariance results cannot be read", file=str(self._file), reason=str(error))
             return {}
 
     def _write(self, name: str, verdict: InvarianceResult) -> None:
@@ -161,7 +163,7 @@ class InvarianceResults:
         try:
             add_entry(self._file, self._read, name, verdict)
         except OSError as error:
-            log.warning("what was compared cannot be kept", file=str(self._file), reason=str(error))
+            log.warning("the batch invariance results cannot be written", file=str(self._file), reason=str(error))
 
 
 def difference(alone: Sequence[Any], together: Sequence[Any]) -> int | None:

@@ -60,7 +60,9 @@ class CheckpointPolicy:
         """Parse a policy: `10` (steps), `30s` (seconds), `auto` or `none`. Raises ConfigError."""
         parsed = SPOKEN.fullmatch(text)
         if parsed is None or float(parsed["seconds"] or 1) == 0:
-            raise ConfigError(f"--checkpoint {text}: say auto, none, a number of steps (10) or of seconds (30s)")
+            raise ConfigError(
+                f"--checkpoint {text} is not valid: use auto, none, a number of steps (10) or of seconds (30s)"
+            )
         return cls(int(parsed["steps"] or 0), float(parsed["seconds"] or 0), text == "auto")
 
     @property
@@ -95,7 +97,7 @@ def unpack(tensors: Mapping[str, Any]) -> Checkpoint:
     """Return the checkpoint in an object's tensors. Raises PermanentError if it is no checkpoint."""
     values = tensors.get(VALUES)
     if values is None:
-        raise PermanentError("this object is no checkpoint")
+        raise PermanentError("the object is not a checkpoint")
     saved: Tensors = {name: tensor for name, tensor in tensors.items() if name != VALUES}
     return Checkpoint(saved, decode(np.asarray(values).tobytes(), dict[str, Any]))
 

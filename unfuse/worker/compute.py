@@ -87,7 +87,7 @@ def compute(descriptor: int) -> None:
     except EOFError:
         return
     if not isinstance(load, messages.LoadModels):
-        raise SystemExit("the first message must be Load")
+        raise SystemExit("the first message must be LoadModels")
     inbox = queue.SimpleQueue[messages.ForLoop]()
     Thread(target=_listen, args=(channel, inbox, load), daemon=True).start()
     try:
@@ -199,7 +199,7 @@ def _check_agreement(group: Group | None, numerics: Mapping[str, str], pools: Co
     outcomes = group.exchange(encode((sorted(numerics.items()), sorted(pools)))) if group else []
     if differing := [rank for rank, outcome in enumerate(outcomes) if outcome != outcomes[0]]:
         raise ConfigError(
-            f"rank {differing[0]} of the worker makes other bytes than rank 0: devices, versions or weights differ"
+            f"rank {differing[0]} does not compute the same results as rank 0: devices, versions or weights differ"
         )
 
 
@@ -212,7 +212,7 @@ def _stages_to_load(load: messages.LoadModels) -> dict[str, tuple[StageSpec, Mod
     models = [(name, resolve_source(source), dtype) for name, source, dtype in load.models]
     only = {load.holds} & {name for name, _, _ in models}  # if the set is a model, no other model is read
     pools, wanted = load.pools or load.registered, dict[str, tuple[StageSpec, ModelSpec, Path]]()
-    refusal = ConfigError("the files of all models have changed since the worker started: start it again")
+    refusal = ConfigError("the files of all models have changed since the worker started: restart the worker")
     for name, folder, dtype in models:
         if only and name not in only:
             continue

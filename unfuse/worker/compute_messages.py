@@ -422,7 +422,9 @@ def failure(claim: Claim, error: Exception, timings: Timings | None = None) -> T
     rule = rule_of(error)
     message = str(error) if isinstance(error, UnfuseError) else f"{type(error).__name__}: {error}"
     if rule is MEMORY:
-        message = f"the device has not enough memory for this request: {message}; ask for less, or {ROOMIER}"
+        message = (
+            f"the device does not have enough memory for this request: {message}; reduce the request, or {ROOMIER}"
+        )
     evidence = "".join(traceback.format_exception(error))[-EVIDENCE_CHARS:]
     return TaskFailed(
         claim,
@@ -447,7 +449,7 @@ def about(claim: Claim) -> dict[str, object]:
 
 
 #: Why a task is handed back when compute is not ready.
-CANNOT_RUN = "the worker cannot run it now"
+CANNOT_RUN = "the worker cannot run the task now"
 
 
 def unfetched(claim: Claim, error: Exception, ready: bool) -> TaskFailed:

@@ -113,7 +113,7 @@ async def begin(environment: Mapping[str, str], fork_server: socket.socket | Non
         try:
             return await _start(environment, fork_server)
         except (OSError, ProtocolError) as error:
-            log.warning("starting a compute process that imports by itself", reason=str(error) or "no answer")
+            log.warning("starting a compute process without the fork server", reason=str(error) or "no answer")
     return await _start(environment)
 
 
@@ -291,7 +291,7 @@ class ComputeProcess:
         code = await self._child.wait()
         await asyncio.wait({self._logging}, timeout=LOG_END_S)
         if self.killed_for or code == UNKNOWN:
-            return self.killed_for or "it ended, and how is not known"
+            return self.killed_for or "its exit status is unknown"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     async def _read_log(self, descriptor: int) -> None:
@@ -318,7 +318,7 @@ class ComputeProcess:
         """Log the record in a line, or copy the line to standard error."""
         text = line.decode(errors="replace")
         self.log = (self.log + text)[-LOG_CHARS:]
-        with self._background.besides("passing on what compute wrote"):  # reading must go on, or the process blocks
+        with self._background.besides("relaying compute output"):  # reading must go on, or the process blocks
             if record := read_record(line):
                 relog(record)
             else:

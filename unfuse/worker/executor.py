@@ -63,7 +63,7 @@ OVER_S = 15.0
 #: Seconds before a failed restart is tried again.
 RESTART_S = 1.0
 
-SWAPPED = "another set of weights is loaded in its place"
+SWAPPED = "stopped to load another set of weights"
 
 #: Number of failed restarts in a row after which the previous model is loaded again, or ranks are lost.
 TRIED = 3
@@ -124,7 +124,7 @@ class ComputePairs(ProcessPairs):
         if answer:
             self._waiting[message.pair] = answer
         if not await self._send(message):
-            self.heard(PairDone(message.pair, error="no compute process runs"))
+            self.heard(PairDone(message.pair, error="no compute process is running"))
 
 
 class BusyShare:
@@ -265,7 +265,7 @@ class Executor:
 
         Raises ConfigError if one cannot load.
         """
-        self._watching = self._watching or self._background.forever("watching compute", self._watch)
+        self._watching = self._watching or self._background.forever("watching the compute processes", self._watch)
         meeting = Path(self._run_dir, f".ranks.{secrets.token_hex(8)}")
         starting = [asyncio.create_task(process.start(str(meeting))) for process in self._processes]
         try:
@@ -290,7 +290,7 @@ class Executor:
             dead = await self._wait_for_end()
             self.ready = False
             await self._report_death(dead)
-            log.info("starting compute again")
+            log.info("restarting the compute process")
             await self._report(await self._restart())
 
     async def _restart(self) -> ModelsLoaded:
@@ -301,11 +301,11 @@ class Executor:
                 return await self.start()
             except ConfigError as error:
                 failures += 1
-                log.error("compute did not start", reason=str(error))
+                log.error("the compute process did not start", reason=str(error))
                 if failures == TRIED and self._previous_loads:
                     self._reload(self._previous_loads)
                 if failures == TRIED and len(self._processes) > 1 and not self.lost.done():
-                    self.lost.set_exception(TransientError(f"its ranks cannot be started again: {error}"))
+                    self.lost.set_exception(TransientError(f"the ranks cannot be restarted: {error}"))
                 await asyncio.sleep(RESTART_S)
 
     def swap(self, loads: Sequence[LoadModels]) -> None:
@@ -330,7 +330,9 @@ class Executor:
         """
         if not self.passing.begins(lease.claim):
             await self._report(
-                TaskFailed(lease.claim, "hand_back", f"{ENDED}, and its inputs with it", reason="compute")
+                TaskFailed(
+                    lease.claim, "hand_back", f"{ENDED}, which had received inputs of the task", reason="compute"
+                )
             )
             return
         self._waiting[lease.claim] = RunTask(lease, dict(peers), recorded)
@@ -409,7 +411,7 @@ class Executor:
             except EOFError:
                 return process
             except ProtocolError as error:
-                process.kill(f"killed, because it sent something that is not a message: {error}")
+                process.kill(f"killed, because it sent an invalid message: {error}")
                 return process
             if rank == 0:
                 self._progress_at = time.monotonic()
@@ -465,7 +467,7 @@ class Executor:
         """Return the reason to kill processes without progress for too long, else ""."""
         if time.monotonic() - self._progress_at <= self._stall_s:
             return ""
-        return f"killed, because it made no progress for {self._stall_s:g} s (--stall-s allows more)"
+        return f"killed, because it made no progress for {self._stall_s:g} s (limit: --stall-s)"
 
     async def _report_death(self, dead: ComputeProcess) -> None:
         """End the other processes, and report the tasks that ended with them."""

@@ -116,13 +116,13 @@ class ForkServer:
             return False
         try:
             if len(descriptors) < 3 or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                raise ProtocolError("it has other descriptors, or more bytes, than a Fork")
+                raise ProtocolError("the number of descriptors or the size of the message is wrong")
             fork: Fork = decode(data, Fork)
             with socket.socket(fileno=descriptors[2]) as reply:
                 descriptors.remove(reply.fileno())  # which closes it
                 self._fork(fork, descriptors[0], descriptors[1], reply)
         except (ProtocolError, OSError) as error:
-            sys.stderr.write(f"the fork server got no request: {error}\n")
+            sys.stderr.write(f"the fork server could not serve a request: {error}\n")
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -34,7 +34,7 @@ async def answering(at: str, lacking: Callable[[], str]) -> AsyncIterator[None]:
         return
     host, _, port = at.rpartition(":")
     if not (host and port.isdecimal()):
-        raise ConfigError(f"--health {at!r} is no address: write HOST:PORT, such as 0.0.0.0:8002")
+        raise ConfigError(f"--health {at!r} is not an address: use HOST:PORT, such as 0.0.0.0:8002")
     free = asyncio.Semaphore(AT_ONCE)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -49,7 +49,7 @@ async def answering(at: str, lacking: Callable[[], str]) -> AsyncIterator[None]:
     try:
         server = await asyncio.start_server(answer, host.strip("[]"), int(port), limit=HEAD_BYTES)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--health {at} cannot be listened on ({error}): name another address") from error
+        raise ConfigError(f"cannot listen on --health {at} ({error}): choose another address") from error
     try:
         yield
     finally:
@@ -61,7 +61,9 @@ def _response(request_line: list[bytes], lacking: Callable[[], str]) -> bytes:
     method, path = (*request_line, b"")[:2]
     missing = lacking()
     answers = {b"/health": (200, "ok"), b"/ready": (503, missing) if missing else (200, "ready")}
-    status, text = answers.get(path if method in (b"GET", b"HEAD") else b"", (404, "there is /health and /ready"))
+    status, text = answers.get(
+        path if method in (b"GET", b"HEAD") else b"", (404, "not found: the paths are /health and /ready")
+    )
     head = (
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n"
     )

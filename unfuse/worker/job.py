@@ -120,7 +120,7 @@ class Job:
         try:
             check_growth([deltas])
         except ProtocolError as error:
-            raise PermanentError(f"stage {self.stage.kind} has grown by what cannot be recorded: {error}") from error
+            raise PermanentError(f"the output of stage {self.stage.kind} cannot be recorded: {error}") from error
         self.grown += len(pieces)
         return deltas
 
@@ -163,8 +163,8 @@ class CollectedInput:
 
     def __init__(self, ref: ObjectRef, ranks: int = 1) -> None:
         if ranks * ref.nbytes > (free := available_memory()):
-            available = f"{readable_bytes(free)} are free"
-            raise TransientError(f"an input takes {ranks} x {readable_bytes(ref.nbytes)} of memory, and {available}")
+            available = f"only {readable_bytes(free)} is free"
+            raise TransientError(f"an input needs {ranks} x {readable_bytes(ref.nbytes)} of memory, but {available}")
         self._ref = ref
         self._memory = np.empty(ref.nbytes, np.uint8)
         self._filled = 0
@@ -337,7 +337,7 @@ class JobFactory:
             try:
                 yield self._store.get(ref, as_torch=self._as_torch(lease))
             except Exception as error:  # the stage recomputes a block that cannot be read
-                log.info("a prefix cannot be read", request=lease.task.request, object=ref.id, reason=str(error))
+                log.info("prefix block not readable", request=lease.task.request, object=ref.id, reason=str(error))
                 return
 
     def exact_batch_key(self, stage: Stage, state: Any) -> Hashable | None:
@@ -353,7 +353,12 @@ class JobFactory:
                 return stage.resume(stage_input, unpack(tensors))
         except Exception as error:  # a bad checkpoint must not end the process
             task = lease.task
-            log.warning("cannot resume, starts again", request=task.request, stage=task.stage, reason=str(error))
+            log.warning(
+                "cannot resume from the checkpoint, starting over",
+                request=task.request,
+                stage=task.stage,
+                reason=str(error),
+            )
             return None
 
     def _as_torch(self, lease: Lease) -> bool:
@@ -427,7 +432,7 @@ def read_prefix_blocks(job: Job) -> list[tuple[str, str, Tensors]]:
             elif task.planned.extends:
                 blocks.append((prefix_key(task.planned.extends, block.digest), block.digest, block.read()))
     except Exception as error:  # the task itself goes on, on every rank; other tasks recompute a missing block
-        log.info("not kept", request=task.request, stage=task.stage, reason=str(error))
+        log.info("prefix block not cached", request=task.request, stage=task.stage, reason=str(error))
     return blocks
 
 
@@ -442,7 +447,7 @@ def store_prefix_blocks(store: TensorStore, job: Job) -> Iterator[CachePrefix]:
         try:
             ref = store.put(tensors, request=task.request, stage=task.stage, attempt=task.attempt)
         except Exception as error:  # as above
-            log.info("not kept", request=task.request, stage=task.stage, reason=str(error))
+            log.info("prefix block not cached", request=task.request, stage=task.stage, reason=str(error))
             return
         yield CachePrefix(job.claim, key, ref, digest)
 

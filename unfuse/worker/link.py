@@ -133,7 +133,7 @@ class OutputRecorder:
         self._unrecorded.setdefault(message.claim, _UnrecordedOutput(message.offset)).pieces += message.pieces
         if not self._sending:
             self._sending = True
-            self._background.once("recording what has grown", self._send)
+            self._background.once("recording new output", self._send)
 
     async def wait_until_recorded(self, claim: Claim) -> None:
         """Wait until all pieces of a task are recorded, or its lease is lost."""
@@ -185,7 +185,7 @@ class OutputRecorder:
         """
         answer = await self._link.call(AppendOutput(tuple(deltas)))
         if not isinstance(answer, HeartbeatReply):
-            log.warning("what has grown is not recorded yet", answer=str(answer))
+            log.warning("the scheduler did not record new output, retrying", answer=str(answer))
             return False
         for delta in deltas:
             growth = self._unrecorded.pop(delta.claim)
@@ -325,7 +325,7 @@ class SchedulerLink:
         except TimeoutError:
             self._missed += 1 if isinstance(message, Heartbeat) else MISSES
             if self._missed >= MISSES:
-                await self._switch_from(dealer, "it does not answer")
+                await self._switch_from(dealer, "the scheduler does not answer")
             raise
         except ConnectionError as error:
             await self._switch_from(dealer, str(error))
@@ -335,7 +335,7 @@ class SchedulerLink:
         if isinstance(answer, UnknownWorker):
             if dealer is self._dealer:
                 self._registered = None
-            raise ConnectionError("it was restarted")
+            raise ConnectionError("the scheduler was restarted")
         return answer
 
     async def close(self) -> None:
@@ -349,10 +349,10 @@ class SchedulerLink:
                 try:
                     answer = await self._dealer.call(self._hello, BEAT_S * MISSES)
                 except OSError as error:
-                    await self._switch(str(error) or "it does not answer")
+                    await self._switch(str(error) or "the scheduler does not answer")
                     continue
                 if not isinstance(answer, Registered):
-                    await self._switch(f"it did not welcome this worker: {answer}")
+                    await self._switch(f"the scheduler did not register this worker: {answer}")
                     continue
                 self._registered = answer
                 self._tried = self._missed = 0
@@ -370,7 +370,7 @@ class SchedulerLink:
         """Close the connection, pause after a round of all schedulers, and use the next one."""
         address = self._dealer.address
         if self._tried < len(self._addresses):
-            event = "the scheduler is gone" if self.heard else "the scheduler does not answer yet: waiting for it"
+            event = "lost the connection to the scheduler" if self.heard else "waiting for the scheduler"
             log.warning(event, scheduler=address, reason=reason)
         self._registered, self._missed = None, 0
         self._tried += 1
@@ -402,5 +402,7 @@ async def free_when_orphaned(
         silent_s = silent_s + tick if link.heard == answers else 0.0
         answers = link.heard
         if silent_s >= orphan_s and not busy() and (requests := objects.holding()):
-            log.warning("no scheduler answers, freeing what is held for it", requests=len(requests), seconds=silent_s)
+            log.warning(
+                "no scheduler answers, freeing the objects of its requests", requests=len(requests), seconds=silent_s
+            )
             await objects.abandon()

@@ -126,7 +126,7 @@ class WeightFiles:
         for file in {*changed.values()} - {*self.changed.values()}:
             log.warning("a model file has changed", reason=str(file))
         if not changed:
-            log.info("all model files have the bytes that were loaded")
+            log.info("all model files match the loaded weights")
         self.changed = changed
         return True
 
@@ -373,21 +373,25 @@ class AdapterFetcher:
                 while offset < size:
                     answer = await self._link.call(FetchAdapter(name, id, offset))
                     if not isinstance(answer, AdapterBytes):
-                        raise NotFound(answer.message if isinstance(answer, Rejected) else f"lora {name!r} is not lent")
+                        raise NotFound(
+                            answer.message if isinstance(answer, Rejected) else f"lora {name!r} cannot be fetched"
+                        )
                     size = size if offset else self._make_room(name, answer.size)
                     if answer.size != size or not answer.data or offset + len(answer.data) > size:
-                        raise TransientError(f"lora {name!r} was changed while it was copied")
+                        raise TransientError(f"lora {name!r} was changed while it was downloaded")
                     await asyncio.to_thread(stream.write, answer.data)
                     digest.update(answer.data)
                     offset += len(answer.data)
             if digest.hexdigest() != id:
-                raise PermanentError(f"lora {name!r} is not the one that was asked for: what came has another content")
+                raise PermanentError(f"the downloaded lora {name!r} does not match its checksum {id}")
             partial_file.replace(target)
         except OSError as error:
-            raise TransientError(f"lora {name!r} cannot be kept in {self._kept}: {error.strerror}") from error
+            raise TransientError(f"lora {name!r} cannot be stored in {self._kept}: {error.strerror}") from error
         finally:
             partial_file.unlink(missing_ok=True)
-        log.info("an adapter came from the scheduler", lora=name, id=id, bytes=size, seconds=time.monotonic() - began)
+        log.info(
+            "downloaded an adapter from the scheduler", lora=name, id=id, bytes=size, seconds=time.monotonic() - began
+        )
 
     def _make_room(self, name: str, size: int) -> int:
         """Make room for a file of this size and return the size.
@@ -395,7 +399,7 @@ class AdapterFetcher:
         Raises TransientError if there is none.
         """
         if not 0 < size <= MAX_BYTES:
-            raise PermanentError(f"lora {name!r} has {size} bytes, and no more than {MAX_BYTES} are read")
+            raise PermanentError(f"lora {name!r} has {size} bytes: adapters may have 1 to {MAX_BYTES}")
         remaining, now = KEPT_BYTES - size, time.time()
         files = sorted(((file, file.stat()) for file in self._kept.iterdir()), key=lambda entry: -entry[1].st_atime)
         for file, stat in files:
@@ -403,7 +407,7 @@ class AdapterFetcher:
             if remaining < 0 or (file.name.startswith(".") and now - stat.st_mtime > LEFT_S):
                 file.unlink(missing_ok=True)
         if (free := shutil.disk_usage(self._kept).free) < size:
-            raise TransientError(f"lora {name!r} has {size} bytes, and {self._kept} has room for {free}")
+            raise TransientError(f"lora {name!r} needs {size} bytes, but {self._kept} has only {free} free")
         return size
 
 

@@ -168,7 +168,7 @@ class WorkerObjects:
         try:
             await asyncio.to_thread(self.store.save, ref, reader)
         except (ObjectLost, TransientError) as error:
-            log.warning("no durable copy", request=key[0], stage=ref.stage, reason=str(error))
+            log.warning("durable copy not written", request=key[0], stage=ref.stage, reason=str(error))
             return False
         self._written.add(key)
         return True
@@ -229,7 +229,9 @@ class WorkerObjects:
         for extent in self.copies.extents:
             leftovers.pop(_name_of_unfinished(extent), None)
         leftovers |= {name: copy.ref.nbytes for name, copy in self.copies.unused().items()}
-        return leftovers | ({f"{nbytes} bytes of no object": nbytes} if (nbytes := self._arena.unaccounted()) else {})
+        return leftovers | (
+            {f"{nbytes} bytes that belong to no object": nbytes} if (nbytes := self._arena.unaccounted()) else {}
+        )
 
     def drop(self, ids: Iterable[str]) -> bool:
         """Free those of these objects that are in the arena. Returns whether memory was freed."""

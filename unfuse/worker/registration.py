@@ -152,11 +152,11 @@ def decide_served(welcome: Registered, options: WorkerOptions, choice: StageSele
         for name, source, dtype in requested
     )
     if not (chosen or welcome.models):
-        raise ConfigError("the scheduler serves no model yet: say which one with --model")
+        raise ConfigError("the scheduler serves no model yet: name one with --model")
     sources = chosen or welcome.models
     if components := options.component_sources:
         if len(sources) > 1:
-            raise UsageError("--component-source is for one model: name it by --model")
+            raise UsageError("--component-source is for one model: select it with --model")
         name, source, dtype = sources[0]
         sources = ((name, with_components(split_name(source)[0], components), dtype),)
     folders = [resolve_source(source or name) for name, source, _ in sources if is_local(source or name)]
@@ -196,7 +196,7 @@ def choose_ranks(device: str, parallel: str, gpus: int, stages: Sequence[StageSp
     log.info("chose ranks by the number of devices", devices=available, ranks=ranks, parallel=chosen or "none")
     if ranks < available:
         log.warning(
-            "some devices are not used: give the worker fewer, or choose by --parallel ROLE=KIND:N",
+            "some devices are not used: give the worker fewer devices, or set --parallel ROLE=KIND:N",
             devices=available,
             used=ranks,
             stages=[stage.name for stage in stages],
@@ -221,9 +221,9 @@ def refuse_unseen(stages: Sequence[StageSpec], places: StorageLocations) -> None
     needing = sorted({stage.role for stage in stages if stage.needs_results})
     if needing and not sees(places.results, places.mark):
         raise ConfigError(
-            f"results are in {places.results} on the scheduler's machine, which this one does not see, and the role "
-            f"{needing[0]} needs them: share that folder at the same path, have the scheduler serve with "
-            "--results s3://BUCKET/PREFIX, or leave that role to its machine"
+            f"role {needing[0]} needs the scheduler's results folder {places.results}, which this machine cannot "
+            "access: mount it here at the same path, start the scheduler with --results s3://BUCKET/PREFIX, or run "
+            "this role on the scheduler's machine"
         )
 
 
@@ -277,12 +277,12 @@ def pools_of(cards: Sequence[ModelSpec], choice: StageSelector, resources: Colle
             sorted({stage.components[0] for stage in stages}),
         )
         raise ConfigError(
-            f"no stage is both --role {role} and --component: components are {', '.join(component_names)}"
+            f"no stage matches both --role {role} and --component: components are {', '.join(component_names)}"
         )
     for stage in filter(choice.takes, stages):
         if missing := sorted(stage.needs.keys() - resources - {*stage.brings}):
             raise ConfigError(
-                f"stage {stage.name} needs the resource {missing[0]}, of which this worker has none: "
+                f"stage {stage.name} needs the resource {missing[0]}, which this worker does not have: "
                 f"start it with --resources {missing[0]}=N"
             )
     return pools
@@ -298,7 +298,7 @@ def sets_of(served: ServedStages, options: WorkerOptions) -> Sets:
     one_model = options.max_loaded_models == "1"
     if one_model and len(parts) > 1:
         raise ConfigError(
-            f"--max-loaded-models 1 and --role {options.role} both say what is loaded at a time: leave one out"
+            f"--max-loaded-models 1 and --role {options.role} cannot be combined: both select what is loaded at a time"
         )
     if one_model:
         choice = StageSelector(roles_of(options.role), options.components)

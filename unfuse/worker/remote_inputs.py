@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 #: Most inputs that are streamed at one time.
 MOST = 64
-UNWANTED, ENDED = "it is not wanted any more", "the compute process ended"
+UNWANTED, ENDED = "the input is no longer needed", "the compute process ended"
 
 #: An input of a task, by the id of its object.
 Input = tuple[Claim, str]
@@ -208,7 +208,7 @@ class InputStreams:
             raise TransientError(ENDED)
         answers = self._waiting[key] = _Answers(self._processes, self._loop.create_future())
         if not await self._send(arrived):
-            self._end(key, "no compute process runs")
+            self._end(key, "no compute process is running")
         await answers.over
 
 

@@ -144,7 +144,7 @@ def store_preview(results: ResultStore, job: Job, step: int) -> None:
             results.attach(task.request, f"preview-{task.stage}-{step}", media.data, durable=False)
             job.previews.append(step)
     except Exception as error:
-        log.warning("no preview", request=task.request, stage=task.stage, step=step, reason=str(error))
+        log.warning("preview not stored", request=task.request, stage=task.stage, step=step, reason=str(error))
 
 
 def store_part(results: ResultStore, job: Job, step: int) -> None:
@@ -159,7 +159,7 @@ def store_part(results: ResultStore, job: Job, step: int) -> None:
         results.attach(task.request, part_name(task.attempt, step), data, durable=False)
         job.part = step
     except Exception as error:
-        log.warning("no more parts", request=task.request, stage=task.stage, step=step, reason=str(error))
+        log.warning("video fragment not stored", request=task.request, stage=task.stage, step=step, reason=str(error))
         job.part = None
 
 
@@ -173,7 +173,7 @@ def delete_parts(results: ResultStore, job: Job) -> None:
         if job.part != 0:
             results.detach(task.request, parts_of(task.attempt))
     except Exception as error:
-        log.warning("parts are left behind", request=task.request, stage=task.stage, reason=str(error))
+        log.warning("video fragments not deleted", request=task.request, stage=task.stage, reason=str(error))
 
 
 def texts_of(stages: Iterable[Stage]) -> list[ReportsTextStats]:
@@ -231,7 +231,7 @@ class ComputeLeakCheck:
             for name, nbytes in texts.leftovers().items():
                 leftovers[number, name] = "kv", nbytes
         for ref in self._store.held():
-            leftovers[-1, f"an input, object {ref.id} of {ref.request}, {ref.stage}"] = "arena", ref.nbytes
+            leftovers[-1, f"input object {ref.id} of {ref.request}, {ref.stage}"] = "arena", ref.nbytes
         return leftovers
 
 
@@ -467,7 +467,7 @@ class StepLoop:
         before = self._parked.get(claim)
         if before is None:
             log.warning(
-                "waits for the result store",
+                "a task waits for the result store",
                 **messages.about(claim),
                 reason=str(getattr(error, "__cause__", None) or error),
             )
@@ -551,7 +551,7 @@ class StepLoop:
                 job.safe = step
                 self._policy.took(time.monotonic() - began)
         except Exception as error:  # an error of one task must not end the process
-            log.warning("not saved", request=task.request, stage=task.stage, step=step, reason=str(error))
+            log.warning("checkpoint not saved", request=task.request, stage=task.stage, step=step, reason=str(error))
         job.saved, job.saved_at = step, time.monotonic()
         job.save_s += job.saved_at - began
 

@@ -71,7 +71,7 @@ LEAVE_S = 1.0
 #: The shares of the drain timeout for saving and handing back unfinished tasks, and for the last messages.
 SAVING, LAST = 0.25, 0.1
 
-LEAVES = "the worker leaves before it is done"
+LEAVES = "the worker stopped before the task was done"
 
 #: Seconds to wait after the scheduler refused a message.
 PAUSE_S = 1.0
@@ -139,11 +139,11 @@ class Worker:
     def lacking(self) -> str:
         """Why the worker accepts no tasks now; "" if it accepts them."""
         if self.draining:
-            return "the worker is about to leave"
+            return "the worker is draining"
         if not self._link.connected:
             return "no scheduler answers"
         if not (self._joined and self._executor.ready):
-            return "compute is not ready: models load"
+            return "the compute process is loading its models"
         return "; ".join(sorted({str(file) for file in self._weights.changed.values()}))
 
     def drain(self) -> None:
@@ -163,12 +163,12 @@ class Worker:
     async def _serve(self) -> None:
         options = self._options
         await self._join()
-        self._background.forever("running compute", self._executor.serve)
+        self._background.forever("running the compute processes", self._executor.serve)
         self._background.forever("sending heartbeats", self._send_heartbeat)
         self._background.forever("watching model files", self._watch_files)
         orphan = partial(free_when_orphaned, self._link, self._objects, lambda: bool(self._active), options.orphan_s)
         self._background.forever("watching for schedulers", orphan)
-        await asyncio.gather(self._background.repeat("asking for work", self._pull), self._executor.lost)
+        await asyncio.gather(self._background.repeat("requesting tasks", self._pull), self._executor.lost)
 
     async def _join(self) -> None:
         """Request what to serve from the scheduler, load it, and register the pools."""
@@ -285,7 +285,7 @@ class Worker:
         if not self.draining and not self._requests_with_report:
             self._request_id += 1
             self._background.once(
-                "asking for work", partial(self._send_request, self._request_id, self._next_request())
+                "requesting tasks", partial(self._send_request, self._request_id, self._next_request())
             )
 
     def _next_request(self, ended: str = "") -> RequestTasks:
@@ -324,9 +324,9 @@ class Worker:
             self._idle.clear()
             self._checkpoints.begin(lease)
             if self.draining:
-                await self._end(TaskFailed(lease.claim, "hand_back", "the worker is about to leave", reason="drain"))
+                await self._end(TaskFailed(lease.claim, "hand_back", "the worker is draining", reason="drain"))
             else:
-                self._background.once("beginning a task", partial(self._run, lease, granted))
+                self._background.once("starting a task", partial(self._run, lease, granted))
 
     async def _run(self, lease: Lease, granted: LeasesGranted) -> None:
         """Fetch the inputs that cannot be mapped, then run the task in the compute process."""
@@ -382,15 +382,15 @@ class Worker:
         match message:
             case ModelsLoaded():
                 self._record_loaded(message)
-                self._background.once("asking for work", self._resume_requests)
+                self._background.once("requesting tasks", self._resume_requests)
             case StepProgress(step=0):
                 log.debug("task began", **about(message.claim))
             case StepProgress():
                 self._progress.add(message)
             case CheckpointSaved():
-                self._background.once("recording what a task has so far", partial(self._checkpoints.save, message))
+                self._background.once("recording a checkpoint", partial(self._checkpoints.save, message))
             case CachePrefix():
-                self._background.once("recording what a task has so far", partial(self._checkpoints.share, message))
+                self._background.once("recording a prefix block", partial(self._checkpoints.share, message))
             case OutputAnnounced():
                 self._slots.placed(message.claim)
                 self._background.once("announcing an output", partial(self._announce, message))
@@ -451,7 +451,7 @@ class Worker:
         if requests_now := isinstance(message, TaskCompleted) and not requests_later:
             self._requests_with_report = True
             self._request_id += 1
-            with self._background.besides("asking for work"):
+            with self._background.besides("requesting tasks"):
                 message = replace(message, ask=self._next_request(lease.task.planned.pool if lease else ""))
         self._changed.set()
         try:
@@ -517,9 +517,9 @@ class Worker:
         if reply.load:
             withdraw = partial(self._link.call, WITHDRAW)
             swap = partial(self._swapper.to, reply.load, self._executor, withdraw, self._idle)
-            self._background.once("swapping what is loaded", swap)
+            self._background.once("swapping models", swap)
         if reply.soon:
-            self._background.once("reading weights ahead", partial(self._swapper.ahead, reply.soon))
+            self._background.once("prefetching weights", partial(self._swapper.ahead, reply.soon))
         self._ended_claims = (self._ended_claims | set(reply.ended)) & self._active.keys()
         for claim in reply.ended:
             await self._cancel(claim)

@@ -29,13 +29,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{ printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) | quote }}
 {{- end -}}
 
-{{/* Whether the Redis for trying is used: "" where tasks wait elsewhere. */}}
+{{/* Whether the trial Redis is used: "" if another queue is set. */}}
 {{- define "unfuse.trialRedis" -}}
 {{- $scheduler := .Values.pipeline.scheduler -}}
 {{- if not (or $scheduler.queue $scheduler.redis (ne ($scheduler.queueBackend | default "redis") "redis")) -}}yes{{- end -}}
 {{- end -}}
 
-{{/* Where results are: pipeline (as it says), claim or redis. */}}
+{{/* Where results are stored: pipeline (as set there), claim or redis. */}}
 {{- define "unfuse.resultsIn" -}}
 {{- $results := .Values.pipeline.results | default dict -}}
 {{- if or $results.url $results.claim -}}
