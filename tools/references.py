@@ -43,11 +43,10 @@ METRICS = f"""# Metrics
 
 The metrics of `/metrics`. If API keys are configured, metrics with a tenant, money or a model require a key: one with
 `read=yes` or `admin=yes` for those of all tenants ([keys](serving.md#api-keys-and-tenants)). Counters start at 0 with
-each gateway, and every gateway has its own. Gauges describe the whole queue. The label `pool` is the declared name of a
-pool: stage kind, first digits of a hash of the weights, and dtype, as in `denoise:edcc212e02d1:float32`. `unfuse pools`
-lists the models of each pool. `outcome` is a hash of everything else that the bytes of its results depend on. `model`
-is the name that clients use. See [the alerts](../deploy/prometheus/alerts.yml) and the [runbook](runbook.md) for what
-to monitor. {WRITTEN}
+each gateway, and every gateway has its own. Gauges describe the whole queue. The label `pool` is a pool's name: stage
+kind, component class, dtype, and a hash of weights and numerics, as in `denoise-flux-transformer-2d-bf16-3049ab12`.
+`unfuse pools` lists the models of each pool. `outcome` is the hash of the numerics alone. `model` is the name that
+clients use. See [the alerts](../deploy/prometheus/alerts.yml) and the [runbook](runbook.md) for what to monitor. {WRITTEN}
 
 """
 

@@ -30,6 +30,7 @@ from unfuse.core.errors import (
     TransientError,
     UsageError,
 )
+from unfuse.core.plan import readable_pool
 from unfuse.models import find, resolve_source, served_classes
 from unfuse.queues.base import QueueLimits
 from unfuse.service.settings import load
@@ -414,9 +415,10 @@ def test_doctor_shows_how_requests_share_forwards(unfuse: Run, tmp_path: Path, m
     assert "EXACT TO" not in unfuse("doctor", *arguments)[1]
     (pool,) = {one for one in find(SHAPES).card("unfuse/shapes", SHAPES).pools().values() if one.startswith("denoise")}
     InvarianceResults(tmp_path / "exactness.json").learn((pool, (64, 64)), 4, "torch.silu")
-    assert re.search(rf"{pool} +1 +4 +torch.silu\n", unfuse("doctor", *arguments)[1])
+    name = readable_pool(pool)
+    assert re.search(rf"{name} +1 +4 +torch.silu\n", unfuse("doctor", *arguments)[1])
     (row,) = json.loads(unfuse("doctor", *arguments, "--json")[1])["batches"]
-    assert row == {"pool": pool, "exact_to": 1, "not_from": 4, "because_of": "torch.silu"}
+    assert row == {"pool": name, "exact_to": 1, "not_from": 4, "because_of": "torch.silu"}
 
 
 def test_doctor_says_what_is_shared_and_that_little_is_not_worth_two_processes(unfuse: Run, tmp_path: Path) -> None:

@@ -104,8 +104,11 @@ def test_a_card_names_the_pools_of_its_stages() -> None:
         StageSpec("decode", "vae_decode", ("v",), ("e",), role="decoder"),
     )
     weights, dtypes = {"t": "a" * 64, "v": "b" * 64}, {"t": "bfloat16", "v": "float32"}
-    card = ModelSpec("m", "/m", "f", Pipeline(stages), {}, {}, weights, dtypes)
-    assert card.pools() == {"text": f"text_encode:{'a' * 12}:bfloat16", "decode": f"vae_decode:{'b' * 12}:float32"}
+    card = ModelSpec("m", "/m", "f", Pipeline(stages), {}, {}, weights, dtypes, classes={"t": "T5"})
+    assert card.pools() == {
+        "text": f"text_encode:T5:{'a' * 12}:bfloat16",
+        "decode": f"vae_decode::{'b' * 12}:float32",
+    }
     assert list(card.pools(StageSelector(frozenset({"decoder"})))) == ["decode"]
     assert list(card.pools(StageSelector(components=("t",)))) == ["text"]
     assert list(card.pools(StageSelector(frozenset({"decoder"}), ("t",)))) == []

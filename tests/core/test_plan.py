@@ -272,9 +272,10 @@ def test_room_grows_with_pixels_and_frame_groups() -> None:
     assert OutputSize().bytes({"width": 8, "height": 4}) == 0
 
 
-def test_a_pool_is_kind_weights_and_dtype() -> None:
+def test_a_pool_is_kind_class_weights_and_dtype() -> None:
     weights, dtypes = {"denoise": "0123456789abcdef"}, {"denoise": "bfloat16"}
-    assert pool_name(stage("denoise"), weights, dtypes) == "denoise:0123456789ab:bfloat16"
+    assert pool_name(stage("denoise"), weights, dtypes, {"denoise": "Dit"}) == "denoise:Dit:0123456789ab:bfloat16"
+    assert pool_name(stage("denoise"), weights, dtypes, {}) == "denoise::0123456789ab:bfloat16"
 
 
 def test_a_worker_has_one_role_or_several_or_all() -> None:

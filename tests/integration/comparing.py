@@ -24,7 +24,14 @@ TIMED_PATHS = re.compile(r"\.metrics\.unfuse_inter_token_seconds\.labels\.model\
 UNORDERED = "in any order"
 """The key of a list whose order says nothing."""
 
+POOL = re.compile(
+    r"(?<![\w-])((?:text|image|redraw|vision)-encode(?:-\d)?|denoise|vae-decode|prefill|decode|whole)"
+    r"-[a-z0-9-]+-(bf16|f16|f32)-[0-9a-f]{8}(?![\w-])"
+)
+"""The name of a pool: its stage kind, its class and its dtype."""
+
 TEXTS = (
+    (POOL, r"\1-<class>-\2-<hex>"),
     (re.compile(r"\b(https?|tcp)://[0-9.]+:\d+"), r"\1://<address>"),
     (re.compile(r"\b\w{3}, \d\d \w{3} \d{4} [0-9:]{8} GMT\b"), "<time>"),
     (re.compile(r"(?<![0-9A-Za-z])[0-9a-f]{8,}(?![0-9A-Za-z])"), "<hex>"),
@@ -39,6 +46,13 @@ PART = "part"
 KINDS = ("fields", "metrics", "labels", "settings", "flags")
 LISTED = ("settings", "flags")
 """Kinds whose names are listed, not keys."""
+
+
+def kind_of(pool: str) -> str:
+    """The stage kind in a pool's name."""
+    match = POOL.fullmatch(pool)
+    assert match, f"{pool} is not the name of a pool"
+    return match[1]
 
 
 def varies(key: str, names: Mapping[str, str]) -> bool:

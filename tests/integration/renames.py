@@ -38,6 +38,14 @@ TOKENS = (
     "were made (completion)"
 )
 
+KINDS = ("text_encode", "text_encode_2", "image_encode", "redraw_encode", "vision_encode", "denoise", "vae_decode",
+         "prefill", "decode")  # fmt: skip
+POOLS = {
+    f"{kind}:<hex>:float32{numerics}": f"{kind.replace('_', '-')}-<class>-f32-<hex>"
+    for kind in KINDS for numerics in ("", "@<hex>")
+}  # fmt: skip
+"""Names of pools, as recordings have them."""
+
 RENAMES = Renames(
     fields={},
     metrics={},
@@ -151,6 +159,7 @@ RENAMES = Renames(
         "Tasks in a forward, as the mean of a stage's steps, in requests that succeeded": (
             "Requests in a forward: the mean over a stage's steps, observed when the request succeeds"
         ),
+        **POOLS,
     },
     removed={
         "fields": {"guidance-halves": HALVES},

@@ -13,6 +13,7 @@ import yaml
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.integration.comparing import kind_of
 from tools.server import Server, serving, until
 
 ROOT = Path(__file__).parents[2]
@@ -154,7 +155,7 @@ def without_worker(server: Server) -> set[str]:
     for name in names:
         for sample in scraped(server)[name].samples:
             found[sample.labels["pool"]] = found.get(sample.labels["pool"], 0.0) + sample.value
-    return {pool.partition(":")[0] for pool, count in found.items() if count == 0}
+    return {kind_of(pool) for pool, count in found.items() if count == 0}
 
 
 def test_an_alert_is_fired_and_cured_as_the_runbook_says(server: Server) -> None:
@@ -163,8 +164,8 @@ def test_an_alert_is_fired_and_cured_as_the_runbook_says(server: Server) -> None
     until(lambda: len(without_worker(server)) == 3, "the workers of other tests to be gone")
     others = [server.worker(role) for role in ("encoder", "decoder")]
     until(lambda: without_worker(server) == {"denoise"}, "both pools to have workers")
-    states = {pool["id"].partition(":")[0]: pool["state"] for pool in server.get("/v1/pools")["data"]}
-    assert states == {"text_encode": "manned", "denoise": "missing", "vae_decode": "manned"}
+    states = {kind_of(pool["id"]): pool["state"] for pool in server.get("/v1/pools")["data"]}
+    assert states == {"text-encode": "manned", "denoise": "missing", "vae-decode": "manned"}
     cure = server.worker("denoiser")
     until(lambda: not without_worker(server), "the alert to end")
     for worker in (*others, cure):

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.integration.comparing import kind_of
 from tests.integration.pictures import digest, undivided
 from tests.models.conftest import draw_pictures
 from tools.server import Server, computes_of, serving
@@ -225,7 +226,7 @@ def test_an_edit_is_a_video_of_one_frame(
 
 
 def test_models_with_equal_encoders_and_vaes_share_their_pools(kinds: tuple[str, ...], server: Server) -> None:
-    pools = [(pool["id"].split(":")[0], sorted(pool["models"])) for pool in server.get("/v1/pools")["data"]]
+    pools = [(kind_of(pool["id"]), sorted(pool["models"])) for pool in server.get("/v1/pools")["data"]]
 
     def shared(*groups: list[str]) -> list[list[str]]:
         """These groups of models, of those that are served."""
@@ -237,13 +238,13 @@ def test_models_with_equal_encoders_and_vaes_share_their_pools(kinds: tuple[str,
     small = [[kind] for kind in wan if "5b" in kind]
     large = [kind for kind in wan if "5b" not in kind]
     encoded = shared([*flux, "kontext"], wan, *alone)
-    assert sorted(models for kind, models in pools if kind == "text_encode") == encoded
+    assert sorted(models for kind, models in pools if kind == "text-encode") == encoded
     decoded = shared(flux, large, *small, ["kontext"], *alone)
-    assert sorted(models for kind, models in pools if kind == "vae_decode") == decoded
+    assert sorted(models for kind, models in pools if kind == "vae-decode") == decoded
     second = shared([*flux, "kontext"], ["hunyuan-video"], ["sd3"], ["sdxl"])
-    assert sorted(models for kind, models in pools if kind == "text_encode_2") == second
+    assert sorted(models for kind, models in pools if kind == "text-encode-2") == second
     pictured = shared(["klein"], ["kontext"], ["wan-2.2-5b-image"], ["wan-2.2-image"], ["wan-image"])
-    assert sorted(models for kind, models in pools if kind == "image_encode") == pictured
+    assert sorted(models for kind, models in pools if kind == "image-encode") == pictured
     assert sorted(models for kind, models in pools if kind == "denoise") == [[kind] for kind in sorted(kinds)]
 
 

@@ -128,7 +128,7 @@ def test_a_stage_of_a_new_kind_is_served_from_workers_of_its_own(tmp_path: Path,
             ("encoder", 4), ("mirrorer", 3), ("mirrorer", 3)
         ]  # fmt: skip
         mirrors = [stage for request in requests for stage in request["stages"] if stage["name"] == "mirror.0"]
-        assert all(stage["pool"].startswith("mirror:") for stage in mirrors)
+        assert all(stage["pool"].startswith("mirror-") for stage in mirrors)
         used = [events_of(server, request["id"]) for request in requests]
         for worker in {worker for worker, _, _ in used}:
             turns = sorted((begun, ended) for other, begun, ended in used if other == worker)

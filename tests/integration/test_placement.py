@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from PIL import Image, ImageChops
 
+from tests.integration.comparing import kind_of
 from tools.addresses import free_port
 from tools.server import Server, environment, serving, unfuse, until
-from unfuse.core.plan import declared
 
 SHAPES = Path(__file__).parents[2] / "unfuse" / "models" / "shapes"
 PROMPT = "a red circle on white"
@@ -51,11 +51,11 @@ def picture(server: Server, model: str) -> Image.Image:
 
 
 def test_two_models_share_one_encoder_and_one_decoder_and_each_makes_its_own_pictures(both: Server) -> None:
-    pools: dict[str, list[tuple[list[str], int]]] = {"text_encode": [], "denoise": [], "vae_decode": []}
+    pools: dict[str, list[tuple[list[str], int]]] = {"text-encode": [], "denoise": [], "vae-decode": []}
     for pool in both.get("/v1/pools")["data"]:
-        pools[pool["id"].split(":")[0]].append((sorted(pool["models"]), len(pool["workers"])))
-    assert pools["text_encode"] == [(["plain", "shifted"], 1)]
-    assert pools["vae_decode"] == [(["plain", "shifted"], 1)]
+        pools[kind_of(pool["id"])].append((sorted(pool["models"]), len(pool["workers"])))
+    assert pools["text-encode"] == [(["plain", "shifted"], 1)]
+    assert pools["vae-decode"] == [(["plain", "shifted"], 1)]
     assert sorted(pools["denoise"]) == [(["plain"], 2), (["shifted"], 2)]
 
     plain, shifted = picture(both, "plain"), picture(both, "shifted")
@@ -92,9 +92,9 @@ def test_a_dtype_by_component_reaches_gateway_and_workers_also_those_started_by_
     ) as server:
         server.worker("decoder", "--dtype", "float16")
         server.ready()
-        pools = [declared(pool["id"]).split(":") for pool in server.get("/v1/pools")["data"]]
-        assert {kind: dtype for kind, _, dtype in pools} == {
-            "text_encode": "float32", "denoise": "bfloat16", "vae_decode": "float32",
+        pools = [pool["id"] for pool in server.get("/v1/pools")["data"]]
+        assert {kind_of(pool): pool.split("-")[-2] for pool in pools} == {
+            "text-encode": "f32", "denoise": "bf16", "vae-decode": "f32",
         }  # fmt: skip
         assert picture(server, "unfuse/shapes").size == (128, 128)
 

@@ -138,7 +138,7 @@ class TestWhatAWorkerMayTake:
             names = dict.fromkeys("xy", "")
             return msgspec.structs.replace(CARD, pipeline=Pipeline(stages), weights={n: n for n in names}, dtypes=names)
 
-        x, y = "denoise:x:", "denoise:y:"
+        x, y = "denoise::x:", "denoise::y:"
         flow = Backpressure.of([card("x", "y"), card("y", "x", "x")], [member("a", x, y)])
         assert flow.depth == {x: 2, y: 1}
         assert flow.behind == {x: {}, y: {x: AHEAD}}

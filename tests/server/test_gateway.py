@@ -32,6 +32,8 @@ from unfuse.core.messages import (
     TransferStats,
     WorkerStatus,
 )
+from unfuse.core.model_spec import ModelSpec
+from unfuse.core.plan import readable_pool
 from unfuse.core.request import Timings
 from unfuse.edge.access import Refusal
 from unfuse.queues.base import QueueLimits
@@ -260,25 +262,31 @@ def test_a_model_that_is_a_folder_is_called_by_its_last_part(tmp_path: Path) -> 
         assert http.get("/ready").json()["models"] == sorted(names)
 
 
+def named_pools(card: ModelSpec) -> dict[str, str]:
+    """The name of the pool of each stage, while it has no numerics."""
+    return {stage: readable_pool(pool) for stage, pool in card.pools().items()}
+
+
 def test_workers_and_pools_are_told(http: httpx2.Client) -> None:
     (worker,) = http.get("/v1/workers").json()["data"]
     assert (worker["id"], worker["slots"], worker["models"]) == ("worker-1", 4, ["test/pictures"])
     pools = {pool["id"]: pool for pool in http.get("/v1/pools").json()["data"]}
-    assert set(pools) == {*PICTURES.pools().values(), *IDLE.pools().values()}
-    waited = pools[IDLE.pools()["text_encode"]]["waiting"]
+    pictures, idle = named_pools(PICTURES), named_pools(IDLE)
+    assert set(pools) == {*pictures.values(), *idle.values()}
+    waited = pools[idle["text_encode"]]["waiting"]
     http.post(URL, json={**ASKED, "model": IDLE.name}, headers=ASYNC)
     pools = {pool["id"]: pool for pool in http.get("/v1/pools").json()["data"]}
-    assert pools[IDLE.pools()["text_encode"]]["waiting"] == waited + 1
-    assert pools[PICTURES.pools()["denoise"]]["workers"] == ["worker-1"]
-    assert pools[IDLE.pools()["denoise"]]["workers"] == []
+    assert pools[idle["text_encode"]]["waiting"] == waited + 1
+    assert pools[pictures["denoise"]]["workers"] == ["worker-1"]
+    assert pools[idle["denoise"]]["workers"] == []
 
 
 def test_not_ready_while_a_pool_lacks_its_worker(http: httpx2.Client) -> None:
     response = http.get("/ready")
     assert response.status_code == 503
-    assert response.json()["missing"] == {"test/idle": sorted(IDLE.pools().values())}
+    assert response.json()["missing"] == {"test/idle": [*map(readable_pool, sorted(IDLE.pools().values()))]}
     assert response.headers["retry-after"]
-    assert IDLE.pools()["denoise"] in response.json()["error"]["message"]
+    assert named_pools(IDLE)["denoise"] in response.json()["error"]["message"]
 
 
 def test_ready_when_every_pool_has_its_worker_and_not_when_nothing_is_served(renamed: Served) -> None:
@@ -303,7 +311,7 @@ def test_metrics_count_outcomes_and_time_successes_only(renamed: Served) -> None
             id = http.post(URL, json={"prompt": "a"}, headers=ASYNC).json()["id"]
             renamed.next_event(id, "stage_started")
             lines = set(http.get("/metrics").text.splitlines())
-            encode = PICTURES.pools()["text_encode"]
+            encode = named_pools(PICTURES)["text_encode"]
             assert {"unfuse_requests_active 1.0", f'unfuse_worker_active{{outcome="",pool="{encode}"}} 1.0'} <= lines
             (node,) = (line.removesuffix(" 1.0") for line in lines if line.startswith('unfuse_node_tasks{node="'))
             http.post(f"/v1/requests/{id}/cancel")
@@ -341,7 +349,7 @@ def test_metrics_can_be_read_and_their_labels_are_few(http: httpx2.Client) -> No
     }
     assert labels["model"] <= {PICTURES.name, IDLE.name, None}
     assert labels["stage"] <= {"text_encode", "denoise", "vae_decode", None}
-    assert labels["pool"] <= {*PICTURES.pools().values(), *IDLE.pools().values(), None}
+    assert labels["pool"] <= {*named_pools(PICTURES).values(), *named_pools(IDLE).values(), None}
     assert labels["outcome"] == {"", None}
     assert labels["backend"] == {"shared_memory", None}
     assert labels["role"] <= {"encoder", "denoiser", "decoder", "all", None}
@@ -356,7 +364,7 @@ def test_metrics_can_be_read_and_their_labels_are_few(http: httpx2.Client) -> No
 def test_how_long_the_first_in_line_waits_is_told(tmp_path: Path) -> None:
     with serve(tmp_path, works=False) as served, as_(served) as http:
         served.run(served.queue.hello(WORKER, (PICTURES,)))
-        encode = PICTURES.pools()["text_encode"]
+        encode = named_pools(PICTURES)["text_encode"]
         for _ in range(3):
             id = http.post(URL, json=ASKED, headers=ASYNC).json()["id"]
         assert len(served.run(served.queue.lease(WORKER.id, wanted(*WORKER.pools, slots=2), 60.0))) == 2
@@ -378,10 +386,10 @@ def test_what_is_left_to_compute_and_what_was_handed_out_is_told_by_pool(tmp_pat
     with serve(tmp_path, works=False) as served, as_(served) as http:
         dispatcher = Dispatcher(served.scheduler, [], StorageLocations(""))
         served.run(dispatcher.answer(b"w", Register(WORKER, (PICTURES,))))
-        encode, denoise = (PICTURES.pools()[name] for name in ("text_encode", "denoise"))
+        encode, denoise = (named_pools(PICTURES)[name] for name in ("text_encode", "denoise"))
         ids = [http.post(URL, json=ASKED, headers=ASYNC).json()["id"] for _ in range(2)]
         plan = served.run(served.queue.load(ids[0])).context.plan
-        costs = {stage.pool: stage.cost for stage in plan.stages}
+        costs = {readable_pool(stage.pool): stage.cost for stage in plan.stages}
         assert sample(http, f'unfuse_pool_predicted_seconds{{outcome="",pool="{denoise}"}}') == pytest.approx(
             2 * costs[denoise]
         )
@@ -410,7 +418,7 @@ def test_bytes_are_told_under_the_store_that_holds_them(tmp_path: Path) -> None:
 def test_a_worker_that_falls_silent_is_set_aside_and_its_leases_are_counted(tmp_path: Path) -> None:
     with serve(tmp_path, works=False, lease_ttl=2.0) as served, as_(served) as http:
         served.run(served.queue.hello(replace(WORKER, status=WorkerStatus(arena_used=4096)), (PICTURES,)))
-        pool = PICTURES.pools()["text_encode"]
+        pool = named_pools(PICTURES)["text_encode"]
         http.post(URL, json={**ASKED, "model": PICTURES.name}, headers=ASYNC)
         assert served.run(served.queue.lease(WORKER.id, wanted(*WORKER.pools), 0.1))
         until(lambda: sample(http, f'unfuse_lease_expired_total{{outcome="",pool="{pool}"}}') == 1)

@@ -8,6 +8,7 @@ from typing import Any
 
 from unfuse.core.clock import SystemClock
 from unfuse.core.messages import TransferStats
+from unfuse.core.plan import readable_pool
 from unfuse.core.request import RequestRecord
 from unfuse.queues.base import QueueLimits, QueueStats
 from unfuse.queues.memory import MemoryQueue
@@ -48,8 +49,9 @@ async def test_a_scrape_loads_no_request() -> None:
     for number in range(1500):
         await queue.submit(request(f"{number}", plan=planned(p=0.1)), [task(f"{number}")], [], many)
     page = (await Metrics("memory").page(queue, [], ["p"])).decode().splitlines()
-    assert {"unfuse_requests_active 1500.0", 'unfuse_queue_size{outcome="",pool="p"} 1500.0'} <= {*page}
-    assert 'unfuse_pool_predicted_seconds{outcome="",pool="p"} 150.0' in page
+    labels = f'{{outcome="",pool="{readable_pool("p")}"}}'
+    assert {"unfuse_requests_active 1500.0", f"unfuse_queue_size{labels} 1500.0"} <= {*page}
+    assert f"unfuse_pool_predicted_seconds{labels} 150.0" in page
 
 
 async def test_what_is_left_is_summed_by_role_also_where_the_last_worker_is_gone() -> None:
@@ -68,9 +70,10 @@ async def test_what_is_left_is_summed_by_role_also_where_the_last_worker_is_gone
     plan = planned(p=0.5).moved({"p": "p@1a2b"})
     await queue.submit(request("1", plan=plan), [task("1", pool="p@1a2b")], [], QueueLimits())
     assert f"{of_role} 0.5" in await told("p@1a2b", "q")
-    assert 'unfuse_pool_asleep{outcome="1a2b",pool="p"} 1.0' in await told("p", "q")
+    labels = f'{{outcome="1a2b",pool="{readable_pool("p@1a2b")}"}}'
+    assert f"unfuse_pool_asleep{labels} 1.0" in await told("p", "q")
     asleep = await told("p", "q")
-    assert f"{of_role} 0.5" in asleep and 'unfuse_queue_size{outcome="1a2b",pool="p"} 1.0' in asleep
+    assert f"{of_role} 0.5" in asleep and f"unfuse_queue_size{labels} 1.0" in asleep
     assert 'unfuse_role_predicted_seconds{component="text_encoder",role="encoder"} 0.0' in asleep
     queue = MemoryQueue(SystemClock())
     idle = await told("p", "q")

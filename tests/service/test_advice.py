@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from unfuse.core.compute_options import ComputeOptions
+from unfuse.core.plan import readable_pool
 from unfuse.planning.placement import ComponentMemory, Device, WorkerPlan, place
 from unfuse.service.plan import ServingPlan, plan_for
 from unfuse.service.report import batches_of, gains, verdict
@@ -60,8 +61,8 @@ def test_batches_are_told_by_pool_as_comparing_has_shown(tmp_path: Path) -> None
     seen.learn((decode, ()), 2, "torch.silu")
     seen.learn(("denoise:of-others", ()), 2, "torch.sin")
     assert batches_of(found, str(tmp_path)) == [
-        {"pool": denoise, "exact_to": 4, "not_from": None, "because_of": ""},
-        {"pool": decode, "exact_to": 1, "not_from": 2, "because_of": "torch.silu"},
+        {"pool": readable_pool(denoise), "exact_to": 4, "not_from": None, "because_of": ""},
+        {"pool": readable_pool(decode), "exact_to": 1, "not_from": 2, "because_of": "torch.silu"},
     ]
 
 

@@ -142,6 +142,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     picture_scale: int = 0
     #: The words that the model understands, if it understands few. Requests with other words get a hint.
     vocabulary: PromptVocabulary | None = None
+    #: Name of the class, by component. It is a part of the names of pools; a component without one is named without it.
+    classes: dict[str, str] = {}
 
     def accepted(self, upload: str) -> AcceptedInput:
         """Return how many uploads of this name are accepted, and their use."""
@@ -158,7 +160,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         With `choice`, it returns those of the selected stages only.
         """
         return {
-            stage.name: pool_name(stage, self.weights, self.dtypes)
+            stage.name: pool_name(stage, self.weights, self.dtypes, self.classes)
             for stage in self.pipeline.stages
             if choice is None or choice.takes(stage)
         }

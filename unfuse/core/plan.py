@@ -1,14 +1,17 @@
 """Pipelines, execution plans and pools: graphs of stages, compiled for requests.
 
 The workers of one pool are interchangeable: they produce the same bytes. A model spec declares the pool of a stage by
-its stage kind, and the weights and dtype of its component. Workers add the hash of their numerics, which is everything
-else that results depend on: `denoise:1f2e3d4c5b6a:float32@0a1b2c3d`. The name has no hash while no worker has served
-the pool, and for workers that report no numerics.
+its stage kind, and the class, weights and dtype of its component. Workers add the hash of their numerics, which is
+everything else that results depend on: `vae_decode:AutoencoderKL:1f2e3d4c5b6a:float32@0a1b2c3d`. The id has no such
+hash while no worker has served the pool, and for workers that report no numerics. Code uses this id. People see the
+name that `readable_pool` makes of it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from hashlib import blake2b
 from typing import Literal
@@ -25,6 +28,15 @@ from unfuse.core.vision import MediaItem
 ALL = "all"  # the role of a worker that runs all stages
 NOTHING_DERIVED = DerivedFacts()
 TOGETHER = {"language": ("prefill", "decode")}  # names for several roles
+
+MAX_LABEL = 63  # characters of a DNS label
+MAX_KIND, MAX_DTYPE = 24, 16  # characters of these parts of a readable name; the class may use the rest
+_WORDS = re.compile(  # of a class's name: Autoencoder KL, T5 Encoder, U Net 2D Condition
+    r"""\d+D(?![a-z])
+    | (?: [A-Z]+(?![a-z]) | [A-Z]?[a-z]+ ) (?: \d+ (?! \d | D(?![a-z]) ) )?
+    | \d+""",
+    re.VERBOSE,
+)
 
 
 class StageSpec(msgspec.Struct, frozen=True):
@@ -192,13 +204,39 @@ class ExecutionPlan(msgspec.Struct, frozen=True):
         return tuple(stage for stage in self.stages if name in stage.after)
 
 
-def pool_name(stage: StageSpec, weights: Mapping[str, str], dtypes: Mapping[str, str]) -> str:
-    """Return the pool that a model spec declares for a stage.
+def pool_name(
+    stage: StageSpec, weights: Mapping[str, str], dtypes: Mapping[str, str], classes: Mapping[str, str]
+) -> str:
+    """Return the id of the pool that a model spec declares for a stage.
 
-    The name has the stage kind, and the weights and dtype of the stage's first component.
+    It has the stage kind, and the class, weights and dtype of the stage's first component.
     """
     component = stage.components[0]
-    return f"{stage.kind}:{weights[component][:12]}:{dtypes[component]}"
+    class_name = re.sub(r"\W", "", classes.get(component, ""))
+    return f"{stage.kind}:{class_name}:{weights[component][:12]}:{dtypes[component]}"
+
+
+@lru_cache(maxsize=4096)
+def readable_pool(pool: str) -> str:
+    """Return the name of a pool that people see, from the pool's id.
+
+    It is a DNS label of at most 63 characters, with the stage kind, the component's class, the dtype and a hash of the
+    id: `vae-decode-autoencoder-kl-bf16-3049ab12`.
+    """
+    parts = declared(pool).split(":")
+    class_name = parts[1] if len(parts) == 4 else ""
+    words = _WORDS.findall(class_name.removesuffix("Model"))
+    dtype = re.sub(r"^(b?)float(?=\d)", r"\1f", parts[-1] if len(parts) > 1 else "")
+    digest = blake2b(pool.encode(errors="surrogatepass"), digest_size=4).hexdigest()
+
+    start, end = _label(parts[0], MAX_KIND), _label(dtype, MAX_DTYPE)
+    room = MAX_LABEL - len(f"{start}--{end}-{digest}")
+    return "-".join(filter(None, (start, _label("-".join(words), room), end, digest)))
+
+
+def _label(text: str, most: int) -> str:
+    """Return the start of a text, as a part of a DNS label."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:most].strip("-")
 
 
 class StageSelector(msgspec.Struct, frozen=True):
@@ -348,9 +386,9 @@ def _runs(
 
 
 def manned(pool: str, outcome: Mapping[str, str]) -> str:
-    """Return the name of a declared pool for workers of these numerics.
+    """Return the id of a declared pool for workers of these numerics.
 
-    It is the declared name, followed by "@" and a hash.
+    It is the declared id, followed by "@" and a hash.
     """
     if not outcome:
         return pool
@@ -358,13 +396,13 @@ def manned(pool: str, outcome: Mapping[str, str]) -> str:
 
 
 def declared(pool: str) -> str:
-    """Return the name of a pool without the hash of its numerics.
+    """Return the id of a pool without the hash of its numerics.
 
-    Workers of pools with equal declared names can run the same tasks.
+    Workers of pools with equal declared ids can run the same tasks.
     """
     return pool.partition("@")[0]
 
 
 def outcome_of(pool: str) -> str:
-    """Return the hash of the numerics in a pool's name; "" if it has none."""
+    """Return the hash of the numerics in a pool's id; "" if it has none."""
     return pool.partition("@")[2]

@@ -183,7 +183,8 @@ class DiffusersFamily(Family):
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         model = ModelFolder(folder)
         serving = read_serving(folder, ServingConfig)
-        dtypes = choose_dtypes(dtype, self.components(model))
+        components = self.components(model)
+        dtypes = choose_dtypes(dtype, components)
         standard = {**call_defaults(*self.source), **self.standard(model)}
         limits = serving.bounds(self.limits(model, serving.over(standard)))
         pipeline = self.pipeline(model, limits, {component: WIDTHS[dtypes[component]] for component in dtypes})
@@ -198,6 +199,7 @@ class DiffusersFamily(Family):
             vocabulary=serving.vocabulary,
             weights=weights_ids(model, pipeline, self.name, self.settings(model.index())),
             dtypes=dtypes,
+            classes={component: class_name for component, (_, class_name) in components.items()},
             created=model.created,
             accepts=self.accepts,
             takes_lora=self.takes_lora and not model.quantization(self.adapts),

@@ -87,6 +87,7 @@ class LanguageFamily(Family):
             defaults=self._defaults(model) | to_builtins(serving.defaults),
             weights=weights,
             dtypes=dtypes,
+            classes={part: model.class_of(part) for part in self.parts},
             created=model.created,
             vision=vision,
         )

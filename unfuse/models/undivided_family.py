@@ -136,6 +136,7 @@ class UndividedFamily(Family):
             vocabulary=serving.vocabulary,
             weights=weights_ids(model, pipeline, recipe),
             dtypes=dtypes,
+            classes={first[0]: declaration.name},
             created=model.created,
             takes_lora=declaration.loras and not any(map(model.quantization, components)),
             accepts=tuple(_accepts(declaration)),

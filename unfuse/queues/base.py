@@ -57,7 +57,7 @@ class QueueLimits(msgspec.Struct, frozen=True):
 
 
 #: Version of the stored format. A queue of another version is refused and not changed.
-SCHEMA = 4
+SCHEMA = 5
 
 #: A worker that has turned a task down this often does not get it again.
 MOST_RETURNS = 3

@@ -23,6 +23,7 @@ from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import Conflict, LeaseLost, LimitReached, NotFound, Overloaded
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.model_spec import ModelSpec
+from unfuse.core.plan import readable_pool
 from unfuse.core.request import Change, Event, RequestContext, RequestRecord, TenantLimits, Timings
 from unfuse.core.task import PIECES_AT_ONCE, Claim, Lease, OutputDeltas, Task, check_gap, check_growth
 from unfuse.queues.base import (
@@ -174,9 +175,9 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
                 f"what is in progress and this together cost more than {limits.max_cost:g}: try again later"
             )
         for pool, more in Counter(task.planned.pool for task in tasks).items():
-            size = self._pools.size(pool)
+            size, shown = self._pools.size(pool), readable_pool(pool)
             if size + more > limits.max_queue:
-                raise Overloaded(f"{size} tasks wait in pool {pool}, up to {limits.max_queue} may: try again later")
+                raise Overloaded(f"{size} tasks wait in pool {shown}, up to {limits.max_queue} may: try again later")
 
     @override
     async def lease(self, worker: str, wanted: LeaseRequest, ttl: float, wait: float = 0.0) -> list[Lease]:

@@ -22,6 +22,7 @@ from unfuse.core.messages import WorkerInfo
 from unfuse.core.modalities import VIDEO
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import ObjectRef
+from unfuse.core.plan import readable_pool
 from unfuse.core.request import Change, Event, RequestContext, RequestRecord, Timings
 from unfuse.core.task import PIECES_AT_ONCE, Claim, Lease, OutputDeltas, Task, check_growth
 from unfuse.queues import script
@@ -128,7 +129,8 @@ class RedisQueue(QueueBackend):
     ) -> RequestRecord:
         fields = script.context_fields(context, tasks, events)
         more = Counter(task.planned.pool for task in tasks)
-        reply = await self._call("submit", **fields, limits=limits, more=more)
+        names = {pool: readable_pool(pool) for pool in more}
+        reply = await self._call("submit", **fields, limits=limits, more=more, names=names)
         return self._known.keep(script.record(reply, context))
 
     @override

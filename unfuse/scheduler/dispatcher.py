@@ -16,6 +16,7 @@ from typing_extensions import override
 from unfuse import __version__
 from unfuse.core import messages
 from unfuse.core.errors import Damaged, LeaseLost, NotFound, TransientError
+from unfuse.core.plan import readable_pool
 from unfuse.core.request import Event, EventType, RequestContext, Timings
 from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Claim, Lease
@@ -346,6 +347,9 @@ class Dispatcher(Observer):
         for lease in leases:
             self.scheduler.observers.tell(Observer.dispatched, lease.task.planned.pool)
             self.scheduler.swaps.worked(peer.worker.id)
+            task, pool = lease.task, readable_pool(lease.task.planned.pool)
+            about = {"request": task.request, "stage": task.stage, "attempt": task.attempt, "pool": pool}
+            log.debug("task leased", **about, worker=peer.worker.id)
         return messages.LeasesGranted(tuple(leases), addresses, {id: owner.engines for id, owner in owners.items()})
 
     async def _current_backpressure(self) -> Backpressure:

@@ -31,7 +31,7 @@ from unfuse.core.messages import (
     TaskStopped,
 )
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import ExecutionPlan, PlannedStage, declared
+from unfuse.core.plan import ExecutionPlan, PlannedStage, declared, readable_pool
 from unfuse.core.request import (
     MODERATION_BLOCKED,
     Change,
@@ -367,7 +367,7 @@ def timed_out(
     """Expire a request at its deadline, or return None before its `latest_end`."""
     if context.over or (latest_end(context, wake_limit) or queue_now) > queue_now:
         return None
-    asleep = [stage.pool for stage in context.plan.stages if context.stages[stage.name].sleeps]
+    asleep = [readable_pool(stage.pool) for stage in context.plan.stages if context.stages[stage.name].sleeps]
     why = f"; {asleep[0]} slept, and was not awake within the {wake_limit:.0f} s of --wake-limit" if asleep else ""
     error = ErrorInfo("expired", f"the request was not complete at its deadline: allow it more time{why}")
     return ChangeBuilder(context, wall, running).end("expired", error)

@@ -11,6 +11,7 @@ import structlog
 from typing_extensions import override
 
 from unfuse.core.errors import LeaseLost, NotFound
+from unfuse.core.plan import readable_pool
 from unfuse.core.request import Change, RequestContext, RequestRecord
 from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Lease
@@ -117,9 +118,8 @@ class Maintenance(Observer):
                 task.request, lambda record, wall: lifecycle.expired_lease(record.context, lease, wall, record.running)
             )
             if is_changed:
-                log.warning(
-                    "lease ended", request=task.request, stage=task.stage, attempt=task.attempt, worker=lease.worker
-                )
+                about = {"request": task.request, "stage": task.stage, "attempt": task.attempt}
+                log.warning("lease ended", **about, worker=lease.worker, pool=readable_pool(task.planned.pool))
                 self._transitions.observers.tell(Observer.lease_expired, task.planned.pool)
 
     async def expire(self, request: str) -> None:

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Literal, NamedTuple
 
 from unfuse.core.messages import WorkerInfo
-from unfuse.core.plan import declared, outcome_of
+from unfuse.core.plan import declared, outcome_of, readable_pool
 from unfuse.core.text import TextStats
 from unfuse.queues.base import PoolStats, RegisteredWorker
 from unfuse.stages.specs import DECODE, PREFILL
@@ -88,7 +88,7 @@ class MetricSpec(NamedTuple):
 
 def pool_labels(pool: str) -> Labels:
     """Return the values of the labels POOL for a pool."""
-    return declared(pool), outcome_of(pool)
+    return readable_pool(pool), outcome_of(pool)
 
 
 def _one(value: Callable[[Scrape], float]) -> Callable[[Scrape], Samples]:
@@ -168,7 +168,7 @@ def _waiting(scrape: Scrape, kind: str) -> int:
     return sum(stats.waiting for pool, stats in scrape.pools.items() if pool.partition(":")[0] == kind)
 
 
-#: The labels of a pool: its declared name, and the hash of its numerics.
+#: The labels of a pool: its readable name, and the hash of its numerics.
 POOL = ("pool", "outcome")
 
 # The buckets of histograms, in seconds.

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from unfuse.core.errors import ConfigError, InvalidParameter, UnknownModel
 from unfuse.core.modalities import LAST_FRAME, TEXT, UPLOAD, VIDEO
 from unfuse.core.model_spec import MAX_NAME, ModelSpec, is_name, name_of, without_source
+from unfuse.core.plan import readable_pool
 from unfuse.edge.access import Refusal
 from unfuse.server.auth import Known, Principal, admin_only
 from unfuse.server.body import read_json
@@ -157,6 +158,7 @@ class ModelViews:
     def _facts(self, name: str, spec: ModelSpec) -> dict[str, object]:
         """Return the fields of a model object that do not depend on the model's state."""
         picture, last_frame = spec.accepted(UPLOAD), spec.accepted(LAST_FRAME)
+        registry = self.gateway.scheduler.registry
         return {
             "id": name,
             "object": "model",
@@ -174,5 +176,5 @@ class ModelViews:
             "limits": spec.limits,
             "defaults": spec.defaults,
             "quality": spec.quality,
-            "stages": spec.pools(),
+            "stages": {stage: readable_pool(registry.home(pool)) for stage, pool in spec.pools().items()},
         }

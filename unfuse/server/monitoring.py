@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from unfuse import __version__
 from unfuse.core.errors import TransientError
 from unfuse.core.messages import ExactBatchStats
+from unfuse.core.plan import manned, readable_pool
 from unfuse.edge.access import Refusal, envelope
 from unfuse.queues.base import RegisteredWorker
 from unfuse.server.auth import Principal, Visitor, admin_only, reader_of
@@ -89,7 +90,9 @@ async def _readiness(gateway: Gateway) -> JSONResponse:
     served = await gateway.models()
     pools_without_worker = await registry.missing()
     missing = {
-        public_name(model): pools for model, pools in pools_without_worker.items() if model not in registry.admitted
+        public_name(model): [*map(readable_pool, pools)]
+        for model, pools in pools_without_worker.items()
+        if model not in registry.admitted
     }
 
     # Models that cannot be served: added ones that failed, and ones whose weights files were changed.
@@ -173,7 +176,7 @@ def _worker_view(
         "node": info.node,
         "role": info.role,
         "device": info.device,
-        "pools": info.pools,
+        "pools": [*map(readable_pool, info.pools)],
         "outcome": info.outcome,
         "slots": info.slots,
         "pid": info.pid,
@@ -187,7 +190,7 @@ def _worker_view(
         "models": sorted(public_name(spec.name) for spec in member.cards),
         "fragmentation": round(status.arena_fragmentation, 3),
         "ranks": [{key: round(seconds, 3) for key, seconds in asdict(rank).items()} for rank in status.ranks],
-        "changed": {pool: str(file) for pool, file in info.changed.items()},
+        "changed": {readable_pool(manned(pool, info.outcome)): str(file) for pool, file in info.changed.items()},
         "healthy": healthy,
         "seen_s": round(max(0.0, now - member.seen), 3),
     }
@@ -211,7 +214,7 @@ async def pools(gateway: Served) -> dict[str, object]:
         invariance = [member.info.status.batch_invariance.get(pool, ExactBatchStats()) for member in pool_members]
         data.append(
             {
-                "id": pool,
+                "id": readable_pool(pool),
                 "object": "pool",
                 "state": registry.state(pool),
                 "reason": str(registry.changed_file(pool) or "") or None,

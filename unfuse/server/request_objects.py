@@ -10,7 +10,7 @@ from msgspec.structs import asdict
 
 from unfuse.core.errors import UsageError
 from unfuse.core.modalities import seconds_of
-from unfuse.core.plan import PlannedStage
+from unfuse.core.plan import PlannedStage, readable_pool
 from unfuse.core.registry import nearest
 from unfuse.core.request import UNKNOWN_DEVICE, RequestContext, RequestRecord, ResultFile, RunningStage, billed_seconds
 
@@ -250,7 +250,7 @@ def _stage(context: RequestContext, planned: PlannedStage, run: RunningStage | N
     state = context.stages[planned.name]
     return {
         "name": planned.name,
-        "pool": planned.pool,
+        "pool": readable_pool(planned.pool),
         "status": "leased" if run else state.status,
         "worker": run.worker if run else state.worker,
         "attempt": run.attempt if run else state.attempt,

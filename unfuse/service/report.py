@@ -13,7 +13,7 @@ from unfuse import __version__
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.modalities import IMAGE, UPLOAD, VIDEO
 from unfuse.core.model_spec import ModelSpec
-from unfuse.core.plan import declared
+from unfuse.core.plan import declared, readable_pool
 from unfuse.core.text_parameters import TEXT
 from unfuse.planning.placement import CONTEXT, CPU, PROCESS
 from unfuse.server.served_models import ModelNames
@@ -163,7 +163,7 @@ def batches_of(plan: ServingPlan, data_dir: str) -> list[dict[str, Any]]:
         largest = max((result.size for result in of_pool if result.is_trusted), default=1)
         rows.append(
             {
-                "pool": pool,
+                "pool": readable_pool(pool),
                 "exact_to": largest,
                 "not_from": smallest.size or None,
                 "because_of": smallest.blame,

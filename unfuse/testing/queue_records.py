@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from unfuse.core.errors import Conflict, NotFound, Overloaded
+from unfuse.core.plan import readable_pool
 from unfuse.core.request import Event
 from unfuse.queues.base import FRONT, MAX_CACHED, PoolStats, QueueBackend, QueueLimits, QueueStats, RequestFilter
 from unfuse.testing.clock import ManualClock
@@ -196,12 +197,13 @@ async def what_is_over_when_it_comes_stays_so(queue: QueueBackend, clock: Manual
 async def overload_stores_nothing(queue: QueueBackend, clock: ManualClock) -> None:
     """Admission control refuses too many requests, or tasks of one pool, with nothing stored.
 
-    Ended requests free their share, and a repeated submit always succeeds.
+    The error has the pool's readable name. Ended requests free their share, and a repeated submit always succeeds.
     """
     tight = QueueLimits(max_active=2, max_queue=2)
     await queue.submit(request("a"), [task("a", pool="q")], [], tight)
     refused = queue.submit(request("b"), [task("b", stage) for stage in "xyz"], [Event("queued")], tight)
-    assert (await raised(Overloaded, refused)).retry_after > 0
+    error = await raised(Overloaded, refused)
+    assert error.retry_after > 0 and f"tasks wait in pool {readable_pool('p')}, up to 2 may" in str(error)
     await raised(NotFound, queue.load("b"))
     assert await count_waiting(queue, "p") == 0
     await queue.submit(request("b"), [task("b", stage) for stage in "xy"], [], tight)

@@ -22,6 +22,7 @@ import structlog
 
 from unfuse.core.compute_options import USUAL_BATCH
 from unfuse.core.messages import ExactBatchStats
+from unfuse.core.plan import readable_pool
 from unfuse.core.retries import MEMORY, rule_of
 from unfuse.stages.base import EncodedMedia, Stage
 from unfuse.weights.fingerprints import MAX_ENTRIES, add_entry
@@ -138,9 +139,8 @@ class InvarianceResults:
         if len(self._verdicts) > MAX_ENTRIES:  # clients choose image sizes, and so the number of keys
             del self._verdicts[next(iter(self._verdicts))]
         if blame:
-            log.warning(
-                "a batch of this size changes the results of its requests", key=str(key), size=size, because_of=blame
-            )
+            about = {"pool": readable_pool(str(key[0])), "key": str(key[1:]), "size": size}
+            log.warning("a batch of this size changes the results of its requests", **about, because_of=blame)
         if after.is_trusted != before.is_trusted or blame:
             self._write(self._name(key, size), after)
 

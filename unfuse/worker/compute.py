@@ -27,7 +27,7 @@ from unfuse.core.codec import encode
 from unfuse.core.compute_options import own_spreads
 from unfuse.core.errors import ConfigError, PermanentError, UnfuseError
 from unfuse.core.model_spec import ModelSpec
-from unfuse.core.plan import StageSpec, pool_name
+from unfuse.core.plan import StageSpec
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import RuntimeOptions
 from unfuse.stages.base import Stage
@@ -223,9 +223,10 @@ def _stages_to_load(load: messages.LoadModels) -> dict[str, tuple[StageSpec, Mod
                 raise
             refusal = error
             continue
+        declared_pools = card.pools(load.choice)
         for spec in card.pipeline.stages:
-            pool = pool_name(spec, card.weights, card.dtypes)
-            if load.choice.takes(spec) and (pool in pools or not pools):
+            pool = declared_pools.get(spec.name)
+            if pool and (pool in pools or not pools):
                 wanted.setdefault(pool, (spec, card, folder))
     if not wanted:
         raise refusal

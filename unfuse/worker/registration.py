@@ -22,7 +22,7 @@ from unfuse.core.compute_options import (
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import Registered, StorageLocations
 from unfuse.core.model_spec import ModelSpec, is_path, name_of
-from unfuse.core.plan import StageSelector, StageSpec, roles_of, slots_of
+from unfuse.core.plan import StageSelector, StageSpec, manned, readable_pool, roles_of, slots_of
 from unfuse.models import fetch
 from unfuse.stores.results import sees
 from unfuse.stores.tensor_store import TensorStore
@@ -180,6 +180,12 @@ def decide_served(welcome: Registered, options: WorkerOptions, choice: StageSele
     devices = ranked(device, spreads)
     pools = pools_of(cards, choice, options.resources)
     return ServedStages(models, cards, pools, slots, devices, _read_here(cards, choice), states, parallel)
+
+
+def names_of(served: ServedStages, numerics: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the names of the models and pools of a worker of these numerics."""
+    pools = [readable_pool(manned(pool, numerics)) for pool in served.pools]
+    return {"models": [card.name for card in served.cards], "pools": pools}
 
 
 def choose_ranks(device: str, parallel: str, gpus: int, stages: Sequence[StageSpec]) -> tuple[str, str]:

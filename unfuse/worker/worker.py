@@ -58,7 +58,7 @@ from unfuse.worker.link import (
 )
 from unfuse.worker.loaded_models import AdapterFetcher, ModelSwapper, WeightFiles, pool_of
 from unfuse.worker.objects import WorkerLeakCheck, WorkerObjects
-from unfuse.worker.registration import WorkerOptions, decide_served, loads_of, sets_of
+from unfuse.worker.registration import WorkerOptions, decide_served, loads_of, names_of, sets_of
 
 log = structlog.get_logger(__name__)
 
@@ -213,8 +213,8 @@ class Worker:
         await asyncio.to_thread(self._weights.look)  # files may have changed while they were loaded
         await self._register()
         self._joined = True
-        models = [card.name for card in served.cards]
-        log.info("ready", role=options.role, worker=self._id, models=models, pulled_at=self._objects.copies.served_at)
+        names = names_of(served, self._started.outcome)
+        log.info("ready", role=options.role, worker=self._id, **names, pulled_at=self._objects.copies.served_at)
 
     async def _register(self) -> None:
         """Register the worker's pools, except those whose model files have changed."""

@@ -73,7 +73,8 @@ local function overload()
   end
   for pool, more in pairs(A.more) do
     if size(pool) + more > most.max_queue then
-      return refuse(say, size(pool) .. ' tasks wait in pool ' .. pool .. ', up to ' .. most.max_queue .. ' may' .. later)
+      local shown = A.names[pool]
+      return refuse(say, size(pool) .. ' tasks wait in pool ' .. shown .. ', up to ' .. most.max_queue .. ' may' .. later)
     end
   end
 end
