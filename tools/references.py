@@ -174,7 +174,7 @@ ADVICE = {
     "range_not_satisfiable": "The range begins after the end of the file. `Content-Range` has the length of the file.",
     "read_only": "Use a key without `read=yes`.",
     "stage_failed": (
-        "A stage failed with an error that is never retried, or used up its retry budget (`given up after N times`). "
+        "A stage failed with an error that is never retried, or used up its retry budget (`failed N times`). "
         "The message has the last error."
     ),
     "starting": (

@@ -433,6 +433,6 @@ def test_a_picture_is_shown_with_the_first_line(server: Server, tmp_path: Path) 
     Image.new("RGB", (56, 56), "red").save(file)
     assert talk(server, "-m", "vl25", "--image", file, "--max-tokens", "2", said=b"what\nand\n").returncode == 0
     blind = talk(server, "what", "-m", "pq", "--image", file)
-    assert (blind.returncode, b"image_url are not read" in blind.stderr) == (2, True)
+    assert (blind.returncode, b"image_url are not supported" in blind.stderr) == (2, True)
     missing = talk(server, "what", "-m", "vl25", "--image", tmp_path / "b.png")
     assert missing.returncode == 2 and b"b.png: there is no such file" in missing.stderr

@@ -25,4 +25,4 @@ def test_cogvideox_plays_at_eight_frames_a_second(
 
     with av.open(io.BytesIO(server.result(told["id"]))) as container:
         assert container.streams.video[0].average_rate == 8
-    assert "is a guess" not in server.log()
+    assert "is assumed to be" not in server.log()

@@ -82,4 +82,4 @@ def test_a_device_fault_starts_compute_again_and_ends_what_causes_it(server: Ser
 def test_a_file_that_is_missing_is_tried_within_the_budget(server: Server) -> None:
     status, error, request = refused(server, "lose")
     assert (status, error["code"], request["attempts"]) == (500, "stage_failed", 4)
-    assert error["message"].endswith("(given up after 4 times)") and "/srv" not in error["message"]
+    assert error["message"].endswith("(failed 4 times)") and "/srv" not in error["message"]

@@ -81,7 +81,7 @@ def test_everything_is_restarted_role_after_role(tmp_path: Path, seed: int, reco
         verdict = check(f"rolling restart (seed {seed})", history.operations, observed(cluster))
         say(verdict, record_property)
         assert ended == dict.fromkeys(ended, 0) and len(ended) == 2 + 2 * len(ROLES)
-        assert "lease ended" not in cluster.logs()
+        assert "lease expired" not in cluster.logs()
     assert verdict.completed == verdict.operations >= len(ended), "each process ended while somebody waited"
 
 

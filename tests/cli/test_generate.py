@@ -39,7 +39,7 @@ def test_a_name_that_is_no_picture_s_is_refused_before_anything_starts(unfuse: R
 
 def test_a_prompt_that_is_no_text_is_refused_before_anything_starts(unfuse: Run, tmp_path: Path) -> None:
     code, _, err = unfuse("generate", "half a pair: \udcff", "-o", str(tmp_path / "out.png"))
-    assert (code, err) == (2, "unfuse: prompt holds half of a surrogate pair, which is not text\n")
+    assert (code, err) == (2, "unfuse: prompt contains an unpaired surrogate, which is not valid Unicode\n")
 
 
 def test_a_folder_of_adapters_that_is_not_there_is_refused_before_anything_starts(unfuse: Run, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_starts(unfuse: Ru
             ["-o", "out.png", "--quality", "best"],
             "quality must be one of auto, low, medium, standard, high, hd, xhigh, max, not 'best'",
         ),
-        (["--negative", "half a pair: \ud800"], "negative_prompt holds half of a surrogate pair"),
+        (["--negative", "half a pair: \ud800"], "negative_prompt contains an unpaired surrogate"),
         (["--size", "big"], "size must be auto or WIDTHxHEIGHT in pixels (64x64), not 'big'"),
         (["-o", "out.png", "--lora-scale", "11"], "lora_scale must be -10 to 10, not 11"),
         (["-o", "out-%04d.jpg"], "out-%04d.jpg"),
@@ -94,7 +94,7 @@ def test_what_fits_no_file_is_refused_before_anything_starts(
     [
         (["-o", "out.mp4", "--frames", "18"], "at most 17 frames"),
         (["-o", "out-%04d.png", "--frames", "4"], "the nearest below is 1"),
-        (["-o", "out.mp4", "-n", "2"], "n can only be 1"),
+        (["-o", "out.mp4", "-n", "2"], "n must be 1"),
         (["-o", "out.mp4", "--image", "in.png"], "cannot start from a picture"),
         (["-o", "out.png", "--image", "in.png"], "cannot start from a picture"),
     ],
@@ -114,17 +114,17 @@ def test_a_video_that_cannot_be_made_is_exit_2(
     [
         (
             "--size WxH",
-            "Width and height in pixels; auto: the model's default, in the shape of the start picture if any.",
+            "Width and height in pixels; auto: the model's default, in the aspect ratio of a start picture.",
         ),
-        ("--steps", "Denoising steps. [1 to the model's max_steps]"),
-        ("--seed", "Seed of the first picture; without it, or with -1, random; the answer contains it."),
-        ("--guidance", "How strongly to follow the prompt. [0 to the model's max_guidance]"),
-        ("--negative", "What the picture should not show."),
+        ("--steps", "Number of denoising steps. [1 to the model's max_steps]"),
+        ("--seed", "Seed of the first result, which the response contains; random if it is missing or -1."),
+        ("--guidance", "Guidance scale: how closely the result follows the prompt. [0 to the model's max_guidance]"),
+        ("--negative", "A description of what the result should not show."),
         ("--frames", "Length of a video, in frames."),
-        ("--fps", "Frames a second of a video. [1 to 120]"),
-        ("--lora", "Adapter to use, by its name in --loras, and how strong it is; several are added up."),
-        ("--lora-scale", "How strong adapters without a scale are; 1 if left out. [-10 to 10]"),
-        ("-n", "How many pictures; each further one has the next seed. [1 to the model's max_n] [default: 1]"),
+        ("--fps", "Frames per second of a video. [1 to 120]"),
+        ("--lora", "Names of LoRA adapters in the folder of --loras, each with an optional scale; effects are added."),
+        ("--lora-scale", "Scale of LoRA adapters without one; 1 by default. [-10 to 10]"),
+        ("-n", "Number of pictures, which have consecutive seeds. [1 to the model's max_n] [default: 1]"),
         ("--quality", "[auto, low, medium, standard, high, hd, xhigh, max] [default: auto]"),
     ],
 )
@@ -158,8 +158,8 @@ def test_the_name_says_which_frames_there_will_be(idle: Client, asking: Run, tmp
         (["--steps", "0"], "num_inference_steps"),
         (["--size", "63x64"], "63x64"),
         (["-m", "nobody/knows"], "nobody/knows"),
-        (["--lora", "ink"], "start it with --loras"),
-        (["--lora-scale", "0.5"], "send the name of one as lora too"),
+        (["--lora", "ink"], "start the server with --loras"),
+        (["--lora-scale", "0.5"], "send its name as lora"),
     ],
 )
 def test_what_the_model_cannot_do_is_exit_2(asking: Run, tmp_path: Path, arguments: list[str], said: str) -> None:
@@ -246,9 +246,9 @@ def test_a_prompt_comes_from_standard_input(drawing: tuple[Run, Served], monkeyp
 
 def test_words_that_the_model_does_not_know_are_said(drawing: tuple[Run, Served]) -> None:
     unfuse, served = drawing
-    assert "does not know" not in unfuse("generate", "a circle on white")[2]
+    assert "was not trained" not in unfuse("generate", "a circle on white")[2]
     code, out, err = unfuse("generate", "a spaceship on white", "--json")
-    assert "test/pictures does not know spaceship: it makes circles" in err.splitlines()
+    assert "test/pictures was not trained on spaceship: it generates circles" in err.splitlines()
     assert code == 0 and json.loads(out)["files"]
 
 
@@ -279,9 +279,9 @@ def test_a_request_that_can_be_made_starts_workers(alone: Run) -> None:
     ("arguments", "code", "said"),
     [
         (["--lora", "ink"], 2, "set that folder by --loras FOLDER"),
-        (["--lora", "ink", "--loras", "loras"], 2, "no lora 'ink' is there; there are empty"),
+        (["--lora", "ink", "--loras", "loras"], 2, "lora 'ink' does not exist; available: empty"),
         (["--lora", "empty", "--loras", "loras"], 2, "lora 'empty' is empty"),
-        (["--lora-scale", "0.5"], 2, "send the name of one as lora too"),
+        (["--lora-scale", "0.5"], 2, "send its name as lora"),
         (["--size", "100x100"], 2, "the nearest is 96x96"),
         (["-o", "out.mp4", "--frames", "18"], 2, "at most 17 frames"),
     ],

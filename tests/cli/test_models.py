@@ -80,11 +80,11 @@ def test_a_refusal_names_what_was_to_be_added(unfuse: Run, monkeypatch: pytest.M
     """The server's sentence has the model's name alone, since answers have no paths."""
 
     def refuse(self: Client, model: str, name: str | None) -> dict[str, Any]:
-        raise InvalidParameter("model 'flux': there is no such folder or file here", "model")
+        raise InvalidParameter("model 'flux': there is no such folder or file on this machine", "model")
 
     monkeypatch.setattr(Client, "add_model", refuse)
     code, _, err = unfuse("models", "add", "/nowhere/flux", "--server", "http://127.0.0.1:1")
-    said = "/nowhere/flux cannot be added: model 'flux': there is no such folder or file here"
+    said = "/nowhere/flux cannot be added: model 'flux': there is no such folder or file on this machine"
     assert (code, err.splitlines()[-1]) == (2, f"unfuse: {said}")
 
 

@@ -406,7 +406,7 @@ def test_doctor_says_what_the_machine_has_though_a_model_cannot_be_found(unfuse:
     code, out, err = unfuse("doctor", "unfuse/shape")
     assert code == 1
     assert {"system", "processors", "servers", "transfers"} <= {line.split()[0] for line in out.splitlines()}
-    assert "is not packaged (did you mean unfuse/shapes?), and the hub library could not bring it: " in err
+    assert "is not packaged (did you mean unfuse/shapes?), and cannot be downloaded from the hub: " in err
 
 
 def test_doctor_shows_how_requests_share_forwards(unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,7 +449,7 @@ def test_doctor_tells_what_serve_would_refuse(unfuse: Run) -> None:
 
 @pytest.mark.parametrize(("arguments", "reason"), [
     (["--parallel", "nonsense"], "is not ROLE=KIND:N"),
-    (["--workers", "auto", "--parallel", "auto"], "--parallel auto is for one worker"),
+    (["--workers", "auto", "--parallel", "auto"], "--parallel auto configures one worker"),
 ])  # fmt: skip
 def test_a_worker_that_is_told_nonsense_waits_for_no_scheduler(unfuse: Run, arguments: list[str], reason: str) -> None:
     code, _, err = unfuse("worker", *arguments)

@@ -59,12 +59,12 @@ def test_a_prompt_of_known_words_gets_no_hint(prompt: str) -> None:
 
 def test_a_hint_names_each_unknown_word_once_and_what_the_model_makes() -> None:
     said = FEW.hint("me/shapes", "a spaceship over a red city, a Spaceship")
-    assert said == "me/shapes does not know spaceship, over, city: it makes circles"
+    assert said == "me/shapes was not trained on spaceship, over, city: it generates circles"
 
 
 def test_a_hint_is_short_and_has_nothing_that_moves_a_terminal() -> None:
     long = "\x1b[2J " + "x" * 1000 + " " + " ".join(f"w{number}" for number in range(20)) + "\n\r\u202e"
     said = FEW.hint("me/shapes", long)
-    assert said.endswith(" and 17 more: it makes circles")
+    assert said.endswith(" and 17 more: it generates circles")
     assert "x" * MOST_CHARS in said and "x" * (MOST_CHARS + 1) not in said
     assert said.isprintable()

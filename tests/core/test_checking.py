@@ -64,7 +64,7 @@ def test_it_is_checked_by_its_own_table_and_limits() -> None:
     ):
         with pytest.raises(InvalidParameter, match=said):
             check(TELLER, {"opening": "Once", **asked}, TOLD)
-    with pytest.raises(InvalidParameter, match="opening is missing: say how it begins"):
+    with pytest.raises(InvalidParameter, match="opening is missing: send how it begins"):
         check(TELLER, {}, TOLD)
 
 
@@ -96,7 +96,7 @@ def test_a_model_makes_what_its_limits_show() -> None:
 def test_limits_that_are_none_are_a_fault_of_the_model_and_told_as_such() -> None:
     broken = msgspec.structs.replace(CARD, limits={**CARD.limits, "max_size": 64.5})
 
-    with pytest.raises(ConfigError, match="the limits of the model cannot be read"):
+    with pytest.raises(ConfigError, match="the model's limits are not valid"):
         check(broken, {"prompt": "a"})
     assert check(msgspec.structs.replace(CARD, limits={"max_size": 64}), {"prompt": "a"})
 

@@ -274,7 +274,7 @@ def test_the_seconds_that_are_told_are_those_of_the_same_length(groups: int, fps
     ("asked", "param", "says"),
     [
         ({"num_frames": 18}, "num_frames", "at most 17 frames, 2.125 seconds at 8 fps"),
-        ({"seconds": "4"}, "seconds", "seconds 4 is too long: the model makes at most 17 frames, 2.125 seconds"),
+        ({"seconds": "4"}, "seconds", "seconds 4 is too long: the model supports at most 17 frames, 2.125 seconds"),
         ({"seconds": 2.2}, "seconds", "at most 17 frames"),
         ({"seconds": 1, "fps": 24}, "seconds", "at most 17 frames, 0.708333 seconds at 24 fps"),
         ({"num_frames": 12}, "num_frames", "the nearest below is 9"),
@@ -282,7 +282,7 @@ def test_the_seconds_that_are_told_are_those_of_the_same_length(groups: int, fps
         ({"num_frames": 10**400}, "num_frames", "a number of 401 digits"),
         ({"seconds": 0}, "seconds", "not 0"),
         ({"seconds": "nan"}, "seconds", "'nan'"),
-        ({"n": 2}, "n", "only be 1"),
+        ({"n": 2}, "n", "must be 1"),
         ({"response_format": "url"}, "response_format", "unknown parameter"),
         ({"stream": True}, "stream", "unknown parameter"),
         ({"output_format": "webp"}, "output_format", "mp4, png, not 'webp'"),
@@ -499,9 +499,9 @@ def test_width_and_height_are_read_beside_size(asked: dict[str, Any], size: tupl
 
 
 @pytest.mark.parametrize(("asked", "param", "says"), [
-    ({"size": "96x32", "width": 64}, "width", "size is 96x32, and width is 64: send one of them"),
-    ({"size": "96x32", "height": 64, "width": 96}, "height", "size is 96x32, and height is 64: send one of them"),
-    ({"width": 33, "height": 32}, "width", "size 33x32 cannot be made: each side must be a multiple of 16"),
+    ({"size": "96x32", "width": 64}, "width", "size 96x32 contradicts width 64: send one of them"),
+    ({"size": "96x32", "height": 64, "width": 96}, "height", "size 96x32 contradicts height 64: send one of them"),
+    ({"width": 33, "height": 32}, "width", "size 33x32 is not supported: each side must be a multiple of 16"),
     ({"width": 32, "height": 33}, "height", "the nearest is 32x32"),
     ({"width": 0}, "width", "width must be 1 to 999999, not 0"),
     ({"width": "wide"}, "width", "width must be a whole number (1 to 999999), not 'wide'"),

@@ -52,7 +52,7 @@ def test_a_tensor_of_four_bits_takes_whole_blocks() -> None:
 @pytest.mark.parametrize(
     "bad, reason",
     [
-        ([("x", "complex64", (1,))], "tensor 'x' has dtype complex64: stages can hand on float64"),
+        ([("x", "complex64", (1,))], "tensor 'x' has the unsupported dtype complex64; supported: float64"),
         ([("x", "object", ())], "dtype object"),
         ([("x", "float32", (2, -1))], "shape"),
         ([("x", "float32", (1,) * (MAX_DIMS + 1))], "shape"),

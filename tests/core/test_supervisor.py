@@ -119,7 +119,7 @@ def test_what_fails_in_one_costs_the_others_nothing_and_is_told_once() -> None:
         for what in ("one", "two"):
             observers.tell(Hearing.ended, what)
     assert first.heard == last.heard == ["one", "two"]
-    assert [line["doing"] for line in logs] == ["telling Failing of ended"]
+    assert [line["doing"] for line in logs] == ["notifying Failing of ended"]
 
 
 HANGS = """

@@ -160,6 +160,11 @@ RENAMES = Renames(
             "Requests in a forward: the mean over a stage's steps, observed when the request succeeds"
         ),
         **POOLS,
+        "size 33x33 cannot be made: each side must be a multiple of 32 from 32 to 256, with at most 65536 pixels in all"
+        "; the nearest is 32x32": (
+            "size 33x33 is not supported: each side must be a multiple of 32 from 32 to 256, with at most 65536 pixels "
+            "in all; the nearest is 32x32"
+        ),
     },
     removed={
         "fields": {"guidance-halves": HALVES},

@@ -98,8 +98,8 @@ def test_keys_and_values_go_between_workers_of_different_degrees(
 
 @pytest.mark.parametrize(("flags", "says"), [
     (["--parallel", "language=tensor:4"], "tensor:4 does not divide 2: use tensor:2"),
-    (["--parallel", "decode=shard:2"], "it cannot be spread by shard, only by tensor"),
-    (["--parallel", "decode=tensor:2", "--workers", "language=1"], "have one model: say language=KIND:N for both"),
+    (["--parallel", "decode=shard:2"], "shard is not supported for this role; supported: tensor"),
+    (["--parallel", "decode=tensor:2", "--workers", "language=1"], "set language=KIND:N for both"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_is_loaded(
     folder: Path, tmp_path: Path, flags: list[str], says: str

@@ -61,7 +61,7 @@ def test_a_model_whose_hub_vanishes_is_given_up_and_can_be_added_again(tmp_path:
             over = server.finished(request)
             assert (over["status"], over["error"]["code"]) == ("failed", "model_failed")
             assert model(server, "owner/sd")["state"] == "failed"
-            assert "cannot be brought" in server.log() and "Traceback" not in server.log()
+            assert "cannot be downloaded" in server.log() and "Traceback" not in server.log()
             assert server.finished(asked_of(server, model="unfuse/shapes"))["status"] == "completed"
 
             assert "owner/sd" in refused(400, add, server, "owner/sd"), "nobody can look into it"

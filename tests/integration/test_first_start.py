@@ -49,7 +49,7 @@ def test_a_prompt_from_a_pipe_with_unknown_words_makes_a_new_file_and_says_what_
         command, cwd=tmp_path, env=variables, input="a spaceship over a red circle\n", capture_output=True, text=True
     )
     assert made.returncode == 0, made.stderr
-    assert "unfuse/shapes does not know spaceship: it makes one or two shapes, such as" in made.stderr
+    assert "unfuse/shapes was not trained on spaceship: it generates one or two shapes, such as" in made.stderr
     assert json.loads(made.stdout)["files"] == ["out-2.png"]
     assert "out.png exists, so the new file is out-2.png" in made.stderr
     assert (tmp_path / "out.png").read_bytes() == b"mine"

@@ -159,4 +159,4 @@ def test_what_needs_more_than_any_worker_has_is_refused(tmp_path: Path, installe
         with pytest.raises(HTTPError) as refused:
             server.submit("a star")
         assert refused.value.code == 400
-        assert "needs 2 of the resource silver, and a worker has 1" in refused.value.read().decode()
+        assert "needs 2 of the resource silver, but workers have at most 1" in refused.value.read().decode()

@@ -137,4 +137,4 @@ def test_room_for_less_than_the_longest_text_is_refused_at_the_start(folder: Pat
         env=environment(tmp_path), capture_output=True, text=True, timeout=START_S,
     )  # fmt: skip
     assert made.returncode
-    assert "give --kv more" in made.stdout + made.stderr
+    assert "increase --kv" in made.stdout + made.stderr

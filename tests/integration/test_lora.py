@@ -132,7 +132,7 @@ def test_a_killed_compute_process_loses_no_adapter_nor_does_one_that_keeps_a_sin
 def test_what_there_is_can_be_looked_up_and_nothing_else_asked_for(server: Server) -> None:
     assert [model["loras"] for model in server.get("/v1/models")["data"]] == [["alpha", "plain"]]
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
-        for name, why in (("other", "there are alpha, plain"), ("../plain", "no lora '../plain'")):
+        for name, why in (("other", "available: alpha, plain"), ("../plain", "lora '../plain' does not exist")):
             with pytest.raises(openai.BadRequestError, match=why):
                 client.images.generate(prompt="a red circle", extra_body={"lora": name})
 

@@ -195,7 +195,11 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
         "last_frame",
         "cannot end with a last_frame; wan-2.2-image, wan-image-last can",
     ),
-    "one frame": ({"model": "wan-2.2-image", "last_frame": "wall.jpg", "num_frames": 1}, "num_frames", "more than 1"),
+    "one frame": (
+        {"model": "wan-2.2-image", "last_frame": "wall.jpg", "num_frames": 1},
+        "num_frames",
+        "greater than 1",
+    ),
     "no picture": ({"model": "wan-2.2-image", "last_frame": b"nothing"}, "last_frame", "last_frame is not a PNG"),
     "two of a video": (
         {"model": "wan-2.2-image", "image": ["sky.png"] * 2},
@@ -245,7 +249,10 @@ def test_more_than_any_model_takes_and_a_picture_too_small_to_be_seen(server: Se
         with pytest.raises(InvalidParameter, match="there is nothing|cannot be read: Too many files"):
             u.submit("a", model="klein", image=[folder / "sea.png"] * 9)
         view = server.finished(u.submit("a", model="klein", image=folder / "sky.png").id)
-    assert view["status"] == "failed" and "a picture cannot be seen: Image too small" in view["error"]["message"]
+    assert (
+        view["status"] == "failed"
+        and "the pipeline does not accept a picture: Image too small" in view["error"]["message"]
+    )
 
 
 def test_a_last_frame_needs_a_first(server: Server) -> None:

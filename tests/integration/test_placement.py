@@ -104,7 +104,7 @@ def test_a_dtype_by_component_reaches_gateway_and_workers_also_those_started_by_
     [
         (["--place", "denoiser=cuda:63"], "there is no device cuda:63 for the denoiser; available are cpu", 1),
         (["--arena", "100TiB"], "cpu would need 300.0 TiB (encoder 100.0 TiB + denoiser 100.0 TiB", 1),
-        (["--dtype", "unet=float16"], "no component is called 'unet'", 1),
+        (["--dtype", "unet=float16"], "unknown component 'unet'", 1),
         (["--device", "cpu", "--offload", "sequential"], "--offload sequential needs a GPU", 1),
         (["--served-model-name", "a", "unfuse/shapes", str(SHAPES)], "--served-model-name has 1 values", 2),
     ],

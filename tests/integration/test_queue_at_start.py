@@ -52,7 +52,7 @@ def waits_and_goes_on(server: Server, reason: str, comes: Callable[[], object]) 
 def test_a_redis_that_is_away_is_waited_for(redis: RedisServer, tmp_path: Path) -> None:
     redis.kill()
     with serving(tmp_path, "--workers", "none", "--queue", redis.url) as server:
-        waits_and_goes_on(server, f"127.0.0.1:{redis.port}/0 does not answer", redis.start)
+        waits_and_goes_on(server, f"127.0.0.1:{redis.port}/0 does not respond", redis.start)
 
 
 def test_a_full_disk_of_sqlite_is_waited_for(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_with_queue_wait_0_the_start_fails(redis: RedisServer, tmp_path: Path) -
     redis.kill()
     with serving(tmp_path, "--workers", "none", "--queue", redis.url, "--queue-wait", "0") as server:
         assert server.process.wait(60) == 3
-        assert "does not answer" in server.log() and WAITS not in server.log()
+        assert "does not respond" in server.log() and WAITS not in server.log()
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "redis"])
@@ -74,12 +74,12 @@ def test_a_queue_of_another_version_ends_the_start(kind: str, redis: RedisServer
     """Exit code 2 and one sentence that says what to do; the queue is left as it is."""
     file = tmp_path / "queue.db"
     if kind == "sqlite":
-        queue, what_to_do = f"sqlite:{file}", "name another file with --queue sqlite:PATH, or delete this one"
+        queue, what_to_do = f"sqlite:{file}", "use another file with --queue sqlite:PATH, or delete this one"
         asyncio.run(queues.open(queue).close())
         with closing(sqlite3.connect(file)) as database:
             database.execute(f"PRAGMA user_version = {SCHEMA - 1}")
     else:
-        queue, what_to_do = redis.url, "name another prefix, as in ?prefix=NAME, or delete the keys that begin with"
+        queue, what_to_do = redis.url, "use another prefix, as in ?prefix=NAME, or delete the keys that begin with"
         redis.client.hset("{unfuse}:meta", "arrivals", 1)
     before = file.read_bytes() if file.exists() else redis.client.hgetall("{unfuse}:meta")
 

@@ -127,7 +127,9 @@ def test_workers_join_leave_and_are_exchanged_while_requests_run(tmp_path: Path)
     assert verdict.completed == 300
     served_by = {stage["worker"] for told in final.requests.values() for stage in told.view["stages"]}
     assert names <= served_by
-    lost = [event for told in final.requests.values() for event in told.events if "not heard of" in event["message"]]
+    lost = [
+        event for told in final.requests.values() for event in told.events if "sent no heartbeats" in event["message"]
+    ]
     assert lost == []
 
 

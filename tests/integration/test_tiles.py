@@ -115,9 +115,9 @@ def decoding(server: Server, id: str) -> bool:
 @pytest.mark.nightly
 def test_who_has_no_tiles_is_refused_before_anything_is_loaded() -> None:
     for said, reason in (
-        ("denoiser=tiles:2", "it cannot be spread by tiles, only by cfg, "),
-        ("encoder=tiles:2", "it cannot be spread by tiles, only by tensor"),
-        ("decoder=ulysses:2", "it cannot be spread by ulysses, only by tiles"),
+        ("denoiser=tiles:2", "tiles is not supported for this role; supported: cfg, "),
+        ("encoder=tiles:2", "tiles is not supported for this role; supported: tensor"),
+        ("decoder=ulysses:2", "ulysses is not supported for this role; supported: tiles"),
     ):
         command = unfuse("serve", "unfuse/shapes", "--port", "0", "--parallel", said)
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)

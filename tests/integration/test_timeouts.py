@@ -42,4 +42,4 @@ def test_a_request_that_runs_longer_than_the_flag_says_expires(flag: str, path: 
             compute.resume()
 
     assert (ended["status"], ended["error"]["code"]) == ("expired", "expired")
-    assert "its stages ran for longer than" in ended["error"]["message"]
+    assert "the stages of the request ran for more than" in ended["error"]["message"]

@@ -94,7 +94,7 @@ def test_what_is_too_long_or_too_deep_or_no_text_is_refused() -> None:
         asked_grammar({"type": "json_schema", "json_schema": {"schema": deep}})
     while deep:  # or the end of it would be just as deep
         deep = deep["items"]
-    with pytest.raises(InvalidParameter, match="characters of grammar"):
+    with pytest.raises(InvalidParameter, match="the grammar has"):
         pack_grammar(Grammar("regex", "a" * (MAX_CHARS + 1)), FORMAT)
     with pytest.raises(InvalidParameter, match="surrogate"):
         pack_grammar(Grammar("regex", "\ud800"), FORMAT)
@@ -123,7 +123,7 @@ def test_a_choice_says_what_may_be_called() -> None:
 @pytest.mark.parametrize(
     ("said", "param", "says"),
     [
-        ({"tool_choice": "required"}, "tool_choice", "send tools too"),
+        ({"tool_choice": "required"}, "tool_choice", "send tools"),
         ({"tools": "f"}, "tools", "list"),
         ({"tools": [tool()] * 129}, "tools", "128"),
         ({"tools": ["f"]}, "tools", r"tools\[0\]"),

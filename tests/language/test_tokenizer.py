@@ -204,8 +204,8 @@ def refused(tmp_path: Path, **changes: Any) -> str:
 
 
 def test_what_is_not_served_or_not_valid_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    assert "kind llama, split as default" in refused(tmp_path, tokenizer__ggml__model="llama")
-    assert "split as tekken: served is gpt2" in refused(tmp_path, tokenizer__ggml__pre="tekken")
+    assert "tokenizer llama with the pre-tokenizer default" in refused(tmp_path, tokenizer__ggml__model="llama")
+    assert "the pre-tokenizer tekken: supported is gpt2" in refused(tmp_path, tokenizer__ggml__pre="tekken")
     assert "not valid" in refused(tmp_path, tokenizer__ggml__merges=["no such"])
     assert "not valid" in refused(tmp_path, tokenizer__ggml__bos_token_id=70_000)
     assert "chat template" in refused(tmp_path, tokenizer__chat_template="{% if %}")
@@ -257,7 +257,7 @@ def test_a_folder_without_a_tokenizer_and_one_of_another_kind_are_refused(tmp_pa
     said = json.loads((folders / "turns" / "tokenizer.json").read_text())
     for decoder, shown in (({"type": "WordPiece", "prefix": "##", "cleanup": True}, "WordPiece"), (None, "none")):
         (tmp_path / "tokenizer.json").write_text(json.dumps({**said, "decoder": decoder}))
-        with pytest.raises(ConfigError, match=f"decodes by {shown} is not served"):
+        with pytest.raises(ConfigError, match=f"the decoder {shown} is not supported"):
             ChatTokenizer.read(tmp_path)
 
 

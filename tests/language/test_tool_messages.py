@@ -55,7 +55,7 @@ def test_without_tools_messages_are_as_they_were() -> None:
 @pytest.mark.parametrize("calls", [3, [3], [{"function": {}}]])
 @pytest.mark.parametrize("knows", [False, True])
 def test_what_are_no_calls_is_refused(calls: Any, knows: bool) -> None:
-    with pytest.raises(InvalidParameter, match="list of calls of functions"):
+    with pytest.raises(InvalidParameter, match="list of function calls"):
         with_calls([{"role": "assistant", "tool_calls": calls}], None, knows)
 
 

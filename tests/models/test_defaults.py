@@ -89,7 +89,9 @@ def test_the_built_in_model_knows_the_words_of_its_tokenizer() -> None:
     assert vocabulary
     assert {*vocabulary.words} == {word for word in tokens if not word.startswith("<")} | {"an", "grey", "colour"}
     assert vocabulary.hint("it", "An orange ring left of a blue star, on a GREY background") == ""
-    assert vocabulary.hint("it", "a spaceship over a city").startswith("it does not know spaceship, city: it makes one")
+    assert vocabulary.hint("it", "a spaceship over a city").startswith(
+        "it was not trained on spaceship, city: it generates one"
+    )
     for example in re.findall(r'"([^"]+)"', vocabulary.makes):
         assert vocabulary.hint("it", example) == ""
 

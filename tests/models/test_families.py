@@ -52,7 +52,7 @@ def test_an_exact_name_goes_before_a_pattern_that_fits(monkeypatch: pytest.Monke
     "black-forest-labs/FLUX.1-Fill-dev", "wan-ai/wan2.1-t2v-1.3b-diffusers", "", "os:system",
 ])  # fmt: skip
 def test_an_unknown_name_is_told_what_is_known(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"not known by name; known are unfuse/shapes, .*any folder with model_index"):
+    with pytest.raises(ConfigError, match=r"is unknown; use a folder with model_index.json, or one of unfuse/shapes"):
         find(name)
 
 
@@ -61,12 +61,12 @@ def test_a_class_that_is_not_served_is_told_what_is(found: object, tmp_path: Pat
     """A folder comes from anywhere: what it names is looked up, never imported."""
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": found}))
 
-    with pytest.raises(ConfigError, match=f"which is not served; served are {', '.join(served_classes())}"):
+    with pytest.raises(ConfigError, match=f"which is not supported; supported: {', '.join(served_classes())}"):
         find(tmp_path)
 
 
 @pytest.mark.parametrize(("content", "sentence"), [
-    (None, "model_index.json cannot be read .*this is no model in diffusers' layout"),
+    (None, "model_index.json cannot be read .*this is not a model in diffusers' layout"),
     ("[]", "model_index.json is not valid"),
     ("{", "model_index.json is not valid"),
     ('"\udcff"', "model_index.json is not valid"),

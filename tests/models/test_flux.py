@@ -87,10 +87,10 @@ def test_equal_components_of_another_recipe_have_another_identity(copy: Path) ->
 
 
 @pytest.mark.parametrize(("file", "changes", "sentence"), [
-    ("model_index.json", {"text_encoder_2": [None, None]}, "component text_encoder_2 as [None, None]; served is"),
-    ("model_index.json", {"tokenizer": ["transformers", "T5Tokenizer"]}, "served is transformers CLIPTokenizer or"),
-    ("model_index.json", {"scheduler": ["diffusers", "OwnScheduler"]}, "served is diffusers FlowMatchEuler"),
-    ("transformer/config.json", {"in_channels": 64}, "by its VAE the transformer has 16 channels, by its config"),
+    ("model_index.json", {"text_encoder_2": [None, None]}, "component text_encoder_2 as [None, None]; supported:"),
+    ("model_index.json", {"tokenizer": ["transformers", "T5Tokenizer"]}, "supported: transformers CLIPTokenizer or"),
+    ("model_index.json", {"scheduler": ["diffusers", "OwnScheduler"]}, "supported: diffusers FlowMatchEuler"),
+    ("transformer/config.json", {"in_channels": 64}, "its VAE requires 16"),
     ("transformer/config.json", {"joint_attention_dim": None}, "transformer configuration: TypeError"),
     ("vae/config.json", {"latent_channels": "four"}, "vae configuration: ValueError"),
 ])  # fmt: skip

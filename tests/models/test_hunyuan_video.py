@@ -49,8 +49,8 @@ def test_a_video_may_have_one_frame_more_than_a_multiple_of_the_vaes(copy: Path)
 
 
 @pytest.mark.parametrize(("file", "changes", "sentence"), [
-    ("model_index.json", {"text_encoder": ["transformers", "GemmaModel"]}, "served is transformers LlamaModel"),
-    ("transformer/config.json", {"in_channels": 33}, "by its VAE the transformer has 4 channels, by its configuration"),
+    ("model_index.json", {"text_encoder": ["transformers", "GemmaModel"]}, "supported: transformers LlamaModel"),
+    ("transformer/config.json", {"in_channels": 33}, "its VAE requires 4"),
     ("transformer/config.json", {"patch_size": None}, "transformer or vae configuration: TypeError"),
     ("vae/config.json", {"latent_channels": "four"}, "transformer or vae configuration: ValueError"),
 ])  # fmt: skip

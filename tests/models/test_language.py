@@ -140,7 +140,7 @@ def test_where_the_kv_is_full_the_youngest_wait_and_all_get_their_tokens(model: 
     most = max(map(len, prompts)) + MOST
     folder = shutil.copytree(model.folder, tmp_path / "short")
     (folder / "serving.json").write_text(json.dumps({"limits": {"max_tokens": most}}))
-    with pytest.raises(ConfigError, match="give --kv more"):
+    with pytest.raises(ConfigError, match="increase --kv"):
         Model(folder).stages(most)
     _, decode = Model(folder).stages(most + 16)
     states = [decode.start(task(model.card, ids)) for ids in prompts]
@@ -158,7 +158,7 @@ def test_ranks_have_room_for_as_many_tokens_as_the_one_with_least(model: Model) 
         run = RuntimeOptions("cpu", model.card.dtypes, mesh=mesh, group=group, kv=4096 * TOKEN_BYTES)
         assert family.room(model.folder, run) == tokens  # type: ignore[attr-defined]
     group.exchange = lambda own: [own, str((most - 1) * TOKEN_BYTES // 2).encode()]
-    with pytest.raises(ConfigError, match="give --kv more"):
+    with pytest.raises(ConfigError, match="increase --kv"):
         family.room(model.folder, run)  # type: ignore[attr-defined]
 
 

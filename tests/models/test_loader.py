@@ -84,7 +84,7 @@ def test_weights_that_lack_a_tensor_are_not_filled_with_random_numbers(
     lost = next(name for name in sorted(tensors) if name.endswith("weight") and "embed_tokens" not in name)
     save_file({name: tensor for name, tensor in tensors.items() if name != lost}, file, {"format": "pt"})
 
-    with pytest.raises(ConfigError, match=rf"the weights of component {component} lack .* \(1 tensors in all\)"):
+    with pytest.raises(ConfigError, match=rf"the weights of component {component} lack .* \(1 tensors in total\)"):
         load(folder, stage)
 
 

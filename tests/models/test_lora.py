@@ -1,4 +1,4 @@
-"""With an adapter (LoRA), a denoiser makes the bits that diffusers makes with it; without one, the model's own."""
+"""With a LoRA adapter, a denoiser makes the bits that diffusers makes with it; without one, the model's own."""
 
 from __future__ import annotations
 
@@ -237,10 +237,10 @@ class TestRefusals:
         task = known({**base, "lora": "mine"}, asked, c.encode(loaded, base, {}))
         file.write_bytes((source / "wan-alpha.safetensors").read_bytes())
 
-        with pytest.raises(PermanentError, match="another content"):
+        with pytest.raises(PermanentError, match="has other content"):
             stage.run([task])
         file.unlink()
-        with pytest.raises(NotFound, match="no lora 'mine'"):
+        with pytest.raises(NotFound, match="lora 'mine' does not exist"):
             stage.run([task])
         file.write_bytes((source / "wan-plain.safetensors").read_bytes())
         assert np.array_equal(latents(stage, task), undivided.result("lora-plain")["latents"])
@@ -287,9 +287,9 @@ class TestFolder:
         assert [*loras.files()] == ["a.b-C_1", "alias"]
         assert loras.id_of("alias") == loras.id_of("a.b-C_1")
         for name in ("link", "../secret", "inner/y", "y", "x", "has space", "", ".", "..", "a\0", "a" * 200):
-            with pytest.raises(NotFound, match=r"there are a\.b-C_1, alias"):
+            with pytest.raises(NotFound, match=r"available: a\.b-C_1, alias"):
                 loras.id_of(name)
-        with pytest.raises(NotFound, match="; rename has space.safetensors: served are names of letters, digits"):
+        with pytest.raises(NotFound, match="; rename has space.safetensors: names may have only letters, digits"):
             loras.id_of("has space")
 
     def test_a_changed_file_has_another_id_and_one_that_is_too_large_none(

@@ -95,9 +95,9 @@ def test_a_distilled_model_makes_nothing_of_a_negative_prompt_and_shares_no_pool
 
 
 @pytest.mark.parametrize(("file", "changes", "sentence"), [
-    ("model_index.json", {"patch_size": 4}, "patch_size is 4, and what is served is 2"),
-    ("model_index.json", {"text_encoder_select_layers": [1]}, "text_encoder_select_layers is [1], and what is served"),
-    ("model_index.json", {"vae": ["diffusers", "AutoencoderKL"]}, "served is diffusers AutoencoderKLQwenImage"),
+    ("model_index.json", {"patch_size": 4}, "patch_size is 4, but only 2 is supported"),
+    ("model_index.json", {"text_encoder_select_layers": [1]}, "text_encoder_select_layers is [1], but only"),
+    ("model_index.json", {"vae": ["diffusers", "AutoencoderKL"]}, "supported: diffusers AutoencoderKLQwenImage"),
     ("transformer/config.json", {"text_hidden_dim": None}, "transformer configuration: TypeError"),
 ])  # fmt: skip
 def test_what_cannot_be_served_is_refused_in_a_sentence(

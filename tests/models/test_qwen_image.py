@@ -34,9 +34,9 @@ def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(("file", "changes", "sentence"), [
-    ("model_index.json", {"text_encoder": [None, None]}, "served is transformers Qwen2_5_VLForConditionalGeneration"),
-    ("transformer/config.json", {"in_channels": 64}, "by its VAE the transformer has 16 channels, by its config"),
-    ("transformer/config.json", {"guidance_embeds": True}, "was distilled for guidance, which diffusers cannot run"),
+    ("model_index.json", {"text_encoder": [None, None]}, "supported: transformers Qwen2_5_VLForConditionalGeneration"),
+    ("transformer/config.json", {"in_channels": 64}, "its VAE requires 16"),
+    ("transformer/config.json", {"guidance_embeds": True}, "is guidance-distilled, which diffusers does not support"),
     ("vae/config.json", {"temperal_downsample": None}, "vae configuration: TypeError"),
 ])  # fmt: skip
 def test_what_cannot_be_served_is_refused_in_a_sentence(

@@ -53,7 +53,7 @@ def test_a_checkpoint_of_something_else_is_refused(broken: str, undivided: c.Und
     tensors = {"no latents": {}, "another size": {"latents": latents[..., :-1]}}.get(broken, {"latents": latents})
     step = {"beyond the end": 4, "no step": None}.get(broken, 1)
 
-    with pytest.raises(PermanentError, match="does not fit its task"):
+    with pytest.raises(PermanentError, match="does not match its task"):
         stage.resume(
             task, Checkpoint({**checkpoint.tensors, "latents": None} | tensors, {**checkpoint.values, "step": step})
         )

@@ -386,7 +386,7 @@ def test_what_was_not_encoded_or_is_of_another_size_is_refused(folder: Path, pic
     name = next(iter(made))
     for wrong in ({}, {**made, name: made[name][1:]}):
         for stage in ("prefill", "decode"):
-            with pytest.raises(PermanentError, match="missing, or of another size"):
+            with pytest.raises(PermanentError, match="missing or have the wrong size"):
                 stages[stage].start(chat.task(wrong))
     assert stages["decode"].texts.load().used == 0 and stages["decode"].texts.load().prompts == 0
 
@@ -412,5 +412,5 @@ def test_a_model_says_in_either_of_two_files_and_spellings_how_large_videos_are(
 def test_a_model_without_a_picture_processor_is_refused(tmp_path: Path) -> None:
     made = make_vision_model(tmp_path / "tiny")
     (made / "preprocessor_config.json").unlink()
-    with pytest.raises(ConfigError, match="preprocessor_config.json, which says how pictures are prepared"):
+    with pytest.raises(ConfigError, match="preprocessor_config.json, which configures image preprocessing"):
         card_of("m", made)

@@ -139,10 +139,10 @@ def test_pools_of_equal_components_are_shared_between_models(other: str, undivid
 
 
 @pytest.mark.parametrize(("changes", "sentence"), [
-    ({"boundary_ratio": 0.875}, "gives component transformer_2 as [None, None]; served is"),
-    ({"scheduler": ["diffusers", "OwnScheduler"]}, "served is diffusers UniPCMultistepScheduler or DPMSolver"),
-    ({"text_encoder": ["os", "system"]}, "gives component text_encoder as ['os', 'system']; served is transformers"),
-    ({"vae": [None, None]}, "gives component vae as [None, None]; served is diffusers AutoencoderKLWan"),
+    ({"boundary_ratio": 0.875}, "declares component transformer_2 as [None, None]; supported:"),
+    ({"scheduler": ["diffusers", "OwnScheduler"]}, "supported: diffusers UniPCMultistepScheduler or DPMSolver"),
+    ({"text_encoder": ["os", "system"]}, "declares component text_encoder as ['os', 'system']; supported:"),
+    ({"vae": [None, None]}, "declares component vae as [None, None]; supported: diffusers AutoencoderKLWan"),
 ])  # fmt: skip
 def test_what_cannot_be_served_is_refused_in_a_sentence(changes: dict[str, Any], sentence: str, copy: Path) -> None:
     c.edit(copy / "model_index.json", **changes)
@@ -152,13 +152,13 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(changes: dict[str, Any],
 
 
 @pytest.mark.parametrize(("file", "changes", "sentence"), [
-    ("vae/config.json", {"z_dim": 5}, "by its VAE the transformer has 5 channels, by its configuration 4"),
+    ("vae/config.json", {"z_dim": 5}, "has 4 channels, but its VAE requires 5"),
     ("transformer/config.json", {"patch_size": 2}, "transformer or vae configuration"),
-    ("transformer/config.json", {"image_dim": 24, "in_channels": 10}, "takes a picture, and its class is not for"),
+    ("transformer/config.json", {"image_dim": 24, "in_channels": 10}, "takes a picture, but its class is not for"),
     ("serving.json", {"defaults": {"heigth": 32}}, "serving.json is not valid"),
     ("serving.json", {"defaults": {"height": "32"}}, "Expected `int`, got `str` - at `$.defaults.height`"),
-    ("serving.json", {"defaults": {**c.SMALL, "height": 40}}, "default height 40 is outside the limits; 48 is not"),
-    ("serving.json", {"defaults": {**c.SMALL, "num_frames": 4}}, "num_frames 4 is outside the limits; 3 is not"),
+    ("serving.json", {"defaults": {**c.SMALL, "height": 40}}, "default height 40 exceeds the limits, use 48"),
+    ("serving.json", {"defaults": {**c.SMALL, "num_frames": 4}}, "num_frames 4 exceeds the limits, use 3"),
     ("serving.json", {"limits": {"max_sizes": 64}}, "unknown limit 'max_sizes'"),
     ("serving.json", {"limits": {"max_size": 0.5}}, "serving.json: limits: Expected `int`"),
     ("serving.json", {"limits": {"size_multiple": 8}}, "size_multiple must be a multiple of the model's 16, not 8"),

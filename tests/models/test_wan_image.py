@@ -47,12 +47,12 @@ def test_frames_are_what_the_vae_encodes_and_not_only_what_it_decodes(copy: Path
 
 
 @pytest.mark.parametrize(("file", "changes", "sentence"), [
-    ("model_index.json", {"image_encoder": [None, None]}, "takes CLIP's embeddings, and there is no image_encoder"),
-    ("model_index.json", {"image_processor": ["transformers", "ViTImageProcessor"]}, "served is transformers CLIP"),
-    ("model_index.json", {"boundary_ratio": 0.9}, "gives component transformer_2 as [None, None]; served is"),
-    ("model_index.json", {"expand_timesteps": True}, "the transformer takes a picture, and its class is not for image"),
-    ("transformer/config.json", {"image_dim": None, "in_channels": 4}, "takes no picture, and its class is for image"),
-    ("transformer/config.json", {"in_channels": 9}, "by its VAE the transformer has 10 channels, by its configuration"),
+    ("model_index.json", {"image_encoder": [None, None]}, "needs CLIP embeddings, but there is no image_encoder"),
+    ("model_index.json", {"image_processor": ["transformers", "ViTImageProcessor"]}, "supported: transformers CLIP"),
+    ("model_index.json", {"boundary_ratio": 0.9}, "declares component transformer_2 as [None, None]; supported:"),
+    ("model_index.json", {"expand_timesteps": True}, "the transformer takes a picture, but its class is not for image"),
+    ("transformer/config.json", {"image_dim": None, "in_channels": 4}, "takes no picture, but its class is for image"),
+    ("transformer/config.json", {"in_channels": 9}, "its VAE requires 10"),
     ("image_encoder/config.json", {"patch_size": 0}, "image_encoder configuration: ZeroDivisionError"),
     ("image_encoder/config.json", {"hidden_size": None}, "image_encoder configuration: TypeError"),
 ])  # fmt: skip

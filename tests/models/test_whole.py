@@ -109,17 +109,20 @@ def test_equal_folders_share_a_pool_and_others_do_not(sd: Path, folders: Path) -
 @pytest.mark.parametrize(
     ("entries", "reason"),
     [
-        ({"_class_name": ["pipeline", "Own"]}, "which is not served; .* any other pipeline of the installed diffusers"),
-        ({"_class_name": "OwnPipeline"}, "which is not served"),
+        (
+            {"_class_name": ["pipeline", "Own"]},
+            "which is not supported; .* any other pipeline of the installed diffusers",
+        ),
+        ({"_class_name": "OwnPipeline"}, "which is not supported"),
         (
             {"unet": ["own_unet", "Own"]},
-            "component unet is a class of its own .*no code that comes with a model is run",
+            "component unet has a custom class .*custom code of models is not run",
         ),
-        ({"unet": ["../evil", "Own"]}, "a class of its own"),
-        ({"_class_name": "AudioLDM2Pipeline"}, "makes neither pictures nor silent videos"),
-        ({"_class_name": "StableDiffusionInpaintPipeline"}, "takes mask_image, which no request can bring"),
+        ({"unet": ["../evil", "Own"]}, "has a custom class"),
+        ({"_class_name": "AudioLDM2Pipeline"}, "generates neither pictures nor videos without sound"),
+        ({"_class_name": "StableDiffusionInpaintPipeline"}, "takes mask_image, which requests cannot set"),
         ({"_class_name": "DDPMPipeline"}, "takes no prompt"),
-        ({"_class_name": "KandinskyV22PriorPipeline"}, "makes neither pictures nor silent videos"),
+        ({"_class_name": "KandinskyV22PriorPipeline"}, "generates neither pictures nor videos without sound"),
     ],
 )
 def test_what_cannot_be_served_is_one_sentence(entries: dict[str, Any], reason: str, sd: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_build_for_gpus_where_none_is_has_none(monkeypatch: pytest.MonkeyPatch
 def test_a_device_that_is_not_there_is_refused_with_those_that_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.present("cpu") == "cpu"
     stand_in("xpu", 2, monkeypatch)
-    with pytest.raises(ConfigError, match=rf"--device {name}: torch .* has cpu, xpu:0, xpu:1 here: name one of these"):
+    with pytest.raises(ConfigError, match=rf"--device {name}: torch .* has only cpu, xpu:0, xpu:1: use one of these"):
         devices.present(name)
 
 
@@ -66,5 +66,5 @@ def test_ranks_exchange_by_what_their_devices_have(device: str, backend: str, mo
 
 
 def test_ranks_where_nothing_exchanges_tensors_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--device mps:0: torch has nothing by which ranks"):
+    with pytest.raises(ConfigError, match="--device mps:0: torch has no communication backend for ranks"):
         group.Group(0, 2, "/nowhere/met", "mps:0", 1.0)

@@ -55,13 +55,13 @@ def test_a_rank_that_fails_amid_a_step_ends_and_the_other_one_notices(tmp_path: 
     codes = run_ranks("failing", 2, tmp_path, ["", "amid", ""])
 
     assert codes == [1, 1]
-    assert "rank 1 ends: it failed amid a step: ValueError: too late" in (tmp_path / "log1").read_text()
-    assert "rank 0 ends: an exchange with other ranks failed" in (tmp_path / "log0").read_text()
+    assert "rank 1 exits: it failed during a step: ValueError: too late" in (tmp_path / "log1").read_text()
+    assert "rank 0 exits: an exchange with other ranks failed" in (tmp_path / "log0").read_text()
     assert said(tmp_path, 0) == [[0, 1], "[0.0, 1.0]"]
 
 
 @pytest.mark.parametrize(("how", "says"), [
-    ("stop", "an exchange with other ranks failed"), ("lent stop", "it failed amid a step"),
+    ("stop", "an exchange with other ranks failed"), ("lent stop", "it failed during a step"),
 ])  # fmt: skip
 def test_a_rank_that_is_stopped_holds_the_others_up_no_longer_than_the_limit(
     how: str, says: str, tmp_path: Path
@@ -70,7 +70,7 @@ def test_a_rank_that_is_stopped_holds_the_others_up_no_longer_than_the_limit(
     try:
         assert first.wait(60) == 1
         assert psutil.Process(second.pid).status() == psutil.STATUS_STOPPED
-        assert f"rank 0 ends: {says}" in (tmp_path / "log0").read_text()
+        assert f"rank 0 exits: {says}" in (tmp_path / "log0").read_text()
     finally:
         second.kill()
         second.wait()

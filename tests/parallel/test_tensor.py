@@ -83,7 +83,7 @@ def test_what_needs_whole_weights_is_refused_before_they_are_loaded(undivided: U
             family.load(stage, folder / "nothing", given)
         return str(error.value)
 
-    assert "--loras does not go with denoiser=tensor" in refusal(spec["denoise"], adapted)
+    assert "--loras cannot be combined with --parallel denoiser=tensor" in refusal(spec["denoise"], adapted)
     assert "nothing" in refusal(spec["text_encode"], adapted)
 
 

@@ -101,10 +101,10 @@ def size(files: ModelFolder, component: str, part: Callable[[Any], Any] | None, 
 @pytest.mark.parametrize(("kind", "said", "says"), [
     (KINDS[0], "language=tensor:4", "tensor:4 does not divide 2: use tensor:2"),
     (KINDS[1], "decode=tensor:3", "tensor:3 does not divide 2: use tensor:2"),
-    (KINDS[2], "prefill=shard:2", "it cannot be spread by shard, only by tensor"),
+    (KINDS[2], "prefill=shard:2", "shard is not supported for this role; supported: tensor"),
     (SEE[0], "vision=tensor:4", "tensor:4 does not divide 2: use tensor:2"),
-    (SEE[1], "vision=layers:2", "it cannot be spread by layers, only by tensor"),
-    (SEE[2], "language=ulysses:2", "it cannot be spread by ulysses, only by tensor"),
+    (SEE[1], "vision=layers:2", "layers is not supported for this role; supported: tensor"),
+    (SEE[2], "language=ulysses:2", "ulysses is not supported for this role; supported: tensor"),
 ])  # fmt: skip
 def test_what_a_language_model_cannot_be_spread_by_is_refused(kind: str, said: str, says: str, root: Path) -> None:
     with pytest.raises(ConfigError, match=says):

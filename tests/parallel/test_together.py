@@ -93,4 +93,4 @@ def test_where_one_may_not_open_it_each_loads_for_itself(monkeypatch: pytest.Mon
 
 def test_what_a_first_one_that_ended_left_is_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unfuse.parallel.weights._fill", lambda file, load: None)
-    assert on_all(tensors) == ["the first rank ended while it loaded weights"] * RANKS
+    assert on_all(tensors) == ["rank 0 exited while it loaded weights"] * RANKS

@@ -66,7 +66,7 @@ def test_what_the_first_rank_cannot_load_none_does_for_the_same_reason(tmp_path:
     assert first == second
     assert not [*tmp_path.glob(".weights.*")]
     (reason,) = (said for _, component, said, *_ in first if component == "transformer")
-    assert "component transformer lack proj_out.weight (1 tensors in all)" in reason
+    assert "component transformer lack proj_out.weight (1 tensors in total)" in reason
 
 
 def test_what_is_kept_for_gpus_is_the_file_itself_and_no_copy() -> None:

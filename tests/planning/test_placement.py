@@ -280,9 +280,9 @@ def test_the_devices_of_ranks_are_those_named() -> None:
 @pytest.mark.parametrize(
     ("want", "says"),
     [
-        (spread("ring:2", place="denoiser=cuda:0+cuda:0"), "two ranks would have one GPU"),
-        (spread("ring:2", place="denoiser=cuda:0"), "is 1 ranks, and --parallel says denoiser=ring:2"),
-        (spread("ring:2", device="cpu+cpu+cpu"), "name 2 of them, like cpu[+]cpu or cuda:0[+]cuda:1"),
+        (spread("ring:2", place="denoiser=cuda:0+cuda:0"), "two ranks cannot use the same GPU"),
+        (spread("ring:2", place="denoiser=cuda:0"), "here 2 [(]--parallel: denoiser=ring:2[)]"),
+        (spread("ring:2", device="cpu+cpu+cpu"), "such as cpu[+]cpu or cuda:0[+]cuda:1"),
         (spread("ring:2", place="denoiser=cuda:0+cuda:7"), "there is no device cuda:7 for the denoiser"),
         (spread("ring:2", device="cpu+cpu", offload="model"), "needs a GPU"),
     ],

@@ -50,7 +50,7 @@ def test_an_address_names_sentinels_and_what_they_watch() -> None:
     ],
 )  # fmt: skip
 def test_one_that_does_not_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="a queue in Redis is redis://"):
+    with pytest.raises(ConfigError, match="the address of a Redis queue must be redis://"):
         queues.open(url)
 
 
@@ -83,7 +83,7 @@ async def test_what_too_few_replicas_have_is_not_acknowledged(
         assert replica.client.exists("{unfuse}:request:a")
         monkeypatch.setattr(connection, "REPLICATED_MS", 10)
         error = await raised(TransientError, submitted(wanting, "b"))
-        assert "replicas that have what it was told: 1, wanted: 2" in str(error)
+        assert "1 replicas received the changes, but 2 are required" in str(error)
         replica.follow(None)
         await raised(TransientError, queue.check())
 

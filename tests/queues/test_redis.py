@@ -245,7 +245,7 @@ class TestTheServerGoesAway:
             waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
             await settled(queue)
             unsteady.kill()
-            with pytest.raises(TransientError, match="does not answer"):
+            with pytest.raises(TransientError, match="does not respond"):
                 await queue.load("a")
             await asyncio.sleep(0.5)
             unsteady.start()
@@ -268,7 +268,7 @@ class TestTheServerGoesAway:
             )
             for call in calls:
                 error = await raised(TransientError, call())
-                assert f"the queue at 127.0.0.1:{unsteady.port}/0 does not answer" in str(error)
+                assert f"the queue at 127.0.0.1:{unsteady.port}/0 does not respond" in str(error)
                 assert "secret" not in str(error)
 
     async def test_a_wait_ends_in_time_all_the_same(self, unsteady: Server) -> None:
@@ -425,7 +425,7 @@ async def test_in_a_redis_cluster_a_prefix_is_at_home_on_one_server(masters: lis
         homes[prefix] = home = masters[int(slot) // 5462]
         for other in (one for one in masters if one is not home):
             queue = queues.open(f"redis://127.0.0.1:{other.port}?prefix={prefix}")
-            with pytest.raises(ConfigError, match=f"this prefix is at 127.0.0.1:{home.port}: name that server"):
+            with pytest.raises(ConfigError, match=f"this prefix on 127.0.0.1:{home.port}: use that server"):
                 await queue.reach()
             await queue.close()
     assert len({home.port for home in homes.values()}) > 1
@@ -446,7 +446,7 @@ def test_ranks_sort_as_priority_and_order_do(pairs: list[tuple[int, float]]) -> 
     ["redis://h:x/0", "redis://h:0", "redis://h/name", "redis://h?prefix=", "redis://h?prefix={a}", "redis://h?db=1"],
 )
 def test_an_address_that_makes_no_sense(url: str) -> None:
-    with pytest.raises(ConfigError, match="a queue in Redis is redis://"):
+    with pytest.raises(ConfigError, match="the address of a Redis queue must be redis://"):
         queues.open(url)
 
 
@@ -480,7 +480,7 @@ async def test_a_server_that_hangs_is_noticed(unsteady: Server) -> None:
         await queue.check()
         unsteady.pause()
         try:
-            with pytest.raises(TransientError, match="does not answer"):
+            with pytest.raises(TransientError, match="does not respond"):
                 await queue.check()
         finally:
             unsteady.go_on()
@@ -493,9 +493,9 @@ async def test_a_server_without_memory_is_noticed(unsteady: Server) -> None:
         await queue.submit(request("a"), [task("a")], [], LIMITS)
         unsteady.client.config_set("maxmemory", 1)
         try:
-            with pytest.raises(TransientError, match="has no memory left"):
+            with pytest.raises(TransientError, match="is out of memory"):
                 await queue.check()
-            with pytest.raises(TransientError, match="has no memory left"):
+            with pytest.raises(TransientError, match="is out of memory"):
                 await queue.submit(request("b"), [task("b")], [], LIMITS)
             assert [record.context.id for record in await queue.list(RequestFilter())] == ["a"]
         finally:
@@ -507,7 +507,7 @@ async def test_a_server_without_memory_is_noticed(unsteady: Server) -> None:
 def test_without_the_library_the_extra_is_named() -> None:
     program = "import sys; sys.modules['redis'] = None; from unfuse import queues; queues.open('redis://h')"
     end = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "ConfigError: a queue in Redis needs the library redis: pip install 'unfuse[redis]'" in end.stderr
+    assert "ConfigError: a Redis queue needs the redis library: pip install 'unfuse[redis]'" in end.stderr
 
 
 async def settled(queue: QueueBackend) -> None:

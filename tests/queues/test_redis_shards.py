@@ -97,7 +97,7 @@ class TestAnAddress:
         "redis+cluster://a/name",
     ])  # fmt: skip
     def test_that_makes_no_sense_is_refused(self, url: str) -> None:
-        with pytest.raises(ConfigError, match="a queue in Redis is redis://"):
+        with pytest.raises(ConfigError, match="the address of a Redis queue must be redis://"):
             queues.open(url)
 
 

@@ -358,7 +358,7 @@ class TestOneAway:
         monkeypatch.setattr(sharding, "PATIENCE_S", 0.01)
         self.away(queue, shards).frozen = True
         assert [one.context.id for one in await queue.list(RequestFilter())] == ["b"]
-        assert "no answer in" in queue.away()[0]
+        assert "no response within" in queue.away()[0]
         assert (await leased(queue)).task.request == "b"
 
     async def test_it_comes_back_with_what_was_declared_meanwhile(self, queue: Spread, shards: list[Cut]) -> None:

@@ -362,7 +362,7 @@ class TestADiskThatFails:
             disk.stops_at = disk.changes + 1
             refusal = await raised(TransientError, submitted(queue, "b"))
             disk.stops_at = None
-            assert "repair the disk, then start the server again" in str(refusal)
+            assert "repair the disk, then restart the server" in str(refusal)
             assert str(path.parent) not in str(refusal)
             for work in (waiting, watching):
                 assert str(await raised(TransientError, work)) == str(refusal)
@@ -695,11 +695,11 @@ async def test_what_cannot_be_put_into_a_row_ends_all_waiting(queue: SqliteQueue
 class TestTheFile:
     @pytest.mark.slow
     async def test_belongs_to_one_process(self, queue: SqliteQueue, path: Path) -> None:
-        with pytest.raises(ConfigError, match=f"process {os.getpid()} has it"):
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} uses it"):
             queues.open(f"sqlite:{path}")
         script = f"from unfuse import queues; queues.open('sqlite:{path}')"
         other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-        assert f"InUse: the queue cannot be kept in {path}: process {os.getpid()} has it: end" in other.stderr
+        assert f"InUse: the queue cannot use {path}: process {os.getpid()} uses it. Stop" in other.stderr
 
     async def test_is_free_again_when_it_is_closed(self, queue: SqliteQueue, clock: ManualClock) -> None:
         await (await again(queue, clock)).close()
@@ -717,7 +717,7 @@ class TestTheFile:
         for address in (*addresses, "unfuse.queues.sqlite:SqliteQueue://e.db"):
             asyncio.run(queues.open(address).close())
         assert all((tmp_path / name).exists() for name in ("a.db", "b/b.db", "c.db", "home/d.db", "e.db"))
-        with pytest.raises(ConfigError, match="give its path, as in sqlite:queue.db"):
+        with pytest.raises(ConfigError, match="needs the path of a file, such as sqlite:queue.db"):
             queues.open("sqlite")
 
     @staticmethod
@@ -734,31 +734,31 @@ class TestTheFile:
         with apsw.Connection(str(path)) as other:
             other.execute("CREATE TABLE songs (title)")
         other.close()
-        self.refused(path, "it holds something else")
+        self.refused(path, "it is the database of another program")
         other = apsw.Connection(str(path))
         other.pragma("journal_mode", "WAL")
         other.close()
-        self.refused(path, "it holds something else")
+        self.refused(path, "it is the database of another program")
         path.unlink()
         asyncio.run(queues.open(f"sqlite:{path}").close())
         newer = apsw.Connection(str(path))
         newer.pragma("user_version", journal.SCHEMA + 1)
         newer.close()
-        self.refused(path, f"schema {journal.SCHEMA + 1}, this one reads {journal.SCHEMA}")
+        self.refused(path, f"schema {journal.SCHEMA + 1}, this version needs {journal.SCHEMA}")
         for name in (path.name, f"{path.name}.lock"):
             path.with_name(name).unlink(missing_ok=True)
         for content in ("a letter to somebody, which is no database" * 100, "short"):
             path.write_text(content)
-            self.refused(path, "it is not a database, it holds something else: give")
+            self.refused(path, "it is not a SQLite database: use")
         path.unlink()
         os.mkfifo(path)
-        with pytest.raises(ConfigError, match="it is no file"):
+        with pytest.raises(ConfigError, match="it is not a file"):
             queues.open(f"sqlite:{path}")
         path.unlink()
         path.write_text("short")
-        with pytest.raises(ConfigError, match="cannot be kept in"):
+        with pytest.raises(ConfigError, match="the queue cannot use"):
             queues.open(f"sqlite:{path}/queue.db")
-        with pytest.raises(ConfigError, match="cannot be kept in"):
+        with pytest.raises(ConfigError, match="the queue cannot use"):
             queues.open(f"sqlite:{path.parent}")
 
     @pytest.mark.parametrize("kind", ["nfs4", "cifs", "9p", "fuse.sshfs"])

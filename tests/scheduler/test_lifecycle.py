@@ -206,7 +206,7 @@ class TestCompletion:
             wrong = {"output": msgspec.structs.replace(object_for(claim), **fields)}
         change = lifecycle.completed(first.context, msgspec.structs.replace(done(claim), **wrong), "w", WALL)
         assert change.context.error is not None
-        assert "brought something else than stage text makes" in change.context.error.message
+        assert "returned the wrong kind of output for stage text" in change.context.error.message
         assert (change.context.status, change.context.dead, change.claim) == ("failed", False, claim)
 
     @pytest.mark.parametrize("results, made", [((), None), ((ResultFile(0, "image/png", 1, "h"),), "an object")])
@@ -252,7 +252,7 @@ class TestFailure:
         error = change.context.error
         assert error is not None
         assert (error.code, error.stage, error.evidence) == ("stage_failed", "text", "trace")
-        assert error.message == "it broke (given up after 4 times)"
+        assert error.message == "it broke (failed 4 times)"
         assert (change.context.status, names(change), kinds(change)) == ("failed", [], ["failed"])
         assert {state.status for state in change.context.stages.values()} == {"cancelled"}
 
@@ -461,7 +461,7 @@ def test_a_draft_makes_the_moves_of_the_table_only(old: Any, new: Any) -> None:
         made.move("text", new)
         assert made.stages["text"].status == new
     else:
-        with pytest.raises(IllegalMove, match=f"stage text cannot go from {old} to {new}"):
+        with pytest.raises(IllegalMove, match=f"stage text cannot change from {old} to {new}"):
             made.move("text", new)
 
 

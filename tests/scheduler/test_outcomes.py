@@ -193,7 +193,7 @@ class TestTwoCardsOfOneName:
                 cards = await scheduler.registry.cards()
             assert cards[CARD.name] == other
             said = capsys.readouterr()
-            assert (said.out + said.err).count("brings other weights") == 1
+            assert (said.out + said.err).count("has other weights") == 1
             record = await scheduler.submit(*asking(cards[CARD.name], params()))
             assert pools_of(record.context)[1] == other.pools()["denoise"]
 

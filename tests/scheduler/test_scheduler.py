@@ -347,7 +347,7 @@ async def test_a_dead_request_is_tried_again_as_a_new_one_and_is_dead_no_more() 
         assert new.delivery.metadata == {"a": "b", "retry_of": old.id}
         assert (new.caller.idempotency_key, new.deadline) == ("", None)
         assert not (await scheduler.queue.load(old.id)).context.dead
-        with pytest.raises(NotFound, match="not among the dead"):
+        with pytest.raises(NotFound, match="not a dead letter"):
             await scheduler.retry(old.id)
         await run_to_the_end(scheduler)
         assert (await scheduler.queue.load(new.id)).context.status == "completed"
@@ -491,7 +491,7 @@ async def test_errors_of_different_types_are_tried_within_the_budget() -> None:
         context = (await scheduler.queue.load(record.context.id)).context
         assert context.error is not None
         assert (context.error.code, context.dead) == ("stage_failed", True)
-        assert context.error.message.endswith("(given up after 4 times)")
+        assert context.error.message.endswith("(failed 4 times)")
 
 
 async def test_the_worker_that_failed_gets_it_again_once_the_others_are_gone() -> None:

@@ -88,11 +88,11 @@ async def test_what_was_committed_is_a_success_whatever_fails_behind_it(monkeypa
     assert (await scheduler.queue.load(record.context.id)).context.status == "completed"
     assert isinstance(pulse, HeartbeatReply)
     assert {line["doing"] for line in logs if line["log_level"] == "error"} == {
-        "learning from an output", "keeping an output for other requests", "giving up a lost output",
-        "telling Costs of ended", *(f"telling Failing of {what}" for what in (
+        "learning the size of an output", "caching an output", "removing a lost output from the cache",
+        "notifying Costs of ended", *(f"notifying Failing of {what}" for what in (
             "announced", "submitted", "looked_up", "dispatched", "ended", "moved")),
     }  # fmt: skip
-    assert len([line for line in logs if line.get("doing") == "telling Failing of submitted"]) == 1
+    assert len([line for line in logs if line.get("doing") == "notifying Failing of submitted"]) == 1
 
 
 @pytest.mark.parametrize("part", ["resumed", "owners"])

@@ -231,7 +231,7 @@ async def test_a_request_ends_at_its_moved_deadline_or_when_nobody_came_within_t
         assert [event.type async for event in queue.watch(context.id)][-1] == "failed"
         assert clock.now() - began == pytest.approx(ends, abs=0.1)
         error = (await queue.load(context.id)).context.error
-        assert error and ("slept" in error.message) == (not comes)
+        assert error and ("was scaled to zero" in error.message) == (not comes)
         await scheduler.close()
 
 

@@ -85,7 +85,7 @@ def test_fields_of_animations_and_drawings_are_told_apart(http: httpx2.Client) -
     for extra in ({"complexity": "low"}, {"frame_count": 1, "frame_duration_ms": 40}, {"svg": {"model": "m"}}):
         assert http.post("/v1/images/generations", json=body | extra, headers=headers).status_code == 202
     for extra, says in (
-        ({"frame_count": 2}, "frame_count can only be 1 here, not 2"),
+        ({"frame_count": 2}, "frame_count must be 1, not 2"),
         ({"markup": "data:image/png;base64,AAAA"}, "markup is not supported: draw it into the picture"),
     ):
         answer = http.post("/v1/images/generations", json=body | extra)

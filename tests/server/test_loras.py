@@ -92,7 +92,7 @@ def test_one_file_by_two_names_is_refused(http: httpx2.Client, folder: Path) -> 
     (folder / "twin.safetensors").write_bytes((folder / "ink.safetensors").read_bytes())
     message = error_of(ask(http, lora="ink,twin"))["message"]
     (folder / "twin.safetensors").unlink()
-    assert "'ink' and 'twin' are one file" in message
+    assert "'ink' and 'twin' are equal" in message
 
 
 def test_another_content_under_the_name_is_another_adapter(served: Served, http: httpx2.Client, folder: Path) -> None:
@@ -103,7 +103,7 @@ def test_another_content_under_the_name_is_another_adapter(served: Served, http:
     (folder / "new.safetensors").unlink()
 
     assert first["lora_id"] != second["lora_id"]
-    assert "no lora 'new'" in error_of(ask(http, lora="new"))["message"]
+    assert "lora 'new' does not exist" in error_of(ask(http, lora="new"))["message"]
 
 
 def test_videos_take_one_too(served: Served, http: httpx2.Client) -> None:
@@ -114,28 +114,28 @@ def test_videos_take_one_too(served: Served, http: httpx2.Client) -> None:
 
 
 @pytest.mark.parametrize(("given", "param", "says"), [
-    ({"lora": "sand"}, "lora", "no lora 'sand' is there; there are ink, oil"),
-    ({"lora": "../ink"}, "lora", "no lora '../ink' is there"),
+    ({"lora": "sand"}, "lora", "lora 'sand' does not exist; available: ink, oil"),
+    ({"lora": "../ink"}, "lora", "lora '../ink' does not exist"),
     ({"lora": ""}, "lora", "characters long"),
     ({"lora": 7}, "lora", "must be text"),
     ({"lora": []}, "lora", "1 to 8 names"),
     ({"lora": [f"a{number}" for number in range(9)]}, "lora", "1 to 8 names"),
     ({"lora": "ink," * 2000}, "lora", "characters long"),
     ({"lora": "ink,ink:2"}, "lora", "'ink' twice"),
-    ({"lora": "ink,sand"}, "lora", "no lora 'sand' is there"),
-    ({"lora": ",ink"}, "lora", "a name, or NAME:SCALE"),
-    ({"lora": "ink:"}, "lora", "a name, or NAME:SCALE"),
+    ({"lora": "ink,sand"}, "lora", "lora 'sand' does not exist"),
+    ({"lora": ",ink"}, "lora", "NAME or NAME:SCALE"),
+    ({"lora": "ink:"}, "lora", "NAME or NAME:SCALE"),
     ({"lora": "ink:much"}, "lora", "must be a number"),
     ({"lora": "ink:11"}, "lora", "-10 to 10, not 11"),
     ({"lora": [["ink"]]}, "lora", "must be text"),
     ({"lora": {"scale": 1}}, "lora", "must be text"),
-    ({"lora": [{"name": "ink:1"}]}, "lora", "a name, or NAME:SCALE"),
-    ({"lora": [{"name": ["ink"]}]}, "lora", "a name, or NAME:SCALE"),
+    ({"lora": [{"name": "ink:1"}]}, "lora", "NAME or NAME:SCALE"),
+    ({"lora": [{"name": ["ink"]}]}, "lora", "NAME or NAME:SCALE"),
     ({"lora": [{"name": "ink", "weight": 1}]}, "lora", "must be text"),
     ({"lora": [{"name": "ink", "scale": True}]}, "lora", "must be a number"),
     ({"lora": "ink", "lora_scale": 11}, "lora_scale", "-10 to 10, not 11"),
     ({"lora": "ink", "lora_scale": "nan"}, "lora_scale", "must be a number"),
-    ({"lora_scale": 1}, "lora_scale", "send the name of one as lora too"),
+    ({"lora_scale": 1}, "lora_scale", "send its name as lora"),
     ({"lora": "ink", "lora_id": "f00"}, "lora_id", "unknown parameter"),
     ({"lora": "ink", "model": STILL.name}, "lora", "does not support LoRA adapters"),
 ])  # fmt: skip

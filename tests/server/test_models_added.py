@@ -244,24 +244,24 @@ WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 BAD: dict[str, tuple[dict[str, bytes | None], str]] = {
     "a pickle": (
         {WEIGHTS: None, "transformer/pytorch_model.bin": b"\x80\x04K\x01."},
-        "component transformer are pytorch_model.bin, weights that are not safetensors: save the model anew",
+        "component transformer are pytorch_model.bin, weights that are not safetensors: save the model again",
     ),
     "a checkpoint": ({WEIGHTS: None, "transformer/tuned.ckpt": b"\x80\x04K\x01."}, "not safetensors: save the model"),
     "a gguf of another kind": (
         {"model_index.json": None, "a.gguf": GGUF + text(b"mamba")},
-        "architecture mamba: served are GGUF files of llama, qwen2, qwen3",
+        "architecture mamba is not supported; supported: llama, qwen2, qwen3",
     ),
     "an adapter": (
         {"model_index.json": None, "pytorch_lora_weights.safetensors": b""},
-        "an adapter (LoRA), which is not a model: serve its base model, and this with --loras FOLDER",
+        "a LoRA adapter, which is not a model: serve its base model with --loras FOLDER",
     ),
     "a pipeline with code": (
         {"model_index.json": b'{"_class_name": ["pipeline", "Own"]}', "pipeline.py": b"raise SystemExit"},
-        "which is not served",
+        "which is not supported",
     ),
     "a component with code": (
         {"model_index.json": b'{"_class_name": "StableDiffusionPipeline", "unet": ["own", "Own"]}'},
-        "component unet is a class of its own (own), and no code that comes with a model is run",
+        "component unet has a custom class (own), and custom code of models is not run",
     ),
     "a language model with code": (
         {
@@ -271,9 +271,9 @@ BAD: dict[str, tuple[dict[str, bytes | None], str]] = {
         "Own",
     ),
     "a header of 100 MB": (
-        {WEIGHTS: text(HEADER.ljust(100_000_000))}, "its header is larger than 25000000 bytes: fetch it again"
+        {WEIGHTS: text(HEADER.ljust(100_000_000))}, "its header is larger than 25000000 bytes: download it again"
     ),
-    "a header that ends": ({WEIGHTS: text(HEADER)[:-1]}, "is not a safetensors file, or cut short: fetch it again"),
+    "a header that ends": ({WEIGHTS: text(HEADER)[:-1]}, "is not a safetensors file, or truncated: download it again"),
 }  # fmt: skip
 
 

@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[str, list[tuple[str, int]], dict[str, Any], str, str]] 
     ),
     "one frame": (
         ENDING.name, [("input_reference", 1), ("last_frame", 1)], {"url": VIDEOS, "num_frames": "1"}, "num_frames",
-        "num_frames must be more than 1 where there is a last_frame",
+        "num_frames must be greater than 1 with a last_frame",
     ),
     "two ends": (
         ENDING.name, [("input_reference", 1), *[("last_frame", 1)] * 2], {"url": VIDEOS}, "last_frame",

@@ -55,7 +55,7 @@ def test_a_finished_request_tells_what_every_stage_did(served: Served, http: htt
 
 def test_words_that_a_model_does_not_know_are_a_hint_in_every_answer(tmp_path: Path) -> None:
     knowing = replace(PICTURES, vocabulary=PromptVocabulary(("a", "red", "circle"), "circles"))
-    hint = "art does not know spaceship: it makes circles"
+    hint = "art was not trained on spaceship: it generates circles"
     asked = {"model": "art", "prompt": "a spaceship"}
     with (
         serve(tmp_path, cards=[knowing], names={"art": PICTURES.name}) as served,

@@ -169,7 +169,7 @@ def test_while_redis_is_away_calls_are_refused_and_then_all_goes_on(
                 assert answer.json()["error"]["code"] == "unavailable"
             ready = near.get("/ready")
             assert (ready.status_code, ready.headers["retry-after"]) == (503, "2")
-            assert "does not answer" in ready.json()["error"]["message"]
+            assert "does not respond" in ready.json()["error"]["message"]
             assert near.get("/health").status_code == 200
         told = [line for line in logs if line["event"] == "unavailable"]
         assert len(told) >= 4

@@ -178,7 +178,7 @@ def test_skipping_blocks_by_default_is_refused_where_requests_would_be(more: dic
     ("spread", "says"),
     [
         ("denoiser=ulysses:5", "ulysses:5 does not divide 4: use ulysses:4"),
-        ("decoder=ulysses:2", "it cannot be spread by ulysses"),
+        ("decoder=ulysses:2", "ulysses is not supported for this role"),
         ("painter=ring:2", "no stage has that role"),
         ("denoiser=ring", "needs a number of ranks"),
     ],

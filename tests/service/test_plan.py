@@ -127,9 +127,9 @@ def test_what_workers_are_told_gives_them_the_gateway_s_pools_whatever_they_run_
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("int4", "unknown dtype 'int4': one of auto, float32, bfloat16, float16"),
+        ("int4", "unknown dtype 'int4', use auto, float32, bfloat16, float16"),
         ("vae=auto", "unknown dtype 'auto'"),
-        ("unet=float32", "no component is called 'unet'; known are"),
+        ("unet=float32", "unknown component 'unet'; known are"),
         ("", "unknown dtype ''"),
     ],
 )

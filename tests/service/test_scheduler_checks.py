@@ -151,7 +151,7 @@ def test_the_versions_differ(unfuse: Run, keys: Path, tmp_path: Path) -> None:
         newer = checked(unfuse, address, keys)[1]
     assert "pip install 'unfuse[serve]==9.9.9'" in only_failing(newer, "version")
     with scheduler(
-        tmp_path / "foreign", Rejected("message of version 1, where this unfuse reads version 9")
+        tmp_path / "foreign", Rejected("message has protocol version 1, but this process needs version 9")
     ) as address:
         foreign = checked(unfuse, address, tmp_path / "foreign")[1]
     assert "install the same version on both machines" in only_failing(foreign, "version")

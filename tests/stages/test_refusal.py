@@ -21,16 +21,16 @@ SERVED: list[dict[str, Any]] = [
     {"kv_lora_rank": None, "attention_chunk_size": None},
 ]
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"sliding_window": 4096}, "it attends within a sliding window of 4096 tokens"),
-    ({"sliding_window": 4096, "use_sliding_window": True}, "it attends within a sliding window of 4096 tokens"),
+    ({"sliding_window": 4096}, "it uses sliding window attention (4096 tokens)"),
+    ({"sliding_window": 4096, "use_sliding_window": True}, "it uses sliding window attention (4096 tokens)"),
     ({"layer_types": ["full_attention", "linear_attention"]}, "its layers are of kind linear_attention"),
-    ({"attention_chunk_size": 8192}, "it attends within chunks"),
-    ({"attn_logit_softcapping": 50.0}, "it caps what its attention scores"),
-    ({"kv_lora_rank": 512}, "it keeps compressed keys and values"),
+    ({"attention_chunk_size": 8192}, "it uses chunked attention"),
+    ({"attn_logit_softcapping": 50.0}, "it caps attention logits"),
+    ({"kv_lora_rank": 512}, "it compresses keys and values"),
     ({"add_attention_sink_bias": True}, "it has attention sinks (add_attention_sink_bias)"),
-    ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "its rotary positions are scaled by longrope"),
-    ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "its rotary positions have several sections"),
-    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "have several sections or differ by layer"),
+    ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "its rotary embedding has the scaling longrope"),
+    ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "its rotary embedding has several sections"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "has several sections or differs by layer"),
 ]
 
 
@@ -43,7 +43,7 @@ def test_full_attention_is_served(config: dict[str, Any]) -> None:
 def test_other_attention_is_refused_in_a_sentence(config: dict[str, Any], reason: str) -> None:
     said = refusal(config)
 
-    assert said.startswith(("it ", "its ")) and "served" in said
+    assert said.startswith(("it ", "its ")) and "supported" in said
     assert reason in said
 
 

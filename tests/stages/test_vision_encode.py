@@ -82,7 +82,7 @@ def test_a_task_that_is_not_for_one_picture_is_refused() -> None:
 def test_a_file_has_the_frames_that_are_asked_for_or_is_refused() -> None:
     whole = film(10, 80, 150)
     assert [np.asarray(frame).mean() > 60 for frame in read_frames(whole, [0, 1])] == [False, True]
-    with pytest.raises(PermanentError, match="no frame 3: it is cut or damaged"):
+    with pytest.raises(PermanentError, match="no frame 3: it is truncated or damaged"):
         [*read_frames(whole, [0, 3])]
     for data in (b"", png(1), whole[:100]):
         with pytest.raises(PermanentError, match="cannot be decoded"):

@@ -49,7 +49,7 @@ def test_halves_of_pairs_are_known_by_their_names(name: str, other: str) -> None
     ({"a.oft_blocks": TensorEntry("F32", (8,))}, "OFT"),
     ({"a.lora_mid.weight": TensorEntry("F32", (2, 2))}, "a.lora_mid.weight"),
     ({"a.lora_A.weight": TensorEntry("I8", (2, 8))}, "a.lora_A.weight as integers (I8)"),
-    ({"a.lora_A.weight": TensorEntry("F8_E4M3", (2, 8))}, "a.lora_A.weight in floats of fewer than 16 bits"),
+    ({"a.lora_A.weight": TensorEntry("F8_E4M3", (2, 8))}, "a.lora_A.weight in floats of less than 16 bits"),
 ])  # fmt: skip
 def test_a_header_shows_what_no_model_can_use(more: dict[str, TensorEntry], says: str) -> None:
     said = refusal({**PAIR, **more})

@@ -105,10 +105,10 @@ def test_a_folder_with_such_a_name_is_a_folder(tmp_path: Path) -> None:
     [
         (
             {"_class_name": "AutoencoderKL"},
-            "'AutoencoderKL', and the model needs 'AutoencoderKLWan'",
+            "'AutoencoderKL', but the model needs 'AutoencoderKLWan'",
         ),
-        ({"in_channels": 3}, "its in_channels is 3, and the model needs 48"),
-        ({"z_dim": 4}, "its z_dim is 4, and the model needs 16"),
+        ({"in_channels": 3}, "its in_channels is 3, but the model needs 48"),
+        ({"z_dim": 4}, "its z_dim is 4, but the model needs 16"),
     ],
 )
 def test_a_component_that_does_not_fit_is_refused(vae: Path, changes: dict[str, Any], says: str) -> None:
@@ -123,14 +123,14 @@ def test_what_is_no_component_or_no_folder_of_one_is_refused(vae: Path, tmp_path
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="neither model_index.json nor config.json"):
         resolve_source(with_components("unfuse/shapes", {"vae": str(tmp_path / "empty")}))
-    with pytest.raises(ConfigError, match="no such folder or file here"):
+    with pytest.raises(ConfigError, match="no such folder or file on this machine"):
         resolve_source(with_components("unfuse/shapes", {"vae": "/nowhere"}))
 
 
 def test_a_full_or_closed_data_folder_is_said(vae: Path, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "composed").write_text("")
-    with pytest.raises(ConfigError, match="cannot be made .*choose another data folder"):
+    with pytest.raises(ConfigError, match="cannot be created .*use another data folder"):
         resolve_source(with_components("unfuse/shapes", {"vae": str(vae)}))
 
 

@@ -288,15 +288,15 @@ def test_variants_beside_the_plain_weights_do_not_count(model: ModelFolder) -> N
     assert (model.identity("vae"), model.size("vae"), model.weights("vae"), model.tensors("vae")) == before
 
 
-PICKLES = "weights that are not safetensors: save the model anew with its library"
+PICKLES = "weights that are not safetensors: save the model again as safetensors"
 
 
 @pytest.mark.parametrize(("name", "sentence"), [
-    ("diffusion_pytorch_model.fp16.safetensors", "a variant, and only plain weights are served: save the model"),
-    ("model.fp16-00001-of-00002.safetensors", "a variant, and only plain weights are served"),
+    ("diffusion_pytorch_model.fp16.safetensors", "a weight variant, which is not supported: save the model"),
+    ("model.fp16-00001-of-00002.safetensors", "a weight variant, which is not supported"),
     ("pytorch_model.bin", PICKLES), ("model.ckpt", PICKLES), ("model.pt", PICKLES), ("model.pth", PICKLES),
-    ("pytorch_lora_weights.safetensors", r"an adapter \(LoRA\), which is not a model: serve its base model"),
-    ("adapter_model.safetensors", r"an adapter \(LoRA\), .* and this with --loras FOLDER"),
+    ("pytorch_lora_weights.safetensors", r"a LoRA adapter, which is not a model: serve its base model"),
+    ("adapter_model.safetensors", r"a LoRA adapter, .* with --loras FOLDER"),
 ])  # fmt: skip
 def test_a_component_with_other_weights_only(name: str, sentence: str, model: ModelFolder) -> None:
     (model.path / "vae" / FILE).rename(model.path / "vae" / name)
@@ -313,27 +313,29 @@ def test_weights_of_a_text_encoder_under_another_name_are_to_be_renamed(tmp_path
     (tmp_path / "text_encoder" / "config.json").write_text('{"architectures": ["UMT5EncoderModel"]}')
     (tmp_path / "text_encoder" / "umt5_xxl_fp16.safetensors").write_bytes(WHOLE)
 
-    with pytest.raises(ConfigError, match=r"are umt5_xxl_fp16.safetensors, and .* model.safetensors alone: rename"):
+    with pytest.raises(ConfigError, match=r"are umt5_xxl_fp16.safetensors, but .* only model.safetensors: rename"):
         ModelFolder(tmp_path).weights("text_encoder")
 
 
 def test_an_adapter_beside_the_weights_is_refused_as_transformers_would_apply_it(model: ModelFolder) -> None:
     (model.path / "vae" / "adapter_config.json").write_text("{}")
 
-    with pytest.raises(ConfigError, match=r"the weights of component vae are adapter_config.json, an adapter \(LoRA\)"):
+    with pytest.raises(ConfigError, match=r"the weights of component vae are adapter_config.json, a LoRA adapter"):
         model.identity("vae")
 
 
 def test_a_folder_of_an_adapter_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "pytorch_lora_weights.safetensors").write_bytes(WHOLE)
     with pytest.raises(
-        ConfigError, match=r"model_index.json is not there, but pytorch_lora_weights.safetensors, an ad"
+        ConfigError, match=r"model_index.json is missing; the folder has pytorch_lora_weights.safetensors, a LoRA"
     ):
         ModelFolder(tmp_path).index()
 
     (tmp_path / "unet").mkdir()
     (tmp_path / "unet" / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"unet/config.json is not there, but adapter_config.json, an adapter"):
+    with pytest.raises(
+        ConfigError, match=r"unet/config.json is missing; the folder has adapter_config.json, a LoRA adapter"
+    ):
         ModelFolder(tmp_path).weights("unet")
 
 
@@ -355,17 +357,17 @@ def test_eight_bit_floats_are_refused_whose_scales_nobody_would_apply(dtype: str
     (model.path / "vae" / FILE).write_bytes(len(head).to_bytes(8, "little") + head + bytes(4000))
 
     for ask in (model.weights, model.identity, model.tensors):
-        with pytest.raises(ConfigError, match=rf"vae/{FILE} has 8-bit floats, which are not served"):
+        with pytest.raises(ConfigError, match=rf"vae/{FILE} has 8-bit floats, which are not supported"):
             ask("vae")
 
 
 @pytest.mark.parametrize(("content", "sentence"), [
-    (WHOLE[:-1], f"is not whole: it has {len(WHOLE) - 1} bytes, and {len(WHOLE)} by its header"),
-    (WHOLE + b"\0", "is not whole"),
-    (WHOLE[:40], "is not a safetensors file, or cut short"),
-    (WHOLE[:5], "is not a safetensors file, or cut short"),
-    (b"", "is not a safetensors file, or cut short"),
-    (b"\xff" * 8 + bytes(4000), "is not a safetensors file, or cut short"),
+    (WHOLE[:-1], f"is incomplete: it has {len(WHOLE) - 1} bytes, but its header requires {len(WHOLE)}"),
+    (WHOLE + b"\0", "is incomplete"),
+    (WHOLE[:40], "is not a safetensors file, or truncated"),
+    (WHOLE[:5], "is not a safetensors file, or truncated"),
+    (b"", "is not a safetensors file, or truncated"),
+    (b"\xff" * 8 + bytes(4000), "is not a safetensors file, or truncated"),
     (b"\x02" + bytes(7) + b"[]", "is not a safetensors file"),
     (b"\x02" + bytes(7) + b'"\xff', "is not a safetensors file"),
     (b"\x09" + bytes(7) + b'{"a": {}}', "is not a safetensors file"),

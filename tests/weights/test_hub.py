@@ -149,8 +149,8 @@ def test_a_hub_that_vanishes_is_one_sentence_and_a_later_pull_goes_on(
     hub.gone = True
     _, error = process.communicate(timeout=300)
     *_, last = error.strip().splitlines()
-    assert process.returncode == 1 and "cannot be brought" in last
-    assert "later goes on from there" in last and "Traceback" not in error
+    assert process.returncode == 1 and "cannot be downloaded" in last
+    assert "a retry resumes there" in last and "Traceback" not in error
 
     hub.gone, hub.pace_s = False, 0.0
     hub.asked.clear()
@@ -162,9 +162,9 @@ def test_a_hub_that_vanishes_is_one_sentence_and_a_later_pull_goes_on(
     ("listed", "stored", "reason"),
     [
         (700 * KIB, None, "is not the file that the hub lists: it ends after"),
-        (10 * KIB, None, "is not the file that the hub lists: more comes than the 10240 bytes"),
+        (10 * KIB, None, "is not the file that the hub lists: it has more than the 10240 bytes"),
         (None, bytes(300 * KIB), "is not the file that the hub lists: it ends after 307200 bytes"),
-        (None, b"other", "is not the file that the hub lists: its hash is another"),
+        (None, b"other", "is not the file that the hub lists: its hash differs"),
     ],
 )
 def test_a_hub_that_lies_is_told_apart_from_one_that_breaks_off(
@@ -186,14 +186,14 @@ def test_a_gated_model_names_the_token_to_set(machine: Machine, hub: Hub, files:
     hub.gated = True
     code, _, error = machine.pull()
 
-    assert code == 1 and f"is gated: agree to its terms at {hub.url}/{NAME}, and set HF_TOKEN" in error
+    assert code == 1 and f"is gated: accept its terms at {hub.url}/{NAME}, and set HF_TOKEN" in error
 
 
 def test_free_room_is_looked_at_first(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
     hub.listed[WEIGHTS["vae"]] = 1 << 60
     code, _, error = machine.pull()
 
-    assert code == 1 and "are still to come, and in" in error and "HF_HOME" in error
+    assert code == 1 and "the download needs" in error and "HF_HOME" in error
     assert hub.sent == 0 and not machine.here()
 
 
@@ -214,7 +214,7 @@ def test_a_disk_that_fills_amid_it_is_one_sentence_and_a_later_pull_goes_on(
                 pass
         _, error = process.communicate(timeout=300)
         *_, last = error.strip().splitlines()
-        assert process.returncode == 1 and "is full" in last and "`unfuse pull` goes on from there" in last, error
+        assert process.returncode == 1 and "is full" in last and "resume with `unfuse pull`" in last, error
 
         filler.unlink()
         hub.pace_s = 0.0

@@ -106,10 +106,10 @@ def test_what_cannot_compute_is_refused_before_it_is_loaded(
 
 
 @pytest.mark.parametrize(("changes", "says"), [
-    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "by bitsandbytes, which is not served"),
-    ({"quant_method": ["torchao"]}, "which is not served"),
-    ({"quant_method": "torchao", "quant_type": "int8wo"}, "does not say how"),
-    ({"quant_type": {"default": {"_type": "quantize_", "_data": {}}}}, "with quantize_, which is not served"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "by bitsandbytes, which is not supported"),
+    ({"quant_method": ["torchao"]}, "which is not supported"),
+    ({"quant_method": "torchao", "quant_type": "int8wo"}, "without the quantization type"),
+    ({"quant_type": {"default": {"_type": "quantize_", "_data": {}}}}, "with quantize_, which is not supported"),
     ({"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": [{"_type": "os.system"}]}}}, "os.system"),
 ])  # fmt: skip
 def test_other_ways_to_quantize_are_refused_by_name(changes: dict[str, object], says: str, copied: Copied) -> None:
@@ -122,14 +122,14 @@ def test_pickles_of_older_versions_are_refused(copied: Copied) -> None:
     folder = copied("wan-int8")
     next((folder / "transformer").glob("*.safetensors")).unlink()
     (folder / "transformer/diffusion_pytorch_model.bin").write_bytes(b"\x80\x04K\x01.")
-    with pytest.raises(ConfigError, match="not safetensors: save the model anew"):
+    with pytest.raises(ConfigError, match="not safetensors: save the model again"):
         find(folder).card("m", folder)
 
 
 def test_a_language_model_is_refused(tmp_path: Path) -> None:
     config = {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "torchao"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="not served of language models: give a GGUF file"):
+    with pytest.raises(ConfigError, match="not supported for language models: use GGUF"):
         ModelFolder(tmp_path).weight_names("model")
 
 

@@ -129,8 +129,8 @@ def test_a_source_may_be_the_packaged_model_or_a_folder(tmp_path: Path, monkeypa
     assert resolve_source(NAME) == tmp_path / "owner" / "model"
 
 
-NO_NAME = "is no folder, nor a hub name such as owner/model, nor one of unfuse/shapes"
-NOTHING = ": there is no such folder or file here"
+NO_NAME = "is not a folder, a hub name such as owner/model, or one of unfuse/shapes"
+NOTHING = ": there is no such folder or file on this machine"
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_branch_a_tag_or_a_commit_may_be_pinned(machine: Machine, hub: Hub) ->
     found = machine.ask(*[("resolve", NAME, revision, []) for revision in (None, "v1", "refs/pr/1", old, "v2")])
 
     assert [Path(folder).name for folder in found[:4]] == [new, old, old, old]
-    assert found[4].startswith("ConfigError model 'owner/model' is no folder here")
+    assert found[4].startswith("ConfigError model 'owner/model' is not a local folder")
     assert "Revision Not Found" in found[4]
 
 
@@ -215,7 +215,7 @@ def test_the_token_is_sent_to_the_hub_and_not_where_its_files_are_stored(machine
     hub.push(NAME, _model())
 
     (refused,) = machine.ask(("resolve", NAME, None, ["vae"]))
-    assert "is no folder here" in refused
+    assert "is not a local folder" in refused
     assert "make sure you are authenticated" in refused
 
     hub.asked.clear()
@@ -238,7 +238,7 @@ def test_a_hub_name_is_found_in_the_hubs_cache(machine: Machine) -> None:
     assert latest == pinned == str(snapshot)
     for answer in refused:
         assert answer.startswith("ConfigError model 'o")
-        assert "the hub library could not bring it" in answer
+        assert "cannot be downloaded from the hub" in answer
         assert "\n" not in answer
 
 
@@ -252,13 +252,13 @@ def test_offline_the_cache_serves_and_what_it_lacks_is_named(machine: Machine, h
     assert cached == online
 
     remedy = f"hf download owner/model --revision {commit} --include 'vae/*'"
-    lacks = f"component vae lacks vae/{SHARD}.safetensors; bring it while the hub can be reached: {remedy}"
+    lacks = f"component vae lacks vae/{SHARD}.safetensors; download it while the hub is reachable: {remedy}"
     assert refused.endswith(lacks)
 
     shutil.rmtree(machine.repository / "trees")
     *cached, refused = machine.ask(*calls, offline=True)
     assert cached == online
-    assert "component vae lacks vae/*.safetensors; bring it while" in refused
+    assert "component vae lacks vae/*.safetensors; download it while" in refused
     assert hub.asked == []
 
 
@@ -271,7 +271,7 @@ def test_a_hub_that_cannot_be_reached_is_as_good_as_offline(machine: Machine, hu
     cached, refused = machine.ask(asked, other, HF_ENDPOINT="http://127.0.0.1:9")
 
     assert [cached] == online
-    assert "could not bring it: ConnectError" in refused
+    assert "cannot be downloaded from the hub: ConnectError" in refused
 
 
 COMPONENTS = ("text_encoder", "tokenizer", "transformer", "scheduler", "vae")
@@ -325,7 +325,7 @@ def test_size_and_tensors_need_no_weights(machine: Machine, hub: Hub) -> None:
     assert without == [size, *[counted[name] for name in COMPONENTS]]
 
     refused = machine.ask(("resolve", NAME, pinned, []), ("tensors", "vae"), offline=True)[1]
-    assert f"component vae lacks vae/{SHARD}.safetensors; bring it while the hub can be reached" in refused
+    assert f"component vae lacks vae/{SHARD}.safetensors; download it while the hub is reachable" in refused
 
     machine.ask(("resolve", NAME, pinned))
     assert machine.ask(("resolve", NAME, pinned, []), *asked, offline=True)[1:] == without
@@ -335,15 +335,15 @@ LORA = {"README.md": b"", "pytorch_lora_weights.safetensors": _weights()}
 
 
 @pytest.mark.parametrize(("files", "sentence"), [
-    (LORA, "model_index.json is not there, but pytorch_lora_weights.safetensors, an adapter (LoRA), which is not"),
-    ({"adapter_config.json": b"{}", "adapter_model.safetensors": b""}, "but adapter_config.json, an adapter (LoRA)"),
-    ({"wan.Q4_K.gguf": b""}, "but wan.Q4_K.gguf, quantized weights (GGUF), which are served of language models"),
-    ({"ltx.safetensors": b"", "config.json": b"{}"}, "but ltx.safetensors, a checkpoint outside diffusers' layout"),
-    ({"config.json": b"{}"}, "model_index.json cannot be read (No such file or directory), so this is no model"),
+    (LORA, "model_index.json is missing; the folder has pytorch_lora_weights.safetensors, a LoRA adapter"),
+    ({"adapter_config.json": b"{}", "adapter_model.safetensors": b""}, "has adapter_config.json, a LoRA adapter"),
+    ({"wan.Q4_K.gguf": b""}, "has wan.Q4_K.gguf, GGUF weights, which are supported only as a local file"),
+    ({"ltx.safetensors": b"", "config.json": b"{}"}, "has ltx.safetensors, a checkpoint outside diffusers' layout"),
+    ({"config.json": b"{}"}, "model_index.json cannot be read (No such file or directory), so this is not a model"),
     ({**_model(), "vae/config.json": b'{"quantization_config": {"quant_method": "bitsandbytes"}}'},
-     "component vae is quantized (quantization_config) by bitsandbytes, which is not served"),
+     "component vae is quantized (quantization_config) by bitsandbytes, which is not supported"),
     (_model(without=TEXT[0]) | {"text_encoder/pytorch_model.bin": b""},
-     "weights of component text_encoder are pytorch_model.bin, weights that are not safetensors: save the model anew"),
+     "weights of component text_encoder are pytorch_model.bin, weights that are not safetensors: save the model again"),
 ])  # fmt: skip
 def test_what_is_not_served_is_refused_before_its_weights_come(
     files: dict[str, bytes], sentence: str, machine: Machine, hub: Hub
@@ -366,8 +366,8 @@ def test_a_file_of_the_cache_that_was_cut_short_is_named(machine: Machine, hub: 
         ("resolve", NAME, None, ["vae"]), ("resolve", NAME, None, []), ("identity", "vae"), ("identity", "transformer")
     )
 
-    assert f"{file} is not whole" in refused[0]
-    assert f"{file} is not whole" in refused[2]
+    assert f"{file} is incomplete" in refused[0]
+    assert f"{file} is incomplete" in refused[2]
     assert len(other) == 32
 
 

@@ -490,7 +490,7 @@ def test_what_cannot_be_it_is_not_kept(
 
 
 def test_an_id_is_no_path(places: tuple[Path, Path, Path]) -> None:
-    with pytest.raises(PermanentError, match="is no id of an adapter"):
+    with pytest.raises(PermanentError, match="is not the id of an adapter"):
         AdapterFolder(str(places[0]), str(places[2])).file("ink", "../../there/ink")
 
 
@@ -499,8 +499,8 @@ def test_a_name_is_no_path_and_the_lender_says_what_it_lacks(places: tuple[Path,
         return await AdapterServer(None, loras).answer(b"", FetchAdapter(name, id))  # type: ignore[arg-type]
 
     said = [asyncio.run(ask(str(places[0]), name)) for name in ("../there/ink", "fog")]
-    assert all(isinstance(answer, Rejected) and "no lora" in answer.message for answer in said)
-    assert "another content" in asyncio.run(ask(str(places[0]), "ink", "0" * 32)).message
+    assert all(isinstance(answer, Rejected) and "does not exist" in answer.message for answer in said)
+    assert "other content" in asyncio.run(ask(str(places[0]), "ink", "0" * 32)).message
     assert "--loras FOLDER" in asyncio.run(ask("", "ink")).message
 
 

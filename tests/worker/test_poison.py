@@ -124,7 +124,7 @@ async def test_an_outside_family_runs_from_stage_to_stage_in_numpy_without_torch
 def test_a_class_that_no_package_brings_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     other = outside.model(tmp_path)
     (other / "model_index.json").write_text('{"_class_name": "NobodysPipeline"}')
-    with pytest.raises(ConfigError, match="is a NobodysPipeline, which is not served; served are .*OutsidePipeline"):
+    with pytest.raises(ConfigError, match="is a NobodysPipeline, which is not supported; supported: .*OutsidePipeline"):
         find(other)
 
 

@@ -60,7 +60,7 @@ def check(
             raise InvalidParameter(f"model {card.name} takes no {name}: leave it out", name)
     for parameter in medium.parameters:
         if parameter.required and parameter.name not in values:
-            raise InvalidParameter(f"{parameter.name} is missing: say {parameter.description}", parameter.name)
+            raise InvalidParameter(f"{parameter.name} is missing: send {parameter.description}", parameter.name)
 
     limits = medium.limits_of(card.limits)
     read = {name: known[name].read(value, limits) for name, value in values.items()}
@@ -74,7 +74,7 @@ def check(
     params |= medium.settle(limits, params, read, tokens)
     params |= _strength(card, read, params, uploads)
     if LAST_FRAME in uploads and default_of(params, "num_frames") < 2:
-        raise InvalidParameter("num_frames must be more than 1 where there is a last_frame", "num_frames")
+        raise InvalidParameter("num_frames must be greater than 1 with a last_frame", "num_frames")
 
     n = read.get("n", 1) if "n" in known and known["n"].use == "request" else 1
     seed = read.get("seed", RANDOM_SEED)
@@ -126,7 +126,7 @@ def size_from(card: ModelSpec, given: Mapping[str, object], params: Params, pict
 def _unknown_parameter(name: str, known: Mapping[str, Parameter], files: Collection[str]) -> InvalidParameter:
     """Return the error for an unknown field, with a hint."""
     if name == "feature_cache":
-        return InvalidParameter("feature_cache skips work and is not exact: serve with --batching batched", name)
+        return InvalidParameter("feature_cache is not exact: start the server with --batching batched", name)
     useful = {parameter.name for parameter in known.values() if parameter.use not in ("nothing", "unused", "refused")}
     hint = hint_for(name, useful, files) or f"the parameters are {', '.join(sorted({*useful, *files}))}"
     return InvalidParameter(f"unknown parameter {printable(name)}: {hint}", printable(name)[1:-1])
@@ -138,14 +138,14 @@ def _quality(card: ModelSpec, name: str, strict: bool) -> Params:
         return {**card.quality[name], "quality": name}
     if strict and name != "auto":
         known = ", ".join(["auto", *card.quality])
-        raise InvalidParameter(f"quality {name} means nothing to model {card.name}: send one of {known}", "quality")
+        raise InvalidParameter(f"model {card.name} has no quality {name}: send one of {known}", "quality")
     return {}
 
 
 def _adapter(params: Params) -> Params:
     """Return the strength of the LoRA adapters, 1 by default; empty without an adapter."""
     if "lora_scale" in params and "lora" not in params:
-        raise InvalidParameter("lora_scale says how strong a lora is: send the name of one as lora too", "lora_scale")
+        raise InvalidParameter("lora_scale needs an adapter: send its name as lora", "lora_scale")
     return {"lora_scale": params.get("lora_scale", 1.0)} if "lora" in params else {}
 
 
@@ -161,7 +161,7 @@ def _strength(card: ModelSpec, read: Mapping[str, Any], params: Params, uploads:
     if not strengths or "image" not in uploads:
         if "strength" in read:
             unsupported = f"model {card.name} takes no strength: leave it out"
-            missing = "strength says how far a picture is redrawn: send it as image to /v1/images/edits"
+            missing = "strength needs a picture to redraw: send it as image to /v1/images/edits"
             raise InvalidParameter(missing if strengths else unsupported, "strength")
         return dict.fromkeys(params.keys() & {"strength"})
 
@@ -169,7 +169,8 @@ def _strength(card: ModelSpec, read: Mapping[str, Any], params: Params, uploads:
     strength = float(read.get("strength", usual))
     steps = default_of(params, "num_inference_steps")
     if strength * steps < 1:
-        raise InvalidParameter(f"strength {strength:g} of {steps:g} steps is less than one step: send more", "strength")
+        message = f"strength {strength:g} of {steps:g} steps is less than one step: send a larger strength"
+        raise InvalidParameter(message, "strength")
     return {"strength": strength}
 
 

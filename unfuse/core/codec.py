@@ -39,9 +39,9 @@ def encode(message: object, most: int = MAX_BYTES) -> bytes:
     try:
         body = _encoder.encode(message)
     except (UnicodeEncodeError, OverflowError) as error:
-        raise ProtocolError(f"not a message: {error}") from error
+        raise ProtocolError(f"message cannot be encoded: {error}") from error
     if len(body) >= most:
-        raise ProtocolError(f"message of {len(body)} bytes is larger than the {most} that peers accept")
+        raise ProtocolError(f"message of {len(body)} bytes exceeds the limit of {most} bytes")
     return bytes([VERSION]) + body
 
 
@@ -52,16 +52,16 @@ def decode(data: bytes | memoryview, kind: type[T] | Any, most: int = MAX_BYTES)
     recursive. Raises ProtocolError for data that is empty, too large, of another version or of other types.
     """
     if not 0 < len(data) <= most:
-        raise ProtocolError(f"message of {len(data)} bytes: 1 to {most} are accepted")
+        raise ProtocolError(f"message of {len(data)} bytes must have 1 to {most} bytes")
     if data[0] != VERSION:
         raise ProtocolError(
-            f"message of version {data[0]}, where this unfuse reads version {VERSION}: install the same unfuse on all "
-            "machines"
+            f"message has protocol version {data[0]}, but this process needs version {VERSION}: "
+            "install the same version of unfuse on all machines"
         )
     try:
         return cast("T", _decoder(cast("Any", kind)).decode(memoryview(data)[1:]))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"not a message: {error}") from error
+        raise ProtocolError(f"message cannot be decoded: {error}") from error
 
 
 HEADER_BYTES = 4  # of a frame: the length of its message
@@ -79,7 +79,7 @@ def length_of(header: bytes | bytearray, most: int) -> int:
     """
     length = int.from_bytes(header[:HEADER_BYTES], "big")
     if length > most:
-        raise ProtocolError(f"message of {length} bytes: those here are at most {most}")
+        raise ProtocolError(f"message of {length} bytes exceeds the limit of {most} bytes")
     return length
 
 

@@ -68,14 +68,14 @@ class ParallelDegrees(msgspec.Struct, frozen=True):
         for entry in text.split("+"):
             kind, _, degree = (part.strip() for part in entry.partition(":"))
             if kind not in KINDS or kind in degrees:
-                raise UsageError(f"--parallel: {entry!r} is not KIND:N with a KIND of {', '.join(KINDS)}, each once")
+                raise UsageError(f"--parallel: {entry!r} is not KIND:N; kinds are {', '.join(KINDS)}, each once")
             if not degree.isdecimal() or not 2 <= int(degree) <= MOST:
-                raise UsageError(f"--parallel: {entry!r} needs a number of ranks from 2 to {MOST} behind {kind}:")
+                raise UsageError(f"--parallel: {entry!r} needs a number of ranks from 2 to {MOST} after {kind}:")
             degrees[kind] = int(degree)
 
         ordered = cls({kind: degrees[kind] for kind in KINDS if kind in degrees})
         if ordered.size > MOST:
-            raise UsageError(f"--parallel: {text} is {ordered.size} ranks, and a worker has at most {MOST}")
+            raise UsageError(f"--parallel: {text} needs {ordered.size} ranks, but a worker has at most {MOST}")
         return ordered
 
     def smaller(self) -> ParallelDegrees:
@@ -95,15 +95,15 @@ class ParallelDegrees(msgspec.Struct, frozen=True):
         `layers`, the largest degree. With `ulysses` and `tensor`, both degrees together must divide the heads.
         """
         if len(parting := [kind for kind in PARTING if kind in self.degrees]) > 1:
-            return f"{' and '.join(parting)} both part the weights: leave one of them out"
+            return f"{' and '.join(parting)} cannot be combined, because both split the weights: use one of them"
 
         for kind, degree in self.degrees.items():
             if kind not in allowed:
-                return f"it cannot be spread by {kind}, only by {', '.join(sorted(allowed)) or 'nothing'}"
+                return f"{kind} is not supported for this role; supported: {', '.join(sorted(allowed)) or 'none'}"
             divisible = allowed[kind] // (self.degrees.get("tensor", 1) if kind == "ulysses" else 1)
             divisible = self.size if kind in SHARING else divisible
             if kind == "layers" and degree > divisible:
-                return f"{kind}:{degree} is more than there are blocks: use {kind}:{divisible}"
+                return f"{kind}:{degree} exceeds the number of blocks: use {kind}:{divisible}"
             if kind != "layers" and divisible and divisible % degree:
                 fitting = (other for other in range(2, divisible + 1) if divisible % other == 0)
                 near = min(fitting, key=lambda other: (abs(other - degree), other), default=1)
@@ -118,13 +118,13 @@ def parse_parallel(text: str) -> dict[str, ParallelDegrees]:
     Raises ConfigError.
     """
     if text == AUTO:
-        raise UsageError(f"--parallel {AUTO} is for one worker: give it to `unfuse worker`, or write ROLE=KIND:N")
+        raise UsageError(f"--parallel {AUTO} configures one worker: use it with `unfuse worker`, or set ROLE=KIND:N")
     spreads: dict[str, ParallelDegrees] = {}
     for entry in filter(None, text.split(",")):
         role, _, degrees = (part.strip() for part in entry.partition("="))
         roles = TOGETHER.get(role, (role,))
         if not role or not degrees or not spreads.keys().isdisjoint(roles):
-            raise UsageError(f"--parallel {text}: {entry!r} is not ROLE=KIND:N, each role once")
+            raise UsageError(f"--parallel {text}: {entry!r} is not ROLE=KIND:N, with each role at most once")
         spreads |= dict.fromkeys(roles, ParallelDegrees.parse(degrees))
     return spreads
 
@@ -146,13 +146,13 @@ def own_spreads(text: str, roles: frozenset[str] | None) -> dict[str, ParallelDe
     spreads = {role: spread for role, spread in parse_parallel(text).items() if roles is None or role in roles}
     if len(sizes := {spread.size for spread in spreads.values()}) > 1:
         raise UsageError(
-            f"--parallel {text}: one worker has one number of ranks, and its roles ask for {sorted(sizes)}"
+            f"--parallel {text}: the roles of a worker must have the same number of ranks, not {sorted(sizes)}"
         )
     for word, named in TOGETHER.items():
         if (roles is None or roles.issuperset(named)) and len({str(spreads.get(role)) for role in named}) > 1:
             raise UsageError(
-                f"--parallel {text}: {' and '.join(named)} of one worker have one model: say {word}=KIND:N for both, "
-                f"or give each a worker of its own, with --workers {','.join(f'{role}=1' for role in named)}"
+                f"--parallel {text}: {' and '.join(named)} share the model of a worker: set {word}=KIND:N for both, "
+                f"or start separate workers with --workers {','.join(f'{role}=1' for role in named)}"
             )
     return spreads
 
@@ -169,13 +169,13 @@ def ranked(devices: str, spreads: Mapping[str, ParallelDegrees]) -> tuple[str, .
         names *= size
     repeatable = {"auto", "cpu"}
     if len({*names} - repeatable) + sum(device in repeatable for device in names) < len(names):
-        raise UsageError(f"--device {devices}: two ranks would have one GPU, and each needs its own")
+        raise UsageError(f"--device {devices}: two ranks cannot use the same GPU")
     if len(names) != size:
-        parallel = ",".join(f"{role}={spread}" for role, spread in spreads.items()) or "nothing"
+        parallel = ",".join(f"{role}={spread}" for role, spread in spreads.items()) or "not set"
         examples = f"{'+'.join(['cpu'] * size)} or {'+'.join(f'cuda:{n}' for n in range(size))}"
         raise UsageError(
-            f"--device {devices} is {len(names)} ranks, and --parallel says {parallel} of this worker, which is {size}:"
-            f" name {size} of them, like {examples}"
+            f"--device {devices}: a worker needs one device per rank, here {size} (--parallel: {parallel}), "
+            f"such as {examples}"
         )
     return names
 
@@ -203,8 +203,7 @@ def refuse(spreads: Mapping[str, ParallelDegrees], stages: Iterable[StageSpec], 
     for role, spread in spreads.items():
         if offload != "none" and any(kind in spread.degrees for kind in PARTING):
             raise UsageError(
-                f"--parallel {role}={spread} and --offload {offload} both say where weights are that do not run: "
-                "leave one of them out"
+                f"--parallel {role}={spread} cannot be combined with --offload {offload}: leave one of them out"
             )
         ways = [stage.spreads for stage in stages if stage.role == role]
         if not ways:
@@ -297,49 +296,57 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: Annotated[
         str,
         Meta(
-            description="Device to compute on, cpu, cuda:0 or xpu:0; auto takes the best. Several, like cuda:0+cuda:1, "
-            "are those of a worker's ranks."
+            description="Device to compute on, such as cpu, cuda:0 or xpu:0. auto: a GPU if there is one, else the "
+            "CPU. Several, such as cuda:0+cuda:1, are one for each rank of a worker."
         ),
     ] = "auto"
     dtype: Annotated[
         str,
         Meta(
-            description="Type of the weights: one for all, or by component (bfloat16,vae=float32). auto is "
+            description="Data type of the weights, for all components or by component (bfloat16,vae=float32). auto: "
             "float32 on a CPU; on a GPU bfloat16, and float32 for the VAE."
         ),
     ] = "auto"
     parallel: Annotated[
         str,
         Meta(
-            description="How the stages of a role are spread over ranks, a compute process and device each: "
-            "denoiser=ulysses:2 or denoiser=ulysses:2+cfg:2. Kinds: cfg, layers, ring, shard, tensor, tiles, "
-            "ulysses. auto, for one worker: as many ranks as it has GPUs, if its stages can be divided so."
+            description="Parallelism of the stages of a role over several ranks, such as denoiser=ulysses:2 or "
+            "denoiser=ulysses:2+cfg:2. Each rank has its own compute process and device. Kinds: cfg, layers, ring, "
+            "shard, tensor, tiles, ulysses. auto, for one worker: as many ranks as GPUs, if its stages support that."
         ),
     ] = ""
     collective_s: Annotated[
         float,
-        Meta(description="Most seconds that ranks wait for each other; then all of them are started again.", gt=0),
+        Meta(description="Seconds that ranks wait for each other before all of them are restarted.", gt=0),
     ] = 60.0
-    threads: Annotated[int, Meta(description="CPU threads of each compute process; 0 shares the cores out.", ge=0)] = 0
+    threads: Annotated[
+        int,
+        Meta(
+            description="CPU threads of each compute process. 0: `unfuse serve` divides the CPU cores among the "
+            "processes, and `unfuse worker` uses 1.",
+            ge=0,
+        ),
+    ] = 0
     offload: Annotated[
         Offload,
         Meta(
-            description="What rests in pinned host memory while it does not run: nothing, whole components (model), or "
-            "every layer (sequential)."
+            description="What is stored in pinned host memory while it is not used: nothing (none), whole components "
+            "(model), or each layer (sequential)."
         ),
     ] = "none"
     batching: Annotated[
         Batching,
         Meta(
-            description="exact gives each request the bytes of the undivided pipeline: it shares a forward where "
-            "comparing showed that this changes none; in batched pools it always may, equal within a small "
-            "tolerance. auto is exact, but batched for workers that have language models alone."
+            description="exact: each request gets the same bytes as from the undivided pipeline; requests share a "
+            "forward only where comparisons found no difference. batched: any requests may share a forward, and "
+            "results are equal within a small tolerance. auto: batched for workers with only language models, else "
+            "exact."
         ),
     ] = "auto"
     max_batch: Annotated[
         int,
         Meta(
-            description="Most requests in one forward. 0: 8, and up to 256 sequences that decode.",
+            description="Maximum number of requests in one forward. 0: 8, and up to 256 sequences in decode.",
             ge=0,
             le=256,
         ),
@@ -347,20 +354,25 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loop: Annotated[
         Loop,
         Meta(
-            description="Loop of texts: overlapped sends a token, and stores a chunk of a prompt for other requests, "
-            "while the next one is computed, in a thread of its own; normal does so before that. Tokens are the same."
+            description="Step loop of language models. overlapped: a separate thread sends each token, and stores each "
+            "chunk of a prompt for prefix caching, while the next one is computed. normal: both are done before the "
+            "next one is computed. Tokens are the same."
         ),
     ] = "overlapped"
-    max_loras: Annotated[int, Meta(description="Adapters (LoRA) that a denoiser keeps loaded.", ge=1, le=256)] = 4
+    max_loras: Annotated[int, Meta(description="LoRA adapters that a denoiser keeps loaded.", ge=1, le=256)] = 4
     noise_device: Annotated[
         Literal["cpu", "cuda", "xpu", "mps"],
         Meta(
-            description="Where noise is drawn: cpu equals torch.Generator('cpu') everywhere, others draw on the device."
+            description="Device that draws noise. cpu: the noise of torch.Generator('cpu') on every device; others: "
+            "the noise is drawn on the device that computes."
         ),
     ] = "cpu"
     vae: Annotated[
         Literal["whole", "sliced", "tiled"],
-        Meta(description="How the VAE works: at once, picture by picture, or in tiles, which takes less memory."),
+        Meta(
+            description="How the VAE processes pictures: at once (whole), one by one (sliced), or in tiles (tiled), "
+            "which need less memory."
+        ),
     ] = "whole"
 
     @property

@@ -127,7 +127,7 @@ def _frames(limits: MediaLimits, params: Params, read: Mapping[str, Any]) -> int
     if frames > most:
         bound = f"at most {most} frames, {seconds_of(most, fps)} seconds at {fps:g} fps"
         asked = f"{read[name]:g}" if name == "seconds" else printable(frames)
-        raise InvalidParameter(f"{name} {asked} is too long: the model makes {bound}", name)
+        raise InvalidParameter(f"{name} {asked} is too long: the model supports {bound}", name)
     if beyond := (frames - 1) % multiple:
         rule = f"num_frames must be one more than a multiple of {multiple}, not {frames}"
         raise InvalidParameter(f"{rule}; the nearest below is {frames - beyond}", name)
@@ -142,9 +142,9 @@ def _preview_every(steps: int, read: Mapping[str, Any]) -> int:
     partial = read.get("partial_images", 0)
     every = integer("preview_every", read.get("preview_every", 0), 0, steps)
     if partial and not read.get("stream"):
-        raise InvalidParameter("partial_images come in a stream: send stream as true too", "partial_images")
+        raise InvalidParameter("partial_images need a streamed response: set stream to true", "partial_images")
     if partial and every:
-        raise InvalidParameter("partial_images and preview_every say the same: send one of them", "partial_images")
+        raise InvalidParameter("partial_images and preview_every both set previews: send one of them", "partial_images")
 
     return math.ceil(steps / (partial + 1)) if partial else every
 
@@ -162,13 +162,13 @@ def _checked_size(limits: MediaLimits, params: Params, read: Mapping[str, Any]) 
         width, height = map(int, size.split("x"))
     for side, length in zip(sides, (width, height), strict=True):
         if read.get(side, length) != length:
-            raise InvalidParameter(f"size is {size}, and {side} is {read[side]}: send one of them", side)
+            raise InvalidParameter(f"size {size} contradicts {side} {read[side]}: send one of them", side)
 
     near = nearest_size(limits, width, height)
     if near != (width, height):
         wrong = "width" if near[0] != width else "height"
         raise InvalidParameter(
-            f"size {width}x{height} cannot be made: each side must be a multiple of {limits.size_multiple} from "
+            f"size {width}x{height} is not supported: each side must be a multiple of {limits.size_multiple} from "
             f"{limits.min_size} to {limits.max_size}, with at most {limits.max_pixels} pixels in all; "
             f"the nearest is {near[0]}x{near[1]}",
             wrong if size == "auto" else "size",
@@ -207,7 +207,13 @@ def nearest_size(limits: MediaLimits, width: int, height: int) -> tuple[int, int
 
 COMMON = (
     Parameter(
-        "prompt", "text", 1, "max_prompt_chars", description="what the picture should show", required=True, flag=None
+        "prompt",
+        "text",
+        1,
+        "max_prompt_chars",
+        description="a description of the picture or video to generate",
+        required=True,
+        flag=None,
     ),
     Parameter(
         "negative_prompt",
@@ -215,7 +221,7 @@ COMMON = (
         0,
         "max_prompt_chars",
         default="",
-        description="what the picture should not show",
+        description="a description of what the result should not show",
         flag="--negative",
     ),
     Parameter(
@@ -224,7 +230,7 @@ COMMON = (
         use="request",
         default="auto",
         metavar="WxH",
-        description="width and height in pixels; auto: the model's default, in the shape of the start picture if any",
+        description="width and height in pixels; auto: the model's default, in the aspect ratio of a start picture",
         form=("auto|[0-9]{1,6}x[0-9]{1,6}", "auto or WIDTHxHEIGHT in pixels (64x64)"),
     ),
     Parameter(
@@ -245,13 +251,15 @@ COMMON = (
         flag=None,
         description="height in pixels, instead of size; the model's default if only width is sent",
     ),
-    Parameter("num_inference_steps", "integer", 1, "max_steps", description="denoising steps", flag="--steps"),
+    Parameter(
+        "num_inference_steps", "integer", 1, "max_steps", description="number of denoising steps", flag="--steps"
+    ),
     Parameter(
         "guidance_scale",
         "number",
         0,
         "max_guidance",
-        description="how strongly to follow the prompt",
+        description="guidance scale: how closely the result follows the prompt",
         flag="--guidance",
     ),
     Parameter(
@@ -260,7 +268,7 @@ COMMON = (
         0,
         "max_guidance",
         by_model=True,
-        description="guidance of the less noisy steps, for models that have one of their own",
+        description="guidance scale of the less noisy steps, for models with a separate one",
     ),
     Parameter(
         "true_cfg_scale",
@@ -268,14 +276,14 @@ COMMON = (
         0,
         "max_guidance",
         by_model=True,
-        description="guidance by the negative prompt, for models that have another one too",
+        description="classifier-free guidance scale with the negative prompt, for models with this parameter",
     ),
     Parameter(
         "strength",
         "number",
         0,
         1,
-        description="how far to go from a picture that is redrawn, by how many of the steps are made; 1: all of them",
+        description="how much a redrawn picture changes: the share of denoising steps that run; 1: all steps",
     ),
     Parameter(
         "feature_cache",
@@ -284,7 +292,7 @@ COMMON = (
         1,
         by_model=True,
         flag=None,
-        description="where pools batch: skip transformer blocks while the first one's effect differs by less",
+        description="first-block cache threshold: skip the other blocks below it; only in batched pools",
     ),
     Parameter(
         "seed",
@@ -292,7 +300,7 @@ COMMON = (
         MIN_SEED,
         MAX_SEED,
         use="request",
-        description="seed of the first picture; without it, or with -1, random; the answer contains it",
+        description="seed of the first result, which the response contains; random if it is missing or -1",
     ),
     Parameter(
         "lora",
@@ -300,10 +308,10 @@ COMMON = (
         -10,
         10,
         metavar="NAME[:SCALE]",
-        description="adapter to use, by its name in --loras, and how strong it is; several are added up",
+        description="names of LoRA adapters in the folder of --loras, each with an optional scale; effects are added",
     ),
-    Parameter("lora_scale", "number", -10, 10, description="how strong adapters without a scale are; 1 if left out"),
-    Parameter("fps", "integer", 1, 120, description="frames a second of a video"),
+    Parameter("lora_scale", "number", -10, 10, description="scale of LoRA adapters without one; 1 by default"),
+    Parameter("fps", "integer", 1, 120, description="frames per second of a video"),
     Parameter("output_compression", "integer", 0, 100, default=100, description="quality of jpeg and webp"),
     Parameter(
         "preview_every",
@@ -311,7 +319,7 @@ COMMON = (
         0,
         MAX_STEPS,
         use="request",
-        description="steps between previews; 0: none",
+        description="denoising steps between previews; 0: no previews",
         flag=None,
     ),
     *DELIVERED,
@@ -335,7 +343,7 @@ IMAGE = Modality(
             "choice",
             choices=("png", "jpeg", "webp"),
             default="png",
-            description="of the files",
+            description="format of the files",
             flag=None,
         ),
         Parameter(
@@ -346,7 +354,7 @@ IMAGE = Modality(
             use="request",
             default=1,
             flag="-n",
-            description="how many pictures; each further one has the next seed",
+            description="number of pictures, which have consecutive seeds",
         ),
         Parameter(
             "quality",
@@ -354,7 +362,7 @@ IMAGE = Modality(
             use="request",
             default="auto",
             choices=("auto", "low", "medium", "standard", "high", "hd", "xhigh", "max"),
-            description="how much work to put into it; the answer says which one was used",
+            description="preset of parameters such as the steps; the response contains the one that was used",
         ),
         Parameter("background", "choice", choices=("auto", "opaque"), use="nothing"),
         Parameter("complexity", "any", use="unused", description=IGNORED),
@@ -363,15 +371,21 @@ IMAGE = Modality(
         Parameter("svg", "any", use="nothing", description=IGNORED),
         Parameter("markup", "any", use="refused", description="is not supported: draw it into the picture"),
         Parameter("num_frames", "choice", choices=(1, "1"), use="nothing"),
-        Parameter("response_format", "choice", choices=("b64_json", "url"), use="delivery", description="of answers"),
-        Parameter("stream", "flag", use="delivery", description="answer with events"),
+        Parameter(
+            "response_format",
+            "choice",
+            choices=("b64_json", "url"),
+            use="delivery",
+            description="how the response returns pictures",
+        ),
+        Parameter("stream", "flag", use="delivery", description="stream the response as server-sent events"),
         Parameter(
             "partial_images",
             "integer",
             0,
             3,
             use="request",
-            description="previews of each picture; needs stream",
+            description="number of previews of each picture; needs stream",
             flag=None,
         ),
     ),
@@ -387,7 +401,12 @@ VIDEO = Modality(
     parameters=(
         *COMMON,
         Parameter(
-            "output_format", "choice", choices=("mp4", "png"), default="mp4", description="of the files", flag=None
+            "output_format",
+            "choice",
+            choices=("mp4", "png"),
+            default="mp4",
+            description="format of the files",
+            flag=None,
         ),
         Parameter("n", "choice", choices=(1, "1"), use="nothing"),
         Parameter(
@@ -405,7 +424,7 @@ VIDEO = Modality(
             MIN_S,
             MAX_S,
             use="request",
-            description="length of a video in seconds, rounded up to what the model can make; ignored with num_frames",
+            description="length of a video in seconds, rounded up to a supported length; ignored with num_frames",
         ),
     ),
 )

@@ -78,7 +78,7 @@ class PromptVocabulary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return ""
         named = ", ".join(word[:MOST_CHARS] for word in unknown[:MOST_NAMED])
         more = f" and {len(unknown) - MOST_NAMED} more" if len(unknown) > MOST_NAMED else ""
-        return f"{model} does not know {named}{more}: it makes {self.makes}"
+        return f"{model} was not trained on {named}{more}: it generates {self.makes}"
 
 
 def _words(text: str) -> list[str]:

@@ -101,9 +101,9 @@ def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[tuple[
     offset = 0
     for name, dtype, shape in tensors:
         if len(shape) > MAX_DIMS or any(side < 0 for side in shape):
-            raise ValueError(f"tensor {name!r} has shape {shape}")
+            raise ValueError(f"tensor {name!r} has the invalid shape {shape}")
         if dtype not in ("none", PACKED) and dtype not in DTYPES:
-            raise ValueError(f"tensor {name!r} has dtype {dtype}: stages can hand on {', '.join(DTYPES)}")
+            raise ValueError(f"tensor {name!r} has the unsupported dtype {dtype}; supported: {', '.join(DTYPES)}")
         size = -(-prod(shape) // BLOCK) * BLOCK_BYTES if dtype == PACKED else DTYPES.get(dtype, 0) * prod(shape)
         metas.append(TensorMeta(name, dtype, shape, offset, size))
         offset += -(-size // ALIGNMENT) * ALIGNMENT

@@ -123,7 +123,7 @@ def text(name: str, value: object, low: int, high: int) -> str:
     if not low <= len(value) <= high:
         raise InvalidParameter(f"{name} must be {low} to {high} characters long, not {len(value)}", name)
     if any("\ud800" <= char <= "\udfff" for char in value):
-        raise InvalidParameter(f"{name} holds half of a surrogate pair, which is not text", name)
+        raise InvalidParameter(f"{name} contains an unpaired surrogate, which is not valid Unicode", name)
     return value
 
 
@@ -153,7 +153,7 @@ def choice(name: str, value: object, known: tuple[object, ...]) -> object:
     """Return the value if it is one of the `known` values."""
     if value not in known or isinstance(value, bool):
         allowed = list(dict.fromkeys(map(str, known)))
-        rule = f"must be one of {', '.join(allowed)}" if len(allowed) > 1 else f"can only be {allowed[0]} here"
+        rule = f"must be one of {', '.join(allowed)}" if len(allowed) > 1 else f"must be {allowed[0]}"
         raise InvalidParameter(f"{name} {rule}, not {printable(value)}", name)
     return value
 
@@ -168,7 +168,7 @@ def matching(name: str, value: object, pattern: str, description: str) -> str:
 def texts(name: str, value: object) -> dict[str, str]:
     """Return an object of at most MAX_TEXTS short texts by name."""
     if not isinstance(value, dict) or len(value) > MAX_TEXTS:
-        raise InvalidParameter(f"{name} must be an object of at most {MAX_TEXTS} texts", name)
+        raise InvalidParameter(f"{name} must be an object of at most {MAX_TEXTS} strings", name)
     return {text(f"{name} key", key, 1, 64): text(f"{name}.{key}"[:80], item, 0, 512) for key, item in value.items()}
 
 
@@ -189,9 +189,9 @@ def scaled(name: str, value: object, low: float, high: float) -> str:
 
     by_name: dict[str, str] = {}
     for part, scale in pairs:
-        called = matching(name, part, "[^,:]{1,128}", "a name, or NAME:SCALE, or several with commas between")
+        called = matching(name, part, "[^,:]{1,128}", "NAME or NAME:SCALE, or several separated by commas")
         if called in by_name:
-            raise InvalidParameter(f"{name} has {printable(called)} twice: name it once, with the scale of both", name)
+            raise InvalidParameter(f"{name} has {printable(called)} twice: send it once, with the sum of scales", name)
         by_name[called] = called if scale is None else f"{called}:{number(name, scale, low, high)!r}"
     if not 1 <= len(by_name) <= MAX_SCALED:
         raise InvalidParameter(f"{name} must be 1 to {MAX_SCALED} names", name)
@@ -238,11 +238,11 @@ RANDOM_SEED = -1
 MIN_S, MAX_S = 0.001, 86_400  # bounds of a duration that a client may send, in seconds
 
 DELIVERED = (
-    Parameter("model", "any", use="request", description="without it, the first model that serve named"),
-    Parameter("priority", "integer", -100, 100, use="delivery", description="the higher, the sooner"),
-    Parameter("timeout", "number", MIN_S, MAX_S, use="delivery", description="seconds from acceptance to the end"),
-    Parameter("metadata", "texts", use="delivery", description="texts that are shown with the request"),
-    Parameter("cache", "flag", use="delivery", description="false: share nothing that is made with other requests"),
+    Parameter("model", "any", use="request", description="name of the model; by default the server's first model"),
+    Parameter("priority", "integer", -100, 100, use="delivery", description="requests of a higher priority run first"),
+    Parameter("timeout", "number", MIN_S, MAX_S, use="delivery", description="seconds from acceptance to the deadline"),
+    Parameter("metadata", "texts", use="delivery", description="strings that are returned with the request"),
+    Parameter("cache", "flag", use="delivery", description="false: reuse no outputs or results of other requests"),
     Parameter(
         "webhook",
         "text",
@@ -250,7 +250,7 @@ DELIVERED = (
         2048,
         use="delivery",
         flag=None,
-        description="address that is told, signed, when the request is completed, failed or cancelled",
+        description="URL of a signed call when the request is completed, failed or cancelled",
     ),
 )
 """Parameters of every modality: how a request is handled, whatever it generates."""
@@ -353,7 +353,7 @@ class Modality(msgspec.Struct, frozen=True):
         try:
             return msgspec.convert(limits, self.limits)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"the limits of the model cannot be read: {error}") from error
+            raise ConfigError(f"the model's limits are not valid: {error}") from error
 
     def takes(self, name: str, value: object) -> bool:
         """Whether the table has this parameter, and allows this value for some model."""

@@ -117,7 +117,7 @@ def _opened(data: bytes, name: str) -> Iterator[Image.Image]:
     except UnidentifiedImageError as error:
         raise InvalidParameter(f"{name} is not a {FORMAT_NAMES} picture", name) from error
     except _BROKEN as error:
-        raise InvalidParameter(f"{name} cannot be decoded, it is cut or damaged: {error}", name) from error
+        raise InvalidParameter(f"{name} cannot be decoded, it is truncated or damaged: {error}", name) from error
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:

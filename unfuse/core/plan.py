@@ -107,7 +107,7 @@ class Pipeline(msgspec.Struct, frozen=True):
         if len({stage.name for stage in self.stages}) != len(self.stages):
             raise ConfigError("two stages of the pipeline have the same name")
         if dotted := [stage.name for stage in self.stages if "." in stage.name]:
-            raise ConfigError(f"stage names have no dot (a picture's index follows one): {', '.join(dotted)}")
+            raise ConfigError(f"stage names cannot have a dot (a picture's index follows one): {', '.join(dotted)}")
         if all(stage.outputs for stage in self.stages):
             raise ConfigError("every stage of the pipeline has outputs: none writes results")
         if sum(len(stage.outputs) for stage in self.stages) != len(producers):
@@ -120,13 +120,13 @@ class Pipeline(msgspec.Struct, frozen=True):
         try:
             TopologicalSorter({s.name: {producers[name].name for name in s.inputs} for s in self.stages}).prepare()
         except CycleError as error:
-            raise ConfigError(f"the pipeline's stages wait for each other: {' → '.join(error.args[1])}") from error
+            raise ConfigError(f"the pipeline's stages form a cycle: {' → '.join(error.args[1])}") from error
 
         for stage in self.stages:
             if stage.extends and stage.extends not in stage.inputs:
                 raise ConfigError(f"stage {stage.name} extends {stage.extends}, which is not one of its inputs")
             if not stage.per_sample and any(producers[name].per_sample for name in stage.inputs):
-                raise ConfigError(f"stage {stage.name} runs once a request but reads a stage that runs once a picture")
+                raise ConfigError(f"stage {stage.name} runs once per request, but an input once per picture")
 
     def spread(self, kinds: Mapping[str, dict[str, int]]) -> Pipeline:
         """Return the pipeline with other kinds of parallelism (`StageSpec.spreads`), given by stage kind."""

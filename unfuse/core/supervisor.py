@@ -64,9 +64,9 @@ class RepeatedErrors:
         """
         times = self._throttle.count_if_due(f"{what}: {type(error).__name__}")
         if times and isinstance(error, UnfuseError):
-            log.warning("failed, going on", doing=what, reason=str(error), times=times, **about)
+            log.warning("operation failed, continuing", doing=what, reason=str(error), times=times, **about)
         elif times:
-            log.error("failed, going on", doing=what, exc_info=error, times=times, **about)
+            log.error("operation failed, continuing", doing=what, exc_info=error, times=times, **about)
 
 
 class Supervisor:
@@ -195,7 +195,7 @@ class Observers(Generic[Observer]):
             try:
                 getattr(observer, of.__name__)(*said, **more)
             except Exception as error:  # the other observers must still be called
-                self._background.log(f"telling {type(observer).__name__} of {of.__name__}", error)
+                self._background.log(f"notifying {type(observer).__name__} of {of.__name__}", error)
 
 
 T = TypeVar("T")

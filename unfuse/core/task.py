@@ -158,19 +158,19 @@ def check_growth(grown: Sequence[OutputDeltas]) -> None:
     The bounds are above. A task may be in a call only once.
     """
     if sum(len(deltas.pieces) for deltas in grown) > PIECES_AT_ONCE:
-        raise ProtocolError(f"more than {PIECES_AT_ONCE} pieces at once")
+        raise ProtocolError(f"more than {PIECES_AT_ONCE} output chunks in one call")
     if len({deltas.claim.key for deltas in grown}) < len(grown):
-        raise ProtocolError("two parts of one task at once")
+        raise ProtocolError("a task occurs twice in one call")
 
     for deltas in grown:
         if not 0 <= deltas.offset <= MOST_PIECES - len(deltas.pieces):
-            raise ProtocolError(f"pieces from number {deltas.offset} on: a stage has up to {MOST_PIECES}")
+            raise ProtocolError(f"output chunks from number {deltas.offset}: a stage has at most {MOST_PIECES}")
         if (size := max(map(len, deltas.pieces), default=0)) > PIECE_BYTES:
-            raise ProtocolError(f"a piece of {size} bytes: up to {PIECE_BYTES} are recorded")
+            raise ProtocolError(f"an output chunk of {size} bytes exceeds the limit of {PIECE_BYTES} bytes")
 
 
 def check_gap(grown: OutputDeltas, recorded: int) -> None:
     """Raise ProtocolError if chunks are missing between the `recorded` ones and these."""
     if grown.offset > recorded:
         stage = f"{grown.claim.stage} of {grown.claim.request}"
-        raise ProtocolError(f"pieces of {stage} from number {grown.offset} on, but only {recorded} are recorded")
+        raise ProtocolError(f"output chunks of {stage} from number {grown.offset}, but only {recorded} are recorded")

@@ -40,7 +40,7 @@ TEMPLATE = (
         "flag",
         use="request",
         flag=None,
-        description="same as in chat_template_kwargs: whether a model that can reason does so",
+        description="whether a reasoning model reasons before it answers; same as in chat_template_kwargs",
     ),
     Parameter(
         "reasoning_effort",
@@ -186,7 +186,7 @@ def _complete(limits: TextLimits, params: Params, read: Mapping[str, Any], token
     check_modalities(read.get("modalities", ["text"]))
     most = _max_tokens(limits, params, read, tokens.count)
     if read.get("top_logprobs") and not read.get("logprobs"):
-        raise InvalidParameter("top_logprobs says how many logprobs: send logprobs as true too", "top_logprobs")
+        raise InvalidParameter("top_logprobs needs logprobs: set logprobs to true", "top_logprobs")
     if "stream_options" in read:
         check_stream_options(read["stream_options"], stream=bool(read.get("stream")))
 
@@ -216,7 +216,7 @@ def _max_tokens(limits: TextLimits, params: Params, read: Mapping[str, Any], pro
         however = (
             f"However, you requested {prompt + asked} tokens ({prompt} in the messages, {asked} in the completion)"
         )
-        advice = f"Please reduce the length of the messages, or ask for at most {room} tokens."
+        advice = f"Please reduce the length of the messages, or request at most {room} tokens."
         raise ContextLengthExceeded(f"{is_window} {however}. {advice}", "messages")
 
     usual = params.get("max_tokens")
@@ -231,7 +231,7 @@ def _stop_conditions(limits: TextLimits, read: Mapping[str, Any], most: int, tok
     params: Params = {name: True for name in ("ignore_eos", "include_stop_str_in_output") if read.get(name)}
     if least := read.get("min_tokens", 0):
         if least > most:
-            raise InvalidParameter(f"min_tokens {least} must be at most the {most} tokens of the answer", "min_tokens")
+            raise InvalidParameter(f"min_tokens {least} exceeds the maximum of {most} tokens", "min_tokens")
         params["min_tokens"] = least
 
     stop_ids = [*tokens.special_stops]
@@ -254,7 +254,7 @@ def _stop_conditions(limits: TextLimits, read: Mapping[str, Any], most: int, tok
 def read_bad_words(value: object) -> list[str]:
     """Return the checked `bad_words`. Raises InvalidParameter."""
     if not isinstance(value, list) or len(value) > MAX_BAD_WORDS:
-        raise InvalidParameter(f"bad_words must be a list of at most {MAX_BAD_WORDS} texts", "bad_words")
+        raise InvalidParameter(f"bad_words must be a list of at most {MAX_BAD_WORDS} strings", "bad_words")
     return [text("bad_words", word, 1, MAX_STOP) for word in value]
 
 
@@ -262,14 +262,14 @@ def _stops(value: object) -> list[str]:
     """Return the checked stop strings."""
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MAX_STOPS:
-        raise InvalidParameter(f"stop must be a text, or a list of at most {MAX_STOPS}", "stop")
+        raise InvalidParameter(f"stop must be a string or a list of at most {MAX_STOPS} strings", "stop")
     return [text("stop", stop, 1, MAX_STOP) for stop in stops]
 
 
 def _biases(value: object, vocabulary: int) -> dict[int, float]:
     """Return the checked `logit_bias`: numbers by token id."""
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
-        raise InvalidParameter(f"logit_bias must be an object of at most {MAX_BIASES} numbers by token", "logit_bias")
+        raise InvalidParameter(f"logit_bias must be an object of at most {MAX_BIASES} token ids", "logit_bias")
     return {
         integer("logit_bias", token, 0, vocabulary - 1): number("logit_bias", bias, -100, 100)
         for token, bias in value.items()
@@ -291,7 +291,7 @@ TEXT = Modality(
             use="request",
             required=True,
             flag=None,
-            description="what was said so far, as objects of role and content",
+            description="the messages of the conversation, as objects with role and content",
         ),
         *TEMPLATE,
         Parameter(
@@ -314,30 +314,58 @@ TEXT = Modality(
             flag=None,
             description="minimum number of tokens before the answer can end",
         ),
-        Parameter("temperature", "number", 0, 2, default=1.0, description="0: the likeliest token each time"),
-        Parameter("top_p", "number", 0, 1, default=1.0, description="of the likeliest tokens that make up so much"),
+        Parameter("temperature", "number", 0, 2, default=1.0, description="sampling temperature; 0: greedy"),
+        Parameter(
+            "top_p",
+            "number",
+            0,
+            1,
+            default=1.0,
+            description="sample from the most likely tokens whose probabilities sum up to this",
+        ),
         Parameter(
             "top_k",
             "integer",
             -1,
             1_000_000,
             default=0,
-            description="sample from this many likeliest tokens; 0 or -1: from all",
+            description="sample from this number of most likely tokens; 0 or -1: from all tokens",
         ),
-        Parameter("min_p", "number", 0, 1, default=0.0, description="of tokens this likely beside the likeliest"),
-        Parameter("frequency_penalty", "number", -2, 2, default=0.0, description="against what was often said"),
-        Parameter("presence_penalty", "number", -2, 2, default=0.0, description="against what was said"),
+        Parameter(
+            "min_p",
+            "number",
+            0,
+            1,
+            default=0.0,
+            description="minimum probability of a token, relative to the most likely token",
+        ),
+        Parameter(
+            "frequency_penalty",
+            "number",
+            -2,
+            2,
+            default=0.0,
+            description="penalty for each earlier occurrence of a token in the answer",
+        ),
+        Parameter(
+            "presence_penalty",
+            "number",
+            -2,
+            2,
+            default=0.0,
+            description="penalty for tokens that occur in the answer",
+        ),
         Parameter(
             "repetition_penalty",
             "number",
             0.01,
             10,
             default=1.0,
-            description="against tokens of messages and answer; 1: none",
+            description="penalty for tokens that occur in the prompt or the answer; 1: no penalty",
         ),
-        Parameter("logit_bias", "any", use="request", flag=None, description="numbers to add, by token"),
-        Parameter("stop", "any", use="request", flag=None, description="texts before which the answer ends"),
-        Parameter("stop_token_ids", "any", use="request", flag=None, description="tokens that end the answer"),
+        Parameter("logit_bias", "any", use="request", flag=None, description="numbers to add to logits, by token id"),
+        Parameter("stop", "any", use="request", flag=None, description="strings before which the answer ends"),
+        Parameter("stop_token_ids", "any", use="request", flag=None, description="ids of tokens that end the answer"),
         Parameter(
             "include_stop_str_in_output",
             "flag",
@@ -362,15 +390,23 @@ TEXT = Modality(
         Parameter(
             "include_reasoning", "flag", use="request", flag=None, description="false: do not return the reasoning"
         ),
-        Parameter("bad_words", "any", use="request", flag=None, description="texts that the answer must not contain"),
-        Parameter("logprobs", "flag", use="request", flag=None, description="tell how likely each token was"),
-        Parameter("top_logprobs", "integer", 0, 20, use="request", flag=None, description="and the likeliest ones"),
+        Parameter("bad_words", "any", use="request", flag=None, description="strings that the answer must not contain"),
+        Parameter("logprobs", "flag", use="request", flag=None, description="return the logprob of each token"),
+        Parameter(
+            "top_logprobs",
+            "integer",
+            0,
+            20,
+            use="request",
+            flag=None,
+            description="number of most likely tokens to return at each position; needs logprobs",
+        ),
         Parameter(
             "response_format",
             "any",
             use="request",
             flag=None,
-            description="what the text must be: of type text, json_object, json_schema, regex or grammar",
+            description="format of the answer: type text, json_object, json_schema, regex or grammar",
         ),
         Parameter("tools", "any", use="request", flag=None, description="functions that the model may call"),
         Parameter(
@@ -378,9 +414,9 @@ TEXT = Modality(
             "any",
             use="request",
             flag=None,
-            description="whether it calls any: none, auto, required, or the name of one as an object",
+            description="whether the model calls functions: none, auto, required, or an object that names one",
         ),
-        Parameter("parallel_tool_calls", "flag", use="request", flag=None, description="false: one call at most"),
+        Parameter("parallel_tool_calls", "flag", use="request", flag=None, description="false: at most one call"),
         Parameter(
             "structured_outputs",
             "any",
@@ -402,10 +438,10 @@ TEXT = Modality(
             MIN_SEED,
             MAX_SEED,
             use="request",
-            description="seed of the first choice; without it, or with -1, random; the answer contains it",
+            description="seed of the first choice, which the response contains; random if it is missing or -1",
         ),
-        Parameter("n", "integer", 1, "max_n", use="request", default=1, description="how many choices"),
-        Parameter("stream", "flag", use="delivery", description="answer with events"),
+        Parameter("n", "integer", 1, "max_n", use="request", default=1, description="number of choices"),
+        Parameter("stream", "flag", use="delivery", description="stream the response as server-sent events"),
         Parameter(
             "stream_options",
             "any",

@@ -156,7 +156,8 @@ class VisionConfig(msgspec.Struct, frozen=True):
         them that counts toward the bounds.
         """
         if max(width, height) > MAX_RATIO * min(width, height):
-            raise InvalidParameter(f"{width}x{height} pixels: no side may be more than {MAX_RATIO} of the other")
+            rule = f"the longer side must be at most {MAX_RATIO} times the shorter side"
+            raise InvalidParameter(f"{width}x{height} pixels: {rule}")
 
         side = self.patch * self.merge
         rows, columns = round(height / side), round(width / side)
@@ -178,9 +179,9 @@ class VisionConfig(msgspec.Struct, frozen=True):
         remaining = {id: iter(items) for id, items in items_by_id.items()}
         for id, items in items_by_id.items():
             if (count := ids.count(id)) != len(items):
-                places = f"the messages have {count} places for {'videos' if id == self.video else 'pictures'}"
+                places = f"the messages have {count} placeholders for {'videos' if id == self.video else 'pictures'}"
                 raise InvalidParameter(
-                    f"{places}, and {len(items)} are shown: leave out the tokens for them", "messages"
+                    f"{places}, but need {len(items)}: remove placeholder tokens from the texts", "messages"
                 )
 
         expanded: list[int] = []
@@ -216,7 +217,7 @@ class VisionConfig(msgspec.Struct, frozen=True):
 
             item = next(remaining[id], None)
             if item is None or {*ids[place : place + self._run_tokens(item)]} != {id}:
-                raise PermanentError("the prompt does not show what it was said to show")
+                raise PermanentError("the prompt does not contain the pictures and videos of the request")
             is_group = bool(item.images) and self.timed
             first = first if is_group and item.shown == previous and first < item.tokens else 0
             yield TokenRun(place, item, first, Grid(1 if is_group else item.frames, item.rows, item.columns))

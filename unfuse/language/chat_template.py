@@ -79,7 +79,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
         if time.thread_time() > _deadline.get():
-            raise TemplateTooLarge("it takes too long")
+            raise TemplateTooLarge("rendering takes too long")
         return super().call(__context, __obj, *args, **kwargs)
 
 
@@ -116,11 +116,11 @@ class ChatTemplate:
                 parts.append(part)
                 length += len(part)
                 if length > self._characters:
-                    raise TemplateTooLarge(f"it makes more than {self._characters} characters")
+                    raise TemplateTooLarge(f"the prompt has more than {self._characters} characters")
         except Exception as error:  # a model's template can raise anything
             reason = str(error) or type(error).__name__
             raise InvalidParameter(
-                f"messages: the model's chat template fails on them: {reason}", "messages"
+                f"messages: the model's chat template cannot render them: {reason}", "messages"
             ) from error
         finally:
             _deadline.reset(token)
@@ -207,7 +207,7 @@ def _content(content: Any, number: int, shows: Collection[str]) -> str | list[An
         if kind not in TEXT_PARTS:
             type_name = str(kind)[:40]
             raise InvalidParameter(
-                f"messages[{number}].content: parts of type {type_name} are not read, only text", "messages"
+                f"messages[{number}].content: parts of type {type_name} are not supported, only text", "messages"
             )
         if not isinstance(part.get("text"), str):
             raise InvalidParameter(f"messages[{number}].content: a part of type text needs a text", "messages")

@@ -111,7 +111,7 @@ def in_lark(text: str) -> str:
     try:
         return gbnf_to_lark(text)
     except (GbnfToLarkError, IndexError, KeyError, RecursionError) as error:
-        raise ValueError(f"no EBNF: {error}") from error
+        raise ValueError(f"not valid EBNF: {error}") from error
 
 
 def follow(matcher: LLMatcher, message: AllowedTokensQuery) -> AllowedTokens:

@@ -89,11 +89,11 @@ def pack_grammar(grammar: Grammar, param: str) -> bytes:
     Raises InvalidParameter, for the parameter `param`, if the grammar is too long or not valid Unicode.
     """
     if len(grammar.text) > MAX_CHARS:
-        raise InvalidParameter(f"{param}: {len(grammar.text)} characters of grammar, of at most {MAX_CHARS}", param)
+        raise InvalidParameter(f"{param}: the grammar has {len(grammar.text)} of at most {MAX_CHARS} characters", param)
     try:
         return encode(grammar)
     except ProtocolError as error:
-        raise InvalidParameter(f"{param}: half a surrogate pair is no text", param) from error
+        raise InvalidParameter(f"{param} contains an unpaired surrogate, which is not valid Unicode", param) from error
 
 
 def grammar_digest(packed: bytes) -> str:
@@ -110,7 +110,7 @@ PATIENCE_S = 0.03
 #: The module that compiles grammars.
 PROGRAM = "unfuse.language.grammar_process"
 
-TOO_MUCH = "the grammar takes too much: more computing, more memory or deeper nesting than is allowed; make it simpler"
+TOO_MUCH = "the grammar exceeds the limits of computing time, memory or nesting: simplify it"
 
 
 class InvalidGrammar(PermanentError):
@@ -211,7 +211,7 @@ class Grammars:
         if process.compiled is not None:
             return process.compiled.error
         if not self.running:
-            raise TransientError("the program that compiles grammars has ended: what it said of that is in the log")
+            raise TransientError("the program that compiles grammars has exited: the log has its error message")
         return TOO_MUCH
 
     @property
@@ -346,7 +346,7 @@ class GrammarConstraint:
         if compiled and compiled.error:
             raise InvalidGrammar(f"the grammar cannot be used: {compiled.error}")
         if answer and answer.error:
-            raise InvalidGrammar(f"the text cannot go on by its grammar: {answer.error}")
+            raise InvalidGrammar(f"the text cannot continue by its grammar: {answer.error}")
         if answer and answer.length == len(ids):
             return answer.mask
 

@@ -323,7 +323,7 @@ def _adapt_calls(message: Any, number: int, knows: bool) -> Any:
 
     read = [call for value in calls if (call := _read_call(value))] if isinstance(calls, list) else []
     if not isinstance(calls, list) or len(read) < len(calls):
-        raise InvalidParameter(f"messages[{number}].tool_calls must be a list of calls of functions", "messages")
+        raise InvalidParameter(f"messages[{number}].tool_calls must be a list of function calls", "messages")
 
     if knows:
         return {

@@ -134,7 +134,7 @@ class PagedKvCache:
         device: torch.device | str = "cpu",
     ) -> None:
         if block < 1 or tokens < block:
-            raise ValueError(f"room for {tokens} tokens has no block of {block}")
+            raise ValueError(f"a KV cache of {tokens} tokens cannot have blocks of {block}")
 
         self.block = block
         self._blocks = tokens // block
@@ -165,8 +165,8 @@ class PagedKvCache:
         """
         if blocks > self._free_blocks.free:
             raise NoKvBlocks(
-                f"no room for {blocks * self.block} more tokens of keys and values ({self._free_blocks.free} of "
-                f"{self._blocks} blocks of {self.block} are free): wait for others to finish"
+                f"the KV cache has no room for {blocks * self.block} more tokens ({self._free_blocks.free} of "
+                f"{self._blocks} blocks of {self.block} are free): wait for other sequences to finish"
             )
 
         runs = [*runs]
@@ -222,7 +222,7 @@ class KvSequence:
         Raises NoKvBlocks if too few blocks are free; nothing is changed then. Raises ValueError for a negative number.
         """
         if tokens < 0:
-            raise ValueError(f"a sequence does not grow by {tokens} tokens: truncate it")
+            raise ValueError(f"a sequence cannot grow by {tokens} tokens: truncate it")
         if not tokens:
             return
 
@@ -236,7 +236,7 @@ class KvSequence:
         Raises ValueError unless 0 ≤ tokens ≤ length.
         """
         if not 0 <= tokens <= self.length:
-            raise ValueError(f"a sequence of {self.length} tokens has no first {tokens}")
+            raise ValueError(f"a sequence of {self.length} tokens cannot be truncated to {tokens}")
 
         blocks = self._kv.blocks(tokens)
         freed_runs = [*_subspans(self._runs, blocks, self._kv.blocks(self.length))]
@@ -256,7 +256,7 @@ class KvSequence:
         """
         stop = self.length if stop is None else stop
         if not 0 <= start <= stop <= self.length:
-            raise ValueError(f"a sequence of {self.length} tokens has none from {start} to {stop}")
+            raise ValueError(f"a sequence of {self.length} tokens has no tokens {start} to {stop}")
 
         block = self._kv.block
         return [*_subspans([(first * block, end * block) for first, end in self._runs], start, stop)]

@@ -101,7 +101,7 @@ def sample(
     """
     scores = adjusted(logits, how, prompt_ids, made_ids)
     if not bool(scores.max().isfinite()):
-        raise PermanentError("the model gives no numbers for the next token: its weights may be damaged")
+        raise PermanentError("the logits of the next token are not finite: the model's weights may be damaged")
     if allowed is not None:
         scores = scores.masked_fill(~_unpack_mask(allowed, scores), float("-inf"))
     scores = _exclude(scores, banned(how, made_ids))

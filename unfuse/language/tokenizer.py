@@ -136,8 +136,8 @@ def of_gguf(file: Path) -> TokenizerFiles:
     metadata = contents(file).said
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or split not in SPLITS:
-        served = f"served is gpt2, split as {', '.join(SPLITS)}"
-        raise ConfigError(f"{file} has a tokenizer of kind {kind}, split as {split}: {served}; give its tokenizer.json")
+        served = f"supported is gpt2 with {', '.join(SPLITS)}"
+        raise ConfigError(f"{file} has a tokenizer {kind} with the pre-tokenizer {split}: {served}; add tokenizer.json")
 
     ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in (*NAMED_IDS.values(), "eot", "eom")}
     templates = {
@@ -245,7 +245,7 @@ class ChatTokenizer:
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
         except TypeError as error:
-            raise InvalidParameter("messages: half a surrogate pair is no text", "messages") from error
+            raise InvalidParameter("messages: an unpaired surrogate is not valid Unicode", "messages") from error
 
     def spellings(self, words: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each word, for bad words.
@@ -305,7 +305,7 @@ class ChatTokenizer:
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")
         if template is None:
-            raise InvalidParameter("messages: this model has no chat template, so it cannot chat", "messages")
+            raise InvalidParameter("messages: this model has no chat template, which chats need", "messages")
         return template
 
     @cached_property
@@ -520,8 +520,8 @@ def _byte_decoder(source: Path, tokenizer: Tokenizer) -> tuple[Callable[[str], b
         return _byte_level_bytes, False
     if not steps.keys() <= {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}:
         raise ConfigError(
-            f"{source}: a tokenizer that decodes by {', '.join(steps)} is not served: byte-level ones are, "
-            "and those of SentencePiece"
+            f"{source}: a tokenizer with the decoder {', '.join(steps)} is not supported; supported: byte-level "
+            "and SentencePiece tokenizers"
         )
     strips = "Strip" in steps or steps.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
     return _sentencepiece_bytes, strips

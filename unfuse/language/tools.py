@@ -88,7 +88,7 @@ def read_tools(fields: Mapping[str, Any]) -> Tools | None:
     functions, choice = fields.get("tools"), fields.get("tool_choice")
     if functions is None or functions == []:
         if choice not in (None, "none", "auto"):
-            raise InvalidParameter("tool_choice chooses among tools: send tools too", "tool_choice")
+            raise InvalidParameter("tool_choice needs tools: send tools, or leave it out", "tool_choice")
         return None
     if not isinstance(functions, list) or len(functions) > MAX_TOOLS:
         raise InvalidParameter(f"tools must be a list of at most {MAX_TOOLS} functions", "tools")
@@ -96,7 +96,7 @@ def read_tools(fields: Mapping[str, Any]) -> Tools | None:
     tools = tuple(_read_function(value, f"tools[{number}]") for number, value in enumerate(functions))
     names = tuple(tool["function"]["name"] for tool in tools)
     if double := next((name for name in names if names.count(name) > 1), None):
-        raise InvalidParameter(f"tools: two functions are called {double}", "tools")
+        raise InvalidParameter(f"tools: two functions have the name {double}", "tools")
     return _apply_choice(choice, Tools(tools, "auto", names, fields.get("parallel_tool_calls") is not False))
 
 

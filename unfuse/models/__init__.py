@@ -67,8 +67,8 @@ def find(source: str | Path) -> Family:
         return WHOLE
     if kind not in families:
         raise ConfigError(
-            f"model {source} is a {kind[:80]}, which is not served; served are {', '.join(sorted(families))}, and "
-            "undivided any other pipeline of the installed diffusers"
+            f"model {source} is a {kind[:80]}, which is not supported; supported: {', '.join(sorted(families))}, and "
+            "any other pipeline of the installed diffusers, undivided"
         )
 
     family: Family = resolve(families, kind, "model family")

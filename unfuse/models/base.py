@@ -208,7 +208,7 @@ class DiffusersFamily(Family):
     @override
     def load(self, spec: StageSpec, folder: Path, runtime: RuntimeOptions, report: Report | None = None) -> Stage:
         if runtime.loras and spec.kind == DENOISE.kind and runtime.mesh and "tensor" in runtime.mesh.degrees:
-            raise ConfigError(f"--loras does not go with {spec.role}=tensor, which cuts weights: leave one out")
+            raise ConfigError(f"--loras cannot be combined with --parallel {spec.role}=tensor: leave one of them out")
         model = ModelFolder(folder)
         stage = self.stage(spec.kind, Loader(model, self.components(model), runtime, report, self.cut))
         stage.exact = runtime.options.batching != "batched"
@@ -232,8 +232,8 @@ class DiffusersFamily(Family):
             entry = index.get(component)
             if not isinstance(entry, list) or len(entry) != 2 or entry[0] != library or entry[1] not in names:
                 raise ConfigError(
-                    f"model {folder.path}: {INDEX} gives component {component} as {str(entry)[:80]}; "
-                    f"served is {library} {' or '.join(names)}"
+                    f"model {folder.path}: {INDEX} declares component {component} as {str(entry)[:80]}; "
+                    f"supported: {library} {' or '.join(names)}"
                 )
         return {component: tuple(index[component]) for component in served}
 
@@ -335,7 +335,7 @@ class DiffusersFamily(Family):
         if not runtime.loras or not self.takes_lora or loader.folder.quantization(self.adapts):
             return None
         if runtime.options.offload == "sequential":
-            raise ConfigError("--loras does not go with --offload sequential: use --offload model")
+            raise ConfigError("--loras cannot be combined with --offload sequential: use --offload model")
         pipeline = partial(getattr, import_module("diffusers"), self.source[1])
         files = AdapterFolder(runtime.loras, runtime.kept)
         transformer, most = denoiser.transformers[0], runtime.options.max_loras
@@ -433,17 +433,17 @@ class Loader:
         if missing := sorted(info["missing_keys"]):
             raise ConfigError(
                 f"model {self.folder.path}: the weights of component {component} lack {missing[0]} "
-                f"({len(missing)} tensors in all): {name} would run on random numbers"
+                f"({len(missing)} tensors in total): {name} would use random weights"
             )
         if unused := sorted(unplaced(model, info["unexpected_keys"])):
             raise ConfigError(
                 f"model {self.folder.path}: the weights of component {component} have {unused[0]} "
-                f"({len(unused)} tensors in all), which {name} with its configuration has no place for: give the "
-                "weights that belong to this configuration, in their original precision"
+                f"({len(unused)} tensors in total), which {name} does not have in its configuration: use the weights "
+                "of this configuration, in their original precision"
             )
         if not self.folder.quantization(component) and (rounded := self._rounded(component, model)):
             raise ConfigError(
-                f"model {self.folder.path}: {component} has {rounded} as integers, where {name} has floats: give it in "
+                f"model {self.folder.path}: {component} has {rounded} as integers, but {name} needs floats: use it in "
                 "its original precision"
             )
         return model.eval()
@@ -500,7 +500,7 @@ class Loader:
         if offload == "none":
             return moved(model, self.device)
         if self.device.type == "cpu":
-            raise ConfigError(f"--offload {offload} needs a GPU: on a CPU weights are in host memory anyway")
+            raise ConfigError(f"--offload {offload} needs a GPU: on a CPU, weights are in host memory anyway")
         from unfuse.weights.offload import rest
 
         return rest(model, self.device, offload)

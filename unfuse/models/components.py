@@ -210,7 +210,7 @@ class VideoShape:
 def need_channels(folder: ModelFolder, fit: int, found: int) -> None:
     """Raise ConfigError if the transformer's channels are not those of its VAE."""
     if fit != found:
-        reason = f"by its VAE the transformer has {fit} channels, by its configuration {found}"
+        reason = f"the transformer's configuration has {found} channels, but its VAE requires {fit}"
         raise ConfigError(f"model {folder.path}: {reason}")
 
 

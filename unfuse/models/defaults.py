@@ -73,7 +73,7 @@ class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         defaults = self.over(fit(limits, standard))
         for name, nearest in fit(limits, defaults).items():
             if defaults[name] != nearest:
-                raise ConfigError(f"{SERVING}: default {name} {defaults[name]} is outside the limits; {nearest} is not")
+                raise ConfigError(f"{SERVING}: default {name} {defaults[name]} exceeds the limits, use {nearest}")
         return defaults
 
     def bounds(self, derived: MediaLimits) -> MediaLimits:

@@ -168,8 +168,8 @@ class LanguageFamily(Family):
             room = min(int(rank_room) for rank_room in group.exchange(str(room).encode()))
         if room < needed:
             raise ConfigError(
-                f"keys and values of the longest text, {max_tokens} tokens, take {readable_bytes(needed)}; there are "
-                f"{readable_bytes(room)} for them: give --kv more, or set a limit max_tokens in {files.home / SERVING}"
+                f"the KV cache needs {readable_bytes(needed)} for the longest text, {max_tokens} tokens, but has only "
+                f"{readable_bytes(room)}: increase --kv, or set a limit max_tokens in {files.home / SERVING}"
             )
         return room // token_bytes
 
@@ -266,12 +266,12 @@ class VisionLanguage(LanguageFamily):
         pictures = model.beside(PROCESSOR)
         videos = model.beside(VIDEOS) or pictures
         if not pictures:
-            raise ConfigError(f"model {model.path} has no {PROCESSOR}, which says how pictures are prepared")
+            raise ConfigError(f"model {model.path} has no {PROCESSOR}, which configures image preprocessing")
         patch, merge = int(vision_config["patch_size"]), int(vision_config.get("spatial_merge_size", 2))
         side = (patch * merge) ** 2
         if (processor_patch := int(pictures.get("patch_size", 14))) != patch:
             raise ConfigError(
-                f"model {model.path}: {PROCESSOR} has patches of {processor_patch}, and the model of {patch}"
+                f"model {model.path}: {PROCESSOR} has the patch size {processor_patch}, but the model {patch}"
             )
         return VisionConfig(
             picture=int(config["image_token_id"]),
@@ -349,7 +349,7 @@ class Tower:
         inputs = self._processor(images=[*view.images], return_tensors="pt")
         grids = inputs["image_grid_thw"].tolist()
         if [tuple(grid) for grid in grids] != [view.grid]:
-            raise PermanentError(f"a picture has become patches of {grids}, not {view.grid}")
+            raise PermanentError(f"the processor returned patches of {grids} for a picture, not {view.grid}")
         patches: Tensor = inputs["pixel_values"]
         return patches
 

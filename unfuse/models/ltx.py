@@ -64,7 +64,8 @@ class Shape(VideoShape):
             patches = (transformer["patch_size"], transformer["patch_size_t"])
         need_channels(folder, shape.channels, channels)
         if patches != (1, 1) or any(vae.get("decoder_inject_noise") or ()):
-            raise ConfigError(f"model {folder.path}: its VAE draws noise, or its transformer has larger patches")
+            reason = "a VAE that draws noise, or a transformer with a patch size above 1, is not supported"
+            raise ConfigError(f"model {folder.path}: {reason}")
         return shape
 
 

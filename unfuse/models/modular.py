@@ -152,7 +152,7 @@ class References(PictureEncoder):
         try:
             seen = self._part(image=[one for of in pictures.values() for one in of]).values[SEEN]
         except ValueError as error:
-            raise Unsuitable(f"a picture cannot be seen: {error}") from error
+            raise Unsuitable(f"the pipeline does not accept a picture: {error}") from error
         sizes = torch.tensor([[one.shape[-2:] for one in seen]])
         return {SEEN: torch.cat([one.flatten(2) for one in seen], 2), SIZES: sizes}
 
@@ -182,7 +182,7 @@ class Modular(PictureFamily):
         index = folder.index()
         for name, value in self.fixed.items():
             if index.get(name, value) != value:
-                raise ConfigError(f"model {folder.path}: {name} is {index[name]}, and what is served is {value}")
+                raise ConfigError(f"model {folder.path}: {name} is {index[name]}, but only {value} is supported")
         return super().components(folder)
 
     @override

@@ -59,7 +59,7 @@ class Shape(PictureShape):
             shape = cls(**vars(vae), text_dim=text_dim)
         need_channels(folder, shape.channels * PATCH**2, channels)
         if transformer.get("guidance_embeds"):
-            raise ConfigError(f"model {folder.path} was distilled for guidance, which diffusers cannot run")
+            raise ConfigError(f"model {folder.path} is guidance-distilled, which diffusers does not support")
         return shape
 
 

@@ -191,8 +191,8 @@ class UndividedFamily(Family):
             library, kind = folder.index()[name]
             if library not in LIBRARIES and not has_pipelines(library):
                 raise ConfigError(
-                    f"model {folder.path}: component {name} is a class of its own ({str(library)[:60]}), and no code "
-                    "that comes with a model is run: only classes of diffusers and transformers are"
+                    f"model {folder.path}: component {name} has a custom class ({str(library)[:60]}), and custom code "
+                    "of models is not run: only classes of diffusers and transformers are supported"
                 )
             classes[name] = (library if library in LIBRARIES else f"diffusers.pipelines.{library}", kind)
         return classes
@@ -200,10 +200,10 @@ class UndividedFamily(Family):
 
 def _undivided(model: ModelFolder, declaration: DeclaredPipeline, serving: ServingConfig) -> str:
     """Return why the model has one stage, and whether its frame rate is a guess."""
-    reason = f"unfuse has no stages for {declaration.name} with these parts, so each request runs as one call of it"
+    reason = f"{declaration.name} has no stages for these components, so each request is one call of the pipeline"
     if declaration.medium != VIDEO or "fps" in serving.over({}) or _frame_rate(model, declaration):
         return reason
-    return f"{reason}; its rate of {GUESSED_RATE} frames a second is a guess: set defaults.fps in serving.json"
+    return f"{reason}; its frame rate is assumed to be {GUESSED_RATE}: set defaults.fps in serving.json"
 
 
 #: Parameters for previews, which are not supported: only the pipeline can decode its latents.
@@ -219,18 +219,18 @@ def _declared(model: ModelFolder) -> DeclaredPipeline:
     declaration = declared(kind) if isinstance(kind, str) else None
     if declaration is None:
         raise ConfigError(
-            f"model {model.path} is a {str(kind)[:80]}, which is no pipeline that the installed diffusers has, and no "
-            "code that comes with a model is run"
+            f"model {model.path} is a {str(kind)[:80]}, which is not a pipeline of the installed diffusers, and custom "
+            "code of models is not run"
         )
     optional = ("image_embeds",) if UPLOAD in declaration.takes else ()
     unsupported = [name for name in declaration.needs if name not in (*TAKES, *optional)]
     unsupported += [name for name in BEYOND if name in declaration.takes and name not in optional]
     if not declaration.medium:
-        reason = "makes neither pictures nor silent videos"
+        reason = "generates neither pictures nor videos without sound"
     elif "prompt" not in declaration.takes or "generator" not in declaration.takes:
         reason = f"takes no {'prompt' if 'prompt' not in declaration.takes else 'seed'}"
     elif unsupported:
-        reason = f"takes {unsupported[0]}, which no request can bring"
+        reason = f"takes {unsupported[0]}, which requests cannot set"
     else:
         return declaration
     raise ConfigError(f"model {model.path} cannot be served: a {declaration.name} {reason}")

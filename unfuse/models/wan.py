@@ -390,7 +390,7 @@ class Wan(VideoFamily):
     def limits(self, folder: ModelFolder, defaults: Params) -> MediaLimits:
         shape = Shape.of(folder)
         if shape.pictured != (bool(self.accepts) and not shape.expand):
-            wants = "a picture, and its class is not" if shape.pictured else "no picture, and its class is"
+            wants = "a picture, but its class is not" if shape.pictured else "no picture, but its class is"
             raise ConfigError(f"model {folder.path}: the transformer takes {wants} for image to video")
         return shape.limits(defaults)
 
@@ -536,7 +536,7 @@ class WanImage(Wan):
         clip = [part for part in self.components(folder) if part.startswith("image")]
         if shape.image_dim is not None and not clip:
             raise ConfigError(
-                f"model {folder.path}: the transformer takes CLIP's embeddings, and there is no image_encoder"
+                f"model {folder.path}: the transformer needs CLIP embeddings, but there is no image_encoder"
             )
         channels, frames = (shape.channels, limits.max_frames) if shape.first else (shape.condition, shape.temporal)
         embeds = _embeds_size(folder) * widths["image_encoder"] * (1 + shape.ends) + ALIGNMENT if clip else 0

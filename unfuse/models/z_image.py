@@ -67,7 +67,8 @@ class Shape(PictureShape):
             channels = int(transformer["in_channels"])
         need_channels(folder, vae.channels, channels)
         if not has_patches or transformer.get("siglip_feat_dim") is not None:
-            raise ConfigError(f"model {folder.path}: its transformer sees more than text, or other patches")
+            reason = "a transformer with image inputs, or with another patch size, is not supported"
+            raise ConfigError(f"model {folder.path}: {reason}")
         return shape
 
 

@@ -31,8 +31,8 @@ def present(name: str) -> str:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
-            f"--device {name}: torch {torch.__version__} has {', '.join(['cpu', *found()])} here: name one of these, "
-            f"or install a torch that is built for that kind of device ({str(error).splitlines()[0]})"
+            f"--device {name}: torch {torch.__version__} has only {', '.join(['cpu', *found()])}: use one of these, "
+            f"or install a build of torch for that kind of device ({str(error).splitlines()[0]})"
         ) from error
     return name
 

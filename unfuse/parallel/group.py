@@ -91,7 +91,7 @@ class Group:
         if on_gpu:
             torch.get_device_module(self.device).set_device(self.device)
         elif kind != "cpu":
-            raise ConfigError(f"--device {device}: torch has nothing by which ranks on such devices exchange tensors")
+            raise ConfigError(f"--device {device}: torch has no communication backend for ranks on such devices")
 
         dist.init_process_group(
             f"cpu:gloo,{kind}:{EXCHANGES[kind]}" if on_gpu else "gloo",
@@ -133,7 +133,7 @@ class Group:
             raise remote.error from None
         except Exception as error:
             if self._has_met:
-                self._exit(f"it failed amid a step: {type(error).__name__}: {error}")
+                self._exit(f"it failed during a step: {type(error).__name__}: {error}")
             self._has_met = True
             self.exchange(encode((rule_of(error).cause, f"{type(error).__name__}: {error}")))
             raise
@@ -167,7 +167,7 @@ class Group:
 
     def _exit(self, reason: str) -> NoReturn:
         """Exit immediately: an orderly exit would wait for other ranks."""
-        sys.stderr.write(f"rank {self.rank} ends: {reason}\n")
+        sys.stderr.write(f"rank {self.rank} exits: {reason}\n")
         sys.stderr.flush()
         os._exit(1)
 

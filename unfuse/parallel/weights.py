@@ -78,7 +78,7 @@ def together(group: Group, load: Callable[[], dict[str, torch.Tensor]]) -> Itera
 
         fcntl.flock(file, fcntl.LOCK_SH)  # waits until rank 0 has written the file, however long that takes
         if fcntl.fcntl(file, fcntl.F_GET_SEALS) & WRITTEN != WRITTEN:
-            raise ConfigError(os.pread(file, 1 << 16, 0).decode() or "the first rank ended while it loaded weights")
+            raise ConfigError(os.pread(file, 1 << 16, 0).decode() or "rank 0 exited while it loaded weights")
         yield f"/proc/self/fd/{file}" if os.fstat(file).st_size else ""
     finally:
         if file >= 0:

@@ -575,7 +575,7 @@ def check_numbers(*parts: RequestContext | Task | Event) -> None:
         needs = part.planned.needs.values() if isinstance(part, Task) else ()
         for number in (*_GET_NUMBERS[type(part)](part), *needs):
             if not -EXACT <= (number or 0) <= EXACT:
-                raise ProtocolError(f"{type(part).__name__} with a number of {number}: up to {EXACT} are stored")
+                raise ProtocolError(f"{type(part).__name__} has the number {number}, which exceeds ±{EXACT}")
 
 
 #: Sums count whole nanoseconds, so that adding and subtracting the same number leaves exactly 0.

@@ -44,8 +44,8 @@ NAME_S = 2.0
 #: The form of addresses, for error messages.
 ADDRESS = (
     "redis://[user:password@]host[:port][/database][?prefix=name][&replicas=number], with [&shards=number] at one host "
-    "or at several, divided by commas; redis+sentinel://[user:password@]host[:port][,host[:port]…]/service[,service…]"
-    "[/database][?…]; redis+cluster://[user:password@]host[:port][,host[:port]…][?…]; rediss for TLS"
+    "or at several, separated by commas; redis+sentinel://[user:password@]host[:port][,host[:port]…]/service[,service…]"
+    "[/database][?…]; redis+cluster://[user:password@]host[:port][,host[:port]…][?…]; rediss instead of redis for TLS"
 )
 #: Most shards of a queue.
 MOST_SHARDS = 64
@@ -72,7 +72,7 @@ class ClusterSlots:
                 for first, last, (host, port, *_), *_ in ranges:
                     if first <= slot <= last:
                         return host.decode(), port
-        raise ConnectionError(f"no server of the cluster says who has {tag}")
+        raise ConnectionError(f"no server of the cluster returned the owner of {tag}")
 
 
 class RedisAddress(msgspec.Struct, frozen=True):
@@ -151,7 +151,7 @@ def parse_address(url: str) -> list[RedisAddress]:
         if not len(places) <= shards <= MOST_SHARDS or len({*places}) < len(places):
             raise ValueError
     except (ValueError, AttributeError):
-        raise ConfigError(f"a queue in Redis is {ADDRESS}") from None
+        raise ConfigError(f"the address of a Redis queue must be {ADDRESS}") from None
 
     host, port = hosts[0]
     first = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -193,7 +193,7 @@ PAUSE_S = 0.2
 #: Timeout of a try, in seconds.
 LOOK_S = 3.0
 
-HANGS_UP = "whatever listens there hangs up: it is not Redis, or wants rediss:// (TLS)"
+HANGS_UP = "the server closes each connection: it is not Redis, or it requires TLS (rediss://)"
 
 
 async def obstacle(url: str, ask: Callable[[], Awaitable[object]]) -> str:
@@ -209,7 +209,7 @@ async def obstacle(url: str, ask: Callable[[], Awaitable[object]]) -> str:
             return ""
         except TimeoutError:
             plain = url.startswith("rediss") and await _answers_plainly(url)
-            return "it is Redis without TLS: write redis://, or give it a certificate" if plain else ""
+            return "Redis does not use TLS there: use redis://, or configure TLS in Redis" if plain else ""
         except RedisError as error:
             reason = _permanent_reason(error)
             if reason != HANGS_UP:
@@ -222,26 +222,24 @@ def _permanent_reason(error: RedisError) -> str:
     """Return why this error is permanent, or "" if it may be transient."""
     match error:
         case AuthenticationError():
-            return f"it refuses the user or the password ({error}): write redis://user:password@host"
+            return f"authentication failed ({error}): use redis://user:password@host"
         case NoPermissionError():
-            return f"its user may not do what a queue does ({error})"
+            return f"the Redis user lacks permissions ({error})"
         case ResponseError() if "DB index" in str(error):
-            return f"it has no database of that number ({error}): the number is what stands behind the last /"
+            return f"the database does not exist ({error}): set its number after the last / of the URL"
         case ResponseError() if (message := str(error)).startswith("MISPLACED"):
             return message.partition(" ")[2]
         case ResponseError() if "unknown command" in str(error):
-            return f"it is no Redis of 6.2 or later ({error})"
+            return f"it is not Redis 6.2 or later ({error})"
         case MovedError():
             home = f"{error.host}:{error.port}"
-            return (
-                f"it is of a Redis Cluster, where this prefix is at {home}: name that server, or write redis+cluster://"
-            )
+            return f"a Redis Cluster stores this prefix on {home}: use that server, or redis+cluster://"
         case InvalidResponse():
-            return f"something else than Redis answers there ({error})"
+            return f"the server is not Redis ({error})"
     causes = list(_causes(error))
     if tls_error := next((cause for cause in causes if isinstance(cause, ssl.SSLError)), None):
         reason = tls_error.reason or tls_error
-        return f"TLS fails ({reason}): is its certificate trusted, or is it redis:// without TLS?"
+        return f"TLS failed ({reason}): check that the certificate is trusted, or use redis:// without TLS"
     hung_up = any(isinstance(cause, ConnectionResetError | BrokenPipeError) for cause in causes)
     return HANGS_UP if hung_up or "closed by server" in str(error) else ""
 
@@ -309,7 +307,7 @@ async def answers(redis: Redis, tag: str, calls: Sequence[Call], replicas: int =
             pipeline.execute_command("WAIT", replicas, REPLICATED_MS)
         replies = await pipeline.execute(raise_on_error=False)
     if replicas and (reached := replies.pop()) not in range(replicas, 1000):
-        raise RedisError(f"replicas that have what it was told: {reached}, wanted: {replicas}")
+        raise RedisError(f"{reached} replicas received the changes, but {replicas} are required")
 
     results: list[Any] = []
     for batch, reply in zip(batches, replies, strict=True):
@@ -393,7 +391,7 @@ class Subscription:
     async def listen(self) -> None:
         """Receive messages until `close`. Reconnects after RETRY_S."""
         while not self._closed:
-            with self._supervisor.besides("hearing what changed"), suppress(RedisError, OSError):
+            with self._supervisor.besides("listening for changes"), suppress(RedisError, OSError):
                 await self._receive_messages()
             await asyncio.sleep(RETRY_S)
 

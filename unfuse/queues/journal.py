@@ -61,7 +61,7 @@ LOCAL_FUSE = "fuse.fuse-overlayfs"
 
 #: The system's errors when the disk or the quota is full.
 FULL = (errno.ENOSPC, errno.EDQUOT)
-NO_ROOM = "the disk of the queue is full: make room there"
+NO_ROOM = "the disk of the queue is full: free some space"
 
 #: Seconds between two tries to write to a full disk.
 FULL_PAUSE_S = 1.0
@@ -137,7 +137,7 @@ class Journal:
             if isinstance(error, OSError) and error.errno in FULL:
                 raise TransientError(NO_ROOM) from error
             kind = UsageError if isinstance(error, UsageError) else ConfigError
-            raise kind(f"the queue cannot be kept in {path}: {error}") from error
+            raise kind(f"the queue cannot use {path}: {error}") from error
         self.thread = ThreadPoolExecutor(1, "queue")
 
     def write(
@@ -238,7 +238,7 @@ class Journal:
             try:
                 self.declared[str(name)] = msgspec.msgpack.decode(cast(bytes, body), type=DeclaredModels)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                log.error("a declaration cannot be read, and is left out", name=name, reason=str(error))
+                log.error("a stored declaration cannot be read and is ignored", name=name, reason=str(error))
 
         for id, stage, count in self._file.execute("SELECT id, stage, max(after) FROM pieces GROUP BY 1, 2"):
             self.appended.setdefault(str(id), {})[str(stage)] = cast(int, count)
@@ -276,9 +276,9 @@ def _lock(path: Path, file: FileIO) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise InUse(
-            f"the queue cannot be kept in {path}: process {file.read().decode()} has it: end that one, or give this "
-            "one another folder with UNFUSE_DATA_DIR, or another file with --queue sqlite:PATH; servers share a queue "
-            "that is --queue redis://HOST:PORT/DATABASE"
+            f"the queue cannot use {path}: process {file.read().decode()} uses it. Stop that process, or use another "
+            "folder with UNFUSE_DATA_DIR, or another file with --queue sqlite:PATH. To share a queue between servers, "
+            "use --queue redis://HOST:PORT/DATABASE"
         ) from error
     file.truncate(0)
     file.write(str(os.getpid()).encode())
@@ -289,10 +289,10 @@ def _check_ours(file: apsw.Connection) -> None:
     if not file.pragma("schema_version"):
         return
     if file.pragma("application_id") != APPLICATION:
-        raise UsageError("it holds something else: give this one a file of its own, with --queue sqlite:PATH")
+        raise UsageError("it is the database of another program: use another file with --queue sqlite:PATH")
     if (version := file.pragma("user_version")) != SCHEMA:
         raise UsageError(
-            f"it was written by another version of unfuse (schema {version}, this one reads {SCHEMA}): name another "
+            f"it was written by another version of unfuse (schema {version}, this version needs {SCHEMA}): use another "
             "file with --queue sqlite:PATH, or delete this one"
         )
 
@@ -305,11 +305,11 @@ def _refuse_foreign(path: Path) -> None:
     if not path.exists():
         return
     if not path.is_file():
-        raise UsageError("it is no file: give this one a file of its own")
+        raise UsageError("it is not a file: use another path with --queue sqlite:PATH")
     with path.open("rb") as file:
         first_bytes = file.read(len(MAGIC))
     if first_bytes not in (b"", MAGIC):
-        raise UsageError("it is not a database, it holds something else: give this one a file of its own")
+        raise UsageError("it is not a SQLite database: use another file with --queue sqlite:PATH")
     flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
     # SQLite errors are ignored: a torn database may still be repaired from its journal when it is opened.
     with suppress(apsw.Error), closing(apsw.Connection(f"{path.as_uri()}?immutable=1", flags=flags)) as connection:
@@ -326,9 +326,7 @@ def _refuse_remote(path: Path) -> None:
         kind = line.partition(" - ")[2].split()[0]
         is_remote = kind in REMOTE or (kind.startswith("fuse.") and kind != LOCAL_FUSE)
         if is_remote and line.split()[2] == f"{os.major(device)}:{os.minor(device)}":
-            raise ConfigError(
-                f"it is on a network file system ({kind}): choose a disk of this machine, with --queue sqlite:PATH"
-            )
+            raise ConfigError(f"it is on a network file system ({kind}): use a local disk with --queue sqlite:PATH")
 
 
 @dataclass(eq=False, slots=True)
@@ -469,13 +467,13 @@ class JournalWriter:
                 log.error("the queue's file cannot be written", file=str(self._journal.path), reason=str(error))
         self._full = ""
         if isinstance(error, TransientError):
-            self._full = "the disk of the queue is full: nothing is accepted or changed until there is room again"
+            self._full = "the disk of the queue is full: requests and changes are refused until space is free"
             self._next = _merge([batch for batch in batches if batch])
             self._retry = asyncio.get_running_loop().call_later(FULL_PAUSE_S, self._flush)
         elif error is not None:
             self._broken = (
-                f"the queue's file cannot be written ({error}): repair the disk, then start the server again; "
-                "all that was accepted is kept"
+                f"the queue's file cannot be written ({error}): repair the disk, then restart the server. "
+                "Accepted requests are not lost"
             )
             self._on_broken()
         for batch in filter(None, batches):

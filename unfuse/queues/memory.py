@@ -150,8 +150,8 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         """
         concurrent = allowance.concurrent
         if concurrent and (active := self._index.count_active(tenant)) >= concurrent:
-            message = f"{tenant} has {active} requests in progress, its key allows {concurrent}"
-            raise LimitReached(f"{message}: try again when one is over")
+            message = f"tenant {tenant} has {active} requests in progress, its key allows {concurrent}"
+            raise LimitReached(f"{message}: try again when one has ended")
 
         # a token bucket, stored as the time at which it is full: each request moves that by period / rate
         now = int(self._clock.now() * MICROSECONDS)
@@ -169,15 +169,15 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         """Apply admission control to one more request with these tasks. Raises Overloaded."""
         active = self._index.count_active()
         if active >= limits.max_active:
-            raise Overloaded(f"{active} requests are in progress, no more are accepted: try again later")
+            raise Overloaded(f"{active} requests are in progress, which is the limit: try again later")
         if limits.max_cost is not None and active and self._cost + context.cost > limits.max_cost:
             raise Overloaded(
-                f"what is in progress and this together cost more than {limits.max_cost:g}: try again later"
+                f"the predicted cost of all active requests would exceed {limits.max_cost:g} s: try again later"
             )
         for pool, more in Counter(task.planned.pool for task in tasks).items():
             size, shown = self._pools.size(pool), readable_pool(pool)
             if size + more > limits.max_queue:
-                raise Overloaded(f"{size} tasks wait in pool {shown}, up to {limits.max_queue} may: try again later")
+                raise Overloaded(f"{size} tasks wait in pool {shown}, the limit is {limits.max_queue}: try again later")
 
     @override
     async def lease(self, worker: str, wanted: LeaseRequest, ttl: float, wait: float = 0.0) -> list[Lease]:
@@ -344,7 +344,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
             if self._leases.held(claim) is None:
                 raise _lost(claim)
         if context.version != before.version + 1:
-            raise Conflict(f"{context.id} is at version {before.version}: {context.version} does not follow it")
+            raise Conflict(f"request {context.id} is at version {before.version}, not {context.version - 1}")
 
         entry.context = context
         for request, stage in (claim.key, *change.close) if claim is not None else change.close:
@@ -591,8 +591,8 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
 
 def _unknown(request: str) -> NotFound:
-    return NotFound(f"no request {request}")
+    return NotFound(f"request {request} does not exist")
 
 
 def _lost(claim: Claim) -> LeaseLost:
-    return LeaseLost(f"attempt {claim.attempt} of {claim.stage} of {claim.request} does not hold its lease")
+    return LeaseLost(f"attempt {claim.attempt} of {claim.stage} of {claim.request} no longer has its lease")

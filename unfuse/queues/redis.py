@@ -55,7 +55,7 @@ try:
 
     from unfuse.queues import connection
 except ImportError as error:
-    raise ConfigError("a queue in Redis needs the library redis: pip install 'unfuse[redis]'") from error
+    raise ConfigError("a Redis queue needs the redis library: pip install 'unfuse[redis]'") from error
 
 #: Longest time for `check`, in seconds.
 CHECK_S = 2.0
@@ -246,7 +246,7 @@ class RedisQueue(QueueBackend):
             )
             records += [record for record in readable if record]
             for id in damaged:
-                self._unreadable.note("request", script.printable_name(id), "it is not the record of a request")
+                self._unreadable.note("request", script.printable_name(id), "it is not a request record")
             after, beyond = None, last and last.decode()
         return records
 
@@ -368,7 +368,7 @@ class RedisQueue(QueueBackend):
         reply = await self._call("damaged")
         pairs = zip(reply[::2], reply[1::2], strict=True)
         incomplete = [
-            DamagedRecord(script.printable_name(name), kind.decode(), "its task is not whole") for name, kind in pairs
+            DamagedRecord(script.printable_name(name), kind.decode(), "its task is incomplete") for name, kind in pairs
         ]
         return [*(record for record in self._unreadable.all() if record.kind in script.DROPPABLE), *incomplete]
 
@@ -399,7 +399,7 @@ class RedisQueue(QueueBackend):
     async def _call(self, verb: str, **args: Any) -> Any:
         """Run a verb of the script. Raises TransientError, and the errors of the verb."""
         if self._closed and "undo" not in args:
-            raise TransientError("this queue was closed")
+            raise TransientError("the queue is closed")
         args |= {"max_events": MAX_EVENTS, "among": PREFERENCE_AMONG, "moment": PREFERENCE_S}
         args |= {"most_returns": MOST_RETURNS, "scan": SCANNED, "video_id": VIDEO.prefix, "part": self._address.part}
         if self._clock:

@@ -119,10 +119,10 @@ def error(met: Exception, place: str) -> errors.UnfuseError:
     if kind in REFUSALS:
         return REFUSALS[kind](text)
     if BROKEN.search(str(met)):
-        return errors.Damaged(f"the queue at {place} holds data that is not as expected: {met}")
+        return errors.Damaged(f"the queue at {place} contains unexpected data: {met}")
     if FULL.search(str(met)):
-        return errors.TransientError(f"the queue at {place} has no memory left: give it more (maxmemory), or make room")
-    return errors.TransientError(f"the queue at {place} does not answer: {str(met) or 'it was silent'}")
+        return errors.TransientError(f"the queue at {place} is out of memory: increase maxmemory, or free memory")
+    return errors.TransientError(f"the queue at {place} does not respond: {str(met) or 'timeout'}")
 
 
 def member(info: bytes, cards: tuple[ModelSpec, ...], seen: bytes, leased: bytes) -> RegisteredWorker:

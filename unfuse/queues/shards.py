@@ -83,7 +83,7 @@ class ShardHealth:
             async with asyncio.timeout(PATIENCE_S):
                 return await self.ask(shard, work)
         except TimeoutError as error:
-            self._mark_away(shard, f"no answer in {PATIENCE_S:g} s")
+            self._mark_away(shard, f"no response within {PATIENCE_S:g} s")
             raise TransientError(self.away.get(shard, "")) from error
 
     def present(self, among: Iterable[int] | None = None) -> list[int]:
@@ -127,7 +127,7 @@ class ShardHealth:
         """Record that a shard is unreachable, and check it until it is reachable again."""
         if shard not in self.away and not self._closed:
             self.away[shard] = self._describe(shard, reason)
-            log.warning("a shard of the queue is away: the others go on", shard=shard, reason=reason)
+            log.warning("queue shard is unreachable, the others continue", shard=shard, reason=reason)
             self.background.run(f"shard {shard}", partial(self._wait_for_return, shard))
 
     def _describe(self, shard: int, reason: str) -> str:
@@ -145,7 +145,7 @@ class ShardHealth:
                 self.away[shard] = self._describe(shard, str(error))
                 continue
             del self.away[shard]
-        log.info("a shard of the queue answers again", shard=shard)
+        log.info("queue shard is reachable again", shard=shard)
 
 
 Asking = asyncio.Task[list[Lease]]
@@ -478,7 +478,7 @@ class ShardedQueue(QueueBackend):
         merged = sorted(entries, key=itemgetter(0, 1), reverse=not oldest_first)
         if which.tenant is not None and which.idempotency_key and not merged:
             for shard in {*self._shared_homes(which.tenant, which.idempotency_key)} - pages.keys():
-                raise KeyUnavailable(self._health.away.get(shard, "a shard of the queue does not answer"))
+                raise KeyUnavailable(self._health.away.get(shard, "a shard of the queue is unreachable"))
         listed = [record for _, _, record in merged[:limit]]
         self._remember(listed)
         return listed
@@ -496,7 +496,7 @@ class ShardedQueue(QueueBackend):
                 raise
             owner, number = self._listed[request]
         if tenant not in (None, owner):
-            raise NotFound(f"no request {request}")
+            raise NotFound(f"request {request} does not exist")
         return number
 
     def _remember(self, listed: Sequence[RequestRecord]) -> None:

@@ -86,7 +86,7 @@ class SqliteQueue(MemoryQueue):
         """
         path = url.partition("://" if "://" in url else ":")[2]
         if not path:
-            raise ConfigError("a SQLite queue is kept in a file: give its path, as in sqlite:queue.db")
+            raise ConfigError("a SQLite queue needs the path of a file, such as sqlite:queue.db")
         return cls(expanded(path).absolute(), clock or SystemClock())
 
     @override

@@ -94,8 +94,8 @@ class PoolArenas:
                 most = max((worker.resources[name] for worker in serving if name in worker.resources), default=need)
                 if need > most:
                     raise InvalidParameter(
-                        f"stage {stage.name} needs {need} of the resource {name}, and a worker has {most}: "
-                        f"ask for less, or have the workers started with --resources {name}={need} or more"
+                        f"stage {stage.name} needs {need} of the resource {name}, but workers have at most {most}: "
+                        f"request less, or start the workers with --resources {name}={need} or more"
                     )
 
     def _require(self, plan: ExecutionPlan, done: Collection[str], live: Iterable[WorkerInfo]) -> None:
@@ -110,7 +110,8 @@ class PoolArenas:
         for stage in bounded:
             most = max(worker.room for worker in serving[stage.pool])
             if stage.room > most:
-                raise _too_large(f"what stage {stage.name} makes takes", stage.room, "an arena holds", most, stage.room)
+                what = f"the output of stage {stage.name} needs"
+                raise _too_large(what, stage.room, "an arena has at most", most, stage.room)
         if not self._spills:
             for stages in _group_by_arenas(bounded, serving):
                 _require_sum(stages, serving)
@@ -148,7 +149,8 @@ def _require_sum(stages: Sequence[PlannedStage], serving: dict[str, list[WorkerI
     needed = sum(-(-stage.room // BLOCK) * BLOCK for stage in stages)  # each rounded up to pages
     available = sum(arenas.values())
     if needed > available:
-        raise _too_large("its outputs together take", needed, "the arenas hold", available, -(-needed // len(arenas)))
+        arena = -(-needed // len(arenas))
+        raise _too_large("the outputs of the request need", needed, "the arenas together have", available, arena)
 
     for pool in {stage.pool for stage in stages}:
         output_sizes = [stage.room for stage in stages if stage.pool == pool]
@@ -156,13 +158,14 @@ def _require_sum(stages: Sequence[PlannedStage], serving: dict[str, list[WorkerI
         count = len(output_sizes)
         if smallest * count > sum(worker.room // smallest * smallest for worker in serving[pool]):
             needed_arena = -(-count // len(serving[pool])) * smallest
-            outputs = f"its {count} outputs of stage kind {pool.partition(':')[0]} take"
-            raise _too_large(outputs, smallest * count, "whole ones in the arenas", available, needed_arena)
+            outputs = f"the {count} outputs of stage kind {pool.partition(':')[0]} need"
+            split = "none can be split over the arenas, which together have"
+            raise _too_large(outputs, smallest * count, split, available, needed_arena)
 
 
 def _too_large(what: str, needed: int, where: str, available: int, arena: int) -> InvalidParameter:
     """Return the error for outputs of `needed` bytes that would need arenas of `arena` bytes."""
     return InvalidParameter(
-        f"{what} {needed} bytes, and {where} {available}: ask for fewer pixels, frames or pictures, "
-        f"or have the workers started with --arena {-(-arena // MIB)}MiB or more"
+        f"{what} {needed} bytes, but {where} {available}: request fewer pixels, frames or pictures, "
+        f"or start the workers with --arena {-(-arena // MIB)}MiB or more"
     )

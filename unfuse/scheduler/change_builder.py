@@ -241,7 +241,7 @@ class ChangeBuilder:
         count = getattr(self.stages[stage], charge) + 1
         self.stages[stage] = replace(self.stages[stage], **{charge: count})
         if count > BUDGETS[charge]:
-            self.error = ErrorInfo(CODES[charge], f"{message} (given up after {count} times)", stage, evidence)
+            self.error = ErrorInfo(CODES[charge], f"{message} (failed {count} times)", stage, evidence)
         else:
             self.publish("retrying", stage, message)
         return self
@@ -296,7 +296,7 @@ class ChangeBuilder:
 def _check(moves: dict[str, frozenset[str]], what: str, old: str, new: str) -> None:
     """Raise IllegalMove unless the table allows the move."""
     if new not in moves[old]:
-        raise IllegalMove(f"{what} cannot go from {old} to {new}")
+        raise IllegalMove(f"{what} cannot change from {old} to {new}")
 
 
 def _nearest(inputs: Sequence[ObjectRef]) -> str:

@@ -203,7 +203,7 @@ class Costs(Observer):
             try:
                 stored = msgspec.json.decode(saved.read_bytes(), type=_Saved)
             except (OSError, msgspec.MsgspecError) as error:
-                log.warning("what stages take has to be learned again", file=str(saved), reason=str(error))
+                log.warning("saved stage costs cannot be read, learning again", file=str(saved), reason=str(error))
                 return
             self._learned = dict.fromkeys(stored.learned)
             self.woken = stored.woken
@@ -340,7 +340,7 @@ def _write(path: Path, data: bytes) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
-        log.warning("what stages take could not be kept", file=str(path), reason=str(error))
+        log.warning("stage costs cannot be saved", file=str(path), reason=str(error))
 
 
 def last_waking(known: Waking | None, waking: Waking) -> Waking:

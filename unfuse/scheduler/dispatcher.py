@@ -44,7 +44,7 @@ QUEUE_TRIES, QUEUE_PAUSE_S = 16, 0.5
 PROGRESS: tuple[EventType, ...] = ("progress", "preview")
 
 NOTHING = messages.LeasesGranted((), {})
-NOT_LEASED = messages.Rejected("it is not leased to this worker (any more)", lease_lost=True)
+NOT_LEASED = messages.Rejected("the task is not leased to this worker (any more)", lease_lost=True)
 
 _Report = (
     messages.OutputAnnounced
@@ -166,7 +166,7 @@ class Dispatcher(Observer):
             return await self._register(peer, message)
         known = self._peers.get(peer)
         if known is None or isinstance(message, messages.FetchAdapter):
-            return messages.Rejected("it lends nothing itself") if known else messages.UnknownWorker()
+            return messages.Rejected("the dispatcher does not serve adapters") if known else messages.UnknownWorker()
         self._note_contact(known)
         match message:
             case messages.RequestTasks():
@@ -223,7 +223,7 @@ class Dispatcher(Observer):
     async def _return_leases(self, leases: Sequence[Lease]) -> None:
         """Hand back leased tasks that no worker received."""
         for lease in leases:
-            with self._background.besides("taking a task back"):
+            with self._background.besides("handing back an undelivered task"):
                 await self._queue.hand_back(lease.claim)
 
     async def _register(self, peer: bytes, request: messages.Register) -> messages.Registered | messages.Rejected:
@@ -237,9 +237,9 @@ class Dispatcher(Observer):
         if not worker.pools and not worker.changed:
             return reply
         if any(member.info.id == worker.id and member.info.proof != proof for member in await self._queue.workers()):
-            log.warning("refused a worker under another one's id", worker=worker.id)
+            log.warning("rejected a worker with the id of another one", worker=worker.id)
             return messages.Rejected(
-                f"worker {worker.id} is registered with another secret: start this one under an id of its own"
+                f"worker {worker.id} is registered with another secret: start this one with another id"
             )
         await self._queue.hello(worker, request.cards)
         if peer not in self._peers:
@@ -265,7 +265,7 @@ class Dispatcher(Observer):
         if peer.silent_at > self._clock.now():
             peer.cancel_alarm = self._clock.call_at(peer.silent_at, partial(self._check_contact, identity))
         else:
-            log.warning("worker set aside until it is heard again", worker=peer.worker.id)
+            log.warning("worker is silent, its connection is dropped", worker=peer.worker.id)
             self._drop_peer(identity)
 
     def _drop_peer(self, identity: bytes) -> None:

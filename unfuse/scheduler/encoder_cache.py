@@ -126,7 +126,7 @@ class EncoderCache:
         for stage in context.plan.stages:
             if leader := context.stages[stage.name].follows:
                 follow = partial(self._follow, context.id, stage, leader)
-                self._background.once("waiting for what another request encodes", follow)
+                self._background.once("waiting for the encode of another request", follow)
             else:
                 self._register_leader(context, stage)
 

@@ -123,7 +123,7 @@ def completed(
     run = _attempt(claim, worker, done.timings, running)
     if not _as_declared(context.plan.stage(claim.stage), done, worker):
         builder.account(run, is_billed=False, is_final=True)
-        message = f"worker {worker} brought something else than stage {claim.stage} makes: is its version ours?"
+        message = f"worker {worker} returned the wrong kind of output for stage {claim.stage}: check its version"
         return builder.end("failed", ErrorInfo("stage_failed", message, claim.stage), claim)
 
     queued_at = builder.stages[claim.stage].queued_at
@@ -160,7 +160,7 @@ def saved(
     if previous is not None and previous.attempt == claim.attempt and saved.step <= state.checkpoint_step:
         return None
     if not _made_by(ref, claim, worker):
-        raise LeaseLost(f"worker {worker} brought a checkpoint of {claim.stage} that is not its own")
+        raise LeaseLost(f"worker {worker} saved a checkpoint of {claim.stage} that another attempt created")
     stages = context.stages | {claim.stage: replace(state, checkpoint=ref, checkpoint_step=saved.step)}
     return Change(replace(context, version=context.version + 1, stages=stages))
 
@@ -176,7 +176,7 @@ def announced(
     ref = news.output
     state = _current(context, claim, worker, running)
     if not held_by(worker, claim, running) or not _made_by(ref, claim, worker):
-        raise LeaseLost(f"worker {worker} announced an output of {claim.stage} that is not its own")
+        raise LeaseLost(f"worker {worker} announced an output of {claim.stage} that is not from its lease")
     if state.output is not None and state.output.id == ref.id:
         return None
     builder = _claimed(context, claim, worker, wall)
@@ -296,7 +296,7 @@ def turned_down(
     """
     if context.over or context.stages[stage].status != "queued":
         return None
-    reason = f"{GIVEN_UP} workers handed {stage} back again and again without beginning it; the last said: {message}"
+    reason = f"{GIVEN_UP} workers repeatedly handed back {stage} without starting it; the last reason: {message}"
     return ChangeBuilder(context, wall, running).end("failed", ErrorInfo("handed_back", reason, stage), dead=True)
 
 
@@ -340,7 +340,7 @@ def expired_lease(
     except LeaseLost:
         return None
     builder.account(_attempt(claim, lease.worker, Timings(), running), is_billed=False)
-    message = f"worker {lease.worker} was not heard of any more while it ran {claim.stage}"
+    message = f"worker {lease.worker} sent no heartbeats while it ran {claim.stage}"
     return builder.charge("failures", claim.stage, message).retry(claim)
 
 
@@ -368,8 +368,8 @@ def timed_out(
     if context.over or (latest_end(context, wake_limit) or queue_now) > queue_now:
         return None
     asleep = [readable_pool(stage.pool) for stage in context.plan.stages if context.stages[stage.name].sleeps]
-    why = f"; {asleep[0]} slept, and was not awake within the {wake_limit:.0f} s of --wake-limit" if asleep else ""
-    error = ErrorInfo("expired", f"the request was not complete at its deadline: allow it more time{why}")
+    why = f"; {asleep[0]} was scaled to zero, and not ready in the {wake_limit:.0f} s of --wake-limit" if asleep else ""
+    error = ErrorInfo("expired", f"the request did not complete before its deadline: increase its timeout{why}")
     return ChangeBuilder(context, wall, running).end("expired", error)
 
 
@@ -431,8 +431,8 @@ def overran(context: RequestContext, wall: float, running: Sequence[RunningStage
         chain_s[stage.name] = inputs_s + context.stages[stage.name].leased_s + running_s
     if max(chain_s.values()) <= context.request.time_limit_s:
         return None
-    reason = f"its stages ran for longer than the {context.request.time_limit_s:.0f} s that it may take"
-    error = ErrorInfo("expired", f"{reason}: ask for less, or have the server's limit raised")
+    reason = f"the stages of the request ran for more than its limit of {context.request.time_limit_s:.0f} s"
+    error = ErrorInfo("expired", f"{reason}: request less, or increase the server's time limit")
     return ChangeBuilder(context, wall, running).end("expired", error)
 
 
@@ -532,9 +532,9 @@ def _current(context: RequestContext, claim: Claim, worker: str, running: Sequen
     """Return the claimed stage's state. Raises LeaseLost if it cannot be leased under this claim."""
     state = context.stages.get(claim.stage)
     if context.over or state is None or state.status not in BEGUN or claim.attempt < state.attempt:
-        raise LeaseLost(f"attempt {claim.attempt} of {claim.stage} of {context.id} is not current: drop what it made")
+        raise LeaseLost(f"attempt {claim.attempt} of {claim.stage} of {context.id} is not current: discard its output")
     if any(run.stage == claim.stage for run in running) and not held_by(worker, claim, running):
-        raise LeaseLost(f"stage {claim.stage} of {context.id} is not leased to {worker}: drop what it made")
+        raise LeaseLost(f"stage {claim.stage} of {context.id} is not leased to {worker}: discard its output")
     return state
 
 

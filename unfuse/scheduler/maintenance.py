@@ -72,15 +72,15 @@ class Maintenance(Observer):
 
     def start(self) -> None:
         """Start the loops that expire leases and review the queue."""
-        self._background.forever("looking for leases that ended", self._sweep)
-        self._background.forever("looking through the queue", self._review)
+        self._background.forever("expiring leases", self._sweep)
+        self._background.forever("reviewing the queue", self._review)
 
     async def close(self) -> None:
         """Stop the loops and save the learned costs."""
         for _, cancel in self._deadlines.values():
             cancel()
         await self._background.close()
-        with self._background.besides("keeping what requests cost"):
+        with self._background.besides("saving learned costs"):
             await self._costs.settle()
 
     def arm(self, context: RequestContext, now: float) -> None:
@@ -92,7 +92,7 @@ class Maintenance(Observer):
         previous, cancel = self._deadlines.get(context.id, NO_ALARM)
         if due is not None and due != previous and not context.over:
             cancel()
-            end = partial(self._background.once, "ending a request at its deadline", partial(self.expire, context.id))
+            end = partial(self._background.once, "expiring a request at its deadline", partial(self.expire, context.id))
             clock = self._transitions.clock
             self._deadlines[context.id] = due, clock.call_at(clock.now() + due - now, end)
 
@@ -104,11 +104,11 @@ class Maintenance(Observer):
     async def joined(self) -> None:
         """Move waiting tasks after a worker registered: it may serve pools that were not live."""
         await self._registry.workers()
-        self._background.once("having tasks wait where somebody is", self._move_waiting_tasks)
+        self._background.once("moving waiting tasks to live pools", self._move_waiting_tasks)
 
     def disconnected(self, worker: str) -> None:
         """Remove a worker whose connection broke, unless it reconnects within RETURN_S."""
-        self._background.once("waiting for a worker to come back", partial(self._await_return, worker))
+        self._background.once("waiting for a worker to reconnect", partial(self._await_return, worker))
 
     async def end(self, lease: Lease) -> None:
         """Retry the task of an expired lease."""
@@ -119,7 +119,7 @@ class Maintenance(Observer):
             )
             if is_changed:
                 about = {"request": task.request, "stage": task.stage, "attempt": task.attempt}
-                log.warning("lease ended", **about, worker=lease.worker, pool=readable_pool(task.planned.pool))
+                log.warning("lease expired", **about, worker=lease.worker, pool=readable_pool(task.planned.pool))
                 self._transitions.observers.tell(Observer.lease_expired, task.planned.pool)
 
     async def expire(self, request: str) -> None:
@@ -179,7 +179,7 @@ class Maintenance(Observer):
         since = await self._queue.now()
         await asyncio.sleep(RETURN_S)
         if any(member.info.id == worker and member.seen <= since for member in await self._queue.workers()):
-            log.warning("a worker is gone: its tasks go to others", worker=worker)
+            log.warning("worker did not reconnect, its tasks are retried", worker=worker)
             await self._queue.bye(worker)
             await self._registry.workers()
 
@@ -205,7 +205,7 @@ class Maintenance(Observer):
         """Wait for SWEEP_S, then end all expired leases."""
         await asyncio.sleep(SWEEP_S)
         for lease in await self._queue.expired(self._lease_ttl):
-            with self._background.besides("ending a lease"):
+            with self._background.besides("retrying an expired lease"):
                 await self.end(lease)
 
     async def _review(self) -> None:
@@ -214,10 +214,10 @@ class Maintenance(Observer):
         An error in one of these does not stop the others.
         """
         for what, work in (
-            ("looking at workers", self.workers),
-            ("learning what requests cost", self.learn),
-            ("looking for deadlines", self.requests),
-            ("keeping what requests cost", self._costs.settle),
+            ("refreshing workers", self.workers),
+            ("learning costs", self.learn),
+            ("reviewing active requests", self.requests),
+            ("saving learned costs", self._costs.settle),
         ):
             with self._background.besides(what):
                 await work()

@@ -65,7 +65,7 @@ class OutputRates(Observer):
         except ProtocolError as error:
             if len(grown) > 1:  # try each alone
                 return {claim for deltas in grown for claim in await self.append([deltas])}
-            log.warning("cannot be recorded", request=grown[0].claim.request, reason=str(error))
+            log.warning("output chunks cannot be recorded", request=grown[0].claim.request, reason=str(error))
             return set()
         recorded = [deltas for deltas, is_leased in zip(grown, are_leased, strict=True) if is_leased]
         for deltas in recorded:

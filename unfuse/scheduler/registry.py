@@ -267,6 +267,4 @@ class Registry:
         is_logged = (card.name, worker) in self._logged_differences
         if known is not None and known.weights != card.weights and not is_logged:
             self._logged_differences.add((card.name, worker))
-            log.warning(
-                "a worker brings other weights of a model: new requests are for these", model=card.name, worker=worker
-            )
+            log.warning("worker has other weights for a model, new requests use them", model=card.name, worker=worker)

@@ -180,7 +180,7 @@ class Scheduler:
         """
         old = (await self.queue.load(request)).context
         if not old.dead:
-            raise NotFound(f"request {request} is not among the dead ones")
+            raise NotFound(f"request {request} is not a dead letter")
         id = id or self.retried_as(old, allowance)
         metadata = old.delivery.metadata | {"retry_of": request}
         stages = {stage.name: (stage.pool, stage.work) for stage in old.plan.stages}
@@ -308,9 +308,9 @@ class Scheduler:
         # An error from here on is only logged: the task is recorded as completed.
         if done.output and record.context.stages[claim.stage].output == done.output:
             stage = record.context.plan.stage(claim.stage)
-            with self._background.besides("learning from an output"):
+            with self._background.besides("learning the size of an output"):
                 self._transitions.output_sizes.learn(stage.pool, done.output.nbytes)
-            with self._background.besides("keeping an output for other requests"):
+            with self._background.besides("caching an output"):
                 await self._cache.keep(stage.cache, done.output)
         return record, leases
 
@@ -336,7 +336,7 @@ class Scheduler:
         record = await self.queue.load(claim.request)
         is_allowed = claim.stage in record.context.stages and _may_cache(record.context.plan.stage(claim.stage), kept)
         if not is_allowed or kept.output.owner != worker or not lifecycle.held_by(worker, claim, record.running):
-            raise LeaseLost(f"worker {worker} keeps what {claim.stage} of {claim.request} is not asked for")
+            raise LeaseLost(f"worker {worker} may not cache this prefix for {claim.stage} of {claim.request}")
         await self._cache.keep(kept.key, kept.output)
 
     async def resumed(self, lease: Lease) -> Lease:
@@ -370,7 +370,7 @@ class Scheduler:
         record, _ = await self._apply(claim.request, decide)
         if failed.object_id:
             self.in_flight.announced(record.context)
-            with self._background.besides("giving up a lost output"):
+            with self._background.besides("removing a lost output from the cache"):
                 await self._cache.lost(record.context.plan, claim.stage, failed.object_id)
         return record
 

@@ -241,7 +241,7 @@ class Stage(ABC):
         Steps from it make the same bytes as steps from the original. Raises PermanentError for a checkpoint of
         another task.
         """
-        raise PermanentError(f"stage {self.kind} starts from the beginning")
+        raise PermanentError(f"stage {self.kind} does not support checkpoints")
 
     def waits(self, state: Any) -> bool:
         """Return whether a step would not advance this state now. Other states should go first."""

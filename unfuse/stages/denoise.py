@@ -158,7 +158,7 @@ class FeatureCache:
                 transformer.enable_cache(FirstBlockCacheConfig(threshold=NEVER))
             except (AttributeError, ValueError, IndexError) as error:
                 name = type(transformer).__name__
-                raise PermanentError(f"feature_cache: {name} cannot skip its blocks: leave it out") from error
+                raise PermanentError(f"feature_cache is not supported by {name}: leave it out") from error
 
             registries = (getattr(module, "_diffusers_hook", None) for module in transformer.modules())
             leader = next(hook for registry in registries if registry and (hook := registry.get_hook(LEADER)))
@@ -262,7 +262,7 @@ class Denoise(SteppedStage[DenoiseState]):
         if need(task.params, "num_inference_steps", int) < 1:
             raise PermanentError("num_inference_steps must be at least 1")
         if task.derived.lora_id and self._adapters is None:
-            raise PermanentError("this worker serves no loras: start its server with --loras FOLDER too")
+            raise PermanentError("LoRA adapters are disabled: start the server with --loras FOLDER")
 
         self._denoiser.verify(task.params)
 
@@ -270,7 +270,7 @@ class Denoise(SteppedStage[DenoiseState]):
             if self.exact:
                 raise PermanentError(f"{SIMILAR} is not exact: it needs a pool with --batching batched")
             if self._is_spread:
-                raise PermanentError(f"{SIMILAR} cannot be used where denoising is spread over ranks (--parallel)")
+                raise PermanentError(f"{SIMILAR} cannot be used if denoising is spread over ranks (--parallel)")
             self._feature_cache.install()
 
         prefixes = ("", NEGATIVE) if applies(self._denoiser.guidance(task.params)) else ("",)
@@ -342,7 +342,7 @@ class Denoise(SteppedStage[DenoiseState]):
         step = checkpoint.values.get("step")
         steps = range(len(initial.scheduler.timesteps))
         if saved is None or saved.shape != initial.latents.shape or not isinstance(step, int) or step not in steps:
-            raise PermanentError(f"a checkpoint at step {step} does not fit its task")
+            raise PermanentError(f"a checkpoint at step {step} does not match its task")
 
         restore_scheduler(initial.scheduler, checkpoint.tensors, checkpoint.values["scheduler"], initial.latents.device)
         return replace(

@@ -173,7 +173,7 @@ class Redraw:
         }
 
         if shapes and self._skipped_steps(task.params) >= need(task.params, "num_inference_steps", int):
-            raise PermanentError("strength leaves no step to make: send more")
+            raise PermanentError("strength leaves no denoising step to run: send a larger strength")
         return shapes
 
     def draw(self, moments: Tensor, generator: torch.Generator) -> Tensor:
@@ -208,7 +208,7 @@ class Redraw:
 
         scheduler.set_begin_index(step)
         if latents.shape != noise.shape:
-            raise PermanentError(f"latents of the picture are {tuple(grid.shape)}, which is another size")
+            raise PermanentError(f"the picture's latents have the shape {tuple(grid.shape)}, which is the wrong size")
 
         noisy_latents = noised(scheduler, latents, noise, scheduler.timesteps[step : step + 1])
 

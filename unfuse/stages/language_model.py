@@ -94,7 +94,7 @@ def _run_features(tensors: Tensors, run: TokenRun, suffix: str, tokens: int) -> 
     """
     features = tensors.get(run.shown.shown + suffix)
     if features is None or features.ndim != 2 or features.shape[0] != run.shown.tokens:
-        raise PermanentError(f"what was encoded of {run.shown.shown[:12]} is missing, or of another size")
+        raise PermanentError(f"the features of picture {run.shown.shown[:12]} are missing or have the wrong size")
     return features[run.first : run.first + tokens]
 
 
@@ -214,7 +214,7 @@ class LanguageModel:
         for sequence, tokens, *vision in parts:
             start = sequence.length - len(tokens)
             if not tokens:
-                raise ValueError("a part has no tokens, so there is nothing for logits to follow")
+                raise ValueError("a part has no tokens to compute logits for")
             model_parts.append(_Part(slice(len(ids), len(ids) + len(tokens)), sequence.spans()))
             vision_parts += [(model_parts[-1].rows, start, vision_inputs) for vision_inputs in vision if vision_inputs]
             ids += tokens

@@ -180,7 +180,7 @@ class VideoWriter(MediaWriter):
         import av
 
         if height % 2 or width % 2:
-            raise PermanentError(f"a video must have even sides, not {width}x{height}: ask for png frames instead")
+            raise PermanentError(f"a video must have even sides, not {width}x{height}: request png frames instead")
 
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
@@ -235,7 +235,7 @@ def read_frames(data: bytes, numbers: Sequence[int]) -> Iterator[Image.Image]:
                     return
     except (av.FFmpegError, IndexError, ValueError) as error:
         raise PermanentError(f"the video cannot be decoded: {error}") from error
-    raise PermanentError(f"the video has no frame {remaining[0]}: it is cut or damaged")
+    raise PermanentError(f"the video has no frame {remaining[0]}: it is truncated or damaged")
 
 
 def _close_file(descriptor: int, container: Any) -> None:

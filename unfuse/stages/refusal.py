@@ -11,9 +11,9 @@ ROPES = ("default", "linear", "llama3", "yarn")
 
 #: Configuration entries whose presence means that the model has another kind of attention, and what that does.
 UNLIKE = {
-    "attention_chunk_size": "attends within chunks",
-    "attn_logit_softcapping": "caps what its attention scores",
-    "kv_lora_rank": "keeps compressed keys and values",
+    "attention_chunk_size": "uses chunked attention",
+    "attn_logit_softcapping": "caps attention logits",
+    "kv_lora_rank": "compresses keys and values",
 }
 
 
@@ -25,19 +25,19 @@ def refusal(config: Mapping[str, Any], sees: bool = False) -> str:
     """
     kinds = sorted({*(config.get("layer_types") or ())} - {"full_attention"})
     if kinds:
-        return f"its layers are of kind {', '.join(kinds)}: only full_attention is served"
+        return f"its layers are of kind {', '.join(kinds)}: only full_attention is supported"
 
     window = config.get("use_sliding_window", True) and config.get("sliding_window")
     if window and "layer_types" not in config:
-        return f"it attends within a sliding window of {window} tokens: only attention to all tokens is served"
+        return f"it uses sliding window attention ({window} tokens), which is not supported"
 
     for name, behaviour in UNLIKE.items():
         if config.get(name):
-            return f"it {behaviour} ({name}), which is not served"
+            return f"it {behaviour} ({name}), which is not supported"
 
     sinks = [name for name, value in config.items() if "sink" in name and value]
     if sinks:
-        return f"it has attention sinks ({sinks[0]}), which are not served"
+        return f"it has attention sinks ({sinks[0]}), which are not supported"
 
     rope = {**(config.get("rope_parameters") or config.get("rope_scaling") or {})}
     if sees and rope.pop("mrope_section", None):
@@ -45,7 +45,7 @@ def refusal(config: Mapping[str, Any], sees: bool = False) -> str:
 
     kind = rope.get("rope_type", rope.get("type", "default"))
     if "mrope_section" in rope or any(isinstance(value, Mapping) for value in rope.values()):
-        return "its rotary positions have several sections or differ by layer: only one kind of position is served"
+        return "its rotary embedding has several sections or differs by layer, which is not supported"
     if kind not in ROPES:
-        return f"its rotary positions are scaled by {kind}: {', '.join(ROPES)} are served"
+        return f"its rotary embedding has the scaling {kind}; supported: {', '.join(ROPES)}"
     return ""

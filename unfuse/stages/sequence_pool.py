@@ -345,7 +345,7 @@ class PromptStage(SteppedStage[State]):
     def verify(self, task: StageInput) -> None:
         """Raise PermanentError if the prompt has another length than the request states."""
         if len(unpacked(task.uploads[PROMPT])) != task.derived.prompt_tokens:
-            raise PermanentError("the prompt is not as long as it was said to be")
+            raise PermanentError("the prompt has another number of tokens than its request states")
 
     @override
     def batch_key(self, task: StageInput) -> Hashable:

@@ -202,7 +202,7 @@ class UndividedStage(SteppedStage[RunningCall]):
         need(task.params, "seed", int)
         need_format(need(task.params, "output_format", str))
         if task.derived.lora_id and self._loras is None:
-            raise PermanentError("this worker serves no loras: start its server with --loras FOLDER too")
+            raise PermanentError("LoRA adapters are disabled: start the server with --loras FOLDER")
         if self.uploads and UPLOAD not in task.uploads:
             raise PermanentError(f"upload {UPLOAD} is missing")
 
@@ -253,7 +253,7 @@ class UndividedStage(SteppedStage[RunningCall]):
 
         result = next((getattr(output, name) for name in ("frames", "images", "image") if hasattr(output, name)), None)
         if result is None:
-            raise PermanentError(f"the pipeline made a {type(output).__name__}, which has no pictures and no video")
+            raise PermanentError(f"the pipeline returned a {type(output).__name__}, which has no pictures and no video")
         return StageOutput(media=encode(self._pixels(result, state.params), state.params))
 
     @override
@@ -359,12 +359,13 @@ class UndividedStage(SteppedStage[RunningCall]):
         frames = np.asarray(result)
         frames = frames[0] if frames.ndim == 5 else frames
         if frames.ndim != 4 or frames.shape[-1] != 3:
-            raise PermanentError(f"the pipeline made an array of {frames.shape}, which are no pictures in RGB")
+            raise PermanentError(f"the pipeline returned an array of shape {frames.shape}, not RGB pictures")
 
         pixels = to_bytes(frames, "pipeline", remedy("the model", self._lowest_dtype(), params))
         for name, size in zip(("num_frames", "height", "width"), frames.shape[:3], strict=True):
             if name in self._takes and params[name] != size:
-                raise PermanentError(f"the pipeline made a {name} of {size}, not {params[name]}: ask for {name} {size}")
+                made = f"the pipeline returned {name} {size}, not {params[name]}"
+                raise PermanentError(f"{made}: request {name} {size}")
         return pixels
 
 

@@ -98,13 +98,13 @@ class AdapterFolder:
                 file.stem for file in self._folder.glob("*.safetensors")
             }
             how = (
-                f"; rename {name}.safetensors: served are names of letters, digits, '.', '_' and '-'"
+                f"; rename {name}.safetensors: names may have only letters, digits, '.', '_' and '-'"
                 if is_misnamed
                 else ""
             )
-            raise NotFound(f"no lora {name!r} is there; there are {listed}{more}{how}")
+            raise NotFound(f"lora {name!r} does not exist; available: {listed}{more}{how}")
         if (size := known[name].stat().st_size) > MAX_BYTES:
-            raise NotFound(f"lora {name!r} has {size} bytes, and no more than {MAX_BYTES} are read")
+            raise NotFound(f"lora {name!r} has {size} bytes, which exceeds the limit of {MAX_BYTES}")
         return known[name]
 
     def _read(self, file: Path) -> tuple[str, str]:
@@ -132,7 +132,7 @@ class AdapterFolder:
                 raise Unsuitable(f"lora {name!r} {reason}")
         for name, id in ids.items():
             if twin := next((other for other in ids if other != name and ids[other] == id), ""):
-                raise NotFound(f"loras {name!r} and {twin!r} are one file: name one of them, with the scale of both")
+                raise NotFound(f"loras {name!r} and {twin!r} are equal: send one of them, with the sum of scales")
         return ",".join(ids.values())
 
     def file(self, name: str, id: str) -> Path:
@@ -140,7 +140,7 @@ class AdapterFolder:
         if (fetched := self.kept(id)).is_file() and self._read(fetched)[0] == id:
             return fetched
         if self.id_of(name) != id:
-            raise PermanentError(f"lora {name!r} is not the one that was asked for: its file here has another content")
+            raise PermanentError(f"lora {name!r} is not the requested one: its file on this machine has other content")
         return self.files()[name]
 
     def has(self, name: str, id: str) -> bool:
@@ -153,7 +153,7 @@ class AdapterFolder:
     def kept(self, id: str) -> Path:
         """Return the path of another machine's file by its id. Raises PermanentError."""
         if not ID.fullmatch(id):
-            raise PermanentError(f"{id[:40]!r} is no id of an adapter")
+            raise PermanentError(f"{id[:40]!r} is not the id of an adapter")
         return Path(self._fetched_folder or self._folder / ".kept", f"{id}.safetensors")
 
     def part(self, name: str, id: str, offset: int) -> tuple[int, bytes]:
@@ -322,7 +322,7 @@ class LoadedAdapters:
         """Raise Unsuitable if a converted tensor is not loaded, or another is not zero."""
         loaded = _adapted(self._parts(), id)
         if missing := sorted(set(wanted) - loaded.keys()):
-            raise Unsuitable(f"lora {name!r} holds {missing[0]}, which takes no effect in this model: {REMEDY}")
+            raise Unsuitable(f"lora {name!r} contains {missing[0]}, which has no effect on this model: {REMEDY}")
         for key, tensor in loaded.items():  # peft does not initialize tensors that the file lacks
             if key not in wanted and (tensor.is_meta or bool(tensor.any())):
                 raise Unsuitable(f"lora {name!r} lacks {key}, which its other tensors need: save it again")
@@ -445,13 +445,13 @@ def _misfit(parts: Mapping[str, Module], tensors: Mapping[str, Tensor], applied:
         if ".lokr_" in key and "magnitude_vector" in applied:
             continue
         if key.startswith(ENCODER) and not any(part.startswith(ENCODER) for part in parts):
-            return f"holds {key}, but only the denoiser is adapted: save it without the text encoder's tensors"
+            return f"contains {key}, but only the denoiser is adapted: save it without the text encoder's tensors"
         weight = getattr(layers.get(path), "weight", None)
         if weight is None:
-            return f"holds {key}, but the model has no such layer: it was made for another model"
+            return f"contains {key}, but the model has no such layer: it was made for another model"
         down, up = (tensors.get(f"{path}.lora_{side}.weight") for side in "AB")
         if down is None or up is None or end not in applied:
-            return f"holds {key}, which is not part of a low-rank pair: only low-rank pairs are supported"
+            return f"contains {key}, which is not part of a low-rank pair: only low-rank pairs are supported"
         shape = tuple(getattr(weight, "quant_shape", weight.shape))
         shapes = [tuple(side.shape) for side in (down, up)]
         if shapes[0][1:] != shape[1:] or shapes[1][:2] != (shape[0], shapes[0][0]):
@@ -472,15 +472,15 @@ BEYOND = {
     ".lokr_": "LoKr",
     ".oft_": "OFT",
     ".lora_mid": "a pair with a third matrix",
-    ".diff_m": "a difference of modulation",
-    ".diff_b": "a difference of a bias",
-    ".diff": "a whole difference of weights",
+    ".diff_m": "a modulation difference",
+    ".diff_b": "a bias difference",
+    ".diff": "a full weight difference",
 }
 #: Parts of the names of entries that are not supported for any model.
 NOWHERE = ("dora_scale", ".hada_", ".oft_", ".lora_mid")
 #: Parts of error messages.
-ONLY = "only low-rank pairs (LoRA) with their alphas are applied"
-REMEDY = "save it without that, or merge it into the model's weights"
+ONLY = "only low-rank pairs (LoRA) with their alphas are supported"
+REMEDY = "save it without this tensor, or merge it into the model's weights"
 
 
 class TensorEntry(NamedTuple):
@@ -513,11 +513,11 @@ def refusal(found: Mapping[str, TensorEntry]) -> str:
         if not other:
             continue
         if other not in found:
-            return f"holds {name} without {other}, the other half of the low-rank pair: save it again with both"
+            return f"contains {name} without {other}, the other half of the low-rank pair: save it again with both"
         pair = (entry.shape, found[other].shape)
         down, up = pair if is_down else pair[::-1]
         if len(down) > 1 and len(up) > 1 and down[0] != up[1]:
-            return f"holds {name} and {other} of different ranks ({down[0]} and {up[1]}): save it again"
+            return f"contains {name} and {other} of different ranks ({down[0]} and {up[1]}): save it again"
     return ""
 
 
@@ -535,7 +535,7 @@ def unapplied(name: str) -> str:
     """Return why an entry without effect is refused, as a sentence's end."""
     kind = next((kind for part, kind in BEYOND.items() if part in name), "")
     entry = f"{name} ({kind})" if kind else name
-    return f"holds {entry}, which is not applied to this model: {ONLY}; {REMEDY}"
+    return f"contains {entry}, which is not applied to this model: {ONLY}; {REMEDY}"
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str:
@@ -543,7 +543,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str:
     for name, tensor in tensors.items():
         if not bool(tensor.isfinite().all()):
             kind = "NaN" if bool(tensor.isnan().any()) else "infinite numbers"
-            return f"holds {kind} in {name}: it was damaged in training or saving; download or save it again"
+            return f"contains {kind} in {name}: it was damaged in training or saving; download or save it again"
     return ""
 
 
@@ -581,9 +581,9 @@ def _is_without_effect(name: str, tensors: Mapping[str, Tensor], zeros: set[str]
 def _codes(name: str, dtype: str) -> str:
     """Return why a quantized entry is refused, as a sentence's end; or ""."""
     if dtype.startswith(("I", "U", "B")) and dtype != "BF16":
-        return f"holds {name} as integers ({dtype}): quantized adapters are not supported; save it in 16 bits"
+        return f"contains {name} as integers ({dtype}): quantized adapters are not supported; save it in 16 bits"
     if dtype.startswith(("F8", "F6", "F4")):
-        return f"holds {name} in floats of fewer than 16 bits ({dtype}), which are not supported; save it in 16 bits"
+        return f"contains {name} in floats of less than 16 bits ({dtype}), which is not supported; save it in 16 bits"
     return ""
 
 

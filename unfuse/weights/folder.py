@@ -73,18 +73,18 @@ STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 #: The configuration file of a LoRA adapter.
 ADAPTER = "adapter_config.json"
-_ADAPTER = "an adapter (LoRA), which is not a model: serve its base model, and this with --loras FOLDER"
-_PICKLE = "weights that are not safetensors: save the model anew with its library"
+_ADAPTER = "a LoRA adapter, which is not a model: serve its base model with --loras FOLDER"
+_PICKLE = "weights that are not safetensors: save the model again as safetensors"
 
 #: Files that may be there instead of a model or its weights, and what to do about them.
 UNSERVED = {
     ADAPTER: _ADAPTER,
     "adapter_model.*": _ADAPTER,
     "pytorch_lora_weights.*": _ADAPTER,
-    "*.gguf": "quantized weights (GGUF), which are served of language models, and from a file on this disk: "
-    "give such a file, or put one of a denoiser in the place of the weights in its folder",
-    "*model.*.safetensors": "a variant, and only plain weights are served: save the model without a variant",
-    "*.safetensors": "a checkpoint outside diffusers' layout: put it in its component's folder, for the weights there",
+    "*.gguf": "GGUF weights, which are supported only as a local file of a language model, or in a denoiser's folder: "
+    "use the path of the file, or replace the weights in the denoiser's folder by it",
+    "*model.*.safetensors": "a weight variant, which is not supported: save the model without a variant",
+    "*.safetensors": "a checkpoint outside diffusers' layout: replace the weights in its component's folder by it",
     "*.bin": _PICKLE,
     "*.ckpt": _PICKLE,
     "*.pt": _PICKLE,
@@ -198,11 +198,11 @@ class ModelFolder:
 
     def beside(self, name: str) -> dict[str, Any]:
         """Return an optional file of settings; empty if it does not exist."""
-        return self._json(name, "it is of no use") if (self.path / name).exists() else {}
+        return self._json(name, "its settings are unknown") if (self.path / name).exists() else {}
 
     def index(self) -> dict[str, Any]:
         """Return model_index.json: the pipeline's class, and each component's library and class."""
-        return self._json(INDEX, "this is no model in diffusers' layout")
+        return self._json(INDEX, "this is not a model in diffusers' layout")
 
     def config(self, component: str) -> dict[str, Any]:
         """Return the configuration of a component, in whichever file it is."""
@@ -270,11 +270,11 @@ class ModelFolder:
         if len(several := singles_of(files)) > 1:
             both = " and ".join(several[:2])
             place = self.at(component) or "the folder"
-            reason = f"{both}, and each may hold all weights: keep only one of them in {place}"
+            reason = f"{both}, each of which may have all weights: keep only one of them in {place}"
             return f"component {component} has {len(several)} weight files, {reason}"
         instead = unserved(files)
         if (other := single_of(files, ADAPTER)).endswith(".safetensors"):
-            instead = f"{other}, and the library of its class reads model.safetensors alone: rename that file"
+            instead = f"{other}, but its library reads only model.safetensors: rename the file"
         return f"the weights of component {component} are {instead}" if instead else ""
 
     def single(self, component: str) -> str:
@@ -383,7 +383,7 @@ class ModelFolder:
             tensors = {key: tensors[key] for key in own_names(component, tensors)}
             self._refuse_other(component, name, tensors)
         if any(dtype.startswith("F8") for dtype, _ in tensors.values()):
-            reason = "has 8-bit floats, which are not served: give the model in its original precision"
+            reason = "has 8-bit floats, which are not supported: use the model in its original precision"
             raise ConfigError(f"model {self.path}: {component}/{name} {reason}")
         if reason := codes(tensors):
             raise ConfigError(f"model {self.path}: {component}/{name} {reason}")
@@ -395,7 +395,7 @@ class ModelFolder:
         file = f"{self.at(component)}{name}"
         if not is_of(kind, tensors, architecture):
             by = f"architecture {architecture[:40]}" if architecture else "by its tensors"
-            raise ConfigError(f"model {self.path}: {file} is of another model, {by}: give one of a {kind}")
+            raise ConfigError(f"model {self.path}: {file} is of another model ({by}): use a file of a {kind}")
 
     def _list(self, folder: str) -> dict[str, HubFile]:
         """Return the files directly in a folder of the model, by name.
@@ -458,7 +458,7 @@ class ModelFolder:
         remedy = REPAIR
         if self.hub is not None:
             download = f"hf download {self.hub[0]} --revision {self.hub[1]} --include '{component}/*'"
-            remedy = f"bring it while the hub can be reached: {download}"
+            remedy = f"download it while the hub is reachable: {download}"
         return ConfigError(f"model {self.path}: component {component} lacks {component}/{name}; {remedy}")
 
     def _json(self, name: str, consequence: str) -> dict[str, Any]:
@@ -470,7 +470,7 @@ class ModelFolder:
         except OSError as error:
             reason = f"{name} cannot be read ({error.strerror}), so {consequence}; {REPAIR}"
             if instead := unserved(self._list(name.rpartition("/")[0])):
-                reason = f"{name} is not there, but {instead}"
+                reason = f"{name} is missing; the folder has {instead}"
             raise ConfigError(f"model {self.path}: {reason}") from error
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ConfigError(f"model {self.path}: {name} is not valid: {error}") from error
@@ -501,11 +501,12 @@ def header(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); {REPAIR}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         large = f", or its header is larger than {MAX_HEADER} bytes" * (length > MAX_HEADER)
-        raise ConfigError(f"{file} is not a safetensors file, or cut short{large}: fetch it again") from error
+        raise ConfigError(f"{file} is not a safetensors file, or truncated{large}: download it again") from error
 
     data = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
     if size != (expected := HEADER_LENGTH + length + data):
-        raise ConfigError(f"{file} is not whole: it has {size} bytes, and {expected} by its header: fetch it again")
+        reason = f"it has {size} bytes, but its header requires {expected}"
+        raise ConfigError(f"{file} is incomplete: {reason}: download it again")
     return dict(tensors)
 
 
@@ -556,7 +557,7 @@ def parse_dtypes(spec: str) -> tuple[str, dict[str, str]]:
     for entry in spec.split(","):
         component, equals, dtype = (part.strip() for part in entry.rpartition("="))
         if dtype not in STORED and (equals or dtype != "auto"):
-            raise ConfigError(f"--dtype {spec}: unknown dtype {dtype!r}: one of auto, {', '.join(STORED)}")
+            raise ConfigError(f"--dtype {spec}: unknown dtype {dtype!r}, use auto, {', '.join(STORED)}")
         if equals:
             named[component] = dtype
         else:
@@ -572,5 +573,5 @@ def choose_dtypes(spec: str, components: Collection[str]) -> dict[str, str]:
     """
     default, named = parse_dtypes(spec)
     if unknown := sorted(set(named) - set(components)):
-        raise ConfigError(f"--dtype {spec}: no component is called {unknown[0]!r}; known are {', '.join(components)}")
+        raise ConfigError(f"--dtype {spec}: unknown component {unknown[0]!r}; known are {', '.join(components)}")
     return dict.fromkeys(components, "float32" if default == "auto" else default) | named

@@ -101,7 +101,7 @@ class _Reader:
     def _read_metadata(self) -> dict[str, Any]:
         """Return the metadata by key."""
         if self._data[:4] != b"GGUF" or self._data[4:8] not in (b"\2\0\0\0", b"\3\0\0\0"):
-            raise ValueError("it does not begin as versions 2 and 3 do")
+            raise ValueError("it has no header of GGUF version 2 or 3")
         self._position = 16  # after the magic number, the version and the number of tensors
         return {self._read_text(): self._read_value(self._read_number("I")) for _ in range(self._read_number("Q"))}
 
@@ -110,23 +110,23 @@ class _Reader:
         metadata = self._read_metadata()
         (count,) = struct.unpack_from("<Q", self._data, 8)
         if count > MAX_TENSORS:
-            raise ValueError(f"it is said to have {count} tensors")
+            raise ValueError(f"its header declares {count} tensors, more than {MAX_TENSORS}")
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
-            raise ValueError(f"its tensors are aligned to {str(alignment)[:40]}")
+            raise ValueError(f"its alignment {str(alignment)[:40]} is not a positive integer")
 
         entries = [(self._read_text(), self._read_tensor()) for _ in range(count)]
         data = -(-self._position // alignment) * alignment
         tensors = {name: _stored_tensor(name, data, alignment, *entry) for name, entry in entries}
         if len(tensors) < count:
-            raise ValueError("two of its tensors have one name")
+            raise ValueError("two of its tensors have the same name")
 
         ordered = sorted(tensors.items(), key=lambda item: item[1].start)
         for (first_name, first), (second_name, second) in pairwise(ordered):
             if first.start + first.size > second.start:
                 raise ValueError(f"its tensors {first_name} and {second_name} overlap")
         if ordered and (end := ordered[-1][1].start + ordered[-1][1].size) > len(self._data):
-            raise ValueError(f"it has {len(self._data)} bytes, and its tensors end at byte {end}")
+            raise ValueError(f"it has {len(self._data)} bytes, but its tensors end at byte {end}")
         return GgufContents(metadata, tensors, data)
 
     def _read_tensor(self) -> tuple[tuple[int, ...], int, int]:
@@ -168,7 +168,7 @@ class _Reader:
 def _scalar(kind: int) -> str:
     """Return the `struct` code of a scalar type."""
     if kind not in SCALARS:
-        raise ValueError(f"value of the unknown type {kind}")
+        raise ValueError(f"it has a value of the unknown type {kind}")
     return SCALARS[kind]
 
 
@@ -178,11 +178,11 @@ def _stored_tensor(
     """Return a tensor at this offset from byte `data`. Raises ConfigError for an unsupported type."""
     if kind not in QUANTIZED:
         served = ", ".join(known for known, _, _ in QUANTIZED.values())
-        raise ConfigError(f"tensor {name} is of type {kind}, which is not served: give a file of the types {served}")
+        raise ConfigError(f"tensor {name} has the unsupported type {kind}: use a file with the types {served}")
 
     kind_name, block_values, block_bytes = QUANTIZED[kind]
     if not all(shape) or shape[-1] % block_values:
-        raise ValueError(f"its tensor {name} has the shape {shape}, and {kind_name} has blocks of {block_values}")
+        raise ValueError(f"its tensor {name} has the shape {shape}, but {kind_name} has blocks of {block_values}")
     if offset % alignment:
         raise ValueError(f"its tensor {name} is not aligned to {alignment} bytes")
     return StoredTensor(shape, kind, data + offset, prod(shape) // block_values * block_bytes)

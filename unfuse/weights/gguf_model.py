@@ -205,13 +205,13 @@ class GgufModel(ModelFolder):
                 raise ConfigError(f"model {self.path} lacks the tensor {name}; {REPAIR}")
             if stored[name].shape != shape:
                 raise ConfigError(
-                    f"model {self.path}: tensor {name} has the shape {stored[name].shape}, and {shape} by the "
-                    f"configuration; {REPAIR}"
+                    f"model {self.path}: tensor {name} has the shape {stored[name].shape}, but its configuration "
+                    f"requires {shape}; {REPAIR}"
                 )
         if unknown := sorted(stored.keys() - needed.keys()):
             raise ConfigError(
-                f"model {self.path} has the tensor {unknown[0][:80]}, which no {self.kind} has: give the model in "
-                "transformers' format"
+                f"model {self.path} has the tensor {unknown[0][:80]}, which a {self.kind} does not have: use the model "
+                "in transformers' format"
             )
         return {gguf_name: name for gguf_name, (name, _) in needed.items() if name}
 
@@ -231,22 +231,22 @@ def config_of(found: GgufContents) -> dict[str, Any]:
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ConfigError(
-            f"it is of the architecture {str(architecture)[:80]}: served are GGUF files of {', '.join(ARCHITECTURES)}"
+            f"its architecture {str(architecture)[:80]} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
 
     settings = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}
     if metadata.get("split.count", 1) > 1:
-        raise ConfigError("it is one of several files: join them (llama-gguf-split --merge), and give the result")
+        raise ConfigError("it is one of several files: merge them with llama-gguf-split --merge, and use the result")
     if settings.get("expert_count") and architecture != ROUTED:
-        raise ConfigError(f"it is a mixture of experts: of these only the architecture {ROUTED} is served")
+        raise ConfigError(f"it is a mixture of experts, which is supported only for the architecture {ROUTED}")
 
     hidden, heads = _integer(settings, "embedding_length"), _integer(settings, "attention.head_count")
     kv_heads = _integer(settings, "attention.head_count_kv", heads)
     head_dim = _integer(settings, "attention.key_length", hidden // heads)
     if heads % kv_heads or head_dim % 2 or _integer(settings, "attention.value_length", head_dim) != head_dim:
-        raise ValueError(f"{heads} heads, {kv_heads} of them with keys, of {head_dim} numbers each")
+        raise ValueError(f"{heads} heads, {kv_heads} key/value heads and head size {head_dim} do not match")
     if _integer(settings, "rope.dimension_count", head_dim) != head_dim:
-        raise ConfigError("its rotary positions turn a part of each head, which is not served")
+        raise ConfigError("its rotary embedding covers only a part of each head, which is not supported")
 
     ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
     return {
@@ -276,7 +276,7 @@ def _routing(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     experts, experts_per_token = _integer(settings, "expert_count"), _integer(settings, "expert_used_count")
     if experts_per_token > experts:
-        raise ValueError(f"{experts_per_token} of {experts} experts for each token")
+        raise ValueError(f"{experts_per_token} experts per token, but only {experts} experts")
     width = _integer(settings, "expert_feed_forward_length")
     return {
         "num_experts": experts,
@@ -296,7 +296,7 @@ def expected(config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> d
     """
     layers, kind = config["num_hidden_layers"], config["architectures"][0]
     if layers > len(stored):
-        raise ValueError(f"{layers} layers, and {len(stored)} tensors")
+        raise ValueError(f"{layers} layers, but only {len(stored)} tensors")
 
     has_biases = kind == ARCHITECTURES["qwen2"] or config["attention_bias"]
     has_experts = kind == ARCHITECTURES[ROUTED]
@@ -343,7 +343,7 @@ def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "linear":
         return {"rope_type": kind, "factor": _positive(settings, "rope.scaling.factor"), **base}
     if kind != "none" or "rope.scale_linear" in settings:
-        raise ConfigError(f"its rotary positions are scaled by {str(kind)[:40]}: linear is served")
+        raise ConfigError(f"its rotary embedding has the scaling {str(kind)[:40]}; supported: linear")
     return {"rope_type": "default", **base}
 
 
@@ -351,7 +351,7 @@ def _integer(settings: Mapping[str, Any], key: str, default: int | None = None) 
     """Return a positive 31-bit integer. Raises ValueError for other values."""
     value = settings.get(key, default)
     if type(value) is not int or not 0 < value < 1 << 31:
-        raise ValueError(f"{key} is {str(value)[:40]}")
+        raise ValueError(f"{key} is {str(value)[:40]}, not a positive integer")
     return value
 
 
@@ -359,7 +359,7 @@ def _positive(settings: Mapping[str, Any], key: str, default: float | None = Non
     """Return a positive, finite float. Raises ValueError for other values."""
     value = settings.get(key, default)
     if type(value) is not float or not 0 < value < math.inf:
-        raise ValueError(f"{key} is {str(value)[:40]}")
+        raise ValueError(f"{key} is {str(value)[:40]}, not a positive number")
     return value
 
 

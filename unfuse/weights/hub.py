@@ -150,8 +150,8 @@ class _Download:
         free = shutil.disk_usage(self._blobs).free
         if (need := progress.total - progress.done) > free:
             raise ConfigError(
-                f"model {self._name}: {readable_bytes(need)} are still to come, and in {self._blobs} there is room for "
-                f"{readable_bytes(free)}: make room there, or set HF_HOME to a folder on a larger disk"
+                f"model {self._name}: the download needs {readable_bytes(need)}, but {self._blobs} has only "
+                f"{readable_bytes(free)} free: free some space, or set HF_HOME to a folder on a larger disk"
             )
 
     def _download_file(self, path: str, file: HubFile) -> None:
@@ -164,7 +164,7 @@ class _Download:
                 if stream is not None:
                     self._download_rest(path, file, stream)
                     if HASHES[file.algorithm](self._partial_file(file), file.size) != file.digest:
-                        raise _WrongFile("its hash is another; it was removed, and a next try brings it anew")
+                        raise _WrongFile("its hash differs; it was deleted, and the next try downloads it again")
                     os.replace(self._partial_file(file), blob)
             self._received[path] = file.size
             hf_hub_download(self._name, path, revision=self._commit)
@@ -237,14 +237,14 @@ class _Download:
                     at += len(chunk)
                     self._received[path] = at
                     if at > file.size:
-                        raise _WrongFile(f"more comes than the {file.size} bytes that the hub lists")
+                        raise _WrongFile(f"it has more than the {file.size} bytes that the hub lists")
         except HfHubHTTPError as error:
             if error.response.status_code in (408, 429) or error.response.status_code >= 500:
-                raise _TemporaryError(f"it answers {error.response.status_code}") from error
+                raise _TemporaryError(f"the hub returned status {error.response.status_code}") from error
             raise
         stream.flush()
         if at < file.size:
-            raise _WrongFile(f"it ends after {at} bytes, and the hub lists {file.size}")
+            raise _WrongFile(f"it ends after {at} bytes, but the hub lists {file.size}")
 
     @contextmanager
     def _config_errors(self, path: str) -> Iterator[None]:
@@ -259,11 +259,11 @@ class _Download:
             raise ConfigError(f"model {self._name}: {path} is not the file that the hub lists: {error}") from error
         except hub_errors() as error:
             progress = self._progress()
-            here = f"{readable_bytes(progress.done)} of {readable_bytes(progress.total)} are here"
+            here = f"{readable_bytes(progress.done)} of {readable_bytes(progress.total)} are downloaded"
             if isinstance(error, OSError) and error.errno in FULL:
-                reason = f"the disk of {self._blobs} is full: {here}; make room, and `unfuse pull` goes on from there"
+                reason = f"the disk of {self._blobs} is full: {here}; free some space, then resume with `unfuse pull`"
             else:
-                reason = f"{path} cannot be brought ({' '.join(str(error).split())}): {here}; later goes on from there"
+                reason = f"{path} cannot be downloaded ({' '.join(str(error).split())}): {here}; a retry resumes there"
             raise ConfigError(f"model {self._name}: {reason}") from error
 
 

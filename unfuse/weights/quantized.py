@@ -112,16 +112,16 @@ def refusal(said: object, speaks: bool) -> str:
     """
     by = str(said.get("quant_method") if isinstance(said, dict) else said)[:40]
     if by != TORCHAO:
-        return f"by {by}, which is not served: give it as torchao quantizes it, as GGUF, or in its original precision"
+        return f"by {by}, which is not supported: use torchao, GGUF or the original precision"
     if speaks:
-        return f"by {by}, which is not served of language models: give a GGUF file, or its original precision"
+        return f"by {by}, which is not supported for language models: use GGUF or the original precision"
 
     types = {*_types(said)}
     if unknown := sorted(types - ANYWHERE - ON_GPUS - DETAILS):
         served = ", ".join(sorted(ANYWHERE | ON_GPUS))
-        return f"by {by} with {unknown[0][:80]}, which is not served: served are {served}"
+        return f"by {by} with {unknown[0][:80]}, which is not supported; supported: {served}"
     if not types & (ANYWHERE | ON_GPUS):
-        return f"by a {by} that does not say how: quantize it anew, with {by} 0.17 or later"
+        return f"by {by} without the quantization type: quantize it again with {by} 0.17 or later"
     return ""
 
 
@@ -153,7 +153,7 @@ def library(said: Iterable[object]) -> set[str]:
     if not any(said):
         return set()
     if find_spec(TORCHAO) is None:
-        raise ConfigError("weights that are quantized by torchao need that library: pip install 'unfuse[torchao]'")
+        raise ConfigError("weights quantized by torchao need the library torchao: pip install 'unfuse[torchao]'")
     return {TORCHAO}
 
 
@@ -168,7 +168,7 @@ def check(component: str, said: object, files: Iterable[Path], dtype: str, devic
     if not said:
         return
     if offload != "none":
-        raise ConfigError(f"{component} is quantized by torchao, which --offload {offload} cannot move: leave it out")
+        raise ConfigError(f"{component} is quantized by torchao, which does not support --offload: leave it out")
     if device == "cpu" and (needs := sorted(ON_GPUS.intersection(_types(said)))):
         served = ", ".join(sorted(ANYWHERE))
         raise ConfigError(f"{component} is quantized by torchao's {needs[0]}, which needs a GPU: on a CPU use {served}")

@@ -105,15 +105,15 @@ def load_single(kind: Any, file: Path, dtype: torch.dtype) -> tuple[Any, dict[st
     from diffusers import GGUFQuantizationConfig
 
     if not hasattr(kind, "from_single_file"):
-        raise ValueError(f"{file.name} is not in diffusers' layout, and diffusers reads no other one for this class")
+        raise ValueError(f"{file.name} is not in diffusers' layout, the only one that diffusers reads for this class")
 
     quantization = {"quantization_config": GGUFQuantizationConfig(compute_dtype=dtype)} if file.suffix == GGUF else {}
     options = {"config": str(file.parent), "torch_dtype": dtype, "local_files_only": True, **quantization}
     try:
         model = kind.from_single_file(str(file), **options)
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        reason = f"{file.name} is of another model, or saved by a tool that diffusers does not know"
-        raise ValueError(f"{reason} ({error!r}): give one of a {kind.__name__}") from error
+        reason = f"{file.name} is of another model, or has a format that diffusers does not support"
+        raise ValueError(f"{reason} ({error!r}): use a file of a {kind.__name__}") from error
     missing = [key for key, tensor in model.state_dict().items() if tensor.is_meta]
     return model, {"missing_keys": missing, "unexpected_keys": _unused(kind, model, file)}
 

@@ -68,7 +68,7 @@ def pipeline_class(name: str) -> str:
     for pattern, class_name in PLANS.items():
         if name == pattern or (name not in PLANS and fnmatchcase(name, pattern)):
             return class_name
-    raise ConfigError(f"model {name!r} is not known by name; known are {', '.join(PLANS)}, and any folder with {INDEX}")
+    raise ConfigError(f"model {name!r} is unknown; use a folder with {INDEX}, or one of {', '.join(PLANS)}")
 
 
 def hub_name(name: str) -> str:
@@ -161,7 +161,7 @@ def component_folder(component: str, source: str, found: Path) -> Path:
         return found / component
     if found.is_dir() and (found / CONFIG).is_file():
         return found
-    raise ConfigError(f"--component-source {component}={source}: there is neither {INDEX} nor {CONFIG} in it")
+    raise ConfigError(f"--component-source {component}={source}: it contains neither {INDEX} nor {CONFIG}")
 
 
 def compose(name: str, model: Path, components: Mapping[str, Path]) -> Path:
@@ -170,7 +170,7 @@ def compose(name: str, model: Path, components: Mapping[str, Path]) -> Path:
     The folder is created once. Raises ConfigError for a component that the model does not have, or that does not fit.
     """
     if not (model / INDEX).exists():
-        raise ConfigError(f"--component-source is for pipelines, and {model} has no {INDEX}")
+        raise ConfigError(f"--component-source is only for pipelines, but {model} has no {INDEX}")
     known = ModelFolder(model).components()
     for component, folder in components.items():
         if component not in known:
@@ -217,8 +217,8 @@ def _create_links(place: Path, name: str, links: Mapping[str, Path]) -> None:
         with suppress(OSError):  # another process was faster, and its folder has the same links
             draft.rename(place)
     except OSError as error:
-        reason = f"{error.strerror}: make room, or choose another data folder"
-        raise ConfigError(f"{place} cannot be made ({reason})") from error
+        reason = f"{error.strerror}: free some space, or use another data folder"
+        raise ConfigError(f"{place} cannot be created ({reason})") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -228,7 +228,7 @@ def _check_fits(component: str, original: Path, other: Path) -> None:
     before, after = _config(original), _config(other)
     for key in MUST_AGREE:
         if key in before and key in after and before[key] != after[key]:
-            differ = f"its {key} is {after[key]!r}, and the model needs {before[key]!r}"
+            differ = f"its {key} is {after[key]!r}, but the model needs {before[key]!r}"
             raise ConfigError(f"--component-source {component}={other}: {differ}")
 
 
@@ -288,12 +288,12 @@ def resolve_source(
     if name in PACKAGED:
         return PACKAGE / PACKAGED[name]
     if is_path(name):
-        raise ConfigError(f"model {name!r}: there is no such folder or file here")
+        raise ConfigError(f"model {name!r}: there is no such folder or file on this machine")
     if "/" not in name:
         hub_names = [known for known in PLANS.keys() - PACKAGED if "*" not in known]
         short = [known.partition("/")[2].removesuffix(SUFFIX) for known in hub_names]
         known = ", ".join([*PACKAGED, *INSTALLED, *sorted(short)])
-        raise ConfigError(f"model {name!r} is no folder, nor a hub name such as owner/model, nor one of {known}")
+        raise ConfigError(f"model {name!r} is not a folder, a hub name such as owner/model, or one of {known}")
     return _resolve_hub(name, revision or pinned or None, components, tell)
 
 
@@ -367,7 +367,7 @@ def _single_gguf(folder: Path) -> Path:
         return folder
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
-        raise ConfigError(f"model {folder} has several GGUF files, one of which is to be named: {names}")
+        raise ConfigError(f"model {folder} has several GGUF files, use the path of one: {names}")
     return files[0]
 
 
@@ -387,14 +387,14 @@ def _resolve_hub(name: str, revision: str | None, components: Collection[str] | 
         reason = " ".join(str(error).split()).removeprefix("Got: ").rstrip(".")
         if isinstance(error, GatedRepoError):
             raise ConfigError(
-                f"model {name!r} is gated: agree to its terms at {constants.ENDPOINT}/{name}, and set HF_TOKEN to a "
-                f"token of yours that may read it ({reason})"
+                f"model {name!r} is gated: accept its terms at {constants.ENDPOINT}/{name}, and set HF_TOKEN to a "
+                f"token with read access to it ({reason})"
             ) from error
         suggestion = nearest(name, (*PACKAGED, *INSTALLED), ALIKE)
         packaged = f"did you mean {suggestion}?" if suggestion else f"{', '.join(PACKAGED)} is"
         raise ConfigError(
-            f"model {name!r} is no folder here, is not packaged ({packaged}), "
-            f"and the hub library could not bring it: {reason}"
+            f"model {name!r} is not a local folder, is not packaged ({packaged}), "
+            f"and cannot be downloaded from the hub: {reason}"
         ) from error
     needed = folder.components() if components is None else components
     if not constants.is_offline_mode():

@@ -140,10 +140,10 @@ end
 
 local function damaged(id) return refuse('DAMAGED the stored record of request %s cannot be read', id) end
 
-local function unknown(id) return refuse('NOTFOUND no request %s', id) end
+local function unknown(id) return refuse('NOTFOUND request %s does not exist', id) end
 
 local function lost(claim)
-  return refuse('LEASELOST attempt %d of %s of %s does not hold its lease', claim.attempt, claim.stage, claim.request)
+  return refuse('LEASELOST attempt %d of %s of %s no longer has its lease', claim.attempt, claim.stage, claim.request)
 end
 
 -- Returns all stages of a request that ever had a task, in order; none if the record is damaged.

@@ -9,7 +9,7 @@ function verbs.append_all()
     local name = held(one.claim)
     counts[i] = name and count_pieces(name)
     if name and one.offset > counts[i] then
-      return refuse('PROTOCOL pieces of %s of %s from number %d on, but only %d are recorded', one.claim.stage,
+      return refuse('PROTOCOL output chunks of %s of %s from number %d, but only %d are recorded', one.claim.stage,
         one.claim.request, one.offset, counts[i])
     end
     answers[i] = name and 1 or 0

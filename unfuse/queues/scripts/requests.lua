@@ -67,14 +67,14 @@ local function overload()
   local active, cost, most = call('ZCARD', ACTIVE), tonumber(call('HGET', META, 'cost')) or 0, A.limits
   local say, later = 'OVERLOADED %s', ': try again later'
   if active >= most.max_active then
-    return refuse(say, active .. ' requests are in progress, no more are accepted' .. later)
+    return refuse(say, active .. ' requests are in progress, which is the limit' .. later)
   elseif most.max_cost and active > 0 and cost + A.cost > most.max_cost then
-    return refuse(say, 'what is in progress and this together cost more than ' .. most.max_cost .. later)
+    return refuse(say, 'the predicted cost of all active requests would exceed ' .. most.max_cost .. ' s' .. later)
   end
   for pool, more in pairs(A.more) do
     if size(pool) + more > most.max_queue then
       local shown = A.names[pool]
-      return refuse(say, size(pool) .. ' tasks wait in pool ' .. shown .. ', up to ' .. most.max_queue .. ' may' .. later)
+      return refuse(say, size(pool) .. ' tasks wait in pool ' .. shown .. ', the limit is ' .. most.max_queue .. later)
     end
   end
 end
@@ -95,8 +95,8 @@ local function beyond_allowance(may)
   if may.concurrent > 0 then
     local has = sound(call, 'ZCARD', heading_key(A.tenant, 'over', '0')) or 0
     if has >= may.concurrent then
-      return refuse('LIMITED 0 %s has %d requests in progress, its key allows %d: try again when one is over', A.tenant,
-        has, may.concurrent)
+      return refuse('LIMITED 0 tenant %s has %d requests in progress, its key allows %d: try again when one has ended',
+        A.tenant, has, may.concurrent)
     end
   end
   local early = may.rate > 0 and whole_at(may) - in_microseconds(now) - may.per_s * 1000000 or 0
@@ -146,7 +146,7 @@ function verbs.commit()
     if not name then return lost(claim) end
   end
   if A.version ~= version + 1 then
-    return refuse('CONFLICT %s is at version %d: %d does not follow it', id, version, A.version)
+    return refuse('CONFLICT request %s is at version %d, not %d', id, version, A.version - 1)
   end
   store(id, number, unpacked(share), over == '0')
   if name then remove(name) end

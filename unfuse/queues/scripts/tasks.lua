@@ -77,14 +77,15 @@ local function misplaced()
     return
   end
   if schema ~= SCHEMA then
-    return refuse('MISPLACED what has this prefix there was written by another version of unfuse (schema %s, this one ' ..
-      'reads %s): name another prefix, as in ?prefix=NAME, or delete the keys that begin with %s:', schema or 'unknown',
-      SCHEMA, P)
+    return refuse('MISPLACED the keys with this prefix were written by another version of unfuse (schema %s, this ' ..
+      'version needs %s): use another prefix, as in ?prefix=NAME, or delete the keys that begin with %s:',
+      schema or 'unknown', SCHEMA, P)
   end
   if part == A.part then return end
   local none = 'a queue without shards'
-  return refuse('MISPLACED what has this prefix there is %s, not %s: name as many shards, and the same servers in the ' ..
-    'same order, as before, or another prefix', part == '' and none or part, A.part == '' and none or A.part)
+  return refuse('MISPLACED the keys with this prefix are of %s, not of %s: use the same number of shards and ' ..
+    'the same order of servers as before, or another prefix', part == '' and none or part,
+    A.part == '' and none or A.part)
 end
 
 local function run(verb)
