@@ -20,7 +20,7 @@ from bench.servers import redis_server
 from unfuse import queues
 from unfuse.core.clock import SystemClock
 from unfuse.core.messages import Heartbeat, HeartbeatReply, Register, StorageLocations, WorkerInfo
-from unfuse.models import card_of
+from unfuse.models import read_model_spec
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 
@@ -42,9 +42,9 @@ async def of_each(redis: psutil.Process, count: int, work: Callable[[int], Await
 async def costs(url: str, pid: int, workers: int, calls: int = 1000) -> dict[str, object]:
     """What so many workers cost."""
     redis, queue = psutil.Process(pid), queues.open(url)
-    card = card_of("shapes", Path(unfuse.models.__file__).with_name("shapes"), "auto")
+    card = read_model_spec("shapes", Path(unfuse.models.__file__).with_name("shapes"), "auto")
     pools = tuple(card.pools().values())
-    scheduler = Scheduler(queue, cards=[card], clock=SystemClock(), lease_ttl=3600.0)
+    scheduler = Scheduler(queue, specs=[card], clock=SystemClock(), lease_ttl=3600.0)
     dispatcher = Dispatcher(scheduler, [(card.name, card.source, "auto")], StorageLocations("memory:"))
     for number in range(workers):
         hello = Register(WorkerInfo(f"w-{number}", f"n-{number}", "all", pools, 2, "unix:@w", 1 << 30), (card,))

@@ -64,7 +64,7 @@ HELD_OUT = [
 ]
 """Within what was learned from, but for steps (30 to its 20), frames (13 to its 9), and guidance (none)."""
 
-CARD = find(folder := resolve_source("unfuse/shapes")).card("unfuse/shapes", folder)
+CARD = find(folder := resolve_source("unfuse/shapes")).model_spec("unfuse/shapes", folder)
 
 
 def context(case: Case, number: int, timings: dict[str, Timings] | None = None) -> RequestContext:
@@ -102,7 +102,7 @@ def with_law(learned: Sequence[Measured], asked: Sequence[Case]) -> list[dict[st
     costs = Costs()
     for number, one in enumerate(learned):
         costs.learn(context(one.case, number, one.timings))
-    plans = [costs.priced(context(case, -1)).plan for case in asked]
+    plans = [costs.with_cost(context(case, -1)).plan for case in asked]
     found = [{stage.kind: stage.cost for stage in plan.stages} for plan in plans]
     return [one | {"all": sum(one.values())} for one in found]
 

@@ -22,9 +22,9 @@ from unfuse.core.compute_options import ParallelDegrees, parse_parallel
 from unfuse.core.modalities import LAST_FRAME, UPLOAD
 from unfuse.core.model_spec import ModelSpec
 from unfuse.service.logs import Logs
-from unfuse.service.options import options, plan
-from unfuse.service.plan import means
-from unfuse.service.service import own_pools
+from unfuse.service.options import plan_service, serve_options
+from unfuse.service.plan import host_resources
+from unfuse.service.service import private_pools
 from unfuse.service.settings import load
 
 STEPS, ROUNDS = 4, 3  # the steps of a request that is measured, and how many requests are, behind one that warms up
@@ -73,13 +73,13 @@ def measure(model: str, parallel: str, threads: int) -> list[Found]:
     flags = {"serve.models": [model], "compute.parallel": parallel, "compute.threads": threads}
     loaded, logs = load(flags), Logs()
     logs.open_log()
-    planned = plan(options(loaded))
-    card, cores, spreads = planned.models[0].card, means(loaded.settings).cores, parse_parallel(parallel)
+    planned = plan_service(serve_options(loaded))
+    card, cores, spreads = planned.models[0].spec, host_resources(loaded.settings).cores, parse_parallel(parallel)
     most = min(MOST_DEGREE, cores) if all(worker.on_cpu for worker in planned.workers) else MOST_DEGREE
 
     def served(parallel: str, ranks: int) -> AbstractContextManager[Client]:
         changed = {"compute.parallel": parallel, "compute.threads": threads or max(1, cores // ranks)}
-        return own_pools(load({**flags, **changed, "serve.workers": "split"}), logs)
+        return private_pools(load({**flags, **changed, "serve.workers": "split"}), logs)
 
     with served("", 1) as client:
         alone = {role: _measured(client, role, card) for role in spreads}
@@ -100,7 +100,7 @@ def predicted(measured: Found, alone: Step, spread: ParallelDegrees, card: Model
     if len(spread.degrees) != 1 or not spread.degrees.keys() <= SENT.keys():
         return
     ((kind, degree),) = spread.degrees.items()
-    able = [stage.spreads for stage in card.pipeline.stages if stage.role == measured.role]
+    able = [stage.parallelism for stage in card.pipeline.stages if stage.role == measured.role]
     lost = measured.step.compute_s * degree / alone.compute_s
     for other in range(2, most + 1):
         if (
@@ -157,8 +157,8 @@ def _measured(client: Client, role: str, card: ModelSpec, least: bool = False) -
 
 def _pictures(client: Client, card: ModelSpec, least: bool, more: dict[str, Any]) -> Mapping[str, Any]:
     given: dict[str, Any] = {"prompt": "a red circle on white", "num_inference_steps": STEPS, **more}
-    given |= {"image": _picture()} if card.accepted(UPLOAD).min else {}
-    given |= {"last_frame": _picture()} if card.accepted(LAST_FRAME).min else {}
+    given |= {"image": _picture()} if card.accepted_input(UPLOAD).min else {}
+    given |= {"last_frame": _picture()} if card.accepted_input(LAST_FRAME).min else {}
     side = card.limits["min_size"]
     return client.generate(**given, **({"size": f"{side}x{side}"} if least else {})).view
 

@@ -21,7 +21,7 @@ from typing import Any
 from bench.report import show, table
 from tools.tiny import build
 from unfuse.core.compute_options import ComputeOptions, ParallelDegrees
-from unfuse.models import card_of, find, resolve_source
+from unfuse.models import find, read_model_spec, resolve_source
 
 SHAPES = "unfuse/shapes"
 FAMILIES = (
@@ -61,7 +61,7 @@ class Tiny:
 
     def __init__(self, folder: Path, dtype: str, group: Any) -> None:
         self._folder, self._group, self._family = folder, group, find(folder)
-        self.card = card_of("tiny", folder, dtype)
+        self.card = read_model_spec("tiny", folder, dtype)
 
     def distances(self, spreads: list[str]) -> list[tuple[str, float]]:
         """How far each spread is from one rank."""
@@ -72,12 +72,12 @@ class Tiny:
         alone = [self._made(denoise, "", params, given) for params, given in zip(asked, encoded, strict=True)]
         found = []
         for spread in spreads:
-            if not ParallelDegrees.parse(spread).refusal(denoise.spreads):
+            if not ParallelDegrees.parse(spread).refusal(denoise.parallelism):
                 made = [
                     self._made(denoise, spread, params, given) for params, given in zip(asked, encoded, strict=True)
                 ]
                 found.append((spread, max(map(distance, alone, made))))
-        if not any(ParallelDegrees.parse(ENCODER).refusal(spec.spreads) for spec in encoders):
+        if not any(ParallelDegrees.parse(ENCODER).refusal(spec.parallelism) for spec in encoders):
             cut = [self._encoded(encoders, params, ENCODER) for params in asked]
             found.append(("encoder", max(map(distance, encoded, cut))))
         return found

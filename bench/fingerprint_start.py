@@ -65,7 +65,7 @@ def main() -> None:
         kept.mkdir()
         old.mkdir()
         began = time.perf_counter()
-        Fingerprints().of(model / LARGE)
+        Fingerprints().hash_file(model / LARGE)
         hashing_s = time.perf_counter() - began
         time.sleep(2)  # fingerprints of files that were written just now are not remembered
         start(kept, model, ROOT)

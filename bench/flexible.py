@@ -37,7 +37,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import StageSelector, roles_of
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
-from unfuse.models import card_of
+from unfuse.models import read_model_spec
 from unfuse.queues.base import RequestFilter
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
@@ -83,7 +83,7 @@ class Worker:
         info = WorkerInfo(self.name, "node", self.words, pools, 1, f"unix:@{self.number}", 1 << 40)
         if len(sets) > 1:
             self.holds = next(iter(sets))
-            info = replace(info, sets=sets, status=WorkerStatus(loaded=self.holds, load_s=self.load_s))
+            info = replace(info, swappable_models=sets, status=WorkerStatus(loaded=self.holds, load_s=self.load_s))
         await self.dispatcher.answer(self.name.encode(), Register(info, (self.card,)))
         async with asyncio.TaskGroup() as group:
             group.create_task(self._beat())
@@ -94,8 +94,8 @@ class Worker:
             status = WorkerStatus(loaded=self.holds, load_s=self.load_s)
             beat = Heartbeat(tuple(lease.claim for lease in self.held), status=status)
             pulse = await self.dispatcher.answer(self.name.encode(), beat)
-            if isinstance(pulse, HeartbeatReply) and pulse.load:
-                self.going = pulse.load
+            if isinstance(pulse, HeartbeatReply) and pulse.swap_to:
+                self.going = pulse.swap_to
             await asyncio.sleep(BEAT_S)
 
     async def _work(self) -> None:
@@ -104,7 +104,9 @@ class Worker:
                 self.holds = ""
                 await asyncio.sleep(self.load_s)
                 self.holds, self.going, self.swaps = self.going, "", self.swaps + 1
-            answer = await self.dispatcher.answer(self.name.encode(), RequestTasks(1, None, ASK_S, holds=self.holds))
+            answer = await self.dispatcher.answer(
+                self.name.encode(), RequestTasks(1, None, ASK_S, loaded_model=self.holds)
+            )
             for lease in answer.leases if isinstance(answer, LeasesGranted) else ():
                 await self._make(lease)
 
@@ -129,9 +131,9 @@ class Worker:
 async def burst(words: list[str], seconds: tuple[float, ...], load_s: float, pictures: int) -> dict[str, object]:
     """What became of so many pictures that were asked for at once, when the model was known already."""
     clock = VirtualClock()
-    card = card_of("shapes", Path(unfuse.models.__file__).with_name("shapes"), "auto")
+    card = read_model_spec("shapes", Path(unfuse.models.__file__).with_name("shapes"), "auto")
     kinds = {stage.kind: dict(zip(ROLES, seconds, strict=True))[stage.role] for stage in card.pipeline.stages}
-    scheduler = Scheduler(MemoryQueue(clock), cards=[card], clock=clock)
+    scheduler = Scheduler(MemoryQueue(clock), specs=[card], clock=clock)
     dispatcher = Dispatcher(scheduler, [(card.name, card.source, "auto")], StorageLocations("memory:"))
     workers = [Worker(dispatcher, card, at, word, load_s, kinds) for at, word in enumerate(words)]
     tasks = [asyncio.create_task(worker.run()) for worker in workers]

@@ -51,7 +51,7 @@ from tools import tiny
 from unfuse.arena.arena import Arena
 from unfuse.core.compute_options import ComputeOptions, Offload
 from unfuse.core.errors import UnfuseError
-from unfuse.planning.machine import look
+from unfuse.planning.machine import inspect_machine
 from unfuse.weights.folder import INDEX
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -532,7 +532,7 @@ def main() -> None:
         "gpu",
         tiny=asked.tiny,
         device=device,
-        on=msgspec.to_builtins(look(())),
+        on=msgspec.to_builtins(inspect_machine(())),
         torch_cuda=torch.version.cuda,
         **figures,
     )

@@ -21,7 +21,7 @@ from bench.model import Made, Model
 from tools import tiny
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.stages.base import Stage, StageInput
-from unfuse.worker.batches import culprit, difference
+from unfuse.worker.batches import first_difference, variant_function
 
 FAMILIES = ("wan", "wan-2.2", "wan-2.2-5b", "flux", "hunyuan-video", "qwen-image")
 DTYPES = ("float32", "bfloat16")
@@ -73,8 +73,8 @@ def verdict(stage: Stage, tasks: list[StageInput], size: int) -> str:
     states = [stage.start(tasks[number % len(tasks)]) for number in range(size)]
     try:
         alone = [stage.step_alone(state) for state in states]
-        row = difference(alone, stage.step(states))
-        return "equal" if row is None else culprit(stage, states, row)
+        row = first_difference(alone, stage.step(states))
+        return "equal" if row is None else variant_function(stage, states, row)
     except torch.OutOfMemoryError:
         return "out of memory"
 

@@ -21,15 +21,15 @@ import torch
 
 from bench.report import ratio, show, spread
 from tools.tiny_language import make_language_model
-from unfuse.core.checking import check
+from unfuse.core.checking import check_request
 from unfuse.core.derived_facts import GRAMMAR, DerivedFacts
 from unfuse.core.errors import ConfigError
 from unfuse.core.modalities import TEXT
-from unfuse.core.text import packed
+from unfuse.core.text import pack_ids
 from unfuse.core.text_parameters import PromptTokens, schema_text
 from unfuse.language.grammars import Grammar, Grammars, grammar_digest, pack_grammar
 from unfuse.language.tokenizer import ChatTokenizer
-from unfuse.models import card_of, find, resolve_source
+from unfuse.models import find, read_model_spec, resolve_source
 from unfuse.models.base import RuntimeOptions
 from unfuse.stages.base import StageInput, next_states
 from unfuse.stages.language import Decode, DecodeState
@@ -62,8 +62,8 @@ class Texts:
     """The decode stage of a model, and texts that it makes."""
 
     def __init__(self, source: Path) -> None:
-        self._card, self._tokenizer = card_of("bench", source), ChatTokenizer.read(source)
-        runtime = RuntimeOptions("cpu", self._card.dtypes, kv=1 << 30, shared={})
+        self._card, self._tokenizer = read_model_spec("bench", source), ChatTokenizer.read(source)
+        runtime = RuntimeOptions("cpu", self._card.dtypes, kv=1 << 30, shared_objects={})
         stage = find(source).load(self._card.pipeline.stages[1], source, runtime)
         assert isinstance(stage, Decode)
         self.stage = stage
@@ -72,8 +72,8 @@ class Texts:
         ids = self._tokenizer.prompt([{"role": "user", "content": "Tell me of a person, as JSON."}])
         asked: dict[str, Any] = {"messages": [], "seed": seed, "max_tokens": 400}
         asked |= {"logit_bias": {str(stop): -100 for stop in self._tokenizer.stops}}
-        uploads = {"prompt": packed(ids)} | ({GRAMMAR: held} if held else {})
-        params, _ = check(self._card, asked, TEXT, tokens=PromptTokens(len(ids)))
+        uploads = {"prompt": pack_ids(ids)} | ({GRAMMAR: held} if held else {})
+        params, _ = check_request(self._card, asked, TEXT, tokens=PromptTokens(len(ids)))
         derived = DerivedFacts(prompt_tokens=len(ids), grammar=grammar_digest(held) if held else "")
         state = self.stage.start(StageInput(params, {}, uploads, derived=derived))
         while held and self.stage.waits(state):
@@ -117,7 +117,7 @@ def turns(texts: Texts, pairs: int) -> dict[str, object]:
             if turn >= WARM:
                 seconds[name].append(time.perf_counter() - began)
     for state in (*states["free"], *states["held"]):
-        texts.stage.let_go(state)
+        texts.stage.release(state)
     return {
         "turn, one with a grammar / none": ratio(seconds["held"], seconds["free"]),
         "seconds of a turn": spread(seconds["free"]),

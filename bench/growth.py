@@ -37,14 +37,14 @@ CALLS = 100
 
 async def grow(queue: QueueBackend, leases: list[Lease], said: list[int]) -> None:
     """One call: the next pieces of all."""
-    held = await queue.append_all([OutputDeltas(lease.claim, said[0], (PIECE,) * PIECES) for lease in leases])
+    held = await queue.append_deltas([OutputDeltas(lease.claim, said[0], (PIECE,) * PIECES) for lease in leases])
     assert all(held)
     said[0] += PIECES
 
 
 async def read(queue: QueueBackend, lease: Lease, said: list[int]) -> None:
     """What a gateway reads after an event: the last pieces of one task."""
-    assert len(await queue.appended(lease.task.request, lease.task.stage, said[0] - PIECES)) == PIECES
+    assert len(await queue.read_deltas(lease.task.request, lease.task.stage, said[0] - PIECES)) == PIECES
 
 
 async def commits(queue: QueueBackend) -> list[Callable[[], Awaitable[object]]]:
@@ -56,7 +56,7 @@ async def commits(queue: QueueBackend) -> list[Callable[[], Awaitable[object]]]:
         ref = ObjectRef("o", "w", "n", task.request, task.stage, task.attempt, 1, 0, (), (), b"key", 0.0)
         record = await queue.load(task.request)
         done = TaskCompleted(lease.claim, ref, (), Timings())
-        ready.append(partial(queue.commit, lifecycle.completed(record.context, done, "w", time.time())))
+        ready.append(partial(queue.commit, lifecycle.complete_stage(record.context, done, "w", time.time())))
     return ready
 
 

@@ -28,10 +28,10 @@ from bench.tokens import Counted
 from unfuse.arena.arena import Arena
 from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.text import packed
+from unfuse.core.text import pack_ids
 from unfuse.language.paged_kv import KvSequence
 from unfuse.stages.base import StageInput, next_states
-from unfuse.stages.kv_transfer import CHUNKS, REST, KvReader
+from unfuse.stages.kv_transfer import CHUNKS, LAST_CHUNK, KvReader
 from unfuse.stages.language import Decode, Prefill, PrefillState
 from unfuse.stages.sequence_pool import open_model
 from unfuse.stores.tensor_store import TensorStore
@@ -97,10 +97,10 @@ class Bench:
         """Seconds of prefill, as a clock and as this thread's CPU time tell, and from its end to a token elsewhere."""
         self.number += 1
         named: dict[str, Any] = {"request": f"req_{self.number}", "stage": "prefill", "attempt": 1}
-        task = StageInput(GREEDY, {}, {"prompt": packed(ids)}, derived=DerivedFacts(prompt_tokens=len(ids)))
+        task = StageInput(GREEDY, {}, {"prompt": pack_ids(ids)}, derived=DerivedFacts(prompt_tokens=len(ids)))
         began, computed = time.monotonic(), time.thread_time()
         state = self.prefill.start(task)
-        output = self.owner.begin(self.prefill.outline(state), **named) if announced else None
+        output = self.owner.start_output(self.prefill.outline(state), **named) if announced else None
         if output:
             self.prefill.write_to(state, output)
             pulling = self.pull(output.ref)
@@ -116,10 +116,10 @@ class Bench:
         tensors = tensors_of(self.arena, sink, session.ref)
         writing = self.decode.start(StageInput(task.params, tensors, task.uploads))
         (stepped,) = next_states(self.decode, [writing])
-        assert not isinstance(stepped, Exception) and self.decode.grown(stepped) and writing.done == len(ids) - 1
+        assert not isinstance(stepped, Exception) and self.decode.new_chunks(stepped) and writing.done == len(ids) - 1
         behind = time.monotonic() - prefilled
-        self.decode.let_go(stepped)
-        self.prefill.let_go(state)
+        self.decode.release(stepped)
+        self.prefill.release(state)
         assert sink.extent
         self.arena.delete(sink.extent.id)
         self.owner.release(named["request"])
@@ -189,13 +189,13 @@ def pieces(bench: Bench, rounds: int) -> dict[str, dict[str, Any]]:
         resumes, sums = 0, set[float]()
         for _ in range(rounds + 1):
             for name, way in ways.items():
-                kv = bench.far.begin(0)
-                kv.grow(tokens)
+                kv = bench.far.start(0)
+                kv.extend(tokens)
                 began = time.monotonic()
                 resumes = max(resumes, way(kv))
                 seconds[name].append(time.monotonic() - began)
                 sums.add(round(float(torch.stack([kv.read(0)[0], kv.read(LAYERS - 1)[1]]).double().sum()), 3))
-                bench.far.end(kv)
+                bench.far.free(kv)
         more = quantile([a - b for a, b in zip(seconds["pieces"], seconds["whole"], strict=True)][1:], 0.5)
         rows[f"{length}K"] = {
             "MiB": ref.nbytes >> 20,
@@ -214,9 +214,9 @@ def through(bench: Bench, ref: ObjectRef, buffer: NDArray[np.uint8], kv: KvSeque
     window, reader = Counted(buffer, ref), KvReader(kv, bench.far.layout(kv.length))
     session = bench.transfers.fetch(ref, window)
     for piece in window:
-        reader.take(torch.from_numpy(piece))
+        reader.write(torch.from_numpy(piece))
     session.result(600)
-    assert reader.whole
+    assert reader.is_complete
     return window.asked - 1
 
 
@@ -224,7 +224,7 @@ def at_once(bench: Bench, ref: ObjectRef, kv: KvSequence) -> int:
     session, sink = bench.pull(ref)
     session.result(600)
     tensors = tensors_of(bench.arena, sink, ref)
-    assert tensors.keys() == {CHUNKS, REST} and sink.extent
+    assert tensors.keys() == {CHUNKS, LAST_CHUNK} and sink.extent
     for start, layer, unit in bench.far.layout(kv.length).read(tensors):
         kv.write(layer, unit[:, 0], unit[:, 1], start)
     bench.arena.delete(sink.extent.id)

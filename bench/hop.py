@@ -32,7 +32,7 @@ from unfuse.core.messages import (
     WorkerInfo,
 )
 from unfuse.core.model_spec import ModelSpec
-from unfuse.core.object_ref import ObjectRef, lay_out
+from unfuse.core.object_ref import ObjectRef, layout_tensors
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
@@ -53,7 +53,7 @@ NAMES = dict.fromkeys("abc", "0" * 12)
 CARD = ModelSpec("bench", "", "", Pipeline(STAGES), {}, {}, NAMES, dict.fromkeys("abc", "float32"))
 POOLS = CARD.pools()
 TURNS = 4
-TENSORS = lay_out(
+TENSORS = layout_tensors(
     [("prompt_embeds", "bfloat16", (1, 512, 4096)), ("negative_prompt_embeds", "bfloat16", (1, 512, 4096))]
 )
 
@@ -61,9 +61,9 @@ TENSORS = lay_out(
 async def control(url: str, card: ModelSpec) -> tuple[Scheduler, Router]:
     """A scheduler over that queue, and where its workers come in; what it logs goes to standard error."""
     Logs().open_log()
-    scheduler = Scheduler(open_queue(url), limits=QueueLimits(10**6, 10**6), cards=[card])
+    scheduler = Scheduler(open_queue(url), limits=QueueLimits(10**6, 10**6), specs=[card])
     dispatcher = Dispatcher(scheduler, [], StorageLocations(""))
-    router = Router(unix_address(), dispatcher.answer, dispatcher.undelivered)
+    router = Router(unix_address(), dispatcher.answer, dispatcher.handle_undelivered)
     await scheduler.start()
     return scheduler, router
 

@@ -36,7 +36,7 @@ LEASES = 2000
 def admitted() -> Change:
     params = {"prompt": "a red circle on white, " * 8, "seed": 1, "height": 1024, "width": 1024}
     plan = compile_plan(CARD.pipeline, POOLS, params, [{"seed": 1, "index": 0}])
-    return lifecycle.admitted(request_context(GenerationRequest(new_request_id(), "bench", params), plan), time.time())
+    return lifecycle.admit(request_context(GenerationRequest(new_request_id(), "bench", params), plan), time.time())
 
 
 async def submit(queue: QueueBackend) -> None:
@@ -50,7 +50,7 @@ async def complete(queue: QueueBackend) -> None:
     ref = ObjectRef("o", "w", "n", task.request, task.stage, task.attempt, 1, 0, (), (), b"key", 0.0)
     record = await queue.load(task.request)
     await queue.commit(
-        lifecycle.completed(record.context, TaskCompleted(lease.claim, ref, (), Timings()), "w", time.time())
+        lifecycle.complete_stage(record.context, TaskCompleted(lease.claim, ref, (), Timings()), "w", time.time())
     )
 
 

@@ -45,7 +45,7 @@ def narrow() -> Any:
 
 def filled(kv: PagedKvCache, tokens: int) -> KvSequence:
     sequence = kv.sequence()
-    sequence.grow(tokens)
+    sequence.extend(tokens)
     for layer in range(LAYERS):
         sequence.write(layer, torch.randn(KEPT, tokens, WIDTH), torch.randn(KEPT, tokens, WIDTH))
     return sequence
@@ -56,7 +56,7 @@ def in_runs(tokens: int) -> PagedKvCache:
     kv = PagedKvCache(LAYERS, KEPT, WIDTH, 3 * tokens, BLOCK)
     holders = [kv.sequence() for _ in range(3 * tokens // BLOCK)]
     for holder in holders:
-        holder.grow(BLOCK)
+        holder.extend(BLOCK)
     every = max(2, tokens // BLOCK // RUNS)
     for holder in holders:
         if holder.spans()[0][0] // BLOCK % every:
@@ -80,7 +80,7 @@ def gathered(module: Any, query: Any, key: Any, value: Any, mask: None, *, scali
 def one_token(model: LanguageModel, sequences: Sequence[KvSequence], **how: Any) -> Step:
     def step() -> None:
         for sequence in sequences:
-            sequence.grow(1)
+            sequence.extend(1)
         model.forward([(sequence, [7]) for sequence in sequences], **how)
         for sequence in sequences:
             sequence.truncate(sequence.length - 1)

@@ -17,8 +17,8 @@ from typing import Any
 from bench.report import show, table
 from unfuse.client import Client
 from unfuse.service.logs import Logs
-from unfuse.service.options import options, plan
-from unfuse.service.service import own_pools
+from unfuse.service.options import plan_service, serve_options
+from unfuse.service.service import private_pools
 from unfuse.service.settings import load
 
 SHAPES = "unfuse/shapes"
@@ -40,13 +40,13 @@ def rate(client: Client, asked: dict[str, Any], at_once: int, rounds: int) -> fl
 def rates(model: str, threads: int, asked: dict[str, Any], at_once: int, rounds: int) -> dict[str, float]:
     """The rate of each layout of whole workers that fits, in the order in which `--workers auto` prefers them."""
     flags = {"serve.models": [model], "compute.threads": threads}
-    logs, planned = Logs(), plan(options(load(flags)))
+    logs, planned = Logs(), plan_service(serve_options(load(flags)))
     logs.open_log()
     found = {}
-    for layout in planned.layouts.found if planned.layouts else ():
+    for layout in planned.layouts.layouts if planned.layouts else ():
         if layout.refusal or layout.workers.rpartition("=")[0] != "all":
             continue
-        with own_pools(load({**flags, "serve.workers": layout.workers}), logs) as client:
+        with private_pools(load({**flags, "serve.workers": layout.workers}), logs) as client:
             found[layout.workers] = rate(client, asked, at_once, rounds)
     return found
 

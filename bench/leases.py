@@ -54,7 +54,7 @@ async def leases(queue: QueueBackend, slots: int, times: int) -> list[float]:
 
     What was leased is replaced by new requests, so that the queue stays as deep, and its first tasks old.
     """
-    takes = wanted(POOLS["a"], slots=slots, room=1 << 40, near="node", affinity="some")
+    takes = wanted(POOLS["a"], slots=slots, room=1 << 40, preferred_node="node", affinity="some")
     seconds = []
     for _ in range(times):
         began = time.perf_counter()
@@ -67,7 +67,7 @@ async def leases(queue: QueueBackend, slots: int, times: int) -> list[float]:
 
 
 async def forget(queue: QueueBackend, request: str) -> None:
-    change = lifecycle.cancelled((await queue.load(request)).context, time.time())
+    change = lifecycle.cancel((await queue.load(request)).context, time.time())
     assert change
     await queue.commit(change)
     await queue.drop(request)

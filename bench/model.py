@@ -35,9 +35,9 @@ class Model:
         loras: str = "",
     ) -> None:
         options, family = options or ComputeOptions(), find(folder)
-        self.card = family.card("bench", folder, options.dtype)
+        self.card = family.model_spec("bench", folder, options.dtype)
         self.runtime = RuntimeOptions(device, self.card.dtypes, options, loras)
-        self.specs = {spec.name: spec for spec in self.card.pipeline.stages if not spec.when}
+        self.specs = {spec.name: spec for spec in self.card.pipeline.stages if not spec.only_with}
         self.stages: dict[str, Stage] = {
             name: family.load(spec, folder, self.runtime, report) for name, spec in self.specs.items()
         }

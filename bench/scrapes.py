@@ -29,7 +29,7 @@ MANY = QueueLimits(10**6, 10**6)
 async def by_records(queue: QueueBackend) -> dict[str, float]:
     """What a scrape did: records of all that is active, and of the first four of each line."""
     left = dict.fromkeys(POOLS, 0.0)
-    for record in await queue.list(RequestFilter(over=False), limit=1000):
+    for record in await queue.list(RequestFilter(is_over=False), limit=1000):
         for stage in record.context.plan.stages:
             left[POOLS[ord(stage.pool) - ord("a")]] += stage.cost
     for pool in POOLS:
@@ -42,7 +42,7 @@ async def by_records(queue: QueueBackend) -> dict[str, float]:
 async def by_loading(queue: QueueBackend, names: Sequence[str]) -> list[str]:
     """What a heartbeat did."""
     records = await asyncio.gather(*(queue.load(name) for name in names))
-    return [record.context.id for record in records if record.context.over]
+    return [record.context.id for record in records if record.context.is_over]
 
 
 async def milliseconds(ask: Callable[[], Awaitable[object]], times: int) -> float:
@@ -67,7 +67,7 @@ async def measure(url: str, active: int, times: int) -> dict[str, float]:
     row = {}
     asks: dict[str, tuple[Callable[[], Awaitable[object]], Callable[[], Awaitable[object]]]] = {
         "scrape": (lambda: by_records(queue), lambda: queue.stats(POOLS)),
-        "heartbeat": (lambda: by_loading(queue, names), lambda: queue.over(names)),
+        "heartbeat": (lambda: by_loading(queue, names), lambda: queue.ended_among(names)),
     }
     for name, (before, after) in asks.items():
         was, is_now = await milliseconds(before, times), await milliseconds(after, times)

@@ -63,11 +63,11 @@ def stored(place: int) -> RequestContext:
     request = GenerationRequest(new_request_id(IMAGE if place % 4 else VIDEO), IDLE.name, params)
     own: dict[str, Any] = {"idempotency_key": f"key {place}", "fingerprint": f"{place:064}"}
     context = request_context(request, plan, created_at=time.time(), **own)
-    context = lifecycle.admitted(context, time.time()).context
+    context = lifecycle.admit(context, time.time()).context
     if place < ACTIVE:
         return context
     dead = place % 1000 == 0 or place < ACTIVE + 20
-    own = {"status": "failed" if dead else "completed", "dead": dead, "completed_at": time.time()}
+    own = {"status": "failed" if dead else "completed", "is_dead_letter": dead, "completed_at": time.time()}
     return msgspec.structs.replace(context, **own)
 
 
@@ -83,7 +83,7 @@ async def serve(url: str, folder: str, port: int) -> None:
     """The gateway's process. A line on standard input is a depth; the answer is what a request weighs, in bytes."""
     Logs().open_log()
     queue, process, depth = queues.open(url), psutil.Process(), 0
-    scheduler = Scheduler(queue, limits=LIMITS, cards=[IDLE])
+    scheduler = Scheduler(queue, limits=LIMITS, specs=[IDLE])
     await scheduler.start()
     app = create_app(Served(scheduler, open_results(folder)))
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))

@@ -26,7 +26,7 @@ from bench.report import ratio, show, spread, table
 from unfuse.arena.arena import Arena
 from unfuse.core.object_ref import ObjectRef, chunk_bytes
 from unfuse.core.request import new_request_id
-from unfuse.stores.base import PIECE
+from unfuse.stores.base import HASH_BYTES
 from unfuse.stores.tensor_store import TensorStore
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -47,8 +47,8 @@ def copy_and_hash(memory: NDArray[np.uint8], source: NDArray[np.uint8]) -> list[
     chunk, sums, hasher, view = chunk_bytes(source.nbytes), [], xxhash.xxh3_64(), memory.data
     for first in range(0, source.nbytes, chunk):
         last = min(first + chunk, source.nbytes)
-        for start in range(first, last, PIECE):
-            stop = min(start + PIECE, last)
+        for start in range(first, last, HASH_BYTES):
+            stop = min(start + HASH_BYTES, last)
             memory[start:stop] = source[start:stop]
             hasher.update(view[start:stop])
         sums.append(hasher.intdigest())
@@ -116,7 +116,7 @@ def gets(sizes: tuple[int, ...], times: int) -> dict[str, dict[str, object]]:
         owner(sum(sizes) * 2 + MIB, *sizes) as (address, _, refs),
         TensorStore.create("shared_memory", owner="other", capacity=MIB) as store,
     ):
-        store.learn({"own": ("", address)})
+        store.register_owners({"own": ("", address)})
         for _ in range(times):
             for nbytes, ref in zip(sizes, refs, strict=True):
                 began = time.perf_counter()

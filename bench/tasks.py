@@ -79,7 +79,7 @@ class Ended(Observer):
     def __init__(self) -> None:
         self.waiting: dict[str, asyncio.Future[None]] = {}
 
-    def ended(self, context: RequestContext) -> None:
+    def on_ended(self, context: RequestContext) -> None:
         if waiter := self.waiting.pop(context.id, None):
             waiter.set_result(None)
 

@@ -38,8 +38,8 @@ class Counted(RingBuffer):
         super().__init__(buffer, ref)
         self.asked = 0
 
-    def room(self, start: int) -> Sequence[NDArray[np.uint8]]:
-        pieces = super().room(start)
+    def buffers(self, start: int) -> Sequence[NDArray[np.uint8]]:
+        pieces = super().buffers(start)
         self.asked += any(piece.nbytes for piece in pieces)
         return pieces
 

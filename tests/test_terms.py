@@ -29,7 +29,7 @@ TERMS = (
     ("LoRA adapter", "weights/adapters.py", "serving.md"),
     ("model swapping", "scheduler/model_swaps.py", "serving.md"),
     ("scale to zero", "k8s/objects.py", "serving.md"),
-    ("cold start", "scheduler/lifecycle.py", "serving.md"),
+    ("cold start", "scheduler/cold_starts.py", "serving.md"),
     ("admission control", "scheduler/admission.py", "reliability.md"),
     ("back-pressure", "scheduler/backpressure.py", "reliability.md"),
     ("lease", "queues/tasks.py", "reliability.md"),
@@ -113,6 +113,61 @@ def test_private_words_are_recognized() -> None:
         "mates",
     ]
     assert not PRIVATE.findall("Return the earlier tasks of a worker that was listed.")
+
+
+#: Words that say nothing as the name of a function, class, field or constant: design.md lists them.
+EMPTY_NAMES = frozenset(
+    (
+        "tell",
+        "told",
+        "hear",
+        "heard",
+        "take",
+        "taken",
+        "give",
+        "given",
+        "held",
+        "keep",
+        "kept",
+        "settle",
+        "begin",
+        "grow",
+    )
+    + ("grown", "shown", "said", "found", "made", "own", "one", "such", "asleep", "manned")
+)
+
+
+def defined_names(tree: ast.Module) -> Iterator[str]:
+    """The names of a module's functions and classes, of its constants, and of the fields of its classes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        body = node.body if isinstance(node, ast.ClassDef | ast.Module) else ()
+        for statement in body:
+            targets = statement.targets if isinstance(statement, ast.Assign) else ()
+            targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
+            yield from (name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+
+
+def test_no_name_is_a_word_that_says_nothing() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sorted((ROOT / "unfuse").rglob("*.py"))
+        if not path.is_relative_to(ROOT / "unfuse" / "wire")
+        for name in defined_names(ast.parse(path.read_text()))
+        if name.strip("_").lower() in EMPTY_NAMES
+    ]
+    assert found == []
+
+
+def test_names_that_say_nothing_are_recognized() -> None:
+    tree = ast.parse("TOLD = 1\nclass Own:\n    held: int\n    def _take(self): ...\nfound_files = 2")
+    assert [name for name in defined_names(tree) if name.strip("_").lower() in EMPTY_NAMES] == [
+        "TOLD",
+        "Own",
+        "held",
+        "_take",
+    ]
 
 
 def test_spellings_are_those_of_the_field() -> None:

@@ -3,13 +3,13 @@
 from msgspec import structs
 
 from unfuse.core.modalities import MediaLimits
-from unfuse.core.model_spec import START_PICTURE, ModelSpec
+from unfuse.core.model_spec import START_IMAGE, ModelSpec
 from unfuse.core.plan import Pipeline
 from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE
 
 PIPELINE = Pipeline(
     (
-        structs.replace(TEXT_ENCODE, components=("text_encoder",), outputs=("embeds",), reads=("prompt",)),
+        structs.replace(TEXT_ENCODE, components=("text_encoder",), outputs=("embeds",), depends_on_params=("prompt",)),
         structs.replace(DENOISE, components=("transformer",), inputs=("embeds",)),
         VAE_DECODE,
     )
@@ -29,7 +29,7 @@ def card(name: str, *, takes_image: bool = False, limits: MediaLimits = LIMITS) 
     """A model of that name, with weights of its own."""
     weights = {part: f"{name.replace('/', '')}{part}"[-32:] for part in ("text_encoder", "transformer", "vae")}
     dtypes = dict.fromkeys(weights, "float32")
-    accepts = (START_PICTURE,) if takes_image else ()
+    accepts = (START_IMAGE,) if takes_image else ()
     return ModelSpec(
         name, "/nowhere", "test", PIPELINE, structs.asdict(limits), DEFAULTS, weights, dtypes, 7, accepts=accepts
     )

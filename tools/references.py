@@ -11,7 +11,7 @@ from typing import Any
 import unfuse
 import unfuse.core.errors as errors
 from unfuse.cli.main import exit_code
-from unfuse.core.modalities import IMAGE, MEDIA, VIDEO
+from unfuse.core.modalities import IMAGE, MODALITIES, VIDEO
 from unfuse.core.parameters import Parameter
 from unfuse.core.registry import resolve
 from unfuse.core.request import MODERATION_BLOCKED
@@ -45,8 +45,9 @@ The metrics of `/metrics`. If API keys are configured, metrics with a tenant, mo
 `read=yes` or `admin=yes` for those of all tenants ([keys](serving.md#api-keys-and-tenants)). Counters start at 0 with
 each gateway, and every gateway has its own. Gauges describe the whole queue. The label `pool` is a pool's name: stage
 kind, component class, dtype, and a hash of weights and numerics, as in `denoise-flux-transformer-2d-bf16-3049ab12`.
-`unfuse pools` lists the models of each pool. `outcome` is the hash of the numerics alone. `model` is the name that
-clients use. See [the alerts](../deploy/prometheus/alerts.yml) and the [runbook](runbook.md) for what to monitor. {WRITTEN}
+`unfuse pools` lists the models of each pool. `numerics` is the hash of the numerics alone. `model` is the name that
+clients use. See [the alerts](../deploy/prometheus/alerts.yml) and the [runbook](runbook.md) for what to monitor.
+{WRITTEN}
 
 """
 
@@ -217,7 +218,7 @@ def code(value: object) -> str:
 def parameters() -> str:
     """The page of request parameters."""
     parts = [PARAMETERS]
-    for medium in MEDIA:
+    for medium in MODALITIES:
         ignored = [one for one in medium.parameters if one.use in ("nothing", "unused")]
         usual = [one for one in medium.parameters if one.use not in NOT_USED and one.description]
         parts.append(f"\n## {medium.plural.capitalize()}\n\n")
@@ -315,7 +316,7 @@ def refused() -> str:
     rows = [[code(name), ", ".join(map(str, sorted(of))), ADVICE[name]] for name, of in sorted(refusals().items())]
     assert refusal_of(errors.NotFound("…")).code in ADVICE
     codes = table("code | status | what to do", rows)
-    rules = [[rule.errors, rule.outcome, code(rule.code)] for rule in RULES]
+    rules = [[rule.errors, rule.result, code(rule.code)] for rule in RULES]
     retries = table("error | what happens to the task | error code if the request fails", rules)
     return ERRORS + codes + RETRIES + retries + IN_PYTHON + table("error | is a | exit code | when", tree())
 

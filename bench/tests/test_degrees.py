@@ -9,11 +9,11 @@ from hypothesis import given, strategies as st
 
 from bench.degrees import SENT, Found, Step, advised, measure, predicted, rows_of
 from tools.tiny import build
-from unfuse.core.compute_options import HOLD, KINDS, ParallelDegrees
-from unfuse.models import card_of, resolve_source
+from unfuse.core.compute_options import PARALLEL_KINDS, SHARDING_KINDS, ParallelDegrees
+from unfuse.models import read_model_spec, resolve_source
 
 SHAPES = "unfuse/shapes"
-CARD = card_of(SHAPES, resolve_source(SHAPES))
+CARD = read_model_spec(SHAPES, resolve_source(SHAPES))
 seconds = st.floats(1e-3, 10.0)
 
 
@@ -24,7 +24,7 @@ def found(spread: str, alone: Step, step: Step, most: int = 8) -> list[Found]:
 
 
 def test_every_kind_by_which_ranks_share_work_says_what_leaves_one() -> None:
-    assert SENT.keys() == {*KINDS} - {*HOLD}
+    assert SENT.keys() == {*PARALLEL_KINDS} - {*SHARDING_KINDS}
     assert len(found("shard:2", Step(1.0), Step(1.0, 0.5))) == len(found("layers:2", Step(1.0), Step(0.5, 0.5))) == 2
 
 

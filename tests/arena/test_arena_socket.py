@@ -30,8 +30,8 @@ from unfuse.arena.protocol import (
     GetOwner,
     GetState,
     HoldObject,
-    Lost,
     ObjectPlace,
+    ObjectUnavailable,
     OwnerReply,
     Release,
     Seal,
@@ -41,7 +41,7 @@ from unfuse.arena.protocol import (
     frame,
     socket_name,
 )
-from unfuse.arena.server import AT_A_TIME, MOST_CLIENTS, ArenaServer
+from unfuse.arena.server import AT_A_TIME, MAX_CLIENTS, ArenaServer
 from unfuse.core.codec import decode
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError, TransientError
 
@@ -144,7 +144,7 @@ def test_the_descriptor_comes_with_the_first_hold_only_and_cannot_be_written(own
     extent = owner.put()
     with Raw(owner.address) as raw:
         refused, none = raw.ask(msgspec.structs.replace(as_hold(extent), key=bytes(16)))
-        assert isinstance(refused, Lost) and none == []
+        assert isinstance(refused, ObjectUnavailable) and none == []
         placed, fds = raw.ask(as_hold(extent))
         assert isinstance(placed, ObjectPlace) and len(fds) == 1
         with pytest.raises(PermissionError):
@@ -376,7 +376,7 @@ def test_an_owner_that_answers_half_is_gone_and_leaves_no_descriptor(said: bytes
         settled()
         before = descriptors()
         owner.start()
-        with pytest.raises((TransientError, ProtocolError), match="closed the connection|at most"):
+        with pytest.raises((TransientError, ProtocolError), match="closed the connection|exceeds the limit"):
             client.usage()
         owner.join()
         assert descriptors() <= before
@@ -428,14 +428,14 @@ def test_of_too_many_connections_those_of_who_has_the_most_go(owner: Owner) -> N
     extent = owner.put()
     holder, idle = ArenaClient(owner.address), ArenaClient(owner.address)
     hold(holder, extent)
-    command = [sys.executable, "-c", FLOOD, socket_name(owner.address), str(2 * MOST_CLIENTS)]
+    command = [sys.executable, "-c", FLOOD, socket_name(owner.address), str(2 * MAX_CLIENTS)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as flood:
         assert flood.stdout and flood.stdin
         flood.stdout.readline()
         late = ArenaClient(owner.settled().address)
         for reader in (holder, idle, late):
             hold(reader, extent)
-        assert len(owner.server._connections()) <= MOST_CLIENTS
+        assert len(owner.server._connections()) <= MAX_CLIENTS
         flood.stdin.close()
     for reader in (holder, idle, late):
         reader.close()

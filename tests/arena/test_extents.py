@@ -36,10 +36,10 @@ def taken(fd: int) -> int:
 def test_only_what_holds_objects_takes_memory_and_a_while_later_none() -> None:
     clock = Time()
     extents = ExtentAllocator(64 * MIB, "x", clock)
-    assert taken(extents.fd) == extents.held == 0
+    assert taken(extents.fd) == extents.used_bytes == 0
     small, large = extents.allocate(5), extents.allocate(5 * MIB)
-    assert taken(extents.fd) == extents.held
-    assert 5 * MIB <= extents.held <= 5 * MIB + 2 * EXTENT
+    assert taken(extents.fd) == extents.used_bytes
+    assert 5 * MIB <= extents.used_bytes <= 5 * MIB + 2 * EXTENT
 
     extents.free(large)
     clock.now += SPARE_S / 2
@@ -48,14 +48,14 @@ def test_only_what_holds_objects_takes_memory_and_a_while_later_none() -> None:
     assert extents.allocate(5 * MIB) == large  # taken again meanwhile
     clock.now += SPARE_S
     assert extents.trim() is None
-    assert extents.given_back == 0
+    assert extents.release_count == 0
 
     extents.free(large)
     extents.free(small)
     clock.now += SPARE_S
     assert extents.trim() is None
-    assert taken(extents.fd) == extents.held == 0
-    assert extents.given_back == 1
+    assert taken(extents.fd) == extents.used_bytes == 0
+    assert extents.release_count == 1
     os.close(extents.fd)
 
 
@@ -92,7 +92,7 @@ def test_a_machine_without_memory_is_said_and_nothing_has_changed(monkeypatch: p
     before = extents.usage()
     with pytest.raises(ArenaFull, match="the machine has no memory .* smaller --arena"):
         extents.allocate(8 * MIB)
-    assert (extents.usage().used, extents.held) == (before.used, EXTENT)
+    assert (extents.usage().used, extents.used_bytes) == (before.used, EXTENT)
     monkeypatch.setattr(module, "available_memory", lambda: 1 << 40)
     extents.free(extents.allocate(8 * MIB))
     extents.free(kept)
@@ -103,12 +103,12 @@ def test_what_hardware_was_told_of_exists_and_stays() -> None:
     arena = Arena(5 * MIB)  # no multiple of an extent
     object = arena.create(MIB, "r")
     arena.fill()
-    assert taken(arena.fd) == arena.held == 5 * MIB
+    assert taken(arena.fd) == arena.used_bytes == 5 * MIB
     arena.abort(object.id)
     assert arena.trim() is None
     arena.abort(arena.create(5 * MIB, "r").id)
     arena.fill()
-    assert taken(arena.fd) == arena.held == 5 * MIB
+    assert taken(arena.fd) == arena.used_bytes == 5 * MIB
     arena.close()
 
 
@@ -142,7 +142,7 @@ def test_every_object_has_memory_and_nothing_else_keeps_it(steps: list[tuple[boo
             extents.trim()
             needed = {place for offset, size in live.items() for place in places(offset, size)}
             lately = {place for place, since in last.items() if clock.now - since < SPARE_S}
-            assert taken(extents.fd) == extents.held == len(needed | lately) * EXTENT
+            assert taken(extents.fd) == extents.used_bytes == len(needed | lately) * EXTENT
     finally:
         os.close(extents.fd)
 
@@ -158,16 +158,16 @@ def test_a_writer_s_pages_are_entered_once_and_again_after_they_were_given_back(
     memory = mmap.mmap(extents.fd, 0)
     pages, calls = WritablePages(Counting(memory)), Counting.calls  # type: ignore[arg-type]
     offset = extents.allocate(3 * MIB)
-    pages.enter(offset, 3 * MIB, extents.given_back)
-    pages.enter(offset, 3 * MIB, extents.given_back)
+    pages.populate(offset, 3 * MIB, extents.release_count)
+    pages.populate(offset, 3 * MIB, extents.release_count)
     assert calls == [(module.POPULATE_WRITE, 0, 2 * EXTENT)]
     extents.free(offset)
     clock.now += SPARE_S
     extents.trim()
     offset = extents.allocate(3 * MIB)
-    pages.enter(offset, 3 * MIB, extents.given_back)
+    pages.populate(offset, 3 * MIB, extents.release_count)
     assert len(calls) == 2
-    pages.enter(extents.allocate(4096), 4096, extents.given_back)  # not worth a call
+    pages.populate(extents.allocate(4096), 4096, extents.release_count)  # not worth a call
     assert len(calls) == 2
     os.close(extents.fd)
 
@@ -205,9 +205,9 @@ def test_what_was_spare_before_an_arena_is_served_is_given_back_too(
     arena.abort(arena.create(20 * MIB, "r").id)
     server = ArenaServer(arena, b"token", tmp_path, "w")
     until = time.monotonic() + 60
-    while arena.held and time.monotonic() < until:
+    while arena.used_bytes and time.monotonic() < until:
         time.sleep(0.01)
-    assert arena.held == 0
+    assert arena.used_bytes == 0
     server.close()
     arena.close()
 
@@ -224,7 +224,7 @@ def test_a_served_arena_gives_back_what_nobody_uses_and_takes_it_again(
         object = client.create(20 * MIB, "r")
         client.writable(object)[:] = round + 1
         client.seal(object.id)
-        assert arena.held >= 20 * MIB
+        assert arena.used_bytes >= 20 * MIB
         held = client.hold(object.id, object.key, object.generation, object.nbytes)
         found = client.view[held.offset : held.offset + held.nbytes]
         arena.release("r")  # by the owner itself: no message wakes the server
@@ -232,9 +232,9 @@ def test_a_served_arena_gives_back_what_nobody_uses_and_takes_it_again(
         assert np.array_equal(found[:: 1 << 16], np.full(len(found[:: 1 << 16]), round + 1, np.uint8))
         client.unhold(object.id)
         until = time.monotonic() + 60
-        while arena.held and time.monotonic() < until:
+        while arena.used_bytes and time.monotonic() < until:
             time.sleep(0.01)
-        assert taken(arena.fd) == arena.held == 0
+        assert taken(arena.fd) == arena.used_bytes == 0
     client.close()
     server.close()
     arena.close()

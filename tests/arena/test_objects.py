@@ -183,7 +183,7 @@ def test_a_shared_object_goes_when_all_it_is_for_are_released(table: ObjectTable
     for extent in (shared, own):
         table.seal(extent.id)
     for name in ("cache:k:1", "cache:k:1", "other", REQUEST):
-        table.share(shared.id, name)
+        table.retain(shared.id, name)
     assert table.requests() == {REQUEST, "cache:k:1", "other"}
 
     table.release(REQUEST)
@@ -203,7 +203,7 @@ def test_a_shared_object_goes_when_all_it_is_for_are_released(table: ObjectTable
 @pytest.mark.parametrize("first", [REQUEST, "cache:k:1"])
 def test_in_whichever_order_they_are_released(table: ObjectTable, first: str) -> None:
     extent = table.create(100, REQUEST)
-    table.share(extent.id, "cache:k:1")
+    table.retain(extent.id, "cache:k:1")
     table.seal(extent.id)
     table.release(first)
     hold(table, extent)
@@ -220,7 +220,7 @@ def test_what_is_not_there_any_more_cannot_be_shared(table: ObjectTable) -> None
     table.release(REQUEST)
     for id in (extent.id, "unknown"):
         with pytest.raises(ObjectLost, match=id):
-            table.share(id, "cache:k:1")
+            table.retain(id, "cache:k:1")
     table.unhold(extent.id)
     assert table.usage().used == 0
 
@@ -228,7 +228,7 @@ def test_what_is_not_there_any_more_cannot_be_shared(table: ObjectTable) -> None
 def test_a_shared_object_that_is_spilled_goes_with_the_request_it_was_moved_for(table: ObjectTable) -> None:
     extent = table.create(100, REQUEST)
     table.seal(extent.id)
-    table.share(extent.id, "cache:k:1")
+    table.retain(extent.id, "cache:k:1")
     table.spill(extent.id)
     table.release(REQUEST)
     assert not table.requests() and table.usage().used == 0
@@ -238,7 +238,7 @@ def shared(table: ObjectTable, pages: int, name: str) -> Extent:
     """An object that only that name keeps."""
     extent = table.create(pages * 4096 - 1, "over")
     table.seal(extent.id)
-    table.share(extent.id, name)
+    table.retain(extent.id, name)
     table.release("over")
     return extent
 
@@ -263,7 +263,7 @@ def test_what_no_request_needs_gives_way_the_least_recently_used_first(table: Ob
 def test_what_is_read_or_belongs_to_a_request_does_not_give_way(table: ObjectTable) -> None:
     read, own = shared(table, 2, "a"), table.create(2 * 4096, REQUEST)
     table.seal(own.id)
-    table.share(own.id, "b")
+    table.retain(own.id, "b")
     hold(table, read)
     assert table.usage().used == 4 * 4096
     with pytest.raises(ArenaFull):

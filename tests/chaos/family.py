@@ -51,7 +51,7 @@ class Chaos(Family):
 
     torch = False
 
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
+    def model_spec(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         pipeline = Pipeline(
             (
                 structs.replace(
@@ -59,9 +59,11 @@ class Chaos(Family):
                     name="encode",
                     components=("text_encoder",),
                     outputs=("embeds",),
-                    room=OutputSize(256, 1.0),
+                    output_size=OutputSize(256, 1.0),
                 ),
-                structs.replace(DENOISE, components=("transformer",), inputs=("embeds",), room=OutputSize(256, 1.0)),
+                structs.replace(
+                    DENOISE, components=("transformer",), inputs=("embeds",), output_size=OutputSize(256, 1.0)
+                ),
                 structs.replace(VAE_DECODE, name="decode"),
             )
         )

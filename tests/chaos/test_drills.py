@@ -25,7 +25,7 @@ from tests.chaos.drill import CLIENTS, Record, drill, observed, say, unhurried
 from tests.chaos.history import Asked, History, Load, healthy
 from tests.chaos.monkey import QUIETLY
 from tests.disks import small_disk
-from unfuse.stores.results import MARK
+from unfuse.stores.results import ID_FILE
 
 SCALE = float(os.environ.get("CHAOS_SCALE", "0.1"))
 DISK_KIB = 64 << 10
@@ -142,7 +142,7 @@ def test_all_are_killed_beside_a_full_disk(queue: str, tmp_path: Path, seed: int
 
 def unfinished(results: Path) -> list[Path]:
     """Files that are no result of a request."""
-    files = [path for path in results.rglob("*") if path.is_file() and path.name != MARK]
+    files = [path for path in results.rglob("*") if path.is_file() and path.name != ID_FILE]
     return [path for path in files if path.parent.parent != results or not path.name.isdecimal()]
 
 

@@ -158,7 +158,7 @@ def test_the_name_says_which_frames_there_will_be(idle: Client, asking: Run, tmp
         (["--steps", "0"], "num_inference_steps"),
         (["--size", "63x64"], "63x64"),
         (["-m", "nobody/knows"], "nobody/knows"),
-        (["--lora", "ink"], "start the server with --loras"),
+        (["--lora", "ink"], "start it with --loras"),
         (["--lora-scale", "0.5"], "send its name as lora"),
     ],
 )

@@ -68,7 +68,7 @@ def test_add_waits_and_says_how_far_it_is_and_why_it_cannot_be_served(
 ) -> None:
     states = [{"state": "loading", "reason": None, "progress": LOADING}, last]
     first = {"id": "flux", "state": "loading", "reason": None, "progress": LOADING}
-    monkeypatch.setattr("unfuse.cli.models.LOOK_S", 0.0)
+    monkeypatch.setattr("unfuse.cli.models.CHECK_INTERVAL_S", 0.0)
     monkeypatch.setattr(Client, "add_model", lambda self, model, name: first)
     monkeypatch.setattr(Client, "model", lambda self, name: {"id": name, "progress": None, **states.pop(0)})
     found, out, err = unfuse("models", "add", "/models/flux", "--server", "http://127.0.0.1:1")

@@ -90,10 +90,10 @@ def test_threads_that_write_at_once_leave_each_bar_once(monkeypatch: pytest.Monk
     with progress_on(terminal, status) as shown:
         assert isinstance(shown, ProgressBars)
         shown.show(Event("stage_started", stage="text_encode"))
-        terminal.say("first")
+        terminal.write_line("first")
         shown.show(Event("stage_started", stage="denoise.0"))
-        others.append(threading.Thread(target=terminal.say, args=["third"]))
-        terminal.say("second")
+        others.append(threading.Thread(target=terminal.write_line, args=["third"]))
+        terminal.write_line("second")
         others[0].join()
     lines = screen(file.getvalue())
     assert [line.split()[0] for line in lines if line] == ["first", "second", "third", "text_encode", "denoise.0"]

@@ -218,7 +218,7 @@ def test_an_address_that_cannot_be_listened_on_is_refused_before_models_are_look
     def look(options: object) -> None:
         raise AssertionError("it looked into the model")
 
-    monkeypatch.setattr("unfuse.service.options.plan", look)
+    monkeypatch.setattr("unfuse.service.options.plan_service", look)
     code, _, err = unfuse("serve", "--workers", "none", "--host", "0.0.0.0", "--port", "0")
     assert (code, "set --api-keys FILE or --api-key KEY" in err) == (2, True)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -360,7 +360,7 @@ def test_doctor_shows_what_the_built_in_model_needs_where_it_goes_and_that_a_spl
 
 
 def test_doctor_shows_layouts_the_chosen_one_first_and_why(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfuse.service.plan.cpus", lambda group: 2.0)
+    monkeypatch.setattr("unfuse.service.plan.usable_cpus", lambda group: 2.0)
     arguments = "unfuse/shapes", "--device", "cpu", "--arena", "1MiB"
     out = unfuse("doctor", *arguments)[1]
     why = "since the models fit in one worker, which gives the best utilization"
@@ -380,7 +380,7 @@ def test_doctor_shows_layouts_the_chosen_one_first_and_why(unfuse: Run, monkeypa
 
 
 def test_doctor_sizes_a_machine_that_is_not_there(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfuse.planning.machine.gpus", lambda: ())
+    monkeypatch.setattr("unfuse.planning.machine.find_gpus", lambda: ())
     code, out, err = unfuse(
         "doctor", "unfuse/shapes", "--device-memory", "cuda:0=24GiB", "--device-memory", "cuda:1=24GiB"
     )
@@ -413,8 +413,10 @@ def test_doctor_shows_how_requests_share_forwards(unfuse: Run, tmp_path: Path, m
     monkeypatch.setenv("UNFUSE_DATA_DIR", str(tmp_path))
     arguments = "unfuse/shapes", "--device", "cpu"
     assert "EXACT TO" not in unfuse("doctor", *arguments)[1]
-    (pool,) = {one for one in find(SHAPES).card("unfuse/shapes", SHAPES).pools().values() if one.startswith("denoise")}
-    InvarianceResults(tmp_path / "exactness.json").learn((pool, (64, 64)), 4, "torch.silu")
+    (pool,) = {
+        one for one in find(SHAPES).model_spec("unfuse/shapes", SHAPES).pools().values() if one.startswith("denoise")
+    }
+    InvarianceResults(tmp_path / "exactness.json").record((pool, (64, 64)), 4, "torch.silu")
     name = readable_pool(pool)
     assert re.search(rf"{name} +1 +4 +torch.silu\n", unfuse("doctor", *arguments)[1])
     (row,) = json.loads(unfuse("doctor", *arguments, "--json")[1])["batches"]

@@ -303,11 +303,11 @@ def test_a_chat_that_nobody_listens_to_at_first_ends_at_once_and_a_later_one_is_
     nobody = TransientError("no answer")
     nobody.__cause__ = httpx2.ConnectError("refused")
     with pytest.raises(TransientError):
-        calls.ChatStreamState().break_off(nobody)
+        calls.ChatStreamState().record_failure(nobody)
     begun, waits = calls.ChatStreamState(), calls.ChatStreamState()
-    begun.take(calls.ChatChunk("1", "chatcmpl-0", []))
-    waits.break_off(TransientError("the server starts"))
-    assert begun.break_off(nobody) > 0 and waits.break_off(nobody) > 0
+    begun.record_event(calls.ChatChunk("1", "chatcmpl-0", []))
+    waits.record_failure(TransientError("the server starts"))
+    assert begun.record_failure(nobody) > 0 and waits.record_failure(nobody) > 0
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with connect(f"http://127.0.0.1:{port}") as client, pytest.raises(TransientError, match="no answer from"):
@@ -319,15 +319,15 @@ def test_a_chat_draws_other_keys_only_until_one_may_have_been_accepted() -> None
     connection that broke the key stays, because the chat may be there."""
     conversation = calls.ChatStreamState()
     first = conversation.headers["idempotency-key"]
-    assert conversation.break_off(KeyUnavailable("away")) == 0
+    assert conversation.record_failure(KeyUnavailable("away")) == 0
     second = conversation.headers["idempotency-key"]
     assert (second != first, conversation.headers["unfuse-new-key"]) == (True, "true")
 
-    assert conversation.break_off(TransientError("the connection broke")) > 0
-    assert conversation.break_off(KeyUnavailable("away")) > 0
+    assert conversation.record_failure(TransientError("the connection broke")) > 0
+    assert conversation.record_failure(KeyUnavailable("away")) > 0
     assert conversation.headers == {"idempotency-key": second}
 
     for _ in range(calls.RECONNECTS - 2):
-        conversation.break_off(KeyUnavailable("away"))
+        conversation.record_failure(KeyUnavailable("away"))
     with pytest.raises(KeyUnavailable):
-        conversation.break_off(KeyUnavailable("away"))
+        conversation.record_failure(KeyUnavailable("away"))

@@ -163,11 +163,11 @@ async def test_the_sweepers_of_serve_go_on(monkeypatch: pytest.MonkeyPatch) -> N
         forget=once(lambda before: loop.call_soon_threadsafe(forgotten.set), OSError(5, "io"))
     )
     place: Any = SimpleNamespace(requests=once(dict, OSError(5, "io")), drop=None)
-    queue: Any = SimpleNamespace(forget=forget)
+    queue: Any = SimpleNamespace(drop_ended_before=forget)
     background = Supervisor()
     with capture_logs():
-        background.forever("forgetting", partial(service._forget, queue, results, 60.0))
-        background.forever("dropping", partial(service._drop_remains, SimpleNamespace(over=over), [place]))  # type: ignore[arg-type]
+        background.start_loop("forgetting", partial(service._forget, queue, results, 60.0))
+        background.start_loop("dropping", partial(service._drop_remains, SimpleNamespace(ended_among=over), [place]))  # type: ignore[arg-type]
         await asyncio.gather(forgotten.wait(), dropped.wait())
         await background.close()
 
@@ -187,13 +187,15 @@ async def test_a_worker_beats_and_asks_on(monkeypatch: pytest.MonkeyPatch) -> No
     worker._link = Line()
     worker._next_request = once(lambda *_: RequestTasks(1, None, 0.0), KeyError("x"))
     usage = once(lambda: MemoryUsage(0, 0, 0, 0, 0, 0), RuntimeError("x"))
-    worker._objects = SimpleNamespace(copies=SimpleNamespace(counters=TransferCounters()), usage=usage, holding=list)
+    worker._objects = SimpleNamespace(
+        copies=SimpleNamespace(counters=TransferCounters()), usage=usage, stored_requests=list
+    )
     worker._executor = SimpleNamespace(status=WorkerStatus(), ready=False, retracted=0)
     worker._swapper = ModelSwapper({}, ())
     worker._slots, worker._active, worker._beat_s = TaskSlots(1, {}), {}, 1.0
     with capture_logs() as logs:
-        worker._background.forever("beating", worker._send_heartbeat)
-        worker._background.forever("asking", worker._pull)
+        worker._background.start_loop("beating", worker._send_heartbeat)
+        worker._background.start_loop("asking", worker._pull)
         while not (beaten.is_set() and asked.is_set()):
             worker._changed.set()
             await asyncio.sleep(0)
@@ -216,13 +218,13 @@ async def test_compute_is_heard_and_watched_on(monkeypatch: pytest.MonkeyPatch) 
         return step
 
     look = once(lambda limit: looked.set() or "", OSError(5, "io"))
-    process = SimpleNamespace(pid=1, receive=receive, excess=look, halted=lambda seconds: "")
+    process = SimpleNamespace(pid=1, receive=receive, memory_excess=look, halted=lambda seconds: "")
     executor: Any = Executor([], once(note, KeyError("x")))
     executor._sent, executor._processes = {CLAIM: None}, [process]
     background = Supervisor()
     with capture_logs() as logs:
-        background.forever("running the compute processes", executor.serve)
-        background.forever("watching the compute processes", executor._watch)
+        background.start_loop("running the compute processes", executor.serve)
+        background.start_loop("watching the compute processes", executor._watch)
         await asyncio.gather(heard.wait(), looked.wait())
         await background.close()
         await executor._background.close()

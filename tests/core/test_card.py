@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unfuse.core.model_spec import MAX_NAME, MOST_CHARS, PromptVocabulary, is_name, is_path, name_of, without_source
+from unfuse.core.model_spec import MAX_CHARS, MAX_NAME, PromptVocabulary, is_name, is_path, name_of, without_source
 
 
 @pytest.mark.parametrize(
@@ -66,5 +66,5 @@ def test_a_hint_is_short_and_has_nothing_that_moves_a_terminal() -> None:
     long = "\x1b[2J " + "x" * 1000 + " " + " ".join(f"w{number}" for number in range(20)) + "\n\r\u202e"
     said = FEW.hint("me/shapes", long)
     assert said.endswith(" and 17 more: it generates circles")
-    assert "x" * MOST_CHARS in said and "x" * (MOST_CHARS + 1) not in said
+    assert "x" * MAX_CHARS in said and "x" * (MAX_CHARS + 1) not in said
     assert said.isprintable()

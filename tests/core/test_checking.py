@@ -11,15 +11,15 @@ import pytest
 
 from tests.core.test_media import CARD
 from unfuse.core import modalities
-from unfuse.core.checking import check, check_bounds, hint_for
+from unfuse.core.checking import check_bounds, check_request, hint_for
 from unfuse.core.errors import ConfigError, InvalidParameter
-from unfuse.core.modalities import IMAGE, VIDEO, OutputSize, Workload, medium_for
+from unfuse.core.modalities import IMAGE, VIDEO, OutputSize, Workload, modality_for
 from unfuse.core.model_spec import AcceptedInput, ModelSpec
 from unfuse.core.parameters import Modality, Parameter, Params
 from unfuse.core.plan import Pipeline, StageSpec, compile_plan
 from unfuse.core.request import GenerationRequest, RequestRecord, new_request_id
 from unfuse.core.text_parameters import TEXT
-from unfuse.scheduler.lifecycle import admitted
+from unfuse.scheduler.lifecycle import admit
 from unfuse.server.request_objects import request_object
 from unfuse.testing.queue_samples import request_context
 
@@ -43,7 +43,7 @@ TOLD = Modality(
     size=(),
 )  # fmt: skip
 WRITE = StageSpec(
-    "write", "write", ("pen",), per_sample=True, room=OutputSize(10, 4.0, 8, ("max_tokens",)),
+    "write", "write", ("pen",), per_sample=True, output_size=OutputSize(10, 4.0, 8, ("max_tokens",)),
     work=Workload("max_tokens", size=()),
 )  # fmt: skip
 TELLER = ModelSpec(
@@ -52,7 +52,7 @@ TELLER = ModelSpec(
 
 
 def test_it_is_checked_by_its_own_table_and_limits() -> None:
-    params, n = check(TELLER, {"opening": "Once", "temperature": "0.5"}, TOLD)
+    params, n = check_request(TELLER, {"opening": "Once", "temperature": "0.5"}, TOLD)
 
     assert n == 1
     assert isinstance(params.pop("seed"), int)
@@ -63,42 +63,43 @@ def test_it_is_checked_by_its_own_table_and_limits() -> None:
         ({"size": "64x64"}, "unknown parameter 'size': the parameters are max_tokens, opening, temperature"),
     ):
         with pytest.raises(InvalidParameter, match=said):
-            check(TELLER, {"opening": "Once", **asked}, TOLD)
+            check_request(TELLER, {"opening": "Once", **asked}, TOLD)
     with pytest.raises(InvalidParameter, match="opening is missing: send how it begins"):
-        check(TELLER, {}, TOLD)
+        check_request(TELLER, {}, TOLD)
 
 
 def test_a_request_for_it_has_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modalities, "MEDIA", (IMAGE, VIDEO, TOLD))
-    params, _ = check(TELLER, {"opening": "Once", "max_tokens": 12, "temperature": 1}, TOLD)
+    monkeypatch.setattr(modalities, "MODALITIES", (IMAGE, VIDEO, TOLD))
+    params, _ = check_request(TELLER, {"opening": "Once", "max_tokens": 12, "temperature": 1}, TOLD)
     plan = compile_plan(TELLER.pipeline, TELLER.pools(), params, [{"index": 0}])
     context = request_context(GenerationRequest(new_request_id(TOLD), TELLER.name, params), plan)
 
-    change = admitted(context, time.time())
+    change = admit(context, time.time())
 
-    assert plan.stages[0].room == 10 + 4 * 2
+    assert plan.stages[0].output_size == 10 + 4 * 2
     assert plan.stages[0].work == (12.0, 1.0)
     assert [task.affinity for task in change.push] == [""]
     view = request_object(RequestRecord(change.context), "http://here")
-    assert (view["medium"], view["id"]) == ("tale", context.id)
+    assert (view["modality"], view["id"]) == ("tale", context.id)
     assert view["params"] == {name: value for name, value in params.items() if name != "prompt"}
 
 
 def test_a_model_makes_what_its_limits_show() -> None:
     made = {
-        card.name: [one.name for one in (IMAGE, VIDEO, TOLD) if one.made_by(card.limits)] for card in (CARD, TELLER)
+        card.name: [one.name for one in (IMAGE, VIDEO, TOLD) if one.is_supported_by(card.limits)]
+        for card in (CARD, TELLER)
     }
 
     assert made == {"test/model": ["image", "video"], "teller": ["tale"]}
-    assert not VIDEO.made_by({**CARD.limits, "max_frames": 1})
+    assert not VIDEO.is_supported_by({**CARD.limits, "max_frames": 1})
 
 
 def test_limits_that_are_none_are_a_fault_of_the_model_and_told_as_such() -> None:
     broken = msgspec.structs.replace(CARD, limits={**CARD.limits, "max_size": 64.5})
 
     with pytest.raises(ConfigError, match="the model's limits are not valid"):
-        check(broken, {"prompt": "a"})
-    assert check(msgspec.structs.replace(CARD, limits={"max_size": 64}), {"prompt": "a"})
+        check_request(broken, {"prompt": "a"})
+    assert check_request(msgspec.structs.replace(CARD, limits={"max_size": 64}), {"prompt": "a"})
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_limits_that_are_none_are_a_fault_of_the_model_and_told_as_such() -> Non
     ],
 )
 def test_what_is_asked_for_tells_the_medium(asked: dict[str, object], medium: Modality) -> None:
-    assert medium_for(asked) is medium
+    assert modality_for(asked) is medium
 
 
 def test_bounds_that_depend_on_no_model_are_known_without_one() -> None:
@@ -137,14 +138,14 @@ STARTS = msgspec.structs.replace(CARD, accepts=REDRAWN)
 def test_a_picture_is_redrawn_as_strongly_as_is_asked_for_or_usual(
     given: dict[str, object], uploads: tuple[str, ...], strength: float
 ) -> None:
-    params, _ = check(STARTS, {"prompt": "a", **given}, uploads=uploads)
+    params, _ = check_request(STARTS, {"prompt": "a", **given}, uploads=uploads)
     assert params["strength"] == strength
 
 
 def test_a_default_strength_is_for_requests_with_a_picture() -> None:
     card = msgspec.structs.replace(STARTS, defaults={**CARD.defaults, "strength": 0.7})
-    assert check(card, {"prompt": "a"}, uploads=("image", "mask"))[0]["strength"] == 0.7
-    assert check(card, {"prompt": "a"})[0]["strength"] is None
+    assert check_request(card, {"prompt": "a"}, uploads=("image", "mask"))[0]["strength"] == 0.7
+    assert check_request(card, {"prompt": "a"})[0]["strength"] is None
 
 
 @pytest.mark.parametrize(("card", "given", "uploads", "says"), [
@@ -158,7 +159,7 @@ def test_a_strength_that_means_nothing_is_refused(
     card: ModelSpec, given: dict[str, object], uploads: tuple[str, ...], says: str
 ) -> None:
     with pytest.raises(InvalidParameter, match=says) as caught:
-        check(card, {"prompt": "a", **given}, uploads=uploads)
+        check_request(card, {"prompt": "a", **given}, uploads=uploads)
     assert caught.value.param == "strength"
 
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings, strategies as st
 from tests.core.structs import of
 from tests.examples import examples
 from unfuse.core import codec, messages
-from unfuse.core.codec import HEADER_BYTES, frame, length_of, read_message, split_message
+from unfuse.core.codec import HEADER_BYTES, frame, read_length, read_message, split_message
 from unfuse.core.errors import ProtocolError
 from unfuse.core.messages import RequestTasks, TaskCompleted, ToScheduler, ToWorker, Unregister
-from unfuse.core.object_ref import ObjectRef, lay_out
+from unfuse.core.object_ref import ObjectRef, layout_tensors
 from unfuse.core.plan import Params
 from unfuse.core.request import RequestContext, RequestRecord, Timings
 from unfuse.core.task import Claim, OutputDeltas, Task
@@ -49,7 +49,7 @@ def test_parameters_keep_their_types(params: Params) -> None:
 
 
 def test_an_object_ref_comes_back_equal() -> None:
-    metas, size = lay_out([("x", "bfloat16", (3, 5)), ("none", "none", ())])
+    metas, size = layout_tensors([("x", "bfloat16", (3, 5)), ("none", "none", ())])
     ref = ObjectRef("o", "w", "n", "r", "s", 1, 2, size, metas, (2**64 - 1,), bytes(16), 0.5)
     message = TaskCompleted(Claim("r", "s", 1, bytes(16)), ref, (), Timings())
     assert codec.decode(codec.encode(message), ToScheduler) == message
@@ -69,7 +69,9 @@ def test_another_version_is_refused_with_what_to_do(version: int) -> None:
 
 
 def test_a_field_of_a_newer_peer_is_ignored() -> None:
-    body = msgspec.msgpack.encode({"type": "RequestTasks", "slots": 1, "room": None, "wait": 0.5, "mood": ["good"]})
+    body = msgspec.msgpack.encode(
+        {"type": "RequestTasks", "slots": 1, "free_arena_bytes": None, "wait": 0.5, "mood": ["good"]}
+    )
     assert codec.decode(bytes([codec.VERSION]) + body, ToScheduler) == RequestTasks(1, None, 0.5)
 
 
@@ -77,10 +79,10 @@ def test_a_field_of_a_newer_peer_is_ignored() -> None:
     "body",
     [
         {"type": "Nobody"},
-        {"slots": 1, "room": None, "wait": 0.0},
+        {"slots": 1, "free_arena_bytes": None, "wait": 0.0},
         {"type": "RequestTasks", "slots": 1},
-        {"type": "RequestTasks", "slots": "1", "room": None, "wait": 0.0},
-        {"type": "RequestTasks", "slots": 1.5, "room": None, "wait": 0.0},
+        {"type": "RequestTasks", "slots": "1", "free_arena_bytes": None, "wait": 0.0},
+        {"type": "RequestTasks", "slots": 1.5, "free_arena_bytes": None, "wait": 0.0},
         ["RequestTasks", 1, None, 0.0],
         None,
         "Unregister",
@@ -197,7 +199,7 @@ def test_no_room_is_made_for_what_is_too_long() -> None:
     for refused in (
         lambda: read_message(read, MOST),
         lambda: split_message(bytearray(read(4)), MOST),
-        lambda: length_of(read(4), MOST),
+        lambda: read_length(read(4), MOST),
     ):
         with pytest.raises(ProtocolError, match=f"{MOST + 1} bytes.*limit of {MOST}"):
             refused()

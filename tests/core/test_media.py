@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from unfuse.core.checking import check, check_delivery, size_from
+from unfuse.core.checking import check_delivery, check_request, size_from
 from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.core.modalities import (
     IMAGE,
@@ -51,14 +51,14 @@ CARD = ModelSpec("test/model", "/nowhere", "test", Pipeline(()), msgspec.structs
 
 def refusal(**given: object) -> InvalidParameter:
     with pytest.raises(InvalidParameter) as caught:
-        check(CARD, {"prompt": "a red circle", **given})
+        check_request(CARD, {"prompt": "a red circle", **given})
     return caught.value
 
 
 def test_an_adapter_has_its_full_strength_unless_another_is_asked_for() -> None:
-    assert check(CARD, {"prompt": "x", "lora": "ink"})[0]["lora_scale"] == 1.0
-    assert check(CARD, {"prompt": "x", "lora": "ink", "lora_scale": "-2.5"})[0]["lora_scale"] == -2.5
-    assert "lora_scale" not in check(CARD, {"prompt": "x"})[0]
+    assert check_request(CARD, {"prompt": "x", "lora": "ink"})[0]["lora_scale"] == 1.0
+    assert check_request(CARD, {"prompt": "x", "lora": "ink", "lora_scale": "-2.5"})[0]["lora_scale"] == -2.5
+    assert "lora_scale" not in check_request(CARD, {"prompt": "x"})[0]
     for scale in (10.1, -11, math.nan, "loud", True):
         assert refusal(lora="ink", lora_scale=scale).param == "lora_scale"
     assert refusal(lora_scale=1.0).param == "lora_scale"
@@ -66,7 +66,7 @@ def test_an_adapter_has_its_full_strength_unless_another_is_asked_for() -> None:
 
 
 def test_what_is_left_out_comes_from_the_card() -> None:
-    params, n = check(CARD, {"prompt": "a red circle"})
+    params, n = check_request(CARD, {"prompt": "a red circle"})
     seed = params.pop("seed")
     assert n == 1
     assert isinstance(seed, int)
@@ -82,11 +82,13 @@ def test_what_is_left_out_comes_from_the_card() -> None:
 def test_a_quality_is_what_the_card_says_it_is_and_else_the_default() -> None:
     able = msgspec.structs.replace(CARD, quality={"low": {"num_inference_steps": 8}})
 
-    assert check(able, {"prompt": "a", "quality": "low"})[0]["num_inference_steps"] == 8
-    assert check(able, {"prompt": "a", "quality": "low", "num_inference_steps": 9})[0]["num_inference_steps"] == 9
-    assert check(able, {"prompt": "a", "quality": "low"})[0]["quality"] == "low"
+    assert check_request(able, {"prompt": "a", "quality": "low"})[0]["num_inference_steps"] == 8
+    assert (
+        check_request(able, {"prompt": "a", "quality": "low", "num_inference_steps": 9})[0]["num_inference_steps"] == 9
+    )
+    assert check_request(able, {"prompt": "a", "quality": "low"})[0]["quality"] == "low"
     for quality in ("auto", "low", "medium", "standard", "high", "hd"):
-        params, _ = check(CARD, {"prompt": "a", "quality": quality, "background": "opaque"})
+        params, _ = check_request(CARD, {"prompt": "a", "quality": quality, "background": "opaque"})
         assert params["num_inference_steps"] == 20
         assert not params.keys() & {"quality", "background"}
 
@@ -95,45 +97,45 @@ def test_whoever_is_strict_refuses_a_quality_that_means_nothing() -> None:
     able = msgspec.structs.replace(CARD, quality={"low": {"num_inference_steps": 8}})
 
     for quality in ("auto", "low"):
-        check(able, {"prompt": "a", "quality": quality}, strict=True)
+        check_request(able, {"prompt": "a", "quality": quality}, strict=True)
     with pytest.raises(InvalidParameter, match="send one of auto, low") as caught:
-        check(able, {"prompt": "a", "quality": "hd"}, strict=True)
+        check_request(able, {"prompt": "a", "quality": "hd"}, strict=True)
     assert caught.value.param == "quality"
 
 
 @pytest.mark.row("P33")
 @pytest.mark.parametrize("name", ["style", "moderation", "input_fidelity", "complexity"])
 def test_whoever_is_strict_refuses_a_field_without_effect(name: str) -> None:
-    check(CARD, {"prompt": "a", name: "low"})
-    check(CARD, {"prompt": "a", "user": "me", "safety_identifier": "x"}, strict=True)
+    check_request(CARD, {"prompt": "a", name: "low"})
+    check_request(CARD, {"prompt": "a", "user": "me", "safety_identifier": "x"}, strict=True)
     with pytest.raises(InvalidParameter, match=f"{name} has no effect here: leave it out"):
-        check(CARD, {"prompt": "a", name: "low"}, strict=True)
+        check_request(CARD, {"prompt": "a", name: "low"}, strict=True)
 
 
 def test_a_whole_number_may_be_written_with_a_point() -> None:
-    assert repr(check(CARD, {"prompt": "a", "num_inference_steps": 5.0})[0]["num_inference_steps"]) == "5"
+    assert repr(check_request(CARD, {"prompt": "a", "num_inference_steps": 5.0})[0]["num_inference_steps"]) == "5"
 
 
 def test_null_is_left_out() -> None:
-    params, _ = check(CARD, {"prompt": "a", "num_inference_steps": None, "size": None, "user": None})
+    params, _ = check_request(CARD, {"prompt": "a", "num_inference_steps": None, "size": None, "user": None})
     assert params["num_inference_steps"] == 20
 
 
 def test_values_may_be_form_strings() -> None:
     asked = {"n": "2", "seed": "7", "num_inference_steps": "5", "guidance_scale": "2.5", "num_frames": "1"}
-    params, n = check(CARD, {"prompt": "a", **asked})
+    params, n = check_request(CARD, {"prompt": "a", **asked})
     assert (n, params["seed"], params["num_inference_steps"]) == (2, 7, 5)
     assert (params["guidance_scale"], params["num_frames"]) == (2.5, 1)
 
 
 def test_size_becomes_width_and_height() -> None:
-    params, _ = check(CARD, {"prompt": "a", "size": "128x96"})
+    params, _ = check_request(CARD, {"prompt": "a", "size": "128x96"})
     assert (params["width"], params["height"]) == (128, 96)
     assert "size" not in params
 
 
 def test_auto_is_the_default_size() -> None:
-    params, _ = check(CARD, {"prompt": "a", "size": "auto"})
+    params, _ = check_request(CARD, {"prompt": "a", "size": "auto"})
     assert (params["width"], params["height"]) == (64, 64)
 
 
@@ -208,7 +210,7 @@ def test_what_the_model_cannot_do_is_refused_by_name(name: str, value: object) -
 
 def test_the_prompt_is_required() -> None:
     with pytest.raises(InvalidParameter, match="prompt is missing") as caught:
-        check(CARD, {})
+        check_request(CARD, {})
     assert caught.value.param == "prompt"
 
 
@@ -224,7 +226,7 @@ def test_a_size_that_cannot_be_made_is_told_the_nearest() -> None:
 
 
 def video(card: ModelSpec = CARD, **given: object) -> dict[str, Any]:
-    return dict(check(card, {"prompt": "a red circle", **given}, VIDEO)[0])
+    return dict(check_request(card, {"prompt": "a red circle", **given}, VIDEO)[0])
 
 
 def no_video(**given: object) -> InvalidParameter:
@@ -243,7 +245,7 @@ def test_a_video_is_an_mp4_of_the_model_s_own_length_or_else_its_longest() -> No
 
 def test_a_picture_has_one_frame_whatever_the_model_s_own_length() -> None:
     longer = msgspec.structs.replace(CARD, defaults={**DEFAULTS, "num_frames": 9})
-    assert check(longer, {"prompt": "a"})[0]["num_frames"] == 1
+    assert check_request(longer, {"prompt": "a"})[0]["num_frames"] == 1
 
 
 @pytest.mark.parametrize(
@@ -315,7 +317,7 @@ def test_a_model_without_frames_a_second_is_a_fault_of_its_maker() -> None:
     ],
 )
 def test_previews_are_as_many_as_were_asked_for_at_most(asked: dict[str, Any], every: int | None) -> None:
-    params, _ = check(CARD, {"prompt": "a", "stream": True, **asked})
+    params, _ = check_request(CARD, {"prompt": "a", "stream": True, **asked})
     assert params.get("preview_every") == every
     if every and "partial_images" in asked:
         steps = int(str(params["num_inference_steps"]))
@@ -342,19 +344,19 @@ def test_what_only_the_model_decides_cannot_be_sent() -> None:
 
 def test_known_fields_without_use_are_accepted() -> None:
     unused = {"user": "u", "style": "vivid", "moderation": "low", "safety_identifier": "x"}
-    params, _ = check(CARD, {"prompt": "a", **unused})
+    params, _ = check_request(CARD, {"prompt": "a", **unused})
     assert not set(unused) & set(params)
 
 
 @pytest.mark.parametrize("seed", [MIN_SEED, -2, 0, 2**53, 2**60, 2**63 - 1, MAX_SEED])
 def test_a_seed_is_any_integer_of_64_bits(seed: int) -> None:
     for sent in (seed, str(seed)):
-        assert check(CARD, {"prompt": "a", "n": 4, "seed": sent})[0]["seed"] == seed
+        assert check_request(CARD, {"prompt": "a", "n": 4, "seed": sent})[0]["seed"] == seed
 
 
 @pytest.mark.parametrize("sent", [-1, "-1", -1.0])
 def test_a_random_seed_is_drawn(sent: object) -> None:
-    seeds = {check(CARD, {"prompt": "a", "seed": sent})[0]["seed"] for _ in range(8)}
+    seeds = {check_request(CARD, {"prompt": "a", "seed": sent})[0]["seed"] for _ in range(8)}
     assert len(seeds) > 1 and all(isinstance(seed, int) and seed >= 0 for seed in seeds)
 
 
@@ -366,7 +368,7 @@ def test_each_further_picture_has_the_next_seed_of_64_bits(seed: int, seeds: lis
 
 
 def test_missing_seeds_differ() -> None:
-    assert len({check(CARD, {"prompt": "a"})[0]["seed"] for _ in range(8)}) > 1
+    assert len({check_request(CARD, {"prompt": "a"})[0]["seed"] for _ in range(8)}) > 1
 
 
 def test_delivery_has_its_own_defaults() -> None:
@@ -386,7 +388,7 @@ def test_delivery_is_read() -> None:
 
 @pytest.mark.parametrize("medium", [IMAGE, VIDEO])
 def test_whether_to_share_what_is_encoded_is_no_matter_of_stages(medium: Modality) -> None:
-    assert "cache" not in check(CARD, {"prompt": "a", "cache": False}, medium)[0]
+    assert "cache" not in check_request(CARD, {"prompt": "a", "cache": False}, medium)[0]
 
 
 @pytest.mark.parametrize(
@@ -439,7 +441,7 @@ def test_nothing_but_invalid_parameter_is_raised_and_what_passes_is_within_limit
     asked = {"prompt": "a red circle", **asked} if with_prompt else asked
     try:
         check_delivery(asked)
-        params, n = check(CARD, asked, medium)
+        params, n = check_request(CARD, asked, medium)
     except InvalidParameter as error:
         str(error).encode()
         assert len(str(error)) < 600
@@ -469,17 +471,17 @@ def test_the_nearest_size_can_be_made(width: int, height: int) -> None:
     assert nearest_size(LIMITS, *near) == near
     assert near[0] * near[1] <= LIMITS.max_pixels
     assert all(32 <= side <= 128 and side % 16 == 0 for side in near)
-    params, _ = check(CARD, {"prompt": "a", "size": f"{near[0]}x{near[1]}"})
+    params, _ = check_request(CARD, {"prompt": "a", "size": f"{near[0]}x{near[1]}"})
     assert (params["width"], params["height"]) == near
 
 
 def test_a_field_of_some_models_is_known_where_they_have_a_default_for_it() -> None:
     given = {"prompt": "a", "true_cfg_scale": 2}
     with pytest.raises(InvalidParameter, match="unknown parameter 'true_cfg_scale'"):
-        check(CARD, given)
+        check_request(CARD, given)
     able = msgspec.structs.replace(CARD, defaults={**CARD.defaults, "true_cfg_scale": 1.0})
-    assert check(able, given)[0]["true_cfg_scale"] == 2.0
-    assert check(able, {"prompt": "a"})[0]["true_cfg_scale"] == 1.0
+    assert check_request(able, given)[0]["true_cfg_scale"] == 2.0
+    assert check_request(able, {"prompt": "a"})[0]["true_cfg_scale"] == 1.0
 
 
 @pytest.mark.row("P42")
@@ -494,7 +496,7 @@ def test_a_field_of_some_models_is_known_where_they_have_a_default_for_it() -> N
 ])  # fmt: skip
 def test_width_and_height_are_read_beside_size(asked: dict[str, Any], size: tuple[int, int]) -> None:
     for medium in (IMAGE, VIDEO):
-        params, _ = check(CARD, {"prompt": "a", **asked}, medium)
+        params, _ = check_request(CARD, {"prompt": "a", **asked}, medium)
         assert (params["width"], params["height"]) == size
 
 

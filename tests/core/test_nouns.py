@@ -69,7 +69,7 @@ def test_a_request_is_no_grab_bag() -> None:
 @pytest.mark.parametrize("status", typing.get_args(RequestStatus))
 def test_a_request_is_over_in_a_terminal_status(status: RequestStatus) -> None:
     context = request_context(GenerationRequest("r", "m", {}), ExecutionPlan(()), status=status)
-    assert context.over == (status in TERMINAL) == (not REQUEST_MOVES[status])
+    assert context.is_over == (status in TERMINAL) == (not REQUEST_MOVES[status])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from unfuse.core.object_ref import (
     MAX_TENSORS,
     PACKED,
     chunk_bytes,
-    lay_out,
+    layout_tensors,
 )
 
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
@@ -23,7 +23,7 @@ tensors = st.lists(one_tensor, max_size=20, unique_by=lambda one: one[0])
 @settings(deadline=None)
 @given(tensors)
 def test_tensors_lie_behind_each_other_on_cache_lines(given: list[tuple[str, str, tuple[int, ...]]]) -> None:
-    metas, total = lay_out(given)
+    metas, total = layout_tensors(given)
     assert [(meta.name, meta.dtype, meta.shape) for meta in metas] == given
     end = 0
     for meta in metas:
@@ -38,14 +38,16 @@ def test_tensors_lie_behind_each_other_on_cache_lines(given: list[tuple[str, str
 
 
 def test_a_known_layout() -> None:
-    metas, total = lay_out([("a", "bfloat16", (3, 5)), ("b", "none", ()), ("c", "float32", ()), ("d", "uint8", (65,))])
+    metas, total = layout_tensors(
+        [("a", "bfloat16", (3, 5)), ("b", "none", ()), ("c", "float32", ()), ("d", "uint8", (65,))]
+    )
     assert [(meta.offset, meta.nbytes) for meta in metas] == [(0, 30), (64, 0), (64, 4), (128, 65)]
     assert total == 256
-    assert lay_out([]) == ((), 0)
+    assert layout_tensors([]) == ((), 0)
 
 
 def test_a_tensor_of_four_bits_takes_whole_blocks() -> None:
-    metas, _ = lay_out([(str(size), PACKED, (size,)) for size in (0, 1, 32, 33)] + [("rows", PACKED, (3, 32))])
+    metas, _ = layout_tensors([(str(size), PACKED, (size,)) for size in (0, 1, 32, 33)] + [("rows", PACKED, (3, 32))])
     assert [meta.nbytes for meta in metas] == [0, 18, 18, 36, 54]
 
 
@@ -62,7 +64,7 @@ def test_a_tensor_of_four_bits_takes_whole_blocks() -> None:
 )
 def test_what_is_not_allowed_is_refused(bad: list[tuple[str, str, tuple[int, ...]]], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        lay_out(bad)
+        layout_tensors(bad)
 
 
 @settings(deadline=None)

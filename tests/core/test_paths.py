@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from unfuse.core.paths import expanded, without_paths
+from unfuse.core.paths import expand_path, without_paths
 
 
 def test_a_tilde_is_the_home_folder_and_of_an_unknown_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
-    assert expanded("~/models") == Path("/home/ada/models")
-    assert expanded(Path("~nobody-of-that-name/models")) == Path("~nobody-of-that-name/models")
-    assert expanded("/models/~") == Path("/models/~")
+    assert expand_path("~/models") == Path("/home/ada/models")
+    assert expand_path(Path("~nobody-of-that-name/models")) == Path("~nobody-of-that-name/models")
+    assert expand_path("/models/~") == Path("/models/~")
 
 
 PARTS = st.lists(st.text("abcXYZ019_-@+=.~", min_size=1).filter(lambda part: part.strip(".")), min_size=2, max_size=6)

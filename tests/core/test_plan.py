@@ -56,7 +56,7 @@ PICTURE = Pipeline(
         ([], "none writes results"),
         ([stage("a.0")], "cannot have a dot"),
         (
-            [stage("a", outputs="x y"), structs.replace(stage("b", "x"), extends="y")],
+            [stage("a", outputs="x y"), structs.replace(stage("b", "x"), extends_prefix_of="y")],
             "stage b extends y, which is not one of its inputs",
         ),
     ],
@@ -121,10 +121,10 @@ class TestCompiling:
 class TestCacheKeys:
     PIPELINE = Pipeline(
         (
-            msgspec.structs.replace(stage("text", outputs="x"), reads=("prompt", "scale")),
-            msgspec.structs.replace(stage("picture", outputs="y", per_sample=True), reads=("seed",)),
+            msgspec.structs.replace(stage("text", outputs="x"), depends_on_params=("prompt", "scale")),
+            msgspec.structs.replace(stage("picture", outputs="y", per_sample=True), depends_on_params=("seed",)),
             stage("other", outputs="z"),
-            msgspec.structs.replace(stage("denoise", "x", "latents", per_sample=True), reads=("prompt",)),
+            msgspec.structs.replace(stage("denoise", "x", "latents", per_sample=True), depends_on_params=("prompt",)),
             stage("decode", "latents y z", per_sample=True),
         )
     )
@@ -135,7 +135,7 @@ class TestCacheKeys:
     ) -> dict[str, str]:
         pools = {spec.name: f"{pool} of {spec.name}" for spec in self.PIPELINE.stages}
         plan = compile_plan(self.PIPELINE, pools, params, [{"seed": 7 + n} for n in range(samples)], shared_by)
-        return {one.name: one.cache for one in plan.stages if one.cache}
+        return {one.name: one.cache_key for one in plan.stages if one.cache_key}
 
     def test_stages_that_read_parameters_only_have_one_each(self) -> None:
         keys = self.keys()
@@ -175,8 +175,8 @@ class TestCacheKeys:
 class TestExtending:
     STAGES = Pipeline(
         (
-            structs.replace(stage("prefill", outputs="kv"), goes_on=True),
-            structs.replace(stage("decode", "kv", per_sample=True), extends="kv"),
+            structs.replace(stage("prefill", outputs="kv"), prefix_cached=True),
+            structs.replace(stage("decode", "kv", per_sample=True), extends_prefix_of="kv"),
         )
     )
     POOLS = {"prefill": "prefill:1@aa", "decode": "decode:1@aa"}
@@ -188,27 +188,27 @@ class TestExtending:
         plan = self.plan()
         decodes = [plan.stage(f"decode.{index}") for index in (0, 1)]
         for decode in decodes:
-            keys = tuple(prefix_key(decode.extends, digest) for digest in ("a", "ab"))
+            keys = tuple(prefix_key(decode.extends_prefix_of, digest) for digest in ("a", "ab"))
             assert keys == plan.stage("prefill").prefixes
             assert decode.prefixes == ()
-        assert plan.stage("prefill").extends == ""
+        assert plan.stage("prefill").extends_prefix_of == ""
 
     def test_tenants_and_pools_have_spaces_of_their_own(self) -> None:
         others = [self.plan(("another",)), self.plan(prefill="prefill:2@aa")]
-        assert len({plan.stage("decode.0").extends for plan in [self.plan(), *others]}) == 3
+        assert len({plan.stage("decode.0").extends_prefix_of for plan in [self.plan(), *others]}) == 3
 
     @pytest.mark.parametrize(
         "other", [{"shared_by": None}, {"decode": "decode:1@bb"}, {"decode": "decode:1"}, {"prefill": "prefill:1"}]
     )
     def test_where_nobody_shares_it_or_bytes_are_others_nothing_is_added(self, other: dict[str, Any]) -> None:
-        assert self.plan(**other).stage("decode.0").extends == ""
+        assert self.plan(**other).stage("decode.0").extends_prefix_of == ""
 
     @pytest.mark.parametrize("moved", ["prefill", "decode.0"])
     def test_a_plan_that_is_moved_adds_nothing(self, moved: str) -> None:
-        plan = self.plan().moved({moved: "another:1@bb"})
-        assert (plan.stage("decode.0").extends, plan.stage(moved).pool) == ("", "another:1@bb")
-        assert bool(plan.stage("decode.1").extends) == (moved == "decode.0")
-        assert self.plan().moved({moved: self.POOLS[moved.partition(".")[0]]}) == self.plan()
+        plan = self.plan().with_pools({moved: "another:1@bb"})
+        assert (plan.stage("decode.0").extends_prefix_of, plan.stage(moved).pool) == ("", "another:1@bb")
+        assert bool(plan.stage("decode.1").extends_prefix_of) == (moved == "decode.0")
+        assert self.plan().with_pools({moved: self.POOLS[moved.partition(".")[0]]}) == self.plan()
 
 
 @settings(deadline=None)
@@ -250,7 +250,7 @@ def test_a_pipeline_with_one_output_missing_is_refused(pipeline: Pipeline, data:
 
 def test_a_stage_is_left_out_of_requests_without_its_parameter() -> None:
     stages = (
-        StageSpec("look", "look", ("vae",), outputs=("seen",), reads=("image",), when="image"),
+        StageSpec("look", "look", ("vae",), outputs=("seen",), depends_on_params=("image",), only_with="image"),
         StageSpec("draw", "draw", ("vae",), inputs=("seen",), per_sample=True),
     )
     pools = {"look": "look:1", "draw": "draw:1"}
@@ -265,7 +265,7 @@ def test_a_stage_is_left_out_of_requests_without_its_parameter() -> None:
 
 
 def test_room_grows_with_pixels_and_frame_groups() -> None:
-    room = OutputSize(fixed=100, each=0.5, group=4)
+    room = OutputSize(fixed=100, per_unit=0.5, group=4)
     assert room.bytes({"width": 8, "height": 4}) == 116
     assert room.bytes({"width": 8, "height": 4, "num_frames": 1}) == 116
     assert room.bytes({"width": 8, "height": 4, "num_frames": 9}) == 148
@@ -291,7 +291,7 @@ def test_a_worker_holds_as_many_tasks_as_the_least_of_its_roles() -> None:
     stages = [stage(name) for name in ("a", "b", "c")]
     stages = [structs.replace(one, role=one.name, slots=slots) for one, slots in zip(stages, (4, 2, 7), strict=True)]
     chosen = [
-        [one for one in stages if StageSelector(roles_of(text)).takes(one)] for text in ("a", "a+c", "all", "nobody")
+        [one for one in stages if StageSelector(roles_of(text)).selects(one)] for text in ("a", "a+c", "all", "nobody")
     ]
     assert [slots_of(taken) for taken in chosen] == [4, 4, 2, 1]
 
@@ -330,8 +330,9 @@ class TestStagesForEachEntry:
     LANGUAGE = Pipeline(
         (
             StageSpec(
-                "encode", "vision_encode", ("model",), (), ("seen",), each="shown", reads=("shown",),
-                room=OutputSize(10, 2, 1, ("tokens",)), work=Workload(size=("tokens",)),
+                "encode", "vision_encode", ("model",), (), ("seen",), per_item="shown",
+                depends_on_params=("content_hash",), output_size=OutputSize(10, 2, 1, ("tokens",)),
+                work=Workload(size=("tokens",)),
             ),
             stage("prefill", "seen", "kv"),
             stage("decode", "seen kv", per_sample=True),
@@ -342,7 +343,7 @@ class TestStagesForEachEntry:
         self.LANGUAGE.validate()
         pools = {spec.name: spec.name for spec in self.LANGUAGE.stages}
         samples: list[Params] = [{"index": 0}, {"index": 1}]
-        return compile_plan(self.LANGUAGE, pools, {}, samples, ("tenant",), derived=DerivedFacts(shown=shown))
+        return compile_plan(self.LANGUAGE, pools, {}, samples, ("tenant",), derived=DerivedFacts(media=shown))
 
     def test_equal_entries_are_one_stage_and_who_reads_it_reads_all(self) -> None:
         plan = self.plan(self.A, self.B, self.A)
@@ -354,12 +355,12 @@ class TestStagesForEachEntry:
             "decode.1": ("encode.0", "encode.1", "prefill"),
         }
         first, second = plan.stages[:2]
-        assert (first.derived, first.room, first.work) == (DerivedFacts(shown=(self.A,)), 18, (1.0, 4.0))
-        assert (second.room, second.work) == (28, (1.0, 9.0))
+        assert (first.derived, first.output_size, first.work) == (DerivedFacts(media=(self.A,)), 18, (1.0, 4.0))
+        assert (second.output_size, second.work) == (28, (1.0, 9.0))
 
     def test_what_an_entry_has_by_content_is_shared_wherever_it_stands(self) -> None:
         one, other = self.plan(self.A, self.B), self.plan(self.B)
-        assert one.stage("encode.1").cache == other.stage("encode.0").cache != one.stage("encode.0").cache
+        assert one.stage("encode.1").cache_key == other.stage("encode.0").cache_key != one.stage("encode.0").cache_key
 
     def test_without_entries_it_does_not_run(self) -> None:
         assert [one.name for one in self.plan().stages] == ["prefill", "decode.0", "decode.1"]

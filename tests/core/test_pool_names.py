@@ -5,7 +5,7 @@ import re
 import pytest
 from hypothesis import example, given, strategies as st
 
-from unfuse.core.plan import StageSpec, declared, manned, outcome_of, pool_name, readable_pool
+from unfuse.core.plan import StageSpec, declared_pool, numerics_of, pool_name, pool_with_numerics, readable_pool
 
 LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 HASH = "856e0715"
@@ -16,7 +16,7 @@ HASHES = st.from_regex(r"[0-9a-f]{12}", fullmatch=True)
 DTYPES = st.sampled_from(["float32", "bfloat16", "float16", "float8_e4m3fn", "int8wo", "Q4_K_M"])
 NUMERICS = st.dictionaries(st.sampled_from(["torch", "device", "batching"]), st.text(max_size=5))
 IDS = st.builds(
-    lambda kind, name, weights, dtype, numerics: manned(f"{kind}:{name}:{weights}:{dtype}", numerics),
+    lambda kind, name, weights, dtype, numerics: pool_with_numerics(f"{kind}:{name}:{weights}:{dtype}", numerics),
     KINDS, CLASSES, HASHES, DTYPES, NUMERICS,
 )  # fmt: skip
 
@@ -107,11 +107,14 @@ def test_the_hash_is_of_weights_and_numerics(
 ) -> None:
     spec = StageSpec("any", kind, ("part",))
     pool = pool_name(spec, {"part": weights}, {"part": dtype}, {"part": name})
-    served, other = manned(pool, numerics), pool_name(spec, {"part": weights[::-1]}, {"part": dtype}, {"part": name})
-    assert declared(served) == pool
+    served, other = (
+        pool_with_numerics(pool, numerics),
+        pool_name(spec, {"part": weights[::-1]}, {"part": dtype}, {"part": name}),
+    )
+    assert declared_pool(served) == pool
     assert (readable_pool(served) == readable_pool(pool)) == (not numerics)
     assert (readable_pool(other) == readable_pool(pool)) == (weights == weights[::-1])
-    assert outcome_of(served) == served[len(pool) + 1 :]
+    assert numerics_of(served) == served[len(pool) + 1 :]
     assert readable_pool(served).rpartition("-")[0] == readable_pool(pool).rpartition("-")[0]
 
 

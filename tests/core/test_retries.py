@@ -14,7 +14,7 @@ from unfuse.core.errors import (
     ObjectLost,
     PermanentError,
     TransientError,
-    Unsuitable,
+    UnsupportedRequest,
 )
 from unfuse.core.retries import RULES, rule_of, type_name
 from unfuse.core.task import Claim
@@ -31,7 +31,7 @@ class SafetensorError(Exception):
     ("error", "cause", "kind"),
     [
         (ObjectLost("x", "id"), "object", "object_lost"),
-        (Unsuitable("x"), "request", "permanent"),
+        (UnsupportedRequest("x"), "request", "permanent"),
         (InvalidParameter("x"), "request", "permanent"),
         (PermanentError("x"), "permanent", "permanent"),
         (NotFound("x"), "permanent", "permanent"),

@@ -7,41 +7,41 @@ from hypothesis import assume, given, strategies as st
 from msgspec.structs import replace
 
 from unfuse.core.compute_options import (
-    KINDS,
-    MOST,
+    MAX_RANKS,
+    PARALLEL_KINDS,
     ParallelDegrees,
     choose_parallel,
-    fewer,
     joined_by,
-    own_spreads,
     parse_parallel,
-    ranked,
+    rank_devices,
     refuse,
+    smaller_layouts,
+    worker_parallelism,
 )
 from unfuse.core.errors import ConfigError
 from unfuse.core.parameters import Workload
 from unfuse.core.plan import StageSpec
 
 WAYS = {"ulysses": 24, "ring": 0, "cfg": 2, "tensor": 24, "layers": 30, "tiles": 0, "shard": 0}
-DENOISE = StageSpec("denoise", "denoise", (), role="denoiser", spreads=WAYS)
+DENOISE = StageSpec("denoise", "denoise", (), role="denoiser", parallelism=WAYS)
 DECODE = StageSpec("decode", "vae_decode", (), role="decoder")
 
 
-@given(st.dictionaries(st.sampled_from(KINDS), st.integers(2, 64), min_size=1))
+@given(st.dictionaries(st.sampled_from(PARALLEL_KINDS), st.integers(2, 64), min_size=1))
 def test_a_spread_is_read_as_it_is_written(degrees: dict[str, int]) -> None:
     """In any order: the kinds have one of their own, which says who is next to whom."""
-    assume(ParallelDegrees(degrees).size <= MOST)
+    assume(ParallelDegrees(degrees).size <= MAX_RANKS)
     text = " + ".join(f"{kind} : {degree}" for kind, degree in degrees.items())
     spread = ParallelDegrees.parse(text)
     assert dict(spread.degrees) == degrees
-    assert [*spread.degrees] == [kind for kind in KINDS if kind in degrees]
+    assert [*spread.degrees] == [kind for kind in PARALLEL_KINDS if kind in degrees]
     assert ParallelDegrees.parse(str(spread)) == spread
 
 
 @pytest.mark.parametrize(("text", "says"), [
     ("ulysses", "needs a number of ranks from 2 to 64"), ("ulysses:1", "from 2 to 64"), ("ulysses:65", "from 2 to 64"),
     ("ulysses:two", "from 2 to 64"), ("ulysses:9+ring:8", "needs 72 ranks, but a worker has at most 64"),
-    ("rings:2", f"is not KIND:N; kinds are {', '.join(KINDS)}, each once"),
+    ("rings:2", f"is not KIND:N; kinds are {', '.join(PARALLEL_KINDS)}, each once"),
     ("cfg:2+cfg:2", "each once"), ("", "is not KIND:N"), ("ulysses:2+", "is not KIND:N"),
 ])  # fmt: skip
 def test_a_spread_that_is_not_understood_shows_how_it_is_written(text: str, says: str) -> None:
@@ -57,24 +57,24 @@ def test_each_role_is_spread_once(text: str) -> None:
 
 def test_a_worker_is_spread_as_its_roles_are() -> None:
     text = "denoiser=ulysses:2+cfg:2, decoder=ring:2"
-    assert own_spreads("", None) == {}
-    assert own_spreads(text, frozenset({"encoder"})) == {}
-    assert str(own_spreads(text, frozenset({"encoder", "denoiser"}))["denoiser"]) == "cfg:2+ulysses:2"
+    assert worker_parallelism("", None) == {}
+    assert worker_parallelism(text, frozenset({"encoder"})) == {}
+    assert str(worker_parallelism(text, frozenset({"encoder", "denoiser"}))["denoiser"]) == "cfg:2+ulysses:2"
     with pytest.raises(ConfigError, match=r"roles of a worker must have the same number of ranks, not \[2, 4\]"):
-        own_spreads(text, None)
+        worker_parallelism(text, None)
 
 
 def test_roles_that_have_one_model_in_a_worker_are_spread_alike() -> None:
     """One word says it of both, and has them in one worker."""
     both = frozenset({"prefill", "decode"})
-    found = own_spreads("language=tensor:2", both)
+    found = worker_parallelism("language=tensor:2", both)
     assert {role: str(spread) for role, spread in found.items()} == dict.fromkeys(("prefill", "decode"), "tensor:2")
     assert joined_by("vision=tensor:2, language = tensor:2") == dict.fromkeys(both, "language")
     assert joined_by("prefill=tensor:2,decode=tensor:2") == joined_by("") == {}
-    assert own_spreads("decode=tensor:2", frozenset({"prefill"})) == {}
+    assert worker_parallelism("decode=tensor:2", frozenset({"prefill"})) == {}
     for roles in (both, None):
         with pytest.raises(ConfigError, match="share the model of a worker: set language=KIND:N for both"):
-            own_spreads("decode=tensor:2", roles)
+            worker_parallelism("decode=tensor:2", roles)
     with pytest.raises(ConfigError, match="each role at most once"):
         parse_parallel("language=tensor:2,decode=tensor:2")
 
@@ -107,7 +107,7 @@ def test_what_cannot_be_spread_at_all_is_refused() -> None:
 
 
 def test_a_degree_must_do_for_every_stage_of_a_role() -> None:
-    encoders = [StageSpec(str(n), "encode", (), role="encoder", spreads={"tensor": n}) for n in (12, 64, 0)]
+    encoders = [StageSpec(str(n), "encode", (), role="encoder", parallelism={"tensor": n}) for n in (12, 64, 0)]
     refuse({"encoder": ParallelDegrees.parse("tensor:4")}, encoders)
     with pytest.raises(ConfigError, match="tensor:6 does not divide 4: use tensor:4"):
         refuse({"encoder": ParallelDegrees.parse("tensor:6")}, encoders)
@@ -116,42 +116,42 @@ def test_a_degree_must_do_for_every_stage_of_a_role() -> None:
 
 
 def test_each_rank_has_a_device() -> None:
-    two = own_spreads("denoiser=ulysses:2", None)
-    assert ranked("cpu", {}) == ("cpu",)
-    assert ranked("cpu", two) == ranked("cpu+cpu", two) == ("cpu", "cpu")
-    assert ranked("auto", two) == ("auto", "auto")
-    assert ranked("cuda:1+cuda:0", two) == ("cuda:1", "cuda:0")
+    two = worker_parallelism("denoiser=ulysses:2", None)
+    assert rank_devices("cpu", {}) == ("cpu",)
+    assert rank_devices("cpu", two) == rank_devices("cpu+cpu", two) == ("cpu", "cpu")
+    assert rank_devices("auto", two) == ("auto", "auto")
+    assert rank_devices("cuda:1+cuda:0", two) == ("cuda:1", "cuda:0")
     with pytest.raises(ConfigError, match="two ranks cannot use the same GPU"):
-        ranked("cuda:0+cuda:0", two)
+        rank_devices("cuda:0+cuda:0", two)
     for devices in ("cuda:0", "cpu+cpu+cpu"):
         with pytest.raises(ConfigError, match=r"such as cpu\+cpu or cuda:0\+cuda:1"):
-            ranked(devices, two)
+            rank_devices(devices, two)
     with pytest.raises(ConfigError, match=r"here 1 \(--parallel: not set\)"):
-        ranked("cpu+cpu", {})
+        rank_devices("cpu+cpu", {})
 
 
 def test_where_devices_are_gone_there_are_ways_to_go_on_with_fewer() -> None:
     four = {"denoiser": ParallelDegrees.parse("ulysses:2+cfg:2")}
-    assert [*fewer("cuda:0+cuda:3+cuda:1+cuda:2", four)] == [
+    assert [*smaller_layouts("cuda:0+cuda:3+cuda:1+cuda:2", four)] == [
         ("cuda:0+cuda:3", "denoiser=cfg:2"), ("cuda:1+cuda:2", "denoiser=cfg:2"),
         ("cuda:0", ""), ("cuda:3", ""), ("cuda:1", ""), ("cuda:2", ""),
     ]  # fmt: skip
-    assert [*fewer("cuda:0", {})] == []
-    assert [*fewer("cpu+cpu+cpu", {"denoiser": ParallelDegrees.parse("ring:3")})] == [("cpu", "")]
+    assert [*smaller_layouts("cuda:0", {})] == []
+    assert [*smaller_layouts("cpu+cpu+cpu", {"denoiser": ParallelDegrees.parse("ring:3")})] == [("cpu", "")]
     four = {"encoder": ParallelDegrees.parse("tensor:4+tiles:4")}
-    assert [how for _, how in fewer("+".join(["cpu"] * 4), four)] == ["encoder=tensor:2+tiles:2", ""]
+    assert [how for _, how in smaller_layouts("+".join(["cpu"] * 4), four)] == ["encoder=tensor:2+tiles:2", ""]
 
 
-@given(st.lists(st.sampled_from(KINDS), unique=True, min_size=1, max_size=4), st.data())
+@given(st.lists(st.sampled_from(PARALLEL_KINDS), unique=True, min_size=1, max_size=4), st.data())
 def test_every_way_with_fewer_is_one_that_can_be_asked_for(kinds: list[str], data: st.DataObject) -> None:
     spread = ParallelDegrees({kind: data.draw(st.integers(2, 4)) for kind in kinds})
-    assume(spread.size <= MOST)
+    assume(spread.size <= MAX_RANKS)
     before = spread.size
-    for devices, parallel in fewer("+".join(f"cuda:{n}" for n in range(before)), {"denoiser": spread}):
-        found = own_spreads(parallel, frozenset({"denoiser"}))
-        assert ranked(devices, found) == tuple(devices.split("+"))
-        assert len(ranked(devices, found)) <= before
-        before = len(ranked(devices, found))
+    for devices, parallel in smaller_layouts("+".join(f"cuda:{n}" for n in range(before)), {"denoiser": spread}):
+        found = worker_parallelism(parallel, frozenset({"denoiser"}))
+        assert rank_devices(devices, found) == tuple(devices.split("+"))
+        assert len(rank_devices(devices, found)) <= before
+        before = len(rank_devices(devices, found))
     assert before == 1
 
 
@@ -165,7 +165,7 @@ def test_shares_of_weights_and_tiles_are_on_ranks_that_others_make() -> None:
 
 
 def test_two_models_of_a_role_have_at_most_the_blocks_of_the_one_with_fewer() -> None:
-    other = replace(DENOISE, spreads={**WAYS, "layers": 20})
+    other = replace(DENOISE, parallelism={**WAYS, "layers": 20})
     refuse({"denoiser": ParallelDegrees.parse("layers:19")}, [DENOISE, other])
     with pytest.raises(ConfigError, match="layers:21 exceeds the number of blocks: use layers:20"):
         refuse({"denoiser": ParallelDegrees.parse("layers:21")}, [DENOISE, other])
@@ -185,7 +185,7 @@ HEADS_40 = {"ulysses": 40, "ring": 0, "cfg": 2, "tensor": 40, "layers": 40, "sha
 
 
 def stage(role: str, spreads: dict[str, int], forwards: str = "") -> StageSpec:
-    return StageSpec(role, role, (), role=role, spreads=spreads, work=Workload(forwards))
+    return StageSpec(role, role, (), role=role, parallelism=spreads, work=Workload(forwards))
 
 
 @pytest.mark.parametrize(("devices", "spreads", "chosen"), [
@@ -217,7 +217,7 @@ def test_models_with_one_worker_are_all_divided_by_its_ranks() -> None:
     assert choose_parallel(8, [*two, stage("denoiser", {"ulysses": 12}, "num_inference_steps")]) == "denoiser=ulysses:4"
 
 
-ALLOWED = st.dictionaries(st.sampled_from(KINDS), st.integers(0, 64), max_size=4)
+ALLOWED = st.dictionaries(st.sampled_from(PARALLEL_KINDS), st.integers(0, 64), max_size=4)
 
 
 @given(st.integers(0, 70), ALLOWED, ALLOWED)
@@ -225,7 +225,7 @@ def test_what_is_chosen_is_taken_by_its_own_stages(devices: int, one: dict[str, 
     stages = [stage("prefill", one), stage("decode", one, "expected_tokens"), stage("vision", other)]
     chosen = choose_parallel(devices, stages)
     refuse(parse_parallel(chosen), stages)
-    sizes = {spread.size for spread in own_spreads(chosen, None).values()}
+    sizes = {spread.size for spread in worker_parallelism(chosen, None).values()}
     assert len(sizes) <= 1 and max(sizes, default=1) <= max(devices, 1)
 
 

@@ -19,7 +19,7 @@ from unfuse.core.supervisor import (
     RepeatedErrors,
     StopBudget,
     Supervisor,
-    in_own_thread,
+    run_in_thread,
 )
 from unfuse.testing.virtual_time import in_virtual_time
 
@@ -44,7 +44,7 @@ async def test_work_that_fails_is_done_again_until_it_is_ended() -> None:
 
     background = Supervisor()
     with capture_logs() as logs:
-        task = background.forever("working", work)
+        task = background.start_loop("working", work)
         await enough.wait()
         await background.close()
     assert (rounds, task.cancelled()) == (4, True)
@@ -61,13 +61,13 @@ async def test_work_that_is_done_once_is_waited_for_by_nobody() -> None:
 
     background = Supervisor()
     with capture_logs() as logs:
-        await background.once("trying", fail)
+        await background.start("trying", fail)
     await background.close()
     assert [line["doing"] for line in logs] == ["trying"]
 
 
 async def test_what_ends_a_task_is_not_held_up() -> None:
-    with pytest.raises(asyncio.CancelledError), Supervisor().besides("waiting"):
+    with pytest.raises(asyncio.CancelledError), Supervisor().log_errors("waiting"):
         raise asyncio.CancelledError
 
 
@@ -117,18 +117,18 @@ def test_what_fails_in_one_costs_the_others_nothing_and_is_told_once() -> None:
     observers.add(last)
     with capture_logs() as logs:
         for what in ("one", "two"):
-            observers.tell(Hearing.ended, what)
+            observers.notify(Hearing.ended, what)
     assert first.heard == last.heard == ["one", "two"]
     assert [line["doing"] for line in logs] == ["notifying Failing of ended"]
 
 
 HANGS = """
 import asyncio, threading
-from unfuse.core.supervisor import in_own_thread
+from unfuse.core.supervisor import run_in_thread
 
 async def main():
     begun, never = threading.Event(), threading.Event()
-    work = asyncio.create_task(in_own_thread(lambda: (begun.set(), never.wait())))
+    work = asyncio.create_task(run_in_thread(lambda: (begun.set(), never.wait())))
     await asyncio.to_thread(begun.wait)
     work.cancel()
 
@@ -138,9 +138,9 @@ print("ended")
 
 
 async def test_the_caller_gets_what_the_work_returns_or_raises() -> None:
-    assert await in_own_thread(threading.get_ident) != threading.get_ident()
+    assert await run_in_thread(threading.get_ident) != threading.get_ident()
     with pytest.raises(ZeroDivisionError):
-        await in_own_thread(lambda: 1 // 0)
+        await run_in_thread(lambda: 1 // 0)
 
 
 async def test_a_caller_that_is_cancelled_does_not_wait() -> None:
@@ -151,7 +151,7 @@ async def test_a_caller_that_is_cancelled_does_not_wait() -> None:
         goes_on.wait()
         ended.set()
 
-    waits = asyncio.create_task(in_own_thread(work))
+    waits = asyncio.create_task(run_in_thread(work))
     await asyncio.to_thread(begun.wait)
     waits.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -200,11 +200,11 @@ def budget_of(seconds: float) -> StopBudget:
 @in_virtual_time
 async def test_every_part_takes_its_time_from_what_is_left() -> None:
     budget, first, second = budget_of(15), Part(), Part()
-    await budget.within(budget.left(), first.run())
+    await budget.limited_to(budget.remaining(), first.run())
     assert first.ended == "done"
-    assert [budget.left(reserve) for reserve in (0, 2, 7)] == pytest.approx([5, 3, 0])
-    await budget.within(budget.left(2), second.run())
-    assert (second.ended, budget.left()) == ("cancelled", pytest.approx(2))
+    assert [budget.remaining(reserve) for reserve in (0, 2, 7)] == pytest.approx([5, 3, 0])
+    await budget.limited_to(budget.remaining(2), second.run())
+    assert (second.ended, budget.remaining()) == ("cancelled", pytest.approx(2))
 
 
 @in_virtual_time
@@ -212,9 +212,9 @@ async def test_a_stop_that_is_hurried_waits_for_nothing() -> None:
     """Given a part that runs, and others behind it, when it is hurried, then each is cut off at once."""
     budget, first, second = budget_of(60), Part(), Part()
     asyncio.get_running_loop().call_later(1, budget.hurry.set)
-    await budget.within(budget.left(), first.run())
-    await budget.within(budget.left(), second.run())
-    assert (first.ended, second.ended, budget.left()) == ("cancelled", "cancelled", pytest.approx(59))
+    await budget.limited_to(budget.remaining(), first.run())
+    await budget.limited_to(budget.remaining(), second.run())
+    assert (first.ended, second.ended, budget.remaining()) == ("cancelled", "cancelled", pytest.approx(59))
 
 
 @in_virtual_time
@@ -223,13 +223,13 @@ async def test_what_a_part_raises_is_raised() -> None:
         raise LookupError
 
     with pytest.raises(LookupError):
-        await budget_of(1).within(1, fails())
+        await budget_of(1).limited_to(1, fails())
 
 
 @in_virtual_time
 async def test_who_is_cancelled_takes_its_part_along() -> None:
     budget, part = budget_of(60), Part()
-    waiting = asyncio.create_task(budget.within(60, part.run()))
+    waiting = asyncio.create_task(budget.limited_to(60, part.run()))
     await asyncio.sleep(1)
     waiting.cancel()
     await asyncio.wait({waiting})

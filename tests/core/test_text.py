@@ -5,7 +5,7 @@ from hypothesis import given, strategies as st
 
 from tests.core.structs import of
 from unfuse.core.codec import decode, encode
-from unfuse.core.text import CHUNK, MOST_SHARED, TokenDelta, beginnings
+from unfuse.core.text import MAX_PREFIX_BLOCKS, PREFILL_CHUNK_TOKENS, TokenDelta, prefix_digests
 
 
 @given(of(TokenDelta))
@@ -27,27 +27,36 @@ IDS = st.lists(st.integers(0, 3), max_size=40).map(lambda few: few * 60)
 @given(IDS, IDS)
 def test_beginnings_are_equal_as_far_as_whole_chunks_are(one: list[int], other: list[int]) -> None:
     """And none has the last token, behind which an answer begins."""
-    both = beginnings(one), beginnings(other)
+    both = prefix_digests(one), prefix_digests(other)
     for ids, found in zip((one, other), both, strict=True):
-        assert len(found) == max(0, (len(ids) - 1) // CHUNK)
+        assert len(found) == max(0, (len(ids) - 1) // PREFILL_CHUNK_TOKENS)
     for number, (mine, theirs) in enumerate(zip(*both, strict=False), 1):
-        assert (mine == theirs) == (one[: number * CHUNK] == other[: number * CHUNK])
+        assert (mine == theirs) == (one[: number * PREFILL_CHUNK_TOKENS] == other[: number * PREFILL_CHUNK_TOKENS])
 
 
-@pytest.mark.parametrize(("place", "equal"), [(0, 0), (CHUNK - 1, 0), (CHUNK, 1), (3 * CHUNK - 1, 2), (3 * CHUNK, 3)])
+@pytest.mark.parametrize(
+    ("place", "equal"),
+    [
+        (0, 0),
+        (PREFILL_CHUNK_TOKENS - 1, 0),
+        (PREFILL_CHUNK_TOKENS, 1),
+        (3 * PREFILL_CHUNK_TOKENS - 1, 2),
+        (3 * PREFILL_CHUNK_TOKENS, 3),
+    ],
+)
 def test_beginnings_are_other_ones_from_where_something_else_is_shown(place: int, equal: int) -> None:
     """Given prompts of equal tokens, then what they show in one place counts from the chunk on in which that is, and
     not before."""
-    ids = [1] * (4 * CHUNK)
-    plain, one, other = (beginnings(ids, shown) for shown in ((), [(place, "a")], [(place, "b")]))
+    ids = [1] * (4 * PREFILL_CHUNK_TOKENS)
+    plain, one, other = (prefix_digests(ids, shown) for shown in ((), [(place, "a")], [(place, "b")]))
     for number, each in enumerate(zip(plain, one, other, strict=True)):
         assert len({*each}) == (1 if number < equal else 3)
-    assert one == beginnings(ids, [(place, "a")])
-    both = beginnings(ids, [(place, "a"), (place, "b")]), beginnings(ids, [(place, "ab")])
+    assert one == prefix_digests(ids, [(place, "a")])
+    both = prefix_digests(ids, [(place, "a"), (place, "b")]), prefix_digests(ids, [(place, "ab")])
     assert [len({*each}) for each in zip(*both, strict=True)] == [1] * equal + [2] * (3 - equal)
 
 
 def test_of_a_very_long_prompt_only_so_many_are_told() -> None:
-    found = beginnings([1] * (CHUNK * (MOST_SHARED + 3)))
-    assert len(found) == MOST_SHARED == len({*found})
+    found = prefix_digests([1] * (PREFILL_CHUNK_TOKENS * (MAX_PREFIX_BLOCKS + 3)))
+    assert len(found) == MAX_PREFIX_BLOCKS == len({*found})
     assert all(len(one) == 32 for one in found)

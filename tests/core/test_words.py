@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
-from unfuse.core.checking import check
+from unfuse.core.checking import check_request
 from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import ContextLengthExceeded, InvalidParameter
-from unfuse.core.modalities import IMAGE, TEXT, medium_for, medium_of
+from unfuse.core.modalities import IMAGE, TEXT, modality_for, modality_of
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import new_request_id
@@ -21,7 +21,7 @@ from unfuse.core.text_parameters import (
     MAX_STOP,
     MAX_STOP_IDS,
     MAX_STOPS,
-    OWN,
+    OWN_PARAMETERS,
     PromptTokens,
     template_kwargs,
 )
@@ -33,7 +33,7 @@ SAID: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 def asked(card: ModelSpec = CARD, *, prompt_tokens: int = 40, **more: object) -> dict[str, Any]:
-    return check(card, {**SAID, **more}, TEXT, tokens=PromptTokens(prompt_tokens))[0]
+    return check_request(card, {**SAID, **more}, TEXT, tokens=PromptTokens(prompt_tokens))[0]
 
 
 def test_an_answer_may_take_what_the_messages_leave() -> None:
@@ -119,7 +119,7 @@ def test_what_is_not_allowed_is_refused_by_its_name(more: dict[str, object], par
 def test_stop_strings_that_are_special_tokens_end_an_answer_as_tokens() -> None:
     tokens = PromptTokens(1, special_stops=[7])
     for more, ids in (({}, "[7]"), ({"stop_token_ids": [3]}, "[7, 3]")):
-        assert check(CARD, {**SAID, **more}, TEXT, tokens=tokens)[0]["stop_token_ids"] == ids
+        assert check_request(CARD, {**SAID, **more}, TEXT, tokens=tokens)[0]["stop_token_ids"] == ids
 
 
 @pytest.mark.row("C46", "C47")
@@ -151,7 +151,7 @@ def test_what_ends_an_answer_is_there_only_if_asked_for() -> None:
     assert not asked(ignore_eos=False, min_tokens=0).keys() & {*names}
     said = {"min_tokens": 2, "ignore_eos": True, "stop_token_ids": [3, 4], "include_stop_str_in_output": True}
     tokens = PromptTokens(40, bad_words=[[1, 2]])
-    params, _ = check(CARD, {**SAID, **said, "bad_words": ["a b"]}, TEXT, tokens=tokens)
+    params, _ = check_request(CARD, {**SAID, **said, "bad_words": ["a b"]}, TEXT, tokens=tokens)
     assert [params[name] for name in names] == [2, True, "[3, 4]", True, "[[1, 2]]"]
 
 
@@ -161,7 +161,7 @@ def test_template_kwargs_are_what_a_template_may_get() -> None:
     assert template_kwargs({"add_generation_prompt": False}) == {"add_generation_prompt": False}
     assert template_kwargs({"continue_final_message": True}) == {"continue_final_message": True}
     assert template_kwargs({"enable_thinking": None}) == {}
-    for name in OWN:
+    for name in OWN_PARAMETERS:
         with pytest.raises(InvalidParameter, match=name):
             template_kwargs({"chat_template_kwargs": {name: 1}})
     with pytest.raises(InvalidParameter, match="cannot both be true"):
@@ -170,7 +170,7 @@ def test_template_kwargs_are_what_a_template_may_get() -> None:
 
 def test_messages_must_be_there() -> None:
     with pytest.raises(InvalidParameter, match="messages"):
-        check(CARD, {}, TEXT)
+        check_request(CARD, {}, TEXT)
 
 
 @given(st.lists(st.text(min_size=1, max_size=9), max_size=MAX_STOPS), st.integers(0, 20))
@@ -181,12 +181,12 @@ def test_stops_and_logprobs_come_through(stops: list[str], top: int) -> None:
 
 
 def test_ids_tell_the_medium() -> None:
-    assert medium_of(new_request_id(TEXT)) is TEXT
-    assert medium_for({"prompt": "a circle", "n": 2}) is IMAGE
+    assert modality_of(new_request_id(TEXT)) is TEXT
+    assert modality_for({"prompt": "a circle", "n": 2}) is IMAGE
 
 
 @pytest.mark.parametrize("name", DerivedFacts.__struct_fields__)
 def test_what_is_derived_no_client_can_send(name: str) -> None:
     with pytest.raises(InvalidParameter, match="unknown parameter") as refused:
-        check(CARD, {**SAID, name: 3}, TEXT, tokens=PromptTokens(40))
+        check_request(CARD, {**SAID, name: 3}, TEXT, tokens=PromptTokens(40))
     assert refused.value.param == name

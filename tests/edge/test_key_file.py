@@ -54,8 +54,8 @@ def test_a_key_is_made_printed_once_and_only_its_hash_is_kept(typed: Typed, tmp_
     )
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     keys = ApiKeys(files=[str(file)])
-    assert keys.of(ada) == ApiKey("ada", models=frozenset({"m"}), allowance=TenantLimits(2, 60, 60))
-    assert (keys.of(root), keys.of(see)) == (ApiKey("root", admin=True), ApiKey("see", only_reads=True))
+    assert keys.find(ada) == ApiKey("ada", models=frozenset({"m"}), limits=TenantLimits(2, 60, 60))
+    assert (keys.find(root), keys.find(see)) == (ApiKey("root", admin=True), ApiKey("see", read_only=True))
     assert keys.warning == ""
 
 
@@ -134,8 +134,8 @@ def test_plain_keys_become_hashes_and_nothing_else_changes(typed: Typed, tmp_pat
     )  # fmt: skip
     assert stat.S_IMODE(file.stat().st_mode) == 0o640
     keys = ApiKeys(files=[str(file)])
-    assert keys.of("anna-anna-anna-anna") == ApiKey("anna", allowance=TenantLimits(0, 60, 60))
-    assert keys.of("bare-bare-bare-bare") == ApiKey("default") and keys.warning == ""
+    assert keys.find("anna-anna-anna-anna") == ApiKey("anna", limits=TenantLimits(0, 60, 60))
+    assert keys.find("bare-bare-bare-bare") == ApiKey("default") and keys.warning == ""
 
     before = written(file)
     assert "has no plain key" in typed("hash", str(file))[2]
@@ -243,4 +243,4 @@ def test_of_keys_that_are_added_at_once_none_is_lost(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda number: add_key(file, f"tenant{number}", {}), range(32)))
     keys = ApiKeys(files=[str(file)])
-    assert {key and key.tenant for key in map(keys.of, made)} == {f"tenant{number}" for number in range(32)}
+    assert {key and key.tenant for key in map(keys.find, made)} == {f"tenant{number}" for number in range(32)}

@@ -38,19 +38,19 @@ def test_keys_come_from_the_command_line_and_from_files(tmp_path: Path) -> None:
     bob = line("bob", "k3==", "admin=yes", "models=m,n/o", "rate=90/min", "concurrent=4")
     file = written(tmp_path, "# of the studio", "", "ada k1", "k2", bob, "cy k5 read=yes rate=2/h")
     keys = ApiKeys([GIVEN], [str(file)])
-    assert keys.of("k1") == ApiKey("ada")
-    assert keys.of("k2") == keys.of(GIVEN) == ApiKey("default")
-    assert keys.of("k3==") == ApiKey("bob", True, False, frozenset({"m", "n/o"}), TenantLimits(4, 90, 60))
-    assert keys.of("k5") == ApiKey("cy", only_reads=True, allowance=TenantLimits(0, 2, 3600))
+    assert keys.find("k1") == ApiKey("ada")
+    assert keys.find("k2") == keys.find(GIVEN) == ApiKey("default")
+    assert keys.find("k3==") == ApiKey("bob", True, False, frozenset({"m", "n/o"}), TenantLimits(4, 90, 60))
+    assert keys.find("k5") == ApiKey("cy", read_only=True, limits=TenantLimits(0, 2, 3600))
     for stranger in ("", "k", "k11", "K1", "ada", "bob k3==", bob.split()[1], bob.split()[1].removeprefix("sha256:")):
-        assert keys.of(stranger) is None
-    assert keys.of("\udcff") is None
+        assert keys.find(stranger) is None
+    assert keys.find("\udcff") is None
 
 
 def test_a_key_that_is_also_in_a_file_is_the_file_s(tmp_path: Path) -> None:
     """As when UNFUSE_API_KEY, which client verbs send, is set where the server starts."""
     keys = ApiKeys([GIVEN, GIVEN], [str(written(tmp_path, line("ada", GIVEN, "rate=1/h"), "bob k2"))])
-    assert keys.of(GIVEN) == ApiKey("ada", allowance=TenantLimits(0, 1, 3600))
+    assert keys.find(GIVEN) == ApiKey("ada", limits=TenantLimits(0, 1, 3600))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_line_that_says_nothing_clear_is_refused_and_no_key_is_told(
 def test_lines_may_repeat_and_end_as_on_windows(tmp_path: Path) -> None:
     (tmp_path / "keys").write_bytes(b"\xef\xbb\xbf# by hand\r\nada k1\r\nada k1\r\nada k2\r\n")
     keys = ApiKeys(files=[str(tmp_path / "keys")])
-    assert keys.of("k1") == keys.of("k2") == ApiKey("ada")
+    assert keys.find("k1") == keys.find("k2") == ApiKey("ada")
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_a_path_given_as_a_key_is_refused_whether_its_file_is_there_or_not(
 
 @pytest.mark.parametrize("key", ["k" * 16, "k" * 5000, "a+b/c+d/e+f/g+h/=", "sk-proj_0123.456789-abcdefghij"])
 def test_any_other_key_is_accepted_and_a_sole_one_is_an_admin_s(key: str) -> None:
-    assert ApiKeys([key]).of(key) == ApiKeys([key, key]).of(key) == ApiKey("default", admin=True)
-    assert ApiKeys([f"{key}\n", GIVEN]).of(key) == ApiKey("default"), "as a secret that was mounted ends"
+    assert ApiKeys([key]).find(key) == ApiKeys([key, key]).find(key) == ApiKey("default", admin=True)
+    assert ApiKeys([f"{key}\n", GIVEN]).find(key) == ApiKey("default"), "as a secret that was mounted ends"
 
 
 def test_a_key_file_that_is_missing_is_refused_with_what_makes_it(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_many_keys_are_read_at_once(tmp_path: Path) -> None:
 def test_who_is_an_admin_is_said_at_the_start(tmp_path: Path, given: list[str], lines: list[str], note: str) -> None:
     keys = ApiKeys(given, [str(written(tmp_path, *lines))] if lines else [])
     assert bool(keys) == bool(given or lines)
-    assert re.match(note, keys.note) if note else not keys.note
+    assert re.match(note, keys.admin_note) if note else not keys.admin_note
 
 
 def test_plain_keys_in_files_are_one_warning_that_names_the_command(tmp_path: Path) -> None:
@@ -198,17 +198,17 @@ def test_plain_keys_in_files_are_one_warning_that_names_the_command(tmp_path: Pa
 
 
 async def looked(keys: ApiKeys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfuse.edge.keys.LOOK_S", 0.0)
+    monkeypatch.setattr("unfuse.edge.keys.CHECK_INTERVAL_S", 0.0)
     for _ in range(3):
-        await keys.look()
+        await keys.reload_if_changed()
 
 
 async def test_a_file_is_read_again_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = in_file(tmp_path, "ada k1", "bob k2")
     written(tmp_path, "ada k1 concurrent=3", "cy k3")
     await looked(keys, monkeypatch)
-    assert keys.of("k1") == ApiKey("ada", allowance=TenantLimits(3))
-    assert (keys.of("k2"), keys.of("k3")) == (None, ApiKey("cy"))
+    assert keys.find("k1") == ApiKey("ada", limits=TenantLimits(3))
+    assert (keys.find("k2"), keys.find("k3")) == (None, ApiKey("cy"))
 
 
 @pytest.mark.parametrize("broken", ["ada k1 rate=often", "", "\0\ufffe \udcff"])
@@ -219,15 +219,15 @@ async def test_a_broken_edit_leaves_the_keys_as_they_were(
     (tmp_path / "keys").write_bytes(broken.encode("utf-8", "surrogateescape") or b"\n")
     await looked(keys, monkeypatch)
     await looked(keys, monkeypatch)
-    assert keys.of("k1") == ApiKey("ada")
+    assert keys.find("k1") == ApiKey("ada")
     (tmp_path / "keys").unlink()
     await looked(keys, monkeypatch)
-    assert keys.of("k1") and keys
+    assert keys.find("k1") and keys
     assert capsys.readouterr().out.count("API keys are unchanged") == 2, "each reason once"
     written(tmp_path, "ada k9")
     await looked(keys, monkeypatch)
-    assert keys.of("k9") == ApiKey("ada"), "and later ones count"
-    assert keys.of("k1") is None
+    assert keys.find("k9") == ApiKey("ada"), "and later ones count"
+    assert keys.find("k1") is None
 
 
 async def test_a_file_that_could_not_be_read_for_a_while_is_read_then(
@@ -239,9 +239,9 @@ async def test_a_file_that_could_not_be_read_for_a_while_is_read_then(
     with monkeypatch.context() as failing:
         failing.setattr("unfuse.edge.keys.os.open", _no_file)
         await looked(keys, failing)
-        assert keys.of("k1") and not keys.of("k2")
+        assert keys.find("k1") and not keys.find("k2")
     await looked(keys, monkeypatch)
-    assert keys.of("k2") and not keys.of("k1")
+    assert keys.find("k2") and not keys.find("k1")
 
 
 def _no_file(*_: object) -> int:
@@ -249,21 +249,21 @@ def _no_file(*_: object) -> int:
 
 
 async def test_a_file_that_is_still_being_written_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfuse.edge.keys.LOOK_S", 0.0)
+    monkeypatch.setattr("unfuse.edge.keys.CHECK_INTERVAL_S", 0.0)
     keys, file = in_file(tmp_path, "ada k1"), tmp_path / "keys"
     for text in ("ada k1\nbo", "ada k1\nbob k", "ada k1\nbob k2"):
         file.write_text(text)
-        await keys.look()
-        assert keys.of("k") is None
-    await keys.look()
-    assert keys.of("k2") == ApiKey("bob")
+        await keys.reload_if_changed()
+        assert keys.find("k") is None
+    await keys.reload_if_changed()
+    assert keys.find("k2") == ApiKey("bob")
 
 
 async def test_removing_others_makes_nobody_an_admin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = in_file(tmp_path, "ada k1", "bob k2")
     written(tmp_path, "ada k1")
     await looked(keys, monkeypatch)
-    assert keys.of("k1") == ApiKey("ada")
+    assert keys.find("k1") == ApiKey("ada")
 
 
 def answered(port: int, key: str, path: str = "/v1/requests") -> Answer:

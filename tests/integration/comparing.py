@@ -15,7 +15,7 @@ VARYING = {"at", "created", "pid", "used", "high_water", "unwritten", "fragmenta
 """Keys of numbers that no two runs share, beside those whose names end like a time."""
 
 TIMES = re.compile(r"_(s|ms|at|seconds)$")
-CIRCUMSTANTIAL = {"digest", "bytes", "outcome", "content", "logprobs", "pieces", "usage"}
+CIRCUMSTANTIAL = {"digest", "bytes", "numerics", "content", "logprobs", "pieces", "usage"}
 """Keys of what depends on the processor and the libraries beside the code."""
 
 TIMED_PATHS = re.compile(r"\.metrics\.unfuse_inter_token_seconds\.labels\.model\.")

@@ -47,12 +47,33 @@ POOLS = {
 """Names of pools, as recordings have them."""
 
 RENAMES = Renames(
-    fields={},
-    metrics={},
-    labels={},
-    settings={"UNFUSE_WORKER__HOLD": "UNFUSE_WORKER__MAX_LOADED_MODELS"},
-    flags={},
+    fields={
+        "medium": "modality",
+        "outcome": "numerics",
+        "room": "arena_bytes",
+        "holds": "loaded_model",
+        "shares": "batch_invariance",
+        "blame": "variant_functions",
+    },
+    metrics={"unfuse_pool_asleep": "unfuse_pool_scaled_to_zero"},
+    labels={"outcome": "numerics"},
+    settings={
+        "UNFUSE_WORKER__HOLD": "UNFUSE_WORKER__MAX_LOADED_MODELS",
+        "UNFUSE_SERVE__ASLEEP": "UNFUSE_SERVE__SCALE_TO_ZERO",
+        "UNFUSE_SERVE__WAKE_LIMIT": "UNFUSE_SERVE__COLD_START_TIMEOUT",
+    },
+    flags={"--asleep": "--scale-to-zero", "--wake-limit": "--cold-start-timeout"},
     values={
+        '[{"shown":"<hex>","upload":"shown-<hex>","frames":1,"rows":10,"columns":6,"tokens":15,"images":0,"picked":"",'
+        '"seconds":0.0}]': (
+            '[{"content_hash":"<hex>","upload":"shown-<hex>","frames":1,"rows":10,"columns":6,"tokens":15,"images":0,'
+            '"frame_indexes":"","seconds":0.0}]'
+        ),
+        "manned": "live",
+        "asleep": "scaled_to_zero",
+        "missing": "unavailable",
+        "waking": "cold_start",
+        "heard": "delivered",
         TOKENS: (
             "Tokens of accepted prompts (prompt), prompt tokens whose KV was in the prefix cache (cached), and "
             "generated tokens (completion)"

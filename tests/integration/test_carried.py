@@ -56,7 +56,11 @@ def test_adapters_and_batches_on_ranks_give_what_they_give_on_one(one: Server, r
         assert all(map(alike, alone, made(one, cases)))
         assert made(ranks, cases) == alone
         assert made(ranks, cases) == alone, "and again, with what is known by then of sharing forwards"
-    shares = [pool["shares"]["largest"] for pool in ranks.get("/v1/pools")["data"] if pool["id"].startswith("denoise")]
+    shares = [
+        pool["batch_invariance"]["largest"]
+        for pool in ranks.get("/v1/pools")["data"]
+        if pool["id"].startswith("denoise")
+    ]
     assert max(shares) > 1
 
 

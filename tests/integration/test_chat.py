@@ -15,7 +15,7 @@ from tools.server import Server, computes_of, serving, until
 from tools.tiny_language import KINDS, TEXT, make_language_model
 from unfuse.client import connect
 from unfuse.core.errors import InvalidParameter
-from unfuse.core.text import CHUNK
+from unfuse.core.text import PREFILL_CHUNK_TOKENS
 from unfuse.language.tokenizer import ChatTokenizer
 
 ASKED = [{"role": "user", "content": "what is the capital of France"}]
@@ -127,7 +127,11 @@ def test_the_next_turn_of_a_chat_finds_the_answer_before_it(ai: openai.OpenAI, f
             for cache in (False, True)
         )
         cached = [made.usage.prompt_tokens_details.cached_tokens for made in (first, alone, then)]
-        assert cached == [0, 0, (first.usage.total_tokens - 1) // CHUNK * CHUNK if shares else 0]
+        assert cached == [
+            0,
+            0,
+            (first.usage.total_tokens - 1) // PREFILL_CHUNK_TOKENS * PREFILL_CHUNK_TOKENS if shares else 0,
+        ]
         texts = {made.choices[0].message.content for made in (alone, then)}
         assert texts == {generated(folder, talk)} if shares else len(texts) == 1
 
@@ -186,7 +190,7 @@ def test_a_chat_is_a_request_like_any_other(server: Server) -> None:
         assert json.load(answer)["id"] == id
     server.post(f"/v1/requests/{id}/cancel", {})
     assert server.finished(id)["status"] == "cancelled"
-    assert server.get(f"/v1/requests/{id}")["medium"] == "text"
+    assert server.get(f"/v1/requests/{id}")["modality"] == "text"
 
 
 def test_no_token_is_repeated_or_missing_when_a_decoder_is_killed(server: Server) -> None:

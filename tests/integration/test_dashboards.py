@@ -106,7 +106,7 @@ def test_all_queries_are_of_what_a_server_has(server: Server) -> None:
         worker.terminate()
         worker.wait(600)
     never = {
-        "unfuse_lease_expired_total": {"pool", "outcome"},
+        "unfuse_lease_expired_total": {"pool", "numerics"},
         "unfuse_transfer_bytes_total": {"engine"},
         "unfuse_transfer_failures_total": {"engine"},
         "unfuse_webhooks_total": {"state"},
@@ -118,7 +118,7 @@ def test_all_queries_are_of_what_a_server_has(server: Server) -> None:
     (memory,) = families["unfuse_device_memory_bytes"].samples
     assert busy.labels == memory.labels == {"device": "cpu"}
     assert 0 < busy.value <= 1 and memory.value > 64 << 20
-    shares = [sample for sample in families["unfuse_worker_busy_ratio"].samples if sample.labels["outcome"]]
+    shares = [sample for sample in families["unfuse_worker_busy_ratio"].samples if sample.labels["numerics"]]
     assert len(shares) == 3 and all(sample.value == busy.value for sample in shares)
 
 
@@ -149,7 +149,7 @@ def test_every_alert_has_its_part_of_the_runbook_and_every_part_an_alert() -> No
 
 def without_worker(server: Server) -> set[str]:
     """The pools for which UnfusePoolWithoutWorker would be pending."""
-    names = "unfuse_worker_idle", "unfuse_worker_active", "unfuse_pool_asleep"
+    names = "unfuse_worker_idle", "unfuse_worker_active", "unfuse_pool_scaled_to_zero"
     assert ALERTS["UnfusePoolWithoutWorker"]["expr"] == f"sum by (pool) ({' + '.join(names)}) == 0"
     found: dict[str, float] = {}
     for name in names:
@@ -165,7 +165,7 @@ def test_an_alert_is_fired_and_cured_as_the_runbook_says(server: Server) -> None
     others = [server.worker(role) for role in ("encoder", "decoder")]
     until(lambda: without_worker(server) == {"denoise"}, "both pools to have workers")
     states = {kind_of(pool["id"]): pool["state"] for pool in server.get("/v1/pools")["data"]}
-    assert states == {"text-encode": "manned", "denoise": "missing", "vae-decode": "manned"}
+    assert states == {"text-encode": "live", "denoise": "unavailable", "vae-decode": "live"}
     cure = server.worker("denoiser")
     until(lambda: not without_worker(server), "the alert to end")
     for worker in (*others, cure):

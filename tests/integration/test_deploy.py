@@ -26,7 +26,7 @@ from tools.addresses import free_port
 from tools.server import environment
 from tools.snippets import blocks
 from unfuse.cli.app import app
-from unfuse.edge.keys import LEAST_CHARACTERS, ApiKey, ApiKeys
+from unfuse.edge.keys import MIN_KEY_CHARS, ApiKey, ApiKeys
 from unfuse.service.settings import FIELDS, load
 
 ROOT = Path(__file__).parents[2]
@@ -184,9 +184,9 @@ def test_keys_for_compose_are_made_once_and_are_those_that_its_services_use(tmp_
     made = subprocess.run([script], capture_output=True, text=True, check=True).stdout.strip()
     files = {name: tmp_path / secret["file"] for name, secret in COMPOSE["secrets"].items()}
     keys = ApiKeys(files=[str(files["keys"])])
-    assert keys.of(made) == ApiKey("studio", admin=True) and len(made) >= LEAST_CHARACTERS
-    assert keys.of(files["metrics"].read_text()) == ApiKey("prometheus", only_reads=True)
-    assert (keys.warning, keys.note) == ("", "")
+    assert keys.find(made) == ApiKey("studio", admin=True) and len(made) >= MIN_KEY_CHARS
+    assert keys.find(files["metrics"].read_text()) == ApiKey("prometheus", read_only=True)
+    assert (keys.warning, keys.admin_note) == ("", "")
     before = files["keys"].read_text()
     again = subprocess.run([script], capture_output=True, text=True, check=False)
     assert again.returncode and files["keys"].read_text() == before

@@ -174,7 +174,7 @@ BOMB = "start: A\nA: " + " & ".join(f"/.*a.{{{i}}}b.*/" for i in range(30))
          "response_format", "not"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": False}}}, "response_format", "Unsat"),
         ({"response_format": {"type": "regex", "regex": "((("}}, "response_format", "regex"),
-        ({"response_format": {"type": "grammar", "grammar": BOMB}}, "response_format", "too much"),
+        ({"response_format": {"type": "grammar", "grammar": BOMB}}, "response_format", "exceeds the limits"),
         ({"response_format": {"type": "grammar", "grammar": "x" * 300_000}}, "response_format", "characters"),
         ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "maybe"),
         (

@@ -28,7 +28,13 @@ from unfuse.weights.folder import ModelFolder, choose_dtypes
 PARTS = ("reader", "mirror")
 PIPELINE = Pipeline(
     (
-        replace(TEXT_ENCODE, components=("reader",), outputs=("text",), room=OutputSize(4096), reads=("prompt",)),
+        replace(
+            TEXT_ENCODE,
+            components=("reader",),
+            outputs=("text",),
+            output_size=OutputSize(4096),
+            depends_on_params=("prompt",),
+        ),
         StageSpec(
             "mirror", "mirror", ("mirror",), ("text",), per_sample=True, role="mirrorer", slots=3,
             work=Workload("num_inference_steps"), needs={"silver": OutputSize(2)},
@@ -69,7 +75,7 @@ class Mirrors(Family):
 
     torch = False
 
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
+    def model_spec(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         ids = weights_ids(ModelFolder(folder), PIPELINE, "mirrors")
         defaults = {"width": 64, "height": 64, "num_inference_steps": 2, "max_sequence_length": 16, "fps": 8}
         return ModelSpec(
@@ -147,7 +153,7 @@ def test_a_resource_that_no_worker_has_is_missed_at_the_start(tmp_path: Path, in
     with serving(tmp_path, model, *FLAGS, **variables) as server:
         assert server.process.wait(60) == 1
     said = server.log()
-    assert "stage mirror needs the resource silver, of which this worker has none" in said
+    assert "stage mirror needs the resource silver, which this worker does not have" in said
     assert "--resources silver=N" in said
     assert "starting" not in said, "workers were started in vain"
 

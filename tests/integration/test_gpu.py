@@ -60,7 +60,9 @@ def test_who_computes_says_where_and_pools_which_batches_are_exact(server: Serve
     """Given pools of denoisers whose requests shared forwards, then each says how large batches became in which no byte
     changed, or what is to blame."""
     assert all((worker["device"] == "cpu") == (DEVICE == "cpu") for worker in server.get("/v1/workers")["data"])
-    shares = {pool["id"]: pool["shares"] for pool in server.get("/v1/pools")["data"] if "denoise" in pool["id"]}
+    shares = {
+        pool["id"]: pool["batch_invariance"] for pool in server.get("/v1/pools")["data"] if "denoise" in pool["id"]
+    }
     print(shares)
     assert len(shares) == len(KINDS)
-    assert all(found["largest"] > 1 or found["blame"] for found in shares.values())
+    assert all(found["largest"] > 1 or found["variant_functions"] for found in shares.values())

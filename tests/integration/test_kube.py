@@ -209,13 +209,16 @@ def test_a_pipeline_is_served_sleeps_is_woken_and_leaves_nothing_behind(kube: Ku
 
 
 def sleep_and_wake(kube: Kube, node: Kubelet, client: httpx2.Client) -> None:
-    """The pool of denoisers goes to 0; what asks it is `waking`, and is made once its ScaledObject was heeded."""
+    """The pool of denoisers goes to 0; what asks it is `cold_start`, and is made once its ScaledObject was heeded."""
     kube.kubectl("-n", "pictures", "scale", "dpool/shapes-rest", "--replicas=0")
     until(lambda: {pod.called for pod in node.pods if "rest" in pod.called} == set(), "the workers to go")
-    until(lambda: "asleep" in {one["state"] for one in client.get("/v1/pools").json()["data"]}, "the pool to sleep")
+    until(
+        lambda: "scaled_to_zero" in {one["state"] for one in client.get("/v1/pools").json()["data"]},
+        "the pool to sleep",
+    )
     body = {"prompt": "a blue square", "model": "unfuse/shapes"}
     asked = client.post("/v1/images/generations", json=body, headers={"prefer": "respond-async"}).json()
-    assert asked["state"] == "waking"
+    assert asked["state"] == "cold_start"
     (scaled,) = (one for one in found(kube, "pictures", "scaledobjects") if one["metadata"]["name"] == "shapes-rest")
     target, (trigger,) = scaled["spec"]["scaleTargetRef"], scaled["spec"]["triggers"]
     assert target == {"apiVersion": "unfuse.dev/v1alpha1", "kind": "DiffusionPool", "name": "shapes-rest"}
@@ -388,7 +391,7 @@ def test_the_chart_is_installed_tested_and_taken_away(kube: Kube, tmp_path: Path
         serve(pods=5)
         assert picture(node.addresses["u"], key(notes)) == (64, 64)
         uninstall()
-        (delete,) = re.findall(r"in a claim: (kubectl .*)$", notes, re.MULTILINE)
+        (delete,) = re.findall(r"delete the claim: (kubectl .*)$", notes, re.MULTILINE)
         typed(kube, delete)
         assert not found(kube, "chart", "pvc")
         assert node.failed == []

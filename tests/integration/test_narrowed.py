@@ -19,7 +19,7 @@ def test_captions_in_four_bits_are_still_drawn_and_are_part_of_what_bytes_depend
         request = server.ready().submit("a red circle on white", seed=1)
         ended = server.finished(request)
         picture = Image.open(io.BytesIO(server.result(request))).convert("RGB")
-        outcomes = [worker["outcome"] for worker in server.get("/v1/workers")["data"]]
+        outcomes = [worker["numerics"] for worker in server.get("/v1/workers")["data"]]
     assert ended["status"] == "completed"
     assert [outcome["encode-text_encode"] for outcome in outcomes] == ["int4"] * 3
     (red, green, blue), corner = picture.getpixel((64, 64)), picture.getpixel((1, 1))
@@ -39,7 +39,7 @@ def test_pictures_and_keys_and_values_in_four_bits_are_read_by_chats(tmp_path: P
     }  # fmt: skip
     with serving(tmp_path, str(folder), *flags, *encode) as server:
         made = server.ready().post("/v1/chat/completions", body)
-        outcomes = [worker["outcome"] for worker in server.get("/v1/workers")["data"]]
+        outcomes = [worker["numerics"] for worker in server.get("/v1/workers")["data"]]
 
     assert made["usage"]["completion_tokens"] == 8
     told = [(outcome["encode-vision_encode"], outcome["encode-prefill"]) for outcome in outcomes]

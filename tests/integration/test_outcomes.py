@@ -78,7 +78,7 @@ def check_outcomes(server: Server, denoiser: Callable[..., subprocess.Popen[byte
     assert denoiser_of(server.finished(again)) == other
     assert digest(server.result(request)) == digest(server.result(again))
     with urllib.request.urlopen(f"{server.url}/metrics") as page:
-        labels = rf'\{{outcome="[0-9a-f]{{8}}",pool="{other}"\}}'
+        labels = rf'\{{numerics="[0-9a-f]{{8}}",pool="{other}"\}}'
         assert re.search(f"unfuse_tasks_dispatched_total{labels}", page.read().decode())
 
 

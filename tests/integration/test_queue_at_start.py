@@ -19,7 +19,7 @@ from tests.integration.test_restarts import SLOW, installed
 from tools.redis_server import RedisServer
 from tools.server import Server, all_gone, family_of, serving, until
 from unfuse import queues
-from unfuse.queues.base import SCHEMA
+from unfuse.queues.base import SCHEMA_VERSION
 
 WAITS = "the queue cannot be used yet: waiting for it"
 
@@ -77,7 +77,7 @@ def test_a_queue_of_another_version_ends_the_start(kind: str, redis: RedisServer
         queue, what_to_do = f"sqlite:{file}", "use another file with --queue sqlite:PATH, or delete this one"
         asyncio.run(queues.open(queue).close())
         with closing(sqlite3.connect(file)) as database:
-            database.execute(f"PRAGMA user_version = {SCHEMA - 1}")
+            database.execute(f"PRAGMA user_version = {SCHEMA_VERSION - 1}")
     else:
         queue, what_to_do = redis.url, "use another prefix, as in ?prefix=NAME, or delete the keys that begin with"
         redis.client.hset("{unfuse}:meta", "arrivals", 1)

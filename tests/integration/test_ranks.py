@@ -135,7 +135,7 @@ def test_a_worker_with_two_devices_chooses_two_ranks_and_says_so(alone: dict[int
         (line,) = [line for line in server.log().splitlines() if "chose ranks by the number of devices" in line]
         said = json.loads(line)
         assert (said["devices"], said["ranks"], said["parallel"]) == (2, 2, "denoiser=ulysses:2")
-        assert of_denoiser(server)["outcome"]["parallel-denoiser"] == "ulysses:2"
+        assert of_denoiser(server)["numerics"]["parallel-denoiser"] == "ulysses:2"
         ranks_of = re.findall(r"unfuse_node_ranks{.*} (\d+)", metrics(server))
         assert ranks_of == ["4"], "two of the denoiser, and one of either other"
 

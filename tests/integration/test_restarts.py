@@ -66,7 +66,7 @@ def test_a_second_server_on_the_folder_is_told_what_to_do(tmp_path: Path) -> Non
         )
         assert second.returncode == 2
         said = second.stderr.splitlines()[-1]
-        assert f"process {server.process.pid} has it" in said
+        assert f"process {server.process.pid} uses it" in said
         assert "UNFUSE_DATA_DIR" in said and "--queue" in said
         assert "Traceback" not in second.stderr
         elsewhere = environment(tmp_path / "other") | variables
@@ -87,7 +87,7 @@ def test_a_command_of_its_own_leaves_no_queue_and_needs_none(tmp_path: Path) -> 
         command = [*unfuse()[:1], "-c", code]
         made = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
         assert made.stdout == "1\n", made.stderr
-        assert f"unfuse: looking into {model}\n" in made.stderr, "it says what it does"
+        assert f"unfuse: inspecting {model}\n" in made.stderr, "it says what it does"
 
 
 @pytest.mark.nightly

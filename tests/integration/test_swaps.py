@@ -71,12 +71,12 @@ def workers(server: Server) -> list[dict[str, Any]]:
 
 def all_held(server: Server) -> set[str]:
     """The models that workers have loaded."""
-    return {one["holds"] for one in workers(server) if one["holds"]}
+    return {one["loaded_model"] for one in workers(server) if one["loaded_model"]}
 
 
 def resting(server: Server) -> str:
     """The model that is not loaded, once one is."""
-    held = until(lambda: worker(server)["holds"], "a model to be loaded", server.process)
+    held = until(lambda: worker(server)["loaded_model"], "a model to be loaded", server.process)
     return MODELS[0] if held == MODELS[1] else MODELS[1]
 
 
@@ -158,10 +158,10 @@ def test_one_worker_has_one_role_at_a_time_and_does_all_of_a_request(bare_server
     what waits until that is made."""
     bare_server.worker("encoder,denoiser,decoder", "--log-level", "info", own_forks=True)
     until(lambda: bare_server.get("/ready") is not None, "the worker", bare_server.process)
-    assert worker(bare_server)["holds"] == "encoder"
+    assert worker(bare_server)["loaded_model"] == "encoder"
     request = bare_server.submit(seed=1, **ASKED)
     assert bare_server.finished(request)["status"] == "completed"
-    assert worker(bare_server)["holds"] == "decoder"
+    assert worker(bare_server)["loaded_model"] == "decoder"
     assert swaps(bare_server) == 2
     (by_hand,) = bare_server.workers
     (compute,) = computes_of(by_hand.pid)
@@ -204,7 +204,7 @@ def test_a_model_that_is_added_takes_turns_with_those_that_are_there_until_it_is
             asking = [clients.submit(client) for _ in range(2)]
             try:
                 before = worker(server)
-                assert before["holds"] == "all"
+                assert before["loaded_model"] == "all"
                 server.post("/v1/models", {"model": str(sibling)})
                 bytes_made = {made(server, "sibling", seed) for seed in range(2)}
                 assert len(bytes_made) == 2
@@ -221,7 +221,10 @@ def test_a_model_that_is_added_takes_turns_with_those_that_are_there_until_it_is
                 call = urllib.request.Request(f"{server.url}/v1/models/sibling", method="DELETE")
                 urllib.request.urlopen(call, timeout=60).close()
                 assert {server.finished(request)["status"] for request in requests} == {"completed"}
-                until(lambda: [one["holds"] for one in workers(server)] == ["all"], "a worker of the one that stays")
+                until(
+                    lambda: [one["loaded_model"] for one in workers(server)] == ["all"],
+                    "a worker of the one that stays",
+                )
                 enough = len(ends) + 4
                 until(lambda: len(ends) >= enough, "its clients to go on", server.process)
             finally:
@@ -307,7 +310,7 @@ def test_two_servers_over_one_redis_never_leave_a_model_together(tmp_path: Path,
             until(lambda: all_held(servers[0]) == {*MODELS}, "each model to be loaded", servers[0].process)
             clients.more(40)
             went = [one for server in servers for one in loads(server)]
-            (killed,) = [one["pid"] for one in workers(servers[0]) if one["holds"] == MODELS[1]]
+            (killed,) = [one["pid"] for one in workers(servers[0]) if one["loaded_model"] == MODELS[1]]
             os.kill(killed, signal.SIGKILL)
             until(lambda: killed not in {one["pid"] for one in workers(servers[0])}, "the worker to be away")
             until(lambda: all_held(servers[0]) == {*MODELS}, "each model to be loaded", servers[0].process)

@@ -21,12 +21,12 @@ def test_a_request_for_a_pool_that_sleeps_waits_for_it_beyond_its_deadline_and_t
     it says that it is waking, and is made; when they left again, the next one's eta is what that took, also for a
     server that was started again."""
     model, variables = installed(tmp_path)
-    arguments = "--workers", "none", "--asleep", "all=2", "--wake-limit", "60"
+    arguments = "--workers", "none", "--scale-to-zero", "all=2", "--cold-start-timeout", "60"
     with serving(tmp_path, model, *arguments, **variables) as server:
         server.ready()
         asked = {"prompt": SLOW, "seed": 1, "num_inference_steps": 4}
         first = server.post("/v1/images/generations", asked | {"timeout": 2}, prefer="respond-async")
-        assert (first["status"], first["state"]) == ("queued", "waking")
+        assert (first["status"], first["state"]) == ("queued", "cold_start")
         assert 290 < first["eta_s"] < 310
         time.sleep(4)  # what a deadline of 2 s would not outlast
         began = time.time()
@@ -38,10 +38,10 @@ def test_a_request_for_a_pool_that_sleeps_waits_for_it_beyond_its_deadline_and_t
         worker.send_signal(signal.SIGTERM)
         worker.wait()
         until(lambda: all_gone(everyone), "the worker to be gone")
-        until(lambda: {one["state"] for one in server.get("/v1/pools")["data"]} == {"asleep"}, "pools to sleep")
+        until(lambda: {one["state"] for one in server.get("/v1/pools")["data"]} == {"scaled_to_zero"}, "pools to sleep")
         for _ in range(2):
             second = server.post("/v1/images/generations", asked, prefer="respond-async")
-            assert second["state"] == "waking"
+            assert second["state"] == "cold_start"
             assert began - first["created_at"] - 1 < second["eta_s"] < took + 5
             server.post(f"/v1/requests/{second['id']}/cancel", {})
             server.process.send_signal(signal.SIGTERM)

@@ -40,7 +40,7 @@ def cancelled_and_being_told(server: Server, receiver: Receiver) -> str:
 
 
 def heard(server: Server, request: str, receiver: Receiver) -> None:
-    until(lambda: webhook_of(server, request).get("state") == "heard", "the webhook to be heard", server.process)
+    until(lambda: webhook_of(server, request).get("state") == "delivered", "the webhook to be heard", server.process)
     assert webhook_of(server, request)["attempts"] == 2
     told = receiver.verified(SECRET)
     assert [message["type"] for message in told] == ["request.cancelled"] * 2

@@ -192,7 +192,7 @@ def test_a_key_of_a_lora_that_no_layer_has_is_named(server: Server) -> None:
     tensors = load_file(loras / "made.safetensors")
     stray = {f"transformer.stray.to_q.lora_{half}.weight": torch.ones(4, 4) for half in "AB"}
     save_file({**tensors, **stray}, loras / "stray.safetensors")
-    says = "holds transformer.stray.to_q.lora_A.weight, but the model has no such layer"
+    says = "contains transformer.stray.to_q.lora_A.weight, but the model has no such layer"
     with (
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
         pytest.raises(openai.BadRequestError, match=says),

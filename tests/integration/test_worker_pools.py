@@ -12,7 +12,7 @@ from tools.addresses import unix_address
 from tools.server import environment, unfuse
 from unfuse.core.clock import SystemClock
 from unfuse.core.messages import StorageLocations, WorkerInfo
-from unfuse.core.plan import declared
+from unfuse.core.plan import declared_pool
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
@@ -26,7 +26,7 @@ async def test_the_pools_of_a_worker_are_named_by_what_its_bytes_depend_on(tmp_p
     dispatcher = Dispatcher(
         scheduler, [("unfuse/shapes", "unfuse/shapes", "auto")], StorageLocations(f"disk:{tmp_path}/results")
     )
-    router = Router(unix_address(), dispatcher.answer, dispatcher.undelivered)
+    router = Router(unix_address(), dispatcher.answer, dispatcher.handle_undelivered)
     command = unfuse("worker", "--role", "encoder", "--scheduler", router.address, "--arena", "8MiB")
     process = subprocess.Popen(command, env=environment(tmp_path), stdout=subprocess.DEVNULL)
     try:
@@ -34,10 +34,10 @@ async def test_the_pools_of_a_worker_are_named_by_what_its_bytes_depend_on(tmp_p
             while not (members := await queue.workers()):
                 await asyncio.sleep(0.1)
         worker: WorkerInfo = members[0].info
-        (card,) = members[0].cards
-        assert [declared(pool) for pool in worker.pools] == [card.pools()["text_encode"]]
-        assert worker.pools[0] != declared(worker.pools[0])
-        assert worker.outcome.keys() >= {
+        (card,) = members[0].models
+        assert [declared_pool(pool) for pool in worker.pools] == [card.pools()["text_encode"]]
+        assert worker.pools[0] != declared_pool(worker.pools[0])
+        assert worker.numerics.keys() >= {
             "batching",
             "vae",
             "noise-device",

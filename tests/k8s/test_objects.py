@@ -14,8 +14,16 @@ from tests.integration.test_deploy import known, parsed
 from tests.k8s.server import SCHEMAS, completed
 from unfuse.core.errors import ConfigError
 from unfuse.edge.keys import ApiKey, ApiKeys
-from unfuse.k8s.objects import KEDA, MONITORING, of_pipeline, of_pool, pools_of, secrets_of, unmet
-from unfuse.k8s.spec import InvalidSpec, Object, ranks, read
+from unfuse.k8s.objects import (
+    KEDA,
+    MONITORING,
+    default_pools,
+    pipeline_objects,
+    pool_objects,
+    secrets_of,
+    unmet_requests,
+)
+from unfuse.k8s.spec import InvalidSpec, Object, ranks, read_spec
 from unfuse.service.worker_groups import LEAVING_S
 from unfuse.wire.keys import read as read_keys
 from unfuse.worker.worker import SAVING
@@ -51,20 +59,20 @@ PLACED: Object = POOL | {
 def pipeline(spec: Object, name: str = "p") -> Object:
     """The spec, as the server has it, and as it is read."""
     body = {"metadata": {"name": name}, "spec": spec}
-    return {"image": "unfuse:1"} | read(completed(body, SCHEMAS["diffusionpipelines"]))
+    return {"image": "unfuse:1"} | read_spec(completed(body, SCHEMAS["diffusionpipelines"]))
 
 
 def pool(spec: Object) -> Object:
-    return read(completed({"metadata": {"name": "w"}, "spec": spec}, SCHEMAS["diffusionpools"]))
+    return read_spec(completed({"metadata": {"name": "w"}, "spec": spec}, SCHEMAS["diffusionpools"]))
 
 
 def made(spec: Object, name: str = "p") -> list[Object]:
-    return of_pipeline(name, pipeline(spec, name), EVERY)
+    return pipeline_objects(name, pipeline(spec, name), EVERY)
 
 
 def workers(spec: Object, serves: Object = LEAST, **more: Object) -> list[Object]:
     users = {"p": pipeline(serves)} | {name: pipeline(one) for name, one in more.items()}
-    return of_pool("w", "ns", pool(spec), users, EVERY)
+    return pool_objects("w", "ns", pool(spec), users, EVERY)
 
 
 CASES = {"least": [*made(LEAST), *workers(POOL)], "full": [*made(FULL), *workers(PLACED, FULL)]}
@@ -133,8 +141,8 @@ def test_who_is_selected_is_there(case: str) -> None:
 
 
 def test_what_a_cluster_does_not_know_is_left_out() -> None:
-    assert not {KEDA, MONITORING} & {one["apiVersion"] for one in of_pipeline("p", pipeline(FULL), frozenset())}
-    kinds = {one["kind"] for one in of_pool("w", "ns", pool(POOL), {"p": pipeline(FULL)}, frozenset())}
+    assert not {KEDA, MONITORING} & {one["apiVersion"] for one in pipeline_objects("p", pipeline(FULL), frozenset())}
+    kinds = {one["kind"] for one in pool_objects("w", "ns", pool(POOL), {"p": pipeline(FULL)}, frozenset())}
     assert "ScaledObject" not in kinds and "StatefulSet" in kinds
 
 
@@ -295,7 +303,7 @@ def test_what_stands_around_the_pods_is_as_the_pipeline_says() -> None:
 def test_the_seeds_example_makes_pools_by_its_words() -> None:
     """Its stages have names and no roles."""
     spec = pipeline(SEED["spec"])
-    found = {one["metadata"]["name"]: one["spec"] for one in pools_of("p", spec)}
+    found = {one["metadata"]["name"]: one["spec"] for one in default_pools("p", spec)}
     assert [(name, one["role"], one["replicas"]) for name, one in found.items()] == [
         ("wan-t5-encoder-pool", "encoder", 2), ("wan-14b-t2v-dit-pool", "denoiser", 4), ("wan-vae-pool", "decoder", 2),
     ]  # fmt: skip
@@ -311,7 +319,7 @@ def test_the_seeds_example_makes_pools_by_its_words() -> None:
 
 def test_stages_of_one_pool_are_of_one_pool() -> None:
     whole, encoder = (
-        {one["metadata"]["name"]: one["spec"] for one in pools_of("p", pipeline(spec))} for spec in (LEAST, FULL)
+        {one["metadata"]["name"]: one["spec"] for one in default_pools("p", pipeline(spec))} for spec in (LEAST, FULL)
     )
     assert whole == {"p": {"role": "all", "replicas": 1}}
     assert encoder["dit"] == {
@@ -366,7 +374,7 @@ def test_nobody_takes_all_workers_of_a_pool_whose_gateways_do_not_know_that_it_m
     objects = workers(POOL | own, users[0], **{f"q{at}": one for at, one in enumerate(users[1:])})
     (scaled,) = (one["spec"] for one in objects if one["kind"] == "ScaledObject")
     assert scaled["minReplicaCount"] == least
-    asleep = ["--asleep=all=2" in arguments(made(one)) for one in users]
+    asleep = ["--scale-to-zero=all=2" in arguments(made(one)) for one in users]
     assert asleep == [one == 0 for one in all_least]
 
 
@@ -419,8 +427,8 @@ def test_keys_are_made_where_a_pipeline_names_none(tmp_path: Path) -> None:
     assert all(sides) and sides[0] != sides[1]
     (tmp_path / "keys").write_text(api["stringData"]["keys"])
     keys = ApiKeys(files=[str(tmp_path / "keys")])
-    assert keys.of(api["stringData"]["key"]) == ApiKey("operator", admin=True) and keys.warning == ""
-    assert keys.of(api["stringData"]["metrics"]) == ApiKey("prometheus", only_reads=True)
+    assert keys.find(api["stringData"]["key"]) == ApiKey("operator", admin=True) and keys.warning == ""
+    assert keys.find(api["stringData"]["metrics"]) == ApiKey("prometheus", read_only=True)
     assert secrets_of("p", pipeline(LEAST))[0] != wire
 
 
@@ -434,8 +442,8 @@ def test_names_of_which_no_others_can_be_made_are_refused(name: str) -> None:
 
 def test_names_are_short_enough_for_everything_that_is_made_of_them() -> None:
     name = "n" * 40
-    objects = [*made(LEAST, name), *of_pool(name, "ns", pool(POOL), {name: pipeline(LEAST, name)}, EVERY)]
-    objects += [*secrets_of(name, pipeline(LEAST)), *pools_of(name, pipeline(LEAST, name))]
+    objects = [*made(LEAST, name), *pool_objects(name, "ns", pool(POOL), {name: pipeline(LEAST, name)}, EVERY)]
+    objects += [*secrets_of(name, pipeline(LEAST)), *default_pools(name, pipeline(LEAST, name))]
     assert max(len(one["metadata"]["name"]) for one in objects) <= 52
     named = [(one["kind"], one["metadata"]["name"]) for one in objects]
     assert len({*named}) == len(named), "a pool may have its pipeline's name"
@@ -448,9 +456,9 @@ def test_a_component_comes_from_where_its_stage_says() -> None:
         {"name": "denoising", "pool": "dit", "model": {"path": "unfuse/shapes", "component": "transformer"}},
     ]
     spec = pipeline(LEAST | {"stages": stages})
-    said = [flag for flag in arguments(of_pipeline("p", spec, EVERY)) if "component-source" in flag]
+    said = [flag for flag in arguments(pipeline_objects("p", spec, EVERY)) if "component-source" in flag]
     assert said == ["--component-source=text_encoder_2=owner/t5"]
-    assert unmet("p", spec, {"enc": "encoder", "dit": "denoiser"}, EVERY) == []
+    assert unmet_requests("p", spec, {"enc": "encoder", "dit": "denoiser"}, EVERY) == []
     assert not [flag for flag in arguments(made(LEAST)) if "component-source" in flag]
     other = stages[0] | {"pool": "enc2", "model": {"path": "owner/other", "component": "text_encoder_2"}}
     with pytest.raises(InvalidSpec, match="component text_encoder_2 has two sources"):
@@ -463,17 +471,17 @@ def test_a_component_comes_from_where_its_stage_says() -> None:
 
 def test_what_is_asked_for_in_vain_is_said() -> None:
     spec = pipeline(FULL | {"stages": [*FULL["stages"], {"name": "all", "pool": "enc", "model": {"path": "c"}}]})
-    assert unmet("p", spec, {"enc": "encoder", "dit": "all"}, frozenset()) == [
+    assert unmet_requests("p", spec, {"enc": "encoder", "dit": "all"}, frozenset()) == [
         "stage all requires role all, which the workers of pool enc do not have",
         "stage all cannot load its weights from c: serve only one model",
         "pools are not scaled: autoscaling requires KEDA, which this cluster does not have",
     ]
-    assert unmet("p", pipeline(LEAST), {}, frozenset()) == []
+    assert unmet_requests("p", pipeline(LEAST), {}, frozenset()) == []
     one = pipeline(LEAST | {"stages": [{"name": "encoding", "pool": "enc", "model": {"path": "c"}}]})
-    assert unmet("p", one, {"enc": "encoder"}, EVERY) == [
+    assert unmet_requests("p", one, {"enc": "encoder"}, EVERY) == [
         "stage encoding cannot load its weights from c: set model.component"
     ]
-    assert unmet("p", pipeline(FULL), {"dit": "decoder"}, EVERY) == [
+    assert unmet_requests("p", pipeline(FULL), {"dit": "decoder"}, EVERY) == [
         "stage denoising requires role denoiser, which the workers of pool dit do not have"
     ]
 
@@ -505,10 +513,10 @@ def test_a_pod_of_several_gpus_has_a_rank_on_each_unless_it_says_otherwise(
 
 def test_the_seeds_denoiser_uses_its_eight_gpus() -> None:
     spec = pipeline(SEED["spec"])
-    made_pools = {one["metadata"]["name"]: one["spec"] for one in pools_of("p", spec)}
-    objects = of_pool("dit", "ns", pool(made_pools["wan-14b-t2v-dit-pool"]), {"p": spec}, EVERY)
+    made_pools = {one["metadata"]["name"]: one["spec"] for one in default_pools("p", spec)}
+    objects = pool_objects("dit", "ns", pool(made_pools["wan-14b-t2v-dit-pool"]), {"p": spec}, EVERY)
     assert "--parallel=auto" in arguments(objects)
-    objects = of_pool("t5", "ns", pool(made_pools["wan-t5-encoder-pool"]), {"p": spec}, EVERY)
+    objects = pool_objects("t5", "ns", pool(made_pools["wan-t5-encoder-pool"]), {"p": spec}, EVERY)
     assert not [flag for flag in arguments(objects) if "parallel" in flag], "it has one"
 
 
@@ -518,7 +526,7 @@ def test_a_stage_says_how_it_is_spread() -> None:
         {"name": "vae-decoding", "pool": "dit", "parallel": "tiles:8"},
         {"name": "encoding", "pool": "enc", "parallel": "auto"},
     ]  # fmt: skip
-    found = {one["metadata"]["name"]: one["spec"] for one in pools_of("p", pipeline(LEAST | {"stages": stages}))}
+    found = {one["metadata"]["name"]: one["spec"] for one in default_pools("p", pipeline(LEAST | {"stages": stages}))}
     assert found["dit"]["parallel"] == "denoiser=ulysses:4+cfg:2,decoder=tiles:8" and found["enc"]["parallel"] == "auto"
     assert pool(found["dit"])["parallel"] == found["dit"]["parallel"]
 
@@ -535,7 +543,7 @@ def test_a_stage_says_how_it_is_spread() -> None:
 ])  # fmt: skip
 def test_stages_that_cannot_be_spread_so_are_refused(stages: list[Object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        pools_of("p", pipeline(LEAST | {"stages": stages}))
+        default_pools("p", pipeline(LEAST | {"stages": stages}))
 
 
 def test_ranks_that_no_worker_takes_are_refused() -> None:

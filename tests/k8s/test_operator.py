@@ -13,7 +13,7 @@ import pytest
 
 from tests.k8s.server import KINDS, MORE, PEERING, Server
 from unfuse.core.errors import UsageError
-from unfuse.k8s.operator import operate
+from unfuse.k8s.operator import run_operator
 from unfuse.k8s.reconcile import staying
 from unfuse.k8s.spec import Object
 
@@ -44,7 +44,7 @@ async def operating(server: Server, count: int = 1) -> AsyncIterator[None]:
     login = lambda **_: kopf.ConnectionInfo(server=str(server.url))  # noqa: E731
     flags = [asyncio.Event() for _ in range(count)]
     tasks = [
-        asyncio.create_task(operate(f"unfuse:{number}", [], login, ready_flag=one, stop_flag=stop))
+        asyncio.create_task(run_operator(f"unfuse:{number}", [], login, ready_flag=one, stop_flag=stop))
         for number, one in enumerate(flags)
     ]
     try:
@@ -498,4 +498,4 @@ def test_of_those_that_stay_none_is_idle_while_one_that_went_was_busy(there: int
 
 async def test_without_a_cluster_it_says_what_to_do() -> None:
     with pytest.raises(UsageError, match="set KUBECONFIG"):
-        await operate("unfuse:0", [], lambda **_: None)
+        await run_operator("unfuse:0", [], lambda **_: None)

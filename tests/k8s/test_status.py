@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unfuse.k8s.reconcile import ObservedStatus, condition, conditions, of_workload
+from unfuse.k8s.reconcile import ObservedStatus, condition, conditions, workload_status
 from unfuse.k8s.spec import InvalidSpec, Object
 
 BODY: Object = {"metadata": {"name": "p", "generation": 3}}
@@ -32,15 +32,30 @@ def told(found: ObservedStatus, body: Object = BODY, now: str = "then") -> dict[
             ("False", "Starting"),
             ("True", "Odd"),
         ),
-        (ObservedStatus(2, 3, 3, waits="w-2"), ("True", "AsWanted"), ("True", "WorkersFinish"), ("False", "AsWanted")),
-        (ObservedStatus(3, 3, 2, waits="w-2"), ("False", "Starting"), ("True", "WorkersFinish"), ("False", "AsWanted")),
         (
-            ObservedStatus(2, 3, 3, (InvalidSpec("Odd", "it is"),), waits="w-2"),
+            ObservedStatus(2, 3, 3, waiting_reason="w-2"),
+            ("True", "AsWanted"),
+            ("True", "WorkersFinish"),
+            ("False", "AsWanted"),
+        ),
+        (
+            ObservedStatus(3, 3, 2, waiting_reason="w-2"),
+            ("False", "Starting"),
+            ("True", "WorkersFinish"),
+            ("False", "AsWanted"),
+        ),
+        (
+            ObservedStatus(2, 3, 3, (InvalidSpec("Odd", "it is"),), waiting_reason="w-2"),
             ("True", "AsWanted"),
             ("False", "WorkersFinish"),
             ("True", "Odd"),
         ),
-        (ObservedStatus(refused=InvalidSpec("Bad", "it is")), ("False", "Bad"), ("False", "Starting"), ("True", "Bad")),
+        (
+            ObservedStatus(rejection=InvalidSpec("Bad", "it is")),
+            ("False", "Bad"),
+            ("False", "Starting"),
+            ("True", "Bad"),
+        ),
     ],
 )
 def test_it_is_ready_on_its_way_or_not_as_it_should_be(
@@ -83,7 +98,7 @@ def workload(**status: int) -> Object:
     ],
 )
 def test_pods_of_an_older_template_are_not_ready(status: dict[str, int], ready: int) -> None:
-    assert of_workload(workload(**status), []).ready == ready
+    assert workload_status(workload(**status), []).ready == ready
 
 
 def test_why_pods_do_not_run_is_told_of_each() -> None:
@@ -97,7 +112,7 @@ def test_why_pods_do_not_run_is_told_of_each() -> None:
         {"metadata": {"name": "d"}, "status": {"containerStatuses": [{"state": {"running": {}}}]}},
         {"metadata": {"name": "e"}},
     ]  # fmt: skip
-    assert [(one.reason, str(one)) for one in of_workload(workload(), pods).troubles] == [
+    assert [(one.reason, str(one)) for one in workload_status(workload(), pods).problems] == [
         ("Unschedulable", "pod a cannot be scheduled: 0/3 nodes have a GPU"),
         ("CreateContainerConfigError", 'pod b does not run (CreateContainerConfigError): secret "wire" not found'),
     ]

@@ -52,7 +52,7 @@ def told(parts: list[AnswerPart]) -> tuple[str, str]:
     ],
 )
 def test_reasoning_is_apart(text: str, opened: bool, reasoning: str, content: str) -> None:
-    parts = read(text, opened=opened)
+    parts = read(text, starts_in_reasoning=opened)
     assert told(parts) == (reasoning, content)
     assert "".join(part.raw for part in parts) == text
 
@@ -75,7 +75,7 @@ PIECES = ["<think>", "</think>", "<", "</", "think>", " ", "\n", "Hm.", CALL, "<
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(PIECES)).map("".join), st.lists(st.integers(0, 200)), st.booleans(), st.booleans())
 def test_where_a_text_is_cut_makes_no_difference(text: str, cuts: list[int], opened: bool, cut: bool) -> None:
-    about = {"calls": HERMES, "functions": {"f": {}}, "opened": opened}
+    about = {"calls": HERMES, "functions": {"f": {}}, "starts_in_reasoning": opened}
     whole, parts = read(text, cut=cut, **about), read(text, cuts, cut=cut, **about)
     assert told(parts) == told(whole)
     assert "".join(part.raw for part in parts) == text

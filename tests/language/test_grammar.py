@@ -115,9 +115,14 @@ def test_a_choice_says_what_may_be_called() -> None:
     both = [tool("f"), tool("g")]
     free, must = read_tools({"tools": both}), read_tools({"tools": both, "tool_choice": "required"})
     one = read_tools({"tools": both, "tool_choice": named("g")})
-    assert free and free.choice == "auto" and free.several
+    assert free and free.choice == "auto" and free.allows_several_calls
     assert must and must.choice == "required" and [each["name"] for each in must.callable] == ["f", "g"]
-    assert one and one.choice == "required" and [each["name"] for each in one.callable] == ["g"] and not one.several
+    assert (
+        one
+        and one.choice == "required"
+        and [each["name"] for each in one.callable] == ["g"]
+        and not one.allows_several_calls
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,7 +186,7 @@ def test_allowed_tools_are_some_of_all() -> None:
     both = [tool("f"), tool("g")]
     some = read_tools({"tools": both, "tool_choice": allowed("g")})
     must = read_tools({"tools": both, "tool_choice": allowed("f", "g", mode="required")})
-    assert some and (some.choice, some.names, len(some.shown)) == ("auto", ("g",), 2)
+    assert some and (some.choice, some.names, len(some.template_functions)) == ("auto", ("g",), 2)
     assert must and (must.choice, must.names) == ("required", ("f", "g"))
 
 
@@ -191,8 +196,8 @@ def test_templates_are_shown_what_a_tool_does_not_say() -> None:
     tools = read_tools({"tools": said})
     assert tools
     nothing = {"type": "object", "properties": {}}
-    assert tools.shown[0]["function"] == {"name": "f", "description": "", "parameters": nothing}
-    assert tools.shown[1] == said[1]
+    assert tools.template_functions[0]["function"] == {"name": "f", "description": "", "parameters": nothing}
+    assert tools.template_functions[1] == said[1]
     assert tools.types == {"f": {}, "g": {"a": "integer|null"}}
 
 

@@ -148,7 +148,7 @@ def test_a_grammar_in_ebnf_is_followed(text: str, opened: Grammars, tokenizer: C
 
 def test_asked_again_it_says_the_same(opened: Grammars, tokenizer: ChatTokenizer) -> None:
     constraint, ids = opened.open(WORD), tokenizer.ids("red")
-    constraint.begin(ids)
+    constraint.query(ids)
     assert constraint.allowed(ids) == constraint.allowed(ids) == opened.open(WORD).allowed(ids)
 
 
@@ -193,7 +193,7 @@ def test_a_bomb_is_refused_and_harms_nobody(bomb: str, trial: Grammars) -> None:
 def test_beside_a_bomb_other_texts_go_on(bomb: str, opened: Grammars) -> None:
     """Where it was not tried before."""
     calm = opened.open(WORD)
-    calm.begin([])
+    calm.query([])
     hostile = opened.open(BOMBS[bomb])
     with pytest.raises(InvalidGrammar, match="exceeds the limits"):
         hostile.allowed([])
@@ -242,7 +242,7 @@ def test_a_bad_grammar_ends_its_text_alone(opened: Grammars) -> None:
 
 def test_a_text_that_does_not_match_is_told_so(opened: Grammars, tokenizer: ChatTokenizer) -> None:
     constraint = opened.open(WORD)
-    with pytest.raises(InvalidGrammar, match="cannot go on"):
+    with pytest.raises(InvalidGrammar, match="cannot continue"):
         constraint.allowed(tokenizer.ids("blue"))
     constraint.close()
 
@@ -268,7 +268,7 @@ def test_whoever_is_killed_the_text_goes_on(folder: Path, tokenizer: ChatTokeniz
 
 
 def test_grammars_that_nobody_follows_are_kept_for_a_while(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "KEPT", 2)
+    monkeypatch.setattr(grammars, "MAX_IDLE_PROCESSES", 2)
     opened = Grammars(str(folder), patience_s=None)
     for number in range(5):
         constraint = opened.open(pack_grammar(Grammar("regex", f"a{number}"), "x"))

@@ -22,7 +22,7 @@ def room(blocks: int) -> PagedKvCache:
 def grown(kv: PagedKvCache, *lengths: int) -> list[KvSequence]:
     sequences = [kv.sequence() for _ in lengths]
     for sequence, length in zip(sequences, lengths, strict=True):
-        sequence.grow(length)
+        sequence.extend(length)
     return sequences
 
 
@@ -62,10 +62,10 @@ class AgainstLists(RuleBasedStateMachine):
         wanted = blocks_of(len(numbers) + more) - blocks_of(len(numbers))
         if wanted > self.free():
             with pytest.raises(NoKvBlocks):
-                sequence.grow(more)
+                sequence.extend(more)
             assert sequence.spans() == spans
             return
-        sequence.grow(more)
+        sequence.extend(more)
         new = [*range(self.written, self.written + more)]
         for layer in range(LAYERS):
             keys = self.values(new, layer)
@@ -138,7 +138,7 @@ def test_a_sequence_grows_in_place_while_the_next_block_is_free() -> None:
     keys = kv.keys[0].data_ptr()
 
     for _ in range(5 * BLOCK):
-        sequence.grow(1)
+        sequence.extend(1)
 
     assert sequence.spans() == [(0, 5 * BLOCK + 1)]
     assert sequence.read(0)[0].data_ptr() == keys, "one run is read in place"
@@ -179,25 +179,25 @@ def test_room_that_neighbours_give_back_is_one_piece() -> None:
 def test_a_sequence_whose_next_block_is_taken_goes_on_elsewhere() -> None:
     kv = room(4)
     first, second = grown(kv, BLOCK, BLOCK)
-    first.grow(2 * BLOCK)
+    first.extend(2 * BLOCK)
 
     assert sum(stop - start for start, stop in first.spans()) == 3 * BLOCK and len(first.spans()) == 2
     with pytest.raises(NoKvBlocks, match=r"4 more tokens \(0 of 4 blocks of 4 are free\)"):
-        second.grow(1)
+        second.extend(1)
     assert second.length == BLOCK
     assert issubclass(NoKvBlocks, TransientError)
     first.truncate(2 * BLOCK + 1)
-    first.grow(BLOCK - 1)
+    first.extend(BLOCK - 1)
     with pytest.raises(NoKvBlocks):
-        second.grow(1)
+        second.extend(1)
     first.truncate(2 * BLOCK)
-    second.grow(1)
+    second.extend(1)
 
 
 def test_ranges_are_read_and_written_across_runs() -> None:
     kv = room(4)
     first, _ = grown(kv, BLOCK, BLOCK)
-    first.grow(2 * BLOCK)
+    first.extend(2 * BLOCK)
     keys = torch.randn(HEADS, 3 * BLOCK, WIDTH)
 
     first.write(1, keys[:, :5], -keys[:, :5])
@@ -219,7 +219,7 @@ def test_what_is_not_there_is_refused() -> None:
         lambda: sequence.read(0, 2, 6),
         lambda: sequence.truncate(6),
         lambda: sequence.truncate(-1),
-        lambda: sequence.grow(-1),
+        lambda: sequence.extend(-1),
         lambda: PagedKvCache(1, 1, 1, BLOCK - 1, BLOCK),
     ):
         with pytest.raises(ValueError):

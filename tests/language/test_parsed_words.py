@@ -36,9 +36,9 @@ def say(text: str, stops: list[str], reading: AnswerParsing, most: int = 1000) -
     words = AnswerText(Bytes(), StopConditions(tuple(stops)), most, reading)
     for id in [*text.encode(), END]:
         words.add(id, None, ())
-        if words.ended:
+        if words.finish_reason:
             break
-    return "".join(piece.text for piece in words.made), words.ended
+    return "".join(piece.text for piece in words.deltas), words.finish_reason
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
@@ -57,7 +57,7 @@ def test_stop_texts_are_for_content() -> None:
 
 
 def test_an_answer_with_room_for_one_call_ends_behind_it() -> None:
-    text, ended = say(f"{CALL}\n{CALL}", [], calls(several=False))
+    text, ended = say(f"{CALL}\n{CALL}", [], calls(allows_several_calls=False))
     assert ended == "stop" and CALL.startswith(text) and text.endswith("}}")
 
 
@@ -73,7 +73,7 @@ class Even:
     def __init__(self) -> None:
         self.asked = list[list[int]]()
 
-    def begin(self, ids: Sequence[int]) -> None:
+    def query(self, ids: Sequence[int]) -> None:
         self.asked.append([*ids])
 
     def waits(self, wait_s: float = 0.0) -> bool:
@@ -89,19 +89,19 @@ class Even:
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_grammar_holds_behind_reasoning(opened: bool) -> None:
     inner = Even()
-    constraint = ConstraintAfterReasoning(inner, AnswerParsing(reasoning=QWEN3, opened=opened), Bytes())
+    constraint = ConstraintAfterReasoning(inner, AnswerParsing(reasoning=QWEN3, starts_in_reasoning=opened), Bytes())
     thought = [BEGIN] * (not opened) + [97, 98]
     if not opened:
-        constraint.begin([])
+        constraint.query([])
         assert inner.asked == [[]] and constraint.waits()
         mask = constraint.allowed([])
         assert mask and mask[BEGIN // 8] == 1 << BEGIN % 8 and sum(map(bool, mask)) == 1
     inner.asked.clear()
-    constraint.begin(thought)
+    constraint.query(thought)
     assert inner.asked == [] and not constraint.waits()
     assert constraint.allowed(thought) == b"\xff" * 33
-    constraint.begin([*thought, CLOSE])
-    constraint.begin([*thought, CLOSE, 99])
+    constraint.query([*thought, CLOSE])
+    constraint.query([*thought, CLOSE, 99])
     assert inner.asked == [[], [99]] and constraint.waits()
     assert constraint.allowed([*thought, CLOSE, 99]) == bytes(33)
 
@@ -109,7 +109,7 @@ def test_a_grammar_holds_behind_reasoning(opened: bool) -> None:
 def test_a_grammar_holds_from_the_first_token_where_nothing_is_reasoned() -> None:
     inner = Even()
     constraint = ConstraintAfterReasoning(inner, AnswerParsing(reasoning=QWEN3), Bytes())
-    constraint.begin([97])
+    constraint.query([97])
     assert inner.asked == [[97]]
     constraint.close()
     assert inner.asked == []

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
-from unfuse.core.checking import check
+from unfuse.core.checking import check_request
 from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import PermanentError
 from unfuse.core.modalities import TEXT
@@ -19,7 +19,16 @@ from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Pipeline
 from unfuse.core.text_parameters import PromptTokens
 from unfuse.language import sampling
-from unfuse.language.sampling import LOG2_E, ONE, SampledToken, SamplingParams, adjusted, banned, sample, weights
+from unfuse.language.sampling import (
+    LOG2_E,
+    UNIT_WEIGHT,
+    SampledToken,
+    SamplingParams,
+    adjusted,
+    banned,
+    sample,
+    weights,
+)
 from unfuse.stages.language import ending
 
 PROMPT, MADE = [3, 5, 5, 8], [8, 9, 9, 9]
@@ -126,7 +135,7 @@ def test_what_follows_a_token_does_not_depend_on_it() -> None:
 def test_what_is_left_out_is_not_drawn_by_any_hash(hashed: int, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "chance", lambda seed, position: hashed)
     given = torch.tensor([-torch.inf, 0.0, -1e30, 0.0, -60.0])
-    assert weights(given.double(), SamplingParams()).tolist() == [0, ONE, 0, ONE, 0]
+    assert weights(given.double(), SamplingParams()).tolist() == [0, UNIT_WEIGHT, 0, UNIT_WEIGHT, 0]
     assert sample(given, SamplingParams(), 0, [], []).token == token
 
 
@@ -135,7 +144,7 @@ def test_a_nucleus_ends_with_the_token_that_completes_its_share() -> None:
     shares = {0.44: 1, 0.45: 3, 0.88: 3, 0.89: 4}  # of 4, 2, 2 and 1 ninths
     for share, left in shares.items():
         assert int((weights(powers_of_two.double(), replace(how, top_p=share)) > 0).sum()) == left
-    assert weights(powers_of_two[:3].double(), replace(how, top_p=0.5)).tolist() == [0, ONE, 0]
+    assert weights(powers_of_two[:3].double(), replace(how, top_p=0.5)).tolist() == [0, UNIT_WEIGHT, 0]
 
 
 def test_seeds_draw_apart_and_equal_ones_alike() -> None:
@@ -278,14 +287,14 @@ def test_logits_that_are_no_numbers_are_an_error_and_no_token(bad: float) -> Non
 
 
 def test_no_end_comes_before_the_fewest_tokens_and_no_bad_word_is_completed() -> None:
-    how = replace(GREEDY, min_tokens=2, ends=(0,), bad_words=((3,), (1, 2)))
+    how = replace(GREEDY, min_tokens=2, end_ids=(0,), bad_words=((3,), (1, 2)))
     given = torch.tensor([5.0, 1.0, 3.0, 9.0, 2.0])
     assert [sample(given, how, 0, [], made).token for made in ([], [1], [1, 4], [4, 1])] == [2, 4, 0, 0]
     assert banned(how, [1]) == {0, 2, 3} and banned(how, [1, 4]) == {3}
 
 
 def test_a_grammar_goes_before_what_must_not_come() -> None:
-    how = replace(GREEDY, min_tokens=2, ends=(0, 999))
+    how = replace(GREEDY, min_tokens=2, end_ids=(0, 999))
     assert sample(torch.tensor([5.0, 1.0]), how, 0, [], [], allowed=b"\x01").token == 0
     assert sample(torch.tensor([5.0, 1.0]), how, 0, [], [], allowed=b"\x03").token == 1
 
@@ -295,9 +304,9 @@ def test_what_a_request_says_of_its_text_reaches_the_decoder() -> None:
     limits: dict[str, float] = {"max_tokens": 100, "vocabulary": 50}
     card = ModelSpec("m", "m", "language", Pipeline(()), limits, {}, {}, {})
     asked = {"messages": [{"role": "user", "content": "hi"}], "skip_special_tokens": False}
-    params, _ = check(card, asked, TEXT, tokens=PromptTokens(1, special_stops=[7]))
+    params, _ = check_request(card, asked, TEXT, tokens=PromptTokens(1, special_stops=[7]))
     found = ending(params, DerivedFacts(continues=True))
-    assert (found.continues, found.shows_special, found.stop_ids) == (True, True, {7})
+    assert (found.continues, found.keep_special, found.stop_ids) == (True, True, {7})
 
 
 @pytest.mark.row("C5:ignore_eos")

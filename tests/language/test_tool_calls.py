@@ -209,7 +209,7 @@ def test_only_the_first_call_is_read_where_one_is_asked_for(format: str, text: s
     assert called(first) == called(whole)[:1]
     reader = CallReader(FORMATS[format], FUNCTIONS, several=False)
     reader.feed(text)
-    assert reader.over
+    assert reader.is_over
 
 
 @pytest.mark.parametrize(

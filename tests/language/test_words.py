@@ -30,7 +30,7 @@ def told(ids: Sequence[int], ending: StopConditions, most: int = 99) -> tuple[An
     pieces = []
     for id in ids:
         pieces.append(words.add(id, -1.0, ((id, -1.0), (EOS, -9.0))))
-        if words.ended:
+        if words.finish_reason:
             break
     return words, pieces
 
@@ -40,8 +40,13 @@ def ended(
 ) -> tuple[str, str, str | int | None, int]:
     """The text of an answer, why it ended, by what, and how many tokens are certain."""
     words, pieces = told([*text.encode(), *more], ending, most)
-    assert pieces[-1].own
-    return "".join(piece.text for piece in pieces), words.ended, words.stop_reason, pieces[-1].own.certain
+    assert pieces[-1].token_bytes
+    return (
+        "".join(piece.text for piece in pieces),
+        words.finish_reason,
+        words.stop_reason,
+        pieces[-1].token_bytes.final_tokens,
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,8 +65,8 @@ def ended(
         (StopConditions(stop_ids=frozenset({EOS})), [EOS], 99, ("abcd", "stop", None, 4)),
         (StopConditions(ignore_eos=True), [EOS, EOS], 6, ("abcd", "length", None, 6)),
         (StopConditions(ignore_eos=True, stop_ids=frozenset(b"d")), [EOS], 99, ("abc", "stop", 100, 3)),
-        (StopConditions(("b", "d"), least=2), [], 99, ("abc", "stop", "d", 3)),
-        (StopConditions(("cd",), least=3), [EOS], 99, ("abcd", "stop", None, 4)),
+        (StopConditions(("b", "d"), min_tokens=2), [], 99, ("abc", "stop", "d", 3)),
+        (StopConditions(("cd",), min_tokens=3), [EOS], 99, ("abcd", "stop", None, 4)),
     ],
 )
 def test_where_an_answer_ends(ending: StopConditions, more: list[int], most: int, means: tuple[object, ...]) -> None:
@@ -71,14 +76,14 @@ def test_where_an_answer_ends(ending: StopConditions, more: list[int], most: int
 def test_a_token_is_certain_when_its_text_is_shown() -> None:
     """Given half a character, and what may begin a stop text, then their tokens wait for the text."""
     _, pieces = told([*"a😀b".encode(), *b"xyxz", EOS], StopConditions(("xyz",)))
-    counts = [piece.own.certain for piece in pieces if piece.own]
+    counts = [piece.token_bytes.final_tokens for piece in pieces if piece.token_bytes]
     assert counts == [1, 1, 1, 1, 5, 6, 6, 6, 8, 10, 10]
     assert [piece.text for piece in pieces][4:6] == ["😀", "b"]
 
 
 def test_a_token_has_its_own_bytes_and_name() -> None:
     _, pieces = told([*"é".encode(), SPECIAL, EOS], StopConditions())
-    own = [piece.own for piece in pieces if piece.own]
+    own = [piece.token_bytes for piece in pieces if piece.token_bytes]
     assert [one.data for one in own] == [b"\xc3", b"\xa9", b"<257>", b"<256>"]
     assert [piece.top[0][1] for piece in pieces] == ["\\xc3", "\\xa9", "<257>", "<256>"]
     assert own[0].top == (b"\xc3", b"<256>")
@@ -104,6 +109,6 @@ def test_an_answer_that_continues_a_text_keeps_its_first_space(continues: bool, 
 
 
 def test_special_tokens_are_shown_where_they_are_asked_for() -> None:
-    shown = StopConditions(shows_special=True)
+    shown = StopConditions(keep_special=True)
     assert ended("ab", shown, [SPECIAL, EOS]) == ("ab<257>", "stop", None, 3)
     assert ended("ab", StopConditions(), [SPECIAL, EOS]) == ("ab", "stop", None, 3)

@@ -78,11 +78,11 @@ def test_a_server_that_cannot_serve_leaves_nobody_behind(tmp_path: Path) -> None
 
 def test_nothing_begins_where_workers_are_elsewhere(tmp_path: Path) -> None:
     script = (
-        "from unfuse.cli.serve import begun_early; from unfuse.service.settings import load\n"
+        "from unfuse.cli.serve import start_fork_server_early; from unfuse.service.settings import load\n"
         "for told in ({'serve.workers': 'none'}, {'serve.place': 'all=cuda:0'}, {'compute.device': 'cuda:1'}, "
         "{'serve.models': ['owner/name']}):\n"
-        "    with begun_early(load(told).settings) as forks: assert forks is None, told\n"
-        "with begun_early(load({}).settings) as forks: assert forks is not None\n"
+        "    with start_fork_server_early(load(told).settings) as forks: assert forks is None, told\n"
+        "with start_fork_server_early(load({}).settings) as forks: assert forks is not None\n"
     )
     subprocess.run([sys.executable, "-c", script], env=environment(tmp_path), check=True)
 
@@ -92,7 +92,7 @@ async def test_a_launcher_neither_starts_nor_ends_an_inherited_fork_server() -> 
     forks = ForkServers(["/nowhere"])
     settled()
     before = descriptors()
-    inherited = InheritedForks(os.dup(forks.asks))
+    inherited = InheritedForks(os.dup(forks.socket_fd))
     children = {*psutil.Process().children()}
     workers = LocalLauncher([], forks=inherited.copy())
     workers.start()

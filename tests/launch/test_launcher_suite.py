@@ -12,7 +12,7 @@ from functools import partial
 import msgspec
 import pytest
 
-from unfuse.launch.base import Hear, WorkerSpec
+from unfuse.launch.base import LineSink, WorkerSpec
 from unfuse.launch.local import LocalLauncher
 from unfuse.testing import check_launcher
 from unfuse.testing.launcher_suite import WITHIN_S, meeting, until
@@ -25,7 +25,7 @@ async def test_local_workers_are_what_the_port_says() -> None:
 class Deaf(LocalLauncher):
     """Nobody is told what workers write."""
 
-    def __init__(self, specs: Sequence[WorkerSpec], hear: Hear) -> None:
+    def __init__(self, specs: Sequence[WorkerSpec], hear: LineSink) -> None:
         del hear
         super().__init__(specs, lambda number, line: None)
 
@@ -42,7 +42,7 @@ class Rude(LocalLauncher):
 class Bare(LocalLauncher):
     """Does not tell workers what they are to be."""
 
-    def __init__(self, specs: Sequence[WorkerSpec], hear: Hear) -> None:
+    def __init__(self, specs: Sequence[WorkerSpec], hear: LineSink) -> None:
         super().__init__(
             [WorkerSpec("encoder", flags=spec.flags, environment=spec.environment) for spec in specs], hear
         )

@@ -15,7 +15,7 @@ import structlog.testing
 from tools.addresses import unix_address
 from unfuse.core.errors import ConfigError
 from unfuse.launch.base import WorkerSpec
-from unfuse.launch.local import SETTLED_S, LocalLauncher
+from unfuse.launch.local import STABLE_S, LocalLauncher
 from unfuse.testing.clock import ManualClock
 
 
@@ -97,7 +97,7 @@ async def test_a_worker_that_lived_for_a_while_is_started_again_soon(
         workers.start()
         for count in range(3):
             await until(lambda: bool(children()))
-            clock.advance(SETTLED_S)
+            clock.advance(STABLE_S)
             children()[0].kill()
             await until(lambda count=count: len([line for line in logs if "pause_s" in line]) > count)
     assert {line["pause_s"] for line in logs if "pause_s" in line} == {0.01}

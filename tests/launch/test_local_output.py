@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from unfuse.launch import local
-from unfuse.launch.local import OutputPump, pass_on
+from unfuse.launch.local import OutputPump, write_line
 
 FLOOD = "import sys\nfor n in range(50_000): sys.stderr.write(f'{n} ' + 'x' * 100 + '\\n')"
 
@@ -79,5 +79,5 @@ def test_a_line_without_an_end_is_cut() -> None:
 
 
 def test_lines_go_to_our_own_standard_error_unless_somebody_hears_them(capsys: pytest.CaptureFixture[str]) -> None:
-    pass_on(0, "grün \udc80".encode(errors="surrogateescape"))
+    write_line(0, "grün \udc80".encode(errors="surrogateescape"))
     assert capsys.readouterr().err == "grün \N{REPLACEMENT CHARACTER}\n"

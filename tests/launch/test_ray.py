@@ -34,9 +34,9 @@ pytestmark = [
 
 CHECK = """
 import asyncio
-from unfuse.launch import opener
+from unfuse.launch import resolve_launcher
 from unfuse.testing import check_launcher
-asyncio.run(check_launcher(opener("ray")))
+asyncio.run(check_launcher(resolve_launcher("ray")))
 """
 REACHED = """
 import psutil
@@ -49,15 +49,15 @@ print(*{at.laddr.ip for at in listening})
 """
 STARTER = """
 import asyncio, msgspec, sys
-from unfuse.launch import opener
+from unfuse.launch import resolve_launcher
 from unfuse.launch.base import WorkerSpec
-from unfuse.launch.local import pass_on
+from unfuse.launch.local import write_line
 
 async def main():
-    opened(specs, pass_on).start()
+    opened(specs, write_line).start()
     await asyncio.sleep(3600)
 
-opened, specs = opener("ray"), [msgspec.json.decode(sys.argv[1], type=WorkerSpec)]
+opened, specs = resolve_launcher("ray"), [msgspec.json.decode(sys.argv[1], type=WorkerSpec)]
 asyncio.run(main())
 """
 

@@ -10,9 +10,9 @@ import pytest
 import structlog
 
 from unfuse.core.errors import ConfigError, TransientError
-from unfuse.launch import opener
+from unfuse.launch import resolve_launcher
 from unfuse.launch.base import WorkerSpec
-from unfuse.launch.ray import LOST, RayLauncher, RayWorker, renumbered, takes
+from unfuse.launch.ray import LOST, RayLauncher, RayWorker, renumbered, required_resources
 
 SPEC = WorkerSpec("encoder", flags={"threads": "2"})
 
@@ -29,12 +29,12 @@ class Place:
         self.may_end, self.released = asyncio.Event(), False
         self.may_end.set()
 
-    async def begin(self, spec: WorkerSpec) -> None:
+    async def start_worker(self, spec: WorkerSpec) -> None:
         if not self.given:
             await asyncio.Event().wait()
         self.node, self.spec = self.given, spec
 
-    async def heard(self) -> tuple[list[bytes], str | None]:
+    async def read_lines(self) -> tuple[list[bytes], str | None]:
         said = await self.says.get()
         if isinstance(said, Exception):
             raise said
@@ -59,11 +59,11 @@ class Few:
         self.head = asyncio.Event()
         self.head.set()
 
-    def hold(self, cpus: int, gpus: int) -> Place:
+    def reserve(self, cpus: int, gpus: int) -> Place:
         self.places.append(Place(next(self._nodes, "")))
         return self.places[-1]
 
-    async def draining(self) -> dict[str, float]:
+    async def draining_nodes(self) -> dict[str, float]:
         await self.head.wait()
         return self.ends
 
@@ -175,9 +175,9 @@ async def test_a_head_that_does_not_answer_is_said_with_what_to_do_and_changes_n
 
 
 def test_a_worker_takes_cpus_by_threads_and_a_gpu_for_each_rank() -> None:
-    assert takes(WorkerSpec("encoder")) == (1, 0)
-    assert takes(WorkerSpec("denoiser", "cpu+cpu", {"threads": "3"})) == (6, 0)
-    assert takes(WorkerSpec("denoiser", "cuda:4+cuda:5", {"threads": "3"})) == (2, 2)
+    assert required_resources(WorkerSpec("encoder")) == (1, 0)
+    assert required_resources(WorkerSpec("denoiser", "cpu+cpu", {"threads": "3"})) == (6, 0)
+    assert required_resources(WorkerSpec("denoiser", "cuda:4+cuda:5", {"threads": "3"})) == (2, 2)
 
 
 def test_gpus_are_numbered_as_the_worker_sees_them() -> None:
@@ -200,12 +200,12 @@ def test_what_is_not_installed_and_what_is_no_address_is_refused_before_anything
         ("rya", "unknown launcher 'rya': did you mean ray"),
     ):
         with pytest.raises(ConfigError, match=said):
-            opener(url)
-    assert opener("local") is None
+            resolve_launcher(url)
+    assert resolve_launcher("local") is None
 
 
 def test_a_launcher_of_another_package_is_found_by_its_name() -> None:
-    assert opener(f"{__name__}:outside") == ("opened at", "")
+    assert resolve_launcher(f"{__name__}:outside") == ("opened at", "")
 
 
 def outside(address: str) -> tuple[str, str]:
@@ -217,11 +217,11 @@ async def test_the_actor_tells_what_its_worker_and_itself_write_and_why_it_could
     """Without Ray an actor is an object like others."""
     actor, said = RayWorker(), list[bytes]()
     try:
-        await actor.begin(WorkerSpec("encoder+", flags={"scheduler": "unix:/nobody/there"}))
+        await actor.start_worker(WorkerSpec("encoder+", flags={"scheduler": "unix:/nobody/there"}))
         structlog.get_logger().warning("of the actor itself")
         over = None
         while over is None:
-            lines, over = await actor.heard()
+            lines, over = await actor.read_lines()
             said += lines
         assert "exit code 1" in over
         assert any(b"of the actor itself" in line for line in said)

@@ -485,7 +485,7 @@ def stages() -> Load:
         folder: Path, dtype: str = "float32", options: ComputeOptions = EXACT, loras: str = ""
     ) -> dict[str, Stage]:
         family = find(folder)
-        card = family.card("model", folder, dtype)
+        card = family.model_spec("model", folder, dtype)
         runtime = RuntimeOptions("cpu", card.dtypes, options, loras)
         return {spec.name: family.load(spec, folder, runtime) for spec in card.pipeline.stages}
 
@@ -509,7 +509,7 @@ def edit(file: Path, **changes: object) -> None:
 def task(params: Params, tensors: Any = None, uploads: Any = None) -> StageInput:
     """A task of a request that has these pictures."""
     pictures = dict.fromkeys(uploads or {}, "hash")
-    return StageInput(params, tensors or {}, uploads or {}, derived=DerivedFacts(pictures=pictures))
+    return StageInput(params, tensors or {}, uploads or {}, derived=DerivedFacts(image_hashes=pictures))
 
 
 def run(stage: Stage, params: Params, tensors: Any = None, uploads: Any = None) -> Any:

@@ -20,7 +20,14 @@ from unfuse.core.codec import decode as read
 from unfuse.core.messages import CachePrefix, StepProgress, TaskCompleted, TaskStopped
 from unfuse.core.plan import prefix_key
 from unfuse.core.task import Lease, OutputDeltas
-from unfuse.core.text import CHUNK, AnswerParsing, ReasoningFormat, TokenDelta, beginnings, unpacked
+from unfuse.core.text import (
+    PREFILL_CHUNK_TOKENS,
+    AnswerParsing,
+    ReasoningFormat,
+    TokenDelta,
+    prefix_digests,
+    unpack_ids,
+)
 from unfuse.stages.base import StageInput, Tensors, next_states
 from unfuse.stages.language import Decode, DecodeState, Prefill
 from unfuse.worker.batches import InvarianceResults
@@ -60,7 +67,7 @@ def likeliest(model: Model, ids: list[int], most: int) -> list[int]:
 
 def prefilling(prefill: Prefill, given: StageInput, found: Portions) -> tuple[Mapping[str, Any], int]:
     """The keys and values of a prompt, and how many chunks of it were found; what it completes is added to them."""
-    digests = beginnings(unpacked(given.uploads["prompt"]))
+    digests = prefix_digests(unpack_ids(given.uploads["prompt"]))
     known = [found[digest] for digest in digests if digest in found]
     state = prefill.start(msgspec.structs.replace(given, prefix=tuple(known)))
     started, _ = prefill.progress(state)
@@ -68,9 +75,9 @@ def prefilling(prefill: Prefill, given: StageInput, found: Portions) -> tuple[Ma
         (stepped,) = next_states(prefill, [state])
         assert not isinstance(stepped, Exception)
         state = stepped
-        found |= {digests[block.number]: block.read() for block in prefill.prefix_blocks(state)}
+        found |= {digests[block.number]: block.copy() for block in prefill.prefix_blocks(state)}
     made = {name: tensor.clone() for name, tensor in prefill.finish(state).tensors.items() if tensor is not None}
-    prefill.let_go(state)
+    prefill.release(state)
     return made, started
 
 
@@ -79,8 +86,8 @@ def stepped(decode: Decode, states: Sequence[DecodeState], found: Portions) -> l
     made = list[DecodeState]()
     for state in next_states(decode, states):
         assert isinstance(state, DecodeState)
-        decode.grown(state)
-        found |= {block.digest: block.read() for block in decode.prefix_blocks(state)}
+        decode.new_chunks(state)
+        found |= {block.digest: block.copy() for block in decode.prefix_blocks(state)}
         made.append(state)
     return made
 
@@ -95,7 +102,7 @@ def answering(decode: Decode, given: StageInput, kv: Mapping[str, Any], found: P
     state = decode.start(msgspec.structs.replace(given, tensors=kv))
     while not over(decode, state):
         (state,) = stepped(decode, [state], found)
-    decode.let_go(state)
+    decode.release(state)
     return state.answer
 
 
@@ -123,8 +130,8 @@ def test_the_next_turn_finds_what_it_would_compute(
     assert said[-12:] == likeliest(model, [*ids, *said[:-12]], min(12, answer))
 
     following = [*ids, *said, *some_ids(60, 7)]
-    assert {*beginnings(following)} & found.keys() == {*beginnings([*ids, *said])}
-    assert len(found) == len(beginnings(ids)) + chunks == (prompt + answer - 1) // CHUNK
+    assert {*prefix_digests(following)} & found.keys() == {*prefix_digests([*ids, *said])}
+    assert len(found) == len(prefix_digests(ids)) + chunks == (prompt + answer - 1) // PREFILL_CHUNK_TOKENS
     second = asked(model, following, 12)
     again, started = prefilling(prefill, second, dict(found))
     alone = prefilled(prefill, second)
@@ -143,11 +150,11 @@ def test_each_turn_of_a_chat_finds_all_turns_before_it(model: Model, batching: s
     for turn in range(4):
         given = asked(model, ids, 150)
         kv, started = prefilling(prefill, given, found)
-        assert started == ((len(ids) - 41) // CHUNK if turn else 0)
+        assert started == ((len(ids) - 41) // PREFILL_CHUNK_TOKENS if turn else 0)
         alone = prefilled(prefill, given)
         assert all(torch.equal(kv[name], alone[name]) for name in alone)
         ids = [*ids, *answering(decode, given, kv, found), *some_ids(40, turn + 2)]
-    assert len(ids) > 2 * CHUNK
+    assert len(ids) > 2 * PREFILL_CHUNK_TOKENS
 
 
 def test_a_token_by_itself_has_other_bits_than_in_its_chunk(model: Model) -> None:
@@ -158,10 +165,10 @@ def test_a_token_by_itself_has_other_bits_than_in_its_chunk(model: Model) -> Non
     state = decode.start(given)
     while not over(decode, state):
         (state,) = stepped(decode, [state], {})
-    own = torch.stack([torch.stack(state.kv.read(layer, 0, CHUNK)) for layer in range(2)])
+    own = torch.stack([torch.stack(state.kv.read(layer, 0, PREFILL_CHUNK_TOKENS)) for layer in range(2)])
     found = Portions()
     prefilling(prefill, asked(model, state.ids, 1), found)
-    assert not torch.equal(own, found[beginnings(state.ids)[0]]["kv"])
+    assert not torch.equal(own, found[prefix_digests(state.ids)[0]]["kv"])
 
 
 def test_texts_that_are_decoded_together_each_leave_their_chunks(model: Model) -> None:
@@ -181,7 +188,7 @@ def test_texts_that_are_decoded_together_each_leave_their_chunks(model: Model) -
     for state in states:
         expected = Portions()
         prefilling(prefill, asked(model, [*state.ids, 5], 1), expected)
-        for digest in beginnings(state.ids):
+        for digest in prefix_digests(state.ids):
             torch.testing.assert_close(found[digest]["kv"], expected[digest]["kv"], atol=1e-4, rtol=1e-4)
 
 
@@ -193,25 +200,27 @@ def test_what_an_answer_leaves_takes_no_room_of_others(model: Model, tmp_path: P
     _, decode = Model(folder).stages(640)
     ids, found = some_ids(200, 4), Portions()
     state = decode.start(asked(model, ids, 330))
-    while not state.over:
+    while not state.is_over:
         (state,) = stepped(decode, [state], found)
     assert not over(decode, state) and not found
 
     other = decode.start(task(model.card, some_ids(590, 5), max_tokens=4, logit_bias=NO_END))
     for _ in range(3):
         state, other = stepped(decode, [state, other], found)
-    assert other.kv.length > 2 * CHUNK
+    assert other.kv.length > 2 * PREFILL_CHUNK_TOKENS
     assert over(decode, state)
     assert state.answer == likeliest(model, ids, 330)
     assert decode._sequences.retracted == 0
     assert len(found) <= 1
-    decode.let_go(state)
+    decode.release(state)
     while not over(decode, other):
         (other,) = stepped(decode, [other], found)
     assert other.answer == likeliest(model, some_ids(590, 5), 4)
 
 
-@pytest.mark.parametrize("reasons", [{}, {"opened": True}, {"reasoned": True}], ids=["alone", "opened", "over"])
+@pytest.mark.parametrize(
+    "reasons", [{}, {"starts_in_reasoning": True}, {"has_reasoning": True}], ids=["alone", "opened", "over"]
+)
 def test_what_nobody_would_find_is_not_computed_again(
     model: Model, monkeypatch: pytest.MonkeyPatch, reasons: dict[str, bool]
 ) -> None:
@@ -219,7 +228,7 @@ def test_what_nobody_would_find_is_not_computed_again(
     _, decode = model.stages()
     given = asked(model, some_ids(250, 6), 20)
     reading = AnswerParsing(reasoning=ReasoningFormat("some"), **reasons) if reasons else None
-    derived = msgspec.structs.replace(given.derived, reading=reading)
+    derived = msgspec.structs.replace(given.derived, parsing=reading)
     given = msgspec.structs.replace(given, derived=derived, extends=bool(reasons))
     seen, found = computed(decode, monkeypatch), Portions()
     assert len(answering(decode, given, {}, found)) == 20
@@ -228,11 +237,11 @@ def test_what_nobody_would_find_is_not_computed_again(
 
 
 def test_a_very_long_text_leaves_as_many_chunks_as_may_be_found(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfuse.stages.language.MOST_SHARED", 2)
+    monkeypatch.setattr("unfuse.stages.language.MAX_PREFIX_BLOCKS", 2)
     _, decode = model.stages(4096)
     ids, found = some_ids(500, 8), Portions()
     said = answering(decode, asked(model, ids, 300), {}, found)
-    assert [*found] == [beginnings([*ids, *said])[1]]
+    assert [*found] == [prefix_digests([*ids, *said])[1]]
 
 
 def looped(model: Model, folder: Path, overlapped: bool, given: Sequence[StageInput]) -> tuple[Bench, list[Lease]]:
@@ -262,7 +271,7 @@ def test_both_loops_keep_what_prefill_would_make(model: Model, tmp_path: Path, o
     assert all(isinstance(bench.outcome(lease), TaskCompleted) for lease in leases)
 
     kept = [message for message in bench.sent if isinstance(message, CachePrefix)]
-    digests, expected = beginnings([*ids, *said]), Portions()
+    digests, expected = prefix_digests([*ids, *said]), Portions()
     prefilling(prefill, asked(model, [*ids, *said], 1), expected)
     assert [message.claim for message in kept] == [leases[0].claim] * 2
     assert [message.digest for message in kept] == [*digests]
@@ -272,7 +281,7 @@ def test_both_loops_keep_what_prefill_would_make(model: Model, tmp_path: Path, o
 
     own = [message for message in bench.sent if getattr(message, "claim", None) == leases[0].claim]
     pieces = [
-        read(piece, TokenDelta).id for message in own if isinstance(message, OutputDeltas) for piece in message.pieces
+        read(piece, TokenDelta).id for message in own if isinstance(message, OutputDeltas) for piece in message.deltas
     ]
     steps = [message.step for message in own if isinstance(message, StepProgress)]
     assert (pieces, isinstance(own[-1], TaskCompleted)) == (said, True)
@@ -289,7 +298,7 @@ def test_a_text_that_is_cancelled_leaves_whole_chunks_or_nothing(
     bench, (lease,) = looped(model, tmp_path, overlapped, [asked(model, some_ids(250, 11), 270)])
     bench.turn()
     job = bench.loop._jobs[lease.claim]
-    while not job.state.over:
+    while not job.state.is_over:
         bench.turn()
     assert not any(isinstance(message, CachePrefix) for message in bench.sent)
     bench.turn()
@@ -310,15 +319,15 @@ def test_an_attempt_whose_last_token_is_recorded_says_nothing_more(model: Model,
         (after,) = next_states(decode, [state])
         assert isinstance(after, DecodeState)
         state = after
-        recorded += decode.grown(state)
+        recorded += decode.new_chunks(state)
     expected = decode.finish(state)
-    decode.let_go(state)
+    decode.release(state)
     again = msgspec.structs.replace(given, recorded=tuple(recorded[: len(recorded) - left]), extends=True)
     state = decode.start(again)
     for _ in range(1 + left):
         (after,) = next_states(decode, [state])
         assert isinstance(after, DecodeState)
         state = after
-        decode.grown(state)
+        decode.new_chunks(state)
     assert (len(state.answer), decode.finish(state)) == (12, expected)
     assert over(decode, state) == (left == 0)

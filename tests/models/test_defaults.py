@@ -47,7 +47,7 @@ def test_a_pipeline_diffusers_does_not_have(file: str, pipeline: str) -> None:
 def test_without_serving_json_the_standard_holds(tmp_path: Path) -> None:
     serving = read_serving(tmp_path, ServingConfig)
 
-    assert serving.within(LIMITS, STANDARD) == STANDARD
+    assert serving.with_limits(LIMITS, STANDARD) == STANDARD
     assert serving.bounds(LIMITS) == LIMITS
 
 
@@ -59,7 +59,7 @@ def test_serving_json_may_say_a_part(tmp_path: Path) -> None:
     limits = serving.bounds(LIMITS)
 
     assert (limits.max_size, limits.max_pixels, limits.max_frames) == (48, 48 * 48, 9)
-    assert serving.within(limits, STANDARD) == {**STANDARD, "height": 48, "width": 32, "fps": 8}
+    assert serving.with_limits(limits, STANDARD) == {**STANDARD, "height": 48, "width": 32, "fps": 8}
 
 
 @pytest.mark.parametrize("content", [

@@ -15,8 +15,8 @@ from PIL import Image
 from tests.models import conftest as c
 from tools.tiny import KINDS, SERVING
 from unfuse.core.compute_options import ComputeOptions
-from unfuse.core.modalities import REFERENCES
-from unfuse.core.object_ref import lay_out
+from unfuse.core.modalities import IMAGE_UPLOADS
+from unfuse.core.object_ref import layout_tensors
 from unfuse.core.plan import Params
 from unfuse.models import find, served_classes
 from unfuse.models.base import RuntimeOptions
@@ -310,14 +310,14 @@ def test_room_holds_every_output_and_little_more(
 ) -> None:
     folder = copied(kind)
     (folder / "serving.json").write_text(json.dumps({"defaults": SERVING}))
-    card = find(folder).card("m", folder, dtype)
+    card = find(folder).model_spec("m", folder, dtype)
     job = max((job for job in c.JOBS if job.model == kind), key=lambda job: len(job.params))  # with a mask, if it may
     params = {**job.params, "negative_prompt": "no", "true_cfg_scale": 2.0, "num_inference_steps": 4, "width": 64}
     loaded = stages(undivided.folder(kind), dtype)
 
     made: dict[str, Any] = {}
     for spec in card.pipeline.stages:
-        if spec.when and spec.when not in params:
+        if spec.only_with and spec.only_with not in params:
             continue
         given = {name: made[name] for name in spec.inputs if name in made}
         output = c.run(loaded[spec.name], params, given, undivided.uploads(params))
@@ -326,12 +326,12 @@ def test_room_holds_every_output_and_little_more(
         kept = [
             (n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in output.tensors.items() if t is not None
         ]
-        taken = lay_out(kept)[1] if kept else 0
-        room = spec.room.bytes(params)
+        taken = layout_tensors(kept)[1] if kept else 0
+        room = spec.output_size.bytes(params)
         assert taken <= room
         whole = len(kept) == len(output.tensors)
         tight = (
-            whole and not kind.startswith("krea") and spec.reads not in (("image",), REFERENCES)
+            whole and not kind.startswith("krea") and spec.depends_on_params not in (("image",), IMAGE_UPLOADS)
         )  # shorter template, smaller picture
         if dtype == "float32" and tight:
             assert room <= taken + 64 * len(kept)
@@ -365,7 +365,7 @@ NEEDED = {
 )
 def test_a_stage_loads_from_its_own_components_alone(kind: str, undivided: c.Undivided, tmp_path: Path) -> None:
     folder = undivided.folder(kind)
-    card = find(folder).card("model", folder)
+    card = find(folder).model_spec("model", folder)
     for spec in card.pipeline.stages:
         bare = tmp_path / spec.name
         for component in spec.components:

@@ -84,7 +84,7 @@ import sys
 from unfuse.models import find, resolve_source
 for name in sys.argv[1:]:
     folder = resolve_source(name)
-    card = find(folder).card(name, folder)
+    card = find(folder).model_spec(name, folder)
 heavy = ("torch", "diffusers", "transformers", "huggingface_hub", "safetensors", "numpy", "PIL", "av")
 print(card.name, [name for name in heavy if name in sys.modules])
 """
@@ -118,5 +118,5 @@ def test_a_known_model_may_be_called_in_short(name: str, found: str) -> None:
 
 
 def test_an_unknown_short_name_is_told_what_is_known() -> None:
-    with pytest.raises(ConfigError, match=r"no folder.*unfuse/shapes, smollm2, FLUX\.1-Kontext-dev.*Wan2\.1-T2V-1\.3B"):
+    with pytest.raises(ConfigError, match=r"is not a folder.*shapes, smollm2, FLUX\.1-Kontext-dev.*Wan2\.1-T2V-1\.3B"):
         resolve_source("Wan3-T2V")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.models import conftest as c
-from unfuse.core.checking import check
+from unfuse.core.checking import check_request
 from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.core.modalities import UPLOAD, VIDEO
 from unfuse.models import find
@@ -26,10 +26,15 @@ def copy(copied: Callable[[str], Path]) -> Path:
 
 def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
     """The defaults of the pipeline's call, and its default size for a VAE of factor 4."""
-    card = find(copy).card("mine", copy)
+    card = find(copy).model_spec("mine", copy)
 
     card.pipeline.validate()
-    assert (card.name, card.family, card.accepted(UPLOAD).min, VIDEO.made_by(card.limits)) == ("mine", "flux", 0, False)
+    assert (card.name, card.family, card.accepted_input(UPLOAD).min, VIDEO.is_supported_by(card.limits)) == (
+        "mine",
+        "flux",
+        0,
+        False,
+    )
     assert card.defaults == {
         "height": 512, "width": 512, "num_frames": 1, "num_inference_steps": 28, "guidance_scale": 3.5,
         "true_cfg_scale": 1.0, "max_sequence_length": 512, "negative_prompt": None,
@@ -38,7 +43,7 @@ def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
 
 
 def test_text_encoders_run_side_by_side_once_a_request(copy: Path) -> None:
-    redraw, clip, t5, denoise, decode = find(copy).card("mine", copy).pipeline.stages
+    redraw, clip, t5, denoise, decode = find(copy).model_spec("mine", copy).pipeline.stages
 
     assert [(stage.kind, stage.inputs, stage.per_sample) for stage in (clip, t5)] == [
         ("text_encode", (), False), ("text_encode_2", (), False),
@@ -50,10 +55,10 @@ def test_text_encoders_run_side_by_side_once_a_request(copy: Path) -> None:
 def test_a_request_without_a_negative_prompt_has_none(copy: Path) -> None:
     """As in FluxPipeline, where an empty negative prompt is one."""
     c.serve(copy)
-    card = find(copy).card("mine", copy)
+    card = find(copy).model_spec("mine", copy)
 
-    plain, _ = check(card, {"prompt": "p"})
-    empty, _ = check(card, {"prompt": "p", "negative_prompt": ""})
+    plain, _ = check_request(card, {"prompt": "p"})
+    empty, _ = check_request(card, {"prompt": "p", "negative_prompt": ""})
 
     assert (plain["negative_prompt"], empty["negative_prompt"]) == (None, "")
     assert true_cfg_scale({**plain, "true_cfg_scale": 4.0}) == 1.0
@@ -63,14 +68,14 @@ def test_a_request_without_a_negative_prompt_has_none(copy: Path) -> None:
 def test_a_serving_json_may_ask_for_guidance_by_a_negative_prompt(copy: Path) -> None:
     c.serve(copy, {"true_cfg_scale": 3.0, "negative_prompt": "blurred", "num_inference_steps": 4})
 
-    defaults = find(copy).card("mine", copy).defaults
+    defaults = find(copy).model_spec("mine", copy).defaults
 
     assert true_cfg_scale(defaults) == 3.0
 
 
 def test_both_kinds_share_every_pool_but_the_denoisers(undivided: c.Undivided) -> None:
     dev, schnell = (
-        find(folder).card("mine", folder).pools()
+        find(folder).model_spec("mine", folder).pools()
         for folder in (undivided.folder("flux"), undivided.folder("flux-schnell"))
     )
 
@@ -78,7 +83,7 @@ def test_both_kinds_share_every_pool_but_the_denoisers(undivided: c.Undivided) -
 
 
 def test_equal_components_of_another_recipe_have_another_identity(copy: Path) -> None:
-    pipeline, folder = find(copy).card("mine", copy).pipeline, ModelFolder(copy)
+    pipeline, folder = find(copy).model_spec("mine", copy).pipeline, ModelFolder(copy)
 
     ours, other = weights_ids(folder, pipeline, "flux"), weights_ids(folder, pipeline, "other")
 
@@ -100,7 +105,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(
     c.edit(copy / file, **changes)
 
     with pytest.raises(ConfigError, match=re.escape(sentence)):
-        find(copy).card("mine", copy)
+        find(copy).model_spec("mine", copy)
 
 
 TEXT = {"pooled_prompt_embeds": (1, 24), "prompt_embeds": (1, 24, 32)}

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tools.tiny_whole import build
-from unfuse.models import card_of, undivided_family
-from unfuse.models.declared import declared, frame_rate
+from unfuse.models import read_model_spec, undivided_family
+from unfuse.models.declared import declared_pipeline, frame_rate
 
 MAKERS = {
     "HunyuanSkyreelsImageToVideoPipeline": 24, "HunyuanVideo15Pipeline": 24, "HunyuanVideoImageToVideoPipeline": 24,
@@ -31,8 +31,8 @@ def video_pipelines() -> dict[str, str]:
         source = file.read_text()
         names = [node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
         for name in names:
-            said = declared(name) if name.endswith("Pipeline") else None
-            if said is not None and said.medium == "video":
+            said = declared_pipeline(name) if name.endswith("Pipeline") else None
+            if said is not None and said.modality == "video":
                 found[name] = source
     return found
 
@@ -65,11 +65,11 @@ def test_a_rate_goes_by_the_class_and_what_the_model_is(
 @pytest.mark.slow
 def test_a_rate_that_nobody_knows_is_said_to_be_a_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = build("cogvideox", tmp_path / "m", serving=False)
-    known = card_of("m", folder)
+    known = read_model_spec("m", folder)
     monkeypatch.setattr(undivided_family, "frame_rate", lambda *_: None)
-    unknown = card_of("m", folder)
+    unknown = read_model_spec("m", folder)
     (folder / "serving.json").write_text('{"defaults": {"fps": 12}}')
-    told = card_of("m", folder)
+    told = read_model_spec("m", folder)
 
     assert [card.defaults["fps"] for card in (known, unknown, told)] == [8, 16, 12]
-    assert ["is a guess" in card.undivided for card in (known, unknown, told)] == [False, True, False]
+    assert ["is assumed" in card.undivided_reason for card in (known, unknown, told)] == [False, True, False]

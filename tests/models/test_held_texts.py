@@ -45,7 +45,7 @@ class Even:
         self.opened.append(Even(self.size, self.late))
         return self.opened[-1]
 
-    def begin(self, ids: Sequence[int]) -> None:
+    def query(self, ids: Sequence[int]) -> None:
         self.asked.append(len(ids))
 
     def waits(self, wait_s: float = 0.0) -> bool:
@@ -128,7 +128,7 @@ def test_a_new_attempt_goes_on_in_the_middle_of_json(model: Model, batching: str
     state, pieces = decode.start(asked), list[bytes]()
     while decode.progress(state)[0] < decode.progress(state)[1]:
         (state,) = (one for one in next_states(decode, [state]) if isinstance(one, DecodeState))
-        pieces += decode.grown(state)
+        pieces += decode.new_chunks(state)
     whole = state.ids[state.prompt :]
     assert jsonable(model, whole)
     for length in (1, len(whole) // 2, len(whole) - 1):
@@ -155,7 +155,7 @@ def test_a_grammar_that_fails_ends_its_own_text(model: Model) -> None:
         else:
             states[0] = first
     assert isinstance(ended, InvalidGrammar) and isinstance(ended, PermanentError)
-    decode.let_go(states[0])
+    decode.release(states[0])
     (made,) = to_the_end(decode, [states[1]])
     assert jsonable(model, made)
     assert not decode._sequences.constraints
@@ -167,17 +167,17 @@ def test_texts_that_wait_for_their_grammar_are_counted(model: Model) -> None:
     assert decode._sequences.load().grammars == 2  # the program has only begun
     assert all(jsonable(model, made) for made in to_the_end(decode, states[:2]))
     assert decode._sequences.load().grammars == 0
-    decode.let_go(states[2])
+    decode.release(states[2])
 
 
-@pytest.mark.parametrize("fails", ["take", "put", "open"])
+@pytest.mark.parametrize("fails", ["write_prefix_blocks", "write_received_kv", "open"])
 def test_what_cannot_begin_leaves_nothing(model: Model, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     """Given a prompt for whose prefix memory runs out, a text for whose keys and values it does, and one whose grammar
     cannot be opened, then no block, no prompt and no grammar is left."""
 
     def fail(*of: Any) -> None:
         if fails != "open":
-            of[0].grow(32)
+            of[0].extend(32)
         raise RuntimeError("out of memory")
 
     prefill, decode = model.stages()
@@ -190,7 +190,7 @@ def test_what_cannot_begin_leaves_nothing(model: Model, monkeypatch: pytest.Monk
     else:
         monkeypatch.setattr(texts, fails, fail)
     with pytest.raises(RuntimeError, match="out of memory"):
-        (prefill if fails == "take" else decode).start(given)
+        (prefill if fails == "write_prefix_blocks" else decode).start(given)
     load = texts.load()
     assert (load.used, load.prompts, load.grammars, texts.leftovers()) == (0, 0, 0, {})
     assert not texts.constraints

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.models import conftest as c
-from unfuse.core.checking import check
+from unfuse.core.checking import check_request
 from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.core.modalities import UPLOAD, VIDEO
 from unfuse.models import find
@@ -23,10 +23,14 @@ def copy(copied: Callable[[str], Path]) -> Path:
 
 def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
     """The defaults of the pipeline's call; sizes that neither the pipeline nor the patches refuse."""
-    card = find(copy).card("mine", copy)
+    card = find(copy).model_spec("mine", copy)
 
     card.pipeline.validate()
-    assert (card.family, card.accepted(UPLOAD).min, VIDEO.made_by(card.limits)) == ("hunyuan_video", 0, True)
+    assert (card.family, card.accepted_input(UPLOAD).min, VIDEO.is_supported_by(card.limits)) == (
+        "hunyuan_video",
+        0,
+        True,
+    )
     assert card.defaults == {
         "height": 720, "width": 1280, "num_frames": 129, "num_inference_steps": 50, "guidance_scale": 6.0,
         "true_cfg_scale": 1.0, "max_sequence_length": 256, "negative_prompt": None, "fps": 24,
@@ -35,7 +39,7 @@ def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
 
 
 def test_llama_and_clip_run_side_by_side_and_denoising_takes_all_they_make(copy: Path) -> None:
-    llama, clip, denoise, _ = find(copy).card("mine", copy).pipeline.stages
+    llama, clip, denoise, _ = find(copy).model_spec("mine", copy).pipeline.stages
 
     assert [(stage.kind, stage.inputs) for stage in (llama, clip)] == [("text_encode", ()), ("text_encode_2", ())]
     assert set(denoise.inputs) == {*llama.outputs, *clip.outputs}
@@ -43,7 +47,9 @@ def test_llama_and_clip_run_side_by_side_and_denoising_takes_all_they_make(copy:
 
 
 def test_a_video_may_have_one_frame_more_than_a_multiple_of_the_vaes(copy: Path) -> None:
-    params, _ = check(find(copy).card("mine", copy), {"prompt": "p", "num_frames": 9, "size": "48x32"}, VIDEO)
+    params, _ = check_request(
+        find(copy).model_spec("mine", copy), {"prompt": "p", "num_frames": 9, "size": "48x32"}, VIDEO
+    )
 
     assert (params["num_frames"], params["width"], params["height"]) == (9, 48, 32)
 
@@ -60,7 +66,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(
     c.edit(copy / file, **changes)
 
     with pytest.raises(ConfigError, match=re.escape(sentence)):
-        find(copy).card("mine", copy)
+        find(copy).model_spec("mine", copy)
 
 
 TEXT = {"prompt_embeds": torch.zeros(1, 24, 32), "pooled_prompt_embeds": torch.zeros(1, 24)}

@@ -19,27 +19,27 @@ import transformers
 from tests.stages.test_handed_kv import Output
 from tools.tiny_language import KINDS, TEXT as SAID, make_language_model
 from unfuse.arena.arena import Arena
-from unfuse.core.checking import check
+from unfuse.core.checking import check_request
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.core.modalities import TEXT
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.text import TextStats, packed
+from unfuse.core.text import TextStats, pack_ids
 from unfuse.core.text_parameters import PromptTokens
 from unfuse.language.tokenizer import ChatTokenizer
-from unfuse.models import card_of, find
+from unfuse.models import find, read_model_spec
 from unfuse.models.base import RuntimeOptions
 from unfuse.models.language import bytes_per_token
 from unfuse.stages.base import StageInput, next_states
-from unfuse.stages.language import CHUNK, Decode, DecodeState, Prefill, PrefillState
+from unfuse.stages.language import PREFILL_CHUNK_TOKENS, Decode, DecodeState, Prefill, PrefillState
 from unfuse.stores.base import checksums_of
 from unfuse.testing.fake_transfer import FakeEngine
 from unfuse.transfer.base import TransferOptions
 from unfuse.transfer.session import RingBuffer, Transfers
-from unfuse.weights.folder import WHOLE
-from unfuse.weights.gguf_model import files_of
+from unfuse.weights.folder import SINGLE_COMPONENT
+from unfuse.weights.gguf_model import open_files
 
 MOST = 12
 TOKEN_BYTES = 512
@@ -50,14 +50,16 @@ class Model:
     """A tiny one, and what transformers makes of it."""
 
     def __init__(self, folder: Path, reference: Any = None) -> None:
-        self.folder, self.card, self.tokenizer = folder, card_of("m", folder), ChatTokenizer.read(folder)
+        self.folder, self.card, self.tokenizer = folder, read_model_spec("m", folder), ChatTokenizer.read(folder)
         self.reference = reference or transformers.AutoModelForCausalLM.from_pretrained(folder)
 
     def stages(self, tokens: int = 4096, batching: Any = "batched") -> tuple[Prefill, Decode]:
         """Both, with room for so many tokens."""
         config, shared = self.reference.config.to_dict(), dict[Any, Any]()
         options = ComputeOptions(batching=batching)
-        run = RuntimeOptions("cpu", self.card.dtypes, options, kv=tokens * bytes_per_token(config, 4), shared=shared)
+        run = RuntimeOptions(
+            "cpu", self.card.dtypes, options, kv=tokens * bytes_per_token(config, 4), shared_objects=shared
+        )
         prefill, decode = (find(self.folder).load(spec, self.folder, run) for spec in self.card.pipeline.stages)
         assert isinstance(prefill, Prefill) and isinstance(decode, Decode)
         return prefill, decode
@@ -76,8 +78,8 @@ class Model:
 
 def task(card: ModelSpec, ids: list[int], tensors: Mapping[str, Any] | None = None, **asked: Any) -> StageInput:
     given = {"messages": [], "temperature": 0, "max_tokens": MOST, "seed": 1, **asked}
-    params, _ = check(card, given, TEXT, tokens=PromptTokens(len(ids)))
-    return StageInput(params, tensors or {}, {"prompt": packed(ids)}, derived=DerivedFacts(prompt_tokens=len(ids)))
+    params, _ = check_request(card, given, TEXT, tokens=PromptTokens(len(ids)))
+    return StageInput(params, tensors or {}, {"prompt": pack_ids(ids)}, derived=DerivedFacts(prompt_tokens=len(ids)))
 
 
 def prefilled(prefill: Prefill, given: StageInput) -> Mapping[str, Any]:
@@ -97,7 +99,7 @@ def to_the_end(decode: Decode, states: list[DecodeState]) -> list[list[int]]:
             done, steps = decode.progress(state)
             if done == steps:
                 made[number] = state.ids[state.prompt :]
-                decode.let_go(going.pop(number))
+                decode.release(going.pop(number))
     return [made[number] for number in range(len(states))]
 
 
@@ -119,9 +121,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize(("kind", "routes"), [(KINDS[2], False), (KINDS[3], True)])
 def test_files_are_mapped_unless_experts_are_joined(tmp_path: Path, kind: str, routes: bool) -> None:
     """The files of a mixture have each expert by itself, and the model has those of a layer in one tensor."""
-    files = files_of(make_language_model(tmp_path, kind))
-    assert any(".experts.3." in name for name in files.tensors(WHOLE)) == routes
-    assert files.has(WHOLE, "float32") != routes
+    files = open_files(make_language_model(tmp_path, kind))
+    assert any(".experts.3." in name for name in files.tensors(SINGLE_COMPONENT)) == routes
+    assert files.stores_dtype(SINGLE_COMPONENT, "float32") != routes
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["one a forward", "batched"])
@@ -129,7 +131,7 @@ def test_twenty_ragged_prompts_get_the_tokens_that_generate_makes(model: Model, 
     """Given prompts of one word to some hundred, the longest of several chunks, when they are prefilled and decoded,
     each alone or all together, then they get the tokens of the undivided model."""
     prompts = [model.ids(words) for words in (1, 2, 3, 5, 8, 13, 21, 34, 55, 144, 300, 700, *range(4, 12))]
-    assert max(map(len, prompts)) > 2 * CHUNK
+    assert max(map(len, prompts)) > 2 * PREFILL_CHUNK_TOKENS
     assert answered(model, prompts, together) == [model.generated(ids) for ids in prompts]
 
 
@@ -156,10 +158,10 @@ def test_ranks_have_room_for_as_many_tokens_as_the_one_with_least(model: Model) 
         group: Any = SimpleNamespace(size=2, exchange=lambda own, others=others: [own, str(others).encode()])
         mesh: Any = SimpleNamespace(degrees={"tensor": 2}, axis=lambda kind: SimpleNamespace(size=2))
         run = RuntimeOptions("cpu", model.card.dtypes, mesh=mesh, group=group, kv=4096 * TOKEN_BYTES)
-        assert family.room(model.folder, run) == tokens  # type: ignore[attr-defined]
+        assert family.kv_capacity(model.folder, run) == tokens  # type: ignore[attr-defined]
     group.exchange = lambda own: [own, str((most - 1) * TOKEN_BYTES // 2).encode()]
     with pytest.raises(ConfigError, match="increase --kv"):
-        family.room(model.folder, run)  # type: ignore[attr-defined]
+        family.kv_capacity(model.folder, run)  # type: ignore[attr-defined]
 
 
 def test_a_text_for_which_the_model_gives_no_numbers_fails_and_its_mates_go_on(model: Model) -> None:
@@ -228,7 +230,7 @@ def test_what_gave_up_its_room_is_not_computed_again_and_again(
         for state in states:
             if state not in going:
                 ended += 1
-                decode.let_go(state)
+                decode.release(state)
     assert ended == len(prompts)
     assert sum(stop - start for start, stop in seen) <= times * sum(len(ids) + answer for ids in prompts)
 
@@ -253,7 +255,7 @@ def test_a_prompt_that_gave_up_its_room_takes_again_what_it_has_written(
         if len(seen) == 2:
             state.kv.free()
     assert prefill.finish(state).tensors == {}
-    assert [start for start, _ in seen] == [*range(0, len(state.ids), CHUNK)]
+    assert [start for start, _ in seen] == [*range(0, len(state.ids), PREFILL_CHUNK_TOKENS)]
     assert all(torch.equal(output.tensors[name], calm[name]) for name in calm)
 
 
@@ -297,8 +299,8 @@ def test_an_attempt_goes_on_from_what_was_recorded(model: Model) -> None:
         (stepped,) = next_states(decode, [state])
         assert isinstance(stepped, DecodeState)
         state = stepped
-        recorded += decode.grown(state)
-    decode.let_go(state)
+        recorded += decode.new_chunks(state)
+    decode.release(state)
     assert len(recorded) == 5
     for tensors in (kv, {}):
         again = decode.start(StageInput(given.params, tensors, given.uploads, recorded))
@@ -337,8 +339,8 @@ def pieces_of(decode: Decode, given: StageInput, *recorded: bytes) -> list[bytes
         (stepped,) = next_states(decode, [state])
         assert isinstance(stepped, DecodeState)
         state = stepped
-        made += decode.grown(state)
-    decode.let_go(state)
+        made += decode.new_chunks(state)
+    decode.release(state)
     return made
 
 
@@ -379,7 +381,7 @@ def test_a_hundred_thousand_tokens_come_through_a_buffer_of_eight_thousand(tmp_p
     window = RingBuffer(np.empty(8192 * TOKEN_BYTES, np.uint8), whole)
     session, received = transfers.fetch(whole, window), decode.receive(given.derived, 0, made)
     for piece in window:
-        received.take(torch.from_numpy(piece))
+        received.write(torch.from_numpy(piece))
     session.result(60)
     states = [
         decode.start(msgspec.structs.replace(given, tensors=tensors, received=came))

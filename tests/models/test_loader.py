@@ -23,7 +23,7 @@ from unfuse.weights.folder import ModelFolder
 
 def load(folder: Path, stage: str, options: ComputeOptions = c.EXACT, **changes: Any) -> Stage:
     c.serve(folder)
-    card = find(folder).card("mine", folder)
+    card = find(folder).model_spec("mine", folder)
     (spec,) = (spec for spec in card.pipeline.stages if spec.name == stage)
     return find(folder).load(
         msgspec.structs.replace(spec, **changes), folder, RuntimeOptions("cpu", card.dtypes, options)
@@ -47,7 +47,7 @@ def test_a_missing_file_is_named_in_one_line(kind: str, file: str, copied: Calla
     (folder / file).unlink()
 
     with pytest.raises(ConfigError, match=f"{file} cannot be read .* download or save the model again") as caught:
-        family.card("mine", folder)
+        family.model_spec("mine", folder)
     assert "\n" not in str(caught.value)
 
 
@@ -60,14 +60,14 @@ MODELS = [
 @pytest.mark.parametrize(("kind", "component", "stage"), MODELS)
 def test_missing_weights_are_named(kind: str, component: str, stage: str, copied: Callable[[str], Path]) -> None:
     folder = copied(kind)
-    card = find(folder).card("mine", folder)
+    card = find(folder).model_spec("mine", folder)
     (spec,) = (spec for spec in card.pipeline.stages if spec.name == stage)
     (weights,) = (folder / component).glob("*.safetensors")
     weights.unlink()
 
     sentence = re.escape(f"component {component} lacks {component}/*.safetensors")
     with pytest.raises(ConfigError, match=sentence):
-        find(folder).card("mine", folder)
+        find(folder).model_spec("mine", folder)
     with pytest.raises(ConfigError, match=sentence):
         find(folder).load(spec, folder, RuntimeOptions("cpu", card.dtypes))
 

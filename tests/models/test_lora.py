@@ -253,7 +253,7 @@ class TestRefusals:
     ) -> None:
         """It does not start: without peft, and where layers come to the device one by one."""
         folder = undivided.folder("wan")
-        card = find(folder).card("m", folder)
+        card = find(folder).model_spec("m", folder)
         if option:
             monkeypatch.setattr("unfuse.models.base.Loader._place", lambda _, model: model)  # as with a GPU
         else:

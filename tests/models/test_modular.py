@@ -12,7 +12,7 @@ from tests.models import conftest as c
 from tests.models.test_exact import BLOCKS
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError, PermanentError
-from unfuse.core.modalities import REFERENCES
+from unfuse.core.modalities import IMAGE_UPLOADS
 from unfuse.core.plan import Pipeline
 from unfuse.models import FAMILIES, find
 from unfuse.models.base import RuntimeOptions
@@ -27,7 +27,7 @@ OTHER = {"generator", "latents", "output_type"}
 def pipeline_of(kind: str, undivided: c.Undivided) -> tuple[Modular, Pipeline]:
     family = find(undivided.folder(kind))
     assert isinstance(family, Modular)
-    return family, family.card("m", undivided.folder(kind)).pipeline
+    return family, family.model_spec("m", undivided.folder(kind)).pipeline
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -46,15 +46,15 @@ def test_the_table_says_what_diffusers_declares(kind: str, undivided: c.Undivide
         assert set(spec.components) == loaded
         assert {*spec.inputs} - {SIZES} <= declared
         assert {*spec.outputs} - {SIZES} == ({part.name for part in block.outputs} if spec.outputs else set()) - UNREAD
-        if spec.when:
-            assert (spec.reads, spec.when) == (REFERENCES, "image")
-        elif spec.reads:
-            assert set(spec.reads) - {"guidance_scale"} == declared & {
+        if spec.only_with:
+            assert (spec.depends_on_params, spec.only_with) == (IMAGE_UPLOADS, "image")
+        elif spec.depends_on_params:
+            assert set(spec.depends_on_params) - {"guidance_scale"} == declared & {
                 "prompt",
                 "negative_prompt",
                 "max_sequence_length",
             }
-            assert ("guidance_scale" in spec.reads) == guided
+            assert ("guidance_scale" in spec.depends_on_params) == guided
         made |= set(spec.outputs)
         produced = {part.name for inner in block.sub_blocks.values() for part in inner.intermediate_outputs}
         assert set(block.required_inputs) - made - produced <= {"prompt", *c.wan_params()} | OTHER, "all that it needs"
@@ -73,7 +73,7 @@ def test_every_class_that_is_listed_was_compared_guided_and_not() -> None:
 
 
 def test_a_card_has_the_defaults_of_the_pipelines_call(copied: Callable[[str], Path]) -> None:
-    krea, klein = (find(folder).card("m", folder) for folder in (copied("krea"), copied("klein")))
+    krea, klein = (find(folder).model_spec("m", folder) for folder in (copied("krea"), copied("klein")))
 
     assert krea.defaults == {
         "height": 1024, "width": 1024, "num_frames": 1, "num_inference_steps": 28, "guidance_scale": 4.5,
@@ -86,10 +86,12 @@ def test_a_card_has_the_defaults_of_the_pipelines_call(copied: Callable[[str], P
 def test_a_distilled_model_makes_nothing_of_a_negative_prompt_and_shares_no_pool_with_one_that_does(
     undivided: c.Undivided,
 ) -> None:
-    guided, distilled = (find(folder).card("m", folder) for folder in map(undivided.folder, ("krea", "krea-distilled")))
+    guided, distilled = (
+        find(folder).model_spec("m", folder) for folder in map(undivided.folder, ("krea", "krea-distilled"))
+    )
 
     assert distilled.pipeline.stages[0].outputs == ("prompt_embeds", "prompt_embeds_mask")
-    assert distilled.pipeline.stages[0].reads == ("prompt", "max_sequence_length")
+    assert distilled.pipeline.stages[0].depends_on_params == ("prompt", "max_sequence_length")
     shared = {name for name, pool in guided.pools().items() if distilled.pools()[name] == pool}
     assert shared == {"vae_decode"}
 
@@ -107,12 +109,12 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(
     c.edit(folder / file, **changes)
 
     with pytest.raises(ConfigError, match=re.escape(sentence)):
-        find(folder).card("mine", folder)
+        find(folder).model_spec("mine", folder)
 
 
 def test_offloading_is_refused(undivided: c.Undivided) -> None:
     folder = undivided.folder("krea")
-    card = find(folder).card("m", folder)
+    card = find(folder).model_spec("m", folder)
 
     with pytest.raises(ConfigError, match="--offload cannot be used with a Krea2Pipeline: leave it out"):
         find(folder).load(
@@ -174,4 +176,4 @@ def test_no_adapter_can_be_asked_of_blocks(kind: str, undivided: c.Undivided) ->
     """Its card says so, where a family of our own says the other."""
     for model, takes in ((kind, False), ("wan", True)):
         folder = undivided.folder(model)
-        assert find(folder).card("m", folder).takes_lora == takes
+        assert find(folder).model_spec("m", folder).takes_lora == takes

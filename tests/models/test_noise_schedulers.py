@@ -20,7 +20,7 @@ from tools import tiny, tiny_whole
 from unfuse.core.errors import ConfigError, UnfuseError
 from unfuse.core.plan import Params
 from unfuse.core.registry import resolve
-from unfuse.models import FAMILIES, card_of, find
+from unfuse.models import FAMILIES, find, read_model_spec
 from unfuse.models.base import (
     EULER,
     MULTISTEP,
@@ -31,7 +31,7 @@ from unfuse.models.base import (
     is_split,
     unreadable_field,
 )
-from unfuse.models.declared import declared, scheduler_classes
+from unfuse.models.declared import declared_pipeline, scheduler_classes
 from unfuse.models.undivided_family import misfit
 from unfuse.weights.folder import ModelFolder
 
@@ -76,7 +76,7 @@ def families() -> dict[str, DiffusersFamily]:
 
 def test_a_family_steps_what_it_knows_and_leaves_the_rest_to_the_pipeline(tmp_path: Path) -> None:
     for pipeline, family in families().items():
-        assert declared(pipeline) is not None, "the rest needs an undivided pipeline"
+        assert declared_pipeline(pipeline) is not None, "the rest needs an undivided pipeline"
         for name in sorted(scheduler_classes()):
             known = name in SPLIT.get(pipeline, (EULER,))
             assert is_split(minimal(tmp_path, name), family.classes) is known, (pipeline, name)
@@ -155,10 +155,10 @@ def test_what_a_pipeline_cannot_run_with_is_said_before_a_request(
 
 def made(folder: Path, params: Params) -> NDArray[np.uint8]:
     """Pixels of what the stages make of a request. Raises what they raise."""
-    card, family = card_of("m", folder), find(folder)
+    card, family = read_model_spec("m", folder), find(folder)
     tensors: dict[str, Any] = {}
     for spec in card.pipeline.stages:
-        if not spec.when:
+        if not spec.only_with:
             stage = family.load(spec, folder, RuntimeOptions("cpu", card.dtypes))
             output = c.run(stage, {**card.defaults, **params}, {name: tensors.get(name) for name in spec.inputs})
             tensors |= output.tensors

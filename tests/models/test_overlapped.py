@@ -18,7 +18,7 @@ from unfuse.core.codec import decode
 from unfuse.core.messages import CachePrefix, TaskCompleted
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Lease, OutputDeltas
-from unfuse.core.text import CHUNK, TokenDelta
+from unfuse.core.text import PREFILL_CHUNK_TOKENS, TokenDelta
 from unfuse.stages.language import Prefill
 from unfuse.worker.batches import InvarianceResults
 from unfuse.worker.step_loop import StepLoop
@@ -65,7 +65,7 @@ def made(model: Model, folder: Path, batching: str, overlapped: bool) -> list[tu
     assert stage._sequences.retracted or batching == "exact", "where they are made one by one"
     assert stage._sequences.usage().used == 0
     grown = [[m for m in bench.sent if isinstance(m, OutputDeltas) and m.claim == lease.claim] for lease in leases]
-    pieces = [[decode(piece, TokenDelta) for one in own for piece in one.pieces] for own in grown]
+    pieces = [[decode(piece, TokenDelta) for one in own for piece in one.deltas] for own in grown]
     return [(own, bench.results.read(lease.task.request, 0)) for own, lease in zip(pieces, leases, strict=True)]
 
 
@@ -188,9 +188,9 @@ def test_what_is_stored_late_is_what_was_computed(long: Model, tmp_path: Path, m
     def overwrite(number: int) -> None:
         if number == 2:
             for values in (*prefill._sequences._kv.keys, *prefill._sequences._kv.values):
-                kept = values[:, CHUNK:].clone()
+                kept = values[:, PREFILL_CHUNK_TOKENS:].clone()
                 values.zero_()
-                values[:, CHUNK:] = kept
+                values[:, PREFILL_CHUNK_TOKENS:] = kept
             second.set()
 
     watched(bench, prefill, monkeypatch, overwrite, lambda number: second.wait(WAIT_S))

@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 
 from tests.models import conftest as c
-from unfuse.core.checking import check
+from unfuse.core.checking import check_request
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.core.modalities import UPLOAD, VIDEO
-from unfuse.models import card_of, find
+from unfuse.models import find, read_model_spec
 from unfuse.models.undivided_family import FAMILY as WHOLE
 from unfuse.stages.base import StageInput, SteppedStage, next_states
 
@@ -35,10 +35,10 @@ JOBS = {job.name: job for job in c.JOBS}
 def test_cards_have_the_defaults_of_the_pipelines_calls(
     kind: str, defaults: dict[str, Any], limits: tuple[int, int], undivided: c.Undivided
 ) -> None:
-    card = card_of("mine", undivided.folder(kind))
+    card = read_model_spec("mine", undivided.folder(kind))
 
-    assert not card.undivided and card.takes_lora and card.accepted(UPLOAD).min == (kind == "kontext")
-    assert VIDEO.made_by(card.limits) == (kind == "ltx")
+    assert not card.undivided_reason and card.takes_lora and card.accepted_input(UPLOAD).min == (kind == "kontext")
+    assert VIDEO.is_supported_by(card.limits) == (kind == "ltx")
     assert card.defaults | defaults == card.defaults and card.defaults["negative_prompt"] is None
     assert (card.limits["size_multiple"], card.limits["max_size"]) == limits
     assert card.defaults["width"] <= card.limits["max_size"]
@@ -75,19 +75,19 @@ def test_a_folder_with_some_of_the_components_is_of_its_family(copied: Callable[
 
     assert find(folder) is not WHOLE
     with pytest.raises(ConfigError, match="unet"):
-        card_of("m", folder)
+        read_model_spec("m", folder)
 
 
 def test_zeros_stand_for_a_negative_prompt_unless_the_model_says_otherwise(copied: Callable[[str], Path]) -> None:
     """Pools are told apart by it."""
     folder = copied("sdxl")
-    pools = card_of("m", folder).pools()
+    pools = read_model_spec("m", folder).pools()
     c.edit(folder / "model_index.json", force_zeros_for_empty_prompt=False)
-    other = card_of("m", folder).pools()
+    other = read_model_spec("m", folder).pools()
     assert {name for name in pools if pools[name] != other[name]} == {"text_encode", "text_encode_2"}
 
     family = find(folder)
-    spec = next(spec for spec in family.card("m", folder).pipeline.stages if spec.name == "text_encode")
+    spec = next(spec for spec in family.model_spec("m", folder).pipeline.stages if spec.name == "text_encode")
     stage = family.load(spec, folder, c.RuntimeOptions("cpu", {"text_encoder": "float32"}))
     params = c.guided_params()
     made = c.run(stage, params).tensors["negative_prompt_embeds"]
@@ -99,10 +99,10 @@ def test_zeros_stand_for_a_negative_prompt_unless_the_model_says_otherwise(copie
 def test_a_request_without_a_negative_prompt_has_none(kind: str, copied: Callable[[str], Path]) -> None:
     folder = copied(kind)
     c.serve(folder)
-    card = card_of("mine", folder)
+    card = read_model_spec("mine", folder)
 
-    plain, _ = check(card, {"prompt": "p"})
-    empty, _ = check(card, {"prompt": "p", "negative_prompt": ""})
+    plain, _ = check_request(card, {"prompt": "p"})
+    empty, _ = check_request(card, {"prompt": "p", "negative_prompt": ""})
 
     assert (plain["negative_prompt"], empty["negative_prompt"]) == (None, "")
 
@@ -110,13 +110,13 @@ def test_a_request_without_a_negative_prompt_has_none(kind: str, copied: Callabl
 def test_the_pool_of_ltx_vae_goes_by_the_dtype_of_its_text_too(undivided: c.Undivided) -> None:
     """By which latents are rounded."""
     folder = undivided.folder("ltx")
-    usual, half = (card_of("m", folder, dtype).pools() for dtype in ("float32", "text_encoder=bfloat16"))
+    usual, half = (read_model_spec("m", folder, dtype).pools() for dtype in ("float32", "text_encoder=bfloat16"))
 
     assert {name for name in usual if usual[name] != half[name]} == {"text_encode", "vae_decode"}
 
 
 def test_kontext_shares_the_text_encoders_of_flux_and_no_denoiser(undivided: c.Undivided) -> None:
-    flux, kontext = (card_of("m", undivided.folder(kind)).pools() for kind in ("flux", "kontext"))
+    flux, kontext = (read_model_spec("m", undivided.folder(kind)).pools() for kind in ("flux", "kontext"))
 
     assert {name for name in flux if flux[name] == kontext.get(name)} == {"text_encode", "text_encode_2"}
 

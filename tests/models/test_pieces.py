@@ -20,7 +20,7 @@ from unfuse.models.wan import WanVae
 from unfuse.stages.base import StageInput
 from unfuse.stages.vae_decode import VaeDecode
 from unfuse.weights.folder import ModelFolder
-from unfuse.weights.offload import rest
+from unfuse.weights.offload import offload_model
 
 KINDS = ("wan", "wan-2.2-5b")
 """A VAE of each design: in the second, blocks have shortcuts, and pixels come in patches."""
@@ -45,7 +45,7 @@ def latents(vae: WanVae, frames: int, seed: int = 0, height: int = 6, width: int
 def test_one_frame_comes_first_then_as_many_as_a_latent_frame_stands_for(folders: dict[str, Path]) -> None:
     for kind, each in zip(KINDS, (2, 4), strict=True):
         vae = loaded(folders[kind])
-        pieces = [piece.shape[2] for piece in vae.decode_pieces(latents(vae, 3))]
+        pieces = [piece.shape[2] for piece in vae.decode_fragments(latents(vae, 3))]
         assert pieces == [1, each, each]
 
 
@@ -65,11 +65,11 @@ def test_pieces_of_requests_in_turns_are_the_whole_of_each(kind: str, dtype: str
         grids = [latents(vae, count, seed + number, *sides) for number, count in enumerate(frames)]
         expected = [vae.decode(grid) for grid in grids]
         turns = data.draw(st.permutations([number for number, count in enumerate(frames) for _ in range(count)]))
-        pieces, made = [vae.decode_pieces(grid) for grid in grids], [list[Tensor]() for _ in grids]
+        pieces, made = [vae.decode_fragments(grid) for grid in grids], [list[Tensor]() for _ in grids]
         for number in turns:
             made[number].append(next(pieces[number]))
         for grid, parts, whole in zip(grids, made, expected, strict=True):
-            assert vae.pieces(grid) == len(parts)
+            assert vae.fragment_count(grid) == len(parts)
             assert torch.equal(torch.cat(parts, 2), whole)
         assert [torch.equal(vae.decode(grid), whole) for grid, whole in zip(grids, expected, strict=True)]
 
@@ -82,19 +82,19 @@ def test_in_tiles_there_are_no_pieces(folders: dict[str, Path]) -> None:
     vae.vae.enable_tiling(32, 32, 16, 16)
     grid = latents(vae, 3, height=12, width=12)
 
-    assert vae.pieces(grid) == 1
+    assert vae.fragment_count(grid) == 1
     assert not torch.equal(vae.decode(grid), loaded(folders["wan"]).decode(grid))
 
 
 @torch.no_grad()
 def test_a_vae_that_rests_comes_for_each_piece(folders: dict[str, Path]) -> None:
-    vae, busy = loaded(folders["wan"]), rest(transformer(), HOST, "model")
+    vae, busy = loaded(folders["wan"]), offload_model(transformer(), HOST, "model")
     grid = latents(vae, 3)
     expected = vae.decode(grid)
-    vae.vae = rest(vae.vae, HOST, "model")
+    vae.vae = offload_model(vae.vae, HOST, "model")
     resting, made = places(vae.vae), list[Tensor]()
 
-    for piece in vae.decode_pieces(grid):
+    for piece in vae.decode_fragments(grid):
         assert places(vae.vae) != resting
         made.append(piece)
         busy(torch.zeros(1, 16, 1, 8, 8), torch.tensor([500]), torch.ones(1, 16, 96), return_dict=False)
@@ -107,7 +107,7 @@ def test_a_vae_that_rests_comes_for_each_piece(folders: dict[str, Path]) -> None
 def test_the_stage_of_a_causal_vae_steps_and_others_do_not(kind: str, steps: int, tmp_path: Path) -> None:
     folder = build(kind, tmp_path)
     family = find(folder)
-    card = family.card("m", folder)
+    card = family.model_spec("m", folder)
     (spec,) = (spec for spec in card.pipeline.stages if spec.kind == "vae_decode")
     stage = family.load(spec, folder, RuntimeOptions("cpu", card.dtypes, c.EXACT))
     assert isinstance(stage, VaeDecode)

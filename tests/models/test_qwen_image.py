@@ -22,10 +22,14 @@ def copy(copied: Callable[[str], Path]) -> Path:
 
 def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
     """The defaults of the pipeline's call, and its default size for a VAE of factor 4."""
-    card = find(copy).card("mine", copy)
+    card = find(copy).model_spec("mine", copy)
 
     card.pipeline.validate()
-    assert (card.family, card.accepted(UPLOAD).min, VIDEO.made_by(card.limits)) == ("qwen_image", 0, False)
+    assert (card.family, card.accepted_input(UPLOAD).min, VIDEO.is_supported_by(card.limits)) == (
+        "qwen_image",
+        0,
+        False,
+    )
     assert card.defaults == {
         "height": 512, "width": 512, "num_frames": 1, "num_inference_steps": 50, "true_cfg_scale": 4.0,
         "max_sequence_length": 512, "negative_prompt": None,
@@ -45,7 +49,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(
     c.edit(copy / file, **changes)
 
     with pytest.raises(ConfigError, match=re.escape(sentence)):
-        find(copy).card("mine", copy)
+        find(copy).model_spec("mine", copy)
 
 
 def test_texts_of_any_length_travel_alike_with_their_lengths(undivided: c.Undivided, stages: c.Load) -> None:

@@ -32,7 +32,7 @@ class Declared(Mapping[str, Value]):
 
 
 def encoded(stage: Stage, params: Any, uploads: Mapping[str, bytes]) -> dict[str, Any]:
-    derived = DerivedFacts(pictures=dict.fromkeys(uploads, "hash"))
+    derived = DerivedFacts(image_hashes=dict.fromkeys(uploads, "hash"))
     task = StageInput(params, {}, {name: uploads[name] for name in stage.uploads_of(derived)}, derived=derived)
     stage.verify(task)
     stage.batch_key(task)
@@ -44,13 +44,13 @@ def test_an_encoder_reads_what_its_pipeline_says_and_nothing_else(
     job: c.Job, undivided: c.Undivided, stages: c.Load
 ) -> None:
     folder, uploads = undivided.folder(job.model), undivided.uploads(job.params)
-    specs = [spec for spec in find(folder).card("model", folder).pipeline.stages if spec.role == "encoder"]
+    specs = [spec for spec in find(folder).model_spec("model", folder).pipeline.stages if spec.role == "encoder"]
     assert specs
     for spec in specs:
         stage = stages(folder, job.dtype)[spec.name]
-        assert set(stage.uploads) <= set(spec.reads), "an upload goes by its hash, which has its name"
-        known = {name: data for name, data in uploads.items() if name in spec.reads}
-        alone = encoded(stage, Declared(job.params, spec.reads), known)
+        assert set(stage.uploads) <= set(spec.depends_on_params), "an upload goes by its hash, which has its name"
+        known = {name: data for name, data in uploads.items() if name in spec.depends_on_params}
+        alone = encoded(stage, Declared(job.params, spec.depends_on_params), known)
         whole = encoded(stage, {**job.params, "output_format": "png"}, uploads)
         assert alone.keys() == whole.keys() == set(spec.outputs)
         for name, tensor in whole.items():
@@ -59,7 +59,7 @@ def test_an_encoder_reads_what_its_pipeline_says_and_nothing_else(
 
 def test_one_parameter_too_few_is_noticed(undivided: c.Undivided, stages: c.Load) -> None:
     folder = undivided.folder("wan")
-    reads = find(folder).card("model", folder).pipeline.stages[0].reads
+    reads = find(folder).model_spec("model", folder).pipeline.stages[0].depends_on_params
     for left_out in reads:
         with pytest.raises(AssertionError, match=f"reads {left_out}"):
             names = set(reads) - {left_out}
@@ -68,6 +68,8 @@ def test_one_parameter_too_few_is_noticed(undivided: c.Undivided, stages: c.Load
 
 def test_models_of_one_pool_say_the_same(undivided: c.Undivided) -> None:
     """Text encoders of text to video and image to video are one pool: what either encodes may serve the other."""
-    cards = [find(undivided.folder(kind)).card(kind, undivided.folder(kind)) for kind in ("wan", "wan-image")]
-    first, second = ({card.pools()[spec.name]: spec.reads for spec in card.pipeline.stages} for card in cards)
+    cards = [find(undivided.folder(kind)).model_spec(kind, undivided.folder(kind)) for kind in ("wan", "wan-image")]
+    first, second = (
+        {card.pools()[spec.name]: spec.depends_on_params for spec in card.pipeline.stages} for card in cards
+    )
     assert any(first[pool] and first[pool] == second[pool] for pool in first.keys() & second.keys())

@@ -57,7 +57,7 @@ def tokenizer(template: str) -> ChatTokenizer:
 
 def written(template: str, messages: list[dict[str, Any]], **kwargs: Any) -> str:
     mine = tokenizer(template)
-    return mine.decode(mine.prompt(*mine.told(messages, None), kwargs))
+    return mine.decode(mine.prompt(*mine.simplify(messages, None), kwargs))
 
 
 @pytest.mark.row("C1", "K2")
@@ -140,8 +140,8 @@ def test_a_template_may_go_through_properties_that_there_are_none_of(parameters:
     """Given a function without arguments, as MCP servers describe it."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     mine = tokenizer(LISTS + TURNS)
-    assert mine.decode(mine.prompt(*mine.told([USER], tools))) == "<user>u"
-    assert mine.decode(mine.prompt(*mine.told(SYSTEMS, tools))).startswith("<user>s\n\nt")
+    assert mine.decode(mine.prompt(*mine.simplify([USER], tools))) == "<user>u"
+    assert mine.decode(mine.prompt(*mine.simplify(SYSTEMS, tools))).startswith("<user>s\n\nt")
 
 
 @pytest.mark.row("C5:continue_final_message")

@@ -9,7 +9,7 @@ import torch
 
 from tests.models import conftest as c
 from unfuse.stages.base import Stage, StageInput
-from unfuse.worker.batches import culprit, difference
+from unfuse.worker.batches import first_difference, variant_function
 
 KINDS = {job.model: job for job in reversed(c.JOBS)}
 """Of each tiny model one call that it can take."""
@@ -62,8 +62,10 @@ def compared(stage: Stage, tasks: list[StageInput]) -> tuple[list[Any], dict[tup
             alone = [stage.step_alone(running[place]) for place in places]
             for size in range(1 if stage.differs_alone else 2, len(places) + 1):
                 states = [running[place] for place in places[-size:]]
-                row = difference(alone[-size:], stage.step(states))
-                blame[key, size] = blame.get((key, size), "") or ("" if row is None else culprit(stage, states, row))
+                row = first_difference(alone[-size:], stage.step(states))
+                blame[key, size] = blame.get((key, size), "") or (
+                    "" if row is None else variant_function(stage, states, row)
+                )
             for place, made in zip(places, alone, strict=True):
                 running[place] = stage.advance(running[place], made)
                 if len(set(stage.progress(running[place]))) == 1:

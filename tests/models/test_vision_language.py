@@ -20,19 +20,19 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from tests.integration.seen import SIZES, as_templates_read, data_url, draw, said, shown, undivided
 from tools.tiny_vision import KINDS, make_vision_model
-from unfuse.core.checking import check
+from unfuse.core.checking import check_request
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import ConfigError, InvalidParameter, PermanentError
 from unfuse.core.modalities import TEXT
 from unfuse.core.plan import compile_plan
-from unfuse.core.text import CHUNK, beginnings, packed
+from unfuse.core.text import PREFILL_CHUNK_TOKENS, pack_ids, prefix_digests
 from unfuse.core.text_parameters import PromptTokens
-from unfuse.core.vision import PixelBounds, VisionConfig, places_of
+from unfuse.core.vision import PixelBounds, VisionConfig, media_positions
 from unfuse.language.tokenizer import ChatTokenizer
-from unfuse.models import card_of, find
+from unfuse.models import find, read_model_spec
 from unfuse.models.base import RuntimeOptions
-from unfuse.server.multimodal_messages import read_shown
+from unfuse.server.multimodal_messages import read_messages
 from unfuse.stages.base import Stage, StageInput, next_states
 from unfuse.stages.language import Decode, DecodeState, Prefill
 from unfuse.stages.language_model import VisionInputs
@@ -46,19 +46,19 @@ class Chat:
     """A chat with a model: what gateway and scheduler make of it."""
 
     def __init__(self, folder: Path, messages: Sequence[dict[str, Any]], **asked: Any) -> None:
-        self.folder, self.card, self.messages = folder, card_of("m", folder), messages
+        self.folder, self.card, self.messages = folder, read_model_spec("m", folder), messages
         assert self.card.vision
-        self.ids, self.shown, self.uploads = read_shown(self.card.vision, ChatTokenizer.read(folder), messages)
-        self.begins = beginnings(self.ids, places_of(self.card.vision, self.ids, self.shown))
+        self.ids, self.shown, self.uploads = read_messages(self.card.vision, ChatTokenizer.read(folder), messages)
+        self.begins = prefix_digests(self.ids, media_positions(self.card.vision, self.ids, self.shown))
         given = {"messages": messages, "temperature": 0, "max_tokens": MOST, "seed": 1, **asked}
-        self.derived = DerivedFacts(prompt_tokens=len(self.ids), shown=self.shown)
-        self.params, _ = check(self.card, given, TEXT, tokens=PromptTokens(len(self.ids)))
+        self.derived = DerivedFacts(prompt_tokens=len(self.ids), media=self.shown)
+        self.params, _ = check_request(self.card, given, TEXT, tokens=PromptTokens(len(self.ids)))
         pools = self.card.pools()
         self.plan = compile_plan(self.card.pipeline, pools, self.params, [{"index": 0}], (), derived=self.derived)
 
     def stages(self, batching: Any = "batched") -> dict[str, Any]:
         """All three, with room for 4,096 tokens."""
-        run = RuntimeOptions("cpu", self.card.dtypes, ComputeOptions(batching=batching), kv=1 << 24, shared={})
+        run = RuntimeOptions("cpu", self.card.dtypes, ComputeOptions(batching=batching), kv=1 << 24, shared_objects={})
         return {spec.name: find(self.folder).load(spec, self.folder, run) for spec in self.card.pipeline.stages}
 
     def encoded(self, stage: Stage) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Chat:
         return made
 
     def task(self, tensors: Mapping[str, Any], *recorded: bytes) -> StageInput:
-        return StageInput(self.params, tensors, {"prompt": packed(self.ids)}, recorded, derived=self.derived)
+        return StageInput(self.params, tensors, {"prompt": pack_ids(self.ids)}, recorded, derived=self.derived)
 
 
 def prefilled(prefill: Prefill, task: StageInput) -> dict[str, Any]:
@@ -89,10 +89,10 @@ def decoded(decode: Decode, *tasks: StageInput) -> list[list[int]]:
         going = [number for number, state in enumerate(states) if len({*decode.progress(state)}) > 1]
         for number, state in zip(going, next_states(decode, [states[number] for number in going]), strict=True):
             assert isinstance(state, DecodeState)
-            decode.grown(state)
+            decode.new_chunks(state)
             states[number] = state
     for state in states:
-        decode.let_go(state)
+        decode.release(state)
     return [state.ids[state.prompt :] for state in states]
 
 
@@ -121,7 +121,7 @@ def chats(folder: Path, pictures: list[Path], tmp_path_factory: pytest.TempPathF
 
     A video of eight frames comes as pictures, with a picture and text behind it, or in a file of two a second, last.
     """
-    vision, own = card_of("m", folder).vision, tmp_path_factory.mktemp("frames")
+    vision, own = read_model_spec("m", folder).vision, tmp_path_factory.mktemp("frames")
     assert vision
     side = vision.patch * vision.merge * 4
     frames = [draw(own / f"{number}.png", side, side, number) for number in range(8)]
@@ -188,7 +188,7 @@ def test_frames_are_picked_as_transformers_does(frames: int, rate: float, most: 
             wanted = min(max(frames / rate * 2, 4), min(most, frames) // 2 * 2, frames)
             wanted = math.floor(wanted / 2) * 2
             expected = torch.arange(0, frames, frames / wanted).int().tolist()[:wanted]
-        picked = vision.picked(frames, rate)
+        picked = vision.sample_frames(frames, rate)
         apart = [abs(one - other) for one, other in zip(picked, expected, strict=True)]
         assert picked == sorted({*picked}) and picked[-1] < frames
         assert max(apart) <= (not timed)
@@ -203,7 +203,7 @@ def test_tokens_are_those_of_the_undivided_model_with_kv_without_it_and_together
     drawn from the same logits."""
     (asked, whole), (text, plain) = chats["pictures"], chats["text"]
     seeing, reading = Chat(folder, asked, logprobs=True, top_logprobs=5), Chat(folder, text)
-    assert seeing.ids == whole["prompt"] and len(seeing.ids) > CHUNK
+    assert seeing.ids == whole["prompt"] and len(seeing.ids) > PREFILL_CHUNK_TOKENS
     assert reading.ids == plain["prompt"] and not reading.shown
     for batching in ("batched", "exact"):
         stages = seeing.stages(batching)
@@ -224,7 +224,7 @@ def first_logits(chat: Chat, stages: Mapping[str, Any]) -> torch.Tensor:
     while logits is None:
         (logits,) = decode._sequences.forward([state])
         state = decode.advance(state, (state.kv.length, None))
-    decode.let_go(state)
+    decode.release(state)
     return logits
 
 
@@ -238,8 +238,8 @@ def test_an_attempt_goes_on_from_what_was_recorded_with_the_positions_it_had(
     state, recorded = decode.start(chat.task(made)), list[bytes]()
     while len(recorded) < 4:
         (state,) = next_states(decode, [state])
-        recorded += decode.grown(state)
-    decode.let_go(state)
+        recorded += decode.new_chunks(state)
+    decode.release(state)
     assert decoded(decode, chat.task(made, *recorded)) == [calm]
 
 
@@ -251,7 +251,7 @@ def test_a_text_before_the_first_picture_is_shared_whatever_the_picture_is(folde
     other = draw(pictures[0].with_name("other.png"), *SIZES[0], 77)
     first, second = (Chat(folder, [lead, *messages([one, pictures[1]])]) for one in (pictures[0], other))
     assert first.ids == second.ids and first.card.vision
-    place = first.ids.index(first.card.vision.picture) // CHUNK
+    place = first.ids.index(first.card.vision.picture) // PREFILL_CHUNK_TOKENS
     assert place and first.begins[:place] == second.begins[:place]
     assert not {*first.begins[place:]} & {*second.begins[place:]}
     stages = first.stages("exact")
@@ -259,7 +259,7 @@ def test_a_text_before_the_first_picture_is_shared_whatever_the_picture_is(folde
     portions = portions_of(prefill, first.task(first.encoded(stages["vision_encode"])))
     made = second.encoded(stages["vision_encode"])
     found = msgspec.structs.replace(second.task(made), prefix=tuple(portions[:place]))
-    assert prefill.start(found).done == CHUNK * place
+    assert prefill.start(found).done == PREFILL_CHUNK_TOKENS * place
     kv = made | prefilled(prefill, found)
     assert decoded(decode, second.task(kv)) == decoded(decode, second.task(made))
 
@@ -271,8 +271,8 @@ def portions_of(prefill: Prefill, task: StageInput) -> list[dict[str, Any]]:
         (stepped,) = next_states(prefill, [state])
         assert not isinstance(stepped, Exception)
         state = stepped
-        portions += [dict(block.read()) for block in prefill.prefix_blocks(state)]
-    prefill.let_go(state)
+        portions += [dict(block.copy()) for block in prefill.prefix_blocks(state)]
+    prefill.release(state)
     return portions
 
 
@@ -287,7 +287,7 @@ def test_prompts_that_show_the_same_begin_alike_and_go_on_from_what_was_computed
     other = draw(first.with_name("other.png"), *SIZES[0], 77)
     begins, goes_on = Chat(folder, asked), Chat(folder, [*asked, {"role": "user", "content": WORDS}])
     differs = Chat(folder, messages([other, second]))
-    assert differs.ids == begins.ids and len(begins.begins) == (len(begins.ids) - 1) // CHUNK > 0
+    assert differs.ids == begins.ids and len(begins.begins) == (len(begins.ids) - 1) // PREFILL_CHUNK_TOKENS > 0
     assert goes_on.begins[: len(begins.begins)] == begins.begins
     assert not {*differs.begins} & {*begins.begins}
     stages = begins.stages("exact")
@@ -295,7 +295,7 @@ def test_prompts_that_show_the_same_begin_alike_and_go_on_from_what_was_computed
     portions = portions_of(prefill, begins.task(made))
     task = goes_on.task(made)
     found = msgspec.structs.replace(task, prefix=tuple(portions[: len(begins.begins)]))
-    assert prefill.start(found).done == CHUNK * len(begins.begins)
+    assert prefill.start(found).done == PREFILL_CHUNK_TOKENS * len(begins.begins)
     whole, shared = (prefilled(prefill, one) for one in (task, found))
     assert all(whole[name].equal(shared[name]) for name in whole)
     assert decoded(stages["decode"], goes_on.task(made | shared)) == decoded(stages["decode"], task)
@@ -306,25 +306,30 @@ def test_the_turn_behind_an_answer_about_pictures_goes_on_from_that(folder: Path
     both, then it finds that chunk, with the bits that it has when it is computed."""
     length = len(Chat(folder, messages(pictures)).ids)
     special = {str(id): -100 for id in range(7)}
-    chat = Chat(folder, messages(pictures), max_tokens=CHUNK - length % CHUNK + 1, logit_bias=special)
+    chat = Chat(
+        folder,
+        messages(pictures),
+        max_tokens=PREFILL_CHUNK_TOKENS - length % PREFILL_CHUNK_TOKENS + 1,
+        logit_bias=special,
+    )
     stages = chat.stages("exact")
     prefill, decode, made = stages["prefill"], stages["decode"], chat.encoded(stages["vision_encode"])
     portions, added = portions_of(prefill, chat.task(made)), dict[str, Any]()
     state = decode.start(msgspec.structs.replace(chat.task(made), extends=True))
     while len({*decode.progress(state)}) > 1:
         (state,) = next_states(decode, [state])
-        decode.grown(state)
-        added |= {block.digest: block.read() for block in decode.prefix_blocks(state)}
-    decode.let_go(state)
+        decode.new_chunks(state)
+        added |= {block.digest: block.copy() for block in decode.prefix_blocks(state)}
+    decode.release(state)
 
     assert chat.card.vision
     ids, prefix = [*chat.ids, *state.answer, *range(20, 60)], (*portions, *added.values())
-    digests = beginnings(ids, places_of(chat.card.vision, ids, chat.shown))
+    digests = prefix_digests(ids, media_positions(chat.card.vision, ids, chat.shown))
     assert added and [*added] == [*digests[len(portions) : len(prefix)]]
     derived = msgspec.structs.replace(chat.derived, prompt_tokens=len(ids))
-    task = StageInput(chat.params, made, {"prompt": packed(ids)}, derived=derived)
+    task = StageInput(chat.params, made, {"prompt": pack_ids(ids)}, derived=derived)
     found = msgspec.structs.replace(task, prefix=prefix)
-    assert prefill.start(found).done == CHUNK * len(prefix)
+    assert prefill.start(found).done == PREFILL_CHUNK_TOKENS * len(prefix)
     whole, shared = (prefilled(prefill, one) for one in (task, found))
     assert all(whole[name].equal(shared[name]) for name in whole)
 
@@ -354,10 +359,12 @@ def test_a_grid_is_that_of_transformers(width: int, height: int, patch: int) -> 
     bounds, side = PixelBounds(56 * 56, 14 * 14 * 4 * 1280), patch * 2
     vision = VisionConfig(1, 2, 3, 4, patch, 2, 2, bounds, bounds)
     if max(width, height) > 200 * min(width, height):
-        with pytest.raises(InvalidParameter, match="more than 200"):
+        with pytest.raises(InvalidParameter, match="at most 200"):
             vision.picture_grid(width, height)
         return
-    rows, columns = (length // patch for length in smart_resize(height, width, side, bounds.least, bounds.most))
+    rows, columns = (
+        length // patch for length in smart_resize(height, width, side, bounds.min_pixels, bounds.max_pixels)
+    )
     assert vision.picture_grid(width, height) == (1, rows, columns)
 
 
@@ -376,7 +383,7 @@ def test_positions_are_those_of_transformers(folder: Path, pictures: list[Path])
     assert sight.positions(0, length).equal(expected[:, 0])
     assert sight.positions(length, length + 3).tolist() == [[length + int(delta) + step for step in range(3)]] * 3
     assert sight.positions(length - 2, length + 1)[:, 2].tolist() == [length + int(delta)] * 3
-    assert sight.seen(length - 1, length + 2) is None
+    assert sight.visible_rows(length - 1, length + 2) is None
 
 
 def test_what_was_not_encoded_or_is_of_another_size_is_refused(folder: Path, pictures: list[Path]) -> None:
@@ -395,7 +402,7 @@ def test_a_model_says_in_either_of_two_files_and_spellings_how_large_videos_are(
     """Given a folder as the first of these models were published, with one file for pictures and videos, and the
     language's configuration around the vision's, then it is read as transformers reads it."""
     made = make_vision_model(tmp_path / "tiny")
-    assert card_of("m", made).vision.videos == PixelBounds(16 * 784, 128 * 784)  # type: ignore[union-attr]
+    assert read_model_spec("m", made).vision.videos == PixelBounds(16 * 784, 128 * 784)  # type: ignore[union-attr]
     (made / "video_preprocessor_config.json").unlink()
     file = made / "preprocessor_config.json"
     said = {name: value for name, value in json.loads(file.read_text()).items() if name != "size"}
@@ -404,7 +411,7 @@ def test_a_model_says_in_either_of_two_files_and_spellings_how_large_videos_are(
     speaks = config.pop("text_config")
     speaks["rope_scaling"] = {"type": "mrope", "mrope_section": speaks.pop("rope_parameters")["mrope_section"]}
     (made / "config.json").write_text(json.dumps({**speaks, **config}))
-    card = card_of("m", made)
+    card = read_model_spec("m", made)
     assert card.vision and card.limits["max_tokens"] == 2048
     assert card.vision.videos == card.vision.pictures == PixelBounds(3136, 12_845_056)
 
@@ -413,4 +420,4 @@ def test_a_model_without_a_picture_processor_is_refused(tmp_path: Path) -> None:
     made = make_vision_model(tmp_path / "tiny")
     (made / "preprocessor_config.json").unlink()
     with pytest.raises(ConfigError, match="preprocessor_config.json, which configures image preprocessing"):
-        card_of("m", made)
+        read_model_spec("m", made)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.models import conftest as c
-from unfuse.core.checking import check
+from unfuse.core.checking import check_request
 from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.core.modalities import VIDEO
 from unfuse.core.model_spec import ModelSpec
-from unfuse.core.object_ref import lay_out
+from unfuse.core.object_ref import layout_tensors
 from unfuse.models import find, resolve_source
 from unfuse.stages.base import StageInput
 
@@ -25,7 +25,7 @@ def copy(copied: Callable[[str], Path]) -> Path:
 
 
 def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
-    card = find(copy).card("mine", copy)
+    card = find(copy).model_spec("mine", copy)
 
     card.pipeline.validate()
     assert (card.name, card.source, card.family) == ("mine", str(copy), "wan")
@@ -44,7 +44,7 @@ def test_a_card_of_a_model_of_full_size(copy: Path) -> None:
     vae = {"scale_factor_spatial": None, "scale_factor_temporal": None, "temperal_downsample": [False, True, True]}
     c.edit(copy / "vae" / "config.json", **vae)
 
-    card = find(copy).card("mine", copy)
+    card = find(copy).model_spec("mine", copy)
 
     assert (card.defaults["height"], card.defaults["width"], card.defaults["num_frames"]) == (480, 832, 81)
     limits = VIDEO.limits_of(card.limits)
@@ -55,12 +55,12 @@ def test_a_card_of_a_model_of_full_size(copy: Path) -> None:
 def test_a_card_with_serving_json(copy: Path) -> None:
     c.serve(copy, {"num_frames": 3}, {"max_size": 64})
 
-    card = find(copy).card("mine", copy)
+    card = find(copy).model_spec("mine", copy)
 
     assert card.defaults["num_frames"] == 3
     assert card.defaults["num_inference_steps"] == 50
     assert (card.limits["max_size"], card.limits["max_pixels"], card.limits["max_frames"]) == (64, 64 * 64, 5)
-    params, _ = check(card, {"prompt": "p", "size": "48x16", "num_frames": 5}, VIDEO)
+    params, _ = check_request(card, {"prompt": "p", "size": "48x16", "num_frames": 5}, VIDEO)
     assert (params["width"], params["height"], params["num_frames"]) == (48, 16, 5)
 
 
@@ -68,7 +68,7 @@ def test_the_built_in_model_serves_what_its_serving_json_says() -> None:
     folder = resolve_source("unfuse/shapes")
     said = json.loads((folder / "serving.json").read_text())
 
-    card = find(folder).card("unfuse/shapes", folder)
+    card = find(folder).model_spec("unfuse/shapes", folder)
 
     assert card.defaults == said["defaults"]
     assert said["limits"].items() <= card.limits.items()
@@ -80,7 +80,7 @@ def test_the_built_in_model_serves_what_its_serving_json_says() -> None:
 def test_one_dtype_is_for_all_components_that_are_not_named(wanted: str, vae: str, others: str, copy: Path) -> None:
     c.serve(copy)
 
-    dtypes = find(copy).card("mine", copy, wanted).dtypes
+    dtypes = find(copy).model_spec("mine", copy, wanted).dtypes
 
     assert dtypes.pop("vae") == vae
     assert set(dtypes.values()) == {others}
@@ -88,24 +88,24 @@ def test_one_dtype_is_for_all_components_that_are_not_named(wanted: str, vae: st
 
 def test_an_unknown_dtype_is_refused(copy: Path) -> None:
     c.serve(copy)
-    with pytest.raises(ConfigError, match="unknown dtype 'int4': one of auto, float32"):
-        find(copy).card("mine", copy, "int4")
+    with pytest.raises(ConfigError, match="unknown dtype 'int4', use auto, float32"):
+        find(copy).model_spec("mine", copy, "int4")
 
 
 @pytest.fixture(scope="module")
 def shapes_card() -> ModelSpec:
     folder = resolve_source("unfuse/shapes")
-    return find(folder).card("unfuse/shapes", folder)
+    return find(folder).model_spec("unfuse/shapes", folder)
 
 
 @given(sides=st.tuples(st.integers(1, 8), st.integers(1, 8)), groups=st.integers(0, 4))
 def test_room_holds_every_output_and_little_more(shapes_card: ModelSpec, sides: tuple[int, int], groups: int) -> None:
     width, height, frames = 32 * sides[0], 32 * sides[1], 4 * groups + 1
-    rooms = {stage.name: stage.room.bytes({"width": width, "height": height, "num_frames": frames})
+    rooms = {stage.name: stage.output_size.bytes({"width": width, "height": height, "num_frames": frames})
              for stage in shapes_card.pipeline.stages}  # fmt: skip
 
-    _, latents = lay_out([("latents", "float32", (1, 16, groups + 1, height // 16, width // 16))])
-    _, embeds = lay_out([(name, "float32", (1, 16, 96)) for name in ("prompt_embeds", "negative_prompt_embeds")])
+    _, latents = layout_tensors([("latents", "float32", (1, 16, groups + 1, height // 16, width // 16))])
+    _, embeds = layout_tensors([(name, "float32", (1, 16, 96)) for name in ("prompt_embeds", "negative_prompt_embeds")])
 
     assert latents <= rooms["denoise"] <= latents + 128
     assert embeds <= rooms["text_encode"] <= embeds + 128
@@ -113,17 +113,17 @@ def test_room_holds_every_output_and_little_more(shapes_card: ModelSpec, sides: 
 
 
 def test_weights_ids_are_equal_for_copies_and_tell_changes(copy: Path, undivided: c.Undivided) -> None:
-    original = find(copy).card("a", undivided.folder("wan")).weights
-    assert find(copy).card("b", copy).weights == original
+    original = find(copy).model_spec("a", undivided.folder("wan")).weights
+    assert find(copy).model_spec("b", copy).weights == original
 
     weights = copy / "transformer" / "diffusion_pytorch_model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
 
-    changed = find(copy).card("b", copy).weights
+    changed = find(copy).model_spec("b", copy).weights
     assert {name for name in changed if changed[name] != original[name]} == {"transformer"}
-    euler = find(copy).card("c", undivided.folder("wan-euler")).weights
+    euler = find(copy).model_spec("c", undivided.folder("wan-euler")).weights
     assert {name for name in euler if euler[name] != original[name]} == {"scheduler", "transformer"}
 
 
@@ -131,7 +131,7 @@ def test_weights_ids_are_equal_for_copies_and_tell_changes(copy: Path, undivided
 def test_pools_of_equal_components_are_shared_between_models(other: str, undivided: c.Undivided) -> None:
     """Also by models that start from a picture."""
     folders = [undivided.folder(name) for name in ("wan", other)]
-    first, second = (find(folder).card("mine", folder).pools() for folder in folders)
+    first, second = (find(folder).model_spec("mine", folder).pools() for folder in folders)
 
     assert first["text_encode"] == second["text_encode"]
     assert first["vae_decode"] == second["vae_decode"]
@@ -148,7 +148,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(changes: dict[str, Any],
     c.edit(copy / "model_index.json", **changes)
 
     with pytest.raises(ConfigError, match=re.escape(sentence)):
-        find(copy).card("mine", copy)
+        find(copy).model_spec("mine", copy)
 
 
 @pytest.mark.parametrize(("file", "changes", "sentence"), [
@@ -171,7 +171,7 @@ def test_contradictions_are_refused_in_a_sentence(
     c.edit(copy / file, **changes)
 
     with pytest.raises(ConfigError, match=re.escape(sentence)):
-        find(copy).card("mine", copy)
+        find(copy).model_spec("mine", copy)
 
 
 @pytest.mark.parametrize(("stage", "tensors", "sentence"), [

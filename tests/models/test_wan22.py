@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.models import conftest as c
-from unfuse.core.checking import check
+from unfuse.core.checking import check_request
 from unfuse.core.errors import InvalidParameter, PermanentError
 from unfuse.models import find
 from unfuse.stages.base import StageInput
@@ -16,9 +16,9 @@ from unfuse.stages.base import StageInput
 
 def test_both_transformers_belong_to_the_denoiser_and_so_to_its_pool(copied: Callable[[str], Path]) -> None:
     folder = copied("wan-2.2")
-    card = find(folder).card("mine", folder)
+    card = find(folder).model_spec("mine", folder)
     c.edit(folder / "transformer_2" / "config.json", eps=1e-5)
-    changed = find(folder).card("mine", folder)
+    changed = find(folder).model_spec("mine", folder)
 
     denoise = card.pipeline.stages[1]
     assert denoise.components == ("transformer", "transformer_2", "scheduler")
@@ -29,24 +29,24 @@ def test_both_transformers_belong_to_the_denoiser_and_so_to_its_pool(copied: Cal
 def test_equal_weights_with_another_boundary_are_another_pool(copied: Callable[[str], Path]) -> None:
     """It stands in model_index.json, which is in no component's folder."""
     folder = copied("wan-2.2")
-    before = find(folder).card("mine", folder).pools()
+    before = find(folder).model_spec("mine", folder).pools()
     c.edit(folder / "model_index.json", boundary_ratio=0.5)
 
-    after = find(folder).card("mine", folder).pools()
+    after = find(folder).model_spec("mine", folder).pools()
 
     assert {name for name in after if after[name] != before[name]} == {"denoise"}
 
 
 def test_two_transformers_have_two_scales_the_second_left_out_unless_given(copied: Callable[[str], Path]) -> None:
     folder, plain = copied("wan-2.2"), copied("wan")
-    card = find(folder).card("mine", folder)
+    card = find(folder).model_spec("mine", folder)
 
     assert card.defaults["guidance_scale_2"] is None
-    assert check(card, {"prompt": "p", "guidance_scale_2": 3})[0]["guidance_scale_2"] == 3.0
+    assert check_request(card, {"prompt": "p", "guidance_scale_2": 3})[0]["guidance_scale_2"] == 3.0
     with pytest.raises(InvalidParameter, match="unknown parameter 'guidance_scale_2'"):
-        check(find(plain).card("mine", plain), {"prompt": "p", "guidance_scale_2": 3})
+        check_request(find(plain).model_spec("mine", plain), {"prompt": "p", "guidance_scale_2": 3})
     c.serve(folder, {"guidance_scale_2": 3.0})
-    assert find(folder).card("mine", folder).defaults["guidance_scale_2"] == 3.0
+    assert find(folder).model_spec("mine", folder).defaults["guidance_scale_2"] == 3.0
 
 
 def test_a_second_transformer_without_a_boundary_is_not_used(
@@ -55,16 +55,16 @@ def test_a_second_transformer_without_a_boundary_is_not_used(
     """As undivided: the first takes every step."""
     folder = copied("wan-2.2")
     c.edit(folder / "model_index.json", boundary_ratio=None)
-    card = find(folder).card("mine", folder)
+    card = find(folder).model_spec("mine", folder)
 
     assert "transformer_2" not in card.dtypes
-    assert card.pools() == find(folder).card("m", undivided.folder("wan")).pools()
+    assert card.pools() == find(folder).model_spec("m", undivided.folder("wan")).pools()
 
 
 def test_the_small_one_has_its_own_rate_and_sizes(copied: Callable[[str], Path]) -> None:
     """A VAE of factor 16 whose latents the transformer takes two by two."""
     folder = copied("wan-2.2-5b")
-    card = find(folder).card("mine", folder)
+    card = find(folder).model_spec("mine", folder)
 
     assert (card.defaults["fps"], card.accepts) == (24, ())
     assert (card.limits["size_multiple"], card.limits["frame_multiple"]) == (32, 4)
@@ -78,14 +78,14 @@ def test_a_picture_is_encoded_by_clip_only_where_there_is_one(
     kind: str, outputs: tuple[str, ...], components: tuple[str, ...], undivided: c.Undivided
 ) -> None:
     folder = undivided.folder(kind)
-    encode = find(folder).card("mine", folder).pipeline.stages[1]
+    encode = find(folder).model_spec("mine", folder).pipeline.stages[1]
 
     assert (encode.kind, encode.outputs, encode.components) == ("image_encode", outputs, components)
 
 
 def test_pools_are_shared_where_the_same_is_done_and_nowhere_else(undivided: c.Undivided) -> None:
     kinds = ("wan", "wan-2.2", "wan-2.2-image", "wan-2.2-5b", "wan-2.2-5b-image")
-    pools = {kind: find(folder).card("m", folder).pools() for kind in kinds if (folder := undivided.folder(kind))}
+    pools = {kind: find(folder).model_spec("m", folder).pools() for kind in kinds if (folder := undivided.folder(kind))}
 
     assert len({found["text_encode"] for found in pools.values()}) == 1
     assert pools["wan"]["vae_decode"] == pools["wan-2.2-image"]["vae_decode"]

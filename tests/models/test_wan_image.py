@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.models import conftest as c
-from unfuse.core.checking import check
+from unfuse.core.checking import check_request
 from unfuse.core.errors import ConfigError, InvalidParameter, PermanentError
 from unfuse.core.modalities import UPLOAD, VIDEO
 from unfuse.models import find
@@ -22,11 +22,11 @@ def copy(copied: Callable[[str], Path]) -> Path:
 
 
 def test_a_card_asks_for_a_picture_and_encodes_it_beside_the_text(copy: Path) -> None:
-    card = find(copy).card("mine", copy)
+    card = find(copy).model_spec("mine", copy)
 
     card.pipeline.validate()
-    assert card.accepted(UPLOAD).min == 1
-    assert not find(copy.parent / "wan-image").card("mine", copy).pipeline.stages[1].per_sample
+    assert card.accepted_input(UPLOAD).min == 1
+    assert not find(copy.parent / "wan-image").model_spec("mine", copy).pipeline.stages[1].per_sample
     assert [(stage.name, stage.inputs) for stage in card.pipeline.stages] == [
         ("text_encode", ()),
         ("image_encode", ()),
@@ -39,11 +39,11 @@ def test_a_card_asks_for_a_picture_and_encodes_it_beside_the_text(copy: Path) ->
 
 def test_frames_are_what_the_vae_encodes_and_not_only_what_it_decodes(copy: Path) -> None:
     """It takes four frames at a time, also where two make one of latents."""
-    card = find(copy).card("mine", copy)
+    card = find(copy).model_spec("mine", copy)
 
     assert card.limits["frame_multiple"] == 4
     with pytest.raises(InvalidParameter, match="num_frames must be one more than a multiple of 4, not 7"):
-        check(card, {"prompt": "p", "num_frames": 7}, VIDEO)
+        check_request(card, {"prompt": "p", "num_frames": 7}, VIDEO)
 
 
 @pytest.mark.parametrize(("file", "changes", "sentence"), [
@@ -62,7 +62,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(
     c.edit(copy / file, **changes)
 
     with pytest.raises(ConfigError, match=re.escape(sentence)):
-        find(copy).card("mine", copy)
+        find(copy).model_spec("mine", copy)
 
 
 @pytest.mark.parametrize(("kind", "last"), [
@@ -75,11 +75,11 @@ def test_a_card_says_whether_a_video_ends_with_a_picture_too(
 
     The stage reads it in any case: models that differ in this may share a pool.
     """
-    card = find(undivided.folder(kind)).card("mine", undivided.folder(kind))
+    card = find(undivided.folder(kind)).model_spec("mine", undivided.folder(kind))
 
     (picture,) = (stage for stage in card.pipeline.stages if stage.kind == "image_encode")
-    end = card.accepted("last_frame")
-    assert (end.min, end.max, picture.reads[4:]) == (*last, ("last_frame",))
+    end = card.accepted_input("last_frame")
+    assert (end.min, end.max, picture.depends_on_params[4:]) == (*last, ("last_frame",))
 
 
 @pytest.mark.parametrize("name", ["CLIPImageProcessor", "CLIPImageProcessorFast"])

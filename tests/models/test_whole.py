@@ -13,13 +13,13 @@ import pytest
 
 from tests.once import once
 from tools.tiny_whole import build
-from unfuse.core.checking import check
+from unfuse.core.checking import check_request
 from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.core.modalities import IMAGE, VIDEO
 from unfuse.core.model_spec import AcceptedInput, ModelSpec
-from unfuse.models import card_of, find
+from unfuse.models import find, read_model_spec
 from unfuse.models.base import RuntimeOptions
-from unfuse.models.declared import declared
+from unfuse.models.declared import declared_pipeline
 from unfuse.models.undivided_family import FAMILY
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ def indexed(folder: Path, **entries: Any) -> Path:
 
 
 def test_a_card_has_one_stage_and_says_why(folders: Path) -> None:
-    card = card_of("sd", folders / "sd")
+    card = read_model_spec("sd", folders / "sd")
 
     (stage,) = card.pipeline.stages
     assert (stage.kind, stage.role, stage.outputs, stage.per_sample) == ("whole", "whole", (), True)
@@ -63,28 +63,28 @@ def test_a_card_has_one_stage_and_says_why(folders: Path) -> None:
         "tokenizer",
         "scheduler",
     }
-    assert "StableDiffusionPipeline" in card.undivided and find(folders / "sd") is FAMILY
+    assert "StableDiffusionPipeline" in card.undivided_reason and find(folders / "sd") is FAMILY
 
 
 def test_what_can_be_asked_for_is_what_the_call_takes(folders: Path) -> None:
     """The defaults are those of the call; where it has none, what the model was trained on."""
-    picture, video, plain = (card_of(kind, folders / kind) for kind in ("sd", "ltx-image", "pixart-alpha"))
+    picture, video, plain = (read_model_spec(kind, folders / kind) for kind in ("sd", "ltx-image", "pixart-alpha"))
 
     assert picture.defaults | {"guidance_scale": 7.5, "width": 64, "num_inference_steps": 50} == picture.defaults
     assert video.defaults | {"num_frames": 161, "fps": 25, "width": 704, "max_sequence_length": 128} == video.defaults
     assert picture.defaults["negative_prompt"] is None and plain.defaults["negative_prompt"] == ""
     assert (picture.limits["max_frames"], picture.limits["size_multiple"]) == (1, 8)
     assert (video.limits["frame_multiple"], video.limits["size_multiple"]) == (4, 16)
-    assert VIDEO.made_by(video.limits) and not VIDEO.made_by(picture.limits)
+    assert VIDEO.is_supported_by(video.limits) and not VIDEO.is_supported_by(picture.limits)
 
 
 @pytest.mark.parametrize("asked", [{"preview_every": 2}, {"partial_images": 1, "stream": True}, {"strength": 1}])
 def test_what_no_call_takes_is_refused(asked: dict[str, object], folders: Path) -> None:
-    card = card_of("sd", folders / "sd")
+    card = read_model_spec("sd", folders / "sd")
 
     with pytest.raises(InvalidParameter, match=f"takes no {next(iter(asked))}|unknown parameter"):
-        check(card, {"prompt": "a", **asked})
-    params, _ = check(card, {"prompt": "a", "partial_images": 0, "preview_every": 0})
+        check_request(card, {"prompt": "a", **asked})
+    params, _ = check_request(card, {"prompt": "a", "partial_images": 0, "preview_every": 0})
     assert "preview_every" not in params
 
 
@@ -92,18 +92,18 @@ def test_what_a_model_lacks_may_be_asked_for_as_nothing() -> None:
     refused = tuple(AcceptedInput(name, max=0) for name in ("negative_prompt", "size"))
     card = ModelSpec("m", "m", "f", None, {}, {"num_inference_steps": 4}, {}, {}, accepts=refused)  # type: ignore[arg-type]
 
-    check(card, {"prompt": "a", "negative_prompt": "", "size": "auto"}, IMAGE)
+    check_request(card, {"prompt": "a", "negative_prompt": "", "size": "auto"}, IMAGE)
     for asked in ({"negative_prompt": "b"}, {"size": "32x32"}):
         with pytest.raises(InvalidParameter, match=f"model m takes no {next(iter(asked))}"):
-            check(card, {"prompt": "a", **asked}, IMAGE)
+            check_request(card, {"prompt": "a", **asked}, IMAGE)
 
 
 def test_equal_folders_share_a_pool_and_others_do_not(sd: Path, folders: Path) -> None:
     """Another dtype of any component, or another setting of the pipeline, is another pool."""
-    usual = card_of("one", folders / "sd").pools()
-    assert card_of("two", sd).pools() == usual
-    assert card_of("two", sd, "text_encoder=bfloat16").pools() != usual
-    assert card_of("two", indexed(sd, requires_safety_checker=True)).pools() != usual
+    usual = read_model_spec("one", folders / "sd").pools()
+    assert read_model_spec("two", sd).pools() == usual
+    assert read_model_spec("two", sd, "text_encoder=bfloat16").pools() != usual
+    assert read_model_spec("two", indexed(sd, requires_safety_checker=True)).pools() != usual
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_equal_folders_share_a_pool_and_others_do_not(sd: Path, folders: Path) -
 )
 def test_what_cannot_be_served_is_one_sentence(entries: dict[str, Any], reason: str, sd: Path) -> None:
     with pytest.raises(ConfigError, match=reason) as refused:
-        card_of("m", indexed(sd, **entries))
+        read_model_spec("m", indexed(sd, **entries))
     assert "\n" not in str(refused.value)
 
 
@@ -136,7 +136,7 @@ def test_pickles_are_refused_by_the_component_that_has_them(sd: Path) -> None:
     weights.rename(weights.with_suffix(".bin"))
 
     with pytest.raises(ConfigError, match="component unet are .*weights that are not safetensors"):
-        card_of("m", sd)
+        read_model_spec("m", sd)
 
 
 @pytest.mark.skipif(bool(find_spec("torchvision")), reason="torchvision is installed, which this is to miss")
@@ -145,7 +145,7 @@ def test_a_processor_that_needs_what_is_not_installed_says_so_in_a_sentence(sd: 
     (sd / "tokenizer").rename(sd / "processor")
     parts = {"tokenizer": [None, None], "processor": ["transformers", "PixtralProcessor"]}
     indexed(sd, _class_name="QwenImageEditPlusPipeline", unet=[None, None], **parts)
-    card = card_of("m", sd)
+    card = read_model_spec("m", sd)
 
     with pytest.raises(ConfigError, match="component processor .* requires the Torchvision library") as refused:
         find(sd).load(card.pipeline.stages[0], sd, RuntimeOptions("cpu", card.dtypes))
@@ -158,9 +158,9 @@ def test_code_beside_weights_is_never_run(sd: Path, tmp_path: Path) -> None:
     for file in ("pipeline.py", "unet/diffusers.py", "unet/unet_2d_condition.py", "tokenizer/transformers.py"):
         (sd / file).write_text(trap)
     code = (
-        "import sys; from pathlib import Path; from unfuse.models import card_of, find\n"
+        "import sys; from pathlib import Path; from unfuse.models import read_model_spec, find\n"
         "from unfuse.models.base import RuntimeOptions\n"
-        "folder = Path(sys.argv[1]); card = card_of('m', folder); (spec,) = card.pipeline.stages\n"
+        "folder = Path(sys.argv[1]); card = read_model_spec('m', folder); (spec,) = card.pipeline.stages\n"
         "find(folder).load(spec, folder, RuntimeOptions('cpu', card.dtypes))"
     )
     subprocess.run([sys.executable, "-c", code, str(sd)], check=True, capture_output=True)
@@ -169,8 +169,8 @@ def test_code_beside_weights_is_never_run(sd: Path, tmp_path: Path) -> None:
 
 def test_cards_are_made_without_torch(folders: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from unfuse.models import card_of\n"
-        "card_of('m', Path(sys.argv[1])); assert not {'torch', 'diffusers', 'transformers'} & {*sys.modules}"
+        "import sys; from pathlib import Path; from unfuse.models import read_model_spec\n"
+        "read_model_spec('m', Path(sys.argv[1])); assert not {'torch', 'diffusers', 'transformers'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code, str(folders / "sd")], check=True)
 
@@ -185,5 +185,5 @@ def test_cards_are_made_without_torch(folders: Path) -> None:
 )  # fmt: skip
 def test_the_medium_is_what_the_source_returns(name: str, medium: str, loras: bool) -> None:
     """LTX2 makes sound beside its video, which nobody would get."""
-    found = declared(name)
-    assert found is not None and (found.medium, found.loras) == (medium, loras)
+    found = declared_pipeline(name)
+    assert found is not None and (found.modality, found.loras) == (medium, loras)

@@ -41,10 +41,10 @@ class Counting(Loader):
 
 def stages(folder: Path, dtype: str, group: Group) -> dict[str, Stage]:
     family = find(folder)
-    card = family.card("model", folder, dtype)
+    card = family.model_spec("model", folder, dtype)
     made = {}
     for spec in card.pipeline.stages:
-        mesh = group.mesh(ParallelDegrees({"tiles": group.size})) if "tiles" in spec.spreads else None
+        mesh = group.mesh(ParallelDegrees({"tiles": group.size})) if "tiles" in spec.parallelism else None
         made[spec.name] = family.load(spec, folder, RuntimeOptions("cpu", card.dtypes, c.EXACT, mesh=mesh, group=group))
     return made
 

@@ -15,7 +15,7 @@ from torch.nn import Linear, Sequential
 from unfuse.core.compute_options import ParallelDegrees
 from unfuse.parallel.group import Axis, Group
 from unfuse.parallel.parallel_plan import ParallelPlan, TensorParallelLayers
-from unfuse.parallel.spreading import share_weights
+from unfuse.parallel.spreading import shard_weights
 
 LIMIT_S = 3.0
 LINGER_S = 2.0
@@ -69,7 +69,7 @@ def main(rank: int, size: int, rendezvous: str) -> None:
     group = Group(rank, size, rendezvous, "cpu", LIMIT_S)
     mesh = group.mesh(ParallelDegrees({"ulysses": size, "shard": size}))
     axis, model = mesh.axis("ulysses"), Sequential(Sequential(Linear(2, 2)))
-    share_weights(model, ParallelPlan(("0",), "", (), {}, (), TensorParallelLayers((), (), ())), mesh.axis("shard"))
+    shard_weights(model, ParallelPlan(("0",), "", (), {}, (), TensorParallelLayers((), (), ())), mesh.axis("shard"))
     print(json.dumps([len(said) for said in group.exchange(b"x" * rank)]), flush=True)
     for how in json.load(sys.stdin):
         try:

@@ -21,7 +21,7 @@ from unfuse.models import find
 from unfuse.models.base import Loader, RuntimeOptions
 from unfuse.parallel.group import Group
 from unfuse.weights.folder import ModelFolder
-from unfuse.weights.shared import held
+from unfuse.weights.shared import resident_tensors
 
 LIMIT_S = 60.0
 
@@ -55,7 +55,7 @@ def common(model: Module) -> int:
     """Bytes of a model's tensors that lie in memory that others have too."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     maps = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines if "memfd:weights" in line]
-    return sum(one.nbytes for one in held(model) if any(a <= one.data_ptr() < b for a, b in maps))
+    return sum(one.nbytes for one in resident_tensors(model) if any(a <= one.data_ptr() < b for a, b in maps))
 
 
 def main(rank: int, size: int, rendezvous: str, root: Path) -> None:
@@ -64,10 +64,10 @@ def main(rank: int, size: int, rendezvous: str, root: Path) -> None:
     for model, dtype, spread in json.load(sys.stdin):
         folder = ModelFolder(root / model)
         family = find(folder.path)
-        card = family.card("model", folder.path, dtype)
+        card = family.model_spec("model", folder.path, dtype)
         mesh = group.mesh(ParallelDegrees.parse(spread)) if spread else None
         runtime = RuntimeOptions("cpu", card.dtypes, c.EXACT, mesh=mesh, group=group)
-        loader = Loader(folder, family.components(folder), runtime, None, family.cut)
+        loader = Loader(folder, family.components(folder), runtime, None, family.parallel_plans)
         for component in dict.fromkeys(name for stage in card.pipeline.stages for name in stage.components):
             if not folder.weight_names(component):
                 continue
@@ -76,8 +76,11 @@ def main(rank: int, size: int, rendezvous: str, root: Path) -> None:
             except ConfigError as error:
                 print(json.dumps([model, component, str(error)]), flush=True)
                 continue
-            wrong = [] if spread else differing(made, loader.alone.model(component))
-            size, own = sum(one.nbytes for one in held(made)), not folder.has(component, card.dtypes[component])
+            wrong = [] if spread else differing(made, loader.for_this_rank.model(component))
+            size, own = (
+                sum(one.nbytes for one in resident_tensors(made)),
+                not folder.stores_dtype(component, card.dtypes[component]),
+            )
             print(json.dumps([model, component, wrong, size, common(made), own]), flush=True)
     group.close()
 

@@ -28,13 +28,13 @@ from unfuse.parallel import sequence
 from unfuse.parallel.group import Group
 from unfuse.stages.base import Stage, StageInput
 from unfuse.weights.adapters import AdapterFolder
-from unfuse.weights.shared import held
+from unfuse.weights.shared import resident_tensors
 
 LIMIT_S = 60.0
 
 
 def _copied(loader: Loader, model: torch.nn.Module) -> torch.nn.Module:
-    for tensor in held(model):
+    for tensor in resident_tensors(model):
         tensor.data = tensor.data.clone()
     return model
 
@@ -51,7 +51,7 @@ class Products:
     def watched(self) -> Iterator[None]:
         self.alike, self._shares = True, None
         self._seen.clear()
-        share = sequence.SequenceShares.share
+        share = sequence.SequenceShares.padded_share
 
         def noted(shares: sequence.SequenceShares, segment: str) -> int:
             self._shares = shares
@@ -59,7 +59,7 @@ class Products:
 
         hook = register_module_forward_hook(self._compare)
         try:
-            with patch.object(sequence.SequenceShares, "share", noted):
+            with patch.object(sequence.SequenceShares, "padded_share", noted):
                 yield
         finally:
             hook.remove()
@@ -68,8 +68,8 @@ class Products:
         if not (self._shares and isinstance(module, torch.nn.Linear) and given[0].dim() == 3):
             return
         rows, shares = given[0].shape[1], self._shares
-        each = {shares.share(segment): shares.lengths[segment] for segment in shares.order}
-        whole = ({sum(map(shares.share, shares.order)): shares.whole} | each).get(rows)
+        each = {shares.padded_share(segment): shares.lengths[segment] for segment in shares.order}
+        whole = ({sum(map(shares.padded_share, shares.order)): shares.total_tokens} | each).get(rows)
         seen = module.weight.shape, module.weight.dtype, given[0].shape, whole
         if whole is None or seen in self._seen:
             return
@@ -87,7 +87,7 @@ def main(rank: int, size: int, rendezvous: Path, root: Path) -> None:
     def stage(model: str, dtype: str, kind: str, spread: str, loras: str) -> list[Stage]:
         folder = tiny.folder(model)
         family = find(folder)
-        card = family.card("model", folder, dtype)
+        card = family.model_spec("model", folder, dtype)
         mesh = group.mesh(ParallelDegrees.parse(spread)) if ":" in spread else None
         runtime = RuntimeOptions("cpu", card.dtypes, c.EXACT, loras, mesh, group=group)
         specs = [spec for spec in card.pipeline.stages if kind in spec.name]

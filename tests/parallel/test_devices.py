@@ -32,24 +32,24 @@ def stand_in(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
 def test_devices_are_found_by_torchs_names_whatever_their_kind(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(kind, 2, monkeypatch)
-    assert devices.found() == [f"{kind}:0", f"{kind}:1"]
+    assert devices.accelerators() == [f"{kind}:0", f"{kind}:1"]
     free, every, held, name = ((7 << 30, 9 << 30, 2 << 30, "mps") if kind == "mps" else
                                (3 << 30, 4 << 30, 1 << 30, "GPU 1"))  # fmt: skip
     assert devices.memory(f"{kind}:1") == (free, every)
-    assert (devices.held(f"{kind}:1"), devices.name_of(f"{kind}:1")) == (held, name)
+    assert (devices.reserved_bytes(f"{kind}:1"), devices.name_of(f"{kind}:1")) == (held, name)
 
 
 def test_a_build_for_gpus_where_none_is_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in("cuda", 0, monkeypatch)
-    assert devices.found() == []
+    assert devices.accelerators() == []
 
 
 @pytest.mark.parametrize("name", ["xpu:0", "mps", "cuda:63", "gpu"])
 def test_a_device_that_is_not_there_is_refused_with_those_that_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert devices.present("cpu") == "cpu"
+    assert devices.is_present("cpu") == "cpu"
     stand_in("xpu", 2, monkeypatch)
     with pytest.raises(ConfigError, match=rf"--device {name}: torch .* has only cpu, xpu:0, xpu:1: use one of these"):
-        devices.present(name)
+        devices.is_present(name)
 
 
 @pytest.mark.parametrize(

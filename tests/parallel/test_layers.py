@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from unfuse.parallel.spreading import held_by
+from unfuse.parallel.spreading import rank_by_block
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.data())
 def test_each_rank_holds_blocks_in_a_row(sizes: list[int], data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, len(sizes)))
-    holders = held_by(sizes, ranks)
+    holders = rank_by_block(sizes, ranks)
     assert len(holders) == len(sizes)
     assert holders == sorted(holders)
     assert {*holders} == {*range(ranks)}
@@ -18,12 +18,12 @@ def test_each_rank_holds_blocks_in_a_row(sizes: list[int], data: st.DataObject) 
 
 @given(st.lists(st.integers(90, 110), min_size=8, max_size=60), st.integers(2, 4))
 def test_ranks_hold_about_equally_much_of_blocks_that_are_about_equal(sizes: list[int], ranks: int) -> None:
-    holders = held_by(sizes, ranks)
+    holders = rank_by_block(sizes, ranks)
     held = [sum(size for size, holder in zip(sizes, holders, strict=True) if holder == rank) for rank in range(ranks)]
     assert max(held) - min(held) <= 2 * max(sizes)
 
 
 def test_large_blocks_and_small_ones_count_by_their_bytes() -> None:
     """As many double blocks as in FLUX, of twice the bytes of its single ones."""
-    holders = held_by([2] * 19 + [1] * 38, 2)
+    holders = rank_by_block([2] * 19 + [1] * 38, 2)
     assert holders.count(0) == 19

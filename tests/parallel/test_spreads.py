@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.models import conftest as c
-from unfuse.models import card_of
+from unfuse.models import read_model_spec
 
 pytestmark = pytest.mark.slow
 
@@ -101,9 +101,9 @@ def in_turn(names: Sequence[str], spreads: Sequence[str]) -> list[tuple[str, str
 def test_cards_declare_what_is_held_here(undivided: c.Undivided) -> None:
     for model in {JOBS[name].model for name in DAY}:
         folder = undivided.folder(model)
-        (spec,) = (stage for stage in card_of("m", folder).pipeline.stages if stage.kind == "denoise")
+        (spec,) = (stage for stage in read_model_spec("m", folder).pipeline.stages if stage.kind == "denoise")
         unable = UNABLE.get(model, {"cfg"} if model.startswith(APART) else set())
-        assert {*spec.spreads} == {"ulysses", "ring", "cfg", "tensor", "layers", "shard"} - unable, model
+        assert {*spec.parallelism} == {"ulysses", "ring", "cfg", "tensor", "layers", "shard"} - unable, model
 
 
 def check(undivided: c.Undivided, folder: Path, made: Sequence[tuple[str, str]]) -> None:

@@ -17,7 +17,7 @@ from unfuse.models import find
 from unfuse.models.base import Loader, RuntimeOptions
 from unfuse.parallel.parallel_plan import TensorParallelLayers
 from unfuse.planning.placement import Device, WorkerPlan
-from unfuse.service.plan import look_into, needs
+from unfuse.service.plan import components_by_role, read_models
 from unfuse.weights.folder import ModelFolder
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ def test_each_rank_keeps_half_of_the_matrices_of_the_blocks(model: str, componen
 
     def sizes(given: RuntimeOptions) -> tuple[dict[str, int], int]:
         """Elements of the matrices of blocks, and all bytes."""
-        loaded = Loader(folder, family.components(folder), given, None, family.cut).model(component)
+        loaded = Loader(folder, family.components(folder), given, None, family.parallel_plans).model(component)
         weights, kept = loaded.state_dict().items(), loaded.state_dict().keys()
         stored = [buffer for name, buffer in loaded.named_buffers() if name in kept]
         takes = sum(tensor.nbytes for tensor in (*loaded.parameters(), *stored))
@@ -61,8 +61,8 @@ def test_each_rank_keeps_half_of_the_matrices_of_the_blocks(model: str, componen
     dtypes = {component: "float32"}
     whole, takes = sizes(RuntimeOptions("cpu", dtypes))
     assert len(whole) > 5
-    (plan,) = look_into([str(folder.path)], "", WorkerPlan(), (Device("cpu", 1 << 40),))
-    (part,) = (part for parts in needs([plan]).values() for part in parts if part.component == component)
+    (plan,) = read_models([str(folder.path)], "", WorkerPlan(), (Device("cpu", 1 << 40),))
+    (part,) = (part for parts in components_by_role([plan]).values() for part in parts if part.component == component)
     assert part.of_rank(ParallelDegrees({"ulysses": 2})) == part == replace(part, bytes=takes)
     most = part.of_rank(ParallelDegrees({"tensor": 2, "cfg": 2})).bytes
     for rank in (0, 1):
@@ -75,7 +75,7 @@ def test_each_rank_keeps_half_of_the_matrices_of_the_blocks(model: str, componen
 def test_what_needs_whole_weights_is_refused_before_they_are_loaded(undivided: Undivided) -> None:
     folder = undivided.folder("wan")
     family = find(folder)
-    spec = {stage.name: stage for stage in family.card("model", folder).pipeline.stages}
+    spec = {stage.name: stage for stage in family.model_spec("model", folder).pipeline.stages}
     adapted = runtime(0, {}, loras="/a/folder")
 
     def refusal(stage: StageSpec, given: RuntimeOptions) -> str:
@@ -102,8 +102,8 @@ SAID = {
 @pytest.mark.parametrize("model", SAID)
 def test_every_family_says_what_degrees_must_divide(model: str, undivided: Undivided) -> None:
     folder = undivided.folder(model)
-    stages = find(folder).card("model", folder).pipeline.stages
-    assert {stage.name: stage.spreads["tensor"] for stage in stages if "tensor" in stage.spreads} == SAID[model]
+    stages = find(folder).model_spec("model", folder).pipeline.stages
+    assert {stage.name: stage.parallelism["tensor"] for stage in stages if "tensor" in stage.parallelism} == SAID[model]
 
 
 @pytest.mark.parametrize(("config", "common"), [

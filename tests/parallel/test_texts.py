@@ -17,13 +17,13 @@ from tools.tiny_language import KINDS, make_language_model
 from tools.tiny_vision import KINDS as SEE, make_vision_model
 from unfuse.core.compute_options import ParallelDegrees, parse_parallel, refuse
 from unfuse.core.errors import ConfigError
-from unfuse.models import card_of
-from unfuse.models.base import Loader, RuntimeOptions, held
+from unfuse.models import read_model_spec
+from unfuse.models.base import Loader, RuntimeOptions, resident_tensors
 from unfuse.models.language import _language_class, _vision_class
 from unfuse.planning.placement import Device, WorkerPlan
-from unfuse.service.plan import look_into, needs
-from unfuse.weights.folder import LANGUAGE, VISION, WHOLE, ModelFolder
-from unfuse.weights.gguf_model import files_of
+from unfuse.service.plan import components_by_role, read_models
+from unfuse.weights.folder import LANGUAGE, SINGLE_COMPONENT, VISION, ModelFolder
+from unfuse.weights.gguf_model import open_files
 
 pytestmark = pytest.mark.slow
 
@@ -80,11 +80,13 @@ def test_two_ranks_say_and_hand_on_what_one_does(asked: list[tuple[str, str]], r
 @pytest.mark.parametrize("kind", [*KINDS, *SEE])
 def test_each_rank_has_half_of_what_is_cut_and_plans_count_so(kind: str, root: Path) -> None:
     """Words stay whole, and norms, and what routes to experts."""
-    files = files_of(root / kind)
-    parts = {VISION: _vision_class, LANGUAGE: _language_class} if kind in SEE else {WHOLE: None}
-    (plan,) = look_into([str(files.path)], "", WorkerPlan(), (Device("cpu", 1 << 40),))
+    files = open_files(root / kind)
+    parts = {VISION: _vision_class, LANGUAGE: _language_class} if kind in SEE else {SINGLE_COMPONENT: None}
+    (plan,) = read_models([str(files.path)], "", WorkerPlan(), (Device("cpu", 1 << 40),))
     for component, part in parts.items():
-        planned, *_ = (one for role in needs([plan]).values() for one in role if one.component == component)
+        planned, *_ = (
+            one for role in components_by_role([plan]).values() for one in role if one.component == component
+        )
         whole, half, less = (size(files, component, part, rank) for rank in (None, 0, 1))
         assert whole - planned.bytes == half - planned.of_rank(ParallelDegrees({"tensor": 2})).bytes < 0.02 * whole
         assert less <= half < 0.75 * whole
@@ -95,7 +97,7 @@ def size(files: ModelFolder, component: str, part: Callable[[Any], Any] | None, 
     dtypes = {component: "float32"}
     given = RuntimeOptions("cpu", dtypes) if rank is None else runtime(rank, dtypes)
     loader = Loader(files, {component: ("transformers", files.kind)}, given, None)
-    return sum(tensor.nbytes for tensor in held(loader.model(component, part)))
+    return sum(tensor.nbytes for tensor in resident_tensors(loader.model(component, part)))
 
 
 @pytest.mark.parametrize(("kind", "said", "says"), [
@@ -108,11 +110,11 @@ def size(files: ModelFolder, component: str, part: Callable[[Any], Any] | None, 
 ])  # fmt: skip
 def test_what_a_language_model_cannot_be_spread_by_is_refused(kind: str, said: str, says: str, root: Path) -> None:
     with pytest.raises(ConfigError, match=says):
-        refuse(parse_parallel(said), card_of("m", root / kind).pipeline.stages)
+        refuse(parse_parallel(said), read_model_spec("m", root / kind).pipeline.stages)
 
 
 def test_every_stage_of_a_language_model_says_what_degrees_must_divide(root: Path) -> None:
     """Heads of keys, of which there are two, are fewer than those of queries."""
     for kind in (*KINDS, *SEE):
-        stages = card_of("m", root / kind).pipeline.stages
-        assert {stage.name: stage.spreads for stage in stages} == {stage.name: {"tensor": 2} for stage in stages}
+        stages = read_model_spec("m", root / kind).pipeline.stages
+        assert {stage.name: stage.parallelism for stage in stages} == {stage.name: {"tensor": 2} for stage in stages}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.models import conftest as c
 from tests.parallel.conftest import run_ranks
-from unfuse.parallel.tiles import TileCall, Tiles, shares
+from unfuse.parallel.tiles import TileCall, Tiles, assign_calls
 
 ALONE = [(job.name, 0) for job in c.TILED]
 ONE_TILE, IN_A_BATCH = ("tiled-one", 0), ("tiled-flux", 2)
@@ -73,12 +73,12 @@ def test_a_tile_is_of_one_rank_and_no_rank_has_more_than_a_tile_over_another(
     tiles = [memory for memory, (_, frames) in zip(memories, sides, strict=True) for _ in range(frames)]
     calls = [TileCall((torch.zeros(1, *memory["feat_cache"]),), memory) for memory in tiles]
 
-    owners = shares(calls, ranks)
+    owners = assign_calls(calls, ranks)
 
     assert len({(id(tile), owner) for tile, owner in zip(tiles, owners, strict=True)}) == len(sides)
     loads = Counter(dict.fromkeys(range(ranks), 0))
     for call, owner in zip(calls, owners, strict=True):
-        loads[owner] += call.given.numel()
+        loads[owner] += call.tensor.numel()
     assert max(loads.values()) - min(loads.values()) <= max(side * frames for side, frames in sides)
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.descriptors import descriptors
 from unfuse.core.errors import ConfigError
-from unfuse.parallel.weights import together
+from unfuse.parallel.weights import gather_files
 
 RANKS, WAIT_S = 3, 20.0
 
@@ -42,7 +42,7 @@ def on_all(load: Callable[[], dict[str, torch.Tensor]]) -> list[Any]:
 
     def one(rank: int) -> Any:
         try:
-            with together(Rank(rank, barrier), load) as file:  # type: ignore[arg-type]
+            with gather_files(Rank(rank, barrier), load) as file:  # type: ignore[arg-type]
                 return load_file(file) if file else None
         except ConfigError as error:
             return str(error)

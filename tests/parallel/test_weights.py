@@ -16,7 +16,7 @@ from torch.nn import Linear, Sequential
 from tests.parallel.conftest import run_ranks
 from tools.tiny import KINDS, build
 from unfuse.parallel.weights import write
-from unfuse.weights.shared import keep_in
+from unfuse.weights.shared import map_from
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +75,7 @@ def test_what_is_kept_for_gpus_is_the_file_itself_and_no_copy() -> None:
     model[1].bias = model[0].bias = torch.nn.Parameter(torch.arange(3.0))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     write(file, dict(model.state_dict()))
-    keep_in(model, Path(f"/proc/self/fd/{file}"))
+    map_from(model, Path(f"/proc/self/fd/{file}"))
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name])
     end = os.fstat(file).st_size

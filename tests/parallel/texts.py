@@ -20,14 +20,14 @@ from tests.models.test_language import Model, task, to_the_end
 from tests.models.test_vision_language import Chat, decoded, messages
 from tools.tiny_language import KINDS
 from unfuse.core.compute_options import ParallelDegrees
-from unfuse.core.text import CHUNK
-from unfuse.models import card_of, find
+from unfuse.core.text import PREFILL_CHUNK_TOKENS
+from unfuse.models import find, read_model_spec
 from unfuse.models.base import RuntimeOptions
 from unfuse.models.language import bytes_per_token
 from unfuse.parallel.group import Group
 from unfuse.stages.base import StageInput, next_states
-from unfuse.stages.kv_transfer import CHUNKS, REST
-from unfuse.weights.gguf_model import files_of
+from unfuse.stages.kv_transfer import CHUNKS, LAST_CHUNK
+from unfuse.weights.gguf_model import open_files
 
 LIMIT_S = 60.0
 MOST = 12
@@ -39,8 +39,8 @@ class Ranks:
     """A model, on all ranks or on this one alone."""
 
     def __init__(self, folder: Path, dtype: str, group: Group | None, tokens: int = 8192) -> None:
-        card, family = card_of("m", folder, dtype), find(folder)
-        each = bytes_per_token(family.speaks(files_of(folder)), 2 if dtype == "bfloat16" else 4)  # type: ignore[attr-defined]
+        card, family = read_model_spec("m", folder, dtype), find(folder)
+        each = bytes_per_token(family.speaks(open_files(folder)), 2 if dtype == "bfloat16" else 4)  # type: ignore[attr-defined]
         mesh = group.mesh(ParallelDegrees({"tensor": group.size})) if group else None
         run = RuntimeOptions("cpu", card.dtypes, mesh=mesh, kv=tokens * each, group=group)
         self.stages: dict[str, Any] = {spec.name: family.load(spec, folder, run) for spec in card.pipeline.stages}
@@ -53,10 +53,10 @@ class Ranks:
         going = True
         while going:
             (state,) = next_states(prefill, [state])
-            portions += [self._of_first(dict(block.read())) for block in prefill.prefix_blocks(state)]
+            portions += [self._of_first(dict(block.copy())) for block in prefill.prefix_blocks(state)]
             going = len({*prefill.progress(state)}) > 1
         made = self._of_first(dict(prefill.finish(state).tensors))
-        prefill.let_go(state)
+        prefill.release(state)
         return made, portions
 
     def answered(self, given: StageInput) -> dict[str, Any]:
@@ -65,10 +65,10 @@ class Ranks:
         state = decode.start(replace(given, extends=True))
         while len({*decode.progress(state)}) > 1:
             (state,) = next_states(decode, [state])
-            decode.grown(state)
+            decode.new_chunks(state)
             for block in decode.prefix_blocks(state):
-                found[block.digest] = self._of_first(dict(block.read()))["kv"]
-        decode.let_go(state)
+                found[block.digest] = self._of_first(dict(block.copy()))["kv"]
+        decode.release(state)
         return found
 
     def deafen(self) -> None:
@@ -101,7 +101,7 @@ def language(folder: Path, dtype: str, group: Group) -> dict[str, Any]:
         last, _ = alone.prefilled(replace(given, prefix=tuple(portions)))
         distances += [apart(ours, own), apart(again, own), apart(last, own)]
         asked += [replace(given, tensors=tensors) for tensors in (ours, own, {})]
-    said = task(model.card, [3 + place % 190 for place in range(CHUNK)], max_tokens=MOST)
+    said = task(model.card, [3 + place % 190 for place in range(PREFILL_CHUNK_TOKENS)], max_tokens=MOST)
     kept = ranks.answered(said)
     assert len(kept) == 1
     distances.append(apart(kept, alone.answered(said)))
@@ -127,9 +127,9 @@ def language(folder: Path, dtype: str, group: Group) -> dict[str, Any]:
 def received(decode: Any, given: StageInput) -> Any:
     """The state of a text whose keys and values came in pieces of odd lengths."""
     taking = decode.receive(given.derived, given.priority, given.tensors)
-    parts = [given.tensors[name].contiguous().flatten().view(torch.uint8) for name in (CHUNKS, REST)]
+    parts = [given.tensors[name].contiguous().flatten().view(torch.uint8) for name in (CHUNKS, LAST_CHUNK)]
     for piece in torch.cat(parts).split(9_999):
-        taking.take(piece)
+        taking.write(piece)
     assert taking.tokens == given.derived.prompt_tokens - 1
     return decode.start(replace(given, tensors={}, received=taking))
 

@@ -12,14 +12,23 @@ from msgspec.structs import replace
 
 from unfuse.core.compute_options import ComputeOptions, MaxLoadedModels
 from unfuse.core.errors import ConfigError
-from unfuse.models import card_of, resolve_source
+from unfuse.models import read_model_spec, resolve_source
 from unfuse.planning import layout
-from unfuse.planning.layout import HostResources, LayoutSearch, layouts, parts, rate
-from unfuse.planning.placement import CONTEXT, CPU, PROCESS, ComponentMemory, Device, PlacedWorker, WorkerPlan, place
+from unfuse.planning.layout import HostResources, LayoutSearch, predict_rate, role_shares, search_layouts
+from unfuse.planning.placement import (
+    CONTEXT,
+    CPU,
+    PROCESS,
+    ComponentMemory,
+    Device,
+    PlacedWorker,
+    WorkerPlan,
+    place_workers,
+)
 from unfuse.scheduler.costs import Costs
 
 GIB = 1 << 30
-CARD = card_of("unfuse/shapes", resolve_source("unfuse/shapes"))
+CARD = read_model_spec("unfuse/shapes", resolve_source("unfuse/shapes"))
 NEEDS = {
     "encoder": (ComponentMemory("text_encoder", "float32", 9 * GIB, mapped=True),),
     "denoiser": (ComponentMemory("transformer", "float32", 12 * GIB, mapped=True),),
@@ -36,7 +45,7 @@ def found(
     """For a model of 22 GiB on such a machine."""
     devices = (Device(CPU, host), *(Device(f"cuda:{number}", free) for number, free in enumerate(gpus)))
     wanted = WorkerPlan(None, {}, ComputeOptions(threads=threads), auto=True, first=FIRST)
-    return layouts([CARD], NEEDS, wanted, devices, HostResources(cores, limit, costs))
+    return search_layouts([CARD], NEEDS, wanted, devices, HostResources(cores, limit, costs))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +72,7 @@ def test_as_many_as_there_is_memory_for_where_weights_are_mapped_by_all() -> Non
 def test_a_worker_that_may_not_be_so_large_is_taken_apart() -> None:
     taken = found(2, limit=13 * GIB)
     assert taken.chosen.workers == "encoder=1,denoiser=2,decoder=1"
-    assert "a worker would need 22.3 GiB, but --memory-limit allows 13.0 GiB" in taken.why
+    assert "a worker would need 22.3 GiB, but --memory-limit allows 13.0 GiB" in taken.reason
     assert found(2, limit=23 * GIB).chosen.workers == "all=2"
 
 
@@ -82,14 +91,14 @@ def test_on_gpus_what_fits_one_is_whole_and_what_does_not_is_taken_apart(gpus: t
 
 
 def test_what_fits_no_gpu_at_all_is_refused_as_a_split_is() -> None:
-    wanted = found(16, 8 * GIB).chosen.of(WorkerPlan(None, {}, auto=True, first=FIRST))
+    wanted = found(16, 8 * GIB).chosen.apply_to(WorkerPlan(None, {}, auto=True, first=FIRST))
     with pytest.raises(ConfigError, match="the models do not fit"):
-        place(NEEDS, wanted, (Device(CPU, GIB), Device("cuda:0", GIB)))
+        place_workers(NEEDS, wanted, (Device(CPU, GIB), Device("cuda:0", GIB)))
 
 
 def test_a_guess_is_known_as_such_and_what_was_measured_is_used(tmp_path: Path) -> None:
     assert not found(2).measured
-    shares, measured = parts([CARD], None)
+    shares, measured = role_shares([CARD], None)
     assert not measured
     assert max(shares, key=lambda role: shares[role]) == "denoiser"
 
@@ -101,28 +110,28 @@ def test_a_guess_is_known_as_such_and_what_was_measured_is_used(tmp_path: Path) 
     costs._is_saved = False
     import asyncio
 
-    asyncio.run(costs.settle())
-    shares, measured = parts([CARD], tmp_path / "costs.json")
+    asyncio.run(costs.update_models())
+    shares, measured = role_shares([CARD], tmp_path / "costs.json")
     assert measured
     assert shares == pytest.approx({"encoder": 1 / 8, "denoiser": 3 / 8, "decoder": 4 / 8})
     known = found(2, costs=tmp_path / "costs.json")
-    split = next(layout for layout in known.found if layout.workers == "split")
+    split = next(layout for layout in known.layouts if layout.workers == "split")
     assert known.measured and split.rate / known.chosen.rate == pytest.approx(1.0)
 
 
 def test_where_all_stages_have_one_role_that_is_the_reason() -> None:
     needs, wanted = {"whole": NEEDS["denoiser"]}, WorkerPlan(None, {}, auto=True, first=frozenset({"whole"}))
-    chosen = layouts([], needs, wanted, (Device(CPU, 1 << 45),), HostResources(2))
-    assert chosen.why == "layout all=2: each worker runs all stages, since all have the role whole"
+    chosen = search_layouts([], needs, wanted, (Device(CPU, 1 << 45),), HostResources(2))
+    assert chosen.reason == "layout all=2: each worker runs all stages, since all have the role whole"
 
 
 def test_the_line_of_a_layout_gives_one_reason_and_advises_against_nothing() -> None:
     chosen = [found(2), found(16, 24 * GIB, 16 * GIB), found(16, 16 * GIB, 16 * GIB), found(2, limit=13 * GIB)]
     for one in chosen:
-        assert one.why.startswith(f"layout {one.chosen.workers}: ")
-        assert not re.search("×|rate|guess|--workers|;", one.why)
-    assert chosen[1].why.endswith("workers run all stages on GPUs where all fit, and only denoiser on the others")
-    assert "since not all fit in one worker: the models do not fit: cuda:0 would need" in chosen[2].why
+        assert one.reason.startswith(f"layout {one.chosen.workers}: ")
+        assert not re.search("×|rate|guess|--workers|;", one.reason)
+    assert chosen[1].reason.endswith("workers run all stages on GPUs where all fit, and only denoiser on the others")
+    assert "since not all fit in one worker: the models do not fit: cuda:0 would need" in chosen[2].reason
 
 
 def _model() -> object:
@@ -137,8 +146,8 @@ def test_what_was_measured_changes_no_choice(gpus: tuple[int, ...], monkeypatch:
     without = found(4, *gpus).chosen.workers
     for slow in NEEDS:
         shares = {role: 0.98 if role == slow else 0.01 for role in NEEDS}
-        known = layout.parts([CARD], None)
-        monkeypatch.setattr(layout, "parts", lambda _, costs, s=shares, k=known: (s, True) if costs else k)
+        known = layout.role_shares([CARD], None)
+        monkeypatch.setattr(layout, "role_shares", lambda _, costs, s=shares, k=known: (s, True) if costs else k)
         assert found(4, *gpus, costs=Path("some")).chosen.workers == without
         monkeypatch.undo()
 
@@ -158,7 +167,7 @@ def test_a_predicted_rate_is_what_workers_could_share_out(
     placed = [PlacedWorker(role, CPU, ()) for role, count in counts.items() for _ in range(count)]
     if not placed:
         return
-    found = rate(placed, shares, WorkerPlan(None, {}, ComputeOptions(threads=1)), HostResources(cores))
+    found = predict_rate(placed, shares, WorkerPlan(None, {}, ComputeOptions(threads=1)), HostResources(cores))
     assert found <= cores + 1e-6
     spare = sum(max(0.0, found * shares[role] - counts[role]) for role in shares)
     assert spare <= whole + 1e-6
@@ -170,12 +179,12 @@ def test_a_predicted_rate_is_what_workers_could_share_out(
 def test_on_a_gpu_workers_take_turns() -> None:
     shares = {"encoder": 0.2, "denoiser": 0.6, "decoder": 0.2}
     one = [PlacedWorker(role, "cuda:0", ()) for role in shares]
-    assert rate(one, shares, WorkerPlan(None, {}), HostResources(16)) == pytest.approx(0.333 / 0.6, abs=0.01)
+    assert predict_rate(one, shares, WorkerPlan(None, {}), HostResources(16)) == pytest.approx(0.333 / 0.6, abs=0.01)
     two = [
         PlacedWorker("denoiser", "cuda:1", ()),
         *(PlacedWorker(role, "cuda:0", ()) for role in ("encoder", "decoder")),
     ]
-    assert rate(two, shares, WorkerPlan(None, {}), HostResources(16)) == pytest.approx(1 / 0.6, abs=0.01)
+    assert predict_rate(two, shares, WorkerPlan(None, {}), HostResources(16)) == pytest.approx(1 / 0.6, abs=0.01)
     assert CONTEXT > 0
 
 
@@ -189,30 +198,30 @@ TWO = {
 def of_two(*gpus: int, host: int = 1 << 45, limit: int = 0, loaded: MaxLoadedModels = "all") -> LayoutSearch:
     devices = (Device(CPU, host), *(Device(f"cuda:{number}", free) for number, free in enumerate(gpus)))
     wanted = WorkerPlan(None, {}, ComputeOptions(), auto=True, first=FIRST, max_loaded_models=loaded)
-    return layouts([CARD, replace(CARD, name="two")], TWO, wanted, devices, HostResources(4, limit))
+    return search_layouts([CARD, replace(CARD, name="two")], TWO, wanted, devices, HostResources(4, limit))
 
 
 def test_models_that_fit_one_by_one_and_not_together_take_turns_on_each_device() -> None:
     assert of_two(80 * GIB, 80 * GIB).chosen.workers == "all=2"
     found = of_two(24 * GIB, 24 * GIB)
-    assert found.chosen.written == "all=2 --max-loaded-models 1"
-    assert found.why == (
+    assert found.chosen.text == "all=2 --max-loaded-models 1"
+    assert found.reason == (
         "layout all=2 --max-loaded-models 1: each worker loads one model at a time, since not all fit at the same time"
     )
-    workers = place(
-        TWO, found.chosen.of(WorkerPlan(None, {}, ComputeOptions(), auto=True)), (Device(CPU, 1 << 45), *GPUS)
+    workers = place_workers(
+        TWO, found.chosen.apply_to(WorkerPlan(None, {}, ComputeOptions(), auto=True)), (Device(CPU, 1 << 45), *GPUS)
     )
     assert [(worker.role, worker.device) for worker in workers] == [("all", "cuda:0"), ("all", "cuda:1")]
     assert {sum(part.bytes for part in worker.parts) for worker in workers} == {WHOLE}
-    assert of_two(host=WHOLE + 2 * PROCESS).chosen.written == "all=1 --max-loaded-models 1"
-    assert of_two(limit=WHOLE + PROCESS).chosen.written == "all=1 --max-loaded-models 1"
+    assert of_two(host=WHOLE + 2 * PROCESS).chosen.text == "all=1 --max-loaded-models 1"
+    assert of_two(limit=WHOLE + PROCESS).chosen.text == "all=1 --max-loaded-models 1"
     assert of_two(limit=24 * GIB + PROCESS).chosen.workers == "encoder=1,denoiser=4,decoder=1"
 
 
 def test_one_model_at_a_time_is_chosen_where_that_is_asked_for() -> None:
     found = of_two(80 * GIB, loaded="1")
-    assert [layout.written for layout in found.found] == ["all=1 --max-loaded-models 1"]
-    assert found.why == "layout all=1 --max-loaded-models 1: each worker loads one model at a time"
+    assert [layout.text for layout in found.layouts] == ["all=1 --max-loaded-models 1"]
+    assert found.reason == "layout all=1 --max-loaded-models 1: each worker loads one model at a time"
     assert "the models do not fit" in of_two(8 * GIB, loaded="1").chosen.refusal
 
 

@@ -34,7 +34,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_machine_has_memory_processors_and_libraries(tmp_path: Path) -> None:
-    found = machine.look((), tmp_path / "no group")
+    found = machine.inspect_machine((), tmp_path / "no group")
 
     assert 0 < found.available <= found.memory
     assert found.cpus == len(os.sched_getaffinity(0))
@@ -42,9 +42,9 @@ def test_a_machine_has_memory_processors_and_libraries(tmp_path: Path) -> None:
 
 
 def test_the_control_group_limits_processors_unless_it_says_max(group: Path) -> None:
-    assert machine.cpus(group) == 0.5
+    assert machine.usable_cpus(group) == 0.5
     (group / "cpu.max").write_text("max 100000\n")
-    assert machine.cpus(group) >= 1
+    assert machine.usable_cpus(group) >= 1
 
 
 def test_a_port_that_someone_listens_on_is_not_free() -> None:
@@ -54,7 +54,7 @@ def test_a_port_that_someone_listens_on_is_not_free() -> None:
 
 @pytest.mark.slow
 def test_gpus_are_what_the_drivers_tool_lists(driver: Path) -> None:
-    first, second = machine.gpus()
+    first, second = machine.find_gpus()
 
     assert (first.name, first.memory, first.free) == ("NVIDIA A100", 80 << 30, 80000 << 20)
     assert second.free == 1000 << 20
@@ -69,7 +69,7 @@ def test_gpus_are_numbered_as_processes_see_them(
     driver: Path, monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]
 ) -> None:
     monkeypatch.setenv(machine.VISIBLE, visible)
-    assert [gpu.name for gpu in machine.gpus()] == names
+    assert [gpu.name for gpu in machine.find_gpus()] == names
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_a_torch_that_is_built_for_cpus_has_no_gpus_to_run_on(
     driver: Path, monkeypatch: pytest.MonkeyPatch, torch: str, count: int
 ) -> None:
     monkeypatch.setattr(machine, "version", lambda library: torch)
-    host, *gpus = machine.devices()
+    host, *gpus = machine.usable_devices()
     assert (host.name, host.free > 0) == ("cpu", True)
     assert [gpu.name for gpu in gpus] == [f"cuda:{number}" for number in range(count)]
 
@@ -110,10 +110,10 @@ def test_a_torch_that_is_built_for_others_is_asked_for_its_devices(monkeypatch: 
     told = "import sys; sys.stdout.write('xpu,5,7,Data Center GPU, Max\\nxpu,6,7,Arc\\n')"
     monkeypatch.setattr(machine, "version", lambda library: build)
     monkeypatch.setattr(machine, "ASK_TORCH", (sys.executable, "-c", told))
-    assert machine.gpus() == (Gpu("Data Center GPU, Max", 7, 5, "xpu"), Gpu("Arc", 7, 6, "xpu"))
-    assert [(one.name, one.free) for one in machine.devices({"xpu:1": 2})][1:] == [("xpu:0", 5), ("xpu:1", 2)]
+    assert machine.find_gpus() == (Gpu("Data Center GPU, Max", 7, 5, "xpu"), Gpu("Arc", 7, 6, "xpu"))
+    assert [(one.name, one.free) for one in machine.usable_devices({"xpu:1": 2})][1:] == [("xpu:0", 5), ("xpu:1", 2)]
     monkeypatch.setattr(machine, "ASK_TORCH", (sys.executable, "-c", "import nothing_like_that"))
-    assert machine.gpus() == ()
+    assert machine.find_gpus() == ()
 
 
 @pytest.mark.slow
@@ -124,4 +124,4 @@ def test_no_driver_means_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    assert machine.gpus() == ()
+    assert machine.find_gpus() == ()

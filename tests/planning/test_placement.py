@@ -20,8 +20,8 @@ from unfuse.planning.placement import (
     devices_of,
     parse_place,
     parse_workers,
-    place,
-    taken,
+    place_workers,
+    taken_bytes,
 )
 
 GIB = 1 << 30
@@ -44,7 +44,12 @@ def wanted(place: str = "", device: str = "auto", offload: str = "none", arena: 
     roles = {role: counts.get(role, 1) for role in ROLES} if counts else None
     compute = ComputeOptions(device=device, offload=offload)  # type: ignore[arg-type]
     return WorkerPlan(
-        roles, parse_place(place), compute, arena, first=frozenset({"denoiser"}), parted=frozenset({"denoiser"})
+        roles,
+        parse_place(place),
+        compute,
+        arena,
+        first=frozenset({"denoiser"}),
+        shardable_roles=frozenset({"denoiser"}),
     )
 
 
@@ -54,24 +59,24 @@ def seats(placed: tuple[PlacedWorker, ...]) -> list[tuple[str, str]]:
 
 def refusal(needs: dict[str, tuple[ComponentMemory, ...]], want: WorkerPlan, devices: tuple[Device, ...]) -> str:
     with pytest.raises(ConfigError) as caught:
-        place(needs, want, devices)
+        place_workers(needs, want, devices)
     return str(caught.value)
 
 
 def test_without_a_gpu_everything_is_on_the_cpu() -> None:
-    placed = place(NEEDS, wanted(arena=GIB), (HOST,))
+    placed = place_workers(NEEDS, wanted(arena=GIB), (HOST,))
     assert seats(placed) == [("encoder", CPU), ("denoiser", CPU), ("decoder", CPU)]
-    assert taken(placed, wanted(arena=GIB)) == {CPU: (10 + 1 + 24) * GIB + GIB // 2 + 3 * (PROCESS + GIB)}
+    assert taken_bytes(placed, wanted(arena=GIB)) == {CPU: (10 + 1 + 24) * GIB + GIB // 2 + 3 * (PROCESS + GIB)}
 
 
 def test_one_gpu_that_has_room_holds_all_roles_each_process_with_a_context() -> None:
-    placed = place(NEEDS, wanted(), gpus(40))
+    placed = place_workers(NEEDS, wanted(), gpus(40))
     assert {device for _, device in seats(placed)} == {"cuda:0"}
-    assert taken(placed, wanted()) == {"cuda:0": 35 * GIB + GIB // 2 + 3 * CONTEXT, CPU: 3 * PROCESS}
+    assert taken_bytes(placed, wanted()) == {"cuda:0": 35 * GIB + GIB // 2 + 3 * CONTEXT, CPU: 3 * PROCESS}
 
 
 def test_of_several_gpus_denoisers_take_those_with_most_room_and_the_rest_goes_where_most_is_left() -> None:
-    placed = place(NEEDS, wanted(denoiser=2), gpus(30, 48, 47))
+    placed = place_workers(NEEDS, wanted(denoiser=2), gpus(30, 48, 47))
     assert seats(placed) == [
         ("encoder", "cuda:0"), ("denoiser", "cuda:1"), ("denoiser", "cuda:2"), ("decoder", "cuda:1")
     ]  # fmt: skip
@@ -79,7 +84,7 @@ def test_of_several_gpus_denoisers_take_those_with_most_room_and_the_rest_goes_w
 
 def test_devices_that_are_named_are_taken_in_turn_and_only_those() -> None:
     want = wanted("encoder=cpu,denoiser=cuda:1,denoiser=cuda", decoder=3, denoiser=3)
-    placed = place(NEEDS, want, gpus(80, 80))
+    placed = place_workers(NEEDS, want, gpus(80, 80))
     assert seats(placed)[:4] == [
         ("encoder", CPU), ("denoiser", "cuda:1"), ("denoiser", "cuda:0"), ("denoiser", "cuda:1")
     ]  # fmt: skip
@@ -87,18 +92,18 @@ def test_devices_that_are_named_are_taken_in_turn_and_only_those() -> None:
 
 
 def test_two_denoisers_on_the_cpu_are_two_workers() -> None:
-    placed = place(NEEDS, wanted("encoder=cpu,denoiser=cpu,denoiser=cpu,decoder=cpu"), (HOST,))
+    placed = place_workers(NEEDS, wanted("encoder=cpu,denoiser=cpu,denoiser=cpu,decoder=cpu"), (HOST,))
     assert [role for role, _ in seats(placed)] == ["encoder", "denoiser", "denoiser", "decoder"]
 
 
 def test_a_device_for_all_holds_what_has_no_device_of_its_own() -> None:
-    placed = place(NEEDS, wanted("decoder=cpu", device="cuda:1"), gpus(80, 40))
+    placed = place_workers(NEEDS, wanted("decoder=cpu", device="cuda:1"), gpus(80, 40))
     assert seats(placed) == [("encoder", "cuda:1"), ("denoiser", "cuda:1"), ("decoder", CPU)]
 
 
 def test_a_role_without_workers_needs_no_room() -> None:
-    assert seats(place(NEEDS, wanted(denoiser=0), gpus(14))) == [("encoder", "cuda:0"), ("decoder", "cuda:0")]
-    assert place(NEEDS, WorkerPlan({}, {}, ComputeOptions(device="cuda:7")), (HOST,)) == ()
+    assert seats(place_workers(NEEDS, wanted(denoiser=0), gpus(14))) == [("encoder", "cuda:0"), ("decoder", "cuda:0")]
+    assert place_workers(NEEDS, WorkerPlan({}, {}, ComputeOptions(device="cuda:7")), (HOST,)) == ()
 
 
 @pytest.mark.parametrize(
@@ -118,23 +123,23 @@ def test_a_place_of_a_worker_that_is_not_started_is_refused(
 
 def test_components_that_take_turns_on_a_gpu_are_one_worker_s_and_rest_in_host_memory() -> None:
     want = wanted(offload="model", arena=GIB)
-    (worker,) = place(NEEDS, want, gpus(25))
+    (worker,) = place_workers(NEEDS, want, gpus(25))
     assert (worker.role, worker.device, worker.parts) == ("all", "cuda:0", (T5, CLIP, TRANSFORMER, VAE))
-    assert worker.takes(want) == {"cuda:0": 24 * GIB + CONTEXT, CPU: 35 * GIB + GIB // 2 + PROCESS + GIB}
+    assert worker.device_bytes(want) == {"cuda:0": 24 * GIB + CONTEXT, CPU: 35 * GIB + GIB // 2 + PROCESS + GIB}
 
 
 def test_roles_that_share_a_gpu_without_the_denoiser_stay_apart() -> None:
     want = wanted("encoder=cuda:0,decoder=cuda:0,denoiser=cuda:1", offload="model")
-    placed = place(NEEDS, want, gpus(12, 25))
+    placed = place_workers(NEEDS, want, gpus(12, 25))
     assert len(placed) == 3
-    assert taken(placed, want)["cuda:0"] == 10 * GIB + GIB // 2 + 2 * CONTEXT
+    assert taken_bytes(placed, want)["cuda:0"] == 10 * GIB + GIB // 2 + 2 * CONTEXT
 
 
 def test_layer_by_layer_a_gpu_holds_little_of_each_worker_but_a_whole_vae() -> None:
     big_vae = ComponentMemory("vae", "float32", 3 * GIB)
     want = wanted(offload="sequential")
-    placed = place({**NEEDS, "decoder": (big_vae,)}, want, gpus(9))
-    assert [worker.takes(want)["cuda:0"] - CONTEXT for worker in placed] == [LAYER, LAYER, 3 * GIB]
+    placed = place_workers({**NEEDS, "decoder": (big_vae,)}, want, gpus(9))
+    assert [worker.device_bytes(want)["cuda:0"] - CONTEXT for worker in placed] == [LAYER, LAYER, 3 * GIB]
 
 
 @pytest.mark.parametrize("offload", ["model", "sequential"])
@@ -145,9 +150,9 @@ def test_offload_needs_a_gpu(offload: str) -> None:
 
 def test_a_worker_on_the_cpu_beside_offloaded_ones_is_just_there() -> None:
     want = wanted("decoder=cpu", offload="model")
-    placed = place(NEEDS, want, gpus(40))
+    placed = place_workers(NEEDS, want, gpus(40))
     assert seats(placed) == [("encoder", "cuda:0"), ("denoiser", "cuda:0"), ("decoder", CPU)]
-    assert placed[-1].takes(want) == {CPU: GIB // 2 + PROCESS}
+    assert placed[-1].device_bytes(want) == {CPU: GIB // 2 + PROCESS}
 
 
 def test_a_refusal_says_the_sum_what_is_free_and_what_would_help() -> None:
@@ -202,10 +207,10 @@ def spread(how: str, device: str = "auto", place: str = "", offload: str = "none
 
 def test_the_ranks_of_a_worker_are_on_the_gpus_with_most_room_and_each_holds_all_of_the_weights() -> None:
     want = spread("ulysses:2+cfg:2")
-    placed = place(NEEDS, want, gpus(20, 48, 30, 47, 46))
+    placed = place_workers(NEEDS, want, gpus(20, 48, 30, 47, 46))
     assert seats(placed)[1] == ("denoiser", "cuda:1+cuda:3+cuda:4+cuda:2")
     (denoiser,) = (worker for worker in placed if worker.role == "denoiser")
-    assert denoiser.takes(want) == {
+    assert denoiser.device_bytes(want) == {
         **{f"cuda:{n}": 24 * GIB + CONTEXT for n in (1, 2, 3, 4)}, CPU: 4 * PROCESS
     }  # fmt: skip
     assert "cfg:2+ulysses:2 needs 4 GPUs, and there are 3: cuda:0, cuda:1, cuda:2" in refusal(
@@ -216,12 +221,14 @@ def test_the_ranks_of_a_worker_are_on_the_gpus_with_most_room_and_each_holds_all
 def test_ranks_have_in_host_memory_once_what_each_needs_all_of() -> None:
     want, mapped = spread("ring:3"), ComponentMemory("transformer", "float32", 24 * GIB, mapped=True)
     for part in (TRANSFORMER, mapped):
-        (worker,) = place({"denoiser": (part,)}, replace(want, counts={"denoiser": 1}), (Device(CPU, 200 * GIB),))
+        (worker,) = place_workers(
+            {"denoiser": (part,)}, replace(want, counts={"denoiser": 1}), (Device(CPU, 200 * GIB),)
+        )
         assert worker.device == "cpu+cpu+cpu"
-        assert worker.takes(want) == {CPU: 3 * PROCESS + 24 * GIB}
+        assert worker.device_bytes(want) == {CPU: 3 * PROCESS + 24 * GIB}
     resting = replace(want, compute=replace(want.compute, offload="model"), counts={"denoiser": 1})
-    (worker,) = place({"denoiser": (TRANSFORMER,)}, resting, gpus(30, 30, 30))
-    assert worker.takes(resting)[CPU] == 3 * PROCESS + 24 * GIB
+    (worker,) = place_workers({"denoiser": (TRANSFORMER,)}, resting, gpus(30, 30, 30))
+    assert worker.device_bytes(resting)[CPU] == 3 * PROCESS + 24 * GIB
 
 
 @pytest.mark.parametrize("how", ["shard:2", "layers:2"])
@@ -230,40 +237,44 @@ def test_ranks_that_hold_a_part_each_have_room_where_one_has_none(how: str) -> N
     text = refusal(NEEDS, wanted("encoder=cpu,decoder=cpu"), gpus(16, 16))
     assert "it would fit with --parallel denoiser=shard:2, or with --offload sequential" in text
     want = spread(how, place="encoder=cpu,decoder=cpu")
-    placed = place(NEEDS, want, gpus(16, 16))
+    placed = place_workers(NEEDS, want, gpus(16, 16))
     assert seats(placed)[1] == ("denoiser", "cuda:0+cuda:1")
-    assert placed[1].takes(want) == {"cuda:0": CONTEXT + 12 * GIB, "cuda:1": CONTEXT + 12 * GIB, CPU: 2 * PROCESS}
+    assert placed[1].device_bytes(want) == {
+        "cuda:0": CONTEXT + 12 * GIB,
+        "cuda:1": CONTEXT + 12 * GIB,
+        CPU: 2 * PROCESS,
+    }
     with pytest.raises(ConfigError, match="do not fit"):
-        place(NEEDS, spread("ulysses:2", place="encoder=cpu,decoder=cpu"), gpus(16, 16))
+        place_workers(NEEDS, spread("ulysses:2", place="encoder=cpu,decoder=cpu"), gpus(16, 16))
 
 
 def test_weights_that_are_parted_are_no_file_s_and_those_of_other_roles_are_whole() -> None:
     mapped = {role: tuple(replace(part, mapped=True) for part in parts) for role, parts in NEEDS.items()}
     want = replace(spread("ulysses:2+shard:2"), counts={"all": 1})
-    (whole,) = place(mapped, want, (HOST,))
+    (whole,) = place_workers(mapped, want, (HOST,))
     assert [part.bytes for part in whole.parts] == [10 * GIB, GIB, 12 * GIB, GIB // 2]
-    assert whole.takes(want) == {CPU: 2 * PROCESS + (11 + 24) * GIB + GIB // 2}
+    assert whole.device_bytes(want) == {CPU: 2 * PROCESS + (11 + 24) * GIB + GIB // 2}
 
 
 def test_ranks_that_share_matrices_have_the_rest_whole() -> None:
-    shared = replace(TRANSFORMER, shared=16 * GIB)
+    shared = replace(TRANSFORMER, tensor_parallel_bytes=16 * GIB)
     needs = {**NEEDS, "denoiser": (shared,)}
     want = spread("tensor:4", place="encoder=cpu,decoder=cpu")
-    placed = place(needs, want, gpus(13, 13, 13, 13))
-    assert placed[1].takes(want) == {**{f"cuda:{n}": CONTEXT + 12 * GIB for n in range(4)}, CPU: 4 * PROCESS}
+    placed = place_workers(needs, want, gpus(13, 13, 13, 13))
+    assert placed[1].device_bytes(want) == {**{f"cuda:{n}": CONTEXT + 12 * GIB for n in range(4)}, CPU: 4 * PROCESS}
     with pytest.raises(ConfigError, match="do not fit"):
-        place(NEEDS, want, gpus(13, 13, 13, 13))
+        place_workers(NEEDS, want, gpus(13, 13, 13, 13))
     halved = replace(shared, dtype="float32").stored_as("bfloat16")
-    assert (shared.stored_as("float32").shared, halved.shared) == (32 * GIB, 8 * GIB)
+    assert (shared.stored_as("float32").tensor_parallel_bytes, halved.tensor_parallel_bytes) == (32 * GIB, 8 * GIB)
     mapped = replace(shared, mapped=True)
     assert [mapped.of_rank(ParallelDegrees.parse(how)).mapped for how in ("cfg:2", "tensor:2")] == [True, False]
 
 
 def test_a_refusal_adds_shares_to_how_a_role_is_spread() -> None:
     want = spread("ulysses:4", place="encoder=cpu,decoder=cpu")
-    text = refusal(NEEDS, replace(want, parted=frozenset({"denoiser"})), gpus(16, 16, 16, 16))
+    text = refusal(NEEDS, replace(want, shardable_roles=frozenset({"denoiser"})), gpus(16, 16, 16, 16))
     assert "it would fit with --parallel denoiser=ulysses:4+shard:4" in text
-    assert "shard" not in refusal(NEEDS, replace(want, parted=frozenset()), gpus(16, 16, 16, 16))
+    assert "shard" not in refusal(NEEDS, replace(want, shardable_roles=frozenset()), gpus(16, 16, 16, 16))
     for how in ("shard:2", "tensor:2"):
         text = refusal(NEEDS, spread(how, place="encoder=cpu,decoder=cpu"), gpus(9, 9))
         assert "with --offload" not in text
@@ -271,9 +282,11 @@ def test_a_refusal_adds_shares_to_how_a_role_is_spread() -> None:
 
 
 def test_the_devices_of_ranks_are_those_named() -> None:
-    placed = place(NEEDS, spread("ring:2", place="denoiser=cuda:2+cuda:0,denoiser=cuda:1+cuda"), gpus(90, 80, 80))
+    placed = place_workers(
+        NEEDS, spread("ring:2", place="denoiser=cuda:2+cuda:0,denoiser=cuda:1+cuda"), gpus(90, 80, 80)
+    )
     assert [device for role, device in seats(placed) if role == "denoiser"] == ["cuda:2+cuda:0", "cuda:1+cuda:0"]
-    placed = place(NEEDS, spread("ring:2", device="cuda:0+cuda:1"), gpus(60, 80, 80))
+    placed = place_workers(NEEDS, spread("ring:2", device="cuda:0+cuda:1"), gpus(60, 80, 80))
     assert seats(placed) == [("encoder", "cuda:1"), ("denoiser", "cuda:0+cuda:1"), ("decoder", "cuda:1")]
 
 
@@ -289,16 +302,16 @@ def test_the_devices_of_ranks_are_those_named() -> None:
 )
 def test_devices_that_do_not_fit_ranks_are_refused(want: WorkerPlan, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        place(NEEDS, want, gpus(80, 80))
+        place_workers(NEEDS, want, gpus(80, 80))
 
 
 def test_workers_may_have_several_roles() -> None:
     want = WorkerPlan(parse_workers("encoder+decoder, denoiser=2"), first=frozenset({"denoiser"}))
-    placed = place(NEEDS, want, (HOST,))
+    placed = place_workers(NEEDS, want, (HOST,))
     assert [(worker.role, worker.parts) for worker in placed] == [
         ("encoder+decoder", (T5, CLIP, VAE)), ("denoiser", (TRANSFORMER,)), ("denoiser", (TRANSFORMER,))
     ]  # fmt: skip
-    (whole,) = place(NEEDS, WorkerPlan({"all": 1}), (HOST,))
+    (whole,) = place_workers(NEEDS, WorkerPlan({"all": 1}), (HOST,))
     assert whole.parts == (T5, CLIP, TRANSFORMER, VAE)
 
 
@@ -318,16 +331,16 @@ def test_workers_with_one_model_at_a_time_take_turns_over_the_devices() -> None:
     needs = {"encoder": (replace(T5, models=("one", "two")),), "denoiser": (replace(TRANSFORMER, models=("two",)),)}
     mapped = {role: tuple(replace(part, mapped=True) for part in parts) for role, parts in needs.items()}
     want = WorkerPlan({"all": 3}, max_loaded_models="1")
-    placed = place(mapped, want, gpus(80, 300))
+    placed = place_workers(mapped, want, gpus(80, 300))
     assert seats(placed) == [("all", "cuda:0"), ("all", "cuda:1"), ("all", "cuda:0")]
-    two = place(mapped, replace(want, counts={"all": 2}), (Device(CPU, 90 * GIB),))
-    assert taken(two, want)[CPU] == 2 * (PROCESS + 34 * GIB), "each may have another model loaded"
+    two = place_workers(mapped, replace(want, counts={"all": 2}), (Device(CPU, 90 * GIB),))
+    assert taken_bytes(two, want)[CPU] == 2 * (PROCESS + 34 * GIB), "each may have another model loaded"
 
 
 @pytest.mark.parametrize("want", [WorkerPlan({"sculptor": 1}), WorkerPlan(place={"sculptor": (CPU,)})])
 def test_a_role_that_no_stage_has_is_refused_with_those_there_are(want: WorkerPlan) -> None:
     with pytest.raises(ConfigError, match="the role sculptor: roles are encoder, denoiser, decoder, and all"):
-        place(NEEDS, want, (HOST,))
+        place_workers(NEEDS, want, (HOST,))
 
 
 def test_a_role_may_run_where_it_was_told_to_else_on_every_gpu() -> None:
@@ -364,12 +377,12 @@ def test_what_is_placed_has_room_is_complete_and_is_where_it_was_told(
     want = WorkerPlan(counts, named, compute, GIB, first=frozenset({"denoiser"}))
     assume(any(counts.values()))
     try:
-        placed = place(needs, want, devices)
+        placed = place_workers(needs, want, devices)
     except ConfigError as error:
         if "do not fit" in str(error):
             assert_sums_are_right(str(error), devices)
         return
-    takes = taken(placed, want)
+    takes = taken_bytes(placed, want)
     assert all(takes[device.name] <= device.free for device in devices)
     for role, count in counts.items():
         mine = [worker.device for worker in placed if worker.role in (role, "all")]

@@ -38,14 +38,14 @@ class TickingClock(ManualClock):
 class Spread(ShardedQueue):
     """Requests whose names follow one another in the alphabet live in different shards."""
 
-    def home(self, name: str) -> int:
+    def shard_of(self, name: str) -> int:
         return ord(name[-1:] or "\0") % self._count
 
 
 class Together(ShardedQueue):
     """All requests live in the last shard."""
 
-    def home(self, name: str) -> int:
+    def shard_of(self, name: str) -> int:
         return self._count - 1
 
 
@@ -88,7 +88,7 @@ class ShardedTwins(Twins):
         if name in self.sides[0].queue._requests:  # type: ignore[attr-defined]
             return name, limits
         names = (f"{name}.{number}" for number in count())
-        return self.sides[1].queue.placed(names, Caller(tenant, key, allowance=limits.tenant)), limits
+        return self.sides[1].queue.choose_id(names, Caller(tenant, key, limits=limits.tenant)), limits
 
     def pushed(self, side: Side, name: str, pushed: dict[str, Any]) -> list[Task]:
         tasks = super().pushed(side, name, pushed)
@@ -96,12 +96,12 @@ class ShardedTwins(Twins):
 
     def asked(self, wanted: LeaseRequest, with_outcome_of: str = "") -> LeaseRequest:
         """With an outcome, what lives in its shard: where that has nothing one other shard is asked, and not all."""
-        name, home = self.chosen(int(1000 * abs(wanted.rank))), self.sides[1].queue.home  # type: ignore[attr-defined]
+        name, home = self.chosen(int(1000 * abs(wanted.rank))), self.sides[1].queue.shard_of  # type: ignore[attr-defined]
         if with_outcome_of and home(name) != home(with_outcome_of):
             name = with_outcome_of
         offers = {
             f"{name}/{pool}": msgspec.structs.replace(
-                offer, behind={f"{name}/{fed}": most for fed, most in offer.behind.items()}
+                offer, backpressure={f"{name}/{fed}": most for fed, most in offer.backpressure.items()}
             )
             for pool, offer in wanted.pools.items()
         }
@@ -129,5 +129,5 @@ class CutShards(ShardedQueue):
     """Three shards in memory, by an address."""
 
     @classmethod
-    def at(cls, url: str, clock: Clock | None = None) -> CutShards:
+    def open(cls, url: str, clock: Clock | None = None) -> CutShards:
         return cls([Cut(clock or SystemClock()) for _ in range(3)])

@@ -40,7 +40,7 @@ def say(record: RequestRecord) -> None:
 async def caller(queue: SqliteQueue, chance: random.Random) -> None:
     while True:
         if chance.random() < 0.3:
-            admitted = lifecycle.admitted(request_for(PIPELINE, chance.randint(1, 3)), 1.0)
+            admitted = lifecycle.admit(request_for(PIPELINE, chance.randint(1, 3)), 1.0)
             say(await queue.submit(admitted.context, admitted.push, admitted.events, QueueLimits(10**6, 10**6)))
         for lease in await queue.lease("w", wanted(*POOLS, slots=chance.randint(1, 3)), 60.0):
             with suppress(Conflict, LeaseLost):
@@ -50,22 +50,22 @@ async def caller(queue: SqliteQueue, chance: random.Random) -> None:
 
 async def transition(queue: SqliteQueue, chance: random.Random, lease: Lease) -> None:
     task, now = lease.task, await queue.now()
-    pieces = [b"%d" % number for number in range(lease.appended, lease.appended + chance.randint(0, 3))]
-    if await append(queue, lease.claim, lease.appended, pieces):
-        os.write(1, f"{task.request} {task.stage} +{lease.appended + len(pieces)}\n".encode())
+    pieces = [b"%d" % number for number in range(lease.recorded_deltas, lease.recorded_deltas + chance.randint(0, 3))]
+    if await append(queue, lease.claim, lease.recorded_deltas, pieces):
+        os.write(1, f"{task.request} {task.stage} +{lease.recorded_deltas + len(pieces)}\n".encode())
     record = await queue.load(task.request)
     change: Change | None = None
     match chance.choice("dddddfbc"):
         case "d":
             results = (ResultFile(task.params["index"], "image/png", 1, "hash"),) if task.planned.final else ()
             done = TaskCompleted(lease.claim, None if task.planned.final else object_for(task), results, Timings())
-            change = lifecycle.completed(record.context, done, "w", 1.0, record.running)
+            change = lifecycle.complete_stage(record.context, done, "w", 1.0, record.running)
         case "f":
-            change = lifecycle.failed(record.context, TaskFailed(lease.claim, "transient", "so"), "w", 1.0, now)
+            change = lifecycle.fail_stage(record.context, TaskFailed(lease.claim, "transient", "so"), "w", 1.0, now)
         case "b":
             await queue.hand_back(lease.claim)
         case "c":
-            change = lifecycle.cancelled(record.context, 1.0)
+            change = lifecycle.cancel(record.context, 1.0)
     if change is not None:
         say(await queue.commit(change))
 

@@ -66,11 +66,11 @@ async def test_what_is_not_allowed_is_said(server: Server) -> None:
     mine = server.as_user("unfuse", "SECRET").url
     other = queues.open(f"{mine}?prefix=other")
     with pytest.raises(ConfigError, match="the Redis user lacks permissions"):
-        await other.reach()
+        await other.check_address()
     await other.close()
     server.client.execute_command("ACL", "SETUSER", "unfuse", "-zadd")
     queue = queues.open(mine)
-    await queue.reach()
+    await queue.check_address()
     with pytest.raises(TransientError, match="can't run this command|'zadd'"):
         await submitted(queue, "a")
     assert server.client.acl_log()[0]["object"] == "zadd"
@@ -85,10 +85,10 @@ async def test_two_installations_in_one_redis_know_nothing_of_each_other(server:
     for name in ("blue", "green"):
         server.client.execute_command(*(word.replace("unfuse", name) for word in users()[0]))
         both[name] = queues.open(f"{server.as_user(name, 'SECRET').url}?prefix={name}")
-        await both[name].reach()
+        await both[name].check_address()
     blue, green = both.values()
     waiting = await started(green.lease("w", wanted("p"), TTL, wait=60.0))
-    await blue.hello(worker("w"))
+    await blue.register(worker("w"))
     await submitted(blue, "a", priority=7)
     await submitted(blue, "b")
     assert not waiting.done()

@@ -72,7 +72,7 @@ class Life:
 
     async def renew(self) -> None:
         assert self.lease
-        assert (await self.queue.renew([self.lease.claim], TTL)).held
+        assert (await self.queue.renew([self.lease.claim], TTL)).renewed
 
     async def hand_back(self) -> None:
         assert self.lease
@@ -94,11 +94,11 @@ class Life:
     async def end(self, name: str, status: str) -> None:
         record = await self.queue.load(name)
         at = self.clock.wall()
-        await self.queue.commit(change(record, status=status, completed_at=at, dead=status == "failed",
+        await self.queue.commit(change(record, status=status, completed_at=at, is_dead_letter=status == "failed",
                                        events=(Event(status),)))  # fmt: skip
 
     async def look_at(self, name: str) -> None:
-        await self.queue.commit(change(await self.queue.load(name), dead=False))
+        await self.queue.commit(change(await self.queue.load(name), is_dead_letter=False))
 
 
 async def complete(queue: QueueBackend, lease: Lease) -> None:
@@ -151,7 +151,7 @@ STEPS: tuple[tuple[bool, Callable[[Life], Awaitable[object]]], ...] = (
     (False, Life.take),
     (True, Life.complete),
     (True, lambda life: life.look_at("c")),
-    (False, lambda life: life.queue.forget(1_750_000_000.0)),
+    (False, lambda life: life.queue.drop_ended_before(1_750_000_000.0)),
     (False, Life.take),
 )
 """The steps, and whether each is to survive a loss of power."""
@@ -160,9 +160,16 @@ STEPS: tuple[tuple[bool, Callable[[Life], Awaitable[object]]], ...] = (
 async def seen(queue: QueueBackend, tasks: Iterable[tuple[str, str, int]]) -> object:
     """What a queue knows and has to do, without how far it is; a task may be leased or wait."""
     contexts = [record.context for record in await queue.list(RequestFilter())]
-    grown = {c.id: [await queue.appended(c.id, stage) for stage in ("one", *FOLLOWS.values())] for c in contexts}
+    grown = {c.id: [await queue.read_deltas(c.id, stage) for stage in ("one", *FOLLOWS.values())] for c in contexts}
     known = [
-        (c.id, c.version, c.status, c.dead, [(name, s.status, s.attempt) for name, s in c.stages.items()], grown[c.id])
+        (
+            c.id,
+            c.version,
+            c.status,
+            c.is_dead_letter,
+            [(name, s.status, s.attempt) for name, s in c.stages.items()],
+            grown[c.id],
+        )
         for c in contexts
     ]
     return sorted(known), sorted(tasks)
@@ -170,12 +177,12 @@ async def seen(queue: QueueBackend, tasks: Iterable[tuple[str, str, int]]) -> ob
 
 async def all_goes_on(queue: QueueBackend, clock: ManualClock) -> None:
     """Whoever is there now brings what is not over to its end, each stage completed once."""
-    while unfinished := await queue.list(RequestFilter(over=False)):
+    while unfinished := await queue.list(RequestFilter(is_over=False)):
         for lease in await queue.lease("another", wanted("p", slots=9), TTL):
             await complete(queue, lease)
         for late in await passing(queue, clock, TTL + 1):
             await again(queue, late)
-        assert len(await queue.list(RequestFilter(over=False))) <= len(unfinished)
+        assert len(await queue.list(RequestFilter(is_over=False))) <= len(unfinished)
     assert await count_waiting(queue, "p") == 0
     for record in await queue.list(RequestFilter()):
         events = await history(queue, record.context.id)
@@ -351,7 +358,7 @@ class TestRedisAndValkey:
             restarted = shared_server.on(folder)
             try:
                 clock = ManualClock(now=times[min(answered + 1, len(STEPS))])
-                queue = RedisQueue.at(restarted.url, clock)
+                queue = RedisQueue.open(restarted.url, clock)
                 now = await seen(queue, self.standing(restarted))
                 assert now in states[answered : answered + 2], f"cut at {cut}"
                 await all_goes_on(queue, clock)

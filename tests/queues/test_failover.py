@@ -33,7 +33,7 @@ def test_an_address_names_sentinels_and_what_they_watch() -> None:
     (found,) = parse_address("rediss+sentinel://me:s%40t@a,b:7000,[::1]:7001/tasks-1/3?prefix=blue&replicas=2")
     assert found.hosts == (("a", 26379), ("b", 7000), ("::1", 7001))
     assert (found.service, found.tag, found.replicas) == ("tasks-1", "{blue}", 2)
-    assert found.shown == "a:26379/3 (tasks-1)"
+    assert found.display_name == "a:26379/3 (tasks-1)"
     options = found.connect().connection_pool.connection_kwargs
     assert {name: options[name] for name in ("username", "password", "db")} == {
         "username": "me", "password": "s@t", "db": 3,
@@ -190,7 +190,7 @@ async def test_waiters_and_watchers_go_on_at_the_new_primary(service: Service, f
     at the new one, and who submits finds it by itself."""
     service.primary.client.flushall()
     async with opened(f"{service.url}?replicas=1") as queue:
-        await queue.reach()
+        await queue.check_address()
         record = await submitted(queue, "a")
         lease = await leased(queue)
         watching = await started(following(queue.watch("a", after=2)))

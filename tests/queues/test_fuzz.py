@@ -12,21 +12,28 @@ from unfuse import queues
 from unfuse.core.errors import NotFound, ProtocolError
 from unfuse.core.request import Event
 from unfuse.core.task import Claim
-from unfuse.queues.base import EXACT, QueueBackend, RequestFilter
+from unfuse.queues.base import MAX_SAFE_INTEGER, QueueBackend, RequestFilter
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import LIMITS, TTL, change, done, leased, raised, request, submitted, task, wanted
 
 names = st.text(max_size=40)
-whole = st.integers(-(2**63), 2**64 - 1) | st.sampled_from([0, 1, -1, EXACT, EXACT + 1, -EXACT, 2**63])
-real = st.floats() | st.sampled_from([0.0, -0.0, 5e-324, 1e15, -1e15, float(EXACT)])
+whole = st.integers(-(2**63), 2**64 - 1) | st.sampled_from(
+    [0, 1, -1, MAX_SAFE_INTEGER, MAX_SAFE_INTEGER + 1, -MAX_SAFE_INTEGER, 2**63]
+)
+real = st.floats() | st.sampled_from([0.0, -0.0, 5e-324, 1e15, -1e15, float(MAX_SAFE_INTEGER)])
 times = st.sampled_from([0.0, -1e15, 1e15, 1e300, float("nan"), float("inf"), -float("inf")])
 parts = st.fixed_dictionaries(
-    {"request": names, "stage": names, "pool": names, "near": names, "affinity": names},
-    optional={"room": whole, "priority": whole, "attempt": whole, "order": real, "not_before": times},
+    {"request": names, "stage": names, "pool": names, "preferred_node": names, "affinity": names},
+    optional={"output_size": whole, "priority": whole, "attempt": whole, "order": real, "not_before": times},
 )
 wishes = st.fixed_dictionaries(
-    {"slots": st.integers(1, 2**40), "room": st.none() | st.integers(0, EXACT)},
-    optional={"above": st.integers(-EXACT, EXACT), "rank": st.floats(), "near": names, "affinity": names},
+    {"slots": st.integers(1, 2**40), "room": st.none() | st.integers(0, MAX_SAFE_INTEGER)},
+    optional={
+        "priority_above": st.integers(-MAX_SAFE_INTEGER, MAX_SAFE_INTEGER),
+        "rank": st.floats(),
+        "preferred_node": names,
+        "affinity": names,
+    },
 )
 
 
@@ -36,8 +43,13 @@ async def refuses_and_goes_on(queue: QueueBackend) -> None:
     """
     record = await submitted(queue, "a")
     lease = await leased(queue)
-    fields: list[dict[str, Any]] = [{name: 2**60} for name in ("room", "priority", "attempt", "not_before")]
-    fields += [{"order": float("nan")}, {"order": float("inf")}, {"near": "\ud800"}, {"affinity": "a" * 2**23}]
+    fields: list[dict[str, Any]] = [{name: 2**60} for name in ("output_size", "priority", "attempt", "not_before")]
+    fields += [
+        {"order": float("nan")},
+        {"order": float("inf")},
+        {"preferred_node": "\ud800"},
+        {"affinity": "a" * 2**23},
+    ]
     for number, wrong in enumerate(fields):
         bad = task("a", **({"stage": "t"} | wrong))
         context = request(f"b{number}", idempotency_key="k")
@@ -55,10 +67,12 @@ async def refuses_and_goes_on(queue: QueueBackend) -> None:
     await queue.commit(done(record, lease, push=(task("a", "t"),)))
     for name in ("", "a:1:b", "\0\r\n\t", "{x}%s%d\\", "é" * 5000, "-inf", "(1"):
         names = request(name, tenant=name, idempotency_key=name, metadata={name: name})
-        sent = task(name, name, pool=name, near=name, affinity=name, order=1e-320, not_before=-1e15, room=2**53)
+        sent = task(
+            name, name, pool=name, preferred_node=name, affinity=name, order=1e-320, not_before=-1e15, output_size=2**53
+        )
         await queue.submit(names, [sent], [Event("queued", message=name)], LIMITS)
         assert (await queue.load(name)).context == names
-        takes = wanted(name, slots=2**40, room=2**62, later={name: -(2**40)}, near=name, rank=float("nan"))
+        takes = wanted(name, slots=2**40, room=2**62, later={name: -(2**40)}, preferred_node=name, rank=float("nan"))
         assert [lease.task for lease in await queue.lease(name, takes, TTL)] == [sent]
     assert [lease.task.stage for lease in await queue.lease("w", wanted("p", slots=9), TTL)] == ["t"]
 
@@ -75,7 +89,7 @@ async def outcome(queue: QueueBackend, sent: dict[str, Any], wish: dict[str, Any
         lambda: queue.renew([stolen], TTL),
         lambda: queue.hand_back(stolen),
         lambda: queue.list(RequestFilter(tenant=name)),
-        lambda: queue.over([name, pool]),
+        lambda: queue.ended_among([name, pool]),
         lambda: queue.stats([name, pool]),
     ):
         try:
@@ -95,7 +109,7 @@ def test_anything_is_the_same_to_all_of_them(server: Server) -> None:
         for url in ("memory", f"sqlite:{folder}/queue.db", server.url):
             queue = queues.open(url, ManualClock())
             told.append(await outcome(queue, sent, wish, stolen))
-            await submitted(queue, "good", pool="good", priority=EXACT)
+            await submitted(queue, "good", pool="good", priority=MAX_SAFE_INTEGER)
             assert (await leased(queue, "good")).task.request == "good"
             await queue.close()
         assert told[0] == told[1] == told[2]

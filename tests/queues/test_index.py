@@ -22,13 +22,13 @@ ASKED = (
     RequestFilter(tenant="t", idempotency_key="k"),
     RequestFilter(tenant="t", fingerprint="f"),
     RequestFilter(tenant="t"),
-    RequestFilter(tenant="t", over=False),
+    RequestFilter(tenant="t", is_over=False),
     RequestFilter(tenant="t", status="queued"),
     RequestFilter(tenant="t", status="in_progress"),
     RequestFilter(tenant="t", status="completed"),
-    RequestFilter(tenant="t", dead=True),
+    RequestFilter(tenant="t", is_dead_letter=True),
     RequestFilter(tenant="t", video=True),
-    RequestFilter(over=False),
+    RequestFilter(is_over=False),
     RequestFilter(status="completed"),
 )
 """All that the server asks."""
@@ -42,14 +42,16 @@ async def fill(queue: QueueBackend, more: int, first: int = 0) -> None:
             await queue.submit(request(name, **fields), [task(name)], [], LIMITS)
             if status:
                 record = await queue.load(name)
-                await queue.commit(change(record, status=status, dead=status == "failed", completed_at=2e9))
+                await queue.commit(change(record, status=status, is_dead_letter=status == "failed", completed_at=2e9))
 
     async def one(number: int) -> None:
         name = f"{'video_' * (number % 2)}{number}"
         fields = {"tenant": "u", "idempotency_key": f"k{number}", "fingerprint": f"f{number % 7}"}
         record = await queue.submit(request(name, **fields), [], [], LIMITS)
         if number % 4 > 1:
-            await queue.commit(change(record, status="failed", dead=number % 8 == 7, completed_at=float(number)))
+            await queue.commit(
+                change(record, status="failed", is_dead_letter=number % 8 == 7, completed_at=float(number))
+            )
 
     await asyncio.gather(*(one(number) for number in range(first, first + more)))
 
@@ -86,7 +88,7 @@ async def test_a_question_looks_at_as_many_requests_in_memory(kind: str, tmp_pat
     clock = ManualClock()
     queue = MemoryQueue(clock) if kind == "memory" else SqliteQueue(tmp_path / "queue.db", clock)
     looked: list[IndexEntry] = []
-    fits = IndexEntry.fits
+    fits = IndexEntry.matches
 
     def counting(entry: IndexEntry, which: RequestFilter) -> bool:
         looked.append(entry)
@@ -96,7 +98,7 @@ async def test_a_question_looks_at_as_many_requests_in_memory(kind: str, tmp_pat
     for first, more in ((0, 40), (40, 1000)):
         await fill(queue, more, first)
         counted.append([])
-        with patch.object(IndexEntry, "fits", counting):
+        with patch.object(IndexEntry, "matches", counting):
             for which in ASKED:
                 looked.clear()
                 await queue.list(which, limit=2)
@@ -149,7 +151,7 @@ async def test_whether_many_are_over_is_one_run_and_reads_no_context(redis_queue
     names = [f"{'video_' * (number % 2)}{number}" for number in range(300)]
     server.client.config_resetstat()
 
-    assert len(await redis_queue.over(names)) == 150
+    assert len(await redis_queue.ended_among(names)) == 150
 
     ran = {name: told["calls"] for name, told in server.client.info("commandstats").items()}
     assert (ran["cmdstat_evalsha"], ran["cmdstat_hget"], ran["cmdstat_hmget"]) == (1, 300, 1)
@@ -162,10 +164,10 @@ async def test_what_is_forgotten_leaves_no_key_in_redis(redis_queue: QueueBacken
     lease = await leased(redis_queue)
     await redis_queue.hand_back(lease.claim)
     assert len(server.client.keys()) > 60
-    for record in await redis_queue.list(RequestFilter(over=False)):
+    for record in await redis_queue.list(RequestFilter(is_over=False)):
         await redis_queue.commit(change(record, status="cancelled", completed_at=1.0))
     await redis_queue.drop("t")
-    await redis_queue.forget(3e9)
+    await redis_queue.drop_ended_before(3e9)
 
     assert server.client.keys() == [b"{unfuse}:meta"]
 
@@ -173,9 +175,9 @@ async def test_what_is_forgotten_leaves_no_key_in_redis(redis_queue: QueueBacken
 async def test_what_is_forgotten_leaves_nothing_in_memory() -> None:
     queue = MemoryQueue(ManualClock())
     await fill(queue, 20)
-    for record in await queue.list(RequestFilter(over=False)):
+    for record in await queue.list(RequestFilter(is_over=False)):
         await queue.commit(change(record, status="cancelled", completed_at=1.0))
     await queue.drop("t")
-    await queue.forget(3e9)
+    await queue.drop_ended_before(3e9)
 
-    assert (queue._requests, queue._index._under, queue._index.over_before(3e9)) == ({}, {}, [])
+    assert (queue._requests, queue._index._under, queue._index.ended_before(3e9)) == ({}, {}, [])

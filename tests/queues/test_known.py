@@ -18,7 +18,7 @@ from unfuse.core.request import Change, Delivery, RequestRecord, RunningStage
 from unfuse.core.task import Claim, Lease
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.redis import RedisQueue
-from unfuse.queues.script import KNOWN_S, MOST_KNOWN, KnownRecords
+from unfuse.queues.script import CACHED_RECORD_S, MAX_CACHED_RECORDS, RecordCache
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import request, task, wanted
@@ -28,8 +28,8 @@ LEASE = Lease(task("a"), "w", b"t" * 16, 5.0)
 
 class TestKnownRecords:
     def test_a_lease_that_was_heard_of_runs_in_its_record(self) -> None:
-        known = KnownRecords(ManualClock())
-        known.keep(RequestRecord(request("a"), position=3))
+        known = RecordCache(ManualClock())
+        known.put(RequestRecord(request("a"), position=3))
         assert known.of(LEASE.claim) is None
         known.leased([LEASE], since=7.0)
         record = known.of(LEASE.claim)
@@ -37,8 +37,8 @@ class TestKnownRecords:
         assert [(run.stage, run.attempt, run.worker, run.since) for run in record.running] == [("s", 1, "w", 7.0)]
 
     def test_of_another_attempt_or_stage_nothing_is_known(self) -> None:
-        known = KnownRecords(ManualClock())
-        known.keep(RequestRecord(request("a")))
+        known = RecordCache(ManualClock())
+        known.put(RequestRecord(request("a")))
         known.leased([LEASE], since=7.0)
         for other in ({"attempt": 2}, {"stage": "t"}, {"request": "b"}):
             claim = msgspec.structs.replace(LEASE.claim, **other)
@@ -48,30 +48,30 @@ class TestKnownRecords:
     def test_what_was_heard_of_long_ago_is_not_known(self) -> None:
         """Given a stage that runs, then how long it has run grows with time, and after a while the queue is asked."""
         clock = ManualClock()
-        known = KnownRecords(clock)
-        known.keep(RequestRecord(request("a")))
+        known = RecordCache(clock)
+        known.put(RequestRecord(request("a")))
         known.leased([LEASE], since=7.0)
-        clock.advance(KNOWN_S)
+        clock.advance(CACHED_RECORD_S)
         record = known.of(LEASE.claim)
-        assert record is not None and [run.ran_s for run in record.running] == [KNOWN_S]
+        assert record is not None and [run.ran_s for run in record.running] == [CACHED_RECORD_S]
         clock.advance(0.5)
         assert known.of(LEASE.claim) is None
 
     def test_what_is_over_is_forgotten_and_takes_no_place(self) -> None:
-        known = KnownRecords(ManualClock())
-        known.keep(RequestRecord(request("a")))
+        known = RecordCache(ManualClock())
+        known.put(RequestRecord(request("a")))
         known.leased([LEASE], since=7.0)
-        for number in range(MOST_KNOWN):
-            known.keep(RequestRecord(request(f"r{number}", status="cancelled")))
+        for number in range(MAX_CACHED_RECORDS):
+            known.put(RequestRecord(request(f"r{number}", status="cancelled")))
         assert known.of(LEASE.claim) is not None
-        known.keep(RequestRecord(request("a", status="cancelled"), known.of(LEASE.claim).running))  # type: ignore[union-attr]
+        known.put(RequestRecord(request("a", status="cancelled"), known.of(LEASE.claim).running))  # type: ignore[union-attr]
         assert known.of(LEASE.claim) is None
 
     def test_those_that_were_stored_last_are_known(self) -> None:
-        known = KnownRecords(ManualClock())
-        names = [f"r{number}" for number in range(MOST_KNOWN + 2)]
-        for name in [*names[:MOST_KNOWN], names[0], *names[MOST_KNOWN:]]:
-            known.keep(RequestRecord(request(name)))
+        known = RecordCache(ManualClock())
+        names = [f"r{number}" for number in range(MAX_CACHED_RECORDS + 2)]
+        for name in [*names[:MAX_CACHED_RECORDS], names[0], *names[MAX_CACHED_RECORDS:]]:
+            known.put(RequestRecord(request(name)))
         leases = {name: Lease(task(name), "w", b"t" * 16, 5.0) for name in names}
         known.leased(leases.values(), since=7.0)
         assert [name for name in names if known.of(leases[name].claim) is None] == names[1:3]
@@ -91,7 +91,7 @@ class Counting(RedisQueue):
 async def schedulers(server: Server) -> AsyncIterator[tuple[Scheduler, Scheduler]]:
     """Two over one server."""
     clock = ManualClock()
-    both = [Scheduler(Counting.at(server.url, clock), cards=[CARD], clock=clock) for _ in range(2)]
+    both = [Scheduler(Counting.open(server.url, clock), specs=[CARD], clock=clock) for _ in range(2)]
     try:
         yield both[0], both[1]
     finally:
@@ -122,10 +122,10 @@ class TestTwoSchedulersOverOneServer:
                 assert isinstance(clock, ManualClock)
                 await one.submit(*asking(CARD, params(), id="img_1"))
                 while leases := await take(one):
-                    await one.queue.expired(one.lease_ttl)
+                    await one.queue.sweep_expired(one.lease_ttl)
                     clock.advance(2.0)
                     if forgets:
-                        one.queue._known = KnownRecords(clock)  # type: ignore[attr-defined]
+                        one.queue._known = RecordCache(clock)  # type: ignore[attr-defined]
                     record, _leases = await one.complete(done(leases[0]), WORKER)
                     clock.advance(1.0)
                 plain = {name: msgspec.structs.replace(s, token=b"") for name, s in record.context.stages.items()}
@@ -146,9 +146,9 @@ class TestTwoSchedulersOverOneServer:
         async with schedulers(server) as (one, other):
             await one.submit(*asking(CARD, params(), id="img_1"))
             (lease,) = await take(one)
-            known = one.queue.known(lease.claim)
+            known = one.queue.cached_record(lease.claim)
             await other._apply("img_1", lambda record, _: renamed(record))
-            assert one.queue.known(lease.claim) == known
+            assert one.queue.cached_record(lease.claim) == known
             record, _ = await one.complete(done(lease), WORKER)
             assert (record.context.delivery.metadata, record.context.version) == ({"by": "other"}, 2)
             assert record.context.stages[lease.task.stage].status == "done"
@@ -161,7 +161,7 @@ class TestTwoSchedulersOverOneServer:
                 (lease,) = await take(one)
                 await other.cancel(name)
                 await end(name)
-                with pytest.raises((LeaseLost, Exception), match="not current|no request|not leased|hold its lease"):
+                with pytest.raises((LeaseLost, Exception), match="not current|does not exist|not leased|has its lease"):
                     await one.complete(done(lease), WORKER)
             await one.submit(*asking(CARD, params(), id="img_3"))
             (lease,) = await take(one)
@@ -199,14 +199,14 @@ class TestTwoSchedulersOverOneServer:
 class Mistaken(MemoryQueue):
     """A queue that takes another worker for the one to whom a task is leased."""
 
-    def known(self, claim: Claim) -> RequestRecord | None:
+    def cached_record(self, claim: Claim) -> RequestRecord | None:
         record = self._record(self._entry(claim.request))
         return msgspec.structs.replace(record, running=(RunningStage(claim.stage, claim.attempt, "another", 0.0),))
 
 
 async def test_what_is_refused_by_a_record_that_is_known_is_decided_by_the_stored_one() -> None:
     clock = ManualClock()
-    scheduler = Scheduler(Mistaken(clock), cards=[CARD], clock=clock)
+    scheduler = Scheduler(Mistaken(clock), specs=[CARD], clock=clock)
     await scheduler.submit(*asking(CARD, params()))
     (lease,) = await take(scheduler)
     record, _ = await scheduler.complete(done(lease), WORKER)

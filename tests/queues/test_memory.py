@@ -85,7 +85,7 @@ class TestTheSuiteCanFail:
         class Unordered(MemoryQueue):
             def _put(self, queued: QueuedTask) -> None:
                 rank = property(lambda queued: (0.0, 0.0, queued.arrival, queued))
-                with patch.object(QueuedTask, "rank", rank):
+                with patch.object(QueuedTask, "sort_key", rank):
                     super()._put(queued)
 
         broken = await self.broken_rules(Unordered, patience=2.0)
@@ -94,16 +94,16 @@ class TestTheSuiteCanFail:
 
     async def test_when_tokens_are_not_checked(self) -> None:
         class Trusting(Leases):
-            def held(self, claim: Claim) -> LeasedTask | None:
-                return self.of(claim.key)
+            def find(self, claim: Claim) -> LeasedTask | None:
+                return self.get(claim.key)
 
         broken = await self.broken_rules(leases=Trusting)
         assert {"an_old_claim_is_worth_nothing", "progress_needs_its_lease"} <= broken
 
     async def test_when_tokens_are_checked_in_part(self) -> None:
         class Hurried(Leases):
-            def held(self, claim: Claim) -> LeasedTask | None:
-                held = self.of(claim.key)
+            def find(self, claim: Claim) -> LeasedTask | None:
+                held = self.get(claim.key)
                 alike = held is not None and held.lease.token[:15] == claim.token[:15]
                 return held if alike and held and held.lease.task.attempt == claim.attempt else None
 
@@ -112,9 +112,9 @@ class TestTheSuiteCanFail:
     @pytest.mark.parametrize(
         ("ignored", "rules"),
         [
-            ({"behind": {}}, {"a_pool_waits_behind_one_that_is_full"}),
+            ({"backpressure": {}}, {"a_pool_waits_behind_one_that_is_full"}),
             (
-                {"later": 0},
+                {"stage_depth": 0},
                 {
                     "later_pools_go_first",
                     "a_preference_does_not_reach_over_pools",
@@ -143,13 +143,13 @@ class TestTheSuiteCanFail:
 
     @pytest.mark.parametrize("lacks", [set(), {"slots", "kv"}], ids=["none is counted", "all count as one"])
     async def test_when_resources_are_not_told_apart(self, lacks: set[str]) -> None:
-        lacking = PoolOffer.lacks
+        lacking = PoolOffer.missing_resources
 
         def confused(offer: PoolOffer, needs: dict[str, int], used: dict[str, int]) -> set[str]:
             found = lacking(offer, needs, used)
             return lacks if "kv" in found else found
 
-        with patch.object(PoolOffer, "lacks", confused):
+        with patch.object(PoolOffer, "missing_resources", confused):
             assert await self.broken_rules() == {"every_resource_is_counted_for_itself"}
 
     @pytest.mark.parametrize("swept", [-math.inf, math.inf])
@@ -222,18 +222,18 @@ def test_what_is_cached_is_what_was_used_last_and_has_room(history: list[tuple[s
         queue, kept = MemoryQueue(ManualClock()), OrderedDict[str, int]()
         for key, nbytes, lost in history:
             if nbytes < 0 and lost:
-                await queue.uncache(key, key)
+                await queue.remove_encoding(key, key)
                 kept.pop(key, None)
             elif nbytes < 0:
-                await queue.cached([key])
+                await queue.find_encoding([key])
                 kept.move_to_end(key) if key in kept else None
             else:
-                await queue.cache(key, handle(key, nbytes), 100)
+                await queue.put_encoding(key, handle(key, nbytes), 100)
                 kept.pop(key, None)
                 kept[key] = nbytes
                 while sum(kept.values()) > 100:
                     kept.popitem(last=False)
-            found = await queue.cached("klmn", use=False)
+            found = await queue.find_encoding("klmn", use=False)
             assert {key: ref.nbytes for key, ref in found.items()} == dict(kept)
 
     asyncio.run(live())
@@ -280,8 +280,8 @@ async def test_who_asks_for_no_slot_gets_nothing_and_wakes_nobody(queue: MemoryQ
 
 async def test_a_waiter_of_two_pools_is_blocked_by_the_first_in_order(queue: MemoryQueue) -> None:
     """Given a large urgent task in one pool, then a small one of the other pool waits until it is gone."""
-    await submitted(queue, "large", pool="p", room=100, priority=1)
-    await submitted(queue, "small", pool="q", room=1)
+    await submitted(queue, "large", pool="p", output_size=100, priority=1)
+    await submitted(queue, "small", pool="q", output_size=1)
     waiting = await started(queue.lease("w", wanted("p", "q", room=10), TTL, wait=60.0))
     assert not waiting.done()
     await queue.commit(change(await queue.load("large"), status="cancelled"))
@@ -305,7 +305,7 @@ async def test_a_forgotten_request_ends_its_streams(queue: MemoryQueue) -> None:
     await anext(stream)
     await queue.commit(change(record, status="cancelled", completed_at=1.0))
     assert await anext(stream, None) is None
-    assert await queue.forget(2.0) == ["a"]
+    assert await queue.drop_ended_before(2.0) == ["a"]
 
 
 async def test_a_follower_that_leaves_does_no_harm(queue: MemoryQueue) -> None:

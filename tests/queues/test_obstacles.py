@@ -15,7 +15,7 @@ from tests.queues.conftest import Server
 from tools.addresses import free_port
 from unfuse import queues
 from unfuse.core.errors import ConfigError, TransientError
-from unfuse.queues.base import SCHEMA
+from unfuse.queues.base import SCHEMA_VERSION
 from unfuse.queues.script import error
 
 Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -25,7 +25,7 @@ async def refusal(url: str) -> str:
     """The sentence that this address is refused with; empty if it is not."""
     queue = queues.open(url)
     try:
-        await queue.reach()
+        await queue.check_address()
     except ConfigError as error:
         assert "\n" not in str(error)
         return str(error)
@@ -62,18 +62,18 @@ async def test_a_wrong_password_user_or_database_is_told_without_the_password(se
 @pytest.mark.parametrize(
     ("key", "field", "schema"),
     [("meta", "arrivals", "unknown"), ("declared", "serve", "unknown"), ("secrets", "webhooks", "unknown")]
-    + [("meta", "schema", str(SCHEMA - 1))],
+    + [("meta", "schema", str(SCHEMA_VERSION - 1))],
 )
 async def test_data_of_another_version_is_refused_and_stays(server: Server, key: str, field: str, schema: str) -> None:
     """Given keys without a schema number, or with another, then the start is refused and no key changes."""
-    server.client.hset(f"{{unfuse}}:{key}", field, SCHEMA - 1)
+    server.client.hset(f"{{unfuse}}:{key}", field, SCHEMA_VERSION - 1)
 
     said = await refusal(server.url)
 
-    assert f"written by another version of unfuse (schema {schema}, this version needs {SCHEMA})" in said
+    assert f"written by another version of unfuse (schema {schema}, this version needs {SCHEMA_VERSION})" in said
     assert "use another prefix, as in ?prefix=NAME, or delete the keys that begin with {unfuse}:" in said
     assert server.client.keys() == [f"{{unfuse}}:{key}".encode()]
-    assert server.client.hgetall(f"{{unfuse}}:{key}") == {field.encode(): str(SCHEMA - 1).encode()}
+    assert server.client.hgetall(f"{{unfuse}}:{key}") == {field.encode(): str(SCHEMA_VERSION - 1).encode()}
     assert await refusal(f"{server.url}?prefix=other") == ""
 
 

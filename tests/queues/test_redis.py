@@ -20,7 +20,7 @@ from tests.queues.conftest import Address, Server
 from tests.queues.test_stateful import Histories
 from unfuse import queues
 from unfuse.core.clock import SystemClock
-from unfuse.core.errors import ConfigError, Damaged, LeaseLost, NotFound, TransientError
+from unfuse.core.errors import ConfigError, LeaseLost, NotFound, RecordDamaged, TransientError
 from unfuse.core.request import Event, RequestRecord
 from unfuse.queues import script
 from unfuse.queues.base import QueueBackend, QueueLimits, RequestFilter
@@ -155,9 +155,9 @@ class TestTwoQueuesOverOneServer:
             told = [b"%d" % number for number in range(at, at + 4)]
             both = (append(one, claim, at, told) for one in (queue, other) * 2)
             assert await asyncio.gather(*both) == [True] * 4
-        assert [int(piece) for piece in await other.appended("a", "s")] == list(range(61))
+        assert [int(piece) for piece in await other.read_deltas("a", "s")] == list(range(61))
         assert await other.hand_back(claim)
-        assert (await leased(queue)).appended == 61
+        assert (await leased(queue)).recorded_deltas == 61
         assert await asyncio.gather(*(append(one, claim, 61, [b"late"]) for one in (queue, other))) == [False, False]
 
     async def test_a_task_is_leased_by_one_of_them(self, queue: QueueBackend, other: QueueBackend) -> None:
@@ -188,8 +188,8 @@ class TestTwoQueuesOverOneServer:
         await raised(LeaseLost, other.commit(done(record, lease)))
 
     async def test_they_know_the_same_workers(self, queue: QueueBackend, other: QueueBackend) -> None:
-        await queue.hello(worker("v"))
-        await other.hello(worker("w"))
+        await queue.register(worker("v"))
+        await other.register(worker("w"))
         await submitted(queue, "a")
         await leased(queue, worker="w")
         assert [(m.info.id, m.leased) for m in await other.workers()] == [("v", 0), ("w", 1)]
@@ -207,9 +207,9 @@ class TestTwoQueuesOverOneServer:
         watching = await started(following(stream))
         await other.commit(change(record, status="cancelled", completed_at=1.0))
         assert await watching is None
-        assert await other.forget(2.0) == ["a"]
+        assert await other.drop_ended_before(2.0) == ["a"]
         for call in (history(queue, "a"), queue.load("a")):
-            with pytest.raises(NotFound, match="no request a"):
+            with pytest.raises(NotFound, match="request a does not exist"):
                 await call
         assert not queue._subscription._followers
 
@@ -221,15 +221,15 @@ class TestTwoQueuesOverOneServer:
         await submitted(one, "a")
         lease = await leased(one)
         clock.advance(5 * TTL)
-        assert await one.expired(TTL) == []
+        assert await one.sweep_expired(TTL) == []
         for _ in range(3):
             clock.advance(TTL / 4)
-            assert await other.expired(TTL) == []
+            assert await other.sweep_expired(TTL) == []
         clock.advance(TTL / 4)
-        assert [late.claim for late in await one.expired(TTL)] == [lease.claim]
+        assert [late.claim for late in await one.sweep_expired(TTL)] == [lease.claim]
         await other.close()
         newcomer = queues.open(server.url, clock)
-        assert [late.claim for late in await newcomer.expired(TTL)] == [lease.claim]
+        assert [late.claim for late in await newcomer.sweep_expired(TTL)] == [lease.claim]
         for queue in (one, newcomer):
             await queue.close()
 
@@ -261,7 +261,7 @@ class TestTheServerGoesAway:
             calls = (
                 lambda: queue.submit(request("a"), [task("a")], [], LIMITS),
                 lambda: queue.lease("w", wanted("p"), TTL),
-                lambda: queue.expired(TTL),
+                lambda: queue.sweep_expired(TTL),
                 lambda: queue.check(),
                 lambda: queue.workers(),
                 lambda: queue.now(),
@@ -307,10 +307,10 @@ class TestTheServersClock:
         seconds, micros = server.client.time()
         assert await queue.now() == pytest.approx(seconds + micros / 1e6, abs=60)
         await submitted(queue, "a")
-        await queue.expired(TTL)
+        await queue.sweep_expired(TTL)
         (lease,) = await queue.lease("w", wanted("p"), 0.01)
         await asyncio.sleep(0.05)
-        assert await queue.expired(60 * TTL) == [lease]
+        assert await queue.sweep_expired(60 * TTL) == [lease]
         assert (await queue.load("a")).running[0].since == pytest.approx(lease.expires, abs=60)
 
     async def test_a_task_whose_time_comes_wakes_who_waits(self, queue: QueueBackend, other: QueueBackend) -> None:
@@ -347,8 +347,8 @@ async def test_long_lists_are_read_in_pieces(queue: QueueBackend) -> None:
     assert [record.context.id for record in found] == [name for name in reversed(names) if name[-1] == "7"]
     for record in found:
         await queue.commit(change(record, status="completed", completed_at=1.0))
-    assert len(await queue.list(RequestFilter(over=False), limit=5000)) == len(names) - len(found)
-    assert sorted(await queue.forget(2.0)) == [name for name in names if name[-1] == "7"]
+    assert len(await queue.list(RequestFilter(is_over=False), limit=5000)) == len(names) - len(found)
+    assert sorted(await queue.drop_ended_before(2.0)) == [name for name in names if name[-1] == "7"]
 
 
 async def test_calls_at_the_same_moment_are_one_run_of_the_script(queue: QueueBackend, server: Server) -> None:
@@ -363,7 +363,7 @@ async def test_calls_at_the_same_moment_are_one_run_of_the_script(queue: QueueBa
         *(queue.commit(done(records[name], leases[name])) for name in names), queue.load("x"), return_exceptions=True
     )
     assert int(server.client.info("commandstats")["cmdstat_evalsha"]["calls"]) == runs + 1
-    assert [type(one) for one in outcomes] == [RequestRecord, LeaseLost, Damaged, RequestRecord, NotFound]
+    assert [type(one) for one in outcomes] == [RequestRecord, LeaseLost, RecordDamaged, RequestRecord, NotFound]
     again = await asyncio.gather(*(queue.load(name) for name in ("a", "b", "d")))
     assert [one.context.version for one in again] == [1, 0, 1]
 
@@ -389,14 +389,14 @@ async def test_names_may_hold_anything(queue: QueueBackend) -> None:
 async def test_watching_asks_the_server_for_ids_of_others(queue: QueueBackend, other: QueueBackend) -> None:
     await submitted(other, "a")
     assert (await anext(queue.watch("a"))).type == "queued"
-    with pytest.raises(NotFound, match="no request b"):
+    with pytest.raises(NotFound, match="request b does not exist"):
         await anext(queue.watch("b"))
 
 
 async def test_a_closed_queue_hands_out_nothing(queue: QueueBackend) -> None:
     await queue.close()
     assert await queue.lease("w", wanted("p"), TTL, wait=60.0) == []
-    with pytest.raises(TransientError, match="was closed"):
+    with pytest.raises(TransientError, match="is closed"):
         await queue.load("a")
 
 
@@ -426,7 +426,7 @@ async def test_in_a_redis_cluster_a_prefix_is_at_home_on_one_server(masters: lis
         for other in (one for one in masters if one is not home):
             queue = queues.open(f"redis://127.0.0.1:{other.port}?prefix={prefix}")
             with pytest.raises(ConfigError, match=f"this prefix on 127.0.0.1:{home.port}: use that server"):
-                await queue.reach()
+                await queue.check_address()
             await queue.close()
     assert len({home.port for home in homes.values()}) > 1
     for rule in RULES:
@@ -452,7 +452,7 @@ def test_an_address_that_makes_no_sense(url: str) -> None:
 
 def test_addresses_that_do() -> None:
     for url in ("redis", "redis://h", "redis://u:p@[::1]:7000/3?prefix=a-b.c_d"):
-        assert isinstance(RedisQueue.at(url, SystemClock()), RedisQueue)
+        assert isinstance(RedisQueue.open(url, SystemClock()), RedisQueue)
 
 
 def test_an_address_may_ask_for_tls() -> None:

@@ -68,10 +68,10 @@ class TestAnAddress:
         assert [one.server for one in found] == ["redis://me:s@a/2", "redis://me:s@b:7000/2"] * 2
         assert [one.tag for one in found] == [f"{{blue:{shard}}}" for shard in range(4)]
         assert {one.replicas for one in found} == {1}
-        assert [(one.beside.tag, one.beside.part) for one in found if one.beside] == [
+        assert [(one.unsharded.tag, one.unsharded.part) for one in found if one.unsharded] == [
             ("{blue}", "shards 0, 2 of 4"), ("{blue}", "shards 1, 3 of 4"),
         ] * 2  # fmt: skip
-        assert found[1].shown == "b:7000/2 (shard 1 of 4)"
+        assert found[1].display_name == "b:7000/2 (shard 1 of 4)"
 
     def test_or_a_service_of_sentinels(self) -> None:
         found = parse_address("redis+sentinel://s1,s2/one,other/1?shards=3")
@@ -89,7 +89,7 @@ class TestAnAddress:
         assert pool.connection_kwargs["username"] == "u"
         assert "SSL" in pool.connection_class.__name__
         (whole,) = parse_address("redis+cluster://a")
-        assert (whole.tag, whole.part, whole.beside) == ("{unfuse}", "", None)
+        assert (whole.tag, whole.part, whole.unsharded) == ("{unfuse}", "", None)
 
     @pytest.mark.parametrize("url", [
         "redis://a?shards=0", "redis://a?shards=x", "redis://a?shards=65", "redis://a,b", "redis://a,b,c?shards=2",
@@ -136,7 +136,7 @@ async def test_a_rule_wherever_requests_live(rule: Rule, pair: tuple[Server, Ser
 async def refused(url: str) -> str:
     queue = queues.open(url)
     try:
-        await queue.reach()
+        await queue.check_address()
     except ConfigError as error:
         return str(error)
     finally:
@@ -149,13 +149,14 @@ async def test_nobody_takes_the_shards_for_something_else(pair: tuple[Server, Se
     """Given shards that were begun with, then another number, another order, other servers or none are refused."""
     one, other = pair
     assert await refused(at(one, other, shards=4)) == ""
-    assert "shards 0, 2 of 4, not a queue without shards: name as many shards" in await refused(one.url)
-    assert "shards 1, 3 of 4, not a queue without shards" in await refused(other.url)
+    assert "shards 0, 2 of 4, not of a queue without shards: use the same number of shards" in await refused(one.url)
+    assert "shards 1, 3 of 4, not of a queue without shards" in await refused(other.url)
     assert re.search(
-        "shards (1, 3 of 4, not shards 0, 2|0, 2 of 4, not shards 1, 3) of 4", await refused(at(other, one, shards=4))
+        "shards (1, 3 of 4, not of shards 0, 2|0, 2 of 4, not of shards 1, 3) of 4",
+        await refused(at(other, one, shards=4)),
     )
-    assert "of 4, not shards" in await refused(at(one, other, shards=2))
-    assert "of 4, not shards 0, 1, 2, 3 of 4" in await refused(at(one, shards=4))
+    assert "of 4, not of shards" in await refused(at(one, other, shards=2))
+    assert "of 4, not of shards 0, 1, 2, 3 of 4" in await refused(at(one, shards=4))
     assert await refused(at(one, other, shards=4) + "&prefix=blue") == ""
     assert await refused(at(one, other, shards=4)) == ""
 
@@ -166,10 +167,10 @@ async def test_nor_what_was_there_before_them(pair: tuple[Server, Server]) -> No
     one, other = pair
     whole = queues.open(other.url)
     await submitted(whole, "a")
-    assert "a queue without shards, not shards 1 of 2" in await refused(at(one, other))
+    assert "a queue without shards, not of shards 1 of 2" in await refused(at(one, other))
     other.client.flushall()
     assert await refused(at(one, other)) == ""
-    with pytest.raises(ConfigError, match="shards 1 of 2, not a queue without shards"):
+    with pytest.raises(ConfigError, match="shards 1 of 2, not of a queue without shards"):
         await whole.load("a")
     await whole.close()
 
@@ -193,7 +194,7 @@ class Load:
 
     async def submit(self, queue: QueueBackend) -> None:
         while not self.over:
-            id = queue.placed(request_ids(), Caller())
+            id = queue.choose_id(request_ids(), Caller())
             try:
                 await queue.submit(request(id), [task(id)], [], LIMITS)
                 self.accepted[id] = asyncio.get_running_loop().time()
@@ -202,7 +203,7 @@ class Load:
             await asyncio.sleep(self.random.random() / 100)
 
     async def work(self, queue: QueueBackend, name: str) -> None:
-        await queue.hello(worker(name))
+        await queue.register(worker(name))
         while True:
             leases: list[Lease] = []
             with suppress(TransientError):
@@ -216,7 +217,7 @@ class Load:
         """What schedulers do: whose lease is over, of that the next attempt is queued."""
         while True:
             with suppress(TransientError):
-                for lease in await queue.expired(SHORT):
+                for lease in await queue.sweep_expired(SHORT):
                     with suppress(TransientError, LeaseLost, Conflict):
                         record = await queue.load(lease.task.request)
                         again = msgspec.structs.replace(lease.task, attempt=lease.task.attempt + 1)
@@ -243,24 +244,24 @@ async def test_a_server_is_killed_under_load(pair: tuple[Server, Server], freeze
     load = Load(at(*pair, shards=4), 7)
     opened = [queues.open(load.url) for _ in range(2)]
     for queue in opened:
-        await queue.reach()
+        await queue.check_address()
     clients = [asyncio.create_task(load.submit(queue)) for queue in opened]
     workers = [asyncio.create_task(load.work(queue, f"w{number}")) for number, queue in enumerate(opened)]
     workers += [asyncio.create_task(load.sweep(queue)) for queue in opened]
     while len(load.accepted) < 100:
         await asyncio.sleep(0.01)
     (pair[1].pause if freeze else pair[1].kill)()
-    while not all(len(queue.away()) == 2 for queue in opened):
+    while not all(len(queue.unreachable_parts()) == 2 for queue in opened):
         await asyncio.sleep(0.01)
     accepted, completed = len(load.accepted), len(load.made)
     while len(load.accepted) < accepted + 100 or len(load.made) < completed + 100:
         await asyncio.sleep(0.01)
     await asyncio.to_thread(pair[1].go_on if freeze else pair[1].start)
-    while any(queue.away() for queue in opened):
+    while any(queue.unreachable_parts() for queue in opened):
         await asyncio.sleep(0.01)
     load.over = True
     await asyncio.gather(*clients)
-    while await opened[0].list(RequestFilter(over=False), limit=1):
+    while await opened[0].list(RequestFilter(is_over=False), limit=1):
         await asyncio.sleep(0.05)
     for one in workers:
         one.cancel()
@@ -282,8 +283,8 @@ async def test_the_shards_of_a_cluster_are_where_their_slots_are(masters: list[S
         one.client.flushall()
     url = f"redis+cluster://127.0.0.1:{masters[1].port},127.0.0.1:{masters[0].port}?shards=6"
     queue = queues.open(url)
-    await queue.reach()
-    names = [queue.placed(request_ids(), Caller()) for _ in range(40)]
+    await queue.check_address()
+    names = [queue.choose_id(request_ids(), Caller()) for _ in range(40)]
     for name in names:
         await submitted(queue, name)
     found = [{re.sub(rb":meta$", b"", key) for key in one.client.keys("{unfuse:*:meta")} for one in masters]
@@ -299,7 +300,9 @@ async def test_the_shards_of_a_cluster_are_where_their_slots_are(masters: list[S
     move(masters, source, target, tag)
     while len(await queue.list(RequestFilter(), limit=100)) < 40:
         await asyncio.sleep(0.02)
-    moved = next(name for name in iter(lambda: queue.placed(request_ids(), Caller()), "") if home(queue, name) == tag)
+    moved = next(
+        name for name in iter(lambda: queue.choose_id(request_ids(), Caller()), "") if home(queue, name) == tag
+    )
     await until_done(lambda: submitted(queue, moved, pool="q"))
     assert [lease.task.request for lease in await waiting] == [moved]
     await queue.commit(change(await queue.load(moved), status="cancelled"))
@@ -315,7 +318,7 @@ async def test_the_shards_of_a_cluster_are_where_their_slots_are(masters: list[S
 
 def home(queue: QueueBackend, name: str) -> bytes:
     assert isinstance(queue, ShardedQueue)
-    return b"{unfuse:%d}" % queue.home(name)
+    return b"{unfuse:%d}" % queue.shard_of(name)
 
 
 def move(masters: list[Server], source: Server, target: Server, tag: bytes) -> None:

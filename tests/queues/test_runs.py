@@ -32,7 +32,7 @@ class Slow:
 
 
 async def asked(calls: PipelinedCalls, *verbs: str) -> list[asyncio.Task[Any]]:
-    tasks = [asyncio.create_task(calls.answer(verb, b"")) for verb in verbs]
+    tasks = [asyncio.create_task(calls.call(verb, b"")) for verb in verbs]
     for _ in range(3):
         await asyncio.sleep(0)
     return tasks
@@ -66,7 +66,7 @@ class TestCalls:
 
         async def caller(*verbs: str) -> None:
             for verb in verbs:
-                await calls.answer(verb, b"")
+                await calls.call(verb, b"")
 
         callers = [asyncio.create_task(caller("a", "b")) for _ in range(3)]
         await asked(calls)

@@ -11,7 +11,7 @@ from tests.queues.test_twins import FEW, MANY, Record, compared
 from unfuse.core.errors import NotFound, Overloaded, TransientError
 from unfuse.core.request import Caller, Event, TenantLimits, request_ids
 from unfuse.core.task import OutputDeltas
-from unfuse.queues import shards as sharding
+from unfuse.queues import shard_health
 from unfuse.queues.base import DeclaredModels, QueueBackend, QueueLimits, RequestFilter
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.shards import ShardedQueue
@@ -105,10 +105,10 @@ async def test_lists_are_merged(clock: TickingClock) -> None:
     await check_lists(queue)
     await leased(queue)
     for name in "bg":
-        await queue.commit(change(await queue.load(name), status="failed", dead=True))
+        await queue.commit(change(await queue.load(name), status="failed", is_dead_letter=True))
     await queue.drop("g")
     await check_lists(queue)
-    assert await queue.over([*"hgba", "nobody"]) == ["g", "b", "nobody"]
+    assert await queue.ended_among([*"hgba", "nobody"]) == ["g", "b", "nobody"]
 
 
 async def test_of_two_that_came_at_one_moment_each_is_listed_once() -> None:
@@ -127,36 +127,36 @@ async def test_of_two_that_came_at_one_moment_each_is_listed_once() -> None:
 
 async def test_ids_say_where_a_request_lives(clock: TickingClock) -> None:
     queue = ShardedQueue(memories(4, clock))
-    homes = Counter(queue.home(queue.placed(request_ids(), Caller(tenant="t"))) for _ in range(400))
+    homes = Counter(queue.shard_of(queue.choose_id(request_ids(), Caller(tenant="t"))) for _ in range(400))
     assert set(homes) == set(range(4))
     assert min(homes.values()) > 50
-    keyed = [queue.home(queue.placed(request_ids(), Caller("t", f"k{number}"))) for number in range(50)]
+    keyed = [queue.shard_of(queue.choose_id(request_ids(), Caller("t", f"k{number}"))) for number in range(50)]
     assert len({*keyed}) == 4
     for who in (
         Caller("t", "k1"),
-        Caller("t", allowance=TenantLimits(1)),
-        Caller("t", "k9", allowance=TenantLimits(rate=1)),
+        Caller("t", limits=TenantLimits(1)),
+        Caller("t", "k9", limits=TenantLimits(rate=1)),
     ):
-        assert len({queue.home(queue.placed(request_ids(), who)) for _ in range(20)}) == 1
-    again = [queue.placed(request_ids(after="img_1"), Caller("t", "retry of img_1")) for _ in range(2)]
+        assert len({queue.shard_of(queue.choose_id(request_ids(), who)) for _ in range(20)}) == 1
+    again = [queue.choose_id(request_ids(after="img_1"), Caller("t", "retry of img_1")) for _ in range(2)]
     assert again[0] == again[1]
 
 
 async def test_what_a_tenant_may_have_is_counted_in_one_place(clock: TickingClock) -> None:
     queue = ShardedQueue(memories(4, clock))
     limits = QueueLimits(1000, 1000, tenant=TenantLimits(concurrent=3))
-    who = Caller("t", allowance=limits.tenant)
+    who = Caller("t", limits=limits.tenant)
     for number in range(3):
-        name = queue.placed(iter(ids(f"{number}.")), who)
+        name = queue.choose_id(iter(ids(f"{number}.")), who)
         await queue.submit(request(name, tenant="t"), [task(name)], [], limits)
-    name = queue.placed(iter(ids("x")), who)
+    name = queue.choose_id(iter(ids("x")), who)
     await raised(Overloaded, queue.submit(request(name, tenant="t"), [task(name)], [], limits))
 
 
 async def test_a_key_is_found_whether_or_not_its_tenant_has_an_allowance_by_now(clock: TickingClock) -> None:
     queue = ShardedQueue(memories(4, clock))
     for may, key in ((TenantLimits(), "k"), (TenantLimits(5), "l")):
-        name = queue.placed(iter(ids(key)), Caller("t", key, allowance=may))
+        name = queue.choose_id(iter(ids(key)), Caller("t", key, limits=may))
         await queue.submit(request(name, tenant="t", idempotency_key=key), [task(name)], [], LIMITS)
         found = await queue.list(RequestFilter(tenant="t", idempotency_key=key))
         assert [one.context.id for one in found] == [name]
@@ -183,7 +183,7 @@ class TestLeasing:
         queue = Spread(memories(3, clock))
         for name in "abcdefghi":
             await submitted(queue, name)
-        homes = [queue.home((await leased(queue)).task.request) for _ in range(9)]
+        homes = [queue.shard_of((await leased(queue)).task.request) for _ in range(9)]
         assert [sorted(homes[at : at + 3]) for at in (0, 3, 6)] == [[0, 1, 2]] * 3
 
     async def test_whoever_is_busy_with_one_comes_to_the_others(self, clock: TickingClock) -> None:
@@ -192,12 +192,12 @@ class TestLeasing:
         for name in "abcdefghijkl":
             await submitted(queue, name)
         lease = await leased(queue)
-        seen = [queue.home(lease.task.request)]
+        seen = [queue.shard_of(lease.task.request)]
         for _ in range(11):
             finished = done(await queue.load(lease.task.request), lease)
             record, (lease,) = await queue.commit_and_lease(finished, "w", wanted("p"), TTL)
             assert record.context.stages["s"].status == "done"
-            seen.append(queue.home(lease.task.request))
+            seen.append(queue.shard_of(lease.task.request))
         assert Counter(seen) == {0: 4, 1: 4, 2: 4}
         assert len({*seen[:4]}) > 1
 
@@ -214,7 +214,7 @@ class TestLeasing:
         queue = Spread(shards)
         await submitted(queue, "a")
         lease = await leased(queue)
-        shards[queue.home("b")].gone = True
+        shards[queue.shard_of("b")].gone = True
         record, leases = await queue.commit_and_lease(done(await queue.load("a"), lease), "w", wanted("p"), TTL)
         assert (record.context.stages["s"].status, leases) == ("done", [])
         await queue.close()
@@ -224,9 +224,9 @@ class TestLeasing:
         pool is taken until there is room for a large one whose turn it is."""
         queue = Spread(memories(2, clock))
         for name in "acegikmoqsuwy":
-            await submitted(queue, name, room=1)
+            await submitted(queue, name, output_size=1)
         (held,) = await queue.lease("w", wanted("p", room=10), TTL)
-        await submitted(queue, "b", room=10)
+        await submitted(queue, "b", output_size=10)
         assert await queue.lease("w", wanted("p", room=9), TTL) == []
         waiting = await started(queue.lease("w", wanted("p", room=9), TTL, wait=60.0))
         assert not waiting.done()
@@ -235,19 +235,19 @@ class TestLeasing:
         finished = done(await queue.load(held.task.request), held)
         _, leases = await queue.commit_and_lease(finished, "w", wanted("p", room=10), TTL)
         assert [one.task.request for one in leases] == ["b"]
-        assert [one.task.planned.room for one in await queue.lease("w", wanted("p", room=5), TTL)] == [1]
+        assert [one.task.planned.output_size for one in await queue.lease("w", wanted("p", room=5), TTL)] == [1]
 
     async def test_beside_it_goes_what_frees_room(self, clock: TickingClock) -> None:
         """Given a large task, then tasks of later pools in another shard are taken; so they are while it is waited."""
         queue = Spread(memories(2, clock))
-        await submitted(queue, "b", room=10)
-        await submitted(queue, "a", pool="q", room=1)
+        await submitted(queue, "b", output_size=10)
+        await submitted(queue, "a", pool="q", output_size=1)
         offered = wanted("p", "q", room=9, later={"q": 1})
         assert [one.task.request for one in await queue.lease("w", offered, TTL)] == ["a"]
         waiting = await started(queue.lease("w", offered, TTL, wait=60.0))
-        await submitted(queue, "c", room=1)
+        await submitted(queue, "c", output_size=1)
         assert not (await started(asyncio.wait({waiting}))).done()
-        await submitted(queue, "e", pool="q", room=1)
+        await submitted(queue, "e", pool="q", output_size=1)
         assert [one.task.request for one in await waiting] == ["e"]
 
     async def test_of_several_that_have_something_at_once_one_gives_it(self, clock: TickingClock) -> None:
@@ -269,15 +269,15 @@ async def test_leases_of_all_shards_are_renewed_and_end(clock: TickingClock) -> 
     leases = [await leased(queue) for _ in range(2)]
     forged = [*(one.claim for one in leases), leases[0].claim.__class__("a", "s", 9, b"")]
     renewed = await queue.renew(forged, TTL)
-    assert (renewed.held, renewed.ended) == (tuple(forged[:2]), tuple(forged[2:]))
+    assert (renewed.renewed, renewed.ended) == (tuple(forged[:2]), tuple(forged[2:]))
     grown = [OutputDeltas(one.claim, 0, (one.task.request.encode(),)) for one in leases]
-    assert await queue.append_all(grown) == [True, True]
-    assert [await queue.appended(name, "s") for name in "ab"] == [[b"a"], [b"b"]]
-    await queue.hello(worker("w"))
+    assert await queue.append_deltas(grown) == [True, True]
+    assert [await queue.read_deltas(name, "s") for name in "ab"] == [[b"a"], [b"b"]]
+    await queue.register(worker("w"))
     assert [(one.info.id, one.leased) for one in await queue.workers()] == [("w", 2)]
-    await queue.expired(TTL)
-    await queue.bye("w")
-    assert {one.task.request for one in await queue.expired(TTL)} == {"a", "b"}
+    await queue.sweep_expired(TTL)
+    await queue.unregister("w")
+    assert {one.task.request for one in await queue.sweep_expired(TTL)} == {"a", "b"}
     assert await queue.workers() == []
 
 
@@ -290,7 +290,7 @@ class TestOneAway:
 
     @pytest.fixture
     async def queue(self, shards: list[Cut], monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-        monkeypatch.setattr(sharding, "LOOK_S", 0.001)
+        monkeypatch.setattr(shard_health, "LOOK_S", 0.001)
         queue = Spread(shards)
         for name in "ab":
             await submitted(queue, name)
@@ -299,28 +299,28 @@ class TestOneAway:
 
     @staticmethod
     def away(queue: Spread, shards: list[Cut], name: str = "a") -> Cut:
-        return shards[queue.home(name)]
+        return shards[queue.shard_of(name)]
 
     async def test_its_own_requests_cannot_be_reached(self, queue: Spread, shards: list[Cut]) -> None:
         self.away(queue, shards).gone = True
         await raised(TransientError, queue.load("a"))
         await raised(TransientError, queue.submit(request("c"), [], [], LIMITS))
-        assert len(queue.away()) == 1
-        assert "of 2: it does not answer" in queue.away()[0]
+        assert len(queue.unreachable_parts()) == 1
+        assert "of 2: it does not answer" in queue.unreachable_parts()[0]
         await queue.check()
 
     async def test_others_go_on(self, queue: Spread, shards: list[Cut]) -> None:
         self.away(queue, shards).gone = True
         lease = await leased(queue)
         assert lease.task.request == "b"
-        await queue.hello(worker("w"))
+        await queue.register(worker("w"))
         assert [one.leased for one in await queue.workers()] == [1]
         assert [one.context.id for one in await queue.list(RequestFilter())] == ["b"]
         assert (await queue.stats(["p"])).active == 1
-        assert await queue.over(["a", "b", "d"]) == ["d"]
-        assert await queue.expired(TTL) == []
+        assert await queue.ended_among(["a", "b", "d"]) == ["d"]
+        assert await queue.sweep_expired(TTL) == []
         await queue.commit(done(await queue.load("b"), lease))
-        assert {queue.home(queue.placed(iter("abcdef"), Caller())) for _ in range(3)} == {queue.home("b")}
+        assert {queue.shard_of(queue.choose_id(iter("abcdef"), Caller())) for _ in range(3)} == {queue.shard_of("b")}
         assert await queue.now() > 0
 
     async def test_a_lease_there_counts_as_held(self, queue: Spread, shards: list[Cut]) -> None:
@@ -330,19 +330,19 @@ class TestOneAway:
         await raised(TransientError, queue.load("a"))
         assert (await queue.renew([*leases.values()], TTL)).ended == ()
         self.away(queue, shards).gone = False
-        while queue.away():
+        while queue.unreachable_parts():
             await asyncio.sleep(0.001)
         assert (await queue.renew([*leases.values()], TTL)).ended == ()
 
     async def test_a_repeat_is_not_made_anew(self, queue: Spread, shards: list[Cut]) -> None:
         """Given a key whose request may be there, then nobody is told that there is none; ids with it stay there."""
-        home = queue.home("a")
+        home = queue.shard_of("a")
         key = next(key for key in "abcdef" if home in queue._shared_homes("t", key))
         self.away(queue, shards).gone = True
         await raised(TransientError, queue.load("a"))
         await raised(TransientError, queue.list(RequestFilter(tenant="t", idempotency_key=key)))
         who = Caller("t", next(key for key in "abcdef" if queue._shared_homes("t", key)[1] == home))
-        assert queue.home(queue.placed(iter("abcdef"), who)) == home
+        assert queue.shard_of(queue.choose_id(iter("abcdef"), who)) == home
 
     async def test_who_waits_gets_what_others_have(self, queue: Spread, shards: list[Cut]) -> None:
         await leased(queue)
@@ -355,25 +355,25 @@ class TestOneAway:
     async def test_one_that_hangs_is_given_up_soon(
         self, queue: Spread, shards: list[Cut], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(sharding, "PATIENCE_S", 0.01)
+        monkeypatch.setattr(shard_health, "PATIENCE_S", 0.01)
         self.away(queue, shards).frozen = True
         assert [one.context.id for one in await queue.list(RequestFilter())] == ["b"]
-        assert "no response within" in queue.away()[0]
+        assert "no response within" in queue.unreachable_parts()[0]
         assert (await leased(queue)).task.request == "b"
 
     async def test_it_comes_back_with_what_was_declared_meanwhile(self, queue: Spread, shards: list[Cut]) -> None:
-        await queue.cache("k", handle("o"), 100)
+        await queue.put_encoding("k", handle("o"), 100)
         shards[0].gone = True
-        await raised(TransientError, queue.load(next(name for name in "ab" if queue.home(name) == 0)))
+        await raised(TransientError, queue.load(next(name for name in "ab" if queue.shard_of(name) == 0)))
         await queue.declare("serve", DeclaredModels((), {"p": 1}))
-        assert await queue.declared() == {"serve": DeclaredModels((), {"p": 1})}
-        assert (await queue.cached(["k"]), await queue.cached_bytes()) == ({}, 0)
-        await raised(TransientError, queue.cached(["k"], use=False))
+        assert await queue.declarations() == {"serve": DeclaredModels((), {"p": 1})}
+        assert (await queue.find_encoding(["k"]), await queue.cached_bytes()) == ({}, 0)
+        await raised(TransientError, queue.find_encoding(["k"], use=False))
         shards[0].gone = False
-        while queue.away():
+        while queue.unreachable_parts():
             await asyncio.sleep(0.001)
-        assert await shards[0].declared() == {"serve": DeclaredModels((), {"p": 1})}
-        assert list(await queue.cached(["k"])) == ["k"]
+        assert await shards[0].declarations() == {"serve": DeclaredModels((), {"p": 1})}
+        assert list(await queue.find_encoding(["k"])) == ["k"]
 
     async def test_one_that_comes_back_as_another_is_waited_for(self, queue: Spread, shards: list[Cut]) -> None:
         """Given a server that first has the keys of another, then that is said, and it comes back when it is right."""
@@ -381,11 +381,11 @@ class TestOneAway:
         one.gone = True
         await raised(TransientError, queue.load("a"))
         one.gone, one.other = False, "name the same servers in the same order"
-        while "name the same servers" not in queue.away()[0]:
+        while "name the same servers" not in queue.unreachable_parts()[0]:
             await asyncio.sleep(0.001)
         assert [found.context.id for found in await queue.list(RequestFilter())] == ["b"]
         one.other = ""
-        while queue.away():
+        while queue.unreachable_parts():
             await asyncio.sleep(0.001)
         assert len(await queue.list(RequestFilter())) == 2
 
@@ -400,7 +400,7 @@ class TestOneAway:
             queue.load("b"),
         ):
             await raised(TransientError, ask)
-        assert len(queue.away()) == 2
+        assert len(queue.unreachable_parts()) == 2
         for shard in shards:
             shard.gone = False
         assert len(await queue.list(RequestFilter())) == 2
@@ -421,7 +421,7 @@ async def test_who_watches_follows_its_shard(clock: TickingClock) -> None:
 
 def test_no_address_has_them_alone() -> None:
     with pytest.raises(NotImplementedError):
-        ShardedQueue.at("memory")
+        ShardedQueue.open("memory")
     assert sharded.ShardedTwins.shards > 1
     assert not ShardedQueue([MemoryQueue(ManualClock())]).shared
     assert isinstance(ShardedQueue([]), QueueBackend)

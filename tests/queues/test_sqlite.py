@@ -28,12 +28,12 @@ from tests.examples import examples
 from tests.queues.disk import failing_disk
 from unfuse import queues
 from unfuse.core.clock import SystemClock
-from unfuse.core.errors import ConfigError, Damaged, NotFound, Overloaded, ProtocolError, TransientError
+from unfuse.core.errors import ConfigError, NotFound, Overloaded, ProtocolError, RecordDamaged, TransientError
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import Delivery, Event, StageState
 from unfuse.queues import journal
-from unfuse.queues.base import MOST_RETURNS, DeclaredModels, PoolStats, QueueLimits, QueueStats, RequestFilter
+from unfuse.queues.base import MAX_REFUSALS, DeclaredModels, PoolStats, QueueLimits, QueueStats, RequestFilter
 from unfuse.queues.journal import StoredTask
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
@@ -98,7 +98,7 @@ def sqlite_copy(queue: SqliteQueue) -> Iterator[Path]:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 async def test_a_rule_of_the_port(rule: Rule, clock: ManualClock, path: Path) -> None:
-    await check_rule(rule, SqliteQueue.at(f"sqlite:{path}", clock), clock)
+    await check_rule(rule, SqliteQueue.open(f"sqlite:{path}", clock), clock)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -117,7 +117,9 @@ class TestARestart:
         own = {"tenant": "ü", "fingerprint": "f", "deadline": 1.5, "metadata": {"k": "v"}, "created_at": 0.1}
         params = {"s": "é", "i": 2**40, "f": 0.1, "n": None, "b": True}
         context = request("a", params=params, stages=stages, **own)
-        sent = task("a", final=True, room=2**40, priority=-3, order=0.1, deadline=2.5, near="n", affinity="a")
+        sent = task(
+            "a", final=True, output_size=2**40, priority=-3, order=0.1, deadline=2.5, preferred_node="n", affinity="a"
+        )
         await queue.submit(context, [sent], [], LIMITS)
         queue = await again(queue, clock)
         assert (await queue.load("a")).context == context
@@ -128,10 +130,10 @@ class TestARestart:
         tight = QueueLimits(max_active=3, max_queue=2, max_cost=10.0)
         for name in "abc":
             await queue.submit(request(name, tenant=name, idempotency_key="k", cost=3.0), [task(name)], [], LIMITS)
-        await queue.commit(change(await queue.load("b"), status="failed", dead=True))
+        await queue.commit(change(await queue.load("b"), status="failed", is_dead_letter=True))
         queue = await again(queue, clock)
         assert [record.context.id for record in await queue.list(RequestFilter())] == list("cba")
-        assert [record.context.id for record in await queue.list(RequestFilter(dead=True))] == ["b"]
+        assert [record.context.id for record in await queue.list(RequestFilter(is_dead_letter=True))] == ["b"]
         assert (await queue.submit(request("z", tenant="a", idempotency_key="k"), [], [], tight)).context.id == "a"
         await raised(Overloaded, queue.submit(request("d", cost=5.0), [], [], tight))
         await raised(Overloaded, queue.submit(request("d"), [task("d")], [], tight))
@@ -148,7 +150,7 @@ class TestARestart:
         await queue.declare("serve", DeclaredModels(()))
         with sqlite_copy(queue) as path:
             killed = SqliteQueue(path, clock)
-            assert await killed.declared() == {"model m": admitted, "serve": DeclaredModels(())}
+            assert await killed.declarations() == {"model m": admitted, "serve": DeclaredModels(())}
             assert not await killed.declare("model m", admitted, new=True)
             await killed.close()
 
@@ -158,10 +160,10 @@ class TestARestart:
         queue._journal._file.execute("UPDATE declarations SET body = x'ff' WHERE name = 'model m'")
         with capture_logs() as logs:
             queue = await again(queue, clock)
-        assert await queue.declared() == {"serve": DeclaredModels(())}
+        assert await queue.declarations() == {"serve": DeclaredModels(())}
         assert [line["name"] for line in logs if "cannot be read" in line["event"]] == ["model m"]
-        await queue.declare("model m", DeclaredModels((), gone=("m",)))
-        assert len(await queue.declared()) == 2
+        await queue.declare("model m", DeclaredModels((), withdrawn=("m",)))
+        assert len(await queue.declarations()) == 2
         await queue.close()
 
     async def test_keeps_what_is_over_from_running_again(self, queue: SqliteQueue, clock: ManualClock) -> None:
@@ -187,8 +189,8 @@ class TestARestart:
             queue = await again(queue, clock)
             (running,) = (await queue.load("a")).running
             assert (running.stage, running.attempt, running.worker) == ("s", 1, "w")
-            assert (await queue.expired(TTL), await drained(queue)) == ([], [])
-        assert (await queue.renew([lease.claim], TTL)).held == (lease.claim,)
+            assert (await queue.sweep_expired(TTL), await drained(queue)) == ([], [])
+        assert (await queue.renew([lease.claim], TTL)).renewed == (lease.claim,)
         await queue.commit(done(record, lease))
         assert (await queue.renew([lease.claim], TTL)).ended == (lease.claim,)
         await queue.close()
@@ -200,7 +202,7 @@ class TestARestart:
             await submitted(queue, name)
         gone, there = await leased(queue), await leased(queue)
         queue = await again(queue, clock)
-        assert (await queue.renew([there.claim], TTL)).held == (there.claim,)
+        assert (await queue.renew([there.claim], TTL)).renewed == (there.claim,)
         assert await passing(queue, clock, TTL - 1) == []
         assert [lease.claim for lease in await passing(queue, clock, 1)] == [there.claim]
         assert await queue.peek("p") == [task("a", attempt=2), task("c")]
@@ -251,7 +253,7 @@ class TestARestart:
         await queue.close()
 
     async def test_keeps_no_worker(self, queue: SqliteQueue, clock: ManualClock) -> None:
-        await queue.hello(worker("w"))
+        await queue.register(worker("w"))
         queue = await again(queue, clock)
         assert await queue.workers() == []
         await queue.close()
@@ -270,7 +272,7 @@ class TestARestart:
             await asyncio.gather(*(queue.commit(one) for one in over))
         queue = await again(queue, clock)
         assert queue._journal.path.stat().st_size > 50 * small
-        assert len(await queue.forget(2.0)) == 1000
+        assert len(await queue.drop_ended_before(2.0)) == 1000
         queue = await again(queue, clock)
         assert [record.context.id for record in await queue.list(RequestFilter())] == ["kept"]
         assert queue._journal.path.stat().st_size <= 2 * small
@@ -283,16 +285,16 @@ class TestARestart:
         await append(queue, lease.claim, 0, [b"a", b"b"])
         await append(queue, lease.claim, 2, [b"c"])
         queue = await again(queue, clock)
-        assert await queue.appended("a", "s") == [b"a", b"b", b"c"]
+        assert await queue.read_deltas("a", "s") == [b"a", b"b", b"c"]
         assert await append(queue, lease.claim, 2, [b"C", b"d"])
         await queue.hand_back(lease.claim)
         lease = await leased(queue)
-        assert lease.appended == 4
+        assert lease.recorded_deltas == 4
         await raised(ProtocolError, append(queue, lease.claim, 5, [b"f"]))
         await queue.commit(change(record, status="cancelled", completed_at=1.0))
         queue = await again(queue, clock)
-        assert await queue.appended("a", "s", 1) == [b"b", b"c", b"d"]
-        await queue.forget(2.0)
+        assert await queue.read_deltas("a", "s", 1) == [b"b", b"c", b"d"]
+        await queue.drop_ended_before(2.0)
         queue = await again(queue, clock)
         assert stored_pieces(queue) == []
         await queue.close()
@@ -373,7 +375,7 @@ class TestADiskThatFails:
                 queue.progress(lease.claim, []),
                 queue.commit(done(record, lease)),
                 queue.hand_back(lease.claim),
-                queue.expired(TTL),
+                queue.sweep_expired(TTL),
                 queue.check(),
                 queue.load("a"),
                 queue.list(RequestFilter()),
@@ -401,7 +403,7 @@ class TestADiskThatIsFull:
             disk.full = True
             watching = await started(following(queue.watch("a", after=3)))
             calls = [await started(append(queue, claim, 1, [b"b", b"c"])) for _ in range(2)]
-            for call in (*calls, append(queue, claim, 1, [b"b"]), queue.appended("a", "s")):
+            for call in (*calls, append(queue, claim, 1, [b"b"]), queue.read_deltas("a", "s")):
                 assert "full" in str(await raised(TransientError, call))
             assert not watching.done()
             assert [pieces for *_, pieces in stored_pieces(queue)] == [msgspec.msgpack.encode([b"a"])]
@@ -409,7 +411,7 @@ class TestADiskThatIsFull:
             event = await watching
             assert event is not None and event.step == 3
             assert await append(queue, claim, 1, [b"b", b"c"])
-            assert await queue.appended("a", "s") == [b"a", b"b", b"c"]
+            assert await queue.read_deltas("a", "s") == [b"a", b"b", b"c"]
             await queue.close()
 
     async def test_refuses_a_declaration_and_keeps_the_one_before(self, path: Path, clock: ManualClock) -> None:
@@ -417,13 +419,13 @@ class TestADiskThatIsFull:
             queue = SqliteQueue(path, clock)
             await queue.declare("model m", DeclaredModels(()))
             disk.full = True
-            gone = DeclaredModels((), gone=("m",))
+            gone = DeclaredModels((), withdrawn=("m",))
             assert "full" in str(await raised(TransientError, queue.declare("model m", gone)))
-            assert await queue.declared() == {"model m": DeclaredModels(())}
+            assert await queue.declarations() == {"model m": DeclaredModels(())}
             disk.full = False
             assert await queue.declare("model m", gone)
             queue = await again(queue, clock)
-            assert await queue.declared() == {"model m": gone}
+            assert await queue.declarations() == {"model m": gone}
             await queue.close()
 
     async def test_refuses_what_would_change_anything_until_there_is_room(self, path: Path, clock: ManualClock) -> None:
@@ -444,7 +446,7 @@ class TestADiskThatIsFull:
                 queue.progress(lease.claim, []),
                 queue.commit(change(other, status="failed")),
                 queue.hand_back(lease.claim),
-                queue.expired(TTL),
+                queue.sweep_expired(TTL),
                 queue.check(),
                 queue.load("a"),
             ):
@@ -486,13 +488,13 @@ class TestADiskThatIsFull:
             assert await listed() == [("c", "cancelled"), ("b", "queued"), ("a", "in_progress")]
             assert await listed(status="completed") == []
             assert await listed(status="queued") == [("b", "queued")]
-            assert await queue.over(["a", "b", "c", "unknown"]) == ["c", "unknown"]
+            assert await queue.ended_among(["a", "b", "c", "unknown"]) == ["c", "unknown"]
             disk.full = False
             while queue._writer.is_blocked(queue._entry("a")):
                 await asyncio.sleep(0.01)
             assert [id for id, _ in await listed()] == ["d", "c", "b", "a"]
             assert await listed(status="completed") == [("a", "completed")]
-            assert await queue.over(["a", "b", "c", "unknown"]) == ["a", "c", "unknown"]
+            assert await queue.ended_among(["a", "b", "c", "unknown"]) == ["a", "c", "unknown"]
             await queue.close()
 
     @pytest.mark.slow
@@ -549,7 +551,7 @@ async def test_what_cannot_be_stored_is_refused_alone(queue: SqliteQueue) -> Non
     """Given text that is not Unicode, then it has no effect, and the others go on."""
     record = await submitted(queue, "a")
     await raised(ProtocolError, queue.submit(request("b", metadata={"k": "\ud800"}), [], [], LIMITS))
-    await raised(ProtocolError, queue.submit(request("b"), [task("b", near="\ud800")], [], LIMITS))
+    await raised(ProtocolError, queue.submit(request("b"), [task("b", preferred_node="\ud800")], [], LIMITS))
     await raised(ProtocolError, queue.commit(change(record, events=(Event("failed", message="\ud800"),))))
     await raised(NotFound, queue.load("b"))
     assert (await queue.load("a")).context.version == 0
@@ -572,11 +574,11 @@ async def test_who_asks_is_told_only_what_is_written(queue: SqliteQueue) -> None
             await started(work)
             for work in (
                 queue.load("a"),
-                queue.over(["a"]),
+                queue.ended_among(["a"]),
                 queue.list(RequestFilter()),
                 history(queue, "a", after=1),
                 submitted(queue, "a"),
-                queue.appended("a", "s"),
+                queue.read_deltas("a", "s"),
             )
         ]
         assert not any(one.done() for one in (ending, *asking))
@@ -604,8 +606,8 @@ async def test_a_row_that_cannot_be_read_costs_its_request_alone(queue: SqliteQu
     queue = SqliteQueue(path, ManualClock())
     assert [record.context.id for record in await queue.list(RequestFilter())] == ["b", "a"]
     assert [(one.id, one.kind) for one in await queue.damaged()] == [("c", "request")]
-    await raised(Damaged, queue.load("c"))
-    assert await queue.over(["a", "c", "nobody"]) == ["nobody"]
+    await raised(RecordDamaged, queue.load("c"))
+    assert await queue.ended_among(["a", "c", "nobody"]) == ["nobody"]
     await submitted(queue, "d")  # whose number is another one
     await queue.discard("c")
     await raised(NotFound, queue.load("c"))
@@ -632,10 +634,10 @@ async def test_how_long_a_task_waits_is_known_after_a_restart(queue: SqliteQueue
 async def test_who_turned_a_task_down_is_known_after_a_restart(queue: SqliteQueue, clock: ManualClock) -> None:
     """Given counts from before, then they go on; a row of a version that kept none is read, and one that keeps more."""
     await submitted(queue, "a")
-    for _ in range(MOST_RETURNS - 1):
-        assert await queue.turn_down((await leased(queue, worker="v")).claim) == 0
+    for _ in range(MAX_REFUSALS - 1):
+        assert await queue.refuse((await leased(queue, worker="v")).claim) == 0
     queue = await again(queue, clock)
-    assert await queue.turn_down((await leased(queue, worker="v")).claim) == 1
+    assert await queue.refuse((await leased(queue, worker="v")).claim) == 1
     queue = await again(queue, clock)
     assert await queue.lease("v", wanted("p"), TTL) == []
     assert len(await queue.lease("w", wanted("p"), TTL)) == 1
@@ -682,7 +684,7 @@ async def test_pieces_of_what_is_dropped_in_the_same_transaction_leave_nothing(q
         flush.assert_called()
     queue._writer._flush()
     await asyncio.gather(growing, ending, dropping, submitting, next_growing)
-    assert await queue.appended("a", "s") == [b"of the next"]
+    assert await queue.read_deltas("a", "s") == [b"of the next"]
     assert len(stored_pieces(queue)) == 1
 
 
@@ -742,9 +744,9 @@ class TestTheFile:
         path.unlink()
         asyncio.run(queues.open(f"sqlite:{path}").close())
         newer = apsw.Connection(str(path))
-        newer.pragma("user_version", journal.SCHEMA + 1)
+        newer.pragma("user_version", journal.SCHEMA_VERSION + 1)
         newer.close()
-        self.refused(path, f"schema {journal.SCHEMA + 1}, this version needs {journal.SCHEMA}")
+        self.refused(path, f"schema {journal.SCHEMA_VERSION + 1}, this version needs {journal.SCHEMA_VERSION}")
         for name in (path.name, f"{path.name}.lock"):
             path.with_name(name).unlink(missing_ok=True)
         for content in ("a letter to somebody, which is no database" * 100, "short"):
@@ -808,7 +810,7 @@ async def test_what_was_acknowledged_survives_kill_9(path: Path) -> None:
         grown |= {(name, stage): int(count) for name, stage, count in said if count[0] == "+"}
         queue = SqliteQueue(path, SystemClock())
         for (name, stage), count in grown.items():
-            found = [int(piece) for piece in await queue.appended(name, stage)]
+            found = [int(piece) for piece in await queue.read_deltas(name, stage)]
             assert found == list(range(len(found))) and len(found) >= count
         for name, (version, status) in told.items():
             context = (await queue.load(name)).context
@@ -818,8 +820,8 @@ async def test_what_was_acknowledged_survives_kill_9(path: Path) -> None:
             row = queue._row(queue._entry(name))
             assert row
             there = [stood.task.stage for stood in row.tasks]
-            assert sorted(there) == ([] if context.over else sorted(waiting))
-            assert context.over or there
+            assert sorted(there) == ([] if context.is_over else sorted(waiting))
+            assert context.is_over or there
         await queue.close()
     assert max(grown.values()) > 3
     assert {status for _, status in told.values()} >= {"queued", "in_progress", "completed", "cancelled"}

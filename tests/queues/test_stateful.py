@@ -94,7 +94,7 @@ class Oracle:
             self.remove(key)
         for task in change.push:
             self.push(task)
-        if change.context.over:
+        if change.context.is_over:
             self.entries = [entry for entry in self.entries if entry.task.request != change.context.id]
 
 
@@ -138,7 +138,7 @@ class Histories(RuleBasedStateMachine):
         before = self.contexts[change.context.id]
         record = self.do(self.queue.commit(change))
         self.oracle.apply(change)
-        assert not before.over
+        assert not before.is_over
         assert record.context == change.context
         assert record.context.version == before.version + 1
         self.contexts[before.id] = record.context
@@ -157,11 +157,11 @@ class Histories(RuleBasedStateMachine):
         state = context.stages[lease.task.stage]
         done = TaskCompleted(lease.claim, None, (), Timings())
         if (state.status, state.attempt, state.token) == ("done", lease.task.attempt, lease.token):
-            again = self.do(self.queue.commit(lifecycle.completed(context, done, "w", 0.0)))
+            again = self.do(self.queue.commit(lifecycle.complete_stage(context, done, "w", 0.0)))
             assert again.context == context
             return
         with pytest.raises(LeaseLost):
-            self.do(self.queue.commit(lifecycle.completed(context, done, "w", 0.0)))
+            self.do(self.queue.commit(lifecycle.complete_stage(context, done, "w", 0.0)))
         assert not self.do(self.queue.hand_back(lease.claim))
         assert not self.do(self.queue.progress(lease.claim, []))
         assert not self.do(append(self.queue, lease.claim, 0, [b"by whom?"] * 9))
@@ -170,7 +170,7 @@ class Histories(RuleBasedStateMachine):
     @rule(pipeline=pipelines(), samples=st.integers(1, 2), priority=st.integers(-1, 1))
     def submit(self, pipeline: Pipeline, samples: int, priority: int) -> None:
         request = priced(request_for(pipeline, samples, id=f"request{len(self.contexts):03}", priority=priority))
-        admitted = lifecycle.admitted(request, self.clock.wall())
+        admitted = lifecycle.admit(request, self.clock.wall())
         limits = QueueLimits(max_active=10_000, max_queue=10_000)
         record = self.do(self.queue.submit(admitted.context, admitted.push, admitted.events, limits))
         for task in admitted.push:
@@ -184,7 +184,7 @@ class Histories(RuleBasedStateMachine):
         assert [lease.task for lease in leases] == [entry.task for entry in expected]
         for lease, entry in zip(leases, expected, strict=True):
             entry.token, entry.expires = lease.token, lease.expires
-            assert lease.appended == len(self.grown.get(entry.task.key, []))
+            assert lease.recorded_deltas == len(self.grown.get(entry.task.key, []))
         self.leases += leases
 
     @precondition(lambda self: self.leases)
@@ -196,7 +196,7 @@ class Histories(RuleBasedStateMachine):
         results = (ResultFile(task.params.get("index", 0), "image/png", 1, "hash"),) if task.planned.final else ()
         done = TaskCompleted(lease.claim, None if task.planned.final else object_for(task), results, Timings(run_s=1.0))
         self.applied[task.key] += 1
-        self.commit(lifecycle.completed(self.contexts[task.request], done, "w", self.clock.wall()))
+        self.commit(lifecycle.complete_stage(self.contexts[task.request], done, "w", self.clock.wall()))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), kind=st.sampled_from(["transient", "transient", "crash", "permanent"]))
@@ -204,7 +204,7 @@ class Histories(RuleBasedStateMachine):
         if (lease := self.live_lease(data)) is not None:
             failed = TaskFailed(lease.claim, kind, "it went wrong")
             context = self.contexts[lease.task.request]
-            self.commit(lifecycle.failed(context, failed, "w", self.clock.wall(), self.now()))
+            self.commit(lifecycle.fail_stage(context, failed, "w", self.clock.wall(), self.now()))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -217,7 +217,7 @@ class Histories(RuleBasedStateMachine):
             self.lost[context.id, ref.stage] += 1
         failed = TaskFailed(lease.claim, "object_lost", "it is gone", object_id=ref.id)
         running = self.do(self.queue.load(context.id)).running
-        self.commit(lifecycle.failed(context, failed, "w", self.clock.wall(), self.now(), running))
+        self.commit(lifecycle.fail_stage(context, failed, "w", self.clock.wall(), self.now(), running))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -247,7 +247,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule()
     def sweep(self) -> None:
-        late = self.do(self.queue.expired(TTL))
+        late = self.do(self.queue.sweep_expired(TTL))
         entries = self.oracle.sweep(self.now())
         for entry in [entry for entry in entries if entry.restored]:
             entries.remove(entry)
@@ -255,11 +255,11 @@ class Histories(RuleBasedStateMachine):
         assert {lease.claim.key for lease in late} == {entry.task.key for entry in entries}
         for lease in late:
             context = self.contexts[lease.task.request]
-            if not context.over:
-                self.commit(lifecycle.expired_lease(context, lease, self.clock.wall()))
+            if not context.is_over:
+                self.commit(lifecycle.expire_lease(context, lease, self.clock.wall()))
 
     @precondition(lambda self: self.contexts)
-    @rule(data=st.data(), end=st.sampled_from([lifecycle.cancelled, lifecycle.timed_out]))
+    @rule(data=st.data(), end=st.sampled_from([lifecycle.cancel, lifecycle.expire_deadline]))
     def end(self, data: st.DataObject, end: Any) -> None:
         context = self.contexts[data.draw(st.sampled_from(sorted(self.contexts)))]
         self.commit(end(context, self.clock.wall()))
@@ -279,7 +279,7 @@ class Histories(RuleBasedStateMachine):
     def what_is_told_of_all_is_what_looking_at_each_would_find(self) -> None:
         """To the nanosecond, however often it was added and taken away."""
         stats = self.do(self.queue.stats(POOLS))
-        active = [self.do(self.queue.load(id)).context for id, context in self.contexts.items() if not context.over]
+        active = [self.do(self.queue.load(id)).context for id, context in self.contexts.items() if not context.is_over]
         assert stats.active == len(active)
         for pool in POOLS:
             left = [
@@ -301,12 +301,12 @@ class Histories(RuleBasedStateMachine):
             assert {run.stage for run in record.running} == {entry.task.stage for entry in leased}
             queued = {(context.id, name) for name, state in context.stages.items() if state.status == "queued"}
             assert queued == {key for key in tasks if key[0] == context.id}
-            assert bool(queued) != context.over
+            assert bool(queued) != context.is_over
 
     @invariant()
     def what_has_grown_is_there(self) -> None:
         for (request, stage), pieces in self.grown.items():
-            assert self.do(self.queue.appended(request, stage)) == pieces
+            assert self.do(self.queue.read_deltas(request, stage)) == pieces
 
     @invariant()
     def every_effect_is_there_once(self) -> None:
@@ -314,7 +314,7 @@ class Histories(RuleBasedStateMachine):
             for name, state in context.stages.items():
                 key = context.id, name
                 assert self.applied[key] <= 1 + self.lost[key]
-                assert (state.status == "done") == (self.applied[key] == 1 + self.lost[key]) or context.over
+                assert (state.status == "done") == (self.applied[key] == 1 + self.lost[key]) or context.is_over
             if context.status == "completed":
                 finals = [stage for stage in context.plan.stages if stage.final]
                 assert len(context.result) == len(finals)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from tests.examples import examples
 from tests.queues.conftest import Server
 from unfuse import queues
-from unfuse.core.errors import Damaged, NotFound
+from unfuse.core.errors import NotFound, RecordDamaged
 from unfuse.core.request import Event
 from unfuse.queues.base import PoolStats, QueueBackend, RequestFilter
 from unfuse.testing import ManualClock
@@ -64,7 +64,7 @@ def member(key: str) -> Callable[[Client, bytes], object]:
 
 
 RECORDS = [f"{P}:{kind}:bad" for kind in ("request", "stages", "events", "droppable")] + [TASK]
-FIELDS = ("context", "done", "number", "over", "version", "tenant", "left")
+FIELDS = ("context", "done", "number", "is_over", "version", "tenant", "left")
 LINES = ("requests", "active", "over", "leases", "joined", "ready:p")
 DAMAGES: dict[str, Callable[[Client, bytes], object]] = {
     **{f"{key} is a string": wrong_type(key) for key in RECORDS},
@@ -91,7 +91,7 @@ async def filled(server: Server, clock: ManualClock) -> QueueBackend:
     server.client.flushall()
     queue = queues.open(server.url, clock)
     for name in ("v", "w"):
-        await queue.hello(worker(name))
+        await queue.register(worker(name))
     await submitted(queue, OVER)
     await queue.commit(change(await queue.load(OVER), status="completed", completed_at=1.0))
     await submitted(queue, RUNS, priority=9)
@@ -100,7 +100,7 @@ async def filled(server: Server, clock: ManualClock) -> QueueBackend:
         context = request(name, tenant="t", idempotency_key=name, plan=planned(**{f"{'zy'[name == BAD]}": 0.1}))
         await queue.submit(context, [task(name)], [Event("queued")], LIMITS)
     for key in "kl":
-        await queue.cache(key, handle(key), 100)
+        await queue.put_encoding(key, handle(key), 100)
     return queue
 
 
@@ -109,9 +109,9 @@ async def test_a_damaged_task_is_not_preferred(server: Server) -> None:
     server.client.flushall()
     queue = queues.open(server.url)
     for name, near in (("a", ""), ("bad", "node")):
-        await submitted(queue, name, near=near)
+        await submitted(queue, name, preferred_node=near)
     server.client.hdel(TASK, "stage")
-    (lease,) = await queue.lease("v", wanted("p", slots=2, near="node"), TTL)
+    (lease,) = await queue.lease("v", wanted("p", slots=2, preferred_node="node"), TTL)
     assert lease.task.request == "a"
     assert [(one.id, one.kind) for one in await queue.damaged()] == [("3:bad:s", "task")]
     await queue.close()
@@ -125,12 +125,12 @@ async def all_answers(queue: QueueBackend, clock: ManualClock) -> None:
     await queue.check()
     healthy = [record.context.id for record in await queue.list(RequestFilter()) if record.context.id != BAD]
     assert healthy == [*reversed(HEALTHY), RUNS, OVER]
-    active = [record.context.id for record in await queue.list(RequestFilter(over=False), limit=4)]
+    active = [record.context.id for record in await queue.list(RequestFilter(is_over=False), limit=4)]
     assert [name for name in active if name != BAD][:3] == [*reversed(HEALTHY)]
     assert {"v"} <= {found.info.id for found in await queue.workers()} <= {"v", "w"}
-    assert (await queue.cached(["l", "k"]))["l"] == handle("l")
-    await queue.cache("m", handle("m"), 100)
-    assert set(await queue.over([OVER, BAD, *HEALTHY, RUNS, "nobody"])) - {BAD} == {OVER, "nobody"}
+    assert (await queue.find_encoding(["l", "k"]))["l"] == handle("l")
+    await queue.put_encoding("m", handle("m"), 100)
+    assert set(await queue.ended_among([OVER, BAD, *HEALTHY, RUNS, "nobody"])) - {BAD} == {OVER, "nobody"}
     assert (await queue.stats(["y"])).pools["y"].left_s in (0.0, 0.1)
     assert (await queue.stats(["z"])).pools == {"z": PoolStats(0, 0.0, 0.3)}
     for name in (*HEALTHY, RUNS):
@@ -143,19 +143,19 @@ async def all_answers(queue: QueueBackend, clock: ManualClock) -> None:
     await queue.submit(request("new", tenant="t", idempotency_key="k"), [task("new", pool="q")], [], LIMITS)
 
     assert await queue.progress(lease.claim, [Event("progress", step=1, steps=2)])
-    assert (await queue.renew([lease.claim], TTL)).held == (lease.claim,)
+    assert (await queue.renew([lease.claim], TTL)).renewed == (lease.claim,)
     assert await queue.hand_back(lease.claim)
     (lease,) = await queue.lease("v", wanted("p"), TTL)
-    assert await queue.turn_down(lease.claim) == 0
+    assert await queue.refuse(lease.claim) == 0
     leases = {lease.task.request: lease for lease in await queue.lease("v", wanted("p", slots=9), TTL)}
     assert leases.keys() - {BAD} == {RUNS, *HEALTHY}
     await queue.commit(done(await queue.load(RUNS), leases[RUNS], status="completed", completed_at=2.0))
-    await queue.expired(TTL)
+    await queue.sweep_expired(TTL)
     for _ in range(8):
         clock.advance(TTL / 4)
-        late = await queue.expired(TTL)
+        late = await queue.sweep_expired(TTL)
     assert {lease.task.request for lease in late} - {BAD} == set(HEALTHY)
-    assert {OVER, RUNS} <= set(await queue.forget(5.0))
+    assert {OVER, RUNS} <= set(await queue.drop_ended_before(5.0))
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(DAMAGES)), garbage), min_size=1, max_size=4))
@@ -194,7 +194,7 @@ async def test_what_cannot_be_read_is_listed_until_it_is_dropped(server: Server)
     it: its place among what is active, its task, its idempotency key."""
     queue = await filled(server, ManualClock())
     server.client.hset(f"{P}:request:bad", "context", b"\xc1")
-    with pytest.raises(Damaged, match="request bad cannot be read"):
+    with pytest.raises(RecordDamaged, match="request bad cannot be read"):
         await queue.load(BAD)
     assert [(one.id, one.kind) for one in await queue.damaged()] == [(BAD, "request")]
     await queue.discard(BAD)
@@ -210,12 +210,17 @@ async def test_what_cannot_be_read_is_listed_until_it_is_dropped(server: Server)
 async def test_what_cannot_be_read_is_not_taken_for_over(server: Server) -> None:
     """Given a record that is garbage, or does not say whether it is over, then what belongs to it is kept, until it is
     dropped."""
-    for what in ("its context is garbage", "its over is garbage", "its over is gone", f"{P}:request:bad is a string"):
+    for what in (
+        "its context is garbage",
+        "its is_over is garbage",
+        "its is_over is gone",
+        f"{P}:request:bad is a string",
+    ):
         queue = await filled(server, ManualClock())
         DAMAGES[what](server.client, b"\xc1")
-        assert await queue.over([BAD, OVER]) == [OVER], what
+        assert await queue.ended_among([BAD, OVER]) == [OVER], what
         await queue.discard(BAD)
-        assert await queue.over([BAD, OVER]) == [BAD, OVER], what
+        assert await queue.ended_among([BAD, OVER]) == [BAD, OVER], what
         await queue.close()
 
 

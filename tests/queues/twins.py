@@ -51,11 +51,11 @@ passing_s = st.sampled_from([0.015625, 0.015625, 0.25, 1.0, 3.0, 4.0, 8.0])
 tasks = st.fixed_dictionaries(
     {
         "pool": st.sampled_from(POOLS),
-        "room": st.sampled_from([0, 1, 5, 9]),
+        "output_size": st.sampled_from([0, 1, 5, 9]),
         "priority": st.sampled_from([0, 0, 1, -1]),
         "order": st.sampled_from([0.0, 0.0, 1.5, -2.5, 1e15]),
         "not_before": st.sampled_from([0.0, 0.0, 0.0, 1.0, 6.0]),
-        "near": st.sampled_from(["", "here"]),
+        "preferred_node": st.sampled_from(["", "here"]),
         "affinity": st.sampled_from(["", "alike"]),
         "alone": st.booleans(),
         "needs": st.sampled_from([{}, {}, {"kv": 3}, {"kv": 7, "io": 1}]),
@@ -68,26 +68,26 @@ wants = st.builds(
     amounts=st.sampled_from([{}, {}, {"p": {"kv": 4}, "q": {"kv": 6}}, {"q": {"kv": 0}}, {"r": {"kv": 9, "io": 1}}]),
     slots=st.sampled_from([1, 1, 2, 4]),
     room=st.sampled_from([None, None, 4, 9, 14]),
-    above=st.sampled_from([None, None, None, -1, 0]),
+    priority_above=st.sampled_from([None, None, None, -1, 0]),
     behind=st.dictionaries(
         st.sampled_from(POOLS), st.dictionaries(st.sampled_from(POOLS), st.integers(0, 3), max_size=2), max_size=1
     ),
     later=st.sampled_from([{}, {"q": 1, "r": 2}, {"p": 1}, {"q": 1, "r": 1}, {"p": -1, "q": 1}]),
     keep=st.sampled_from([{}, {"p": 5}, {"p": 1, "q": 9}, {"r": 5}]),
-    near=st.sampled_from(["", "here"]),
+    preferred_node=st.sampled_from(["", "here"]),
     affinity=st.sampled_from(["", "", "alike"]),
     rank=st.floats(-1, 1),
 )
 filters = st.builds(
     RequestFilter,
-    over=st.sampled_from([None, True, False]),
+    is_over=st.sampled_from([None, True, False]),
     tenant=st.sampled_from([None, None, "t", "u"]),
     idempotency_key=st.sampled_from([None, None, None, "k", ""]),
     fingerprint=st.sampled_from([None, None, None, "f", ""]),
     status=st.sampled_from([None, None, "queued", "in_progress", "failed"]),
-    dead=st.sampled_from([None, None, True, False]),
+    is_dead_letter=st.sampled_from([None, None, True, False]),
     video=st.sampled_from([None, None, True, False]),
-    unheard=st.sampled_from([None, None, None, True]),
+    webhook_pending=st.sampled_from([None, None, None, True]),
 )
 
 
@@ -121,7 +121,7 @@ class Side:
             case list() | tuple():
                 return [self.plain(one) for one in answer]
             case Lease(task, name, token, expires):
-                return self.plain(task), name, self.tokens[token], expires - self.began, answer.appended
+                return self.plain(task), name, self.tokens[token], expires - self.began, answer.recorded_deltas
             case Claim():
                 return msgspec.structs.replace(answer, token=self.tokens.get(answer.token, b"damaged"))
             case Task():
@@ -134,7 +134,9 @@ class Side:
                 return msgspec.structs.replace(answer, stages=known)
             case msgspec.Struct():
                 fields = msgspec.structs.asdict(answer)
-                return {n: value - self.began if n == "seen" else self.plain(value) for n, value in fields.items()}
+                return {
+                    n: value - self.began if n == "last_heartbeat" else self.plain(value) for n, value in fields.items()
+                }
         return answer
 
 
@@ -248,7 +250,7 @@ class Twins(RuleBasedStateMachine):
     @rule(
         number=st.integers(0, 1000),
         damage=st.sampled_from(["", "", "", "", "token", "attempt", "stage"]),
-        verb=st.sampled_from(["renew", "progress", "progress", "hand_back", "turn_down", "turn_down"]),
+        verb=st.sampled_from(["renew", "progress", "progress", "hand_back", "refuse", "refuse"]),
     )
     def use_a_claim(self, number: int, damage: str, verb: str) -> None:
         self.step()
@@ -262,8 +264,8 @@ class Twins(RuleBasedStateMachine):
                 case "progress":
                     events = [Event("progress", step=number % 5, steps=5), Event("preview", message="x")][: number % 3]
                     return await side.queue.progress(claim, events)
-                case "turn_down":
-                    return await side.queue.turn_down(claim)
+                case "refuse":
+                    return await side.queue.refuse(claim)
             return await side.queue.hand_back(claim)
 
         self.both(ask)
@@ -287,9 +289,9 @@ class Twins(RuleBasedStateMachine):
             for claim in {claim.key: claim for claim in claims}.values():
                 recorded = list[bytes]()
                 with suppress(NotFound):
-                    recorded = await side.queue.appended(claim.request, claim.stage)
+                    recorded = await side.queue.read_deltas(claim.request, claim.stage)
                 grown.append(OutputDeltas(claim, len(recorded) + shift, pieces))
-            return await side.queue.append_all(grown)
+            return await side.queue.append_deltas(grown)
 
         self.both(ask)
 
@@ -297,7 +299,7 @@ class Twins(RuleBasedStateMachine):
     def read_pieces(self, number: int, after: int, limit: int) -> None:
         self.step()
         name, stage = self.chosen(number), STAGES[number % 4]
-        self.both(lambda side: side.queue.appended(name, stage, after, limit))
+        self.both(lambda side: side.queue.read_deltas(name, stage, after, limit))
 
     @precondition(lambda self: self.sides[0].leases)
     @rule(
@@ -326,7 +328,7 @@ class Twins(RuleBasedStateMachine):
                 version=context.version + 1 + skipped,
             )
             events = (Event("stage_completed", stage=claim.stage),)
-            push = () if context.over else tuple(self.pushed(side, claim.request, pushed))
+            push = () if context.is_over else tuple(self.pushed(side, claim.request, pushed))
             change = Change(context, claim, push=push, events=events)
             if wanted is None:
                 return await side.queue.commit(change)
@@ -351,9 +353,9 @@ class Twins(RuleBasedStateMachine):
             context = (await side.queue.load(name)).context
             fields: dict[str, Any] = {"order": float(number % 3), "version": context.version + 1 + skipped}
             if end == "looked at":
-                fields |= {"dead": False}
-            elif end and not context.over:
-                fields |= {"status": end, "dead": number % 2 == 0, "completed_at": self.clock.wall()}
+                fields |= {"is_dead_letter": False}
+            elif end and not context.is_over:
+                fields |= {"status": end, "is_dead_letter": number % 2 == 0, "completed_at": self.clock.wall()}
             changed = msgspec.structs.replace(context, **fields)
             keys = tuple((name, stage) for stage in close)
             return await side.queue.commit(
@@ -373,7 +375,7 @@ class Twins(RuleBasedStateMachine):
 
     def sweep(self) -> None:
         async def ask(side: Side) -> list[Any]:
-            return sorted(await side.queue.expired(TTL), key=lambda late: late.task.key)
+            return sorted(await side.queue.sweep_expired(TTL), key=lambda late: late.task.key)
 
         self.both(ask)
 
@@ -397,18 +399,18 @@ class Twins(RuleBasedStateMachine):
                 case "follow":
                     return await self.followed(side, name, number % 4)
                 case "bye":
-                    return await side.queue.bye(member)
+                    return await side.queue.unregister(member)
                 case "drop":
                     return await side.queue.drop(name)
                 case "declare":
                     await side.queue.declare(member, DeclaredModels(tuple(CARDS[: number % 3]), {"p": number}))
-                    return await side.queue.declared()
+                    return await side.queue.declarations()
                 case "over":
-                    return await side.queue.over([name, "nobody", *self.names[number % 5 :: 3]])
+                    return await side.queue.ended_among([name, "nobody", *self.names[number % 5 :: 3]])
                 case "forget":
-                    return sorted(await side.queue.forget(self.clock.wall() - 4.0 * (number % 2)))
+                    return sorted(await side.queue.drop_ended_before(self.clock.wall() - 4.0 * (number % 2)))
             cards = CARDS if verb == "brings" else ()
-            return await side.queue.hello(worker(member, pid=number, proof=b"\0\xff"), cards)
+            return await side.queue.register(worker(member, pid=number, secret_hash=b"\0\xff"), cards)
 
         self.both(ask)
 
@@ -425,17 +427,17 @@ class Twins(RuleBasedStateMachine):
         async def ask(side: Side) -> Any:
             match verb:
                 case "cache":
-                    return await side.queue.cache(keys[0], handle(id, nbytes), room)
+                    return await side.queue.put_encoding(keys[0], handle(id, nbytes), room)
                 case "uncache":
-                    return await side.queue.uncache(keys[0], id)
-            return await side.queue.cached(keys, use=verb == "cached")
+                    return await side.queue.remove_encoding(keys[0], id)
+            return await side.queue.find_encoding(keys, use=verb == "cached")
 
         self.both(ask)
 
     async def followed(self, side: Side, name: str, after: int) -> list[Event]:
         """What is there of the events of one that is over; of another, as many as there are."""
         entry = self.sides[0].queue._requests.get(name)  # type: ignore[attr-defined]
-        last = None if entry is None or entry.context.over else entry.history.last
+        last = None if entry is None or entry.context.is_over else entry.history.last
         if last is not None and after >= last:
             return []
         found: list[Event] = []
@@ -459,8 +461,8 @@ class Twins(RuleBasedStateMachine):
     def look_at_everything(self) -> None:
         self.both(lambda side: side.queue.list(RequestFilter(), limit=1000))
         self.both(lambda side: side.queue.workers())
-        self.both(lambda side: side.queue.cached(list("klmn")))
+        self.both(lambda side: side.queue.find_encoding(list("klmn")))
         for name in self.names:
             for stage in STAGES:
-                self.both(lambda side, name=name, stage=stage: side.queue.appended(name, stage))  # type: ignore[misc]
+                self.both(lambda side, name=name, stage=stage: side.queue.read_deltas(name, stage))  # type: ignore[misc]
         self.they_stand_alike()

@@ -15,7 +15,7 @@ from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
 from tests.scheduler.test_scheduler import done, info
 from tools.asking import asking
 from unfuse.core.messages import (
-    REFUSED,
+    CLIENT_ERROR,
     HeartbeatReply,
     LeasesGranted,
     RankTimes,
@@ -57,16 +57,16 @@ class Ledger(Observer):
         self.billed_s = self.lost_s = 0.0
 
     @override
-    def ended(self, context: RequestContext) -> None:
+    def on_ended(self, context: RequestContext) -> None:
         for state in context.stages.values():
             self.billed_s += state.timings.share_s * state.timings.devices
 
     @override
-    def billed(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
+    def on_billed(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
         self.billed_s += sum(seconds.values())
 
     @override
-    def written_off(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
+    def on_lost_device_time(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
         self.lost_s += sum(seconds.values())
 
 
@@ -91,7 +91,7 @@ class Fleet:
 
     def open(self, queues: Sequence[QueueBackend]) -> None:
         """Start the schedulers over these queues."""
-        self.schedulers = [Scheduler(queue, cards=[CARD], clock=self.clock) for queue in queues]
+        self.schedulers = [Scheduler(queue, specs=[CARD], clock=self.clock) for queue in queues]
         for scheduler in self.schedulers:
             scheduler.observers.add(self.ledger)
         self.dispatchers = [Dispatcher(one, [], StorageLocations("disk:/r")) for one in self.schedulers]
@@ -152,13 +152,13 @@ class Fleet:
             record = await scheduler.submit(*asking(CARD, params(), n=1 + which % 2, cancel_on_disconnect=True))
             self.requests.append(record.context.id)
         elif act == "lose a lease" and self.leases:
-            await scheduler.upkeep.end(list(self.leases.values())[which % len(self.leases)])
+            await scheduler.maintenance.expire_lease(list(self.leases.values())[which % len(self.leases)])
         elif self.requests:
             request = self.requests[which % len(self.requests)]
             if act == "cancel":
                 await scheduler.cancel(request)
             elif act == "time out":
-                await scheduler.upkeep.expire(request)
+                await scheduler.maintenance.expire_deadline(request)
             elif act == "disconnect":
                 await scheduler.client_disconnected(request)
 
@@ -190,8 +190,8 @@ class Fleet:
         ends: dict[Act, TaskCompleted | TaskFailed | TaskStopped] = {
             "complete": msgspec.structs.replace(done(lease), timings=timings),
             "fail": TaskFailed(claim, "transient", "no", timings=timings),
-            "refuse": TaskFailed(claim, "permanent", "no", reason=REFUSED, timings=timings),
-            "crash": TaskFailed(claim, "crash", "bang", company=True, timings=timings),
+            "refuse": TaskFailed(claim, "permanent", "no", reason=CLIENT_ERROR, timings=timings),
+            "crash": TaskFailed(claim, "crash", "bang", had_companions=True, timings=timings),
             "hand back": TaskFailed(claim, "hand_back", "leaves", reason="compute", timings=timings),
             "lose an input": TaskFailed(claim, "object_lost", "gone", object_id=lost, timings=timings),
             "notice": TaskStopped(claim, timings),
@@ -217,7 +217,7 @@ class Fleet:
         for lease in [lease for lease in self.running.values() if lease.worker == worker]:
             del self.running[lease.claim]
             self.used[lease.claim] = self.known[lease.claim]
-            await self.schedulers[0].upkeep.end(lease)
+            await self.schedulers[0].maintenance.expire_lease(lease)
 
     async def settle(self) -> None:
         """End all requests, and have every worker that lives say its last word of each attempt, twice."""

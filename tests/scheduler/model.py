@@ -16,8 +16,8 @@ from unfuse.stages.specs import DENOISE as DENOISE_KIND, TEXT_ENCODE, VAE_DECODE
 
 PIPELINE = Pipeline(
     (
-        replace(TEXT_ENCODE, components=("text_encoder",), outputs=("embeds",), room=OutputSize(100)),
-        replace(DENOISE_KIND, components=("transformer",), inputs=("embeds",), room=OutputSize(0, 0.5)),
+        replace(TEXT_ENCODE, components=("text_encoder",), outputs=("embeds",), output_size=OutputSize(100)),
+        replace(DENOISE_KIND, components=("transformer",), inputs=("embeds",), output_size=OutputSize(0, 0.5)),
         VAE_DECODE,
     )
 )
@@ -28,7 +28,10 @@ CARD = ModelSpec("test/model", "/nowhere", "test", PIPELINE, {}, {}, WEIGHTS, di
 SHARING = msgspec.structs.replace(
     CARD,
     pipeline=Pipeline(
-        (msgspec.structs.replace(PIPELINE.stages[0], reads=("prompt", "guidance_scale")), *PIPELINE.stages[1:])
+        (
+            msgspec.structs.replace(PIPELINE.stages[0], depends_on_params=("prompt", "guidance_scale")),
+            *PIPELINE.stages[1:],
+        )
     ),
 )
 """The same model, of which encoder outputs may be cached."""

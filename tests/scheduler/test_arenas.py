@@ -27,7 +27,7 @@ def plan(n: int = 1) -> ExecutionPlan:
 
 def workers(pools: list[frozenset[str]], *output_sizes: int) -> list[WorkerInfo]:
     return [
-        msgspec.structs.replace(info(f"w{number}", *sorted(served)), room=room)
+        msgspec.structs.replace(info(f"w{number}", *sorted(served)), arena_bytes=room)
         for number, (served, room) in enumerate(zip(pools, output_sizes, strict=True))
     ]
 
@@ -98,5 +98,5 @@ async def test_a_worker_that_came_just_now_is_found_before_a_request_is_refused(
             await scheduler.submit(*asking(BIG, params()))
         assert isinstance(scheduler, Scheduler)
         (live,) = workers(ALL, 26 * MIB)
-        await scheduler.queue.hello(live)
+        await scheduler.queue.register(live)
         assert (await scheduler.submit(*asking(BIG, params()))).context.status == "queued"

@@ -46,13 +46,13 @@ ROOMS = (OutputSize(6 * MIB), OutputSize(20 * MIB), OutputSize())
 BIG = msgspec.structs.replace(
     CARD,
     pipeline=Pipeline(
-        tuple(msgspec.structs.replace(s, room=room) for s, room in zip(PIPELINE.stages, ROOMS, strict=True))
+        tuple(msgspec.structs.replace(s, output_size=room) for s, room in zip(PIPELINE.stages, ROOMS, strict=True))
     ),
 )
 
 
 def member(identity: str, *pools: str, slots: int = 1) -> RegisteredWorker:
-    return RegisteredWorker(msgspec.structs.replace(info(identity, *pools), slots=slots, room=ARENA), (), 0.0)
+    return RegisteredWorker(msgspec.structs.replace(info(identity, *pools), slots=slots, arena_bytes=ARENA), (), 0.0)
 
 
 @in_virtual_time
@@ -64,7 +64,7 @@ async def test_of_free_workers_the_one_that_would_be_taken_away_first_gets_work_
         ("round_robin", ["pod-11", "pod-10", "pod-2"]),
     ):
         clock = VirtualClock()
-        scheduler = Scheduler(MemoryQueue(clock), cards=[CARD], clock=clock)
+        scheduler = Scheduler(MemoryQueue(clock), specs=[CARD], clock=clock)
         dispatcher, asks = Dispatcher(scheduler, [], StorageLocations("memory"), dispatch=dispatch), {}  # type: ignore[arg-type]
         for name in ("pod-11", "pod-10", "pod-2"):
             worker = msgspec.structs.replace(info(name, ENCODE), node=name)
@@ -89,17 +89,20 @@ class TestWhatAWorkerMayTake:
     def test_a_pool_is_held_back_by_four_tasks_a_slot_of_the_pools_it_feeds(self) -> None:
         members = [member("e", ENCODE), member("d", DENOISE, slots=2), member("a", DENOISE, DECODE, slots=3)]
         flow = Backpressure.of([CARD], members)
-        offers = [flow.wanted(member.info, RequestTasks(1, None, 0.0), {}).pools for member in members]
-        assert offers[0][ENCODE].behind == {DENOISE: AHEAD * 5}
-        assert {pool: offer.behind for pool, offer in offers[2].items()} == {DENOISE: {DECODE: AHEAD * 3}, DECODE: {}}
+        offers = [flow.lease_request(member.info, RequestTasks(1, None, 0.0), {}).pools for member in members]
+        assert offers[0][ENCODE].backpressure == {DENOISE: AHEAD * 5}
+        assert {pool: offer.backpressure for pool, offer in offers[2].items()} == {
+            DENOISE: {DECODE: AHEAD * 3},
+            DECODE: {},
+        }
 
     def test_later_pools_go_first_and_earlier_ones_leave_them_their_share(self) -> None:
         everything = member("a", ENCODE, DENOISE, DECODE)
         flow = Backpressure.of([CARD], [everything])
-        keep = flow.keep(everything.info, InFlight())
+        keep = flow.reserved_bytes(everything.info, InFlight())
         assert keep == {ENCODE: ARENA // 2, DENOISE: 0}
-        offers = flow.wanted(everything.info, RequestTasks(1, ARENA, 0.0), keep).pools
-        assert {pool: offer.later for pool, offer in offers.items()} == {ENCODE: 0, DENOISE: 1, DECODE: 2}
+        offers = flow.lease_request(everything.info, RequestTasks(1, ARENA, 0.0), keep).pools
+        assert {pool: offer.stage_depth for pool, offer in offers.items()} == {ENCODE: 0, DENOISE: 1, DECODE: 2}
         assert {pool: offer.amounts["arena"] for pool, offer in offers.items()} == {
             ENCODE: ARENA - ARENA // 2, DENOISE: ARENA, DECODE: ARENA
         }  # fmt: skip
@@ -108,7 +111,10 @@ class TestWhatAWorkerMayTake:
         everything = member("a", ENCODE, DENOISE, DECODE)
         flow = Backpressure.of([CARD], [everything])
         for ended, offered in ((ENCODE, {DENOISE, DECODE}), (f"{DENOISE}@1a2b", {DECODE}), (DECODE, set())):
-            assert flow.wanted(everything.info, RequestTasks(1, None, 0.0, after=ended), {}).pools.keys() == offered
+            assert (
+                flow.lease_request(everything.info, RequestTasks(1, None, 0.0, after_pool=ended), {}).pools.keys()
+                == offered
+            )
 
     def test_what_a_worker_has_of_a_resource_is_offered_to_the_pools_that_draw_on_it(self) -> None:
         stages = tuple(
@@ -120,14 +126,14 @@ class TestWhatAWorkerMayTake:
         ask = RequestTasks(1, None, 0.0, amounts={"kv": 7, "other": 9})
         assert {
             pool: offer.amounts
-            for pool, offer in Backpressure.of([card], []).wanted(everything.info, ask, {}).pools.items()
+            for pool, offer in Backpressure.of([card], []).lease_request(everything.info, ask, {}).pools.items()
         } == {ENCODE: {"slots": 1}, DENOISE: {"slots": 1, "kv": 7}}
-        without = Backpressure.of([card], []).wanted(everything.info, RequestTasks(1, None, 0.0), {})
+        without = Backpressure.of([card], []).lease_request(everything.info, RequestTasks(1, None, 0.0), {})
         assert without.pools[DENOISE].amounts == {"slots": 1, "kv": 0}
 
     def test_who_makes_one_kind_of_object_may_fill_the_arena(self) -> None:
         encoder = member("e", ENCODE)
-        assert Backpressure.of([CARD], [encoder]).keep(encoder.info, InFlight()) == {ENCODE: 0}
+        assert Backpressure.of([CARD], [encoder]).reserved_bytes(encoder.info, InFlight()) == {ENCODE: 0}
 
     def test_pools_that_feed_each_other_do_not_wait_for_each_other(self) -> None:
         def card(*components: str) -> ModelSpec:
@@ -141,13 +147,15 @@ class TestWhatAWorkerMayTake:
         x, y = "denoise::x:", "denoise::y:"
         flow = Backpressure.of([card("x", "y"), card("y", "x", "x")], [member("a", x, y)])
         assert flow.depth == {x: 2, y: 1}
-        assert flow.behind == {x: {}, y: {x: AHEAD}}
+        assert flow.later_depths == {x: {}, y: {x: AHEAD}}
 
     def test_dispatch_is_by_what_is_near_by_turns_or_by_free_slots(self) -> None:
         worker = member("a", DENOISE, slots=4).info
         flow, ask = Backpressure.of([CARD], []), RequestTasks(3, None, 0.0, affinity="size")
-        told = {name: flow.wanted(worker, ask, {}, name) for name in ("locality", "round_robin", "max_free_slots")}
-        assert {name: (wanted.near, wanted.affinity, wanted.rank) for name, wanted in told.items()} == {
+        told = {
+            name: flow.lease_request(worker, ask, {}, name) for name in ("locality", "round_robin", "max_free_slots")
+        }
+        assert {name: (wanted.preferred_node, wanted.affinity, wanted.rank) for name, wanted in told.items()} == {
             "locality": ("node-1", "size", 1.001),
             "round_robin": ("", "", 0.0),
             "max_free_slots": ("", "", -3.0),
@@ -158,9 +166,9 @@ class TestWhatAWorkerMayTake:
     ) -> None:
         both, alone = member("a", ENCODE, DENOISE, slots=9), member("b", DENOISE, slots=9)
         flow = Backpressure.of([CARD], [both, alone])
-        offers = flow.wanted(both.info, RequestTasks(9, None, 0.0), {}).pools
+        offers = flow.lease_request(both.info, RequestTasks(9, None, 0.0), {}).pools
         assert {pool: offer.amounts["slots"] for pool, offer in offers.items()} == {ENCODE: 9, DENOISE: 1}
-        ranks = [flow.wanted(alone.info, RequestTasks(free, None, 0.0), {}).rank for free in (9, 8, 3)]
+        ranks = [flow.lease_request(alone.info, RequestTasks(free, None, 0.0), {}).rank for free in (9, 8, 3)]
         assert ranks == sorted(ranks) and len({*ranks}) == 3
 
 
@@ -169,7 +177,7 @@ class Worker:
 
     def __init__(self, dispatcher: Dispatcher, name: str, *pools: str) -> None:
         self.dispatcher, self.peer = dispatcher, name.encode()
-        self.info = msgspec.structs.replace(info(name, *pools), slots=2, room=ARENA)
+        self.info = msgspec.structs.replace(info(name, *pools), slots=2, arena_bytes=ARENA)
         self.active: list[Lease] = []
         self.objects: dict[str, int] = {}
         self.peak = 0
@@ -184,7 +192,7 @@ class Worker:
 
     async def take_part(self) -> bool:
         """Ask, do one task, beat; whether there was anything to do."""
-        reserved = sum(lease.task.planned.room for lease in self.active)
+        reserved = sum(lease.task.planned.output_size for lease in self.active)
         room = ARENA - self.used() - reserved if self.objects or self.active else None
         granted = await self.say(RequestTasks(self.info.slots - len(self.active), room, 0.0))
         assert isinstance(granted, LeasesGranted)
@@ -193,10 +201,10 @@ class Worker:
             await self.finish(self.active.pop(0))
         pulse = await self.say(Heartbeat(tuple(lease.claim for lease in self.active), tuple(self.objects)))
         assert isinstance(pulse, HeartbeatReply)
-        assert pulse.ended == ()
-        for request in pulse.over:
+        assert pulse.ended_claims == ()
+        for request in pulse.ended_requests:
             del self.objects[request]
-        return bool(granted.leases or self.active or pulse.over)
+        return bool(granted.leases or self.active or pulse.ended_requests)
 
     async def finish(self, lease: Lease) -> None:
         task, output, results = lease.task, None, ()
@@ -205,9 +213,9 @@ class Worker:
         else:
             output = ObjectRef(
                 f"{task.stage}@{task.attempt}", self.info.id, self.info.node, task.request, task.stage, task.attempt,
-                1, task.planned.room, (), (), b"", 0.0,
+                1, task.planned.output_size, (), (), b"", 0.0,
             )  # fmt: skip
-            self.objects[task.request] = self.objects.get(task.request, 0) + task.planned.room
+            self.objects[task.request] = self.objects.get(task.request, 0) + task.planned.output_size
             self.peak = max(self.peak, self.used())
             assert self.peak <= ARENA
         assert await self.say(TaskCompleted(lease.claim, output, results, Timings())) == Accepted()
@@ -216,7 +224,7 @@ class Worker:
 async def serve(workers: Sequence[tuple[str, ...]], requests: int) -> list[Worker]:
     """Have workers of these pools do that many requests, every tenth for three pictures, all queued before."""
     clock = ManualClock()
-    scheduler = Scheduler(MemoryQueue(clock), limits=QueueLimits(10**4, 10**4), clock=clock, cards=[BIG])
+    scheduler = Scheduler(MemoryQueue(clock), limits=QueueLimits(10**4, 10**4), clock=clock, specs=[BIG])
     dispatcher = Dispatcher(scheduler, [], StorageLocations(""))
     here = [Worker(dispatcher, f"worker-{n}", *pools) for n, pools in enumerate(workers)]
     for worker in here:
@@ -256,7 +264,7 @@ LARGE = msgspec.structs.replace(
     BIG,
     pipeline=Pipeline(
         tuple(
-            msgspec.structs.replace(s, room=room)
+            msgspec.structs.replace(s, output_size=room)
             for s, room in zip(PIPELINE.stages, (OutputSize(20 * MIB), OutputSize(0, MIB), OutputSize()), strict=True)
         )
     ),
@@ -270,7 +278,7 @@ async def test_a_request_that_fits_alone_gets_through_a_shared_arena(workers: in
     """Given many small requests and some that need more than half of an arena, then all of them complete: what has to
     stay free for the large ones is not filled with encodings that wait behind them."""
     clock = ManualClock()
-    scheduler = Scheduler(MemoryQueue(clock), limits=QueueLimits(10**4, 10**4), clock=clock, cards=[LARGE])
+    scheduler = Scheduler(MemoryQueue(clock), limits=QueueLimits(10**4, 10**4), clock=clock, specs=[LARGE])
     dispatcher = Dispatcher(scheduler, [], StorageLocations(""))
     here = [Worker(dispatcher, f"worker-{n}", ENCODE, DENOISE, DECODE) for n in range(workers)]
     for worker in here:
@@ -296,7 +304,7 @@ async def test_an_ask_that_waits_is_taken_back_when_more_has_to_stay_free() -> N
     """Given a worker that waits with room for encodings, when a request comes whose latents take most of the arena,
     then the worker asks anew, and leaves that free."""
     clock = ManualClock()
-    scheduler = Scheduler(MemoryQueue(clock), limits=QueueLimits(10**4, 10**4), clock=clock, cards=[LARGE])
+    scheduler = Scheduler(MemoryQueue(clock), limits=QueueLimits(10**4, 10**4), clock=clock, specs=[LARGE])
     dispatcher = Dispatcher(scheduler, [], StorageLocations(""))
     worker = Worker(dispatcher, "worker", ENCODE, DENOISE, DECODE)
     await worker.say(Register(worker.info, (LARGE,)))
@@ -324,7 +332,7 @@ async def test_what_was_refused_or_has_ended_needs_nothing() -> None:
 async def test_what_is_not_met_any_more_has_ended_elsewhere() -> None:
     record = await Scheduler(MemoryQueue(ManualClock())).submit(*asking(CARD, params()))
     in_flight = InFlight()
-    in_flight.announced(record.context)
+    in_flight.on_announced(record.context)
     in_flight.sweep()
     assert in_flight.largest([ENCODE]) > 0
     in_flight.sweep()

@@ -60,7 +60,7 @@ async def bill(fleet: Fleet) -> tuple[dict[str, float], dict[str, float], Reques
 
 END: dict[str, Callable[[Fleet], Awaitable[object]]] = {
     "cancelled": lambda fleet: fleet.schedulers[1].cancel(fleet.requests[0]),
-    "expired": lambda fleet: fleet.schedulers[1].upkeep.expire(fleet.requests[0]),
+    "expired": lambda fleet: fleet.schedulers[1].maintenance.expire_deadline(fleet.requests[0]),
     "left": lambda fleet: fleet.schedulers[1].client_disconnected(fleet.requests[0]),
 }
 
@@ -124,7 +124,7 @@ async def test_a_lost_lease_is_counted_when_its_worker_is_heard_again() -> None:
     async with fleet() as workers:
         lease = await one(workers)
         await workers.compute(lease, 4.0, tell=True)
-        await workers.schedulers[0].upkeep.end(lease)
+        await workers.schedulers[0].maintenance.expire_lease(lease)
         assert (await bill(workers))[:2] == ({}, {"cpu": 4.0})
 
         again = await one(workers, "worker-1")
@@ -221,4 +221,4 @@ async def test_a_start_and_attempts_stay_true_when_attempts_are_lost() -> None:
         await workers.end("complete", third)
         _, _, context = await bill(workers)
         assert context.started_at == begun
-        assert context.stages["text_encode"].begun == 3
+        assert context.stages["text_encode"].attempts_started == 3

@@ -39,7 +39,7 @@ async def over(scheduler: Scheduler, request: str) -> RequestContext:
     """The context once its request is over."""
     for _ in range(100):
         context = (await scheduler.queue.load(request)).context
-        if context.over:
+        if context.is_over:
             return context
         await asyncio.sleep(0)
     raise AssertionError(f"{request} is not over")
@@ -58,12 +58,12 @@ async def test_a_worker_stays_registered_without_any_pool_that_it_can_serve() ->
 
 async def test_new_requests_are_refused_in_a_sentence_with_the_file() -> None:
     async with scheduling() as (scheduler, _):
-        await scheduler.queue.hello(lacking(CHANGED, DENOISE), [CARD])
+        await scheduler.queue.register(lacking(CHANGED, DENOISE), [CARD])
         await scheduler.registry.workers()
 
         with pytest.raises(WeightsChanged, match=f"{FILE} has changed since it was loaded: restart the server"):
             await scheduler.submit(*asking(CARD, params()))
-        assert await scheduler.registry.missing() == {CARD.name: [DENOISE]}
+        assert await scheduler.registry.unavailable_pools() == {CARD.name: [DENOISE]}
 
 
 async def test_requests_wait_while_a_touched_file_is_compared() -> None:
@@ -101,16 +101,16 @@ async def test_what_runs_in_such_a_pool_may_end_well() -> None:
         await take(scheduler, ENCODE)
 
         await dispatcher.answer(b"w", Register(lacking(CHANGED, ENCODE), (CARD,), b"s"))
-        await scheduler.upkeep.requests()
+        await scheduler.maintenance.requests()
 
-        assert not (await scheduler.queue.load(running.id)).context.over
+        assert not (await scheduler.queue.load(running.id)).context.is_over
 
 
 async def test_where_others_serve_the_pool_it_is_served() -> None:
     async with scheduling() as (scheduler, _):
-        await scheduler.queue.hello(lacking(CHANGED, *POOLS), [CARD])
-        await scheduler.queue.hello(info("other", *POOLS), [CARD])
+        await scheduler.queue.register(lacking(CHANGED, *POOLS), [CARD])
+        await scheduler.queue.register(info("other", *POOLS), [CARD])
         await scheduler.registry.workers()
 
         assert (await scheduler.submit(*asking(CARD, params()))).context.status == "queued"
-        assert await scheduler.registry.missing() == {}
+        assert await scheduler.registry.unavailable_pools() == {}

@@ -65,7 +65,7 @@ def completed(changes: dict[str, Changes] | None = None, worker: str = WORKER, *
 
 def predicted(costs: Costs, **more: Value) -> dict[str, float]:
     """Seconds of each stage of another one."""
-    return {stage.kind: stage.cost for stage in costs.priced(asked(**more)).plan.stages}
+    return {stage.kind: stage.cost for stage in costs.with_cost(asked(**more)).plan.stages}
 
 
 def only(kind: str, seconds: float) -> dict[str, Changes]:
@@ -180,8 +180,8 @@ def test_each_device_has_its_own_law_and_the_mean_over_a_pools_workers_is_predic
 async def test_the_scheduler_tells_whose_device_a_stage_ran_on() -> None:
     async with scheduling() as (scheduler, _):
         gpu = msgspec.structs.replace(info(WORKER, ENCODE, DENOISE, DECODE), device="gpu")
-        await scheduler.queue.hello(gpu, [CARD])
-        await scheduler.upkeep.workers()
+        await scheduler.queue.register(gpu, [CARD])
+        await scheduler.maintenance.workers()
         await scheduler.submit(*asking(CARD, params()))
         await complete_one(scheduler)
         assert {name for devices in scheduler._costs._models.values() for name in devices} == {"gpu"}
@@ -190,19 +190,19 @@ async def test_the_scheduler_tells_whose_device_a_stage_ran_on() -> None:
 async def test_what_was_learned_is_there_after_a_restart(tmp_path: Path) -> None:
     file, dice = tmp_path / "data" / "costs.json", random.Random(5)
     costs = Costs(file)
-    await costs.settle()
+    await costs.update_models()
     assert not file.exists()
     for _ in range(40):
         sizes: dict[str, Value] = {"width": dice.choice([32, 64, 96]), "num_inference_steps": dice.choice([5, 20])}
         known = completed(only("denoise", dice.random()), **sizes)
         costs.learn(known)
-    await costs.settle()
+    await costs.update_models()
     heir = Costs(file)
     for width in (16, 64, 640):
         assert predicted(heir, width=width) == pytest.approx(predicted(costs, width=width))
     before = file.read_bytes()
     heir.learn(known)
-    await heir.settle()
+    await heir.update_models()
     assert [one.name for one in file.parent.iterdir()] == ["costs.json"] and file.read_bytes() == before
 
 
@@ -226,7 +226,7 @@ async def test_a_file_that_cannot_be_read_is_told_of_and_replaced(tmp_path: Path
         costs = Costs(file)
     assert [(one["log_level"], one["file"]) for one in logs] == [("warning", str(file))]
     costs.learn(completed())
-    await costs.settle()
+    await costs.update_models()
     assert predicted(Costs(file)) == pytest.approx(SECONDS)
 
 
@@ -254,7 +254,7 @@ async def test_a_folder_that_cannot_be_written_costs_no_more_than_a_warning(tmp_
     costs = Costs(tmp_path / "file" / "costs.json")
     costs.learn(completed())
     with capture_logs() as logs:
-        await costs.settle()
+        await costs.update_models()
     assert [one["log_level"] for one in logs] == ["warning"]
 
 
@@ -273,7 +273,7 @@ async def test_a_scheduler_that_starts_learns_from_what_the_queue_holds() -> Non
         await scheduler.submit(*asking(CARD, params()))
         await complete_one(scheduler)
         heir = Scheduler(scheduler.queue, clock=clock)
-        await heir.upkeep.learn()
+        await heir.maintenance.learn_costs()
         assert (await heir.submit(*asking(CARD, params()))).context.cost == pytest.approx(12)
 
 

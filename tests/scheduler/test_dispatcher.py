@@ -40,7 +40,7 @@ from unfuse.core.request import Change, RequestRecord
 from unfuse.core.task import Claim, Lease, OutputDeltas
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler import dispatcher as dispatcher_module
-from unfuse.scheduler.dispatcher import BEATS_MISSED, Dispatcher
+from unfuse.scheduler.dispatcher import MISSED_HEARTBEATS, Dispatcher
 from unfuse.scheduler.maintenance import RETURN_S
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
@@ -74,7 +74,7 @@ async def test_who_comes_without_pools_is_told_what_to_serve_and_not_registered(
     async with dispatching() as (dispatcher, _):
         reply = await dispatcher.answer(OTHER, Register(info("worker-2")))
         assert isinstance(reply, Registered)
-        assert (reply.models, reply.places, reply.lease_ttl) == (
+        assert (reply.models, reply.storage, reply.lease_ttl) == (
             ((CARD.name, CARD.source, "auto"),),
             StorageLocations("disk:/results"),
             5.0,
@@ -112,12 +112,12 @@ async def test_a_scheduler_that_stops_gives_nobody_a_task_and_says_so() -> None:
         beating = asyncio.create_task(dispatcher.answer(PEER, Heartbeat((), wait=1.0)))
         await settle()
         before = loop.time()
-        dispatcher.withhold()
+        dispatcher.stop_granting()
         assert await waiting == []
-        assert isinstance(pulse := await beating, HeartbeatReply) and pulse.stops
+        assert isinstance(pulse := await beating, HeartbeatReply) and pulse.is_stopping
         assert loop.time() == before
         await submit(dispatcher)
-        with_ask = msgspec.structs.replace(done(lease), ask=RequestTasks(5, None, 20.0))
+        with_ask = msgspec.structs.replace(done(lease), next_request=RequestTasks(5, None, 20.0))
         assert await dispatcher.answer(PEER, with_ask) == LeasesGranted((), {})
         assert (await granted(dispatcher, wait=20.0), loop.time() - before) == ([], pytest.approx(20.0))
 
@@ -210,7 +210,7 @@ async def test_a_beat_renews_leases_and_answers_what_is_over() -> None:
         clock.advance(2.9)
         assert await dispatcher.answer(PEER, Heartbeat((lease.claim,), (request,))) == HeartbeatReply((), ())
         clock.advance(2.9)
-        assert await dispatcher.scheduler.queue.expired(5.0) == []
+        assert await dispatcher.scheduler.queue.sweep_expired(5.0) == []
         await dispatcher.scheduler.cancel(request)
         assert await dispatcher.answer(PEER, Heartbeat((lease.claim,), (request, other))) == HeartbeatReply(
             (lease.claim,), (request,)
@@ -234,11 +234,11 @@ async def test_whoever_holds_objects_of_a_request_hears_which_of_them_was_given_
         assert await dispatcher.answer(PEER, beat) == HeartbeatReply((), (), gone)
         assert await dispatcher.answer(PEER, Heartbeat((), (other,))) == HeartbeatReply((), ())
         elsewhere = Scheduler(dispatcher.scheduler.queue, clock=clock)
-        assert elsewhere.in_flight.lost([request]) == []
-        await elsewhere.upkeep.requests()
-        assert elsewhere.in_flight.lost([request, other]) == [*gone]
+        assert elsewhere.in_flight.lost_outputs([request]) == []
+        await elsewhere.maintenance.requests()
+        assert elsewhere.in_flight.lost_outputs([request, other]) == [*gone]
         await elsewhere.cancel(request)
-        assert elsewhere.in_flight.lost([request]) == []
+        assert elsewhere.in_flight.lost_outputs([request]) == []
 
 
 @in_virtual_time
@@ -269,10 +269,10 @@ async def test_a_busy_worker_gets_what_is_more_urgent_only() -> None:
     async with dispatching() as (dispatcher, _):
         await submit(dispatcher)
         urgent = await submit(dispatcher, priority=2)
-        reply = await dispatcher.answer(PEER, RequestTasks(1, None, 0.0, above=1))
+        reply = await dispatcher.answer(PEER, RequestTasks(1, None, 0.0, min_priority=1))
         assert isinstance(reply, LeasesGranted)
         assert [lease.task.request for lease in reply.leases] == [urgent]
-        assert await dispatcher.answer(PEER, RequestTasks(1, None, 0.0, above=0)) == LeasesGranted((), {})
+        assert await dispatcher.answer(PEER, RequestTasks(1, None, 0.0, min_priority=0)) == LeasesGranted((), {})
 
 
 async def test_an_outcome_is_accepted_once_and_again_but_not_after_the_request_is_over() -> None:
@@ -293,7 +293,7 @@ async def test_what_could_not_be_delivered_is_queued_again_uncharged() -> None:
         request = await submit(dispatcher)
         reply: ToWorker | None = await dispatcher.answer(PEER, RequestTasks(1, None, 0.0))
         assert isinstance(reply, LeasesGranted)
-        await dispatcher.undelivered(PEER, reply)
+        await dispatcher.handle_undelivered(PEER, reply)
         assert await dispatcher.answer(PEER, Heartbeat()) == UnknownWorker()
         await dispatcher.answer(OTHER, HELLO)
         (lease,) = await granted(dispatcher, peer=OTHER)
@@ -307,7 +307,7 @@ async def test_tasks_of_a_worker_whose_connection_broke_go_to_others_unless_it_c
         async with dispatching() as (dispatcher, clock):
             await submit(dispatcher)
             await granted(dispatcher)
-            await dispatcher.undelivered(PEER, HeartbeatReply((), ()))
+            await dispatcher.handle_undelivered(PEER, HeartbeatReply((), ()))
             await settle()
             clock.advance(RETURN_S / 2)
             if comes_back:
@@ -336,15 +336,15 @@ async def test_an_id_is_its_first_owner_s_on_every_scheduler() -> None:
             Scheduler(dispatcher.scheduler.queue, clock=clock, lease_ttl=5.0), [], StorageLocations("")
         )
         for place in (dispatcher, elsewhere):
-            for hello in (stolen, Register(mine.worker, mine.cards)):
+            for hello in (stolen, Register(mine.worker, mine.model_specs)):
                 reply = await place.answer(b"thief", hello)
                 assert isinstance(reply, Rejected)
                 assert "registered with another secret" in reply.message
                 assert await place.answer(b"thief", RequestTasks(1, None, 0.0)) == UnknownWorker()
         assert isinstance(await elsewhere.answer(OTHER, mine), Registered)
         (member,) = [m for m in await dispatcher.scheduler.queue.workers() if m.info.id == "worker-9"]
-        assert member.info.proof
-        assert member.info.proof != b"a" * 16
+        assert member.info.secret_hash
+        assert member.info.secret_hash != b"a" * 16
 
 
 @in_virtual_time
@@ -399,14 +399,14 @@ async def test_what_has_grown_is_recorded_for_who_has_the_task_and_read_by_the_n
         assert await append(0, 0, 0, 0) == HeartbeatReply((gone.claim, others.claim), ())
         assert await append(2, 0, 0, 9) == HeartbeatReply((gone.claim, others.claim, second.claim), ())
         queue, stage = dispatcher.scheduler.queue, first.task.stage
-        found = {request: await queue.appended(request, stage) for request in requests}
+        found = {request: await queue.read_deltas(request, stage) for request in requests}
         assert {request: kept for request, kept in found.items() if kept} == {
             first.task.request: [b"0", b"!", b"2", b"!"],
             second.task.request: [b"0", b"!"],
         }
         assert await dispatcher.answer(PEER, TaskFailed(first.claim, "hand_back", "no", reason="full")) == Accepted()
         (again,) = await granted(dispatcher, peer=OTHER)
-        assert again.appended == 4
+        assert again.recorded_deltas == 4
         assert await dispatcher.answer(OTHER, ReadOutput(again.claim, 1)) == RecordedOutput((b"!", b"2", b"!"))
         await queue.drop(gone.task.request)
         for claim in (again.claim, gone.claim, msgspec.structs.replace(first.claim, request="nobody")):
@@ -432,10 +432,10 @@ async def test_a_heartbeat_at_another_scheduler_renews_the_others_while_one_requ
     class Away(Scheduler):
         gone = ""
 
-        async def holds(self, worker: str, claim: Claim) -> bool:
+        async def is_leased_to(self, worker: str, claim: Claim) -> bool:
             if claim.request == self.gone:
                 raise TransientError("away")
-            return await super().holds(worker, claim)
+            return await super().is_leased_to(worker, claim)
 
     async with dispatching() as (dispatcher, clock):
         for _ in "12":
@@ -473,10 +473,10 @@ async def test_who_misses_beats_is_given_nothing_until_it_is_heard_again() -> No
     async with dispatching() as (dispatcher, clock):
         welcome = await dispatcher.answer(PEER, HELLO)
         assert isinstance(welcome, Registered)
-        assert BEATS_MISSED * welcome.beat < welcome.lease_ttl
+        assert MISSED_HEARTBEATS * welcome.heartbeat_s < welcome.lease_ttl
         asking = asyncio.create_task(granted(dispatcher, wait=20.0))
         await settle()
-        clock.advance(BEATS_MISSED * welcome.beat)
+        clock.advance(MISSED_HEARTBEATS * welcome.heartbeat_s)
         assert await asking == []
         await submit(dispatcher)
         assert await count_waiting(dispatcher.scheduler.queue, ENCODE) == 1
@@ -568,7 +568,7 @@ async def test_a_worker_that_says_it_leaves_gets_nothing_more() -> None:
 
 
 def asking_on(lease: Lease, slots: int = 1) -> TaskCompleted:
-    return msgspec.structs.replace(done(lease), ask=RequestTasks(slots, None, 0.0))
+    return msgspec.structs.replace(done(lease), next_request=RequestTasks(slots, None, 0.0))
 
 
 @in_virtual_time
@@ -618,7 +618,7 @@ async def test_what_was_given_with_an_outcome_and_could_not_be_delivered_is_queu
         (encode,) = await granted(dispatcher)
         reply = await dispatcher.answer(PEER, asking_on(encode))
         assert isinstance(reply, LeasesGranted) and reply.leases
-        await dispatcher.undelivered(PEER, reply)
+        await dispatcher.handle_undelivered(PEER, reply)
         await dispatcher.answer(OTHER, HELLO)
         (lease,) = await granted(dispatcher, peer=OTHER)
         assert (lease.task.stage, lease.task.attempt) == ("denoise.0", 2)
@@ -634,7 +634,9 @@ async def test_who_waits_with_fewer_tasks_gets_the_next_one_and_not_who_has_just
         await dispatcher.answer(OTHER, Register(msgspec.structs.replace(everything, id="worker-2"), (CARD,)))
         waits = asyncio.create_task(granted(dispatcher, 4, wait=20.0, peer=OTHER))
         await settle()
-        busy = msgspec.structs.replace(asking_on(encode), ask=RequestTasks(1, None, 20.0))  # it holds three others
+        busy = msgspec.structs.replace(
+            asking_on(encode), next_request=RequestTasks(1, None, 20.0)
+        )  # it holds three others
         assert await dispatcher.answer(PEER, busy) == LeasesGranted((), {})
         assert [lease.task.stage for lease in await waits] == ["denoise.0"]
 

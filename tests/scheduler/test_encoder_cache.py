@@ -17,7 +17,7 @@ from unfuse.core.errors import LeaseLost, Overloaded, TransientError
 from unfuse.core.messages import TaskCompleted, TaskFailed
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import RequestContext, RequestRecord, Timings
-from unfuse.core.task import Lease, cached_as
+from unfuse.core.task import Lease, cache_owner_name
 from unfuse.queues.base import QueueLimits
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.observer import Observer
@@ -34,7 +34,7 @@ class Counts(Observer):
     def __init__(self) -> None:
         self.hits = self.misses = 0
 
-    def looked_up(self, hits: int, misses: int) -> None:
+    def on_cache_lookup(self, hits: int, misses: int) -> None:
         self.hits, self.misses = self.hits + hits, self.misses + misses
 
 
@@ -44,10 +44,10 @@ async def caching(
 ) -> AsyncIterator[tuple[Scheduler, Counts]]:
     """A scheduler with a cache, a live worker of all pools, and what it was told of the cache."""
     clock = clock or ManualClock()
-    scheduler = Scheduler(queue or MemoryQueue(clock), cards=[SHARING], clock=clock, cache_bytes=cache_bytes, **options)
+    scheduler = Scheduler(queue or MemoryQueue(clock), specs=[SHARING], clock=clock, cache_bytes=cache_bytes, **options)
     counts = Counts()
     scheduler.observers.add(counts)
-    await scheduler.queue.hello(info(WORKER, ENCODE, DENOISE, DECODE), [SHARING])
+    await scheduler.queue.register(info(WORKER, ENCODE, DENOISE, DECODE), [SHARING])
     try:
         yield scheduler, counts
     finally:
@@ -95,7 +95,7 @@ async def test_a_second_request_for_the_same_is_not_encoded_again() -> None:
         assert (state.status, state.attempt, state.worker, state.output) == ("done", 0, WORKER, made)
         tasks = await scheduler.queue.peek(DENOISE)
         assert [task.inputs for task in tasks] == [(made,), (made,)]
-        assert {task.near for task in tasks} == {"node-1"}
+        assert {task.preferred_node for task in tasks} == {"node-1"}
         assert sorted(await ran(scheduler)) == ["denoise.0", "denoise.1", "vae_decode.0", "vae_decode.1"]
         assert [(await loaded(scheduler, record)).status for record in (first, second)] == ["completed", "completed"]
         assert (counts.hits, counts.misses) == (1, 1)
@@ -134,7 +134,7 @@ async def test_what_differs_in_anything_that_counts_is_encoded(other: dict[str, 
 async def test_what_was_encoded_without_the_cache_serves_nobody() -> None:
     async with caching() as (scheduler, counts):
         record = await scheduler.submit(*asking(SHARING, params(), cache=False))
-        assert (await scheduler.queue.peek(ENCODE))[0].planned.cache == ""
+        assert (await scheduler.queue.peek(ENCODE))[0].planned.cache_key == ""
         await ran(scheduler)
         await scheduler.submit(*asking(SHARING, params()))
         assert await ran(scheduler) == ALL
@@ -150,7 +150,7 @@ async def test_schedulers_share_it_over_their_queue_unless_their_workers_make_ot
         async with caching(first.queue, clock) as (other, _):  # type: ignore[arg-type]
             await other.submit(*asking(SHARING, params()))
             assert await ran(other) == REST
-            await first.queue.hello(info(WORKER, f"{ENCODE}@1", DENOISE, DECODE), [SHARING])
+            await first.queue.register(info(WORKER, f"{ENCODE}@1", DENOISE, DECODE), [SHARING])
             await other.registry.workers()
             await other.submit(*asking(SHARING, params()))
             assert await ran(other, pools=(f"{ENCODE}@1", DENOISE, DECODE)) == ALL
@@ -179,7 +179,7 @@ async def test_what_a_dead_worker_had_is_encoded_again() -> None:
         await pass_by(scheduler, clock, 5.1)
         record = await scheduler.submit(*asking(SHARING, params()))
         assert record.context.stages["text_encode"].status == "queued"
-        await scheduler.queue.hello(info(WORKER, ENCODE, DENOISE, DECODE), [SHARING])
+        await scheduler.queue.register(info(WORKER, ENCODE, DENOISE, DECODE), [SHARING])
         await scheduler.cancel(record.context.id)
         await scheduler.submit(*asking(SHARING, params()))
         assert await ran(scheduler) == ALL
@@ -198,7 +198,10 @@ async def test_an_object_that_is_gone_from_the_cache_costs_one_encoding() -> Non
 
         assert await take(scheduler, DENOISE) == []
         (encode,) = await take(scheduler, ENCODE)
-        assert (encode.task.attempt, encode.task.planned.cache) == (1, record.context.plan.stage("text_encode").cache)
+        assert (encode.task.attempt, encode.task.planned.cache_key) == (
+            1,
+            record.context.plan.stage("text_encode").cache_key,
+        )
         await scheduler.complete(done(encode), WORKER)
         await scheduler.fail(TaskFailed(second.claim, "object_lost", "it is gone", object_id=gone.id), WORKER)
         again = await take(scheduler, DENOISE, slots=9)
@@ -287,30 +290,30 @@ async def test_owners_hear_which_objects_the_cache_gave_up() -> None:
             report = done(encode)
             assert report.output
             await scheduler.complete(report, WORKER)
-            names.append(cached_as(encode.task.planned.cache, report.output.id))
+            names.append(cache_owner_name(encode.task.planned.cache_key, report.output.id))
             await ran(scheduler)
-        key = encode.task.planned.cache
+        key = encode.task.planned.cache_key
         running = (await scheduler.submit(*asking(SHARING, params(prompt="c")))).context.id
-        unknown = [cached_as(key, "another"), "cache:", "cache:nonsense", "cache::"]
+        unknown = [cache_owner_name(key, "another"), "cache:", "cache:nonsense", "cache::"]
 
-        over = await scheduler.over([running, record.context.id, *names, *unknown])
+        over = await scheduler.releasable([running, record.context.id, *names, *unknown])
 
         assert over == [record.context.id, names[0], *unknown]
-        assert await scheduler.over([]) == []
-        assert await scheduler.over(names[::-1]) == names[:1]
+        assert await scheduler.releasable([]) == []
+        assert await scheduler.releasable(names[::-1]) == names[:1]
         # and that was no use of them: "b" is still the next to go
         await scheduler.submit(*asking(SHARING, params(prompt="d")))
         await ran(scheduler)
-        assert await scheduler.over(names) == names[:2]
+        assert await scheduler.releasable(names) == names[:2]
 
 
 class Absent(MemoryQueue):
     """A queue that is away whenever something is to be cached or given up."""
 
-    async def cache(self, key: str, ref: ObjectRef, room: int) -> None:
+    async def put_encoding(self, key: str, ref: ObjectRef, room: int) -> None:
         raise TransientError("away")
 
-    async def uncache(self, key: str, id: str) -> None:
+    async def remove_encoding(self, key: str, id: str) -> None:
         raise TransientError("away")
 
 
@@ -330,7 +333,7 @@ async def test_a_cache_that_cannot_be_written_ends_no_request() -> None:
 class Unread(MemoryQueue):
     """A queue whose index does not answer."""
 
-    async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
+    async def find_encoding(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
         if not use:
             raise TransientError("away")
         return {}
@@ -339,7 +342,7 @@ class Unread(MemoryQueue):
 async def test_nothing_is_given_up_because_the_index_does_not_answer() -> None:
     clock = ManualClock()
     async with caching(Unread(clock), clock) as (scheduler, _):
-        assert await scheduler.over([cached_as("key", "id"), "nobody"]) == ["nobody"]
+        assert await scheduler.releasable([cache_owner_name("key", "id"), "nobody"]) == ["nobody"]
 
 
 async def test_what_was_cached_is_not_taken_for_fast() -> None:

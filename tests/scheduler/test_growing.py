@@ -24,11 +24,11 @@ class Ear(Observer):
         self.heard: list[tuple[str, int, float | None]] = []
 
     @override
-    def began_to_grow(self, model: str, pieces: int, seconds: float) -> None:
+    def on_first_delta(self, model: str, pieces: int, seconds: float) -> None:
         self.heard.append((f"first of {model}", pieces, seconds))
 
     @override
-    def grew(self, model: str, pieces: int, seconds: float | None) -> None:
+    def on_deltas(self, model: str, pieces: int, seconds: float | None) -> None:
         self.heard.append(("more", pieces, seconds))
 
 
@@ -51,7 +51,7 @@ async def test_of_each_piece_is_told_once_when_it_came() -> None:
         _, lease = await begun(scheduler)
         for pause, offset, number in ((0.5, 0, 2), (0.3, 2, 3), (0.0, 3, 2), (0.25, 3, 3)):
             clock.advance(pause)
-            assert await scheduler.growing.append([pieces(lease, offset, number)]) == {lease.claim}
+            assert await scheduler.output_rates.append([pieces(lease, offset, number)]) == {lease.claim}
         assert [(what, count, round(seconds or 0, 6)) for what, count, seconds in ear.heard] == [
             ("first of test/model", 2, 0.5),
             ("more", 3, 0.3),
@@ -65,13 +65,13 @@ async def test_the_next_attempt_goes_on_and_what_is_not_recorded_is_not_told() -
     async with scheduling() as (scheduler, clock):
         scheduler.observers.add(ear := Ear())
         _, first = await begun(scheduler)
-        await scheduler.growing.append([pieces(first, 0, 1)])
+        await scheduler.output_rates.append([pieces(first, 0, 1)])
         await scheduler.fail(TaskFailed(first.claim, "hand_back", "no", reason="full"), "worker-1")
         (again,) = await take(scheduler, ENCODE, DENOISE)
         clock.advance(0.5)
-        assert await scheduler.growing.append([pieces(first, 1, 1)]) == set()
-        assert await scheduler.growing.append([pieces(again, 9, 1)]) == set()
-        assert await scheduler.growing.append([pieces(again, 1, 1)]) == {again.claim}
+        assert await scheduler.output_rates.append([pieces(first, 1, 1)]) == set()
+        assert await scheduler.output_rates.append([pieces(again, 9, 1)]) == set()
+        assert await scheduler.output_rates.append([pieces(again, 1, 1)]) == {again.claim}
         assert ear.heard == [("first of test/model", 1, 0.0), ("more", 1, 0.5)]
 
 
@@ -80,7 +80,7 @@ async def test_a_scheduler_that_did_not_see_the_pieces_before_knows_no_time() ->
     with."""
     async with scheduling() as (scheduler, clock):
         _, lease = await begun(scheduler)
-        await scheduler.growing.append([pieces(lease, 0, 4)])
+        await scheduler.output_rates.append([pieces(lease, 0, 4)])
         heard, ear = Observers[Observer](Supervisor()), Ear()
         heard.add(ear)
         other = OutputRates(scheduler.queue, clock, heard)
@@ -94,12 +94,12 @@ async def test_a_scheduler_that_did_not_see_the_pieces_before_knows_no_time() ->
 
 
 async def test_what_is_over_is_forgotten_and_no_more_is_known_than_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_rates, "MOST", 2)
+    monkeypatch.setattr(output_rates, "MAX_RATES", 2)
     async with scheduling() as (scheduler, _):
         begun_ones = [await begun(scheduler) for _ in range(4)]
         ids = [id for id, _ in begun_ones]
         for _, lease in begun_ones[:3]:
-            await scheduler.growing.append([pieces(lease, 0, 1)])
-        assert [request for request, _ in scheduler.growing._outputs] == ids[1:3]
+            await scheduler.output_rates.append([pieces(lease, 0, 1)])
+        assert [request for request, _ in scheduler.output_rates._outputs] == ids[1:3]
         await scheduler.cancel(ids[1])
-        assert [request for request, _ in scheduler.growing._outputs] == ids[2:3]
+        assert [request for request, _ in scheduler.output_rates._outputs] == ids[2:3]

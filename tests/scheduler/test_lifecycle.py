@@ -57,7 +57,7 @@ def finish(change: Change, *stages: str) -> Change:
     for stage in stages:
         index = int(stage[-1]) if stage.startswith("decode") else None
         claim = claim_of(msgspec.structs.replace(change, push=tuple(pushed)), stage)
-        change = lifecycle.completed(change.context, done(claim, index), "w", WALL)
+        change = lifecycle.complete_stage(change.context, done(claim, index), "w", WALL)
         pushed = [task for task in pushed if task.stage != stage] + list(change.push)
     return msgspec.structs.replace(change, push=tuple(pushed))
 
@@ -72,7 +72,7 @@ def fail(
     wall: float = WALL,
 ) -> Change:
     failed = TaskFailed(claim_of(change, stage), kind, "it broke", "trace", object_id, company)
-    return lifecycle.failed(change.context, failed, "w", wall, NOW, running)
+    return lifecycle.fail_stage(change.context, failed, "w", wall, NOW, running)
 
 
 def names(change: Change) -> list[str]:
@@ -85,7 +85,7 @@ def kinds(change: Change) -> list[str]:
 
 @pytest.fixture
 def first() -> Change:
-    return lifecycle.admitted(request_for(PICTURE, samples=2, priority=3, deadline=99.0), WALL)
+    return lifecycle.admit(request_for(PICTURE, samples=2, priority=3, deadline=99.0), WALL)
 
 
 class TestAdmission:
@@ -107,23 +107,23 @@ class TestAdmission:
             "pool0",
         )
         assert (task.model, task.params, task.priority, task.deadline) == ("m", {"steps": 2}, 3, 99.0)
-        assert (task.order, task.near, task.affinity, task.alone) == (0.0, "", "", False)
+        assert (task.order, task.preferred_node, task.affinity, task.alone) == (0.0, "", "", False)
 
     def test_a_task_says_what_it_would_rather_be_run_with(self) -> None:
         size: dict[str, Any] = {"width": 64, "height": 32, "num_frames": 1}
         request = request_for(PICTURE, order=7.5, params=size)
-        change = lifecycle.admitted(request, WALL)
+        change = lifecycle.admit(request, WALL)
         assert [(task.order, task.affinity) for task in change.push] == [(7.5, "m [64, 32, 1]")] * 2
         adapter = request_for(PICTURE, params={**size, "lora": "a"}, derived=DerivedFacts(lora_id="f00"))
-        adapted = lifecycle.admitted(adapter, WALL)
+        adapted = lifecycle.admit(adapter, WALL)
         assert [task.affinity for task in adapted.push] == ["m [64, 32, 1] f00"] * 2
         for stage, node, nbytes in (("text", "far", 10), ("image", "near", 11)):
             claim = claim_of(change, stage)
             output = msgspec.structs.replace(object_for(claim), node=node, nbytes=nbytes)
             push = change.push
-            change = lifecycle.completed(change.context, TaskCompleted(claim, output, (), Timings()), "w", WALL)
+            change = lifecycle.complete_stage(change.context, TaskCompleted(claim, output, (), Timings()), "w", WALL)
             change = msgspec.structs.replace(change, push=(*push, *change.push))
-        assert change.push[-1].near == "near"
+        assert change.push[-1].preferred_node == "near"
 
 
 class TestFlagged:
@@ -135,13 +135,13 @@ class TestFlagged:
             claim = claim_of(msgspec.structs.replace(change, push=tuple(push)), f"decode.{index}")
             kind = FLAGGED_TYPE if index in indexes else "image/png"
             report = TaskCompleted(claim, None, (ResultFile(index, kind, 10, "hash"),), Timings())
-            change = lifecycle.completed(change.context, report, "w", WALL)
+            change = lifecycle.complete_stage(change.context, report, "w", WALL)
         return change
 
     def test_a_request_all_of_whose_pictures_are_flagged_fails_for_good(self, first: Change) -> None:
         end = self.flagged(first, 0, 1).context
 
-        assert end.status == "failed" and not end.dead and end.error is not None
+        assert end.status == "failed" and not end.is_dead_letter and end.error is not None
         assert end.error.code == "moderation_blocked" and "safety checker flagged" in end.error.message
 
     def test_a_request_some_of_whose_pictures_are_flagged_is_completed(self, first: Change) -> None:
@@ -162,7 +162,7 @@ class TestCompletion:
     def test_what_was_made_is_recorded(self, first: Change) -> None:
         claim = claim_of(first, "text", handed_back=2)
         running = (RunningStage("text", claim.attempt, "w", WALL + 4),)
-        change = lifecycle.completed(first.context, done(claim), "w", WALL + 9, running)
+        change = lifecycle.complete_stage(first.context, done(claim), "w", WALL + 9, running)
         state = change.context.stages["text"]
         assert (state.status, state.attempt, state.token, state.worker) == ("done", 3, claim.token, "w")
         assert state.output == object_for(claim)
@@ -180,12 +180,12 @@ class TestCompletion:
 
     def test_a_repeat_is_left_to_the_queue_to_accept(self, first: Change) -> None:
         claim = claim_of(first, "text")
-        change = lifecycle.completed(first.context, done(claim), "w", WALL)
-        again = lifecycle.completed(change.context, done(claim), "w", WALL + 5)
+        change = lifecycle.complete_stage(first.context, done(claim), "w", WALL)
+        again = lifecycle.complete_stage(change.context, done(claim), "w", WALL + 5)
         assert again == Change(change.context, claim)
-        over = lifecycle.cancelled(change.context, WALL)
+        over = lifecycle.cancel(change.context, WALL)
         assert over is not None
-        assert lifecycle.completed(over.context, done(claim), "w", WALL) == Change(over.context, claim)
+        assert lifecycle.complete_stage(over.context, done(claim), "w", WALL) == Change(over.context, claim)
 
     @pytest.mark.parametrize(
         "wrong",
@@ -204,35 +204,35 @@ class TestCompletion:
         claim = claim_of(first, "text")
         if isinstance(fields := wrong.get("output"), dict):
             wrong = {"output": msgspec.structs.replace(object_for(claim), **fields)}
-        change = lifecycle.completed(first.context, msgspec.structs.replace(done(claim), **wrong), "w", WALL)
+        change = lifecycle.complete_stage(first.context, msgspec.structs.replace(done(claim), **wrong), "w", WALL)
         assert change.context.error is not None
         assert "returned the wrong kind of output for stage text" in change.context.error.message
-        assert (change.context.status, change.context.dead, change.claim) == ("failed", False, claim)
+        assert (change.context.status, change.context.is_dead_letter, change.claim) == ("failed", False, claim)
 
     @pytest.mark.parametrize("results, made", [((), None), ((ResultFile(0, "image/png", 1, "h"),), "an object")])
     def test_a_final_stage_makes_results_and_nothing_else(self, first: Change, results: Any, made: str | None) -> None:
         ready = finish(first, "text", "image", "denoise.0")
         claim = claim_of(ready, "decode.0")
         report = TaskCompleted(claim, object_for(claim) if made else None, results, Timings())
-        assert lifecycle.completed(ready.context, report, "w", WALL).context.status == "failed"
+        assert lifecycle.complete_stage(ready.context, report, "w", WALL).context.status == "failed"
 
     def test_only_who_holds_the_lease_may_report(self, first: Change) -> None:
         claim = claim_of(first, "text")
         held = (RunningStage("text", claim.attempt, "w", WALL),)
         with pytest.raises(LeaseLost, match="not leased to thief"):
-            lifecycle.completed(first.context, done(claim), "thief", WALL, held)
+            lifecycle.complete_stage(first.context, done(claim), "thief", WALL, held)
         with pytest.raises(LeaseLost, match="not leased to thief"):
-            lifecycle.failed(first.context, TaskFailed(claim, "permanent", ""), "thief", WALL, NOW, held)
-        change = lifecycle.completed(first.context, done(claim), "w", WALL, held)
-        assert lifecycle.completed(change.context, done(claim), "w", WALL) == Change(change.context, claim)
+            lifecycle.fail_stage(first.context, TaskFailed(claim, "permanent", ""), "thief", WALL, NOW, held)
+        change = lifecycle.complete_stage(first.context, done(claim), "w", WALL, held)
+        assert lifecycle.complete_stage(change.context, done(claim), "w", WALL) == Change(change.context, claim)
         with pytest.raises(LeaseLost):
-            lifecycle.completed(change.context, done(claim), "thief", WALL)
+            lifecycle.complete_stage(change.context, done(claim), "thief", WALL)
 
     @pytest.mark.parametrize("stage, attempt", [("text", 0), ("denoise.0", 1), ("nobody", 1)])
     def test_a_claim_that_cannot_be_current_is_lost(self, first: Change, stage: str, attempt: int) -> None:
         claim = Claim(first.context.id, stage, attempt, b"token")
         with pytest.raises(LeaseLost):
-            lifecycle.completed(first.context, done(claim), "w", WALL)
+            lifecycle.complete_stage(first.context, done(claim), "w", WALL)
 
 
 class TestFailure:
@@ -261,11 +261,11 @@ class TestFailure:
         assert change.context.error is not None
         assert (change.context.error.code, change.context.error.message) == ("stage_failed", "it broke")
         assert (change.context.completed_at, change.claim) == (WALL, claim_of(first, "text"))
-        assert not change.context.dead
+        assert not change.context.is_dead_letter
 
     def test_one_that_is_the_clients_mistake_is_told_as_such(self, first: Change) -> None:
         failed = TaskFailed(claim_of(first, "text"), "permanent", "for another model", reason="refused")
-        change = lifecycle.failed(first.context, failed, "w", WALL, NOW, ())
+        change = lifecycle.fail_stage(first.context, failed, "w", WALL, NOW, ())
         assert change.context.error is not None
         assert (change.context.error.code, change.context.error.stage) == ("invalid_parameter", "text")
 
@@ -276,7 +276,7 @@ class TestFailure:
         assert twice.context.error is not None
         assert (twice.context.error.code, twice.context.error.evidence) == ("compute_crashed", "trace")
         assert twice.context.stages["text"].crashes == 2
-        assert twice.context.dead
+        assert twice.context.is_dead_letter
 
     def test_a_crash_in_company_is_charged_to_nobody_and_the_stage_is_alone_from_then_on(self, first: Change) -> None:
         change = fail(first, "text", "crash", company=True)
@@ -286,25 +286,25 @@ class TestFailure:
         assert change.push[0].alone
         change = fail(change, "text", "crash")
         assert (change.context.stages["text"].crashes, change.context.status) == (1, "in_progress")
-        assert fail(change, "text", "crash").context.dead
+        assert fail(change, "text", "crash").context.is_dead_letter
 
     def test_company_is_no_excuse_for_who_should_have_been_alone(self, first: Change) -> None:
         change = fail(first, "text", "crash", company=True)
         for _ in range(2):
             change = fail(change, "text", "crash", company=True)
-        assert change.context.dead
+        assert change.context.is_dead_letter
 
     @pytest.mark.parametrize("kind, lives", [("transient", 4), ("crash", 2), ("object_lost", 4)])
     def test_who_used_up_a_budget_is_dead(self, first: Change, kind: str, lives: int) -> None:
         change = first
         for _ in range(lives):
-            assert not change.context.dead
+            assert not change.context.is_dead_letter
             change = fail(change, "text", kind, "unknown")
-        assert (change.context.status, change.context.dead) == ("failed", True)
-        looked_at = lifecycle.retried(change.context)
+        assert (change.context.status, change.context.is_dead_letter) == ("failed", True)
+        looked_at = lifecycle.clear_dead_letter(change.context)
         assert looked_at is not None
-        assert (looked_at.context.dead, looked_at.context.version) == (False, change.context.version + 1)
-        assert lifecycle.retried(looked_at.context) is None
+        assert (looked_at.context.is_dead_letter, looked_at.context.version) == (False, change.context.version + 1)
+        assert lifecycle.clear_dead_letter(looked_at.context) is None
 
     def test_kinds_of_trouble_do_not_share_a_budget(self, first: Change) -> None:
         change = first
@@ -314,11 +314,11 @@ class TestFailure:
 
     def test_a_lease_that_ended_is_charged_and_tried_at_once(self, first: Change) -> None:
         lease = Lease(first.push[0], "w", b"token", NOW)
-        change = lifecycle.expired_lease(first.context, lease, WALL)
+        change = lifecycle.expire_lease(first.context, lease, WALL)
         assert change is not None
         assert (change.claim, names(change), change.push[0].not_before) == (lease.claim, ["text"], 0.0)
         assert change.context.stages["text"].failures == 1
-        assert lifecycle.expired_lease(finish(first, "text").context, lease, WALL) is None
+        assert lifecycle.expire_lease(finish(first, "text").context, lease, WALL) is None
 
     def test_a_hand_back_is_the_queues_business(self, first: Change) -> None:
         with pytest.raises(ValueError, match="handed back"):
@@ -331,7 +331,7 @@ class TestLostObjects:
         change = fail(ready, "denoise.0", "object_lost", "text@1")
         assert names(change) == ["text"]
         assert (change.push[0].attempt, change.context.stages["text"].recomputes) == (2, 1)
-        assert [name for name, state in change.context.stages.items() if state.lost == "text@1"] == ["text"]
+        assert [name for name, state in change.context.stages.items() if state.lost_output_id == "text@1"] == ["text"]
         assert change.context.stages["denoise.0"].status == change.context.stages["denoise.1"].status == "waiting"
         assert change.close == ((change.context.id, "denoise.1"),)
         again = finish(change, "text")
@@ -344,7 +344,7 @@ class TestLostObjects:
         running = tuple(RunningStage(f"denoise.{n}", 1, "w", WALL) for n in (0, 1))
         change = fail(ready, "denoise.0", "object_lost", "text@1", running)
         assert (change.close, change.context.stages["denoise.1"].status) == ((), "queued")
-        after = lifecycle.completed(change.context, done(claim_of(ready, "denoise.1")), "w", WALL)
+        after = lifecycle.complete_stage(change.context, done(claim_of(ready, "denoise.1")), "w", WALL)
         assert names(after) == ["decode.1"]
 
     @pytest.mark.parametrize("kind", ["transient", "crash", "object_lost"])
@@ -392,7 +392,7 @@ class TestLostObjects:
         change = fail(change, "denoise.0", "object_lost", "text@4")
         assert change.context.error is not None
         assert (change.context.status, change.context.error.code) == ("failed", "object_lost")
-        assert change.context.dead
+        assert change.context.is_dead_letter
 
     def test_naming_unknown_objects_comes_to_an_end(self, first: Change) -> None:
         change = finish(first, "text", "image")
@@ -404,15 +404,15 @@ class TestLostObjects:
 
 class TestTheEnd:
     def test_cancelling_takes_everything(self, first: Change) -> None:
-        change = lifecycle.cancelled(finish(first, "text").context, WALL)
+        change = lifecycle.cancel(finish(first, "text").context, WALL)
         assert change is not None
         assert (change.context.status, change.context.completed_at, kinds(change)) == ("cancelled", WALL, ["cancelled"])
-        assert not change.context.dead
+        assert not change.context.is_dead_letter
         assert change.context.stages["text"].status == "done"
         assert change.context.stages["image"].status == "cancelled"
 
     def test_a_deadline_that_passed_is_told_as_a_failure(self, first: Change) -> None:
-        change = lifecycle.timed_out(first.context, WALL)
+        change = lifecycle.expire_deadline(first.context, WALL)
         assert change is not None
         assert change.context.error is not None
         assert (change.context.status, change.context.error.code, kinds(change)) == ("expired", "expired", ["failed"])
@@ -430,26 +430,26 @@ class TestTheEnd:
                 "image", 1, "w", WALL, ran_s=text_s + 3
             )
 
-        assert lifecycle.overran(once, WALL + 3606, again(6.0)) is None  # 4 + 6 beside 9, not 19
-        change = lifecycle.overran(once, WALL + 3607, again(7.0))
+        assert lifecycle.enforce_time_limit(once, WALL + 3606, again(6.0)) is None  # 4 + 6 beside 9, not 19
+        change = lifecycle.enforce_time_limit(once, WALL + 3607, again(7.0))
 
         assert change is not None
         assert change.context.error is not None
         assert (change.context.status, change.context.error.code) == ("expired", "expired")
         assert "10 s" in change.context.error.message
-        assert lifecycle.overran(change.context, WALL + 9999, again(99.0)) is None
-        assert lifecycle.overran(_limited(once, None), WALL + 9999, again(99.0)) is None
+        assert lifecycle.enforce_time_limit(change.context, WALL + 9999, again(99.0)) is None
+        assert lifecycle.enforce_time_limit(_limited(once, None), WALL + 9999, again(99.0)) is None
 
     @pytest.mark.parametrize("status", [name for name, moves in REQUEST_MOVES.items() if not moves])
     def test_what_is_over_stays_as_it_is(self, first: Change, status: Any) -> None:
         over = msgspec.structs.replace(first.context, status=status)
-        assert lifecycle.cancelled(over, WALL) is None
-        assert lifecycle.timed_out(over, WALL) is None
-        assert lifecycle.expired_lease(over, Lease(first.push[0], "w", b"token", NOW), WALL) is None
+        assert lifecycle.cancel(over, WALL) is None
+        assert lifecycle.expire_deadline(over, WALL) is None
+        assert lifecycle.expire_lease(over, Lease(first.push[0], "w", b"token", NOW), WALL) is None
         with pytest.raises(LeaseLost):
-            lifecycle.completed(over, done(claim_of(first, "text")), "w", WALL)
+            lifecycle.complete_stage(over, done(claim_of(first, "text")), "w", WALL)
         with pytest.raises(LeaseLost):
-            lifecycle.failed(over, TaskFailed(claim_of(first, "text"), "crash", ""), "w", WALL, NOW)
+            lifecycle.fail_stage(over, TaskFailed(claim_of(first, "text"), "crash", ""), "w", WALL, NOW)
 
 
 @pytest.mark.parametrize("old", TASK_MOVES)
@@ -458,17 +458,17 @@ def test_a_draft_makes_the_moves_of_the_table_only(old: Any, new: Any) -> None:
     context = msgspec.structs.replace(request_for(PICTURE), stages={"text": StageState(old)})
     made = change_builder.ChangeBuilder(context, WALL)
     if new in TASK_MOVES[old]:
-        made.move("text", new)
+        made.move_stage("text", new)
         assert made.stages["text"].status == new
     else:
         with pytest.raises(IllegalMove, match=f"stage text cannot change from {old} to {new}"):
-            made.move("text", new)
+            made.move_stage("text", new)
 
 
 def test_a_request_that_is_over_cannot_be_ended_by_force(first: Change) -> None:
     over = msgspec.structs.replace(first.context, status="completed")
     with pytest.raises(IllegalMove, match="from completed to failed"):
-        change_builder.ChangeBuilder(over, WALL).end("failed")
+        change_builder.ChangeBuilder(over, WALL).end_request("failed")
 
 
 class Walk:
@@ -476,7 +476,7 @@ class Walk:
 
     def __init__(self, context: RequestContext, dice: random.Random) -> None:
         self.dice = dice
-        admitted = lifecycle.admitted(context, WALL)
+        admitted = lifecycle.admit(context, WALL)
         self.context = admitted.context
         self.tasks: dict[str, Task] = {task.stage: task for task in admitted.push}
 
@@ -488,18 +488,18 @@ class Walk:
         if self.dice.random() >= trouble:
             files = (ResultFile(task.params.get("index", 0), "image/png", 1, "h"),) if task.planned.final else ()
             report = TaskCompleted(claim, None if task.planned.final else object_for(task), files, Timings())
-            return self.take(lifecycle.completed(self.context, report, "w", WALL))
+            return self.take(lifecycle.complete_stage(self.context, report, "w", WALL))
         kind = self.dice.choice(["transient", "crash", "object_lost", "object_lost"])
         lost = self.dice.choice(task.inputs).id if task.inputs else "unknown"
-        return self.take(lifecycle.failed(self.context, TaskFailed(claim, kind, "", "", lost), "w", WALL, NOW))
+        return self.take(lifecycle.fail_stage(self.context, TaskFailed(claim, kind, "", "", lost), "w", WALL, NOW))
 
     def announce(self, claim: Claim) -> None:
         """Have a task's output read from now on, or have the task go back, if it is read already."""
         running = [RunningStage(claim.stage, claim.attempt, "w", WALL)]
         news = OutputAnnounced(claim, object_for(claim))
-        change = lifecycle.announced(self.context, news, "w", WALL, running)
+        change = lifecycle.announce_output(self.context, news, "w", WALL, running)
         if change is None:
-            change = lifecycle.handed_back(self.context, claim, "w", WALL, running)
+            change = lifecycle.hand_back(self.context, claim, "w", WALL, running)
         assert change
         self.take(change)
 
@@ -538,7 +538,7 @@ def test_every_request_comes_to_an_end(
     """Whatever happens to its stages in whatever order; without trouble it completes after one task a stage."""
     walk = Walk(request_for(pipeline, samples), dice)
     steps = 0
-    while not walk.context.over:
+    while not walk.context.is_over:
         assert walk.tasks, "a request that is not over must have a task"
         walk.step(trouble, announces)
         steps += 1
@@ -565,37 +565,42 @@ class TestWhatAnAttemptHasUsed:
         """The queue was away when the lease was to end."""
         claim = claim_of(first, "text")
         running = self.used(claim, 2.0)
-        back = lifecycle.handed_back(first.context, claim, "w", WALL, running)
+        back = lifecycle.hand_back(first.context, claim, "w", WALL, running)
         assert back
-        assert lifecycle.handed_back(back.context, claim, "w", WALL, running) is None
+        assert lifecycle.hand_back(back.context, claim, "w", WALL, running) is None
         lease = Lease(next(task for task in first.push if task.stage == "text"), "w", claim.token, NOW)
-        expired = lifecycle.expired_lease(back.context, lease, WALL, running)
+        expired = lifecycle.expire_lease(back.context, lease, WALL, running)
         assert expired
         state = expired.context.stages["text"]
-        assert (state.lost_s, state.begun, state.attempt) == ({"cpu": 2.0}, 1, 2)
+        assert (state.lost_s, state.attempts_started, state.attempt) == ({"cpu": 2.0}, 1, 2)
 
     def test_a_task_that_did_not_begin_is_no_attempt(self, first: Change) -> None:
         claim = claim_of(first, "text")
         unused = [RunningStage(claim.stage, claim.attempt, "w", WALL)]
-        back = lifecycle.handed_back(first.context, claim, "w", WALL + 1, unused)
+        back = lifecycle.hand_back(first.context, claim, "w", WALL + 1, unused)
         assert back
         state = back.context.stages["text"]
-        assert (state.begun, state.unbegun, state.lost_s, back.context.started_at) == (0, 1, {}, WALL)
-        assert lifecycle.handed_back(back.context, claim, "w", WALL, unused) is None
+        assert (state.attempts_started, state.attempts_not_started, state.lost_s, back.context.started_at) == (
+            0,
+            1,
+            {},
+            WALL,
+        )
+        assert lifecycle.hand_back(back.context, claim, "w", WALL, unused) is None
 
     def test_the_start_is_recorded_while_the_first_stage_runs(self, first: Change) -> None:
         running = self.used(claim_of(first, "text"), 2.0)
-        begun = lifecycle.began(first.context, running)
+        begun = lifecycle.record_start(first.context, running)
         assert begun
         assert (begun.context.started_at, begun.context.version) == (WALL, first.context.version + 1)
         assert (begun.claim, begun.push, begun.close, begun.events) == (None, (), (), ())
-        assert lifecycle.began(begun.context, running) is None
-        assert lifecycle.began(first.context, ()) is None
+        assert lifecycle.record_start(begun.context, running) is None
+        assert lifecycle.record_start(first.context, ()) is None
 
     def test_an_output_that_is_lost_takes_its_seconds_off_the_bill(self, first: Change) -> None:
         claim = claim_of(first, "text")
         made = TaskCompleted(claim, object_for(claim), (), Timings(share_s=3.0, device="cpu"))
-        ready = lifecycle.completed(finish(first, "image").context, made, "w", WALL)
+        ready = lifecycle.complete_stage(finish(first, "image").context, made, "w", WALL)
         assert ready.context.stages["text"].timings.share_s == 3.0
         lost = fail(ready, "denoise.0", "object_lost", object_for(claim).id)
         state = lost.context.stages["text"]
@@ -617,7 +622,7 @@ class TestAnnouncing:
         """With one denoiser of two announced: that, its claim, and those of its readers."""
         ready = finish(first, "text", "image")
         claim = claim_of(ready, "denoise.0")
-        change = lifecycle.announced(ready.context, self.news(claim), "w", WALL, self.running(claim))
+        change = lifecycle.announce_output(ready.context, self.news(claim), "w", WALL, self.running(claim))
         assert change
         return change, claim, [claim_of(change, "decode.0")]
 
@@ -629,7 +634,7 @@ class TestAnnouncing:
             "text": "done", "image": "done", "denoise.0": "announced", "denoise.1": "queued",
             "decode.0": "queued", "decode.1": "waiting",
         }  # fmt: skip
-        again = lifecycle.announced(change.context, self.news(claim), "w", WALL, self.running(claim))
+        again = lifecycle.announce_output(change.context, self.news(claim), "w", WALL, self.running(claim))
         assert again is None
 
     def test_only_who_has_the_task_can_announce_its_own_output(self, first: Change) -> None:
@@ -642,14 +647,14 @@ class TestAnnouncing:
             (OutputAnnounced(claim, object_for(other, "early")), "w", self.running(claim)),
         ):
             with pytest.raises(LeaseLost):
-                lifecycle.announced(ready.context, news, worker, WALL, running)
+                lifecycle.announce_output(ready.context, news, worker, WALL, running)
         done_already = finish(ready, "denoise.0")
         with pytest.raises(LeaseLost):
-            lifecycle.announced(done_already.context, self.news(claim), "w", WALL, self.running(claim))
+            lifecycle.announce_output(done_already.context, self.news(claim), "w", WALL, self.running(claim))
 
     def test_it_is_completed_as_any_other(self, first: Change) -> None:
         change, claim, _ = self.begun(first)
-        whole = lifecycle.completed(
+        whole = lifecycle.complete_stage(
             change.context, TaskCompleted(claim, object_for(claim, "early"), (), Timings()), "w", WALL
         )
         assert (whole.claim, whole.push, whole.close) == (claim, (), ())
@@ -661,12 +666,12 @@ class TestAnnouncing:
         if how == "expired":
             task = next(task for task in finish(first, "text", "image").push if task.stage == claim.stage)
             lease = Lease(task, "w", claim.token, NOW)
-            back = lifecycle.expired_lease(change.context, lease, WALL, self.running(claim, reader))
+            back = lifecycle.expire_lease(change.context, lease, WALL, self.running(claim, reader))
         elif how == "handed back":
-            back = lifecycle.handed_back(change.context, claim, "w", WALL, self.running(claim, reader))
+            back = lifecycle.hand_back(change.context, claim, "w", WALL, self.running(claim, reader))
         else:
             failed = TaskFailed(claim, how, "it broke")  # type: ignore[arg-type]
-            back = lifecycle.failed(change.context, failed, "w", WALL, NOW, self.running(claim, reader))
+            back = lifecycle.fail_stage(change.context, failed, "w", WALL, NOW, self.running(claim, reader))
         assert back
         assert back.close == ((claim.request, "decode.0"),)
         states = back.context.stages
@@ -680,25 +685,25 @@ class TestAnnouncing:
         change, claim, (reader,) = self.begun(first)
         used = Timings(share_s=2.0, device="cpu")
         running = [msgspec.structs.replace(run, timings=used) for run in self.running(claim, reader)]
-        back = lifecycle.failed(change.context, TaskFailed(claim, "transient", "it broke"), "w", WALL, NOW, running)
+        back = lifecycle.fail_stage(change.context, TaskFailed(claim, "transient", "it broke"), "w", WALL, NOW, running)
         state = back.context.stages["decode.0"]
         assert (state.lost_s, back.context.stages["denoise.0"].lost_s) == ({"cpu": 2.0}, {"cpu": 2.0})
 
         last = TaskStopped(reader, Timings(share_s=2.5, device="cpu"))
-        told = lifecycle.stopped(back.context, last, "w", WALL)
+        told = lifecycle.account_stopped(back.context, last, "w", WALL)
         assert told
         assert told.context.stages["decode.0"].lost_s == {"cpu": 2.5}
-        assert lifecycle.stopped(told.context, last, "w", WALL) is None
+        assert lifecycle.account_stopped(told.context, last, "w", WALL) is None
 
     def test_a_reader_that_cannot_read_it_waits_until_it_is_made(self, first: Change) -> None:
         """Its maker may be about to be told dead, or the way to it is cut: nobody is charged, and it goes on."""
         change, claim, (reader,) = self.begun(first)
         lost = TaskFailed(reader, "object_lost", "it is gone", object_id="early")
-        back = lifecycle.failed(change.context, lost, "v", WALL, NOW, self.running(claim))
+        back = lifecycle.fail_stage(change.context, lost, "v", WALL, NOW, self.running(claim))
         states = back.context.stages
         assert (states["denoise.0"].status, states["decode.0"].status) == ("queued", "waiting")
         assert (states["denoise.0"].recomputes, states["decode.0"].recomputes, back.push) == (0, 0, ())
-        whole = lifecycle.completed(back.context, done(claim), "w", WALL)
+        whole = lifecycle.complete_stage(back.context, done(claim), "w", WALL)
         assert names(whole) == ["decode.0"]
 
     @pytest.mark.parametrize("who", ["maker", "reader"])
@@ -710,17 +715,19 @@ class TestAnnouncing:
                 for name, value, made in (("first", "", "x"), ("second", "x", "y"), ("third", "y", ""))
             )
         )
-        change = lifecycle.admitted(request_for(chain), WALL)
+        change = lifecycle.admit(request_for(chain), WALL)
         claims: list[Claim] = []
         for stage in ("first", "second"):
             claims.append(claim_of(change, stage))
-            read = lifecycle.announced(change.context, self.news(claims[-1], stage), "w", WALL, self.running(*claims))
+            read = lifecycle.announce_output(
+                change.context, self.news(claims[-1], stage), "w", WALL, self.running(*claims)
+            )
             assert read
             change = read
         claims.append(claim_of(change, "third"))
         blamed = claims[0] if who == "maker" else claims[1]
         failed = TaskFailed(blamed, "transient" if who == "maker" else "object_lost", "it broke", object_id="first")
-        back = lifecycle.failed(change.context, failed, "w", WALL, NOW, self.running(*claims))
+        back = lifecycle.fail_stage(change.context, failed, "w", WALL, NOW, self.running(*claims))
         states = back.context.stages
         assert [(states[name].status, states[name].output) for name in ("first", "second", "third")] == [
             ("queued", None), ("waiting", None), ("waiting", None),
@@ -732,10 +739,10 @@ class TestAnnouncing:
         change, claim, (reader,) = self.begun(first)
         half = finish(msgspec.structs.replace(change, push=(*finish(first, "text", "image").push, *change.push)),
                       "denoise.1", "decode.1")  # fmt: skip
-        over = lifecycle.completed(half.context, done(reader, 0), "w", WALL)
+        over = lifecycle.complete_stage(half.context, done(reader, 0), "w", WALL)
         assert (over.context.status, over.context.stages["denoise.0"].status) == ("completed", "cancelled")
         with pytest.raises(LeaseLost):
-            lifecycle.completed(over.context, done(claim), "w", WALL)
+            lifecycle.complete_stage(over.context, done(claim), "w", WALL)
 
 
 class TestCheckpoints:
@@ -753,7 +760,7 @@ class TestCheckpoints:
     def test_it_is_recorded_and_nothing_else_moves(self, denoising: tuple[RequestContext, Claim]) -> None:
         context, claim = denoising
         ref = object_for(claim, "kept")
-        change = lifecycle.saved(context, CheckpointSaved(claim, ref, 10), "w", [self.running(claim)])
+        change = lifecycle.save_checkpoint(context, CheckpointSaved(claim, ref, 10), "w", [self.running(claim)])
         assert change is not None
         assert (change.claim, change.push, change.close, change.events) == (None, (), (), ())
         state = change.context.stages["denoise.0"]
@@ -765,7 +772,9 @@ class TestCheckpoints:
     def test_the_newest_counts_and_a_repeat_changes_nothing(self, denoising: tuple[RequestContext, Claim]) -> None:
         context, claim = denoising
         for step, recorded in ((10, True), (10, False), (5, False), (20, True)):
-            change = lifecycle.saved(context, CheckpointSaved(claim, object_for(claim, f"at {step}"), step), "w")
+            change = lifecycle.save_checkpoint(
+                context, CheckpointSaved(claim, object_for(claim, f"at {step}"), step), "w"
+            )
             assert (change is not None) == recorded, step
             context = change.context if change else context
         assert context.stages["denoise.0"].checkpoint_step == 20
@@ -775,10 +784,10 @@ class TestCheckpoints:
     ) -> None:
         """Given a checkpoint that could not be read, when the next attempt has come less far, then its own counts."""
         context, claim = denoising
-        change = lifecycle.saved(context, CheckpointSaved(claim, object_for(claim, "lost"), 50), "w")
+        change = lifecycle.save_checkpoint(context, CheckpointSaved(claim, object_for(claim, "lost"), 50), "w")
         assert change is not None
         again = msgspec.structs.replace(claim, attempt=2)
-        change = lifecycle.saved(change.context, CheckpointSaved(again, object_for(again, "kept"), 20), "w")
+        change = lifecycle.save_checkpoint(change.context, CheckpointSaved(again, object_for(again, "kept"), 20), "w")
         assert change is not None
         state = change.context.stages["denoise.0"]
         assert (state.checkpoint, state.checkpoint_step) == (object_for(again, "kept"), 20)
@@ -794,13 +803,13 @@ class TestCheckpoints:
         elif wrong == "object":
             ref = msgspec.structs.replace(ref, stage="denoise.1")
         elif wrong == "done":
-            context = lifecycle.completed(context, done(claim), "w", WALL).context
+            context = lifecycle.complete_stage(context, done(claim), "w", WALL).context
         elif wrong == "over":
-            change = lifecycle.cancelled(context, WALL)
+            change = lifecycle.cancel(context, WALL)
             assert change is not None
             context = change.context
         with pytest.raises(LeaseLost):
-            lifecycle.saved(
+            lifecycle.save_checkpoint(
                 context, CheckpointSaved(claim, ref, 10), worker, [self.running(claim)] if wrong == "worker" else []
             )
 
@@ -809,16 +818,16 @@ class TestCheckpoints:
         self, end: str, denoising: tuple[RequestContext, Claim]
     ) -> None:
         context, claim = denoising
-        change = lifecycle.saved(context, CheckpointSaved(claim, object_for(claim, "kept"), 10), "w")
+        change = lifecycle.save_checkpoint(context, CheckpointSaved(claim, object_for(claim, "kept"), 10), "w")
         assert change is not None
         context = change.context
         task = task_of(context.id, "denoise.0", 1, "p", "denoise", "m", {})
         after = {
-            "transient": lambda: lifecycle.failed(context, TaskFailed(claim, "transient", "x"), "w", WALL, NOW),
-            "crash": lambda: lifecycle.failed(context, TaskFailed(claim, "crash", "x"), "w", WALL, NOW),
-            "expired": lambda: lifecycle.expired_lease(context, Lease(task, "w", claim.token, 0.0), WALL),
-            "done": lambda: lifecycle.completed(context, done(claim), "w", WALL),
-            "cancelled": lambda: lifecycle.cancelled(context, WALL),
+            "transient": lambda: lifecycle.fail_stage(context, TaskFailed(claim, "transient", "x"), "w", WALL, NOW),
+            "crash": lambda: lifecycle.fail_stage(context, TaskFailed(claim, "crash", "x"), "w", WALL, NOW),
+            "expired": lambda: lifecycle.expire_lease(context, Lease(task, "w", claim.token, 0.0), WALL),
+            "done": lambda: lifecycle.complete_stage(context, done(claim), "w", WALL),
+            "cancelled": lambda: lifecycle.cancel(context, WALL),
         }[end]()
         assert after is not None
         kept = after.context.stages["denoise.0"].checkpoint is not None
@@ -827,16 +836,16 @@ class TestCheckpoints:
 
 @pytest.mark.parametrize("cancel_on_disconnect", [True, False])
 def test_a_client_that_disconnects_ends_what_nobody_else_can_want(cancel_on_disconnect: bool) -> None:
-    context = lifecycle.admitted(request_for(PICTURE, cancel_on_disconnect=cancel_on_disconnect), WALL).context
-    change = lifecycle.client_disconnected(context, WALL)
+    context = lifecycle.admit(request_for(PICTURE, cancel_on_disconnect=cancel_on_disconnect), WALL).context
+    change = lifecycle.disconnect_client(context, WALL)
     if not cancel_on_disconnect:
         assert change is None
         return
     assert change is not None
-    assert (change.context.status, change.context.dead) == ("cancelled", False)
+    assert (change.context.status, change.context.is_dead_letter) == ("cancelled", False)
     assert change.context.error == ErrorInfo("cancelled", "its client disconnected")
     assert [event.type for event in change.events] == ["cancelled"]
-    assert lifecycle.client_disconnected(change.context, WALL) is None
+    assert lifecycle.disconnect_client(change.context, WALL) is None
 
 
 def _limited(context: RequestContext, seconds: float | None) -> RequestContext:

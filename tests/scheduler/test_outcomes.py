@@ -13,7 +13,7 @@ from tests.scheduler.test_scheduler import WORKER, done, info, pass_by, scheduli
 from tools.asking import asking
 from unfuse.core.messages import CheckpointSaved, LeasesGranted, Register, RequestTasks, StorageLocations, TaskFailed
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import declared, manned, outcome_of
+from unfuse.core.plan import declared_pool, numerics_of, pool_with_numerics
 from unfuse.core.request import RequestContext, Timings
 from unfuse.core.task import Lease
 from unfuse.queues.base import DeclaredModels
@@ -27,7 +27,7 @@ CPU, GPU = f"{DENOISE}@cpu", f"{DENOISE}@gpu"
 
 async def come(scheduler: Scheduler, name: str, *pools: str) -> None:
     """A worker of these pools says hello at another scheduler, and this one looks."""
-    await scheduler.queue.hello(info(name, *pools), [CARD])
+    await scheduler.queue.register(info(name, *pools), [CARD])
     await scheduler.registry.workers()
 
 
@@ -59,14 +59,14 @@ def checkpoint(lease: Lease) -> ObjectRef:
 
 class TestNames:
     def test_an_outcome_is_in_the_name_of_the_pool_and_can_be_taken_out(self) -> None:
-        pool = manned(DENOISE, {"batching": "exact", "torch": "2"})
-        assert (declared(pool), len(outcome_of(pool))) == (DENOISE, 8)
-        assert pool == manned(DENOISE, {"torch": "2", "batching": "exact"})
-        assert pool != manned(DENOISE, {"torch": "2", "batching": "batched"})
+        pool = pool_with_numerics(DENOISE, {"batching": "exact", "torch": "2"})
+        assert (declared_pool(pool), len(numerics_of(pool))) == (DENOISE, 8)
+        assert pool == pool_with_numerics(DENOISE, {"torch": "2", "batching": "exact"})
+        assert pool != pool_with_numerics(DENOISE, {"torch": "2", "batching": "batched"})
 
     def test_workers_that_say_none_have_none(self) -> None:
-        assert manned(DENOISE, {}) == DENOISE == declared(DENOISE)
-        assert outcome_of(DENOISE) == ""
+        assert pool_with_numerics(DENOISE, {}) == DENOISE == declared_pool(DENOISE)
+        assert numerics_of(DENOISE) == ""
 
 
 class TestWhoGetsIt:
@@ -96,7 +96,7 @@ class TestWhoGetsIt:
                 await come(scheduler, name, pool)
                 await encoded(scheduler)
                 await denoised(scheduler, pool, seconds)
-                await scheduler.queue.bye(name)
+                await scheduler.queue.unregister(name)
             await come(scheduler, "c", CPU)
             await come(scheduler, "g", GPU)
             chosen = [
@@ -126,7 +126,7 @@ class TestWhenWorkersGo:
             await come(scheduler, WORKER, ENCODE, DECODE)
             await come(scheduler, "c", CPU)
             contexts = [await encoded(scheduler, seed) for seed in range(3)]
-            await scheduler.queue.bye("c")
+            await scheduler.queue.unregister("c")
             await settled(scheduler, contexts)
             assert await count_waiting(scheduler.queue, CPU) == 3, "nobody else could serve it"
             await come(scheduler, "g", GPU)
@@ -142,7 +142,7 @@ class TestWhenWorkersGo:
             await come(scheduler, "c", CPU)
             context = await encoded(scheduler)
             (lease,) = await take(scheduler, CPU)
-            await scheduler.queue.bye("c")
+            await scheduler.queue.unregister("c")
             await come(scheduler, "g", GPU)
             await settled(scheduler, [context])
             await scheduler.complete(done(lease), WORKER)
@@ -155,12 +155,12 @@ class TestWhenWorkersGo:
             await come(scheduler, "c", CPU)
             await encoded(scheduler)
             (lease,) = await take(scheduler, CPU)
-            await scheduler.save(CheckpointSaved(lease.claim, checkpoint(lease), 5), WORKER)
-            await scheduler.queue.bye("c")
+            await scheduler.save_checkpoint(CheckpointSaved(lease.claim, checkpoint(lease), 5), WORKER)
+            await scheduler.queue.unregister("c")
             await come(scheduler, "again", again)
             await scheduler.fail(TaskFailed(lease.claim, "crash", "bang"), WORKER)
             (retry,) = await take(scheduler, again)
-            assert ((await scheduler.resumed(retry)).checkpoint is not None) == goes_on
+            assert ((await scheduler.add_resume_data(retry)).checkpoint is not None) == goes_on
 
     async def test_the_end_of_a_lease_sends_its_task_where_somebody_is(self) -> None:
         async with scheduling() as (scheduler, clock):
@@ -170,8 +170,8 @@ class TestWhenWorkersGo:
             (lease,) = await take(scheduler, CPU)
             await pass_by(scheduler, clock, scheduler.lease_ttl + 1)
             await come(scheduler, "g", GPU)
-            for late in await scheduler.queue.expired(scheduler.lease_ttl):
-                await scheduler.upkeep.end(late)
+            for late in await scheduler.queue.sweep_expired(scheduler.lease_ttl):
+                await scheduler.maintenance.expire_lease(late)
             (again,) = await take(scheduler, GPU)
             assert (again.task.key, again.task.attempt) == (lease.task.key, 2)
 
@@ -180,17 +180,17 @@ async def settled(scheduler: Scheduler, contexts: Sequence[RequestContext]) -> N
     """The scheduler looks at who is there, and at these."""
     await scheduler.registry.workers()
     for context in contexts:
-        await scheduler._transitions.settled(await scheduler.queue.load(context.id))
+        await scheduler._transitions.move_waiting(await scheduler.queue.load(context.id))
 
 
 class TestTwoCardsOfOneName:
     async def test_requests_are_for_who_came_last_and_it_is_said_once(self, capsys: pytest.CaptureFixture[str]) -> None:
         other = msgspec.structs.replace(CARD, weights=CARD.weights | {"transformer": "0" * 32})
         async with scheduling() as (scheduler, _):
-            await scheduler.queue.hello(info("old", ENCODE, DENOISE, DECODE), [CARD])
-            await scheduler.queue.hello(info("new", *other.pools().values()), [other])
+            await scheduler.queue.register(info("old", ENCODE, DENOISE, DECODE), [CARD])
+            await scheduler.queue.register(info("new", *other.pools().values()), [other])
             for _ in range(3):
-                cards = await scheduler.registry.cards()
+                cards = await scheduler.registry.model_specs()
             assert cards[CARD.name] == other
             said = capsys.readouterr()
             assert (said.out + said.err).count("has other weights") == 1
@@ -203,9 +203,9 @@ class TestWhoIsExpected:
         async with scheduling() as (scheduler, _):
             await scheduler.queue.declare("operator", DeclaredModels((CARD,), {DENOISE: 3}))
             await come(scheduler, WORKER, f"{ENCODE}@1")
-            assert await scheduler.registry.missing() == {CARD.name: [DECODE]}
+            assert await scheduler.registry.unavailable_pools() == {CARD.name: [DECODE]}
             states = {pool: scheduler.registry.state(pool) for pool in (f"{ENCODE}@1", DENOISE, DECODE)}
-            assert list(states.values()) == ["manned", "asleep", "missing"]
+            assert list(states.values()) == ["live", "scaled_to_zero", "unavailable"]
             assert list(scheduler.registry.pools({CARD.name: CARD})) == [DENOISE, f"{ENCODE}@1", DECODE]
 
     async def test_work_piles_up_before_one_that_sleeps_as_far_as_it_would_awake(self) -> None:
@@ -229,7 +229,7 @@ class TestWhoIsExpected:
     async def test_another_scheduler_serves_what_was_declared_at_the_first(self) -> None:
         async with scheduling() as (scheduler, clock):
             await scheduler.registry.declare([CARD])
-            assert list(await Scheduler(scheduler.queue, clock=clock).registry.cards()) == [CARD.name]
+            assert list(await Scheduler(scheduler.queue, clock=clock).registry.model_specs()) == [CARD.name]
 
 
 async def test_a_pool_is_exact_as_long_as_workers_that_are_exact_live() -> None:
@@ -239,7 +239,7 @@ async def test_a_pool_is_exact_as_long_as_workers_that_are_exact_live() -> None:
             ("exact", f"{DENOISE}@1", {"batching": "exact"}), ("batched", f"{DENOISE}@2", {"batching": "batched"}),
             ("silent", f"{DENOISE}@3", {}),
         ):  # fmt: skip
-            await scheduler.queue.hello(msgspec.structs.replace(info(name, pool), outcome=outcome), [CARD])
+            await scheduler.queue.register(msgspec.structs.replace(info(name, pool), numerics=outcome), [CARD])
         await registry.workers()
         assert [registry.is_exact(f"{DENOISE}@{number}") for number in (1, 2, 3, 4)] == [True, False, False, False]
         await pass_by(scheduler, clock, 5.1)

@@ -15,7 +15,9 @@ from unfuse.scheduler.transitions import REMEMBERED, OutputSizes
 from unfuse.testing.queue_samples import task_of
 
 TEXT, *OTHERS = CARD.pipeline.stages
-UNSAID = msgspec.structs.replace(CARD, pipeline=Pipeline((msgspec.structs.replace(TEXT, room=OutputSize()), *OTHERS)))
+UNSAID = msgspec.structs.replace(
+    CARD, pipeline=Pipeline((msgspec.structs.replace(TEXT, output_size=OutputSize()), *OTHERS))
+)
 """A model that does not say how long its embeddings are."""
 
 
@@ -27,7 +29,7 @@ async def room_of_next(scheduler: Scheduler, nbytes: int) -> int:
     assert report.output
     output = msgspec.structs.replace(report.output, nbytes=nbytes)
     await scheduler.complete(msgspec.structs.replace(report, output=output), lease.worker)
-    return lease.task.planned.room
+    return lease.task.planned.output_size
 
 
 async def test_room_follows_what_the_pool_made() -> None:
@@ -50,10 +52,10 @@ async def test_what_a_pipeline_declares_goes_before_what_is_learned() -> None:
         for _ in range(2):
             await room_of_next(scheduler, 999)
         (denoise, _) = await take(scheduler, DENOISE, slots=2)
-        assert denoise.task.planned.room == 64 * 64 // 2
+        assert denoise.task.planned.output_size == 64 * 64 // 2
         await scheduler.complete(done(denoise), denoise.worker)
         (decode,) = await take(scheduler, DECODE)
-        assert decode.task.planned.room == 0
+        assert decode.task.planned.output_size == 0
 
 
 async def test_a_task_that_is_tried_again_gets_what_is_known_by_then() -> None:
@@ -61,9 +63,9 @@ async def test_a_task_that_is_tried_again_gets_what_is_known_by_then() -> None:
         await scheduler.submit(*asking(UNSAID, params()))
         (waiting,) = await take(scheduler, ENCODE)
         await room_of_next(scheduler, 70)
-        await scheduler.upkeep.end(waiting)
+        await scheduler.maintenance.expire_lease(waiting)
         (again,) = await take(scheduler, ENCODE)
-        assert (waiting.task.planned.room, again.task.planned.room) == (0, 70)
+        assert (waiting.task.planned.output_size, again.task.planned.output_size) == (0, 70)
 
 
 @pytest.mark.parametrize(("lengths", "room"), [([], 0), ([7], 7), ([1, 2], 2), ([0], 0), (range(1, 101), 97)])
@@ -72,4 +74,4 @@ def test_the_room_is_a_length_that_was_seen(lengths: list[int], room: int) -> No
     for nbytes in lengths:
         output_sizes.learn("p", nbytes)
     tasks = (task_of("r", "s", 1, "p", "k", "m", {}), task_of("r", "s", 1, "q", "k", "m", {}))
-    assert [task.planned.room for task in output_sizes.given(tasks)] == [room, 0]
+    assert [task.planned.output_size for task in output_sizes.with_learned_sizes(tasks)] == [room, 0]

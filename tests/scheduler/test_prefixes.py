@@ -25,8 +25,8 @@ GOES_ON = msgspec.structs.replace(
     CARD,
     pipeline=Pipeline(
         (
-            msgspec.structs.replace(PIPELINE.stages[0], goes_on=True),
-            msgspec.structs.replace(PIPELINE.stages[1], extends="embeds"),
+            msgspec.structs.replace(PIPELINE.stages[0], prefix_cached=True),
+            msgspec.structs.replace(PIPELINE.stages[1], extends_prefix_of="embeds"),
             *PIPELINE.stages[2:],
         )
     ),
@@ -37,9 +37,9 @@ ONE, TWO, ROOM = "worker-1", "worker-2", 100
 @asynccontextmanager
 async def scheduling(room: int = ROOM) -> AsyncIterator[Scheduler]:
     clock = ManualClock()
-    scheduler = Scheduler(MemoryQueue(clock), cards=[GOES_ON], clock=clock, cache_bytes=room)
+    scheduler = Scheduler(MemoryQueue(clock), specs=[GOES_ON], clock=clock, cache_bytes=room)
     for worker in (ONE, TWO):
-        await scheduler.queue.hello(info(worker, ENCODE, DENOISE, DECODE), [GOES_ON])
+        await scheduler.queue.register(info(worker, ENCODE, DENOISE, DECODE), [GOES_ON])
     try:
         yield scheduler
     finally:
@@ -52,7 +52,7 @@ async def leased(
     """The lease of the encoder of a new request that begins so."""
     await scheduler.submit(*asking(GOES_ON, params(), prefixes=begins, cache=cache, tenant=tenant))
     (lease,) = await scheduler.queue.lease(worker, wanted(ENCODE), scheduler.lease_ttl)
-    return await scheduler.resumed(lease)
+    return await scheduler.add_resume_data(lease)
 
 
 def made(id: str, worker: str = ONE, nbytes: int = 10) -> ObjectRef:
@@ -64,16 +64,16 @@ async def extending(scheduler: Scheduler, begins: Sequence[str], tenant: str = "
     encode = await leased(scheduler, begins, ONE, tenant, cache)
     await scheduler.complete(done(encode), ONE)
     (lease,) = await scheduler.queue.lease(ONE, wanted(DENOISE), scheduler.lease_ttl)
-    return await scheduler.resumed(lease)
+    return await scheduler.add_resume_data(lease)
 
 
 def added(lease: Lease, digest: str, ref: ObjectRef) -> CachePrefix:
     """What a stage says of a portion that it adds."""
-    return CachePrefix(lease.claim, prefix_key(lease.task.planned.extends, digest), ref, digest)
+    return CachePrefix(lease.claim, prefix_key(lease.task.planned.extends_prefix_of, digest), ref, digest)
 
 
 async def keep(scheduler: Scheduler, lease: Lease, number: int, ref: ObjectRef) -> None:
-    await scheduler.keep(CachePrefix(lease.claim, lease.task.planned.prefixes[number], ref), lease.worker)
+    await scheduler.cache_prefix(CachePrefix(lease.claim, lease.task.planned.prefixes[number], ref), lease.worker)
 
 
 async def test_who_begins_alike_is_given_what_is_there_from_the_first_on() -> None:
@@ -88,7 +88,7 @@ async def test_who_begins_alike_is_given_what_is_there_from_the_first_on() -> No
         assert (await leased(scheduler, ["a"])).prefix == (kept[0],)
         lease = await leased(scheduler, ["a", "ab", "abd"], TWO)
         assert lease.prefix == tuple(kept)
-        assert lease.reads == tuple(kept)
+        assert lease.input_objects == tuple(kept)
         assert (await leased(scheduler, ["a", "ac"])).prefix == (kept[0],)
         assert (await leased(scheduler, ["b"])).prefix == ()
 
@@ -127,7 +127,7 @@ async def test_portions_of_a_worker_that_is_gone_are_passed_over() -> None:
         lease = await leased(scheduler, ["a", "ab"])
         await keep(scheduler, lease, 0, made("x"))
         await keep(scheduler, lease, 1, msgspec.structs.replace(made("y")))
-        await scheduler.queue.bye(ONE)
+        await scheduler.queue.unregister(ONE)
         assert (await leased(scheduler, ["a", "ab"], TWO)).prefix == ()
 
 
@@ -143,7 +143,7 @@ async def test_only_who_runs_a_task_may_keep_what_it_is_asked_for() -> None:
             (ONE, CachePrefix(lease.claim, key, made("x", TWO))),
         ):
             with pytest.raises(LeaseLost):
-                await scheduler.keep(message, worker)
+                await scheduler.cache_prefix(message, worker)
         assert (await leased(scheduler, ["a"])).prefix == ()
 
 
@@ -154,12 +154,12 @@ async def test_what_a_later_stage_adds_is_found_by_who_goes_on_from_there() -> N
         lease = await extending(scheduler, ["a"])
         first = await leased(scheduler, ["a"])
         await keep(scheduler, first, 0, made("x"))
-        await scheduler.keep(added(lease, "ab", made("y")), ONE)
+        await scheduler.cache_prefix(added(lease, "ab", made("y")), ONE)
         assert [ref.id for ref in (await leased(scheduler, ["a", "ab", "abc"], TWO)).prefix] == ["x", "y"]
         assert [ref.id for ref in (await leased(scheduler, ["a", "ac"], TWO)).prefix] == ["x"]
         assert (await leased(scheduler, ["a", "ab"], tenant="another")).prefix == ()
         assert (await leased(scheduler, ["a", "ab"], cache=False)).prefix == ()
-        assert (await extending(scheduler, ["b"], cache=False)).task.planned.extends == ""
+        assert (await extending(scheduler, ["b"], cache=False)).task.planned.extends_prefix_of == ""
 
 
 async def test_a_stage_adds_to_the_space_of_its_own_request_alone_and_while_it_runs() -> None:
@@ -168,7 +168,7 @@ async def test_a_stage_adds_to_the_space_of_its_own_request_alone_and_while_it_r
     async with scheduling() as scheduler:
         lease, other = await extending(scheduler, ["a"]), await extending(scheduler, ["a"], "another")
         right = added(lease, "ab", made("y"))
-        theirs = prefix_key(other.task.planned.extends, "ab")
+        theirs = prefix_key(other.task.planned.extends_prefix_of, "ab")
         for worker, message in (
             (ONE, msgspec.structs.replace(right, key=theirs)),
             (ONE, msgspec.structs.replace(right, digest="ac")),
@@ -177,11 +177,11 @@ async def test_a_stage_adds_to_the_space_of_its_own_request_alone_and_while_it_r
             (TWO, right),
         ):
             with pytest.raises(LeaseLost):
-                await scheduler.keep(message, worker)
+                await scheduler.cache_prefix(message, worker)
         await scheduler.complete(done(lease), ONE)
         with pytest.raises(LeaseLost):
-            await scheduler.keep(right, ONE)
+            await scheduler.cache_prefix(right, ONE)
         await scheduler.cancel(other.task.request)
         with pytest.raises(LeaseLost):
-            await scheduler.keep(added(other, "ab", made("y")), ONE)
-        assert await scheduler.queue.cached([right.key, theirs]) == {}
+            await scheduler.cache_prefix(added(other, "ab", made("y")), ONE)
+        assert await scheduler.queue.find_encoding([right.key, theirs]) == {}

@@ -47,7 +47,7 @@ ENDS = ("complete", "fail", "crash", "expire", "cancel", "time out")
 )
 async def test_cancel_fail_expire_and_complete_end_a_request_once(order: tuple[str, ...], at_once: bool) -> None:
     clock = ManualClock()
-    scheduler = Scheduler(Racing(clock), cards=[CARD], clock=clock)
+    scheduler = Scheduler(Racing(clock), specs=[CARD], clock=clock)
     request = (await scheduler.submit(*asking(CARD, params()))).context.id
     for _ in range(2):
         (lease,) = await take(scheduler)
@@ -56,10 +56,10 @@ async def test_cancel_fail_expire_and_complete_end_a_request_once(order: tuple[s
     acts: dict[str, Callable[[], Awaitable[object]]] = {
         "complete": lambda: scheduler.complete(done(lease), lease.worker),
         "fail": lambda: scheduler.fail(TaskFailed(lease.claim, "permanent", "no"), lease.worker),
-        "crash": lambda: scheduler.fail(TaskFailed(lease.claim, "crash", "bang", company=True), lease.worker),
-        "expire": lambda: scheduler.upkeep.end(lease),
+        "crash": lambda: scheduler.fail(TaskFailed(lease.claim, "crash", "bang", had_companions=True), lease.worker),
+        "expire": lambda: scheduler.maintenance.expire_lease(lease),
         "cancel": lambda: scheduler.cancel(request),
-        "time out": lambda: scheduler.upkeep.expire(request),
+        "time out": lambda: scheduler.maintenance.expire_deadline(request),
     }
     if at_once:
         await asyncio.gather(*(acts[name]() for name in order), return_exceptions=True)
@@ -78,20 +78,20 @@ class Observed(Observer):
     def __init__(self) -> None:
         self.heard: list[tuple[str, str]] = []
 
-    def submitted(self, context: RequestContext) -> None:
+    def on_submitted(self, context: RequestContext) -> None:
         self.heard.append(("submitted", context.id))
 
-    def ended(self, context: RequestContext) -> None:
+    def on_ended(self, context: RequestContext) -> None:
         self.heard.append((context.status, context.id))
 
-    def lease_expired(self, pool: str) -> None:
+    def on_lease_expired(self, pool: str) -> None:
         self.heard.append(("expired", pool))
 
 
 async def test_each_transition_is_told_once_whoever_else_tried() -> None:
     clock, observed = ManualClock(), Observed()
-    first = Scheduler(Racing(clock), cards=[CARD], clock=clock)
-    second = Scheduler(first.queue, cards=[CARD], clock=ManualClock(wall=clock.wall() + 0.001))
+    first = Scheduler(Racing(clock), specs=[CARD], clock=clock)
+    second = Scheduler(first.queue, specs=[CARD], clock=ManualClock(wall=clock.wall() + 0.001))
     for scheduler in (first, second):
         scheduler.observers.add(observed)
     context = (await first.submit(*asking(CARD, params(), idempotency_key="k"))).context
@@ -105,13 +105,13 @@ async def test_each_transition_is_told_once_whoever_else_tried() -> None:
 
 async def test_an_expired_lease_is_told_once_by_whoever_ended_it() -> None:
     clock, observed = ManualClock(), Observed()
-    first = Scheduler(Racing(clock), cards=[CARD], clock=clock)
-    second = Scheduler(first.queue, cards=[CARD], clock=ManualClock(wall=clock.wall() + 0.001))
+    first = Scheduler(Racing(clock), specs=[CARD], clock=clock)
+    second = Scheduler(first.queue, specs=[CARD], clock=ManualClock(wall=clock.wall() + 0.001))
     for scheduler in (first, second):
         scheduler.observers.add(observed)
     await first.submit(*asking(CARD, params()))
     (lease,) = await take(first)
-    await asyncio.gather(first.upkeep.end(lease), second.upkeep.end(lease))
+    await asyncio.gather(first.maintenance.expire_lease(lease), second.maintenance.expire_lease(lease))
     assert observed.heard[1:] == [("expired", lease.task.planned.pool)]
 
 
@@ -159,14 +159,14 @@ class Fate:
     async def fail(self, lease: Lease) -> None:
         kind = self.dice.choice(["transient", "crash", "permanent"])
         company = self.dice.random() < 0.5
-        await self.scheduler.fail(TaskFailed(lease.claim, kind, "so", company=company), lease.worker)
+        await self.scheduler.fail(TaskFailed(lease.claim, kind, "so", had_companions=company), lease.worker)
 
     async def lose(self, lease: Lease) -> None:
         lost = self.dice.choice(lease.task.inputs).id if lease.task.inputs else "unknown"
         await self.scheduler.fail(TaskFailed(lease.claim, "object_lost", "gone", object_id=lost), lease.worker)
 
     async def expire(self, lease: Lease) -> None:
-        await self.scheduler.upkeep.end(lease)
+        await self.scheduler.maintenance.expire_lease(lease)
 
     async def hand_back(self, lease: Lease) -> None:
         await self.scheduler.fail(TaskFailed(lease.claim, "hand_back", "leaving", reason="drain"), lease.worker)
@@ -175,7 +175,7 @@ class Fate:
         """It goes on, and its readers may be leased."""
         self.leases.append(lease)
         output = msgspec.structs.replace(object_for(lease.claim), owner=lease.worker)
-        await self.scheduler.announce(OutputAnnounced(lease.claim, output), lease.worker)
+        await self.scheduler.announce_output(OutputAnnounced(lease.claim, output), lease.worker)
 
     async def impersonate(self, lease: Lease) -> None:
         self.leases.append(lease)
@@ -215,20 +215,20 @@ async def _live(card: ModelSpec, n: int, dice: random.Random, trouble: float, ca
     requests = [(await scheduler.submit(*asking(card, params(), n=n))).context.id for _ in range(2)]
     for step in range(10_000):
         records = [await scheduler.queue.load(request) for request in requests]
-        if all(record.context.over for record in records):
+        if all(record.context.is_over for record in records):
             break
         if step == cancel_at and trouble:
             await scheduler.cancel(requests[0])
         await fate.step(trouble)
     contexts = [(await scheduler.queue.load(request)).context for request in requests]
-    assert all(context.over for context in contexts)
+    assert all(context.is_over for context in contexts)
     assert trouble or all(context.status == "completed" for context in contexts)
     for request in requests:
         kinds = [event.type for event in await events_of(scheduler, request)]
         assert kinds[-1] in TERMINAL_EVENTS
         assert sum(kind in TERMINAL_EVENTS for kind in kinds) == 1
     assert [await count_waiting(scheduler.queue, pool) for pool in pools] == [0] * len(pools)
-    assert not (await scheduler.queue.renew([lease.claim for lease in fate.leases + fate.reported], TTL)).held
+    assert not (await scheduler.queue.renew([lease.claim for lease in fate.leases + fate.reported], TTL)).renewed
     for context in contexts:
         assert all(getattr(state, name) <= most + 1 for name, most in change_builder.BUDGETS.items()
                    for state in context.stages.values())  # fmt: skip

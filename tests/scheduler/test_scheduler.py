@@ -19,9 +19,9 @@ from unfuse.core.messages import CheckpointSaved, TaskCompleted, TaskFailed, Wor
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Event, ResultFile, Timings
 from unfuse.core.task import Lease
-from unfuse.queues.base import MOST_RETURNS, QueueLimits, RequestFilter
+from unfuse.queues.base import MAX_REFUSALS, QueueLimits, RequestFilter
 from unfuse.queues.memory import MemoryQueue
-from unfuse.scheduler.lifecycle import BLAMELESS, GIVEN_UP
+from unfuse.scheduler.lifecycle import MAX_HAND_BACK_WORKERS, UNLIMITED_HAND_BACKS
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import count_waiting, wanted
@@ -53,7 +53,7 @@ def done(lease: Lease) -> TaskCompleted:
 @asynccontextmanager
 async def scheduling(**options: object) -> AsyncIterator[tuple[Scheduler, ManualClock]]:
     clock = ManualClock()
-    scheduler = Scheduler(MemoryQueue(clock), cards=[CARD], clock=clock, **options)  # type: ignore[arg-type]
+    scheduler = Scheduler(MemoryQueue(clock), specs=[CARD], clock=clock, **options)  # type: ignore[arg-type]
     await scheduler.start()
     try:
         yield scheduler, clock
@@ -70,10 +70,10 @@ async def take(scheduler: Scheduler, *pools: str, slots: int = 1) -> list[Lease]
 
 async def pass_by(scheduler: Scheduler, clock: ManualClock, seconds: float) -> None:
     """Let time pass no faster than leases are looked after."""
-    await scheduler.queue.expired(scheduler.lease_ttl)
+    await scheduler.queue.sweep_expired(scheduler.lease_ttl)
     for _ in range(10):
         clock.advance(seconds / 10)
-        await scheduler.queue.expired(scheduler.lease_ttl)
+        await scheduler.queue.sweep_expired(scheduler.lease_ttl)
 
 
 async def run_to_the_end(scheduler: Scheduler) -> list[str]:
@@ -114,7 +114,7 @@ async def test_a_task_carries_the_room_its_output_will_need() -> None:
         (encode,) = await take(scheduler)
         await scheduler.complete(done(encode), WORKER)
         (denoise,) = await take(scheduler)
-        assert (encode.task.planned.room, denoise.task.planned.room) == (100, 64 * 64 // 2)
+        assert (encode.task.planned.output_size, denoise.task.planned.output_size) == (100, 64 * 64 // 2)
 
 
 async def test_a_repeat_under_one_key_is_the_first_request_and_queues_nothing() -> None:
@@ -194,7 +194,7 @@ async def test_deadlines_of_an_earlier_scheduler_are_kept_by_the_next() -> None:
         await heir.close()
 
 
-@pytest.mark.parametrize("reason", sorted(BLAMELESS))
+@pytest.mark.parametrize("reason", sorted(UNLIMITED_HAND_BACKS))
 async def test_a_task_handed_back_for_good_reason_is_charged_nothing(reason: str) -> None:
     async with scheduling() as (scheduler, _):
         record = await scheduler.submit(*asking(CARD, params()))
@@ -228,22 +228,26 @@ async def test_who_hands_a_task_back_for_ever_gets_it_no_more_and_three_such_wor
         request = (await scheduler.submit(*asking(CARD, params()))).context.id
         returned: Counter[str] = Counter()
         for worker, reason in acts:
-            shunned = {name for name, times in returned.items() if times >= MOST_RETURNS}
+            shunned = {name for name, times in returned.items() if times >= MAX_REFUSALS}
             leases = await take_as(scheduler, worker)
-            assert len(leases) == (worker not in shunned and len(shunned) < GIVEN_UP)
+            assert len(leases) == (worker not in shunned and len(shunned) < MAX_HAND_BACK_WORKERS)
             for lease in leases:
                 if reason == "step":
                     await scheduler.queue.progress(lease.claim, [Event("progress", step=1, steps=2)])
-                elif reason not in BLAMELESS:
+                elif reason not in UNLIMITED_HAND_BACKS:
                     returned[worker] += 1
                 await scheduler.fail(TaskFailed(lease.claim, "hand_back", "no", reason=reason), worker)
             other = await scheduler.submit(*asking(CARD, params(), priority=-1))
-            (lease,) = await take_as(scheduler, worker) if worker in shunned or len(shunned) >= GIVEN_UP else [None]
+            (lease,) = (
+                await take_as(scheduler, worker)
+                if worker in shunned or len(shunned) >= MAX_HAND_BACK_WORKERS
+                else [None]
+            )
             assert lease is None or lease.task.request == other.context.id
             await scheduler.cancel(other.context.id)
         context = (await scheduler.queue.load(request)).context
-        over = sum(times >= MOST_RETURNS for times in returned.values()) >= GIVEN_UP
-        assert (context.status, context.dead) == (("failed", True) if over else ("queued", False))
+        over = sum(times >= MAX_REFUSALS for times in returned.values()) >= MAX_HAND_BACK_WORKERS
+        assert (context.status, context.is_dead_letter) == (("failed", True) if over else ("queued", False))
         assert (context.error is not None and context.error.code) == (over and "handed_back")
         assert context.stages["text_encode"].failures == 0
 
@@ -255,19 +259,19 @@ async def test_whoever_runs_a_task_again_is_given_its_newest_checkpoint() -> Non
         (encode,) = await take(scheduler)
         await scheduler.complete(done(encode), WORKER)
         (denoise,) = await take(scheduler)
-        assert await scheduler.resumed(denoise) is denoise
+        assert await scheduler.add_resume_data(denoise) is denoise
         for step, end in ((10, "hand_back"), (20, "transient"), (30, "hand_back")):
             ref = msgspec.structs.replace(output(denoise), id=f"at {step}")
-            await scheduler.save(CheckpointSaved(denoise.claim, ref, step), WORKER)
+            await scheduler.save_checkpoint(CheckpointSaved(denoise.claim, ref, step), WORKER)
             await scheduler.fail(TaskFailed(denoise.claim, end, "elsewhere"), WORKER)  # type: ignore[arg-type]
             clock.advance(2)
             (denoise,) = await take(scheduler)
-            denoise = await scheduler.resumed(denoise)
+            denoise = await scheduler.add_resume_data(denoise)
             assert denoise.checkpoint == ref
-            assert WORKER in {ref.owner for ref in denoise.reads}
+            assert WORKER in {ref.owner for ref in denoise.input_objects}
         stale = msgspec.structs.replace(denoise.claim, attempt=1)
         with pytest.raises(LeaseLost):
-            await scheduler.save(
+            await scheduler.save_checkpoint(
                 CheckpointSaved(stale, msgspec.structs.replace(output(denoise), attempt=1), 40), WORKER
             )
         await scheduler.complete(done(denoise), WORKER)
@@ -288,7 +292,7 @@ async def test_a_lost_object_has_its_stage_run_again_and_the_request_completes()
 
 async def test_conflicting_decisions_are_made_again_until_each_is_applied() -> None:
     clock = ManualClock()
-    scheduler = Scheduler(Racing(clock), cards=[CARD], clock=clock)
+    scheduler = Scheduler(Racing(clock), specs=[CARD], clock=clock)
     record = await scheduler.submit(*asking(CARD, params(), n=8))
     (encode,) = await take(scheduler)
     await scheduler.complete(done(encode), WORKER)
@@ -301,19 +305,19 @@ async def test_conflicting_decisions_are_made_again_until_each_is_applied() -> N
 
 async def test_missing_names_the_pools_without_a_live_worker() -> None:
     async with scheduling(lease_ttl=5.0) as (scheduler, clock):
-        assert await scheduler.registry.missing() == {CARD.name: sorted([ENCODE, DENOISE, DECODE])}
-        await scheduler.queue.hello(info("a", ENCODE, DENOISE), [CARD])
-        await scheduler.queue.hello(info("b", DECODE), [CARD])
-        assert await scheduler.registry.missing() == {}
+        assert await scheduler.registry.unavailable_pools() == {CARD.name: sorted([ENCODE, DENOISE, DECODE])}
+        await scheduler.queue.register(info("a", ENCODE, DENOISE), [CARD])
+        await scheduler.queue.register(info("b", DECODE), [CARD])
+        assert await scheduler.registry.unavailable_pools() == {}
         clock.advance(4)
-        await scheduler.queue.hello(info("a", ENCODE, DENOISE), [CARD])
+        await scheduler.queue.register(info("a", ENCODE, DENOISE), [CARD])
         clock.advance(2)
-        assert await scheduler.registry.missing() == {CARD.name: [DECODE]}
+        assert await scheduler.registry.unavailable_pools() == {CARD.name: [DECODE]}
 
 
 async def test_owners_of_inputs_are_as_the_registry_knows_them() -> None:
     async with scheduling() as (scheduler, _):
-        await scheduler.queue.hello(info(WORKER, ENCODE), [CARD])
+        await scheduler.queue.register(info(WORKER, ENCODE), [CARD])
         await scheduler.submit(*asking(CARD, params()))
         (encode,) = await take(scheduler)
         assert await scheduler.registry.owners([encode]) == {}
@@ -328,7 +332,7 @@ async def test_over_says_which_requests_need_no_objects_any_more() -> None:
         ended = (await scheduler.submit(*asking(CARD, params()))).context.id
         await scheduler.cancel(ended)
         with patch.object(scheduler.queue, "load", side_effect=AssertionError("a record was loaded")):
-            assert await scheduler.over([running, ended, "req_forgotten"]) == [ended, "req_forgotten"]
+            assert await scheduler.releasable([running, ended, "req_forgotten"]) == [ended, "req_forgotten"]
 
 
 async def test_a_dead_request_is_tried_again_as_a_new_one_and_is_dead_no_more() -> None:
@@ -339,14 +343,14 @@ async def test_a_dead_request_is_tried_again_as_a_new_one_and_is_dead_no_more() 
         for _ in range(2):
             (lease,) = await take(scheduler)
             await scheduler.fail(TaskFailed(lease.claim, "crash", "bang", "SIGSEGV"), WORKER)
-        assert (await scheduler.queue.load(old.id)).context.dead
+        assert (await scheduler.queue.load(old.id)).context.is_dead_letter
         new = (await scheduler.retry(old.id)).context
         assert new.id != old.id
         assert (new.request.params, new.plan) == (old.request.params, old.plan)
         assert (new.caller.tenant, new.delivery.priority) == ("t", 3)
         assert new.delivery.metadata == {"a": "b", "retry_of": old.id}
         assert (new.caller.idempotency_key, new.deadline) == ("", None)
-        assert not (await scheduler.queue.load(old.id)).context.dead
+        assert not (await scheduler.queue.load(old.id)).context.is_dead_letter
         with pytest.raises(NotFound, match="not a dead letter"):
             await scheduler.retry(old.id)
         await run_to_the_end(scheduler)
@@ -368,7 +372,7 @@ async def test_a_deadline_that_another_scheduler_accepted_is_kept_when_that_one_
         record = await dead.submit(*asking(CARD, params(), timeout=30))
         await dead.close()
         clock.advance(31)
-        await other.upkeep.requests()
+        await other.maintenance.requests()
         assert [event.type async for event in other.queue.watch(record.context.id)][-1] == "failed"
         await other.close()
 
@@ -376,12 +380,12 @@ async def test_a_deadline_that_another_scheduler_accepted_is_kept_when_that_one_
 class Away(MemoryQueue):
     """A queue whose server is away as long as `away`."""
 
-    away = False
+    unreachable_parts = False
 
-    async def expired(self, ttl: float) -> list[Lease]:
-        if self.away:
+    async def sweep_expired(self, ttl: float) -> list[Lease]:
+        if self.unreachable_parts:
             raise TransientError("the queue does not answer")
-        return await super().expired(ttl)
+        return await super().sweep_expired(ttl)
 
 
 @in_virtual_time
@@ -389,12 +393,12 @@ async def test_sweeping_goes_on_when_the_queue_is_back() -> None:
     clock = VirtualClock()
     queue = Away(clock)
     scheduler = Scheduler(queue, clock=clock, lease_ttl=5.0)
-    queue.away = True
+    queue.unreachable_parts = True
     await scheduler.start()
     await scheduler.submit(*asking(CARD, params()))
     await take(scheduler)
     await asyncio.sleep(20)
-    queue.away = False
+    queue.unreachable_parts = False
     (again,) = await queue.lease("worker-2", wanted(ENCODE), 5.0, wait=60.0)
     assert again.task.attempt == 2
     await scheduler.close()
@@ -402,14 +406,14 @@ async def test_sweeping_goes_on_when_the_queue_is_back() -> None:
 
 async def test_a_worker_that_was_silent_for_long_is_dropped_from_the_registry() -> None:
     async with scheduling(lease_ttl=5.0) as (scheduler, clock):
-        await scheduler.queue.hello(info("gone", ENCODE), [CARD])
+        await scheduler.queue.register(info("gone", ENCODE), [CARD])
         clock.advance(60)
-        await scheduler.queue.hello(info("here", ENCODE), [CARD])
+        await scheduler.queue.register(info("here", ENCODE), [CARD])
         clock.advance(60)
-        await scheduler.upkeep.workers()
+        await scheduler.maintenance.workers()
         assert [member.info.id for member in await scheduler.queue.workers()] == ["gone", "here"]
         clock.advance(6)
-        await scheduler.upkeep.workers()
+        await scheduler.maintenance.workers()
         assert [member.info.id for member in await scheduler.queue.workers()] == ["here"]
 
 
@@ -432,7 +436,7 @@ async def test_stages_may_run_as_long_as_is_set_or_five_times_what_was_predicted
 
         await take(scheduler)
         await pass_by(scheduler, clock, 31.0)
-        await scheduler.upkeep.requests()
+        await scheduler.maintenance.requests()
 
         statuses = [record.context.status for record in await scheduler.queue.list(RequestFilter(), limit=9)]
         assert statuses == ["queued", "queued", "expired", "completed"]
@@ -445,7 +449,7 @@ def unknown(lease: Lease, error: str = "AssertionError") -> TaskFailed:
 async def test_an_unknown_error_is_tried_once_more_on_another_worker_and_is_permanent_there() -> None:
     async with scheduling() as (scheduler, _):
         for worker in ("a", "b"):
-            await scheduler.queue.hello(info(worker, ENCODE, DENOISE, DECODE))
+            await scheduler.queue.register(info(worker, ENCODE, DENOISE, DECODE))
         record = await scheduler.submit(*asking(CARD, params()))
         (first,) = await take_as(scheduler, "a")
         await scheduler.fail(unknown(first), "a")
@@ -454,14 +458,14 @@ async def test_an_unknown_error_is_tried_once_more_on_another_worker_and_is_perm
         await scheduler.fail(unknown(second), "b")
         context = (await scheduler.queue.load(record.context.id)).context
         assert context.error is not None
-        assert (context.status, context.dead, context.error.code) == ("failed", True, "model_error")
+        assert (context.status, context.is_dead_letter, context.error.code) == ("failed", True, "model_error")
         assert context.error.message == "failed twice, on a and b: AssertionError: …/x.bin"
         assert context.stages["text_encode"].attempt == 2
 
 
 async def test_an_unknown_error_of_a_worker_that_is_alone_is_tried_there_again() -> None:
     async with scheduling() as (scheduler, _):
-        await scheduler.queue.hello(info(WORKER, ENCODE, DENOISE, DECODE))
+        await scheduler.queue.register(info(WORKER, ENCODE, DENOISE, DECODE))
         record = await scheduler.submit(*asking(CARD, params()))
         for _ in range(2):
             (lease,) = await take(scheduler)
@@ -474,7 +478,7 @@ async def test_an_unknown_error_of_a_worker_that_is_alone_is_tried_there_again()
 async def test_what_fails_once_and_then_runs_is_completed() -> None:
     async with scheduling() as (scheduler, _):
         for worker in ("a", WORKER):
-            await scheduler.queue.hello(info(worker, ENCODE, DENOISE, DECODE))
+            await scheduler.queue.register(info(worker, ENCODE, DENOISE, DECODE))
         record = await scheduler.submit(*asking(CARD, params()))
         (lease,) = await take_as(scheduler, "a")
         await scheduler.fail(unknown(lease), "a")
@@ -490,7 +494,7 @@ async def test_errors_of_different_types_are_tried_within_the_budget() -> None:
             await scheduler.fail(unknown(lease, error), WORKER)
         context = (await scheduler.queue.load(record.context.id)).context
         assert context.error is not None
-        assert (context.error.code, context.dead) == ("stage_failed", True)
+        assert (context.error.code, context.is_dead_letter) == ("stage_failed", True)
         assert context.error.message.endswith("(failed 4 times)")
 
 
@@ -498,15 +502,15 @@ async def test_the_worker_that_failed_gets_it_again_once_the_others_are_gone() -
     """Given a task that avoids one of two workers, when the other one leaves, then the first tries it again."""
     async with scheduling() as (scheduler, _):
         for worker in ("a", "b"):
-            await scheduler.queue.hello(info(worker, ENCODE, DENOISE, DECODE))
+            await scheduler.queue.register(info(worker, ENCODE, DENOISE, DECODE))
         record = await scheduler.submit(*asking(CARD, params()))
         (lease,) = await take_as(scheduler, "a")
         await scheduler.fail(unknown(lease), "a")
-        await scheduler.upkeep.requests()
+        await scheduler.maintenance.requests()
         assert await take_as(scheduler, "a") == []
-        await scheduler.queue.bye("b")
-        await scheduler.upkeep.workers()
-        await scheduler.upkeep.requests()
+        await scheduler.queue.unregister("b")
+        await scheduler.maintenance.workers()
+        await scheduler.maintenance.requests()
         (again,) = await take_as(scheduler, "a")
         assert again.task.attempt == 2
         await scheduler.fail(unknown(again), "a")
@@ -518,13 +522,13 @@ async def test_a_worker_that_has_other_weights_loaded_is_no_other_one() -> None:
     """Given two workers of which one has another model loaded, then the one that failed tries it again at once."""
     async with scheduling() as (scheduler, _):
         pools = (ENCODE, DENOISE, DECODE)
-        await scheduler.queue.hello(info("a", *pools))
+        await scheduler.queue.register(info("a", *pools))
         swapping = msgspec.structs.replace(
-            info("b", *pools), sets={"this": pools, "that": ()}, status=WorkerStatus(loaded="that")
+            info("b", *pools), swappable_models={"this": pools, "that": ()}, status=WorkerStatus(loaded="that")
         )
-        await scheduler.queue.hello(swapping)
+        await scheduler.queue.register(swapping)
         await scheduler.submit(*asking(CARD, params()))
         (lease,) = await take_as(scheduler, "a")
         await scheduler.fail(unknown(lease), "a")
         (again,) = await take_as(scheduler, "a")
-        assert (again.task.attempt, again.task.avoids) == (2, "")
+        assert (again.task.attempt, again.task.avoid_worker) == (2, "")

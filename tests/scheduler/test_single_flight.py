@@ -54,8 +54,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @asynccontextmanager
 async def scheduling(queue: QueueBackend, **options: Any) -> AsyncIterator[Scheduler]:
     """A scheduler on a queue, with a live worker of all pools; it looks through the queue when it is told to."""
-    scheduler = Scheduler(queue, cards=[SHARING], cache_bytes=1000, lease_ttl=TTL, **options)
-    await queue.hello(info(WORKER, ENCODE, DENOISE, DECODE), [SHARING])
+    scheduler = Scheduler(queue, specs=[SHARING], cache_bytes=1000, lease_ttl=TTL, **options)
+    await queue.register(info(WORKER, ENCODE, DENOISE, DECODE), [SHARING])
     try:
         yield scheduler
     finally:
@@ -89,7 +89,7 @@ async def context(scheduler: Scheduler, record: RequestRecord) -> RequestContext
 async def run(scheduler: Scheduler, *records: RequestRecord) -> Counter[str]:
     """Do what there is to do until these requests are over: how often each stage ran."""
     ran = Counter[str]()
-    while not all([(await context(scheduler, record)).over for record in records]):
+    while not all([(await context(scheduler, record)).is_over for record in records]):
         for one in await lease(scheduler, wait=0.2):
             ran[one.task.stage.partition(".")[0]] += 1
             await scheduler.complete(done(one), WORKER)
@@ -105,7 +105,7 @@ async def test_what_is_encoded_already_is_waited_for_and_not_encoded_again(url: 
         first = await ask(scheduler, 1)
         (encode,) = await lease(scheduler)
         others = [await ask(scheduler, seed) for seed in (2, 3)]
-        assert {record.context.stages[ENCODED].follows for record in others} == {first.context.id}
+        assert {record.context.stages[ENCODED].shares_with_request for record in others} == {first.context.id}
         assert await count_waiting(scheduler.queue, ENCODE) == 0
 
         await scheduler.complete(done(encode), WORKER)
@@ -115,7 +115,7 @@ async def test_what_is_encoded_already_is_waited_for_and_not_encoded_again(url: 
         assert {task.request for task in tasks} == {record.context.id for record in (first, *others)}
         for record in others:
             state = (await context(scheduler, record)).stages[ENCODED]
-            assert (state.status, state.attempt, state.worker, state.follows) == ("done", 0, WORKER, "")
+            assert (state.status, state.attempt, state.worker, state.shares_with_request) == ("done", 0, WORKER, "")
             told = [event.type async for event in until(scheduler, record, "stage_started")]
             assert told == ["queued", "stage_completed", "stage_started"]
 
@@ -142,7 +142,7 @@ async def test_nobody_waits_for_what_is_not_the_same_or_goes_behind(url: str, ot
     async with one(url) as scheduler:
         records = [await ask(scheduler), await ask(scheduler, **other)]
         assert await count_waiting(scheduler.queue, ENCODE) == 2
-        assert not (await context(scheduler, records[1])).stages[ENCODED].follows
+        assert not (await context(scheduler, records[1])).stages[ENCODED].shares_with_request
         assert (await run(scheduler, *records))["text_encode"] == 2
 
 
@@ -153,12 +153,12 @@ async def test_when_the_first_comes_to_nothing_the_others_encode_themselves(url:
         first = await ask(scheduler, 1)
         (encode,) = await lease(scheduler)
         second = await ask(scheduler, 2)
-        assert second.context.stages[ENCODED].follows
+        assert second.context.stages[ENCODED].shares_with_request
 
         if fate == "cancel":
             await scheduler.cancel(first.context.id)
         elif fate == "expire":
-            await scheduler.upkeep.end(encode)
+            await scheduler.maintenance.expire_lease(encode)
         elif fate == "forged":
             forged = msgspec.structs.replace(done(encode).output, attempt=9)  # type: ignore[type-var]
             await scheduler.complete(msgspec.structs.replace(done(encode), output=forged), WORKER)
@@ -190,14 +190,14 @@ async def test_what_is_made_and_not_in_the_cache_is_had_while_its_request_goes_o
         await scheduler.complete(done(encode), WORKER)
         made = done(encode).output
         assert made
-        await scheduler.queue.uncache(encode.task.planned.cache, made.id)
+        await scheduler.queue.remove_encoding(encode.task.planned.cache_key, made.id)
         second = await ask(scheduler, 2)
         assert [event.type async for event in until(scheduler, second, "stage_completed")]
         assert (await run(scheduler, first, second))["text_encode"] == 0
 
-        await scheduler.queue.uncache(encode.task.planned.cache, made.id)
+        await scheduler.queue.remove_encoding(encode.task.planned.cache_key, made.id)
         third = await ask(scheduler, 3)
-        assert not third.context.stages[ENCODED].follows
+        assert not third.context.stages[ENCODED].shares_with_request
         assert (await run(scheduler, third))["text_encode"] == 1
 
 
@@ -225,12 +225,12 @@ async def test_another_scheduler_goes_on_where_one_has_died(url: str, left: str)
                 await lives.complete(done(encode), WORKER)
             if left == "over":
                 await lives.cancel(first.context.id)
-            await lives.upkeep.requests()
+            await lives.maintenance.requests()
             expected = {"running": "waiting", "done": "done", "over": "queued"}[left]
             assert (await context(lives, second)).stages[ENCODED].status == expected
             if left == "running":
                 await lives.complete(done(encode), WORKER)
-                await lives.upkeep.requests()
+                await lives.maintenance.requests()
                 assert (await context(lives, second)).stages[ENCODED].status == "done"
             await run(lives, second)
     finally:
@@ -245,7 +245,10 @@ async def test_two_schedulers_of_one_redis_lose_nothing_between_them(redis: Redi
         first = await ask(near, 1)
         (encode,) = await lease(near)
         waits, other = await ask(near, 2), await ask(far, 3)
-        assert (waits.context.stages[ENCODED].follows, other.context.stages[ENCODED].follows) == (first.context.id, "")
+        assert (
+            waits.context.stages[ENCODED].shares_with_request,
+            other.context.stages[ENCODED].shares_with_request,
+        ) == (first.context.id, "")
         await far.complete(done(encode), WORKER)
         assert (await run(far, first, waits, other))["text_encode"] == 1
         assert await statuses(near, first, waits, other) == ["completed"] * 3
@@ -274,7 +277,7 @@ async def _whatever(happens: list[str], dice: random.Random) -> None:
                 await scheduler.close()
                 both[both.index(scheduler)] = await stack.enter_async_context(scheduling(queue, clock=clock))
             elif what == "review":
-                await scheduler.upkeep.requests()
+                await scheduler.maintenance.requests()
             elif what == "cancel" and asked:
                 await scheduler.cancel(dice.choice(asked).context.id)
             else:
@@ -282,13 +285,13 @@ async def _whatever(happens: list[str], dice: random.Random) -> None:
             for _ in range(dice.randrange(4)):
                 await asyncio.sleep(0)
         for _ in range(200):
-            await both[0].upkeep.requests()
+            await both[0].maintenance.requests()
             for one in await lease(both[0], slots=8, wait=10.0):
                 await both[0].complete(done(one), WORKER)
         ended = [await context(both[0], record) for record in asked]
     await queue.close()
     assert {one.status for one in ended} <= {"completed", "cancelled", "failed"}
-    assert all(one.dead for one in ended if one.status == "failed")
+    assert all(one.is_dead_letter for one in ended if one.status == "failed")
 
 
 async def _something(scheduler: Scheduler, what: str) -> None:
@@ -297,7 +300,7 @@ async def _something(scheduler: Scheduler, what: str) -> None:
         lost = one.task.inputs[0].id if one.task.inputs else ""
         with suppress(LeaseLost, NotFound):
             if what == "expire":
-                await scheduler.upkeep.end(one)
+                await scheduler.maintenance.expire_lease(one)
             elif what == "fail" or (what == "lose" and not lost):
                 await scheduler.fail(TaskFailed(one.claim, "transient", "later"), WORKER)
             elif what == "crash":

@@ -53,12 +53,12 @@ async def fails_later(*args: object, **more: object) -> None:
 def failing(monkeypatch: pytest.MonkeyPatch) -> Dispatcher:
     """A dispatcher and scheduler, of which nothing works that comes after a commit."""
     clock = ManualClock()
-    scheduler = Scheduler(MemoryQueue(clock), cards=[SHARING], clock=clock, cache_bytes=1 << 20)
+    scheduler = Scheduler(MemoryQueue(clock), specs=[SHARING], clock=clock, cache_bytes=1 << 20)
     scheduler.observers.add(Failing())
     for part, name, how in (
         (scheduler._transitions.output_sizes, "learn", fails), (scheduler._costs, "learn", fails),
-        (scheduler._costs, "ended", fails), (scheduler._cache, "keep", fails_later),
-        (scheduler._cache, "lost", fails_later),
+        (scheduler._costs, "on_ended", fails), (scheduler._cache, "add", fails_later),
+        (scheduler._cache, "evict_lost", fails_later),
     ):  # fmt: skip
         monkeypatch.setattr(part, name, how)
     return Dispatcher(scheduler, (), StorageLocations(""))
@@ -83,29 +83,31 @@ async def test_what_was_committed_is_a_success_whatever_fails_behind_it(monkeypa
             else:
                 assert await dispatcher.answer(PEER, done(lease)) == Accepted()
         assert (await scheduler.cancel(other.context.id)).context.status == "cancelled"
-        pulse = await dispatcher.answer(PEER, Heartbeat(moved={"tcp": TransferStats(1, 1.0)}))
+        pulse = await dispatcher.answer(PEER, Heartbeat(transfers={"tcp": TransferStats(1, 1.0)}))
         await scheduler.close()
     assert (await scheduler.queue.load(record.context.id)).context.status == "completed"
     assert isinstance(pulse, HeartbeatReply)
     assert {line["doing"] for line in logs if line["log_level"] == "error"} == {
         "learning the size of an output", "caching an output", "removing a lost output from the cache",
-        "notifying Costs of ended", *(f"notifying Failing of {what}" for what in (
-            "announced", "submitted", "looked_up", "dispatched", "ended", "moved")),
+        "notifying Costs of on_ended", *(f"notifying Failing of {what}" for what in (
+            "on_announced", "on_submitted", "on_cache_lookup", "on_dispatched", "on_ended", "on_transfer")),
     }  # fmt: skip
-    assert len([line for line in logs if line.get("doing") == "notifying Failing of submitted"]) == 1
+    assert len([line for line in logs if line.get("doing") == "notifying Failing of on_submitted"]) == 1
 
 
-@pytest.mark.parametrize("part", ["resumed", "owners"])
+@pytest.mark.parametrize("part", ["add_resume_data", "owners"])
 async def test_a_task_that_was_leased_and_cannot_be_given_is_there_for_the_next(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a lease whose worker cannot be told of it, then the task is back in its place, and nothing is charged."""
     clock = ManualClock()
-    dispatcher = Dispatcher(Scheduler(MemoryQueue(clock), cards=[SHARING], clock=clock), (), StorageLocations(""))
+    dispatcher = Dispatcher(Scheduler(MemoryQueue(clock), specs=[SHARING], clock=clock), (), StorageLocations(""))
     await dispatcher.answer(PEER, Register(info(WORKER, ENCODE), (SHARING,)))
     record = await dispatcher.scheduler.submit(*asking(SHARING, params()))
     with monkeypatch.context() as patch:
-        patch.setattr(dispatcher.scheduler if part == "resumed" else dispatcher.scheduler.registry, part, fails_later)
+        patch.setattr(
+            dispatcher.scheduler if part == "add_resume_data" else dispatcher.scheduler.registry, part, fails_later
+        )
         with pytest.raises(OSError, match="No space"):
             await dispatcher.answer(PEER, RequestTasks(1, None, 0.0))
     granted = await dispatcher.answer(PEER, RequestTasks(1, None, 0.0))
@@ -117,21 +119,26 @@ async def test_a_task_that_was_leased_and_cannot_be_given_is_there_for_the_next(
 @pytest.mark.parametrize(
     ("part", "name"),
     [
-        ("queue", "expired"), ("queue", "workers"), ("queue", "list"), ("queue", "now"), ("_costs", "settle"),
-        ("_costs", "learn"),
+        ("queue", "sweep_expired"), ("queue", "workers"), ("queue", "list"), ("queue", "now"),
+        ("_costs", "update_models"), ("_costs", "learn"),
     ],
 )  # fmt: skip
 @in_virtual_time
 async def test_the_schedulers_loops_go_on(part: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given something that fails once, as nobody has foreseen, then each loop comes round again, and does all of it."""
     clock = VirtualClock()
-    scheduler = Scheduler(MemoryQueue(clock), cards=[SHARING], clock=clock)
+    scheduler = Scheduler(MemoryQueue(clock), specs=[SHARING], clock=clock)
     scheduler.queue.shared = True  # so that it learns in every round
     await scheduler.submit(*asking(SHARING, params()))
     while leases := await take(scheduler):
         await scheduler.complete(done(leases[0]), WORKER)
     seen: list[str] = []
-    for place, asked in (("queue", "expired"), ("queue", "workers"), ("queue", "list"), ("_costs", "settle")):
+    for place, asked in (
+        ("queue", "sweep_expired"),
+        ("queue", "workers"),
+        ("queue", "list"),
+        ("_costs", "update_models"),
+    ):
         monkeypatch.setattr(getattr(scheduler, place), asked, noting(getattr(getattr(scheduler, place), asked), seen))
     whole, errors = getattr(getattr(scheduler, part), name), [OSError(5, "Input/output error")]
 
@@ -147,7 +154,7 @@ async def test_the_schedulers_loops_go_on(part: str, name: str, monkeypatch: pyt
         assert not errors
         seen.clear()
         await asyncio.sleep(2 * REVIEW_S)
-        assert {"expired", "workers", "list", "settle"} <= set(seen)
+        assert {"sweep_expired", "workers", "list", "update_models"} <= set(seen)
         await scheduler.close()
 
 

@@ -32,7 +32,7 @@ from unfuse.queues.base import PoolStats, QueueBackend, QueueStats, RegisteredWo
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.redis import RedisQueue
 from unfuse.scheduler.dispatcher import Dispatcher
-from unfuse.scheduler.model_swaps import LOADING_SHARE, ModelBacklog, ModelSwaps, next_set, stay
+from unfuse.scheduler.model_swaps import LOADING_SHARE, ModelBacklog, ModelSwaps, choose_model, min_stay_s
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.registry import Registry
 from unfuse.scheduler.scheduler import Scheduler
@@ -44,43 +44,43 @@ NOTHING = ModelBacklog()
 
 def test_a_set_stays_for_its_time_while_there_is_something_to_do() -> None:
     lines = {"a": SOME, "b": SOME}
-    assert next_set("a", lines, 2.0, stay(2.0) - 0.1, 0.0) == "a"
-    assert next_set("a", lines, 2.0, stay(2.0), 0.0) == "b"
+    assert choose_model("a", lines, 2.0, min_stay_s(2.0) - 0.1, 0.0) == "a"
+    assert choose_model("a", lines, 2.0, min_stay_s(2.0), 0.0) == "b"
 
 
 def test_one_without_anything_to_do_goes_once_it_had_waited_for_as_long_as_loading_takes() -> None:
     lines = {"a": NOTHING, "b": ModelBacklog(waiting=1, left_s=0.1)}
-    assert next_set("a", lines, 2.0, 5.0, 1.9) == "a"
-    assert next_set("a", lines, 2.0, 5.0, 2.0) == "b"
+    assert choose_model("a", lines, 2.0, 5.0, 1.9) == "a"
+    assert choose_model("a", lines, 2.0, 5.0, 2.0) == "b"
 
 
 def test_nothing_is_loaded_for_nobody() -> None:
-    assert next_set("a", {"a": NOTHING, "b": NOTHING}, 2.0, 1e6, 1e6) == "a"
+    assert choose_model("a", {"a": NOTHING, "b": NOTHING}, 2.0, 1e6, 1e6) == "a"
     assert (
-        next_set("a", {"a": NOTHING, "b": ModelBacklog(left_s=9.0)}, 2.0, 1e6, 1e6) == "a"
+        choose_model("a", {"a": NOTHING, "b": ModelBacklog(left_s=9.0)}, 2.0, 1e6, 1e6) == "a"
     )  # it waits for other stages
 
 
 def test_less_work_than_loading_takes_waits_for_more_but_no_longer_than_a_stay() -> None:
     little = ModelBacklog(waiting=1, oldest_s=1.0, left_s=0.5)
-    assert next_set("a", {"a": SOME, "b": little}, 2.0, 100.0, 0.0) == "a"
-    old = msgspec.structs.replace(little, oldest_s=stay(2.0))
-    assert next_set("a", {"a": SOME, "b": old}, 2.0, 100.0, 0.0) == "b"
+    assert choose_model("a", {"a": SOME, "b": little}, 2.0, 100.0, 0.0) == "a"
+    old = msgspec.structs.replace(little, oldest_s=min_stay_s(2.0))
+    assert choose_model("a", {"a": SOME, "b": old}, 2.0, 100.0, 0.0) == "b"
 
 
 def test_of_several_the_one_that_has_waited_longest_is_next() -> None:
     lines = {"a": SOME, "b": SOME, "c": msgspec.structs.replace(SOME, oldest_s=2.0, left_s=50.0)}
-    assert next_set("a", lines, 2.0, 100.0, 0.0) == "c"
+    assert choose_model("a", lines, 2.0, 100.0, 0.0) == "c"
 
 
 def test_what_others_have_gets_one_more_only_where_that_leaves_less_behind_and_not_the_last() -> None:
     much = ModelBacklog(waiting=9, oldest_s=1.0, left_s=200.0, others=1)
     shared = msgspec.structs.replace(SOME, others=1)
-    assert next_set("a", {"a": shared, "b": much}, 2.0, 100.0, 0.0) == "b"
-    assert next_set("a", {"a": SOME, "b": much}, 2.0, 100.0, 0.0) == "a"  # the last one
-    assert next_set("a", {"a": NOTHING, "b": much}, 2.0, 100.0, 50.0) == "b"  # which has nothing to do
-    assert next_set("a", {"a": shared, "b": msgspec.structs.replace(much, loading=True)}, 2.0, 100.0, 0.0) == "a"
-    assert next_set("a", {"a": shared, "b": msgspec.structs.replace(much, left_s=101.0)}, 2.0, 100.0, 0.0) == "a"
+    assert choose_model("a", {"a": shared, "b": much}, 2.0, 100.0, 0.0) == "b"
+    assert choose_model("a", {"a": SOME, "b": much}, 2.0, 100.0, 0.0) == "a"  # the last one
+    assert choose_model("a", {"a": NOTHING, "b": much}, 2.0, 100.0, 50.0) == "b"  # which has nothing to do
+    assert choose_model("a", {"a": shared, "b": msgspec.structs.replace(much, loading=True)}, 2.0, 100.0, 0.0) == "a"
+    assert choose_model("a", {"a": shared, "b": msgspec.structs.replace(much, left_s=101.0)}, 2.0, 100.0, 0.0) == "a"
 
 
 @dataclass
@@ -120,7 +120,7 @@ class World:
         lines = {name: self._line(name, line, others) for name, line in self.queues.items()}
         own = self.queues[worker[0]]
         idle = self.now - max(worker[1], worker[3]) if not own else 0.0
-        found = next_set(worker[0], lines, self.load_s, self.now - worker[1], idle)
+        found = choose_model(worker[0], lines, self.load_s, self.now - worker[1], idle)
         if found != worker[0]:
             self.swaps, self.lost = self.swaps + 1, self.lost + self.load_s
             worker[:] = [found, self.now + self.load_s, self.now + self.load_s, self.now + self.load_s]
@@ -150,7 +150,7 @@ def test_under_any_load_no_more_than_its_share_is_lost_to_loading_and_every_set_
     """Given sets that each have more to do than all workers can, when hours pass, then loading took no more than its
     share of the workers' time, and each set was loaded again within the stays of the others."""
     world = World(load_s, task_s, {f"set-{n}": much * workers / task_s for n, much in enumerate(overload)}, workers)
-    rounds = 6 * len(overload) * (stay(load_s) + load_s + task_s)
+    rounds = 6 * len(overload) * (min_stay_s(load_s) + load_s + task_s)
     world.run(rounds)
     assert world.lost <= LOADING_SHARE * rounds * workers + load_s * workers
     assert all(world.done.values())
@@ -169,7 +169,7 @@ def test_a_little_of_one_beside_much_of_another_waits_no_longer_than_a_stay_and_
     world = World(3.0, 1.0, {"a": 10.0, "b": 0.01})
     world.run(3600.0)
     assert world.done["b"] > 30
-    assert world.waited["b"] < 2 * stay(3.0) + 2 * 3.0 + 1.0
+    assert world.waited["b"] < 2 * min_stay_s(3.0) + 2 * 3.0 + 1.0
 
 
 SETS = {"first": (ENCODE, DECODE), "second": (DENOISE,)}
@@ -177,14 +177,14 @@ SETS = {"first": (ENCODE, DECODE), "second": (DENOISE,)}
 
 def worker(name: str = "worker-1", loaded: str = "first") -> WorkerInfo:
     status = WorkerStatus(loaded=loaded, load_s=1.0)
-    return msgspec.structs.replace(info(name, ENCODE, DENOISE, DECODE), sets=SETS, status=status)
+    return msgspec.structs.replace(info(name, ENCODE, DENOISE, DECODE), swappable_models=SETS, status=status)
 
 
 class Heard(Observer):
     def __init__(self) -> None:
         self.swaps: list[tuple[str, float]] = []
 
-    def swapped(self, holds: str, seconds: float) -> None:
+    def on_swapped(self, holds: str, seconds: float) -> None:
         self.swaps.append((holds, seconds))
 
 
@@ -202,26 +202,30 @@ async def beaten(dispatcher: Dispatcher, loaded: str, target: str = "") -> str:
     status = WorkerStatus(loaded=loaded, load_s=1.0, target=target)
     pulse = await dispatcher.answer(b"peer", Heartbeat(status=status))
     assert isinstance(pulse, HeartbeatReply)
-    return pulse.load
+    return pulse.swap_to
 
 
 async def test_a_worker_gets_tasks_of_the_set_that_it_has_and_is_told_to_load_what_waits() -> None:
     async with dispatching() as (dispatcher, clock, heard):
         request = await submit(dispatcher)
-        assert await dispatcher.answer(b"peer", RequestTasks(4, None, 0.0, holds="second")) == LeasesGranted((), {})
+        assert await dispatcher.answer(b"peer", RequestTasks(4, None, 0.0, loaded_model="second")) == LeasesGranted(
+            (), {}
+        )
         assert not await beaten(dispatcher, "second")
         clock.advance(2.0)
         record = await dispatcher.scheduler.queue.load(request)
-        assert dispatcher.scheduler.awaited(record) == ("loading", 1.0)
+        assert dispatcher.scheduler.awaited_condition(record) == ("loading", 1.0)
         assert await beaten(dispatcher, "second") == "first"
         assert await beaten(dispatcher, "second") == "first"  # while what runs ends
         assert await beaten(dispatcher, "") == "first"
         assert not heard.swaps
         assert not await beaten(dispatcher, "first")
         assert heard.swaps == [("first", 1.0)]
-        assert dispatcher.scheduler.swaps.until_loaded(ENCODE) is None
-        assert dispatcher.scheduler.swaps.until_loaded(DENOISE) == 1.0 + 1.0  # as long as it may be idle, and to load
-        granted = await dispatcher.answer(b"peer", RequestTasks(4, None, 0.0, holds="first"))
+        assert dispatcher.scheduler.model_swaps.until_loaded(ENCODE) is None
+        assert (
+            dispatcher.scheduler.model_swaps.until_loaded(DENOISE) == 1.0 + 1.0
+        )  # as long as it may be idle, and to load
+        granted = await dispatcher.answer(b"peer", RequestTasks(4, None, 0.0, loaded_model="first"))
         assert isinstance(granted, LeasesGranted)
         assert [lease.task.planned.pool for lease in granted.leases] == [ENCODE]
 
@@ -245,7 +249,7 @@ async def test_who_has_something_to_do_is_not_idle() -> None:
         await beaten(dispatcher, "second")
         for _ in range(4):
             clock.advance(0.9)
-            dispatcher.scheduler.swaps.worked("worker-1")
+            dispatcher.scheduler.model_swaps.note_activity("worker-1")
             assert not await beaten(dispatcher, "second")
 
 
@@ -257,10 +261,10 @@ async def test_a_set_that_would_be_next_if_the_one_before_had_stayed_longer_is_t
         clock.advance(2.0)
         told: list[tuple[str, str]] = []
         for _ in range(11):
-            dispatcher.scheduler.swaps.worked("worker-1")
+            dispatcher.scheduler.model_swaps.note_activity("worker-1")
             pulse = await dispatcher.answer(b"peer", Heartbeat(status=WorkerStatus(loaded="second", load_s=1.0)))
             assert isinstance(pulse, HeartbeatReply)
-            told.append((pulse.load, pulse.soon))
+            told.append((pulse.swap_to, pulse.swap_next))
             clock.advance(1.0)
         assert told == [("", "")] * 8 + [("", "first"), ("first", "first"), ("first", "")]
 
@@ -271,16 +275,16 @@ async def test_a_request_that_has_begun_is_over_before_another_set_is_loaded_and
     async with scheduling(lease_ttl=500.0) as (scheduler, _):
         dispatcher = Dispatcher(scheduler, [(CARD.name, CARD.source, "auto")], StorageLocations("disk:/results"))
         sets = {"first": (ENCODE, DENOISE, DECODE), "second": ()}
-        everything = msgspec.structs.replace(worker(), sets=sets)
+        everything = msgspec.structs.replace(worker(), swappable_models=sets)
         await dispatcher.answer(b"peer", Register(everything, (CARD,)))
         first, _ = [await submit(dispatcher) for _ in range(2)]
-        granted = await dispatcher.answer(b"peer", RequestTasks(1, None, 0.0, holds="first"))
+        granted = await dispatcher.answer(b"peer", RequestTasks(1, None, 0.0, loaded_model="first"))
         for stage in ("text_encode", "denoise", "vae_decode"):
             assert isinstance(granted, LeasesGranted)
             (lease,) = granted.leases
             assert (lease.claim.request, lease.claim.stage.partition(".")[0]) == (first, stage)
-            ask = RequestTasks(1, None, 0.0, holds="first", after=lease.task.planned.pool)
-            granted = await dispatcher.answer(b"peer", msgspec.structs.replace(done(lease), ask=ask))
+            ask = RequestTasks(1, None, 0.0, loaded_model="first", after_pool=lease.task.planned.pool)
+            granted = await dispatcher.answer(b"peer", msgspec.structs.replace(done(lease), next_request=ask))
         assert granted == LeasesGranted((), {})
 
 
@@ -289,9 +293,9 @@ class Interleaved(MemoryQueue):
 
     pauses: Iterator[int] = iter(())
 
-    async def hello(self, worker: WorkerInfo, cards: Sequence[ModelSpec] = ()) -> None:
+    async def register(self, worker: WorkerInfo, cards: Sequence[ModelSpec] = ()) -> None:
         await self._pause()
-        await super().hello(worker, cards)
+        await super().register(worker, cards)
         await self._pause()
 
     async def workers(self) -> Sequence[RegisteredWorker]:
@@ -317,7 +321,7 @@ class Several:
 
     async def begin(self) -> None:
         for number, queue in enumerate(self.queues):
-            scheduler = Scheduler(queue, cards=[CARD], clock=self.clock, lease_ttl=500.0)
+            scheduler = Scheduler(queue, specs=[CARD], clock=self.clock, lease_ttl=500.0)
             await scheduler.start()
             self.each.append(
                 Dispatcher(scheduler, [(CARD.name, CARD.source, "auto")], StorageLocations("disk:/results"))
@@ -348,7 +352,7 @@ async def leave_one(several: Several) -> None:
     away = several.holds.index("")
     several.holds[away] = "first"
     await several.beat()
-    granted = await several.each[away].answer(b"peer", RequestTasks(1, None, 0.0, holds="first"))
+    granted = await several.each[away].answer(b"peer", RequestTasks(1, None, 0.0, loaded_model="first"))
     assert isinstance(granted, LeasesGranted)
     (lease,) = granted.leases
     assert lease.claim.request == request
@@ -356,7 +360,7 @@ async def leave_one(several: Several) -> None:
     for _ in range(20):
         several.clock.advance(1.0)
         for at, dispatcher in enumerate(several.each):
-            dispatcher.scheduler.swaps.worked(f"worker-{at}")
+            dispatcher.scheduler.model_swaps.note_activity(f"worker-{at}")
         await several.beat()
     assert several.holds.count("second") >= 1, "who has what denoising waits for stays"
     await several.end()
@@ -393,7 +397,7 @@ async def test_over_redis_one_worker_goes_where_two_schedulers_decide_at_one_tim
     for _ in range(5):
         redis.client.flushall()
         clock = ManualClock()
-        queues = [RedisQueue.at(redis.url, clock) for _ in range(2)]
+        queues = [RedisQueue.open(redis.url, clock) for _ in range(2)]
         several = Several(queues, clock)
         await several.begin()
         await leave_one(several)
@@ -421,16 +425,16 @@ async def test_who_still_ends_what_runs_before_it_goes_leaves_the_last_one_behin
         swaps = ModelSwaps(queue, Registry(queue, 500.0), clock, scheduler.observers)
         able = info("w-0", ENCODE, DENOISE, DECODE)
         status = WorkerStatus(loaded=DENOISE, load_s=1.0)
-        able = msgspec.structs.replace(able, sets={pool: (pool,) for pool in able.pools}, status=status)
+        able = msgspec.structs.replace(able, swappable_models={pool: (pool,) for pool in able.pools}, status=status)
         decodes = msgspec.structs.replace(able, id="w-2", status=WorkerStatus(loaded=DECODE, load_s=1.0))
         two = [able, msgspec.structs.replace(able, id="w-1")]
         for one in (*two, decodes):
-            await queue.hello(swaps.heard(one))
-        clock.advance(stay(1.0))
-        assert [(await swaps.next(one, True))[0] for one in two] == [ENCODE, ""]
-        await queue.hello(two[0])  # which stays after all, since nothing is there to encode
+            await queue.register(swaps.on_heartbeat(one))
+        clock.advance(min_stay_s(1.0))
+        assert [(await swaps.decide_swap(one, True))[0] for one in two] == [ENCODE, ""]
+        await queue.register(two[0])  # which stays after all, since nothing is there to encode
         lines[ENCODE] = PoolStats()
-        assert (await swaps.next(two[1], True))[0] == DECODE
+        assert (await swaps.decide_swap(two[1], True))[0] == DECODE
 
 
 async def test_what_a_dead_scheduler_has_told_a_worker_the_next_one_hears_from_that() -> None:
@@ -446,7 +450,7 @@ async def test_what_a_dead_scheduler_has_told_a_worker_the_next_one_hears_from_t
     await other.answer(b"moved", Register(worker("worker-0"), (CARD,)))
     pulse = await other.answer(b"moved", Heartbeat(status=WorkerStatus(loaded="second", load_s=1.0, target="first")))
     assert isinstance(pulse, HeartbeatReply)
-    assert pulse.load == "first"
+    assert pulse.swap_to == "first"
     assert await beaten(other, "second") == ""
     never_told = worker("worker-0", "second")
     await other.answer(b"moved", Register(never_told, (CARD,)))

@@ -23,11 +23,11 @@ async def test_leases_deadlines_and_workers_end_in_their_time() -> None:
     """Given a worker that takes a task and is heard of no more, then its task is another's when the lease is over, the
     request ends at its deadline, and the worker is forgotten."""
     clock = VirtualClock()
-    scheduler = Scheduler(MemoryQueue(clock), cards=[CARD], clock=clock, lease_ttl=15.0)
+    scheduler = Scheduler(MemoryQueue(clock), specs=[CARD], clock=clock, lease_ttl=15.0)
     queue = scheduler.queue
     await scheduler.start()
     began = clock.now()
-    await queue.hello(info("silent", ENCODE), [CARD])
+    await queue.register(info("silent", ENCODE), [CARD])
     request = (await scheduler.submit(*asking(CARD, params(), timeout=60))).context.id
     await queue.lease("silent", wanted(ENCODE), 15.0)
 
@@ -62,11 +62,11 @@ async def test_a_clock_set_forward_ends_no_running_request(reading: str) -> None
     """Given stages that run within their limits, when a clock is set forward by an hour, then they stay with their
     workers, which are not forgotten, and their requests complete; one that runs for too long still ends."""
     clock = SteppedClock()
-    scheduler = Scheduler(MemoryQueue(clock), cards=[CARD], clock=VirtualClock(), lease_ttl=15.0)
+    scheduler = Scheduler(MemoryQueue(clock), specs=[CARD], clock=VirtualClock(), lease_ttl=15.0)
     scheduler.clock.wall = clock.wall  # type: ignore[method-assign]
     queue = scheduler.queue
     await scheduler.start()
-    await queue.hello(info("w", ENCODE), [CARD])
+    await queue.register(info("w", ENCODE), [CARD])
     request = (await scheduler.submit(*asking(CARD, params()))).context
     limited = msgspec.structs.replace(request.request, time_limit_s=300.0)
     await queue.commit(Change(msgspec.structs.replace(request, version=request.version + 1, request=limited)))
@@ -80,7 +80,7 @@ async def test_a_clock_set_forward_ends_no_running_request(reading: str) -> None
     await run_for(30.0)
     setattr(clock, reading, 3600.0)
     await run_for(9.0)
-    await queue.hello(info("w", ENCODE))
+    await queue.register(info("w", ENCODE))
     await run_for(60.0)
     assert (await queue.load(request.id)).status == "in_progress"
     assert [member.info.id for member in await queue.workers()] == ["w"]

@@ -19,11 +19,11 @@ from tools.asking import asking
 from tools.redis_server import RedisServer
 from unfuse import queues
 from unfuse.core.plan import ExecutionPlan, PlannedStage
-from unfuse.core.request import GenerationRequest, RequestContext, StageState, Waking
+from unfuse.core.request import ColdStart, GenerationRequest, RequestContext, StageState
 from unfuse.queues.base import QueueBackend
 from unfuse.queues.memory import MemoryQueue
-from unfuse.scheduler.costs import last_waking
-from unfuse.scheduler.lifecycle import USUAL_WAKING_S, await_waking, latest_end
+from unfuse.scheduler.cold_starts import DEFAULT_COLD_START_S, latest_end, record_cold_starts
+from unfuse.scheduler.costs import last_cold_start
 from unfuse.scheduler.registry import Registry
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
@@ -39,10 +39,10 @@ async def sleeping(queue: QueueBackend | None = None, **options: Any) -> AsyncIt
     """A scheduler whose encoder and decoder are there, and whose denoisers sleep."""
     clock = ManualClock()
     queue = queue or MemoryQueue(clock)
-    scheduler = Scheduler(queue, cards=[CARD], clock=clock, **{"asleep": ASLEEP, "wake_limit": LIMIT_S} | options)
+    scheduler = Scheduler(queue, specs=[CARD], clock=clock, **{"asleep": ASLEEP, "wake_limit": LIMIT_S} | options)
     await scheduler.registry.declare([CARD])
     await come(scheduler, WORKER, ENCODE, DECODE)
-    await scheduler.registry.cards()
+    await scheduler.registry.model_specs()
     try:
         yield scheduler, clock
     finally:
@@ -57,9 +57,9 @@ async def woken(scheduler: Scheduler, *contexts: RequestContext) -> list[Request
     return [(await scheduler.queue.load(context.id)).context for context in contexts]
 
 
-def slept(context: RequestContext) -> dict[str, Waking]:
+def slept(context: RequestContext) -> dict[str, ColdStart]:
     """When which stages waited for a pool that slept."""
-    return {name: state.slept for name, state in context.stages.items() if any(state.slept)}
+    return {name: state.cold_start for name, state in context.stages.items() if any(state.cold_start)}
 
 
 async def submitted(scheduler: Scheduler, **fields: Any) -> RequestContext:
@@ -69,17 +69,20 @@ async def submitted(scheduler: Scheduler, **fields: Any) -> RequestContext:
 class TestWhatIsSaid:
     async def test_it_is_accepted_as_waking_with_an_eta_until_somebody_comes(self) -> None:
         async with sleeping() as (scheduler, clock):
-            assert scheduler.registry.state(DENOISE) == "asleep" and not await scheduler.registry.missing()
+            assert (
+                scheduler.registry.state(DENOISE) == "scaled_to_zero"
+                and not await scheduler.registry.unavailable_pools()
+            )
             context = await submitted(scheduler)
             record = await scheduler.queue.load(context.id)
-            assert scheduler.awaited(record) == ("waking", USUAL_WAKING_S)
-            assert scheduler.eta(record) == USUAL_WAKING_S + context.cost
+            assert scheduler.awaited_condition(record) == ("cold_start", DEFAULT_COLD_START_S)
+            assert scheduler.eta(record) == DEFAULT_COLD_START_S + context.cost
             clock.advance(100)
-            assert scheduler.awaited(record) == ("waking", USUAL_WAKING_S - 100)
-            clock.advance(USUAL_WAKING_S)
-            assert scheduler.awaited(record) == ("waking", 0.0)
+            assert scheduler.awaited_condition(record) == ("cold_start", DEFAULT_COLD_START_S - 100)
+            clock.advance(DEFAULT_COLD_START_S)
+            assert scheduler.awaited_condition(record) == ("cold_start", 0.0)
             await woken(scheduler, context)
-            assert scheduler.awaited(await scheduler.queue.load(context.id)) == ("loading", None)
+            assert scheduler.awaited_condition(await scheduler.queue.load(context.id)) == ("loading", None)
             assert await run_to_the_end(scheduler) == ["text_encode", "denoise.0", "vae_decode.0"]
 
     async def test_it_is_said_as_well_while_another_stage_runs(self) -> None:
@@ -87,29 +90,40 @@ class TestWhatIsSaid:
             context = await submitted(scheduler)
             await take(scheduler, ENCODE)
             record = await scheduler.queue.load(context.id)
-            assert record.status == "in_progress" and scheduler.awaited(record)[0] == "waking"
+            assert record.status == "in_progress" and scheduler.awaited_condition(record)[0] == "cold_start"
 
     async def test_nobody_waits_for_what_is_awake_or_missing_or_not_needed_any_more(self) -> None:
         async with sleeping(asleep={"encoder": 1}) as (scheduler, _):
             assert slept(await submitted(scheduler)) == {}
         async with sleeping(asleep={}) as (scheduler, _):
             context = await submitted(scheduler)
-            assert (slept(context), scheduler.registry.state(DENOISE)) == ({}, "missing")
+            assert (slept(context), scheduler.registry.state(DENOISE)) == ({}, "unavailable")
 
     async def test_roles_sleep_by_the_words_that_workers_take(self) -> None:
         async with sleeping(asleep={"encoder+decoder": 1, "all": 3}) as (scheduler, _):
-            assert (await scheduler.queue.declared())["serve"].asleep == dict.fromkeys((ENCODE, DENOISE, DECODE), 3)
+            assert (await scheduler.queue.declarations())["serve"].scalable_to_zero == dict.fromkeys(
+                (ENCODE, DENOISE, DECODE), 3
+            )
         async with sleeping(asleep={"encoder+decoder": 1}) as (scheduler, _):
             await scheduler.registry.admit(CARD)
-            assert (await scheduler.queue.declared())[f"model {CARD.name}"].asleep == {ENCODE: 1, DECODE: 1}
+            assert (await scheduler.queue.declarations())[f"model {CARD.name}"].scalable_to_zero == {
+                ENCODE: 1,
+                DECODE: 1,
+            }
 
     async def test_servers_of_other_models_over_the_same_queue_leave_it_asleep(self) -> None:
         """They declare what they serve in place of what was declared, and know nothing of who may sleep here."""
         async with sleeping() as (scheduler, _):
             await Registry(scheduler.queue, 15).declare([])
-            await scheduler.registry.cards()
-            assert scheduler.registry.state(DENOISE) == "asleep" and not await scheduler.registry.missing()
-            assert scheduler.awaited(await scheduler.queue.load((await submitted(scheduler)).id))[0] == "waking"
+            await scheduler.registry.model_specs()
+            assert (
+                scheduler.registry.state(DENOISE) == "scaled_to_zero"
+                and not await scheduler.registry.unavailable_pools()
+            )
+            assert (
+                scheduler.awaited_condition(await scheduler.queue.load((await submitted(scheduler)).id))[0]
+                == "cold_start"
+            )
 
     async def test_what_the_cache_has_wakes_no_encoder(self) -> None:
         async with sleeping(asleep={"encoder": 1}, cache_bytes=1 << 20) as (scheduler, _):
@@ -135,17 +149,17 @@ class TestWhatIsLearned:
                 await run_to_the_end(scheduler)
                 await come(scheduler, WORKER, ENCODE, DECODE)
                 record = await scheduler.queue.load((await submitted(scheduler)).id)
-                assert scheduler.awaited(record) == ("waking", seconds)
+                assert scheduler.awaited_condition(record) == ("cold_start", seconds)
                 await scheduler.cancel(record.context.id)
         async with sleeping(costs=costs) as (again, _):
             record = await again.queue.load((await submitted(again)).id)
-            assert again.awaited(record) == ("waking", 40.0)
+            assert again.awaited_condition(record) == ("cold_start", 40.0)
 
     def test_parts_of_one_waking_are_put_together_and_older_ones_change_nothing(self) -> None:
-        assert last_waking(None, (10.0, 70.0)) == (10.0, 70.0)
-        assert last_waking((10.0, 70.0), (30.0, 71.0)) == (10.0, 71.0)
-        assert last_waking((10.0, 70.0), (80.0, 90.0)) == (80.0, 90.0)
-        assert last_waking((80.0, 90.0), (10.0, 70.0)) == (80.0, 90.0)
+        assert last_cold_start(None, (10.0, 70.0)) == (10.0, 70.0)
+        assert last_cold_start((10.0, 70.0), (30.0, 71.0)) == (10.0, 71.0)
+        assert last_cold_start((10.0, 70.0), (80.0, 90.0)) == (80.0, 90.0)
+        assert last_cold_start((80.0, 90.0), (10.0, 70.0)) == (80.0, 90.0)
 
 
 @pytest.fixture(params=["memory", "sqlite", pytest.param("redis", marks=pytest.mark.slow)])
@@ -166,10 +180,10 @@ class TestDeadlines:
         """Given a request for a pool that sleeps, then its deadline and its place move with it, in every queue."""
         clock = ManualClock()
         queue = queues.open(url, clock)
-        scheduler = Scheduler(queue, cards=[CARD], clock=clock, order="edf", asleep=ASLEEP, wake_limit=LIMIT_S)
+        scheduler = Scheduler(queue, specs=[CARD], clock=clock, order="edf", asleep=ASLEEP, wake_limit=LIMIT_S)
         await scheduler.registry.declare([CARD])
         await come(scheduler, WORKER, ENCODE, DECODE)
-        await scheduler.registry.cards()
+        await scheduler.registry.model_specs()
         before = await submitted(scheduler, timeout=1000)
         assert before.deadline is not None and before.order == before.deadline
         clock.advance(took)
@@ -217,21 +231,21 @@ async def test_a_request_ends_at_its_moved_deadline_or_when_nobody_came_within_t
     clock = VirtualClock()
     for comes, ends in ((True, 90.0), (False, 30.0 + LIMIT_S)):
         queue = MemoryQueue(clock)
-        scheduler = Scheduler(queue, cards=[CARD], clock=clock, asleep=ASLEEP, wake_limit=LIMIT_S, lease_ttl=3600)
+        scheduler = Scheduler(queue, specs=[CARD], clock=clock, asleep=ASLEEP, wake_limit=LIMIT_S, lease_ttl=3600)
         await scheduler.registry.declare([CARD])
-        await queue.hello(info(WORKER, ENCODE, DECODE))
-        await scheduler.registry.cards()
+        await queue.register(info(WORKER, ENCODE, DECODE))
+        await scheduler.registry.model_specs()
         await scheduler.start()
         began = clock.now()
         context = await submitted(scheduler, timeout=30)
         if comes:
             await asyncio.sleep(60)
-            await queue.hello(info("d", DENOISE))
-            await scheduler.upkeep.joined()
+            await queue.register(info("d", DENOISE))
+            await scheduler.maintenance.on_worker_registered()
         assert [event.type async for event in queue.watch(context.id)][-1] == "failed"
         assert clock.now() - began == pytest.approx(ends, abs=0.1)
         error = (await queue.load(context.id)).context.error
-        assert error and ("was scaled to zero" in error.message) == (not comes)
+        assert error and ("--cold-start-timeout" in error.message) == (not comes)
         await scheduler.close()
 
 
@@ -239,16 +253,16 @@ async def test_a_request_ends_at_its_moved_deadline_or_when_nobody_came_within_t
 async def test_a_pool_that_is_put_to_sleep_while_requests_wait_wakes_for_them_too() -> None:
     clock = VirtualClock()
     queue = MemoryQueue(clock)
-    scheduler = Scheduler(queue, cards=[CARD], clock=clock, asleep=ASLEEP, wake_limit=LIMIT_S, lease_ttl=3600)
+    scheduler = Scheduler(queue, specs=[CARD], clock=clock, asleep=ASLEEP, wake_limit=LIMIT_S, lease_ttl=3600)
     await scheduler.registry.declare([CARD])
-    await queue.hello(info(WORKER, ENCODE, DENOISE, DECODE))
-    await scheduler.registry.cards()
+    await queue.register(info(WORKER, ENCODE, DENOISE, DECODE))
+    await scheduler.registry.model_specs()
     await scheduler.start()
     context = await submitted(scheduler, timeout=30)
     assert slept(context) == {}
-    await queue.hello(info(WORKER, ENCODE, DECODE))
+    await queue.register(info(WORKER, ENCODE, DECODE))
     await asyncio.sleep(12)
-    assert scheduler.awaited(await queue.load(context.id))[0] == "waking"
+    assert scheduler.awaited_condition(await queue.load(context.id))[0] == "cold_start"
     await asyncio.sleep(60)
     assert (await queue.load(context.id)).status == "queued"
     await scheduler.close()
@@ -261,14 +275,14 @@ async def test_a_scheduler_that_knew_another_deadline_looks_again() -> None:
     clock = VirtualClock()
     queue = MemoryQueue(clock)
     first, second = (
-        Scheduler(queue, cards=[CARD], clock=clock, asleep=ASLEEP, wake_limit=LIMIT_S, lease_ttl=3600) for _ in "12"
+        Scheduler(queue, specs=[CARD], clock=clock, asleep=ASLEEP, wake_limit=LIMIT_S, lease_ttl=3600) for _ in "12"
     )
     await first.registry.declare([CARD])
-    await queue.hello(info(WORKER, ENCODE, DENOISE, DECODE))
-    await first.registry.cards()
+    await queue.register(info(WORKER, ENCODE, DENOISE, DECODE))
+    await first.registry.model_specs()
     began = clock.now()
     context = await submitted(first, timeout=30)
-    await queue.hello(info(WORKER, ENCODE, DECODE))
+    await queue.register(info(WORKER, ENCODE, DECODE))
     await second.start()
     await asyncio.sleep(12)
     await second.close()
@@ -293,11 +307,11 @@ class TestWaiting:
         wall, began = 1000.0, 1000.0
         for seconds, asleep in looks:
             wall += seconds
-            before, context = context, await_waking(context, asleep, wall, limit)
-            assert {pool for pool, state in context.stages.items() if state.sleeps} == asleep
+            before, context = context, record_cold_starts(context, asleep, wall, limit)
+            assert {pool for pool, state in context.stages.items() if state.waits_for_cold_start} == asleep
             assert before.deadline and context.deadline
             assert before.deadline <= context.deadline <= 10.0 + limit + 1e-6
             assert context.deadline <= 10.0 + wall - began + 1e-6
             latest = latest_end(context, limit)
             assert latest is not None and latest >= (context.deadline or 0)
-            assert await_waking(context, asleep, wall + 1, limit) is context
+            assert record_cold_starts(context, asleep, wall + 1, limit) is context

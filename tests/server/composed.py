@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from unfuse.service.logs import Logs
-from unfuse.service.options import options, plan
+from unfuse.service.options import plan_service, serve_options
 from unfuse.service.service import Service
 from unfuse.service.settings import load
 
@@ -31,11 +31,11 @@ def composed(folder: Path, **serve: object) -> Iterator[int]:
     own = {"workers": "none", "port": 0, **serve}
     places = {"data_dir": str(folder), "run_dir": os.environ["UNFUSE_RUN_DIR"]}
     settings = {f"serve.{name}": value for name, value in own.items()} | places
-    chosen = options(load(settings, environment={}))
+    chosen = serve_options(load(settings, environment={}))
     started: Future[tuple[asyncio.AbstractEventLoop, Service, str]] = Future()
 
     async def run() -> None:
-        service = Service(chosen, plan(chosen), Logs())
+        service = Service(chosen, plan_service(chosen), Logs())
         try:
             await service.run(lambda url: started.set_result((asyncio.get_running_loop(), service, url)))
         except Exception as error:

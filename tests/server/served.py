@@ -91,7 +91,7 @@ class Worker:
 
     async def run(self, cards: Sequence[ModelSpec]) -> None:
         queue = self._scheduler.queue
-        await queue.hello(WORKER, cards)
+        await queue.register(WORKER, cards)
         async with asyncio.TaskGroup() as tasks:
             while True:
                 try:
@@ -140,7 +140,7 @@ class Worker:
         if request.startswith("req_"):
             yield self.results.put(request, index, f"image/{form}", picture(seed, int(str(params["width"])), form))
             return
-        first = self.results.attached(request, "image") if lease.task.derived.pictures else b""
+        first = self.results.attached(request, "image") if lease.task.derived.image_hashes else b""
         frames, data = film(seed, int(str(params["num_frames"])), first)
         if form == "mp4":
             yield self.results.put(request, 0, "video/mp4", data)
@@ -217,7 +217,7 @@ class _Often(HttpServer):
 
 async def _looking(keys: ApiKeys) -> None:
     while True:
-        await keys.look()
+        await keys.reload_if_changed()
 
 
 @contextmanager
@@ -267,7 +267,7 @@ def serve(
     async def main() -> None:
         tasks = queues.open(queue)
         known = (IDLE,) if idle else ()
-        scheduler = Scheduler(tasks, limits=limits, lease_ttl=lease_ttl, cards=known, cache_bytes=cache_bytes)
+        scheduler = Scheduler(tasks, limits=limits, lease_ttl=lease_ttl, specs=known, cache_bytes=cache_bytes)
         results = open_results(f"disk:{folder}")
         worker, shown = Worker(scheduler, results), ApiKeys(files=files)
         webhooks = Webhooks(webhook_hosts, webhook_secrets)

@@ -16,7 +16,7 @@ from tests.server.composed import composed
 from tests.server.served import IDLE
 from unfuse import queues
 from unfuse.core.modalities import IMAGE, VIDEO
-from unfuse.core.registry import LONGEST, nearest
+from unfuse.core.registry import MAX_NAME_CHARS, nearest_name
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.app import create_app
 from unfuse.server.body import MAX_TEXT, MAX_VALUES
@@ -92,16 +92,16 @@ def test_no_value_is_repeated_at_length(http: httpx2.Client, name: str, value: o
 
 
 def test_what_is_like_a_long_name_is_not_sought() -> None:
-    assert nearest("promt", ["prompt", "seed"]) == "prompt"
-    assert nearest("p" * (LONGEST + 1), ["p" * LONGEST]) is None
-    assert max(len(one.name) for one in (*IMAGE.parameters, *VIDEO.parameters)) <= LONGEST
+    assert nearest_name("promt", ["prompt", "seed"]) == "prompt"
+    assert nearest_name("p" * (MAX_NAME_CHARS + 1), ["p" * MAX_NAME_CHARS]) is None
+    assert max(len(one.name) for one in (*IMAGE.parameters, *VIDEO.parameters)) <= MAX_NAME_CHARS
 
 
 @asynccontextmanager
 async def gateway(folder: Path) -> AsyncIterator[tuple[Any, str]]:
     """The application of a gateway, and a request that waits."""
     queue = queues.open("memory")
-    scheduler = Scheduler(queue, cards=(IDLE,))
+    scheduler = Scheduler(queue, specs=(IDLE,))
     app = create_app(Gateway(scheduler, open_results(f"disk:{folder}")))
     await scheduler.start()
     body = json.dumps({"prompt": "a"}).encode()

@@ -80,7 +80,7 @@ def context(served: Served, request: str) -> RequestContext:
 
 def ended(served: Served, request: str) -> str:
     """How a request ended, once it has."""
-    until(lambda: context(served, request).over)
+    until(lambda: context(served, request).is_over)
     return context(served, request).status
 
 
@@ -256,7 +256,7 @@ def test_whom_the_server_cannot_tell_more_has_not_left(
             patch.setattr(hasty.queue, "watch", failing(hasty.queue.watch))
             with calling(hasty, "Connection: close", stream=stream) as (client, request):
                 assert b"503" in rest(client) or stream
-        assert not context(hasty, request).over
+        assert not context(hasty, request).is_over
     assert ended(hasty, request) == "completed"
 
 
@@ -284,7 +284,7 @@ def test_a_caller_at_another_gateway_keeps_what_it_waits_for(redis: RedisServer,
         serve(tmp_path, queue=redis.url, cancels=True, works=False) as far,
         near.held(),
     ):
-        until(lambda: all(PICTURES.name in one.run(one.scheduler.registry.cards()) for one in (near, far)))
+        until(lambda: all(PICTURES.name in one.run(one.scheduler.registry.model_specs()) for one in (near, far)))
         with calling(near) as (alone, request):
             alone.close()
             assert ended(far, request) == "cancelled"

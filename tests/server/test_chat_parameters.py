@@ -27,7 +27,7 @@ OLD_CALLS = {"functions", "function_call"}
 def test_each_field_of_openai_is_known() -> None:
     """Given the types of the installed `openai` package, then no field of a chat is an unknown parameter here."""
     theirs = CompletionCreateParamsBase.__annotations__.keys() - OLD_CALLS
-    known = TEXT.known({}).keys()
+    known = TEXT.parameters_for({}).keys()
     assert len(theirs) > 30
     assert not theirs - known
     assert {*IGNORED, *(name for name, _ in REFUSED)} <= theirs | {"user"}

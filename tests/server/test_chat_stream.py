@@ -11,7 +11,7 @@ import pytest
 from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.text import Answer, AnswerParsing
 from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
-from unfuse.server.chat_stream import StreamedMessage, whole
+from unfuse.server.chat_stream import StreamedMessage, whole_message
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 BOTH = f"<think>Hm.</think>I call.\n{CALL}\n{CALL}"
@@ -19,7 +19,7 @@ BOTH = f"<think>Hm.</think>I call.\n{CALL}\n{CALL}"
 
 def context(**about: Any) -> Any:
     reading = AnswerParsing(CALL_FORMATS["hermes"], {"f": {}}, reasoning=REASONING_FORMATS["qwen3"], **about)
-    return SimpleNamespace(id="chat_1", request=SimpleNamespace(derived=DerivedFacts(reading=reading)))
+    return SimpleNamespace(id="chat_1", request=SimpleNamespace(derived=DerivedFacts(parsing=reading)))
 
 
 def deltas(text: str, size: int, ended: str = "stop") -> list[dict[str, Any]]:
@@ -31,7 +31,7 @@ def deltas(text: str, size: int, ended: str = "stop") -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("size", [1, 2, 7, 30, 500])
 def test_deltas_together_are_the_message(size: int) -> None:
-    message, reason = whole(context(), 0, Answer(BOTH, "stop", []))
+    message, reason = whole_message(context(), 0, Answer(BOTH, "stop", []))
     told = deltas(BOTH, size)
     assert reason == "tool_calls" and message["content"] == "I call.\n" and message["reasoning_content"] == "Hm."
     for name in ("content", "reasoning_content"):
@@ -57,19 +57,19 @@ def test_a_call_begins_without_arguments_and_then_they_come_as_they_are_written(
 
 
 def test_a_call_that_was_cut_ends_for_its_length() -> None:
-    message, reason = whole(context(), 0, Answer('<tool_call>{"name": "f", "arguments": {"a"', "length", []))
+    message, reason = whole_message(context(), 0, Answer('<tool_call>{"name": "f", "arguments": {"a"', "length", []))
     assert reason == "length" and message["content"] is None
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a"'}
-    message, _ = whole(context(), 0, Answer('<tool_call>{"name":', "length", []))
+    message, _ = whole_message(context(), 0, Answer('<tool_call>{"name":', "length", []))
     assert message == {"content": ""}
 
 
 def test_plain_text_is_content() -> None:
     plain: Any = SimpleNamespace(id="chat_1", request=SimpleNamespace(derived=DerivedFacts()))
-    assert whole(plain, 0, Answer(CALL, "stop", [])) == ({"content": CALL}, "stop")
-    assert not StreamedMessage(plain, 0).looks_back
+    assert whole_message(plain, 0, Answer(CALL, "stop", [])) == ({"content": CALL}, "stop")
+    assert not StreamedMessage(plain, 0).is_parsed
 
 
 def test_reasoning_may_be_left_out() -> None:
-    message, reason = whole(context(hidden=True), 0, Answer(BOTH, "stop", []))
+    message, reason = whole_message(context(hides_reasoning=True), 0, Answer(BOTH, "stop", []))
     assert reason == "tool_calls" and message["content"] == "I call.\n" and "reasoning_content" not in message

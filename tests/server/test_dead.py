@@ -85,7 +85,7 @@ def test_a_retry_that_was_cut_off_can_be_repeated_without_asking_twice(served: S
     with served.held():
         first = http.post(f"/v1/dead/{id}/retry").json()["id"]
         buried = served.run(served.queue.load(id)).context
-        unburied = msgspec.structs.replace(buried, version=buried.version + 1, dead=True)
+        unburied = msgspec.structs.replace(buried, version=buried.version + 1, is_dead_letter=True)
         served.run(served.queue.commit(Change(unburied)))
         assert http.post(f"/v1/dead/{id}/retry").json()["id"] == first
     served.next_event(first, "failed")

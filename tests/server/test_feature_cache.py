@@ -9,7 +9,7 @@ import pytest
 
 from tests.server.served import PICTURES, serve
 from unfuse.core.errors import ConfigError
-from unfuse.service.options import options, standard
+from unfuse.service.options import default_params, serve_options
 from unfuse.service.settings import load
 
 IMAGES = "/v1/images/generations"
@@ -53,6 +53,6 @@ def test_what_cannot_be_skipped_is_refused(
 def test_exact_pools_and_a_threshold_do_not_go_together() -> None:
     flags = {"serve.feature_cache": 0.1}
     with pytest.raises(ConfigError, match="--feature-cache 0.1 .* add --batching batched"):
-        options(load(flags, None))
-    assert standard(load({**flags, "compute.batching": "batched"}, None).settings) == {"feature_cache": 0.1}
-    assert standard(load({}, None).settings) == {}
+        serve_options(load(flags, None))
+    assert default_params(load({**flags, "compute.batching": "batched"}, None).settings) == {"feature_cache": 0.1}
+    assert default_params(load({}, None).settings) == {}

@@ -61,7 +61,7 @@ def test_workers_whose_tasks_wait_for_room_make_it_not_ready(tmp_path: Path) -> 
     """Given a worker that cannot keep what it made, which the gateway cannot know by itself, then its word counts."""
     with serve(tmp_path, idle=False, works=False) as served, client(served) as http:
         dispatcher = Dispatcher(served.scheduler, [], StorageLocations(""))
-        served.run(dispatcher.answer(b"w", Register(replace(WORKER, room=4096), (PICTURES,))))
+        served.run(dispatcher.answer(b"w", Register(replace(WORKER, arena_bytes=4096), (PICTURES,))))
         assert http.get("/ready").status_code == 200
         served.run(dispatcher.answer(b"w", Heartbeat(status=WorkerStatus(waiting_for_results=3))))
         assert http.get("/ready").status_code == 503
@@ -78,7 +78,7 @@ def test_what_a_worker_says_of_a_failure_names_no_path(
     """Given a failure whose words and log are full of paths, then no answer and no event holds one."""
     monkeypatch.setattr("unfuse.scheduler.lifecycle.BACKOFF_S", 0.01)
     with serve(tmp_path, idle=False, works=False) as served, client(served) as http:
-        served.run(served.queue.hello(WORKER, (PICTURES,)))
+        served.run(served.queue.register(WORKER, (PICTURES,)))
         id = http.post(MADE, json={"prompt": "a"}, headers=ASYNC).json()["id"]
         said = "[Errno 2] No such file: '/srv/models/wan/vae.bin'; make room under /var/unfuse"
         evidence = 'Traceback\n  File "/opt/venv/lib/x.py", line 3, in run\n/srv/models/wan is gone'

@@ -35,7 +35,7 @@ from unfuse.core.messages import (
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import readable_pool
 from unfuse.core.request import Timings
-from unfuse.edge.access import Refusal
+from unfuse.edge.access import ApiError
 from unfuse.queues.base import QueueLimits
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
@@ -50,7 +50,7 @@ ASYNC = {"prefer": "respond-async"}
 
 async def cut_short(tmp_path: Path, draining: bool) -> BaseException | None:
     """What a caller that waits for a result ends with, whose answer the HTTP server cuts short."""
-    scheduler = Scheduler(queues.open("memory:"), cards=[CARD])
+    scheduler = Scheduler(queues.open("memory:"), specs=[CARD])
     gateway = Gateway(scheduler, open_results(f"disk:{tmp_path}"))
     record = await scheduler.submit(*asking(CARD, params()))
     waiting = asyncio.create_task(gateway.completed(record.context.id))
@@ -68,7 +68,7 @@ async def cut_short(tmp_path: Path, draining: bool) -> BaseException | None:
 async def test_who_waits_at_a_server_that_ends_is_told_to_come_again_and_nobody_else_is(tmp_path: Path) -> None:
     assert await cut_short(tmp_path, draining=False) is None
     told = await cut_short(tmp_path, draining=True)
-    assert isinstance(told, Refusal) and (told.status, told.code, told.headers) == (
+    assert isinstance(told, ApiError) and (told.status, told.code, told.headers) == (
         503,
         "stopping",
         {"retry-after": "2"},
@@ -164,7 +164,7 @@ def test_the_time_to_come_back_is_the_scheduler_s_in_whole_seconds(
         raise Overloaded("much is going on", retry_after=7.2)
 
     monkeypatch.setattr(served.queue, "submit", refuse)
-    monkeypatch.setattr(served.scheduler._costs, "until_room", lambda *_: 7.2)
+    monkeypatch.setattr(served.scheduler._costs, "seconds_until_admitted", lambda *_: 7.2)
     assert http.post(URL, json=ASKED).headers["retry-after"] == "8"
 
 
@@ -198,7 +198,7 @@ def test_a_failure_nobody_expected_is_a_500_without_its_inside(
     async def fail() -> None:
         raise RuntimeError("secret inside")
 
-    monkeypatch.setattr(served.scheduler.registry, "missing", fail)
+    monkeypatch.setattr(served.scheduler.registry, "unavailable_pools", fail)
     with capture_logs() as logs:
         response = http.get("/ready", headers={"x-request-id": "mine"})
     assert isinstance(logs[0]["exc_info"], RuntimeError)
@@ -237,7 +237,7 @@ def test_requests_without_a_model_go_to_the_first_that_the_server_was_started_wi
     assert [one["id"] for one in http.get("/v1/models").json()["data"] if one["default"]] == [IDLE.name]
     assert http.post(URL, json={"prompt": "a"}, headers=ASYNC).json()["model"] == IDLE.name
     with serve(tmp_path, idle=False, cards=(PICTURES, MOVING)) as served, as_(served) as other:
-        served.run(served.queue.hello(WORKER, (PICTURES, MOVING)))
+        served.run(served.queue.register(WORKER, (PICTURES, MOVING)))
         assert not any(one["default"] for one in other.get("/v1/models").json()["data"])
         error = other.post(URL, json={"prompt": "a"}).json()["error"]
         assert error["param"] == "model"
@@ -248,7 +248,7 @@ def test_a_model_that_is_a_folder_is_called_by_its_last_part(tmp_path: Path) -> 
     """Given models of two folders that have one name, then each has a name of its own, and no answer has a path."""
     first, second = (replace(PICTURES, name=f"/secret/{one}/flux") for one in ("a", "b"))
     with serve(tmp_path, idle=False, cards=(first, second)) as served, as_(served) as http:
-        served.run(served.queue.hello(WORKER, (first, second)))
+        served.run(served.queue.register(WORKER, (first, second)))
         names = [one["id"] for one in http.get("/v1/models").json()["data"]]
         assert names[0] == "flux" and re.fullmatch("flux-[0-9a-f]{6}", names[1])
         for name, own in zip(names, (first.name, second.name), strict=True):
@@ -292,7 +292,7 @@ def test_not_ready_while_a_pool_lacks_its_worker(http: httpx2.Client) -> None:
 def test_ready_when_every_pool_has_its_worker_and_not_when_nothing_is_served(renamed: Served) -> None:
     with as_(renamed) as http:
         assert http.get("/ready").json() == {"ready": True, "models": ["pictures"]}
-        renamed.run(renamed.queue.bye("worker-1"))
+        renamed.run(renamed.queue.unregister("worker-1"))
         assert http.get("/ready").status_code == 503
         response = http.post(URL, json={"prompt": "a"})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "no_model")
@@ -312,7 +312,7 @@ def test_metrics_count_outcomes_and_time_successes_only(renamed: Served) -> None
             renamed.next_event(id, "stage_started")
             lines = set(http.get("/metrics").text.splitlines())
             encode = named_pools(PICTURES)["text_encode"]
-            assert {"unfuse_requests_active 1.0", f'unfuse_worker_active{{outcome="",pool="{encode}"}} 1.0'} <= lines
+            assert {"unfuse_requests_active 1.0", f'unfuse_worker_active{{numerics="",pool="{encode}"}} 1.0'} <= lines
             (node,) = (line.removesuffix(" 1.0") for line in lines if line.startswith('unfuse_node_tasks{node="'))
             http.post(f"/v1/requests/{id}/cancel")
         lines = set(http.get("/metrics").text.splitlines())
@@ -326,13 +326,13 @@ def test_metrics_count_outcomes_and_time_successes_only(renamed: Served) -> None
         "unfuse_requests_cancelled_total 1.0",
         "unfuse_requests_rejected_total 0.0",
         "unfuse_requests_active 0.0",
-        f'unfuse_queue_size{{outcome="",pool="{encode}"}} 0.0',
-        f'unfuse_worker_idle{{outcome="",pool="{encode}"}} 1.0',
+        f'unfuse_queue_size{{numerics="",pool="{encode}"}} 0.0',
+        f'unfuse_worker_idle{{numerics="",pool="{encode}"}} 1.0',
         f"{node} 0.0",
         'unfuse_request_latency_seconds_count{model="pictures"} 2.0',
         'unfuse_stage_latency_seconds_count{model="pictures",stage="denoise"} 2.0',
-        f'unfuse_step_latency_seconds_sum{{outcome="",pool="{encode}"}} 0.1',
-        f'unfuse_batch_size_sum{{outcome="",pool="{encode}"}} 4.0',
+        f'unfuse_step_latency_seconds_sum{{numerics="",pool="{encode}"}} 0.1',
+        f'unfuse_batch_size_sum{{numerics="",pool="{encode}"}} 4.0',
     } <= lines
 
 
@@ -345,12 +345,12 @@ def test_metrics_can_be_read_and_their_labels_are_few(http: httpx2.Client) -> No
         name: {
             value for family in families.values() for sample in family.samples for value in [sample.labels.get(name)]
         }
-        for name in ("model", "stage", "pool", "outcome", "backend", "role", "engine", "tenant", "device", "memory")
+        for name in ("model", "stage", "pool", "numerics", "backend", "role", "engine", "tenant", "device", "memory")
     }
     assert labels["model"] <= {PICTURES.name, IDLE.name, None}
     assert labels["stage"] <= {"text_encode", "denoise", "vae_decode", None}
     assert labels["pool"] <= {*named_pools(PICTURES).values(), *named_pools(IDLE).values(), None}
-    assert labels["outcome"] == {"", None}
+    assert labels["numerics"] == {"", None}
     assert labels["backend"] == {"shared_memory", None}
     assert labels["role"] <= {"encoder", "denoiser", "decoder", "all", None}
     assert labels["engine"] <= {"tcp", None}
@@ -363,23 +363,23 @@ def test_metrics_can_be_read_and_their_labels_are_few(http: httpx2.Client) -> No
 
 def test_how_long_the_first_in_line_waits_is_told(tmp_path: Path) -> None:
     with serve(tmp_path, works=False) as served, as_(served) as http:
-        served.run(served.queue.hello(WORKER, (PICTURES,)))
+        served.run(served.queue.register(WORKER, (PICTURES,)))
         encode = named_pools(PICTURES)["text_encode"]
         for _ in range(3):
             id = http.post(URL, json=ASKED, headers=ASYNC).json()["id"]
         assert len(served.run(served.queue.lease(WORKER.id, wanted(*WORKER.pools, slots=2), 60.0))) == 2
         record = served.run(served.queue.load(id))
         queued_at = record.context.stages["text_encode"].queued_at
-        assert sample(http, f'unfuse_queue_size{{outcome="",pool="{encode}"}}') == 1
+        assert sample(http, f'unfuse_queue_size{{numerics="",pool="{encode}"}}') == 1
         assert sample(http, 'unfuse_role_queue_size{component="text_encoder",role="encoder"}') == 1
         assert sample(http, 'unfuse_role_queue_size{component="transformer",role="denoiser"}') == 0
         until(lambda: any(pool["oldest_s"] > 0 for pool in http.get("/v1/pools").json()["data"]))
         (pool,) = [pool for pool in http.get("/v1/pools").json()["data"] if pool["id"] == encode]
-        told = sample(http, f'unfuse_queue_oldest_seconds{{outcome="",pool="{encode}"}}')
+        told = sample(http, f'unfuse_queue_oldest_seconds{{numerics="",pool="{encode}"}}')
         assert 0 < told <= time.time() - queued_at
         assert (pool["waiting"], pool["leased"]) == (1, 2)
         http.post(f"/v1/requests/{id}/cancel")
-        assert sample(http, f'unfuse_queue_oldest_seconds{{outcome="",pool="{encode}"}}') == 0
+        assert sample(http, f'unfuse_queue_oldest_seconds{{numerics="",pool="{encode}"}}') == 0
 
 
 def test_what_is_left_to_compute_and_what_was_handed_out_is_told_by_pool(tmp_path: Path) -> None:
@@ -390,22 +390,22 @@ def test_what_is_left_to_compute_and_what_was_handed_out_is_told_by_pool(tmp_pat
         ids = [http.post(URL, json=ASKED, headers=ASYNC).json()["id"] for _ in range(2)]
         plan = served.run(served.queue.load(ids[0])).context.plan
         costs = {readable_pool(stage.pool): stage.cost for stage in plan.stages}
-        assert sample(http, f'unfuse_pool_predicted_seconds{{outcome="",pool="{denoise}"}}') == pytest.approx(
+        assert sample(http, f'unfuse_pool_predicted_seconds{{numerics="",pool="{denoise}"}}') == pytest.approx(
             2 * costs[denoise]
         )
-        assert sample(http, f'unfuse_tasks_dispatched_total{{outcome="",pool="{encode}"}}') is None
+        assert sample(http, f'unfuse_tasks_dispatched_total{{numerics="",pool="{encode}"}}') is None
 
         (lease,) = served.run(dispatcher.answer(b"w", RequestTasks(1, None, 1.0))).leases
         made = replace(object_for(lease.claim), owner=WORKER.id)
         done = TaskCompleted(lease.claim, made, (), Timings(run_s=1.0))
         served.run(dispatcher.answer(b"w", done))
 
-        assert sample(http, f'unfuse_tasks_dispatched_total{{outcome="",pool="{encode}"}}') == 1
-        assert sample(http, f'unfuse_pool_predicted_seconds{{outcome="",pool="{encode}"}}') == pytest.approx(
+        assert sample(http, f'unfuse_tasks_dispatched_total{{numerics="",pool="{encode}"}}') == 1
+        assert sample(http, f'unfuse_pool_predicted_seconds{{numerics="",pool="{encode}"}}') == pytest.approx(
             costs[encode]
         )
         http.post(f"/v1/requests/{ids[1]}/cancel")
-        assert sample(http, f'unfuse_pool_predicted_seconds{{outcome="",pool="{encode}"}}') == 0
+        assert sample(http, f'unfuse_pool_predicted_seconds{{numerics="",pool="{encode}"}}') == 0
 
 
 def test_bytes_are_told_under_the_store_that_holds_them(tmp_path: Path) -> None:
@@ -417,15 +417,15 @@ def test_bytes_are_told_under_the_store_that_holds_them(tmp_path: Path) -> None:
 
 def test_a_worker_that_falls_silent_is_set_aside_and_its_leases_are_counted(tmp_path: Path) -> None:
     with serve(tmp_path, works=False, lease_ttl=2.0) as served, as_(served) as http:
-        served.run(served.queue.hello(replace(WORKER, status=WorkerStatus(arena_used=4096)), (PICTURES,)))
+        served.run(served.queue.register(replace(WORKER, status=WorkerStatus(arena_used=4096)), (PICTURES,)))
         pool = named_pools(PICTURES)["text_encode"]
         http.post(URL, json={**ASKED, "model": PICTURES.name}, headers=ASYNC)
         assert served.run(served.queue.lease(WORKER.id, wanted(*WORKER.pools), 0.1))
-        until(lambda: sample(http, f'unfuse_lease_expired_total{{outcome="",pool="{pool}"}}') == 1)
+        until(lambda: sample(http, f'unfuse_lease_expired_total{{numerics="",pool="{pool}"}}') == 1)
         until(lambda: not http.get("/v1/workers").json()["data"][0]["healthy"])
         assert all(pool["workers"] == [] for pool in http.get("/v1/pools").json()["data"])
         assert sample(http, 'unfuse_store_bytes{backend="shared_memory"}') == 0
-        served.run(served.queue.hello(replace(WORKER, status=WorkerStatus(arena_used=4096))))
+        served.run(served.queue.register(replace(WORKER, status=WorkerStatus(arena_used=4096))))
         served.scheduler.lease_ttl = 600.0
         assert http.get("/v1/workers").json()["data"][0]["healthy"]
         assert sample(http, 'unfuse_store_bytes{backend="shared_memory"}') == 4096
@@ -435,7 +435,7 @@ def test_what_workers_pulled_and_how_full_their_arenas_are_is_told(tmp_path: Pat
     """Given beats of a worker, when metrics are read, then what it pulled is summed by engine."""
     with serve(tmp_path, works=False) as served, as_(served) as http:
         dispatcher = Dispatcher(served.scheduler, [], StorageLocations(""))
-        served.run(dispatcher.answer(b"w", Register(replace(WORKER, room=4096), (PICTURES,))))
+        served.run(dispatcher.answer(b"w", Register(replace(WORKER, arena_bytes=4096), (PICTURES,))))
         for moved in (TransferStats(1000, 0.5), TransferStats(24, 0.25, 1)):
             status = WorkerStatus(
                 arena_used=1024,
@@ -443,7 +443,7 @@ def test_what_workers_pulled_and_how_full_their_arenas_are_is_told(tmp_path: Pat
                 arena_fragmentation=0.125,
                 ranks=(RankTimes(3.0, 0.25), RankTimes(1.0)),
             )
-            served.run(dispatcher.answer(b"w", Heartbeat(status=status, moved={"tcp": moved})))
+            served.run(dispatcher.answer(b"w", Heartbeat(status=status, transfers={"tcp": moved})))
         told = {
             name: sample(http, f'unfuse_transfer_{name}_total{{engine="tcp"}}')
             for name in ("bytes", "seconds", "failures")
@@ -469,8 +469,8 @@ def test_memory_that_workers_leak_is_summed_by_role(tmp_path: Path) -> None:
         for worker in (b"v", b"w"):
             served.run(dispatcher.answer(worker, Register(replace(WORKER, id=worker.decode()), (PICTURES,))))
         assert [sample(http, name % memory) for memory in ("kv", "arena")] == [0, 0]
-        served.run(dispatcher.answer(b"v", Heartbeat(leaked={"kv": 1 << 40})))
-        served.run(dispatcher.answer(b"w", Heartbeat(leaked={"kv": 512, "arena": 4096})))
+        served.run(dispatcher.answer(b"v", Heartbeat(leaks={"kv": 1 << 40})))
+        served.run(dispatcher.answer(b"w", Heartbeat(leaks={"kv": 512, "arena": 4096})))
         served.run(dispatcher.answer(b"w", Heartbeat()))
         assert [sample(http, name % memory) for memory in ("kv", "arena")] == [(1 << 40) + 512, 4096]
 

@@ -84,7 +84,7 @@ async def test_the_first_that_can_be_used_is_chosen(trial: GrammarChecker, tried
 
 
 async def test_only_some_are_remembered(trial: GrammarChecker, tried: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_formats, "MAX_KNOWN", 2)
+    monkeypatch.setattr(chat_formats, "MAX_CACHED_GRAMMARS", 2)
     tried.may.set()
     for text in ("a", "b", "a", "c", "a", "b"):
         await trial.choose([grammar(text)], "tools")

@@ -15,7 +15,7 @@ from tests.server.served import PICTURES, SECRET, Served, picture, serve, until
 from tools.receiver import Receiver
 from tools.redis_server import RedisServer
 from unfuse.core.errors import UsageError
-from unfuse.server.links import LASTS_S, WEBHOOK_LASTS_S, parse_public_url
+from unfuse.server.links import LINK_TTL_S, WEBHOOK_LINK_TTL_S, parse_public_url
 
 URL = "/v1/images/generations"
 ASKED = {"model": PICTURES.name, "prompt": "a red circle", "seed": 5, "n": 2, "response_format": "url"}
@@ -118,9 +118,9 @@ def test_a_link_ends_after_an_hour_of_the_server_s_clock(
     keyed: Served, http: httpx2.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, now = links(http)[0], keyed.scheduler.clock.wall()
-    monkeypatch.setattr(keyed.scheduler.clock, "wall", lambda: now + LASTS_S - 5)
+    monkeypatch.setattr(keyed.scheduler.clock, "wall", lambda: now + LINK_TTL_S - 5)
     assert http.get(link).status_code == 200
-    monkeypatch.setattr(keyed.scheduler.clock, "wall", lambda: now + LASTS_S + 5)
+    monkeypatch.setattr(keyed.scheduler.clock, "wall", lambda: now + LINK_TTL_S + 5)
     assert code(http.get(link)) == (403, "link_expired")
     assert "new link" in http.get(link).json()["error"]["message"]
     assert http.get(link, headers=ANNA).status_code == 200
@@ -147,9 +147,9 @@ def test_links_of_webhooks_open_for_a_day(tmp_path: Path, monkeypatch: pytest.Mo
             until(lambda: bool(receiver.calls))
             (message,) = receiver.verified(SECRET)
             link, now = message["data"]["result"][0]["url"], served.scheduler.clock.wall()
-            monkeypatch.setattr(served.scheduler.clock, "wall", lambda: now + WEBHOOK_LASTS_S - 60)
+            monkeypatch.setattr(served.scheduler.clock, "wall", lambda: now + WEBHOOK_LINK_TTL_S - 60)
             assert http.get(link).content == picture(5)
-            monkeypatch.setattr(served.scheduler.clock, "wall", lambda: now + WEBHOOK_LASTS_S + 60)
+            monkeypatch.setattr(served.scheduler.clock, "wall", lambda: now + WEBHOOK_LINK_TTL_S + 60)
             assert code(http.get(link)) == (403, "link_expired")
     finally:
         receiver.close()

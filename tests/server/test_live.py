@@ -32,7 +32,7 @@ from unfuse.edge.access import ResponseAborted
 from unfuse.server.gateway import Gateway
 from unfuse.server.videos import VideoStream
 from unfuse.stages.media import VideoWriter
-from unfuse.stores.results import open_results, part_name
+from unfuse.stores.results import fragment_name, open_results
 from unfuse.testing.queue_samples import wanted
 
 URL = "/v1/videos"
@@ -87,7 +87,7 @@ class Decoder:
 
     def makes(self, step: int, part: bytes, tells: bool = True) -> None:
         claim = self.lease.claim
-        self._served.results.attach(self.id, part_name(claim.attempt, step), part, durable=False)
+        self._served.results.attach(self.id, fragment_name(claim.attempt, step), part, durable=False)
         event = Event("progress", 0.0, claim.stage, claim.attempt, WORKER.id, step, 5)
         if tells:
             self._served.run(self._served.queue.progress(claim, [event]))
@@ -110,7 +110,7 @@ class Decoder:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with serve(tmp_path_factory.mktemp("results"), idle=False, works=False) as running:
-        running.run(running.queue.hello(WORKER, (PICTURES,)))
+        running.run(running.queue.register(WORKER, (PICTURES,)))
         yield running
 
 
@@ -376,7 +376,7 @@ def test_what_is_no_video_file_is_refused_at_once(http: httpx2.Client, decoder: 
 
 def test_a_server_that_stops_ends_its_streams(tmp_path: Path) -> None:
     with serve(tmp_path, idle=False, works=False) as served:
-        served.run(served.queue.hello(WORKER, (PICTURES,)))
+        served.run(served.queue.register(WORKER, (PICTURES,)))
         with httpx2.Client(base_url=served.url, timeout=600, trust_env=False) as http:
             decoder = Decoder(served, http)
             with live(http, decoder.id) as response:
@@ -420,7 +420,7 @@ class Course:
         if move == "makes" and self._made < len(PARTS):
             self._made += 1
             data = self.parts[self._made - 1]
-            self.results.attach(self.id, part_name(self._attempt, self._made), data, durable=False)
+            self.results.attach(self.id, fragment_name(self._attempt, self._made), data, durable=False)
         elif move == "dies":
             self._attempt, self._made = self._attempt + 1, 0
         elif move == "loses":

@@ -12,13 +12,13 @@ from unfuse.core.plan import readable_pool
 from unfuse.core.request import RequestRecord
 from unfuse.queues.base import QueueLimits, QueueStats
 from unfuse.queues.memory import MemoryQueue
-from unfuse.server.metrics import REMEMBERED, Metrics
+from unfuse.server.metrics import MAX_LABEL_VALUES, Metrics
 from unfuse.server.metrics_table import METRICS
 from unfuse.testing.queue_samples import planned, request, task
 
 
 async def test_a_page_has_the_metrics_of_the_table_in_its_order() -> None:
-    page = (await Metrics("memory").page(MemoryQueue(SystemClock()), [], [])).decode()
+    page = (await Metrics("memory").render(MemoryQueue(SystemClock()), [], [])).decode()
     help = re.findall(r"^# HELP (\w+) (.*)$", page, re.MULTILINE)
     kinds = re.findall(r"^# TYPE (\w+) (\w+)$", page, re.MULTILINE)
     assert [one for one in help if not one[0].endswith("_created")] == [(spec.name, spec.help) for spec in METRICS]
@@ -28,8 +28,8 @@ async def test_a_page_has_the_metrics_of_the_table_in_its_order() -> None:
 async def test_engines_that_nobody_knows_are_counted_together() -> None:
     metrics = Metrics("memory")
     for engine in ("tcp", *(f"made-up-{number}" for number in range(1000))):
-        metrics.moved(engine, TransferStats(3))
-    page = (await metrics.page(MemoryQueue(SystemClock()), [], [])).decode()
+        metrics.on_transfer(engine, TransferStats(3))
+    page = (await metrics.render(MemoryQueue(SystemClock()), [], [])).decode()
     assert 'unfuse_transfer_bytes_total{engine="tcp"} 3.0' in page
     assert 'unfuse_transfer_bytes_total{engine="other"} 3000.0' in page
     assert "made-up" not in page
@@ -48,8 +48,8 @@ async def test_a_scrape_loads_no_request() -> None:
     queue, many = Unread(SystemClock()), QueueLimits(max_active=2000, max_queue=2000)
     for number in range(1500):
         await queue.submit(request(f"{number}", plan=planned(p=0.1)), [task(f"{number}")], [], many)
-    page = (await Metrics("memory").page(queue, [], ["p"])).decode().splitlines()
-    labels = f'{{outcome="",pool="{readable_pool("p")}"}}'
+    page = (await Metrics("memory").render(queue, [], ["p"])).decode().splitlines()
+    labels = f'{{numerics="",pool="{readable_pool("p")}"}}'
     assert {"unfuse_requests_active 1500.0", f"unfuse_queue_size{labels} 1500.0"} <= {*page}
     assert f"unfuse_pool_predicted_seconds{labels} 150.0" in page
 
@@ -61,17 +61,17 @@ async def test_what_is_left_is_summed_by_role_also_where_the_last_worker_is_gone
     roles = {"p": ("denoiser", "transformer"), "q": ("encoder", "text_encoder")}
 
     async def told(*pools: str) -> list[str]:
-        page = (await metrics.page(queue, [], pools, roles, ["p"])).decode().splitlines()
+        page = (await metrics.render(queue, [], pools, roles, ["p"])).decode().splitlines()
         return [
-            line for line in page if line.startswith(("unfuse_role_predicted", "unfuse_queue_size{", "unfuse_pool_a"))
+            line for line in page if line.startswith(("unfuse_role_predicted", "unfuse_queue_size{", "unfuse_pool_s"))
         ]
 
     of_role = 'unfuse_role_predicted_seconds{component="transformer",role="denoiser"}'
-    plan = planned(p=0.5).moved({"p": "p@1a2b"})
+    plan = planned(p=0.5).with_pools({"p": "p@1a2b"})
     await queue.submit(request("1", plan=plan), [task("1", pool="p@1a2b")], [], QueueLimits())
     assert f"{of_role} 0.5" in await told("p@1a2b", "q")
-    labels = f'{{outcome="1a2b",pool="{readable_pool("p@1a2b")}"}}'
-    assert f"unfuse_pool_asleep{labels} 1.0" in await told("p", "q")
+    labels = f'{{numerics="1a2b",pool="{readable_pool("p@1a2b")}"}}'
+    assert f"unfuse_pool_scaled_to_zero{labels} 1.0" in await told("p", "q")
     asleep = await told("p", "q")
     assert f"{of_role} 0.5" in asleep and f"unfuse_queue_size{labels} 1.0" in asleep
     assert 'unfuse_role_predicted_seconds{component="text_encoder",role="encoder"} 0.0' in asleep
@@ -85,9 +85,9 @@ async def test_tasks_that_wait_are_counted_for_their_own_role_alone() -> None:
     queue, metrics = MemoryQueue(SystemClock()), Metrics("memory")
     roles = {"p": ("denoiser", "transformer"), "q": ("encoder", "text_encoder")}
     for name, pool in (("1", "p@1a2b"), ("2", "p@3c4d")):
-        plan = planned(p=0.5).moved({"p": pool})
+        plan = planned(p=0.5).with_pools({"p": pool})
         await queue.submit(request(name, plan=plan), [task(name, pool=pool)], [], QueueLimits())
-    page = (await metrics.page(queue, [], ["p@1a2b", "p@3c4d", "q"], roles)).decode().splitlines()
+    page = (await metrics.render(queue, [], ["p@1a2b", "p@3c4d", "q"], roles)).decode().splitlines()
     assert {
         'unfuse_role_queue_size{component="transformer",role="denoiser"} 2.0',
         'unfuse_role_queue_size{component="text_encoder",role="encoder"} 0.0',
@@ -96,7 +96,7 @@ async def test_tasks_that_wait_are_counted_for_their_own_role_alone() -> None:
 
 async def test_a_gateway_remembers_no_more_pools_than_it_may() -> None:
     queue, metrics = MemoryQueue(SystemClock()), Metrics("memory")
-    await metrics.page(queue, [], [f"p@{number:08x}" for number in range(2 * REMEMBERED)])
+    await metrics.render(queue, [], [f"p@{number:08x}" for number in range(2 * MAX_LABEL_VALUES)])
     asked: list[int] = []
     stats = queue.stats
 
@@ -105,5 +105,5 @@ async def test_a_gateway_remembers_no_more_pools_than_it_may() -> None:
         return await stats(pools)
 
     queue.stats = counted  # type: ignore[method-assign]
-    await metrics.page(queue, [], [])
-    assert asked == [REMEMBERED]
+    await metrics.render(queue, [], [])
+    assert asked == [MAX_LABEL_VALUES]

@@ -26,7 +26,7 @@ from unfuse.models import resolve_source
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.registry import Registry
 from unfuse.service.logs import Logs
-from unfuse.service.options import options, plan
+from unfuse.service.options import plan_service, serve_options
 from unfuse.service.service import Service
 from unfuse.service.settings import load
 from unfuse.service.worker import worker_options
@@ -319,8 +319,8 @@ def test_a_body_that_names_no_model_is_refused(keyed: int, body: bytes) -> None:
 def test_what_is_added_has_the_room_that_others_leave(tmp_path: Path) -> None:
     """Given devices that are capped, and what others take of them, then what does not fit beside them is refused by the
     sentence with which a server would not start; what is still to be loaded counts, too, where nothing is capped."""
-    chosen = options(load({"serve.workers": "all=1", "serve.device_memory": ("cpu=3GiB",)}, None, {}))
-    service = Service(chosen, plan(chosen), Logs())
+    chosen = serve_options(load({"serve.workers": "all=1", "serve.device_memory": ("cpu=3GiB",)}, None, {}))
+    service = Service(chosen, plan_service(chosen), Logs())
     named = {"unfuse/shapes": "unfuse/shapes"}
     assert service._planned(named, Counter(), Counter()).workers
     assert service._planned(named, Counter({"cpu": 1 << 30}), Counter()).workers
@@ -332,10 +332,10 @@ def test_what_is_added_has_the_room_that_others_leave(tmp_path: Path) -> None:
 def test_a_revision_is_of_the_models_that_were_named_with_it(folder: Path) -> None:
     """Given a server with --revision, when a model is added that would be planned together with those of its start,
     then that is refused, since one plan has one revision; alone each has its own."""
-    chosen = options(
+    chosen = serve_options(
         load({"serve.workers": "all=1", "worker.max_loaded_models": "1", "serve.revision": "main"}, None, {})
     )
-    service = Service(chosen, plan(chosen), Logs())
+    service = Service(chosen, plan_service(chosen), Logs())
     first, added = {"unfuse/shapes": "unfuse/shapes"}, {"added": str(folder)}
     for named in (first, added):
         assert service._planned(named, Counter(), Counter()).workers
@@ -349,15 +349,18 @@ async def test_what_is_dismissed_is_served_by_nobody_until_it_is_named_again() -
     queue, (one, other) = MemoryQueue(SystemClock()), (card("one"), card("other"))
     here, there = Registry(queue, 60.0, [one]), Registry(queue, 60.0)
     await here.declare([one])
-    await queue.hello(worker(other), [other])
-    assert {*await here.cards()} == {*await there.cards()} == {"one", "other"}
+    await queue.register(worker(other), [other])
+    assert {*await here.model_specs()} == {*await there.model_specs()} == {"one", "other"}
     for card_ in (one, other):
         await there.dismiss(card_.name)
-    assert await here.cards() == await there.cards() == {} and await here.gone() == {"one", "other"}
+    assert await here.model_specs() == await there.model_specs() == {} and await here.dismissed_models() == {
+        "one",
+        "other",
+    }
     await here.admit(other)
-    assert {*await there.cards()} == {"other"} and there.admitted == {"other"}
+    assert {*await there.model_specs()} == {"other"} and there.admitted == {"other"}
     await there.declare([one])
-    assert {*await here.cards()} == {"one", "other"}
+    assert {*await here.model_specs()} == {"one", "other"}
     await queue.close()
 
 
@@ -383,7 +386,7 @@ def test_a_worker_that_names_an_offered_model_has_it_from_where_it_was_offered(n
     served = decide_served(
         Registered(offered, StorageLocations("disk:/tmp"), 15.0, 1.0), asked, StageSelector(frozenset({"denoiser"}))
     )
-    assert served.models == ((name, str(SHAPES), "float32"),) and [one.name for one in served.cards] == [name]
+    assert served.models == ((name, str(SHAPES), "float32"),) and [one.name for one in served.specs] == [name]
 
 
 def test_a_worker_does_not_take_a_folder_that_has_the_name_of_an_offered_model(
@@ -426,7 +429,7 @@ def test_a_worker_has_components_from_where_it_or_its_scheduler_says(
     welcome = Registered(((OFFERED, offered, "float32"),), StorageLocations("disk:/tmp"), 15.0, 1.0)
     served = decide_served(welcome, asked, StageSelector(frozenset({"decoder"})))
     assert served.models == ((OFFERED, str(resolve_source(source)), "float32"),)
-    assert [card.name for card in served.cards] == [OFFERED]
+    assert [card.name for card in served.specs] == [OFFERED]
 
 
 def test_a_component_of_several_models_is_refused(tmp_path: Path) -> None:

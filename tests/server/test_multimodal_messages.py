@@ -19,7 +19,7 @@ from tests.server.composed import composed
 from tools.tiny_vision import KINDS, make_vision_model
 from unfuse.core.errors import InvalidParameter
 from unfuse.language.tokenizer import ChatTokenizer
-from unfuse.models import card_of
+from unfuse.models import read_model_spec
 from unfuse.server import multimodal_messages
 from unfuse.stages.media import VideoWriter
 
@@ -118,8 +118,13 @@ def test_frames_and_a_file_of_them_have_the_same_tokens(ai: openai.OpenAI) -> No
     listed, filed = accepted(ai, {"type": "video", "video": FRAMES, "fps": 2}), accepted(ai, video(film(8)))
     assert listed["params"]["prompt_tokens"] == filed["params"]["prompt_tokens"]
     (one,), (other,) = (json.loads(made["params"]["shown"]) for made in (listed, filed))
-    assert (one["images"], one["frames"], one["picked"]) == (8, 4, "")
-    assert other == {**one, "picked": "0,1,2,3,4,5,6,7", "shown": other["shown"], "upload": other["upload"]}
+    assert (one["images"], one["frames"], one["frame_indexes"]) == (8, 4, "")
+    assert other == {
+        **one,
+        "frame_indexes": "0,1,2,3,4,5,6,7",
+        "content_hash": other["content_hash"],
+        "upload": other["upload"],
+    }
 
 
 def test_frames_may_be_as_large_as_a_body(ai: openai.OpenAI) -> None:
@@ -131,14 +136,14 @@ def test_frames_may_be_as_large_as_a_body(ai: openai.OpenAI) -> None:
 
 def test_of_a_longer_file_two_frames_a_second_are_shown(ai: openai.OpenAI) -> None:
     (entry,) = json.loads(accepted(ai, video(film(90, rate=30)))["params"]["shown"])
-    assert entry["picked"] == "0,18,36,53,71,89"
+    assert entry["frame_indexes"] == "0,18,36,53,71,89"
     assert entry["seconds"] == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (said(film(8), b"stsz", 8, 100_000), "100000 frames of 64x32 pixels: there may be 10000"),
+        (said(film(8), b"stsz", 8, 100_000), "100000 frames of 64x32 pixels: it may have 10000"),
         (said(film(8), b"avc1", 24, (20_000 << 16) + 20_000), "at most 16384 pixels a side"),
         (film(1), "2 frames or more"),
         (film(8)[:700], "an invalid size"),
@@ -213,12 +218,12 @@ def test_what_a_client_says_is_shown_is_refused(ai: openai.OpenAI) -> None:
 def test_pixels_are_bounded_in_all_before_they_are_decoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given pictures that are many pixels together, when they are read, then no more are decoded than there may be."""
     decoded = []
-    read = multimodal_messages.read_picture
+    read = multimodal_messages.read_image
     monkeypatch.setattr(multimodal_messages, "MAX_PIXELS", 250)
-    monkeypatch.setattr(multimodal_messages, "read_picture", lambda name, url: decoded.append(name) or read(name, url))
+    monkeypatch.setattr(multimodal_messages, "read_image", lambda name, url: decoded.append(name) or read(name, url))
     messages = [{"role": "user", "content": [part(picture(10, 10)) for _ in range(9)]}]
-    vision = card_of("m", folder).vision
+    vision = read_model_spec("m", folder).vision
     assert vision
-    with pytest.raises(InvalidParameter, match="250 pixels in all"):
-        multimodal_messages.read_shown(vision, ChatTokenizer.read(folder), messages)
+    with pytest.raises(InvalidParameter, match="more than 250 pixels"):
+        multimodal_messages.read_messages(vision, ChatTokenizer.read(folder), messages)
     assert len(decoded) == 3

@@ -11,7 +11,7 @@ import pytest
 
 from unfuse.core.errors import NotFound, TransientError
 from unfuse.core.request import Event
-from unfuse.core.task import PIECES_AT_ONCE, Lease
+from unfuse.core.task import MAX_DELTAS_PER_MESSAGE, Lease
 from unfuse.edge.access import ResponseAborted
 from unfuse.queues.memory import MemoryQueue
 from unfuse.server import chat
@@ -82,7 +82,7 @@ async def test_one_reader_has_the_chunks_of_several_stages_each_from_its_offset(
     assert await anext(stream) == ("t", b"t1")
     for number, lease in enumerate((mine, other, mine, mine)):
         stage = lease.task.stage
-        offset = len(await queue.appended("a", stage))
+        offset = len(await queue.read_deltas("a", stage))
         await append(queue, lease.claim, offset, [b"%d" % number])
         assert await anext(stream) == (stage, b"%d" % number)
     await append(queue, other.claim, 3, [b"t3"])
@@ -97,7 +97,7 @@ async def test_a_chat_is_broken_off_while_the_queue_cannot_be_read(queue: Memory
     async def away(*_: object) -> list[bytes]:
         raise TransientError("the queue does not answer")
 
-    queue.appended = away  # type: ignore[method-assign]
+    queue.read_deltas = away  # type: ignore[method-assign]
     plan = SimpleNamespace(stages=[SimpleNamespace(name="s", final=True)])
     gateway, context = SimpleNamespace(queue=queue), SimpleNamespace(id="a", plan=plan)
     await raised(ResponseAborted, rest(chat._token_deltas(gateway, context, [0])))  # type: ignore[arg-type]
@@ -112,15 +112,15 @@ async def test_a_slow_reader_holds_nothing_up_and_has_nothing_kept_for_it(queue:
     for number in range(1, 3000):
         await append(queue, mine.claim, number, [b"%d" % number])
     await end(queue)
-    calls, read = list[int](), queue.appended
+    calls, read = list[int](), queue.read_deltas
 
-    async def counted(request: str, stage: str, after: int = 0, limit: int = PIECES_AT_ONCE) -> list[bytes]:
+    async def counted(request: str, stage: str, after: int = 0, limit: int = MAX_DELTAS_PER_MESSAGE) -> list[bytes]:
         calls.append(after)
         return await read(request, stage, after, limit)
 
-    queue.appended = counted  # type: ignore[method-assign]
+    queue.read_deltas = counted  # type: ignore[method-assign]
     assert await rest(slow) == [b"%d" % number for number in range(1, 3000)]
-    assert len(calls) <= 3000 // PIECES_AT_ONCE + 3
+    assert len(calls) <= 3000 // MAX_DELTAS_PER_MESSAGE + 3
 
 
 async def test_what_is_recorded_is_read_also_when_its_event_is_gone(queue: MemoryQueue) -> None:

@@ -8,7 +8,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.text import AnswerParsing
 from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
 from unfuse.language.tools import Tools, read_tools
-from unfuse.server.chat_formats import OutputParsers, reading_of
+from unfuse.server.chat_formats import OutputParsers, parsing_of
 
 HERMES, MISTRAL, QWEN3 = CALL_FORMATS["hermes"], CALL_FORMATS["mistral"], REASONING_FORMATS["qwen3"]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
@@ -28,19 +28,23 @@ def test_a_chosen_parser_goes_before_that_of_the_template() -> None:
 
 
 def test_plain_text_is_not_read() -> None:
-    assert reading_of(None, HERMES, None, str) is None
+    assert parsing_of(None, HERMES, None, str) is None
 
 
 def test_what_is_read_follows_from_tools_and_reasoning() -> None:
-    assert reading_of(tools(), HERMES, None, str) == AnswerParsing(HERMES, {"f": {"a": "integer"}})
-    forced = reading_of(tools(tool_choice="required", parallel_tool_calls=False), MISTRAL, None, str)
+    assert parsing_of(tools(), HERMES, None, str) == AnswerParsing(HERMES, {"f": {"a": "integer"}})
+    forced = parsing_of(tools(tool_choice="required", parallel_tool_calls=False), MISTRAL, None, str)
     assert (
-        forced and forced.calls and (forced.calls.name, forced.forced, forced.several) == ("llama3_json", True, False)
+        forced
+        and forced.calls
+        and (forced.calls.name, forced.forced, forced.allows_several_calls) == ("llama3_json", True, False)
     )
-    assert reading_of(None, HERMES, QWEN3, lambda: "<think>\n") == AnswerParsing(reasoning=QWEN3, opened=True)
-    assert reading_of(None, HERMES, QWEN3, lambda: "assistant\n") == AnswerParsing(reasoning=QWEN3)
-    assert reading_of(None, HERMES, QWEN3, lambda: "<think>\n\n</think>\n\n") == AnswerParsing(
-        reasoning=QWEN3, reasoned=True
+    assert parsing_of(None, HERMES, QWEN3, lambda: "<think>\n") == AnswerParsing(
+        reasoning=QWEN3, starts_in_reasoning=True
+    )
+    assert parsing_of(None, HERMES, QWEN3, lambda: "assistant\n") == AnswerParsing(reasoning=QWEN3)
+    assert parsing_of(None, HERMES, QWEN3, lambda: "<think>\n\n</think>\n\n") == AnswerParsing(
+        reasoning=QWEN3, has_reasoning=True
     )
 
 
@@ -51,5 +55,5 @@ def test_what_is_read_follows_from_tools_and_reasoning() -> None:
 def test_an_answer_that_continues_a_text_reasons_only_where_that_does(text: str, opened: bool) -> None:
     """Given a model that always begins with reasoning, then what follows a beginning of its answer is content."""
     always = REASONING_FORMATS["deepseek_r1"]
-    reading = AnswerParsing(reasoning=always, opened=opened, reasoned="</think>" in text)
-    assert reading_of(None, HERMES, always, lambda: text, continues=True) == reading
+    reading = AnswerParsing(reasoning=always, starts_in_reasoning=opened, has_reasoning="</think>" in text)
+    assert parsing_of(None, HERMES, always, lambda: text, continues=True) == reading

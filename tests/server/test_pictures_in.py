@@ -13,13 +13,13 @@ from msgspec import structs
 
 from tests.server.served import Served, picture, serve
 from tools.cards import IDLE, MOVING, card
-from unfuse.core.model_spec import START_PICTURE, AcceptedInput
+from unfuse.core.model_spec import START_IMAGE, AcceptedInput
 from unfuse.queues.base import RequestFilter
 
 EDITS, VIDEOS = "/v1/images/edits", "/v1/videos"
 SEEING = structs.replace(card("test/seeing"), accepts=(AcceptedInput("image", "reference", max=3),))
-BETWEEN = structs.replace(card("test/between"), accepts=(START_PICTURE, AcceptedInput("last_frame", "end", min=1)))
-ENDING = structs.replace(card("test/ending"), accepts=(START_PICTURE, AcceptedInput("last_frame", "end")))
+BETWEEN = structs.replace(card("test/between"), accepts=(START_IMAGE, AcceptedInput("last_frame", "end", min=1)))
+ENDING = structs.replace(card("test/ending"), accepts=(START_IMAGE, AcceptedInput("last_frame", "end")))
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,9 @@ def kept(gallery: Served, response: httpx2.Response) -> dict[str, bytes]:
     """The uploads of a request that was accepted, of which it has the hashes."""
     assert response.status_code == 202, response.text
     context = gallery.run(gallery.queue.load(response.json()["id"])).context
-    found = {name: gallery.results.attached(context.id, name) for name in context.request.derived.pictures}
+    found = {name: gallery.results.attached(context.id, name) for name in context.request.derived.image_hashes}
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in found.items()}
-    assert hashes == context.request.derived.pictures
+    assert hashes == context.request.derived.image_hashes
     return found
 
 

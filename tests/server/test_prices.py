@@ -88,8 +88,8 @@ def test_a_price_for_what_does_not_exist_is_refused(given: str, said: str) -> No
 
 
 def test_a_price_for_what_is_not_here_is_told() -> None:
-    assert Prices(["cuda=1/h", "cpu=1/h"]).unseen(["cpu"]) == ["cuda"]
-    assert Prices(["cuda=1/h"]).unseen(["cpu", "cuda:0", "cuda:1"]) == []
+    assert Prices(["cuda=1/h", "cpu=1/h"]).unused_kinds(["cpu"]) == ["cuda"]
+    assert Prices(["cuda=1/h"]).unused_kinds(["cpu", "cuda:0", "cuda:1"]) == []
 
 
 class Nobody:
@@ -109,10 +109,10 @@ async def test_metrics_add_up_by_tenant_model_and_device(tmp_path: Path) -> None
     keys, prices = ApiKeys(files=[str(file)]), Prices(["cpu=3600/h"])
     gateway = Gateway(Nobody(), None, keys=keys, prices=prices)  # type: ignore[arg-type]
     for tenant, seconds in (("ada", 2.0), ("ada", 0.5), ("bob", 4.0), ("gone", 1.0)):
-        gateway.ended(context(tenant, s=Timings(share_s=seconds, device="cpu")))
-    gateway.billed(context("ada"), {"cpu": 0.25})  # a worker has reported more since
-    gateway.metrics.written_off(context("ada"), {"cpu": 8.0})
-    page = (await gateway.metrics.page(MemoryQueue(SystemClock()), [], [])).decode()
+        gateway.on_ended(context(tenant, s=Timings(share_s=seconds, device="cpu")))
+    gateway.on_billed(context("ada"), {"cpu": 0.25})  # a worker has reported more since
+    gateway.metrics.on_lost_device_time(context("ada"), {"cpu": 8.0})
+    page = (await gateway.metrics.render(MemoryQueue(SystemClock()), [], [])).decode()
     samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
     sums = {
         (sample.name, sample.labels["tenant"]): sample.value for sample in samples

@@ -17,7 +17,7 @@ from unfuse.core.errors import TransientError
 from unfuse.core.model_spec import PromptVocabulary
 from unfuse.core.request import Event
 from unfuse.queues.base import DeclaredModels
-from unfuse.scheduler.lifecycle import USUAL_WAKING_S
+from unfuse.scheduler.cold_starts import DEFAULT_COLD_START_S
 from unfuse.server.requests import written
 from unfuse.server.responses import with_comments
 
@@ -195,8 +195,8 @@ def test_one_for_a_pool_that_sleeps_says_so_and_how_long_it_will(tmp_path: Path)
         asleep = dict.fromkeys(IDLE.pools().values(), 2)
         served.run(served.scheduler.queue.declare("operator", DeclaredModels((IDLE,), asleep)))
         shown = submit(http, model=IDLE.name)
-        assert (shown["status"], shown["state"]) == ("queued", "waking")
-        assert USUAL_WAKING_S - 60 < shown["eta_s"] - shown["cost"]["predicted_s"] <= USUAL_WAKING_S
+        assert (shown["status"], shown["state"]) == ("queued", "cold_start")
+        assert DEFAULT_COLD_START_S - 60 < shown["eta_s"] - shown["cost"]["predicted_s"] <= DEFAULT_COLD_START_S
         assert http.get("/ready").status_code == 200
         http.post(f"/v1/requests/{shown['id']}/cancel")
         assert http.get(f"/v1/requests/{shown['id']}").json()["state"] == "cancelled"

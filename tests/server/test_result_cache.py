@@ -21,10 +21,10 @@ from unfuse.core import checking
 from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import NotFound, ResultsUnavailable
 from unfuse.core.messages import WorkerInfo
-from unfuse.core.plan import Pipeline, manned
+from unfuse.core.plan import Pipeline, pool_with_numerics
 from unfuse.core.request import Delivery
 from unfuse.queues.base import QueueLimits
-from unfuse.server.calls import CreatingCall
+from unfuse.server.calls import GenerationCall
 from unfuse.server.result_cache import result_key
 from unfuse.stores.results import ResultStore
 
@@ -36,7 +36,9 @@ EXACT, BATCHED = {"batching": "exact", "device": "cpu"}, {"batching": "batched",
 def working(outcome: dict[str, str]) -> WorkerInfo:
     """The worker, as one of that outcome."""
     pools = [pool for card in (PICTURES, MOVING, STILL) for pool in card.pools().values()]
-    return msgspec.structs.replace(module.WORKER, pools=tuple(manned(pool, outcome) for pool in pools), outcome=outcome)
+    return msgspec.structs.replace(
+        module.WORKER, pools=tuple(pool_with_numerics(pool, outcome) for pool in pools), numerics=outcome
+    )
 
 
 @pytest.fixture(scope="module")
@@ -323,7 +325,7 @@ def test_the_copies_of_a_request_that_was_somebody_s_already_are_dropped(
         return None
 
     with monkeypatch.context() as patch:
-        patch.setattr(CreatingCall, "_earlier", none)
+        patch.setattr(GenerationCall, "_earlier", none)
         assert made(http, asked, **{"idempotency-key": "so close"})["id"] == first["id"]
     assert set(thrifty.folder.iterdir()) == folders
 
@@ -350,7 +352,7 @@ def test_nothing_is_left_of_what_could_not_be_copied_and_is_refused_then(
     ids=str,
 )  # fmt: skip
 def test_results_depend_on_all_that_a_card_says_of_who_makes_them(change: dict[str, Any]) -> None:
-    none, other = DerivedFacts(), DerivedFacts(pictures={"image": "hash"})
+    none, other = DerivedFacts(), DerivedFacts(image_hashes={"image": "hash"})
     made = result_key(PICTURES, ASKED, {"seed": 5, "prompt": "a"}, none, 1, Delivery())
     assert result_key(PICTURES, ASKED, {"prompt": "a", "seed": 5}, none, 1, Delivery()) == made != ""
     assert (

@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.server.served import PICTURES, serve
-from unfuse.core.checking import check
+from unfuse.core.checking import check_request
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.modalities import IMAGE, VIDEO, Modality
 from unfuse.core.parameters import Parameter
@@ -65,11 +65,11 @@ def test_a_line_in_a_mediums_table_is_documented_and_held_to_its_bounds() -> Non
     medium = replace(IMAGE, parameters=(*IMAGE.parameters, line))
 
     assert schema_of(line) == {"type": "integer", "minimum": 1, "maximum": 9, "description": "how sharp"}
-    assert check(PICTURES, {"prompt": "a", "sharpness": "9"}, medium)[0]["sharpness"] == 9
+    assert check_request(PICTURES, {"prompt": "a", "sharpness": "9"}, medium)[0]["sharpness"] == 9
     with pytest.raises(InvalidParameter, match="sharpness must be 1 to 9, not 10"):
-        check(PICTURES, {"prompt": "a", "sharpness": 10}, medium)
+        check_request(PICTURES, {"prompt": "a", "sharpness": 10}, medium)
     with pytest.raises(InvalidParameter, match="did you mean sharpness"):
-        check(PICTURES, {"prompt": "a", "sharpnes": 1}, medium)
+        check_request(PICTURES, {"prompt": "a", "sharpnes": 1}, medium)
 
 
 @pytest.mark.parametrize(("path", "medium"), [("/v1/images/generations", IMAGE), ("/v1/videos", VIDEO)])

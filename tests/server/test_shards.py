@@ -33,19 +33,19 @@ def test_what_is_away_is_told_and_stops_its_own_requests_alone(tmp_path: Path) -
             ids: dict[int, str] = {}
             while ids.keys() != {0, 1, 2}:
                 id = made(f"a {len(ids)}")
-                ids[queue.home(id)] = id
+                ids[queue.shard_of(id)] = id
             assert "away" not in http.get("/ready").json()
             shards[0].gone = True  # type: ignore[attr-defined]
-            until(lambda: queue.away())
+            until(lambda: queue.unreachable_parts())
             ready = http.get("/ready")
             assert (ready.status_code, ready.json()["ready"]) == (200, True)
             assert ready.json()["away"] == ["shard 0 of 3: it does not answer"]
             assert http.get(f"/v1/requests/{ids[0]}").status_code == 503
             assert http.get(f"/v1/requests/{ids[1]}").status_code == 200
-            assert {queue.home(made(f"b {number}")) for number in range(12)} == {1, 2}
-            assert {queue.home(one["id"]) for one in http.get("/v1/requests?limit=100").json()["data"]} == {1, 2}
+            assert {queue.shard_of(made(f"b {number}")) for number in range(12)} == {1, 2}
+            assert {queue.shard_of(one["id"]) for one in http.get("/v1/requests?limit=100").json()["data"]} == {1, 2}
             shards[0].gone = False  # type: ignore[attr-defined]
-            until(lambda: not queue.away())
+            until(lambda: not queue.unreachable_parts())
             assert http.get(f"/v1/requests/{ids[0]}").status_code == 200
 
 
@@ -58,17 +58,17 @@ def test_no_call_of_the_client_fails_that_another_part_could_answer(tmp_path: Pa
         shards = queue._health.shards
         with Client(served.url) as client, httpx2.Client(base_url=served.url, timeout=60, trust_env=False) as http:
             known = list[str]()
-            while {queue.home(id) for id in known} != {0, 1, 2}:
+            while {queue.shard_of(id) for id in known} != {0, 1, 2}:
                 known.append(client.submit("a red circle", model=PICTURES.name).id)
             for away, shard in enumerate(shards):
-                last = next(one["id"] for one in client.requests() if queue.home(one["id"]) == away)
+                last = next(one["id"] for one in client.requests() if queue.shard_of(one["id"]) == away)
                 client.requests(limit=[one["id"] for one in client.requests()].index(last) + 1)
                 shard.gone = True  # type: ignore[attr-defined]
                 made = [client.submit("a red circle", model=PICTURES.name).id for _ in range(8)]
-                assert away not in {queue.home(id) for id in made}
+                assert away not in {queue.shard_of(id) for id in made}
                 assert {one["id"] for one in client.requests()} >= {*made}
-                assert all(queue.home(one["id"]) != away for one in client.requests(after=last, limit=2))
-                assert all(client.request(id).view["id"] == id for id in known if queue.home(id) != away)
+                assert all(queue.shard_of(one["id"]) != away for one in client.requests(after=last, limit=2))
+                assert all(client.request(id).view["id"] == id for id in known if queue.shard_of(id) != away)
                 assert client.models() and client.workers() and client.pools() and client.dead() == []
                 refused = [
                     http.post(MADE, json={"model": PICTURES.name, "prompt": "a"}, headers={"idempotency-key": f"{key}"})
@@ -77,7 +77,7 @@ def test_no_call_of_the_client_fails_that_another_part_could_answer(tmp_path: Pa
                 codes = {one.json()["error"]["code"] for one in refused if one.status_code != 200}
                 assert codes == {"key_unavailable"}
                 shard.gone = False  # type: ignore[attr-defined]
-                until(lambda: not queue.away())
+                until(lambda: not queue.unreachable_parts())
 
 
 async def test_the_asynchronous_client_draws_another_key_too(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ async def test_the_asynchronous_client_draws_another_key_too(tmp_path: Path) -> 
         queue._health.shards[1].gone = True  # type: ignore[attr-defined]
         async with AsyncClient(served.url) as client:
             made = [(await client.submit("a red circle", model=PICTURES.name)).id for _ in range(8)]
-        assert 1 not in {queue.home(id) for id in made}
+        assert 1 not in {queue.shard_of(id) for id in made}
 
 
 async def test_a_stop_waits_for_callers_while_a_part_is_away(tmp_path: Path) -> None:
@@ -94,10 +94,10 @@ async def test_a_stop_waits_for_callers_while_a_part_is_away(tmp_path: Path) -> 
     its callers: those of the other parts may be answered in time, and the part may come back."""
     queue = queues.open("tests.queues.sharded:CutShards")
     assert isinstance(queue, CutShards)
-    scheduler = Scheduler(queue, cards=[CARD])
+    scheduler = Scheduler(queue, specs=[CARD])
     gateway = Gateway(scheduler, open_results(f"disk:{tmp_path}"))
     request = (await scheduler.submit(*asking(CARD, params()))).context.id
-    queue._health.shards[queue.home(request)].gone = True  # type: ignore[attr-defined]
+    queue._health.shards[queue.shard_of(request)].gone = True  # type: ignore[attr-defined]
     with gateway.awaiting(request):
         assert await gateway.awaited_within(60.0)
     assert not await gateway.awaited_within(60.0)

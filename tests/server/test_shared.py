@@ -187,7 +187,7 @@ def test_while_redis_is_away_calls_are_refused_and_then_all_goes_on(
 def test_what_was_accepted_before_a_restart_is_counted_when_it_ends(tmp_path: Path) -> None:
     queue = f"sqlite:{tmp_path}/queue.db"
     with serve(tmp_path / "results", queue=queue, works=False) as first:
-        first.run(first.scheduler.queue.hello(WORKER, (PICTURES,)))
+        first.run(first.scheduler.queue.register(WORKER, (PICTURES,)))
         with httpx2.Client(base_url=first.url, trust_env=False) as http:
             id = submit(http)
             assert count(http, "submitted") == 1

@@ -52,7 +52,7 @@ def test_the_picture_is_part_of_what_is_asked_for(studio: Served, film_set: http
         for sent in (picture(8), picture(8), picture(9))
     ]
     first, same, other = (studio.run(studio.queue.load(id)).context for id in ids)
-    pictures = [context.request.derived.pictures["image"] for context in (first, same, other)]
+    pictures = [context.request.derived.image_hashes["image"] for context in (first, same, other)]
     fingerprints = [context.caller.fingerprint for context in (first, same, other)]
     for each in (pictures, fingerprints):
         assert each[0] == each[1] != each[2]

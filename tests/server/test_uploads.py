@@ -22,7 +22,7 @@ from tests.server.served import MOVING, Served, picture
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.pixels import MAX_PIXELS, MAX_SIDE
 from unfuse.queues.base import RequestFilter
-from unfuse.server.body import MAX_BYTES, MAX_FORM, MAX_SHOWN_BODY, MAX_TEXT, decode_data_url, read_picture
+from unfuse.server.body import MAX_BYTES, MAX_FORM, MAX_MEDIA_BODY, MAX_TEXT, decode_data_url, read_image
 
 ASKED = {"model": MOVING.name, "prompt": "a red circle"}
 
@@ -93,7 +93,7 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
 @pytest.mark.parametrize(("make", "says"), BAD.values(), ids=BAD)
 def test_what_is_no_good_picture_is_refused_by_name(make: Callable[[], bytes], says: str) -> None:
     with pytest.raises(InvalidParameter) as caught:
-        read_picture("image", make())
+        read_image("image", make())
     assert caught.value.param == "image"
     assert says in str(caught.value)
     assert len(str(caught.value)) < 300
@@ -101,38 +101,38 @@ def test_what_is_no_good_picture_is_refused_by_name(make: Callable[[], bytes], s
 
 @pytest.mark.parametrize("form", ["png", "jpeg", "webp", "gif", "bmp", "avif"])
 def test_a_good_picture_is_taken_as_it_came(form: str) -> None:
-    assert read_picture("image", saved(form)) == saved(form)
-    assert read_picture("image", [saved(form)]) == saved(form)
+    assert read_image("image", saved(form)) == saved(form)
+    assert read_image("image", [saved(form)]) == saved(form)
 
 
 @pytest.mark.parametrize("form", ["gif", "png", "webp"])
 def test_an_animated_picture_is_taken(form: str) -> None:
-    assert read_picture("image", animated(form)) == animated(form)
+    assert read_image("image", animated(form)) == animated(form)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16", "CMYK"])
 def test_every_kind_of_pixel_is_taken(mode: str) -> None:
     data = written(Image.new(mode, (9, 7)), "jpeg" if mode == "CMYK" else "png")
-    assert read_picture("image", data) == data
+    assert read_image("image", data) == data
 
 
 def test_a_camera_s_picture_with_a_smaller_one_inside_is_taken() -> None:
     """Phones write such JPEG files; Pillow calls them MPO."""
     small = Image.new("RGB", (8, 8), "red")
     data = written(Image.new("RGB", (64, 64), "blue"), "mpo", save_all=True, append_images=[small])
-    assert read_picture("image", data) == data
+    assert read_image("image", data) == data
 
 
 def test_the_largest_picture_is_taken() -> None:
     data = written(Image.new("1", (MAX_SIDE, MAX_PIXELS // MAX_SIDE)), "png")
-    assert read_picture("image", data) == data
+    assert read_image("image", data) == data
 
 
 def test_a_size_that_is_too_large_is_seen_before_it_is_allocated() -> None:
     data = png(6_400, 6_400)
     tracemalloc.start()
     with pytest.raises(InvalidParameter):
-        read_picture("image", data)
+        read_image("image", data)
     assert tracemalloc.get_traced_memory()[1] < 1_000_000
     tracemalloc.stop()
 
@@ -148,7 +148,7 @@ def test_damage_is_refused_or_harmless_and_never_anything_else(good: bytes, dama
         place %= len(data)
         data[place : place + len(other)] = other
     try:
-        assert read_picture("image", bytes(data)) == bytes(data)
+        assert read_image("image", bytes(data)) == bytes(data)
     except InvalidParameter as error:
         str(error).encode()
 
@@ -169,7 +169,7 @@ def test_damage_is_refused_or_harmless_and_never_anything_else(good: bytes, dama
 )
 def test_only_a_file_or_an_address_that_holds_it_is_taken(value: object) -> None:
     with pytest.raises(InvalidParameter, match=r"not fetched|one picture, not") as caught:
-        read_picture("input_reference", value)
+        read_image("input_reference", value)
     assert caught.value.param == "input_reference"
 
 
@@ -200,8 +200,8 @@ DATA_URLS: dict[str, Callable[[bytes], str]] = {
 @pytest.mark.parametrize("make", DATA_URLS.values(), ids=DATA_URLS)
 def test_every_spelling_of_a_data_url_is_read(make: Callable[[bytes], str]) -> None:
     data = saved("png", (5, 4))
-    assert read_picture("image", make(data)) == data
-    assert read_picture("image", {"image_url": make(data)}) == data
+    assert read_image("image", make(data)) == data
+    assert read_image("image", {"image_url": make(data)}) == data
 
 
 @pytest.mark.parametrize(("url", "says"), [
@@ -212,7 +212,7 @@ def test_every_spelling_of_a_data_url_is_read(make: Callable[[bytes], str]) -> N
 ])  # fmt: skip
 def test_a_data_url_of_something_else_is_told_so(url: str, says: str) -> None:
     with pytest.raises(InvalidParameter, match=says):
-        read_picture("image", url)
+        read_image("image", url)
 
 
 def test_a_video_s_data_url_is_no_picture() -> None:
@@ -224,13 +224,13 @@ def test_a_video_s_data_url_is_no_picture() -> None:
 def test_a_file_that_was_never_sent_is_refused_in_a_sentence() -> None:
     for held in ({"file_id": "file-1"}, {"image_url": "data:image/png;base64,AAAA", "file_id": "file-1"}):
         with pytest.raises(InvalidParameter, match="names a file by file_id, but this server stores no uploaded files"):
-            read_picture("mask", held)
+            read_image("mask", held)
 
 
 @pytest.mark.parametrize("text", ["%%%", "A", "AA=A"])
 def test_what_is_no_base64_is_refused(text: str) -> None:
     with pytest.raises(InvalidParameter, match="is not base64"):
-        read_picture("image", f"data:image/png;base64,{text}")
+        read_image("image", f"data:image/png;base64,{text}")
 
 
 @pytest.fixture
@@ -309,7 +309,7 @@ def test_a_body_too_large_is_refused_before_it_is_whole(film_set: httpx2.Client)
     kind = {"content-type": "multipart/form-data; boundary=x"}
     for answer, bound in (
         (film_set.post("/v1/videos", content=more_than_is_read(), headers=kind), MAX_FORM),
-        (film_set.post("/v1/images/edits", json={"prompt": "x" * MAX_SHOWN_BODY}), MAX_SHOWN_BODY),
+        (film_set.post("/v1/images/edits", json={"prompt": "x" * MAX_MEDIA_BODY}), MAX_MEDIA_BODY),
     ):
         assert f"larger than the limit of {bound} bytes" in message(answer, 413)
         assert answer.json()["error"]["code"] == "body_too_large"

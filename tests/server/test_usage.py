@@ -17,8 +17,8 @@ QWEN3, SEED = REASONING_FORMATS["qwen3"], REASONING_FORMATS["seed_oss"]
     [
         (AnswerParsing(reasoning=QWEN3), ["<think>", "a", "</think>", "b"], 3),
         (AnswerParsing(reasoning=QWEN3), ["\n", "<think>", "a", "</", "think>b", "c"], 5),
-        (AnswerParsing(reasoning=QWEN3, opened=True), ["a", "</think>", "b"], 2),
-        (AnswerParsing(reasoning=QWEN3, opened=True), ["a", "b"], 2),
+        (AnswerParsing(reasoning=QWEN3, starts_in_reasoning=True), ["a", "</think>", "b"], 2),
+        (AnswerParsing(reasoning=QWEN3, starts_in_reasoning=True), ["a", "b"], 2),
         (AnswerParsing(reasoning=SEED), ["<seed:think>", "a", "</seed:think>", "b"], 3),
         (AnswerParsing(reasoning=QWEN3), ["say ", "</think>", " once"], 0),
         (AnswerParsing(reasoning=QWEN3), ["", ""], 0),

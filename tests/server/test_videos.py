@@ -133,7 +133,7 @@ def test_every_parameter_may_be_a_form_field(served: Served, http: httpx2.Client
         ({"size": "720x1280"}, "size", "the nearest is 128x128"),
         ({"num_inference_steps": 101}, "num_inference_steps", "1 to 100, not 101"),
         ({"model": "test/still"}, "model", "does not generate videos"),
-        ({"model": "test/moving"}, "input_reference", "starts from a picture: send one as input_reference"),
+        ({"model": "test/moving"}, "input_reference", "needs a picture to start from: send one as input_reference"),
         ({"n": 2}, "n", "must be 1"),
         ({"stream": True}, "stream", "unknown parameter"),
         ({"image": "x"}, "image", "unknown parameter"),

@@ -81,11 +81,11 @@ async def test_it_does_not_fall_when_a_stage_is_tried_again() -> None:
         assert await shown(scheduler, request) == 100 * 5 // 12
         await step(scheduler, denoise, 15)
         assert await shown(scheduler, request) == 100 * 7 // 12
-        await scheduler.queue.expired(scheduler.lease_ttl)
+        await scheduler.queue.sweep_expired(scheduler.lease_ttl)
         for _ in range(4):
             clock.advance(scheduler.lease_ttl / 3)
-            for lease in await scheduler.queue.expired(scheduler.lease_ttl):
-                await scheduler.upkeep.end(lease)
+            for lease in await scheduler.queue.sweep_expired(scheduler.lease_ttl):
+                await scheduler.maintenance.expire_lease(lease)
         (denoise,) = await take(scheduler)
         assert (denoise.task.attempt, await shown(scheduler, request)) == (3, 100 * 7 // 12)
 
@@ -158,7 +158,7 @@ async def test_a_request_shows_what_was_asked_by_whom_and_what_it_took() -> None
         id = (await scheduler.submit(*asking(CARD, params(), tenant="ada", priority=3, alias="my model"))).context.id
         waiting = request_object(await scheduler.queue.load(id), "")
 
-        assert (waiting["model"], waiting["medium"], waiting["tenant"], waiting["priority"]) == (
+        assert (waiting["model"], waiting["modality"], waiting["tenant"], waiting["priority"]) == (
             "my model", "image", "ada", 3
         )  # fmt: skip
         assert (waiting["prompt"], waiting["started_at"]) == ("a red circle", None)

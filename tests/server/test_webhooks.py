@@ -61,7 +61,7 @@ def test_completed_failed_and_cancelled_are_told_and_signed(tmp_path: Path, rece
         assert shown(served, cancelled) == {"url": receiver.url, "state": "waiting", "attempts": 0, "reason": ""}
         httpx2.post(f"{served.url}/v1/requests/{cancelled}/cancel", trust_env=False)
         for request in (done, failed, cancelled):
-            assert ended(served, request, "heard")["attempts"] == 1
+            assert ended(served, request, "delivered")["attempts"] == 1
         told = {message["data"]["id"]: message for message in receiver.verified(SECRET)}
         kinds = {id: message["type"] for id, message in told.items()}
         assert kinds == {done: "request.completed", failed: "request.failed", cancelled: "request.cancelled"}
@@ -70,14 +70,14 @@ def test_completed_failed_and_cancelled_are_told_and_signed(tmp_path: Path, rece
         assert httpx2.get(link, trust_env=False).content.startswith(b"\x89PNG"), "links lead back to the gateway"
         assert all(headers["webhook-id"] in told for headers, _ in receiver.calls)
         page = httpx2.get(f"{served.url}/metrics", trust_env=False).text
-        assert 'unfuse_webhooks_total{state="heard"} 3.0' in page
+        assert 'unfuse_webhooks_total{state="delivered"} 3.0' in page
 
 
 def test_the_page_s_program_checks_a_message(tmp_path: Path, receiver: Receiver) -> None:
     (lines,) = [one for one in blocks(ROOT / "docs" / "serving.md") if one.startswith("from standardwebhooks")]
     with serve(tmp_path, webhook_hosts=HERE) as served:
         request = asked(served, receiver.url).json()["id"]
-        ended(served, request, "heard")
+        ended(served, request, "delivered")
     ((headers, body),) = receiver.calls
     names: dict[str, Any] = {"secret": SECRET, "headers": headers, "body": body}
     exec(compile(lines, "serving.md", "exec"), names)
@@ -90,7 +90,12 @@ def test_what_fails_is_told_again_with_the_same_id(tmp_path: Path, receiver: Rec
     receiver.answers = [saying(b"HTTP/1.1 500 Oh\r\ncontent-length: 0\r\n\r\n"), saying(b"garbage\r\n\r\n")]
     with serve(tmp_path, webhook_hosts=HERE) as served:
         request = asked(served, receiver.url).json()["id"]
-        assert ended(served, request, "heard") == {"url": receiver.url, "state": "heard", "attempts": 3, "reason": ""}
+        assert ended(served, request, "delivered") == {
+            "url": receiver.url,
+            "state": "delivered",
+            "attempts": 3,
+            "reason": "",
+        }
         assert [message["data"]["id"] for message in receiver.verified(SECRET)] == [request] * 3
         assert {headers["webhook-id"] for headers, _ in receiver.calls} == {request}
 
@@ -125,8 +130,10 @@ def test_targets_that_hang_or_lie_hold_up_no_other(tmp_path: Path, receiver: Rec
     with serve(tmp_path, webhook_hosts=HERE) as served:
         hanging = [asked(served, receiver.url).json()["id"] for _ in range(6)]
         until(lambda: len(receiver.calls) == 4)
-        assert ended(served, asked(served, other.url).json()["id"], "heard")["attempts"] == 1, "its body is not read"
-        assert ended(served, asked(served, other.url).json()["id"], "heard")["attempts"] == 2
+        assert ended(served, asked(served, other.url).json()["id"], "delivered")["attempts"] == 1, (
+            "its body is not read"
+        )
+        assert ended(served, asked(served, other.url).json()["id"], "delivered")["attempts"] == 2
         for request in hanging:
             assert "no response within 1 s" in ended(served, request, "given_up")["reason"]
     assert sum(poured) < 100_000_000
@@ -151,7 +158,7 @@ def test_a_name_that_leads_elsewhere_when_it_is_called_is_not_followed(
     with serve(tmp_path / "allowed", webhook_hosts=("hooks.example", *HERE)) as served:
         looked_up.clear()
         request = asked(served, f"http://hooks.example:{receiver.port}/").json()["id"]
-        assert ended(served, request, "heard")["attempts"] == 1
+        assert ended(served, request, "delivered")["attempts"] == 1
     assert looked_up == ["hooks.example"], "what was looked at is what was connected to"
     assert receiver.calls[0][0]["host"] == f"hooks.example:{receiver.port}"
 
@@ -167,7 +174,7 @@ def test_a_gateway_goes_on_with_what_another_left_untold(
         request = asked(served, receiver.url).json()["id"]
         until(lambda: len(receiver.calls) == 1)
     with serve(tmp_path, webhook_hosts=HERE, queue=queue, works=False) as served:
-        assert ended(served, request, "heard")["attempts"] == 2
+        assert ended(served, request, "delivered")["attempts"] == 2
     assert [message["data"]["id"] for message in receiver.verified(SECRET)] == [request] * 2
 
 
@@ -181,7 +188,7 @@ def test_of_several_gateways_one_tells(tmp_path: Path, receiver: Receiver) -> No
         ):
             ids = [asked(one, receiver.url).json()["id"] for _ in range(12)]
             for request in ids:
-                assert ended(one, request, "heard")["attempts"] == 1
+                assert ended(one, request, "delivered")["attempts"] == 1
         assert sorted(message["data"]["id"] for message in receiver.verified(SECRET)) == sorted(ids)
     finally:
         server.stop()
@@ -297,7 +304,7 @@ def test_secrets_may_be_files_and_several_while_one_is_changed(tmp_path: Path, r
     file, next_one = tmp_path / "secret", "whsec_" + "QUJD" * 8
     file.write_text(f"{SECRET}\n")
     with serve(tmp_path, webhook_hosts=HERE, webhook_secrets=[str(file), next_one]) as served:
-        ended(served, asked(served, receiver.url).json()["id"], "heard")
+        ended(served, asked(served, receiver.url).json()["id"], "delivered")
     assert receiver.verified(SECRET) == receiver.verified(next_one)
     with pytest.raises(WebhookVerificationError):
         receiver.verified("whsec_" + "QUJE" * 8)
@@ -306,7 +313,7 @@ def test_secrets_may_be_files_and_several_while_one_is_changed(tmp_path: Path, r
 def test_a_retried_dead_request_is_told_of_anew(tmp_path: Path, receiver: Receiver) -> None:
     with serve(tmp_path, webhook_hosts=HERE) as served:
         first = asked(served, receiver.url, prompt="a poisonous circle").json()["id"]
-        ended(served, first, "heard")
+        ended(served, first, "delivered")
         again = httpx2.post(f"{served.url}/v1/dead/{first}/retry", trust_env=False, timeout=60).json()["id"]
-        ended(served, again, "heard")
+        ended(served, again, "delivered")
         assert [message["data"]["id"] for message in receiver.verified(SECRET)] == [first, again]

@@ -22,7 +22,7 @@ from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.service.logs import Logs
-from unfuse.service.options import options as options_of, plan as plan_of
+from unfuse.service.options import plan_service as plan_of, serve_options as options_of
 from unfuse.service.plan import ServingPlan
 from unfuse.service.service import Service
 from unfuse.service.settings import load
@@ -36,8 +36,8 @@ class Started(Launcher):
     """Workers of a plan that exist on paper."""
 
     def __init__(self, plan: ServingPlan) -> None:
-        self.models, self.stopped = [model.card.name for model in plan.models], False
-        self.max_loaded_models = plan.wanted.max_loaded_models
+        self.models, self.stopped = [model.spec.name for model in plan.models], False
+        self.max_loaded_models = plan.worker_plan.max_loaded_models
         self.failed = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
@@ -77,24 +77,24 @@ class Machine:
         return self.launchers[-1]
 
     def changed(self, plans: Sequence[ServingPlan]) -> None:
-        self.offered.append(sorted(model.card.name for plan in plans for model in plan.models))
+        self.offered.append(sorted(model.spec.name for plan in plans for model in plan.models))
 
     async def begin(self) -> None:
         """Serve the built-in model."""
         first = self.plan({"unfuse/shapes": "unfuse/shapes"}, Counter(), Counter())
-        await self.scheduler.registry.declare([model.card for model in first.models])
-        self.crews.begin(first)
+        await self.scheduler.registry.declare([model.spec for model in first.models])
+        self.crews.start_group(first)
 
     @property
     def live(self) -> list[list[str]]:
         return [launcher.models for launcher in self.launchers if not launcher.stopped]
 
     async def served(self) -> set[str]:
-        return {*await self.scheduler.registry.cards()}
+        return {*await self.scheduler.registry.model_specs()}
 
     async def ask(self, model: str) -> str:
         """The id of a request for a model, which waits."""
-        return await self.ask_card((await self.scheduler.registry.cards())[model])
+        return await self.ask_card((await self.scheduler.registry.model_specs())[model])
 
     async def ask_card(self, card: ModelSpec) -> str:
         """The same of the model of a card, whether or not it is served."""
@@ -103,7 +103,7 @@ class Machine:
 
     async def look(self, times: int = 1) -> None:
         for _ in range(times):
-            await self.crews.look()
+            await self.crews.check_once()
 
 
 def shifted(folder: Path, shift: float) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.service.paper import ONE, Machine, shifted
 from unfuse.core.errors import ConfigError
-from unfuse.edge.access import Refusal
+from unfuse.edge.access import ApiError
 from unfuse.planning.placement import PROCESS
 from unfuse.server.served_models import AddModelProgress
 from unfuse.service import worker_groups as module
@@ -21,7 +21,7 @@ TWO = 2 * ONE + PROCESS // (1 << 20)
 
 @pytest.fixture
 async def machine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Machine]:
-    monkeypatch.setattr(module, "LOOK_S", 0.0)
+    monkeypatch.setattr(module, "CHECK_INTERVAL_S", 0.0)
     found = Machine(TWO, workers="all=1")
     await found.begin()
     yield found
@@ -37,11 +37,11 @@ async def test_one_that_is_removed_while_it_loads_is_gone_and_can_be_added_again
     await machine.crews.add("added", folder)
     await machine.scheduler.registry.dismiss("added")
     assert await machine.served() == {"unfuse/shapes"}
-    with pytest.raises(Refusal, match="is being removed") as refused:
+    with pytest.raises(ApiError, match="is being removed") as refused:
         await machine.crews.add("added", folder)
     assert (refused.value.status, refused.value.code) == (409, "model_leaves")
     await machine.look(module.QUIET)
-    assert machine.live == [["unfuse/shapes"]] and await machine.scheduler.registry.recorded() == {}
+    assert machine.live == [["unfuse/shapes"]] and await machine.scheduler.registry.admin_records() == {}
     await machine.crews.add("added", folder)
     assert await machine.served() == {"unfuse/shapes", "added"}
 
@@ -53,7 +53,7 @@ async def test_one_whose_workers_fail_after_it_was_removed_is_no_failure(machine
     machine.launchers[-1].failed.set_exception(ConfigError("a worker could not start"))
     await machine.look()
     assert machine.live == [["unfuse/shapes"]] and await machine.served() == {"unfuse/shapes"}
-    assert machine.scheduler.registry.failed == {} and await machine.scheduler.registry.recorded() == {}
+    assert machine.scheduler.registry.failed == {} and await machine.scheduler.registry.admin_records() == {}
     assert (await machine.scheduler.queue.load(request)).status == "failed"
 
 
@@ -61,27 +61,27 @@ async def test_one_that_is_added_twice_at_once_is_added_once(machine: Machine, f
     second = shifted(tmp_path / "second", 6.0)
     calls = [machine.crews.add("added", source) for source in (folder, second)]
     first, other = await asyncio.gather(*calls, return_exceptions=True)
-    assert first is None and isinstance(other, Refusal) and (other.status, other.code) == (409, "model_exists")
+    assert first is None and isinstance(other, ApiError) and (other.status, other.code) == (409, "model_exists")
     assert machine.live == [["unfuse/shapes"], ["added"]]
-    assert (await machine.scheduler.registry.cards())["added"].source == folder
+    assert (await machine.scheduler.registry.model_specs())["added"].source == folder
 
 
 async def test_what_workers_say_is_the_progress_of_their_models_alone(machine: Machine, folder: str) -> None:
     await machine.crews.add("added", folder)
     assert machine.crews.progress("added") == AddModelProgress("starting")
-    machine.crews.hear(2, b'{"event": "loading", "level": "info", "done": 1, "total": 2}')
+    machine.crews.process_line(2, b'{"event": "loading", "level": "info", "done": 1, "total": 2}')
     assert machine.crews.progress("added") == AddModelProgress("loading", 1, 2)
     assert machine.crews.progress("unfuse/shapes") == AddModelProgress("starting")
-    machine.crews.hear(2, b'{"event": "ready", "level": "info"}')
+    machine.crews.process_line(2, b'{"event": "ready", "level": "info"}')
     assert machine.crews.progress("added") is None
-    machine.crews.hear(99, b"unfuse: nobody's")
+    machine.crews.process_line(99, b"unfuse: nobody's")
     assert machine.crews.progress("nobody") is None
 
 
 async def test_a_late_request_of_one_that_cannot_be_served_fails_too(machine: Machine, folder: str) -> None:
     """Given a request that was checked before its model failed, and stored after, then it fails at the next look."""
     await machine.crews.add("added", folder)
-    card = (await machine.scheduler.registry.cards())["added"]
+    card = (await machine.scheduler.registry.model_specs())["added"]
     machine.launchers[-1].failed.set_exception(ConfigError("a worker could not start"))
     await machine.look()
     late = await machine.ask_card(card)
@@ -99,7 +99,7 @@ async def test_a_stop_does_not_wait_for_a_hub_that_does_not_answer(machine: Mach
         stopping = asyncio.create_task(machine.crews.stop(0.0))
         await asyncio.wait({stopping}, timeout=10)
         assert stopping.done() and machine.live == []
-        with pytest.raises(Refusal, match="the server is stopping"):
+        with pytest.raises(ApiError, match="the server is stopping"):
             await adding
     finally:
         machine.hub_answers.set()

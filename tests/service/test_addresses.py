@@ -15,8 +15,16 @@ from structlog.testing import capture_logs
 from unfuse.cli.exit_codes import exit_code
 from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.service import addresses
-from unfuse.service.addresses import await_scheduler, invitations, keys_folder, listens, schedulers, trust, worker_trust
-from unfuse.service.options import options
+from unfuse.service.addresses import (
+    await_scheduler,
+    connect_instructions,
+    keys_folder,
+    listen_addresses,
+    schedulers,
+    trusted_keys,
+    worker_trusted_keys,
+)
+from unfuse.service.options import serve_options
 from unfuse.service.plan import environment_of
 from unfuse.service.settings import LoadedSettings, load
 from unfuse.wire.address import INSECURE, Trust
@@ -103,7 +111,7 @@ def test_a_worker_that_starts_first_waits_for_its_key(run: Path, data: Path, mon
         assert not logs
         settings = loaded(run, data, worker__scheduler=["tcp://10.0.0.1:8001"]).settings
         await_scheduler(settings)
-    assert isinstance(worker_trust(settings, schedulers(settings)), Keys)
+    assert isinstance(worker_trusted_keys(settings, schedulers(settings)), Keys)
     assert [line["file"] for line in logs] == [str(data / "keys" / "worker.key")]
     assert len(looks) == 3
 
@@ -114,8 +122,8 @@ def test_addresses_are_taken_as_they_are(run: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_tcp_makes_keys_once_for_its_owner_alone_and_takes_them_again(run: Path, data: Path) -> None:
-    composed = options(loaded(run, data, serve__listen=["tcp://127.0.0.1:0"]))
-    again = options(loaded(run, data, serve__listen=["tcp://0.0.0.0:1", "tcp://[::]:1"]))
+    composed = serve_options(loaded(run, data, serve__listen=["tcp://127.0.0.1:0"]))
+    again = serve_options(loaded(run, data, serve__listen=["tcp://0.0.0.0:1", "tcp://[::]:1"]))
 
     assert isinstance(composed.trust, Keys)
     assert composed.trust == again.trust == read(str(data / "keys"), "scheduler")
@@ -123,7 +131,7 @@ def test_tcp_makes_keys_once_for_its_owner_alone_and_takes_them_again(run: Path,
     assert stat.S_IMODE((data / "keys").stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in (data / "keys").iterdir()} == {0o600}
     assert [path.name for path in data.iterdir()] == ["keys"]
-    assert trust(loaded(run, data).settings, "worker") == read(str(data / "keys"), "worker")
+    assert trusted_keys(loaded(run, data).settings, "worker") == read(str(data / "keys"), "worker")
 
 
 def test_without_tcp_no_keys_are_made_and_none_are_needed(run: Path, data: Path) -> None:
@@ -131,14 +139,14 @@ def test_without_tcp_no_keys_are_made_and_none_are_needed(run: Path, data: Path)
     make(data / "other")
     (data / "other" / "worker.key").rename(data / "keys" / "worker.key")  # as on a machine of workers
 
-    assert options(loaded(run, data)).trust is None
-    assert listens(loaded(run, data, serve__listen=["unix:/r/x.sock"]).settings) == ("unix:/r/x.sock",)
+    assert serve_options(loaded(run, data)).trust is None
+    assert listen_addresses(loaded(run, data, serve__listen=["unix:/r/x.sock"]).settings) == ("unix:/r/x.sock",)
     assert not (data / "keys" / "scheduler.key").exists()
 
 
 def test_keys_that_are_named_go_before_those_of_the_data_folder(run: Path, data: Path) -> None:
     make(data / "named")
-    composed = options(loaded(run, data, serve__listen=["tcp://127.0.0.1:0"], keys=str(data / "named")))
+    composed = serve_options(loaded(run, data, serve__listen=["tcp://127.0.0.1:0"], keys=str(data / "named")))
     assert composed.trust == read(str(data / "named"), "scheduler")
     assert keys_folder(composed.settings, "worker") == str(data / "named")
     assert not (data / "keys").exists()
@@ -146,14 +154,14 @@ def test_keys_that_are_named_go_before_those_of_the_data_folder(run: Path, data:
 
 def test_insecure_listen_makes_no_keys_and_uses_none_but_named_ones(run: Path, data: Path) -> None:
     flags = {"serve__listen": ["tcp://0.0.0.0:0"], "insecure_listen": True}
-    composed = options(loaded(run, data, **flags))
+    composed = serve_options(loaded(run, data, **flags))
     assert (composed.trust, keys_folder(composed.settings, "worker")) == (INSECURE, "")
     assert load({}, None, environment_of(composed.settings)).settings.insecure_listen
     assert not (data / "keys").exists()
 
     make_once(data / "keys")
-    assert options(loaded(run, data, **flags)).trust == INSECURE
-    assert isinstance(options(loaded(run, data, **flags, keys=str(data / "keys"))).trust, Keys)
+    assert serve_options(loaded(run, data, **flags)).trust == INSECURE
+    assert isinstance(serve_options(loaded(run, data, **flags, keys=str(data / "keys"))).trust, Keys)
 
 
 def test_many_that_make_keys_at_once_have_the_same(data: Path) -> None:
@@ -176,7 +184,9 @@ def test_keys_that_cannot_be_written_are_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize("trusted", [Keys("s" * 40, "p" * 40), INSECURE, None])
 def test_who_starts_a_server_is_told_how_others_come_in_or_that_anybody_does(trusted: Trust, tmp_path: Path) -> None:
     make(tmp_path / "keys")
-    lines = invitations(trusted, f"{tmp_path}/keys", ["unix:/r/x.sock", *(["tcp://127.0.0.1:5"] if trusted else [])])
+    lines = connect_instructions(
+        trusted, f"{tmp_path}/keys", ["unix:/r/x.sock", *(["tcp://127.0.0.1:5"] if trusted else [])]
+    )
     if isinstance(trusted, Keys):
         (line,) = lines
         assert f"{tmp_path}/keys/worker.key" in line
@@ -199,8 +209,8 @@ def test_a_key_to_be_copied_is_a_file_that_is_there(files: list[str], named: str
     for name in files:
         (tmp_path / name).touch()
 
-    (line,) = invitations(Keys("s" * 40, "p" * 40), str(tmp_path), ["tcp://10.0.0.1:8001"])
-    (bare,) = invitations(Keys("s" * 40, "p" * 40), "", ["tcp://10.0.0.1:8001"])
+    (line,) = connect_instructions(Keys("s" * 40, "p" * 40), str(tmp_path), ["tcp://10.0.0.1:8001"])
+    (bare,) = connect_instructions(Keys("s" * 40, "p" * 40), "", ["tcp://10.0.0.1:8001"])
 
     assert line.startswith(f"workers on other machines: {named.replace('FOLDER', str(tmp_path))} secret, to")
     assert bare.startswith("workers on other machines: copy the worker.key that was made together")

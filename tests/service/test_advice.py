@@ -8,10 +8,10 @@ import pytest
 
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.plan import readable_pool
-from unfuse.planning.placement import ComponentMemory, Device, WorkerPlan, place
-from unfuse.service.plan import ServingPlan, plan_for
-from unfuse.service.report import batches_of, gains, verdict
-from unfuse.worker.batches import TRUSTED, InvarianceResults
+from unfuse.planning.placement import ComponentMemory, Device, WorkerPlan, place_workers
+from unfuse.service.plan import ServingPlan, plan_models
+from unfuse.service.report import invariance_rows, split_gains, split_recommendation
+from unfuse.worker.batches import TRUSTED_AFTER, InvarianceResults
 from unfuse.worker.compute_messages import EXACTNESS
 
 ROLES = ("encoder", "denoiser", "decoder")
@@ -45,22 +45,22 @@ def test_a_split_over_devices_or_that_saves_much_memory_is_advised(want: WorkerP
         for role, size in zip(ROLES, (3, 6, 1), strict=True)
     }
     devices = (Device("cpu", 90 * gib), Device("cuda:0", free * gib))
-    found = ServingPlan((), needs, want, devices, place(needs, want, devices))
-    assert any(says in gain for gain, _ in gains(found))
-    assert verdict(found).startswith("split: ")
+    found = ServingPlan((), needs, want, devices, place_workers(needs, want, devices))
+    assert any(says in gain for gain, _ in split_gains(found))
+    assert split_recommendation(found).startswith("split: ")
 
 
 def test_batches_are_told_by_pool_as_comparing_has_shown(tmp_path: Path) -> None:
-    found = plan_for(["unfuse/shapes"], "", WorkerPlan(), (Device("cpu", 1 << 40),))
-    pools = found.models[0].card.pools()
+    found = plan_models(["unfuse/shapes"], "", WorkerPlan(), (Device("cpu", 1 << 40),))
+    pools = found.models[0].spec.pools()
     denoise, decode, seen = f"{pools['denoise']}@0a", pools["vae_decode"], InvarianceResults(tmp_path / EXACTNESS)
-    for size in (2, 4) * TRUSTED:
-        seen.learn((denoise, (64, 64)), size, "")
-    seen.learn((denoise, (32, 32)), 8, "")
-    seen.learn((decode, ()), 4, "torch.conv2d")
-    seen.learn((decode, ()), 2, "torch.silu")
-    seen.learn(("denoise:of-others", ()), 2, "torch.sin")
-    assert batches_of(found, str(tmp_path)) == [
+    for size in (2, 4) * TRUSTED_AFTER:
+        seen.record((denoise, (64, 64)), size, "")
+    seen.record((denoise, (32, 32)), 8, "")
+    seen.record((decode, ()), 4, "torch.conv2d")
+    seen.record((decode, ()), 2, "torch.silu")
+    seen.record(("denoise:of-others", ()), 2, "torch.sin")
+    assert invariance_rows(found, str(tmp_path)) == [
         {"pool": readable_pool(denoise), "exact_to": 4, "not_from": None, "because_of": ""},
         {"pool": readable_pool(decode), "exact_to": 1, "not_from": 2, "because_of": "torch.silu"},
     ]
@@ -72,6 +72,6 @@ def test_components_that_take_turns_in_one_worker_are_not_split() -> None:
         (Device("cpu", 90 << 30), Device("cuda:0", 9 << 30)),
         WorkerPlan(compute=ComputeOptions(offload="model")),
     )
-    assert verdict(ServingPlan((), needs, want, devices, place(needs, want, devices))).startswith(
+    assert split_recommendation(ServingPlan((), needs, want, devices, place_workers(needs, want, devices))).startswith(
         "not split: at most one worker"
     )

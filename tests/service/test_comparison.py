@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unfuse.service.comparison import ComparisonFigures, ComparisonProgress, duration, verdict
+from unfuse.service.comparison import ComparisonFigures, ComparisonProgress, comparison_summary, duration
 
 
 class Told:
@@ -18,7 +18,7 @@ class Told:
 
     def made(self, seconds: float) -> None:
         self.now += seconds
-        self.course.made()
+        self.course.count_finished()
 
 
 def test_how_many_requests_there_are_is_said_before_the_first_one_and_how_long_after_it() -> None:
@@ -28,7 +28,7 @@ def test_how_many_requests_there_are_is_said_before_the_first_one_and_how_long_a
     ]
     assert str(told.course) == "starting diffusers"
     told.now += 60.0  # until the pipeline is there
-    told.course.begin("diffusers")
+    told.course.start_side("diffusers")
     assert str(told.course) == "measuring diffusers: 0 of 10 requests"
     told.made(2.0)
     assert told.said[1:] == ["estimate: about 28 s, at 2 s a request"]
@@ -37,7 +37,7 @@ def test_how_many_requests_there_are_is_said_before_the_first_one_and_how_long_a
         told.made(1.0)
     assert str(told.course) == "starting unfuse"
     told.now += 60.0
-    told.course.begin("unfuse")
+    told.course.start_side("unfuse")
     told.made(9.0)  # the first one also waits until workers have loaded
     assert str(told.course) == "measuring unfuse: 1 of 5 requests, about 4 s left"
     for _ in range(4):
@@ -86,7 +86,7 @@ def figures(latency: float, rate: float, memory: int) -> ComparisonFigures:
 def test_the_verdict_is_about_speed_alone_and_at_once(
     latency: float, rate: float, faster: str, alone: str, at_once: str
 ) -> None:
-    assert verdict(figures(2.0, 2.0, 100), figures(latency, rate, 300), 2) == (
+    assert comparison_summary(figures(2.0, 2.0, 100), figures(latency, rate, 300), 2) == (
         f"{faster}: compared with diffusers, unfuse needs {alone} for one request, completes {at_once} a second with "
         "16 at once, and uses 3 times the memory: 2 workers instead of one process"
     )

@@ -17,7 +17,7 @@ from tests.worker import outside
 from tools.addresses import a_worker
 from tools.redis_server import RedisServer
 from unfuse.service.logs import Logs
-from unfuse.service.options import options, plan
+from unfuse.service.options import plan_service, serve_options
 from unfuse.service.service import Service
 from unfuse.service.settings import load
 from unfuse.worker.worker import Worker
@@ -47,8 +47,8 @@ async def serving(model: Path, folder: Path, queue: str) -> AsyncIterator[tuple[
     """
     flags = {"serve.models": (str(model),), "serve.queue": queue, "serve.workers": "none", "serve.port": 0}
     environment = {"UNFUSE_DATA_DIR": str(folder), "UNFUSE_RUN_DIR": os.environ["UNFUSE_RUN_DIR"]}
-    chosen = options(load(flags, None, environment))
-    service = Service(chosen, plan(chosen), Logs())
+    chosen = serve_options(load(flags, None, environment))
+    service = Service(chosen, plan_service(chosen), Logs())
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     running = asyncio.create_task(service.run(url.set_result))
     try:

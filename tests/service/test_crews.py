@@ -29,7 +29,7 @@ class Staff(Launcher):
     """Workers that are there once they are told to come."""
 
     def __init__(self, queue: MemoryQueue, plan: ServingPlan, number: int) -> None:
-        self.queue, self.cards = queue, [model.card for model in plan.models]
+        self.queue, self.cards = queue, [model.spec for model in plan.models]
         self.ids = [f"{number}-{place}" for place in range(len(plan.workers))]
         self.failed, self.has_ended = asyncio.get_running_loop().create_future(), False
 
@@ -39,14 +39,14 @@ class Staff(Launcher):
 
     async def comes(self, place: int = 0) -> None:
         pools = tuple(pool for card in self.cards for pool in card.pools().values())
-        await self.queue.hello(WorkerInfo(self.ids[place], "node", "all", pools, 1, "", 0), self.cards)
+        await self.queue.register(WorkerInfo(self.ids[place], "node", "all", pools, 1, "", 0), self.cards)
 
     @override
     async def stop(self, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
         self.failed.cancel()
         self.has_ended = True
         for id in self.ids:
-            await self.queue.bye(id)
+            await self.queue.unregister(id)
 
 
 class House:
@@ -54,13 +54,13 @@ class House:
 
     def __init__(self, room: int) -> None:
         self.queue, self.room, self.crews = MemoryQueue(SystemClock()), room, list[Staff]()
-        self.scheduler = Scheduler(self.queue, cards=[*CARDS.values()])
+        self.scheduler = Scheduler(self.queue, specs=[*CARDS.values()])
         dispatcher = Dispatcher(self.scheduler, [], StorageLocations(""))
         self._all = WorkerGroups(self.scheduler, dispatcher, self._plan, self._start, lambda plans: None, 0.0)
 
     async def begin(self, *models: str) -> None:
         await self.scheduler.registry.declare([CARDS[name] for name in models])
-        self._all.begin(self._plan({name: name for name in models}, Counter(), Counter()))
+        self._all.start_group(self._plan({name: name for name in models}, Counter(), Counter()))
         await self.all_come()
 
     def _plan(self, models: Mapping[str, str], taken: Counter[str], coming: Counter[str]) -> ServingPlan:
@@ -85,7 +85,7 @@ class House:
 
     async def look(self, times: int = 1) -> None:
         for _ in range(times):
-            await self._all.look()
+            await self._all.check_once()
 
     @property
     def there(self) -> list[tuple[set[str], bool]]:
@@ -95,7 +95,7 @@ class House:
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfuse.service.worker_groups.LOOK_S", 0.0)
+    monkeypatch.setattr("unfuse.service.worker_groups.CHECK_INTERVAL_S", 0.0)
 
 
 async def test_what_stays_has_workers_before_the_others_end() -> None:
@@ -112,7 +112,7 @@ async def test_what_stays_has_workers_before_the_others_end() -> None:
     await house.crews[1].comes(1)
     await house.look(3)
     assert house.there == [(both, True), (stays, False)]
-    assert PICTURES.name not in await house.scheduler.registry.missing()
+    assert PICTURES.name not in await house.scheduler.registry.unavailable_pools()
 
 
 @pytest.mark.parametrize("room", [2, 3])
@@ -134,7 +134,7 @@ async def test_workers_that_cannot_start_beside_others_are_tried_again_without_t
     house.crews[1].failed.set_exception(ConfigError("out of memory"))
     await house.look(2)
     assert house.there == [({PICTURES.name, IDLE.name}, True), (stays, True), (stays, False)]
-    assert {*await house.scheduler.registry.cards()} >= stays
+    assert {*await house.scheduler.registry.model_specs()} >= stays
 
 
 async def test_another_one_that_leaves_meanwhile_changes_who_follows() -> None:

@@ -57,7 +57,7 @@ def test_a_process_without_standard_error_logs_nothing(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "stderr", None)
     logs = Logs(LogSettings("info", "text"))
     logs.relay(0, INFO)
-    logs.say("a line")
+    logs.write_line("a line")
     logs.flush()
     assert not logs.interactive
 
@@ -70,7 +70,7 @@ def test_progress_hears_what_is_not_shown(capsys: pytest.CaptureFixture[str]) ->
         heard.append((worker, record["event"]))
         return False
 
-    logs.heard = hear
+    logs.on_record = hear
     logs.relay(2, INFO)
     logs.relay(2, b"no record")
     assert heard == [(2, "ready")]
@@ -80,7 +80,7 @@ def test_progress_hears_what_is_not_shown(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(("level", "shown"), [("info", 0), ("debug", 1)])
 def test_what_progress_shows_is_a_detail_of_the_log(capsys: pytest.CaptureFixture[str], level: str, shown: int) -> None:
     logs = Logs(LogSettings(level, "json"))
-    logs.heard = lambda worker, record: record["event"] == "ready"
+    logs.on_record = lambda worker, record: record["event"] == "ready"
     logs.relay(0, INFO)
     logs.relay(0, WARNING)
     events = [json.loads(line)["event"] for line in capsys.readouterr().err.splitlines()]
@@ -146,7 +146,7 @@ def test_workers_are_told_to_write_records_and_no_more_than_is_looked_at() -> No
 
 def test_quiet_is_nothing_but_errors_unless_a_level_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     quiet = Logs(quiet=True)
-    quiet.say("making it")
+    quiet.write_line("making it")
     quiet.relay(0, WARNING)
     Logs(LogSettings("warning", "json"), quiet=True).relay(0, WARNING)
     assert capsys.readouterr().err.count("\n") == 1

@@ -18,9 +18,9 @@ from unfuse.edge.keys import ApiKey
 from unfuse.service.groups import SHARED_ARENA, Transfer
 from unfuse.service.loading import LoadingProgress
 from unfuse.service.logs import Logs
-from unfuse.service.options import ServeOptions, options, plan
-from unfuse.service.plan import environment_of, specs_of
-from unfuse.service.service import Service, own_pools, public_names
+from unfuse.service.options import ServeOptions, plan_service, serve_options
+from unfuse.service.plan import environment_of, worker_specs
+from unfuse.service.service import Service, private_pools, public_names
 from unfuse.service.settings import load
 
 
@@ -29,12 +29,12 @@ def test_a_private_service_needs_no_keys_of_a_server_elsewhere(monkeypatch: pyte
     environment = {"UNFUSE_API_KEY": "short", "UNFUSE_SERVE__API_KEYS": "/nowhere/keys", "UNFUSE_DATA_DIR": "/d"}
     loaded = load({}, None, environment)
     composed: list[ServeOptions] = []
-    monkeypatch.setattr("unfuse.service.service.plan", composed.append)
-    with pytest.raises(AttributeError, match="workers"), own_pools(loaded, Logs(), LoadingProgress(())):
+    monkeypatch.setattr("unfuse.service.service.plan_service", composed.append)
+    with pytest.raises(AttributeError, match="workers"), private_pools(loaded, Logs(), LoadingProgress(())):
         pass
     assert not composed[0].keys
     with pytest.raises(UsageError, match="there is no key file|at least 16"):
-        options(loaded)
+        serve_options(loaded)
 
 
 def test_settings_become_what_is_composed() -> None:
@@ -54,22 +54,22 @@ def test_settings_become_what_is_composed() -> None:
         "UNFUSE_TRANSFER__TRUSTED_NETWORK": "true",
     }
 
-    composed = options(load({"serve.max_active": 7}, None, environment))
+    composed = serve_options(load({"serve.max_active": 7}, None, environment))
 
     kinds = ("denoise", "text_encode")
-    assert composed.places == StorageLocations("disk:/d", durable="disk:/d/copies", saved=kinds)
-    assert decode(encode(composed.places), StorageLocations) == composed.places, "workers are told"
+    assert composed.storage == StorageLocations("disk:/d", durable="disk:/d/copies", durable_kinds=kinds)
+    assert decode(encode(composed.storage), StorageLocations) == composed.storage, "workers are told"
     assert load({}, None, environment_of(composed.settings)).settings.transfer == Transfer(
         engine=("zmq", "tcp"), trusted_network=True
     )
     assert load({}, None, environment_of(composed.settings)).settings.run_dir == "/r"
     assert load({}, None, environment_of(composed.settings)).settings.store.orphan_s == 77.0
-    assert composed.keys.of("k" * 16) == ApiKey("default", admin=True)
+    assert composed.keys.find("k" * 16) == ApiKey("default", admin=True)
     assert composed.workers.counts == {"encoder": 1, "denoiser": 3, "decoder": 1}
     assert composed.workers.place == {"decoder": ("cpu",)}
     assert composed.workers.arena == SHARED_ARENA
     assert composed.queue == "sqlite:/d/queue.db"
-    assert options(load({"serve.workers": "none"}, None, environment)).workers.counts == {}
+    assert serve_options(load({"serve.workers": "none"}, None, environment)).workers.counts == {}
 
 
 @pytest.mark.parametrize(
@@ -85,27 +85,27 @@ def test_workers_are_told_what_is_set_for_their_role_or_for_all(
     settings: dict[str, Any], encoder: str, denoiser: str
 ) -> None:
     """0 leaves it to what their stages say."""
-    chosen = options(load({"serve.workers": "split", **settings}, None, {}))
-    slots = {spec.role: spec.flags["slots"] for spec in specs_of(plan(chosen), chosen.settings, {}, {})}
+    chosen = serve_options(load({"serve.workers": "split", **settings}, None, {}))
+    slots = {spec.role: spec.flags["slots"] for spec in worker_specs(plan_service(chosen), chosen.settings, {}, {})}
     assert (slots["encoder"], slots["denoiser"]) == (encoder, denoiser)
 
 
 @pytest.mark.parametrize("text", ["nonsense=1", "encoder=1,sculptor=2", "perhaps"])
 def test_workers_that_no_stage_has_a_role_for_are_refused_before_anything_is_started(text: str) -> None:
-    chosen = options(load({"serve.workers": text}, None, {}))
+    chosen = serve_options(load({"serve.workers": text}, None, {}))
     with pytest.raises(ConfigError, match=r"no stage has the role \w+: roles are encoder, denoiser, decoder, and all"):
-        plan(chosen)
+        plan_service(chosen)
 
 
 @pytest.mark.parametrize(("given", "slots"), [((), "0"), (("denoiser=3", "decoder=2"), "2")])
 def test_a_worker_of_several_roles_has_the_least_slots_that_are_set_for_one(given: tuple[str, ...], slots: str) -> None:
-    chosen = options(load({"serve.workers": "all=1", "serve.slots": given}, None, {}))
-    assert [spec.flags["slots"] for spec in specs_of(plan(chosen), chosen.settings, {}, {})] == [slots]
+    chosen = serve_options(load({"serve.workers": "all=1", "serve.slots": given}, None, {}))
+    assert [spec.flags["slots"] for spec in worker_specs(plan_service(chosen), chosen.settings, {}, {})] == [slots]
 
 
 def test_workers_of_models_in_turns_are_started_with_one_model_at_a_time() -> None:
-    chosen = options(load({"serve.workers": "all=1", "worker.max_loaded_models": "1"}, None, {}))
-    (spec,) = specs_of(plan(chosen), chosen.settings, {}, {})
+    chosen = serve_options(load({"serve.workers": "all=1", "worker.max_loaded_models": "1"}, None, {}))
+    (spec,) = worker_specs(plan_service(chosen), chosen.settings, {}, {})
     assert (spec.role, spec.flags["max-loaded-models"]) == ("all", "1")
 
 
@@ -118,7 +118,7 @@ def test_workers_of_models_in_turns_are_started_with_one_model_at_a_time() -> No
 )  # fmt: skip
 def test_one_model_at_a_time_needs_workers_of_all_stages(other: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="--max-loaded-models 1 needs workers of all stages: write --workers all=1"):
-        options(load({"worker.max_loaded_models": "1", **other}, None, {}))
+        serve_options(load({"worker.max_loaded_models": "1", **other}, None, {}))
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_one_model_at_a_time_needs_workers_of_all_stages(other: dict[str, str]) 
     ],
 )
 def test_which_workers_are_started_is_said_in_a_list(text: str, workers: list[str]) -> None:
-    chosen = options(load({"serve.workers": text}, None, {}))
-    assert [worker.role for worker in plan(chosen).workers] == workers
+    chosen = serve_options(load({"serve.workers": text}, None, {}))
+    assert [worker.role for worker in plan_service(chosen).workers] == workers
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_models_go_by_the_names_they_are_given(models: list[str], names: list[st
 
 def test_a_store_within_one_process_cannot_be_that_of_several() -> None:
     with pytest.raises(ConfigError, match="use shared_memory"):
-        options(load({"serve.store": "memory"}, None, {}))
+        serve_options(load({"serve.store": "memory"}, None, {}))
 
 
 def test_it_must_be_clear_whose_a_name_is() -> None:
@@ -171,7 +171,7 @@ def test_it_must_be_clear_whose_a_name_is() -> None:
 )
 def test_skipping_blocks_by_default_is_refused_where_requests_would_be(more: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        options(load({"serve.feature_cache": 0.1, **more}, None, {}))
+        serve_options(load({"serve.feature_cache": 0.1, **more}, None, {}))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_skipping_blocks_by_default_is_refused_where_requests_would_be(more: dic
 )
 def test_a_spread_that_cannot_be_is_refused_before_anything_is_started(spread: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        plan(options(load({"serve.models": ["unfuse/shapes"], "compute.parallel": spread}, None, {})))
+        plan_service(serve_options(load({"serve.models": ["unfuse/shapes"], "compute.parallel": spread}, None, {})))
 
 
 def opened_elsewhere(address: str) -> Any:
@@ -204,8 +204,8 @@ def test_workers_elsewhere_are_told_how_others_reach_us_and_no_secret(
         "UNFUSE_SERVE__LAUNCHER": f"{__name__}:opened_elsewhere", "UNFUSE_SERVE__LISTEN": "tcp://0.0.0.0:7",
         "UNFUSE_SERVE__DEVICE_MEMORY": "cpu=900GiB,cuda:0=80GiB",
     }  # fmt: skip
-    chosen = options(load({}, None, environment))
-    service = Service(chosen, planned := plan(chosen), Logs())
+    chosen = serve_options(load({}, None, environment))
+    service = Service(chosen, planned := plan_service(chosen), Logs())
     service.addresses = ["unix:/r/7.sock", "tcp://0.0.0.0:7"]
 
     one, _ = service._launch(planned, 0).specs  # type: ignore[attr-defined]
@@ -223,7 +223,7 @@ def test_workers_elsewhere_are_told_how_others_reach_us_and_no_secret(
 def test_workers_elsewhere_need_an_address_to_come_to(tmp_path: Path) -> None:
     environment = {"UNFUSE_DATA_DIR": str(tmp_path), "UNFUSE_SERVE__LAUNCHER": "ray"}
     with pytest.raises(ConfigError, match="--launcher ray needs --listen tcp://HOST:PORT"):
-        options(load({}, None, environment))
+        serve_options(load({}, None, environment))
 
 
 @pytest.mark.parametrize(
@@ -240,14 +240,16 @@ def test_a_kind_that_no_stage_has_is_refused_with_those_that_exist(
 ) -> None:
     loaded = load({"serve.models": ("unfuse/shapes",), flag: said}, None, {"UNFUSE_DATA_DIR": str(tmp_path)})
     with pytest.raises(ConfigError, match=re.escape(entry)) as refused:
-        plan(options(loaded))
+        plan_service(serve_options(loaded))
     assert "decode, denoise, image_encode, prefill, redraw_encode, text_encode, vae_decode" in str(refused.value)
 
 
 def test_kinds_of_stages_that_other_models_have_are_taken(tmp_path: Path) -> None:
     """A model that is added later may have them."""
     said = {"serve.encode": ("prefill=int4",), "serve.durable_stages": ("vision_encode", "text_encode")}
-    plan(options(load({"serve.models": ("unfuse/shapes",)} | said, None, {"UNFUSE_DATA_DIR": str(tmp_path)})))
+    plan_service(
+        serve_options(load({"serve.models": ("unfuse/shapes",)} | said, None, {"UNFUSE_DATA_DIR": str(tmp_path)}))
+    )
 
 
 @pytest.mark.slow

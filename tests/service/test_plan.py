@@ -21,8 +21,8 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.plan import Pipeline
 from unfuse.models import resolve_source
 from unfuse.planning.placement import CONTEXT, CPU, ComponentMemory, Device, PlacedWorker, WorkerPlan, parse_place
-from unfuse.service.options import options, plan
-from unfuse.service.plan import PlannedModel, ServingPlan, explicit_dtypes, look_into, needs, plan_for
+from unfuse.service.options import plan_service, serve_options
+from unfuse.service.plan import PlannedModel, ServingPlan, components_by_role, explicit_dtypes, plan_models, read_models
 from unfuse.service.settings import load
 
 GIB = 1 << 30
@@ -46,7 +46,7 @@ def wanted(dtype: str = "auto", place: str = "", device: str = "auto") -> Worker
 
 
 def look(want: WorkerPlan, devices: tuple[Device, ...] = HOST, *more: str) -> tuple[PlannedModel, ...]:
-    return look_into([SHAPES, *more], "", want, devices)
+    return read_models([SHAPES, *more], "", want, devices)
 
 
 def dtypes(model: PlannedModel) -> dict[str, str]:
@@ -68,26 +68,34 @@ def test_components_are_weighed_by_their_headers_in_the_dtype_they_are_served_in
 @pytest.mark.slow
 def test_what_sees_and_what_speaks_are_weighed_apart_and_may_have_other_dtypes(tmp_path: Path) -> None:
     folder = make_vision_model(tmp_path / "tiny")
-    (model,) = look_into([str(folder)], "", wanted("float32,vision=bfloat16"), HOST)
+    (model,) = read_models([str(folder)], "", wanted("float32,vision=bfloat16"), HOST)
     language, vision = (model.components[name] for name in ("language", "vision"))
     (file,) = folder.glob("*.safetensors")
     header = 16_384
     assert 0 < file.stat().st_size - 4 * (language.parameters + vision.parameters) < header
     assert (language.memory, vision.memory) == (4 * language.parameters, 2 * vision.parameters)
-    parts = {role: [(part.component, part.once) for part in held] for role, held in needs([model]).items()}
+    parts = {
+        role: [(part.component, part.shared_by_stages) for part in held]
+        for role, held in components_by_role([model]).items()
+    }
     speaks = [("language", True), ("keys and values", True)]
     assert parts == {"vision": [("vision", True)], "prefill": speaks, "decode": speaks}
 
 
 def test_a_rank_is_planned_with_its_share_of_the_matrices() -> None:
     compute = ComputeOptions(parallel="denoiser=tensor:2,encoder=tensor:4")
-    parts = {part.component: part for part in needs(look(wanted()))["denoiser"] + needs(look(wanted()))["encoder"]}
-    found = plan_for([SHAPES], "", WorkerPlan(dict.fromkeys(("encoder", "denoiser", "decoder"), 1), {}, compute), HOST)
+    parts = {
+        part.component: part
+        for part in components_by_role(look(wanted()))["denoiser"] + components_by_role(look(wanted()))["encoder"]
+    }
+    found = plan_models(
+        [SHAPES], "", WorkerPlan(dict.fromkeys(("encoder", "denoiser", "decoder"), 1), {}, compute), HOST
+    )
     own = {part.component: part.bytes for worker in found.workers for part in worker.parts}
     for name, ranks in (("transformer", 2), ("text_encoder", 4)):
         part = parts[name]
-        assert 0.7 * part.bytes < part.shared < part.bytes
-        assert own[name] == part.bytes - part.shared + part.shared // ranks
+        assert 0.7 * part.bytes < part.tensor_parallel_bytes < part.bytes
+        assert own[name] == part.bytes - part.tensor_parallel_bytes + part.tensor_parallel_bytes // ranks
     assert own["vae"] == found.models[0].components["vae"].memory
 
 
@@ -120,8 +128,8 @@ def test_what_workers_are_told_gives_them_the_gateway_s_pools_whatever_they_run_
     from unfuse.models import find
 
     (model,) = look(wanted(place="decoder=cpu"), GPUS)
-    assert find(model.folder).card(SHAPES, model.folder, model.dtypes) == model.card
-    assert find(model.folder).card(SHAPES, model.folder).pools() != model.card.pools()
+    assert find(model.folder).model_spec(SHAPES, model.folder, model.dtypes) == model.spec
+    assert find(model.folder).model_spec(SHAPES, model.folder).pools() != model.spec.pools()
 
 
 @pytest.mark.parametrize(
@@ -140,12 +148,12 @@ def test_a_dtype_that_is_not_understood_is_refused(spec: str, says: str) -> None
 
 def test_a_component_only_one_of_two_models_has_may_be_named() -> None:
     (model,) = look(wanted())
-    assert explicit_dtypes(model.card, "other=float16,vae=float16", [])["vae"] == "float16"
-    assert "other" not in explicit_dtypes(model.card, "other=float16", [])
+    assert explicit_dtypes(model.spec, "other=float16,vae=float16", [])["vae"] == "float16"
+    assert "other" not in explicit_dtypes(model.spec, "other=float16", [])
 
 
 def test_a_pool_that_two_models_share_is_needed_once(sibling: str) -> None:
-    held = needs(look(wanted(), HOST, sibling))
+    held = components_by_role(look(wanted(), HOST, sibling))
     assert {role: [part.component for part in parts] for role, parts in held.items()} == {
         "encoder": ["text_encoder"], "denoiser": ["transformer", "transformer"], "decoder": ["vae"],
     }  # fmt: skip
@@ -156,14 +164,14 @@ def test_a_pool_that_two_models_share_is_needed_once(sibling: str) -> None:
 
 def test_a_plan_that_does_not_fit_says_so_and_still_knows_the_models() -> None:
     small = (Device(CPU, GIB // 2),)
-    found = plan_for([SHAPES], "", wanted(), small)
+    found = plan_models([SHAPES], "", wanted(), small)
     assert "cpu would need" in found.refusal
     assert (found.workers, found.rows(), found.memory()) == ((), [], [])
     assert found.models[0].components
 
 
 def test_a_plan_sums_what_its_rows_take_by_device() -> None:
-    found = plan_for([SHAPES], "", wanted(place="decoder=cpu"), GPUS)
+    found = plan_models([SHAPES], "", wanted(place="decoder=cpu"), GPUS)
     assert [(row["role"], row["device"], row["component"]) for row in found.rows()] == [
         ("encoder", "cuda:1", "text_encoder"), ("denoiser", "cuda:0", "transformer"), ("decoder", "cpu", "vae"),
     ]  # fmt: skip
@@ -174,7 +182,7 @@ def test_a_plan_sums_what_its_rows_take_by_device() -> None:
 def test_a_missing_file_is_named(sibling: str) -> None:
     (Path(sibling) / "vae" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"vae/config\.json"):
-        look_into([sibling], "", wanted(), HOST)
+        read_models([sibling], "", wanted(), HOST)
 
 
 def test_a_model_whose_stages_do_not_join_is_refused_before_anything_starts(
@@ -187,15 +195,15 @@ def test_a_model_whose_stages_do_not_join_is_refused_before_anything_starts(
     flags = {"serve.models": (str(outside.model(tmp_path / "model")),), "data_dir": str(tmp_path)}
 
     with pytest.raises(ConfigError, match="of family outside: no stage of the pipeline makes text"):
-        plan(options(load(flags, None, {})))
+        plan_service(serve_options(load(flags, None, {})))
 
 
 @pytest.mark.slow
 def test_no_model_is_loaded_to_plan_for_it() -> None:
     code = (
-        "import sys; from unfuse.service.plan import plan_for;"
+        "import sys; from unfuse.service.plan import plan_models;"
         "from unfuse.planning.placement import WorkerPlan, Device;"
-        "print(plan_for(['unfuse/shapes'], '', WorkerPlan(), (Device('cpu', 1 << 40),)).rows()[0]['component'],"
+        "print(plan_models(['unfuse/shapes'], '', WorkerPlan(), (Device('cpu', 1 << 40),)).rows()[0]['component'],"
         "{'torch', 'diffusers', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -203,10 +211,10 @@ def test_no_model_is_loaded_to_plan_for_it() -> None:
 
 
 HUB_SCRIPT = """
-from unfuse.service.plan import plan_for
+from unfuse.service.plan import plan_models
 from unfuse.planning.placement import Device, WorkerPlan
-found = plan_for(["owner/model"], "v1", WorkerPlan(), (Device("cpu", 1 << 40),))
-print(found.models[0].card.source, *(row["memory"] for row in found.rows()))
+found = plan_models(["owner/model"], "v1", WorkerPlan(), (Device("cpu", 1 << 40),))
+print(found.models[0].spec.source, *(row["memory"] for row in found.rows()))
 """
 
 
@@ -227,9 +235,9 @@ def test_a_hub_model_is_weighed_without_its_weights_and_workers_are_told_its_com
 def test_a_model_that_no_gpu_holds_is_refused_with_the_shares_that_would_fit() -> None:
     """Alone on its GPU a transformer needs a context and itself; a half of it fits beside one."""
     want = wanted(place="encoder=cpu,decoder=cpu")
-    (transformer,) = (part for part in plan_for([SHAPES], "", want, GPUS).needs["denoiser"])
+    (transformer,) = (part for part in plan_models([SHAPES], "", want, GPUS).needs["denoiser"])
     little = tuple(Device(f"cuda:{number}", CONTEXT + transformer.bytes * 3 // 4) for number in range(2))
-    found = plan_for([SHAPES], "", want, (*HOST, *little))
+    found = plan_models([SHAPES], "", want, (*HOST, *little))
     assert "it would fit with --parallel denoiser=shard:2" in found.refusal
 
 
@@ -244,14 +252,14 @@ def test_a_language_model_is_held_once_by_a_worker_of_both_roles(tmp_path: Path)
     described = json.dumps({"lm_head.weight": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(described).to_bytes(8, "little") + described + bytes(4000))
     together, apart = (
-        plan_for([str(tmp_path)], "", WorkerPlan(workers, {}, ComputeOptions()), GPUS).workers
+        plan_models([str(tmp_path)], "", WorkerPlan(workers, {}, ComputeOptions()), GPUS).workers
         for workers in ({"language": 1}, {"prefill": 1, "decode": 1})
     )
     kept, full = (4096 + 2 * 2 * 16 * 64 * width for width in (2, 4))
     assert [[part.bytes for part in worker.parts] for worker in together] == [[2000, kept]]
     assert [[part.bytes for part in worker.parts] for worker in apart] == [[2000, kept], [2000, kept]]
     ranks = {"parallel": "language=tensor:2", "device": "cpu+cpu"}
-    (worker,) = plan_for([str(tmp_path)], "", WorkerPlan(None, {}, ComputeOptions(**ranks)), HOST).workers
+    (worker,) = plan_models([str(tmp_path)], "", WorkerPlan(None, {}, ComputeOptions(**ranks)), HOST).workers
     assert (worker.role, [part.bytes for part in worker.parts]) == ("language", [4000, full // 2])
 
 

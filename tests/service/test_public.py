@@ -12,7 +12,7 @@ import pytest
 import unfuse
 from unfuse.client import Request, Result
 from unfuse.core import errors
-from unfuse.service.options import options
+from unfuse.service.options import serve_options
 from unfuse.service.service import listen
 from unfuse.service.settings import load
 
@@ -57,5 +57,5 @@ def test_a_model_that_is_not_there_is_refused_in_the_caller_s_process() -> None:
 
 def test_answers_are_not_held_back_until_their_first_half_is_acknowledged(tmp_path: Path) -> None:
     """asyncio turns Nagle's algorithm off for sockets that name their protocol: 40 ms a reply, otherwise."""
-    with listen(options(load({"serve.port": 0}, None, {"UNFUSE_DATA_DIR": str(tmp_path)}))) as listener:
+    with listen(serve_options(load({"serve.port": 0}, None, {"UNFUSE_DATA_DIR": str(tmp_path)}))) as listener:
         assert listener.proto == socket.IPPROTO_TCP

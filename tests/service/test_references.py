@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tools.references import ADVICE, DOCS, NOT_USED, PAGES, refusals
-from unfuse.core.modalities import MEDIA
+from unfuse.core.modalities import MODALITIES
 
 
 @pytest.mark.parametrize(("name", "page"), PAGES.items(), ids=PAGES)
@@ -24,7 +24,7 @@ def test_every_code_is_explained_and_no_other() -> None:
 def test_every_parameter_that_does_something_is_described() -> None:
     page = DOCS.joinpath("reference-parameters.md").read_text()
     for one in (
-        one for medium in MEDIA for one in medium.parameters if one.use not in NOT_USED and one.flag is not None
+        one for medium in MODALITIES for one in medium.parameters if one.use not in NOT_USED and one.flag is not None
     ):
         assert one.description, one.name
         assert f"| `{one.name}`" in page

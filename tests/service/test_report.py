@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from tools.cards import MOVING, PICTURES, STILL
 from unfuse import __version__
-from unfuse.core.model_spec import START_PICTURE, ModelSpec
+from unfuse.core.model_spec import START_IMAGE, ModelSpec
 from unfuse.planning.placement import CPU, ComponentMemory, Device, PlacedWorker, WorkerPlan
 from unfuse.service.plan import PlannedModel, ServingPlan
 from unfuse.service.report import StartScreen
@@ -51,7 +51,7 @@ def test_the_command_asks_for_what_the_model_makes(card: ModelSpec, path: str, f
 @pytest.mark.parametrize(
     ("card", "path", "field"),
     [
-        (replace(STILL, accepts=(START_PICTURE,)), "/v1/images/edits", "image=@FILE"),
+        (replace(STILL, accepts=(START_IMAGE,)), "/v1/images/edits", "image=@FILE"),
         (MOVING, "/v1/videos", "input_reference=@FILE"),
     ],
 )
@@ -87,7 +87,7 @@ def test_the_opening_says_what_is_served_on_what() -> None:
 
 
 def test_an_undivided_model_says_why_and_without_workers_the_opening_says_who_is_waited_for() -> None:
-    lines = StartScreen(planned(replace(PICTURES, undivided="it is whole")), {}, keyed=False).opening()
+    lines = StartScreen(planned(replace(PICTURES, undivided_reason="it is whole")), {}, keyed=False).opening()
     assert lines[1:] == [
         "test/pictures is not split: it is whole",
         "no worker is started here: requests wait until one registers (unfuse worker)",

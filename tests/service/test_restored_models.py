@@ -13,7 +13,7 @@ from tests.service.paper import ONE, Machine, shifted
 from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError
 from unfuse.core.request import ErrorInfo
-from unfuse.edge.access import Refusal
+from unfuse.edge.access import ApiError
 from unfuse.planning.placement import PROCESS
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.lifecycle import MODEL_FAILED
@@ -42,7 +42,7 @@ async def queue() -> AsyncIterator[MemoryQueue]:
 @pytest.fixture
 async def start(queue: MemoryQueue, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     """Start a server over the queue; those before it count as killed: nothing of theirs is ended in order."""
-    monkeypatch.setattr(module, "LOOK_S", 0.0)
+    monkeypatch.setattr(module, "CHECK_INTERVAL_S", 0.0)
     started = list[Machine]()
 
     def begun(server: str = "here:8000", workers: str = "all=1") -> Machine:
@@ -69,7 +69,7 @@ async def killed_with_a_request(start: Start, folder: Path) -> str:
 
 async def error_of(machine: Machine, request: str) -> tuple[str, ErrorInfo | None, bool]:
     context = (await machine.scheduler.queue.load(request)).context
-    return context.status, context.error, context.dead
+    return context.status, context.error, context.is_dead_letter
 
 
 async def test_it_has_workers_again_and_its_requests_wait_for_these(start: Start, folder: Path) -> None:
@@ -80,7 +80,7 @@ async def test_it_has_workers_again_and_its_requests_wait_for_these(start: Start
     await other.look(3)
     assert other.live == [["unfuse/shapes"], ["added"]]
     assert (await error_of(other, request))[0] == "queued"
-    with pytest.raises(Refusal, match="served already"):
+    with pytest.raises(ApiError, match="served already"):
         await other.crews.add("added", str(folder))
 
 
@@ -93,7 +93,7 @@ async def test_where_its_files_are_gone_its_requests_fail_with_the_reason_and_it
     await other.begin()
     await other.look(module.QUIET + 2)
     assert other.live == [["unfuse/shapes"]] and await other.served() == {"unfuse/shapes"}
-    reason = other.scheduler.registry.failed["added"].failed
+    reason = other.scheduler.registry.failed["added"].failure
     assert "there is no such folder" in reason and str(tmp_path) not in reason
     status, error, dead = await error_of(other, request)
     assert (status, dead) == ("failed", True) and error and error.code == MODEL_FAILED
@@ -112,7 +112,7 @@ async def test_one_whose_workers_cannot_start_again_fails_its_requests(start: St
     other = start()
     await other.begin()
     await other.look()
-    other.crews.hear(2, f"unfuse: {folder}/vae is damaged\n".encode())
+    other.crews.process_line(2, f"unfuse: {folder}/vae is damaged\n".encode())
     other.launchers[-1].failed.set_exception(ConfigError("a worker could not start"))
     late = await other.ask("added")
     await other.look()
@@ -133,7 +133,7 @@ async def test_one_that_never_could_be_served_is_not_tried_at_the_next_start(sta
     await other.begin()
     await other.look(2)
     assert other.live == [["unfuse/shapes"]] and await other.served() == {"unfuse/shapes"}
-    assert other.scheduler.registry.failed["added"].failed == "a worker could not start", "it can still be read"
+    assert other.scheduler.registry.failed["added"].failure == "a worker could not start", "it can still be read"
     await other.crews.add("added", str(folder))
     assert await other.served() == {"unfuse/shapes", "added"} and other.scheduler.registry.failed == {}
 
@@ -167,9 +167,9 @@ async def test_requests_of_files_that_have_changed_fail_and_new_ones_are_served(
     status, error, _ = await error_of(other, request)
     assert status == "failed" and error and "its files, or --dtype, have changed" in error.message
     assert other.live == [["unfuse/shapes"], ["added"]]
-    found = (await other.scheduler.registry.cards())["added"].pools()
-    (plan,) = [plan for plan in (group.plan for group in other.crews._groups) if plan.models[0].card.name == "added"]
-    assert found == plan.models[0].card.pools()
+    found = (await other.scheduler.registry.model_specs())["added"].pools()
+    (plan,) = [plan for plan in (group.plan for group in other.crews._groups) if plan.models[0].spec.name == "added"]
+    assert found == plan.models[0].spec.pools()
 
 
 async def test_what_another_server_of_the_queue_added_is_left_to_that_one(start: Start, folder: Path) -> None:
@@ -200,10 +200,10 @@ async def test_what_is_named_at_the_start_is_recorded_no_longer(start: Start, fo
     await killed_with_a_request(start, folder)
     other = start()
     await other.begin()
-    found = (await other.scheduler.registry.recorded())["added"].cards[0]
+    found = (await other.scheduler.registry.admin_records())["added"].models[0]
     other.scheduler.registry._cards["added"] = found
     await other.look()
-    assert await other.scheduler.registry.recorded() == {}
+    assert await other.scheduler.registry.admin_records() == {}
     assert other.live == [["unfuse/shapes"]]
 
 
@@ -217,11 +217,11 @@ async def test_of_two_that_are_added_at_once_under_one_name_one_is_refused(
     second = shifted(tmp_path / "second", 6.0)
     planned, crew = await one.crews._placed("added", str(folder))
     await other.crews.add("added", second)
-    assert crew is None and not await one.scheduler.registry.admit(planned.models[0].card, "here:8000")
-    with pytest.raises(Refusal, match="served already"):
+    assert crew is None and not await one.scheduler.registry.admit(planned.models[0].spec, "here:8000")
+    with pytest.raises(ApiError, match="served already"):
         await one.crews.add("added", str(folder))
     assert {machine.scheduler.registry.failed == {} for machine in (one, other)} == {True}
-    assert (await one.scheduler.registry.cards())["added"].source == second
+    assert (await one.scheduler.registry.model_specs())["added"].source == second
 
 
 async def test_requests_of_a_model_that_nobody_serves_any_more_are_told_of_once(start: Start) -> None:

@@ -21,8 +21,8 @@ from tools.cards import PICTURES
 from unfuse import __version__
 from unfuse.core.messages import Registered, Rejected, StorageLocations, ToScheduler, ToWorker
 from unfuse.core.plan import Pipeline
-from unfuse.stages.specs import WHOLE
-from unfuse.stores.results import MARK, mark_of
+from unfuse.stages.specs import UNDIVIDED
+from unfuse.stores.results import ID_FILE, store_id
 from unfuse.wire.keys import make, read
 from unfuse.wire.router import Router
 
@@ -30,7 +30,12 @@ SHAPES = ("unfuse/shapes", "unfuse/shapes", "float32")
 
 
 def offer(**about: object) -> Registered:
-    found: dict[str, object] = {"models": (SHAPES,), "places": StorageLocations(""), "lease_ttl": 15.0, "beat": 1.0}
+    found: dict[str, object] = {
+        "models": (SHAPES,),
+        "storage": StorageLocations(""),
+        "lease_ttl": 15.0,
+        "heartbeat_s": 1.0,
+    }
     return Registered(**{**found, "version": __version__, "now": time.time(), **about})  # type: ignore[arg-type]
 
 
@@ -90,7 +95,7 @@ def only_failing(found: dict[str, tuple[bool, str]], what: str) -> str:
 
 def test_nothing_is_in_the_way(unfuse: Run, keys: Path, tmp_path: Path) -> None:
     results = f"disk:{tmp_path / 'results'}"
-    with scheduler(keys, offer(places=StorageLocations(results, mark=mark_of(results)))) as address:
+    with scheduler(keys, offer(storage=StorageLocations(results, results_store_id=store_id(results)))) as address:
         code, found = checked(unfuse, address, keys)
         lines = unfuse("doctor", "--scheduler", address, "--keys", str(keys))[1].splitlines()
     assert code == 0 and all(ok for ok, _ in found.values())
@@ -176,13 +181,13 @@ def test_a_model_is_not_here(unfuse: Run, keys: Path, tmp_path: Path, monkeypatc
 
 def elsewhere(folder: Path) -> StorageLocations:
     """Results in a folder that the scheduler's machine has, and this one does not."""
-    mark = mark_of(results := f"disk:{folder}")
-    (folder / MARK).write_text("of another folder")
-    return StorageLocations(results, mark=mark)
+    mark = store_id(results := f"disk:{folder}")
+    (folder / ID_FILE).write_text("of another folder")
+    return StorageLocations(results, results_store_id=mark)
 
 
 def test_results_that_are_elsewhere_are_no_failure_and_said(unfuse: Run, keys: Path, tmp_path: Path) -> None:
-    with scheduler(keys, offer(places=elsewhere(tmp_path / "results"))) as address:
+    with scheduler(keys, offer(storage=elsewhere(tmp_path / "results"))) as address:
         code, found = checked(unfuse, address, keys)
     assert code == 0
     said = found["results"][1]
@@ -196,14 +201,14 @@ def test_a_machine_that_could_run_no_stage_without_the_results_is_told(
 ) -> None:
     """Given a model of which every stage needs results, as undivided ones are, and then one that is not here."""
     places = elsewhere(tmp_path / "results")
-    whole = msgspec.structs.replace(PICTURES, pipeline=Pipeline((WHOLE,)))
-    with monkeypatch.context() as patch, scheduler(keys, offer(places=places)) as address:
-        patch.setattr("unfuse.service.worker.card_of", lambda *_: whole)
+    whole = msgspec.structs.replace(PICTURES, pipeline=Pipeline((UNDIVIDED,)))
+    with monkeypatch.context() as patch, scheduler(keys, offer(storage=places)) as address:
+        patch.setattr("unfuse.service.worker.read_model_spec", lambda *_: whole)
         code, found = checked(unfuse, address, keys)
     assert code == 1
     assert "every stage of these models needs: to run them here, mount" in only_failing(found, "results")
     missing = (("mine", f"{tmp_path}/models/mine", "float32"),)
-    with scheduler(tmp_path / "missing", offer(places=places, models=missing)) as address:
+    with scheduler(tmp_path / "missing", offer(storage=places, models=missing)) as address:
         found = checked(unfuse, address, tmp_path / "missing")[1]
     only_failing(found, "models")
     assert "stages that need it need workers on the scheduler's machine" in found["results"][1]

@@ -10,7 +10,7 @@ import pytest
 
 from unfuse.core.errors import ConfigError
 from unfuse.service.addresses import engines, require_engines, transfers
-from unfuse.service.options import options
+from unfuse.service.options import serve_options
 from unfuse.service.settings import load
 from unfuse.testing import Faults, FaultyEngine
 from unfuse.transfer.base import TransferOptions
@@ -47,7 +47,7 @@ def test_how_often_is_told_beside_the_settings(monkeypatch: pytest.MonkeyPatch, 
 def test_faults_that_are_none_are_refused_with_how_to_write_them(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRANSFER_FAULTS", text)
     with pytest.raises(ConfigError, match="drop=0.05"):
-        Faults.told()
+        Faults.from_environment()
 
 
 def test_the_engine_that_is_named_is_listed() -> None:
@@ -71,7 +71,9 @@ def test_an_engine_that_cannot_run_ends_a_start_before_workers_open_it(
     variables = {"UNFUSE_DATA_DIR": str(tmp_path), "UNFUSE_TRANSFER__ENGINE": f"tcp,{name}"}
     flags = {"serve.listen": ["tcp://127.0.0.1:0"]}
     with pytest.raises(ConfigError, match=said):
-        options(load(flags, None, variables))
-    options(load(flags | {"serve.workers": "none"}, None, variables))  # those that are started elsewhere may have it
-    options(load({}, None, variables | {"UNFUSE_DATA_DIR": str(tmp_path / "other")}))  # nobody pulls here
+        serve_options(load(flags, None, variables))
+    serve_options(
+        load(flags | {"serve.workers": "none"}, None, variables)
+    )  # those that are started elsewhere may have it
+    serve_options(load({}, None, variables | {"UNFUSE_DATA_DIR": str(tmp_path / "other")}))  # nobody pulls here
     require_engines(["tcp", "zmq", FAULTY_TCP])

@@ -21,14 +21,14 @@ from unfuse.service.plan import ServingPlan
 @pytest.fixture
 async def machine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Machine]:
     """A server of the built-in model, whose workers have loaded it, with room for one such model."""
-    monkeypatch.setattr(module, "LOOK_S", 0.0)
+    monkeypatch.setattr(module, "CHECK_INTERVAL_S", 0.0)
     found = Machine(ONE)
     await found.begin()
 
     async def nothing() -> dict[str, list[str]]:
         return {}
 
-    monkeypatch.setattr(found.scheduler.registry, "missing", nothing)
+    monkeypatch.setattr(found.scheduler.registry, "unavailable_pools", nothing)
     yield found
     await found.crews.stop(0)
     await found.scheduler.close()
@@ -49,7 +49,7 @@ async def test_what_has_no_room_beside_a_model_takes_turns_with_it_and_is_loaded
         await machine.crews.add(name, name)
     assert await machine.served() == {"unfuse/shapes", *siblings}, "requests are accepted from now on"
     assert machine.live == [["unfuse/shapes"]], "no call waits until workers have ended"
-    await machine.crews.look()
+    await machine.crews.check_once()
     everyone = [*reversed(siblings), "unfuse/shapes"]
     assert (machine.live, machine.launchers[-1].max_loaded_models) == ([everyone], "1")
     assert machine.offered[-1] == sorted(everyone)
@@ -57,11 +57,11 @@ async def test_what_has_no_room_beside_a_model_takes_turns_with_it_and_is_loaded
     await machine.scheduler.registry.dismiss(siblings[0])
     for _ in range(module.QUIET):
         assert machine.live == [everyone]
-        await machine.crews.look()
+        await machine.crews.check_once()
     assert (machine.live, machine.launchers[-1].max_loaded_models) == ([[siblings[1], "unfuse/shapes"]], "1")
     await machine.scheduler.registry.dismiss(siblings[1])
     for _ in range(module.QUIET):
-        await machine.crews.look()
+        await machine.crews.check_once()
     assert (machine.live, machine.launchers[-1].max_loaded_models) == ([["unfuse/shapes"]], "all")
 
 
@@ -69,7 +69,7 @@ async def test_where_there_is_room_a_model_has_workers_of_its_own(machine: Machi
     machine.service = Machine(2 * ONE + PROCESS // (1 << 20)).service
     await machine.crews.add(siblings[0], siblings[0])
     assert machine.live == [["unfuse/shapes"], [siblings[0]]]
-    await machine.crews.look()
+    await machine.crews.check_once()
     assert len(machine.live) == 2
 
 
@@ -90,7 +90,7 @@ async def test_what_fits_by_no_turns_is_refused_and_nothing_changes(machine: Mac
     for name, said in ((heavy(siblings[0]), "the models do not fit"), ("/nowhere", "nowhere")):
         with pytest.raises(ConfigError, match=said):
             await machine.crews.add(name, name)
-    await machine.crews.look()
+    await machine.crews.check_once()
     assert (machine.live, await machine.served()) == ([["unfuse/shapes"]], {"unfuse/shapes"})
 
 
@@ -109,7 +109,7 @@ async def test_what_would_have_to_be_downloaded_first_is_refused_while_others_wo
     monkeypatch.setattr(machine.service, "_planned", vanish)
     with pytest.raises(ConfigError, match="do not fit.* download its files by `unfuse pull`"):
         await machine.crews.add(str(folder), str(folder))
-    await machine.crews.look()
+    await machine.crews.check_once()
     assert machine.live == [["unfuse/shapes"]]
 
 
@@ -129,17 +129,17 @@ async def test_one_that_cannot_be_loaded_leaves_those_that_were_there(machine: M
     no more, its request fails with the reason, and the others are served again; so is each other one that is broken."""
     for name in siblings:
         await machine.crews.add(name, name)
-    await machine.crews.look()
+    await machine.crews.check_once()
     asked = [await machine.ask(name) for name in (*siblings, "unfuse/shapes")]
     machine.launchers[-1].failed.set_exception(ConfigError("a worker could not start"))
-    await machine.crews.look()
+    await machine.crews.check_once()
     assert machine.live == [sorted([siblings[0], "unfuse/shapes"])]
     await machine.served()
-    assert {name: one.failed for name, one in machine.scheduler.registry.failed.items()} == {
+    assert {name: one.failure for name, one in machine.scheduler.registry.failed.items()} == {
         siblings[1]: "a worker could not start"
     }
     machine.launchers[-1].failed.set_exception(ConfigError("that one neither"))
-    await machine.crews.look()
+    await machine.crews.check_once()
     assert machine.live == [["unfuse/shapes"]]
     assert await machine.served() == {"unfuse/shapes"}
     records = [await machine.scheduler.queue.load(request) for request in asked]
@@ -159,9 +159,9 @@ async def test_one_that_is_removed_before_its_workers_come_leaves_by_the_same_wa
     request = await machine.ask(siblings[0])
     await machine.scheduler.registry.dismiss(siblings[0])
     for _ in range(module.QUIET + 1):
-        await machine.crews.look()
+        await machine.crews.check_once()
     assert machine.live == [[siblings[0], "unfuse/shapes"]]
     await machine.scheduler.cancel(request)
     for _ in range(module.QUIET):
-        await machine.crews.look()
+        await machine.crews.check_once()
     assert machine.live == [["unfuse/shapes"]]

@@ -34,7 +34,7 @@ def composed(unfuse: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> An
         made.append((options, engines))
 
     def call(*arguments: str) -> tuple[WorkerOptions, Mapping[str, TransferEngine]]:
-        monkeypatch.setattr("unfuse.service.worker.work", work)
+        monkeypatch.setattr("unfuse.service.worker.run_worker", work)
         code, _, err = unfuse("worker", "--scheduler", "unix:/run/nobody", *arguments)
         assert code == 0, err
         for engine in made[-1][1].values():
@@ -99,7 +99,7 @@ def test_probes_ask_one_worker(unfuse: Run, composed: Any, monkeypatch: pytest.M
 
 
 def offered(results: str, mark: str = "", model: str = "unfuse/shapes") -> Registered:
-    return Registered(((model, model, "float32"),), StorageLocations(results, mark=mark), 15.0, 1.0)
+    return Registered(((model, model, "float32"),), StorageLocations(results, results_store_id=mark), 15.0, 1.0)
 
 
 def planned(welcome: Registered, workers: str) -> list[str]:
@@ -131,7 +131,7 @@ def test_threads_that_move_tensors_are_as_many_as_cores_can_use(
     composed: Any, monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
 ) -> None:
     """By default; cores are those that the process may use, a quota counted."""
-    monkeypatch.setattr("unfuse.service.worker.cpus", lambda group: float(cores))
+    monkeypatch.setattr("unfuse.service.worker.usable_cpus", lambda group: float(cores))
     assert composed()[0].transfer.threads == threads
     monkeypatch.setenv("UNFUSE_TRANSFER__THREADS", "3")
     assert composed()[0].transfer.threads == 3
@@ -153,6 +153,6 @@ def test_a_protocol_that_mooncake_has_not_is_refused(unfuse: Run, monkeypatch: p
 
 def test_gpus_are_counted_for_a_worker_that_chooses_its_ranks(composed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = (Device("cpu", 1), Device("cuda:0", 1), Device("cuda:1", 1))
-    monkeypatch.setattr("unfuse.service.worker.devices", lambda: found)
+    monkeypatch.setattr("unfuse.service.worker.usable_devices", lambda: found)
     assert composed("--parallel", "auto")[0].gpus == 2
     assert composed()[0].gpus == 0

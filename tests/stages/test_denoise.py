@@ -58,7 +58,7 @@ class Constant:
     def guidance(self, params: Params) -> float:
         return guidance_scale(params)
 
-    def draw(self, params: Params, generator: torch.Generator) -> Tensor:
+    def sample_noise(self, params: Params, generator: torch.Generator) -> Tensor:
         return torch.randn((1, 2, int(params["height"] or 0), int(params["width"] or 0)), generator=generator)
 
     def constants(self, params: Params) -> dict[str, Tensor]:
@@ -80,10 +80,10 @@ class Constant:
     def phase(self, timestep: Tensor) -> bool:
         return bool(timestep > 1)
 
-    def parts(self, latents: Tensor) -> int:
+    def rows_per_latent(self, latents: Tensor) -> int:
         return 1
 
-    def settle(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    def finish_latents(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         return latents
 
 
@@ -100,7 +100,7 @@ class Particular(Constant):
         assert timestep.shape == (1,)
         return towards if int(timestep) > 1 else away * float(params["seed"] or 0)
 
-    def settle(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    def finish_latents(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         return torch.cat([latents[:, :1], torch.zeros_like(latents[:, 1:])], 1)
 
 

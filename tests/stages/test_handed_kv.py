@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unfuse.language.paged_kv import KvSequence, PagedKvCache
-from unfuse.stages.kv_transfer import CHUNK, CHUNKS, REST, KvLayout, KvReader, KvWriter
+from unfuse.stages.kv_transfer import CHUNKS, LAST_CHUNK, PREFILL_CHUNK_TOKENS, KvLayout, KvReader, KvWriter
 
 LAYERS, HEADS, WIDTH = 3, 2, 4
 
@@ -27,7 +27,7 @@ class Output:
     def _all(self, name: str, elements: int) -> int:
         return elements if name == CHUNKS else self.tensors[CHUNKS].numel() + elements
 
-    def due(self, name: str, elements: int) -> bool:
+    def completes_chunk(self, name: str, elements: int) -> bool:
         return self._all(name, elements) >= (self.told[-1] if self.told else 0) + self.every
 
     def written(self, name: str, elements: int) -> None:
@@ -36,19 +36,19 @@ class Output:
 
     @property
     def bytes(self) -> Tensor:
-        return torch.cat([self.tensors[CHUNKS].flatten(), self.tensors[REST].flatten()])
+        return torch.cat([self.tensors[CHUNKS].flatten(), self.tensors[LAST_CHUNK].flatten()])
 
 
 def filled(tokens: int, seed: int = 0) -> tuple[KvSequence, KvLayout, list[tuple[Tensor, Tensor]]]:
     """A sequence that lies in pieces, and what it has by layer."""
-    kv = PagedKvCache(LAYERS, HEADS, WIDTH, 4 * CHUNK, block=16)
-    apart = [kv.sequence() for _ in range(2 * CHUNK // 16)]
+    kv = PagedKvCache(LAYERS, HEADS, WIDTH, 4 * PREFILL_CHUNK_TOKENS, block=16)
+    apart = [kv.sequence() for _ in range(2 * PREFILL_CHUNK_TOKENS // 16)]
     for one in apart:
-        one.grow(16)
+        one.extend(16)
     for one in apart[::2]:
         one.free()
     sequence = kv.sequence()
-    sequence.grow(tokens)
+    sequence.extend(tokens)
     source = torch.Generator().manual_seed(seed)
     made = [tuple(torch.rand(HEADS, tokens, WIDTH, generator=source) for _ in "kv") for _ in range(LAYERS)]
     for layer, (keys, values) in enumerate(made):
@@ -60,8 +60,8 @@ def written(tokens: int, every: int = 1 << 30) -> tuple[Output, list[tuple[Tenso
     """What a sequence that grew chunk by chunk has written."""
     kv, layout, made = filled(tokens)
     output, writer, length = Output(layout, every), KvWriter(kv, layout), kv.length
-    writer.to(output)
-    for end in [*range(CHUNK, length, CHUNK), length]:
+    writer.redirect(output)
+    for end in [*range(PREFILL_CHUNK_TOKENS, length, PREFILL_CHUNK_TOKENS), length]:
         kv.length = end
         for layer in range(LAYERS):
             writer.layer(layer)
@@ -76,19 +76,19 @@ def test_what_is_written_as_it_comes_is_what_is_written_at_the_end_and_what_was_
     output, made = written(tokens)
     kv, layout, _ = filled(tokens)
     whole = KvWriter(kv, layout).finish()
-    for name in (CHUNKS, REST):
+    for name in (CHUNKS, LAST_CHUNK):
         assert torch.equal(whole[name], output.tensors[name])
     for start, layer, unit in layout.read(whole):
-        keys, values = (each[:, start : start + CHUNK] for each in made[layer])
+        keys, values = (each[:, start : start + PREFILL_CHUNK_TOKENS] for each in made[layer])
         assert torch.equal(unit[:, 0], keys) and torch.equal(unit[:, 1], values)
     for size in (1 << 20, 1000, 77):
         other = filled(tokens, seed=1)[0]
         reader = KvReader(other, layout)
         pieces = output.bytes.view(torch.uint8).split(size)
         for piece in pieces:
-            assert not reader.whole
-            reader.take(piece)
-        assert reader.whole
+            assert not reader.is_complete
+            reader.write(piece)
+        assert reader.is_complete
         for layer, (keys, values) in enumerate(made):
             assert torch.equal(other.read(layer)[0], keys) and torch.equal(other.read(layer)[1], values)
 
@@ -100,19 +100,19 @@ def test_a_rank_takes_its_heads_of_what_comes(tokens: int) -> None:
     layout = KvLayout(LAYERS, HEADS, WIDTH, torch.float32, tokens)
     for head in range(HEADS):
         heads = slice(head, head + 1)
-        kv = PagedKvCache(LAYERS, 1, WIDTH, 4 * CHUNK).sequence()
-        kv.grow(tokens)
+        kv = PagedKvCache(LAYERS, 1, WIDTH, 4 * PREFILL_CHUNK_TOKENS).sequence()
+        kv.extend(tokens)
         reader = KvReader(kv, layout, heads)
         for piece in output.bytes.view(torch.uint8).split(1000):
-            reader.take(piece)
-        assert reader.whole
+            reader.write(piece)
+        assert reader.is_complete
         for layer, (keys, values) in enumerate(made):
             assert torch.equal(kv.read(layer)[0], keys[heads]) and torch.equal(kv.read(layer)[1], values[heads])
 
 
 def test_layers_are_told_within_a_chunk_where_that_completes_what_others_can_read() -> None:
     """Given a layer that is as much as others can read at a time, then each is told; given more, chunks are."""
-    unit = 2 * HEADS * WIDTH * CHUNK
+    unit = 2 * HEADS * WIDTH * PREFILL_CHUNK_TOKENS
     assert written(600, every=unit)[0].told == [unit * n for n in range(1, 2 * LAYERS + 1)] + [
         unit * 2 * LAYERS + 2 * HEADS * WIDTH * (600 - 512) * LAYERS
     ]
@@ -123,13 +123,13 @@ def test_a_step_that_is_made_again_changes_nothing_that_was_told() -> None:
     """Given a sequence that gave up what it had and is computed again, with other values, then what was told stays."""
     kv, layout, made = filled(600)
     output, writer = Output(layout, 1), KvWriter(kv, layout)
-    writer.to(output)
-    kv.length = CHUNK
+    writer.redirect(output)
+    kv.length = PREFILL_CHUNK_TOKENS
     for layer in range(2):
         writer.layer(layer)
     before = output.bytes.clone()
     for layer, (keys, values) in enumerate(made):
-        kv.write(layer, -keys[:, :CHUNK], -values[:, :CHUNK])
+        kv.write(layer, -keys[:, :PREFILL_CHUNK_TOKENS], -values[:, :PREFILL_CHUNK_TOKENS])
     for layer in range(LAYERS):
         writer.layer(layer)
     assert len(output.told) == 3 and torch.equal(output.bytes[: output.told[1]], before[: output.told[1]])
@@ -138,11 +138,11 @@ def test_a_step_that_is_made_again_changes_nothing_that_was_told() -> None:
 def test_the_heads_of_one_layer_and_chunk_are_one_range_each() -> None:
     """A rank of another degree takes its heads alone: of each unit one range."""
     layout = KvLayout(LAYERS, HEADS, WIDTH, torch.float32, 600)
-    unit = torch.empty(layout.unit(CHUNK))
+    unit = torch.empty(layout.unit(PREFILL_CHUNK_TOKENS))
     assert all(unit[head:].is_contiguous() for head in range(HEADS))
     whole = KvWriter(filled(600)[0], layout).finish()
     assert layout.fits({"pictures": unit, **whole}) and not layout.fits({CHUNKS: whole[CHUNKS]})
-    assert not layout.fits({}) and not layout.fits({CHUNKS: unit, REST: unit})
+    assert not layout.fits({}) and not layout.fits({CHUNKS: unit, LAST_CHUNK: unit})
 
 
 def test_a_reader_whose_sequence_gave_up_its_place_takes_nothing_more() -> None:
@@ -152,8 +152,8 @@ def test_a_reader_whose_sequence_gave_up_its_place_takes_nothing_more() -> None:
     kv, layout, _ = filled(600, seed=1)
     reader = KvReader(kv, layout)
     first, *others = output.bytes.view(torch.uint8).split(5000)
-    reader.take(first)
+    reader.write(first)
     kv.free()
     for piece in others:
-        reader.take(piece)
-    assert not reader.whole and not kv.length
+        reader.write(piece)
+    assert not reader.is_complete and not kv.length

@@ -13,7 +13,7 @@ from torch import Tensor
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.stages.base import Stage, StageInput, need
-from unfuse.stages.image_encode import ImageEncode, read_picture
+from unfuse.stages.image_encode import ImageEncode, read_image
 
 PARAMS: Params = {"width": 4, "height": 2, "num_frames": 1}
 
@@ -21,7 +21,7 @@ PARAMS: Params = {"width": 4, "height": 2, "num_frames": 1}
 class Pixels:
     """An encoder whose encoding of a picture is its first pixel; it would keep gradients."""
 
-    each, beside = False, ()
+    one_by_one, extra_uploads = False, ()
 
     def __init__(self) -> None:
         self.weight = torch.ones(1, requires_grad=True)
@@ -92,7 +92,7 @@ def test_a_task_without_a_picture_or_a_parameter_is_refused_before_it_runs() -> 
     (file(80, "L", "JPEG"), (80, 80, 80)),
 ])  # fmt: skip
 def test_pictures_become_rgb(data: bytes, pixel: tuple[int, int, int]) -> None:
-    picture = read_picture(data)
+    picture = read_image(data)
 
     assert (picture.mode, picture.size) == ("RGB", (4, 2))
     assert picture.getpixel((0, 0)) == pixel
@@ -103,7 +103,7 @@ def test_a_picture_that_lies_on_its_side_is_put_upright(form: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
 
-    assert read_picture(file(form=form, exif=exif)).size == (2, 4)
+    assert read_image(file(form=form, exif=exif)).size == (2, 4)
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:

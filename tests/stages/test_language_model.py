@@ -97,7 +97,7 @@ class Writers:
         parts: list[tuple[KvSequence, list[int]]] = []
         for one in who:
             tokens, self.pending[one] = self.pending[one][:chunk], self.pending[one][chunk:]
-            self.sequences[one].grow(len(tokens))
+            self.sequences[one].extend(len(tokens))
             parts.append((self.sequences[one], tokens))
         for one, logits in zip(who, self.model.forward(parts, **how), strict=True):
             if not self.pending[one]:
@@ -131,7 +131,7 @@ def scattered(blocks: int) -> PagedKvCache:
     kv = room(2 * blocks * BLOCK)
     holders = [kv.sequence() for _ in range(2 * blocks)]
     for holder in holders:
-        holder.grow(1)
+        holder.extend(1)
     for holder in holders:
         if holder.spans()[0][0] // BLOCK % 2:
             holder.free()
@@ -222,7 +222,7 @@ def test_a_sequence_that_gave_up_its_blocks_goes_on_as_if_it_had_not() -> None:
 
     writers.sequences[1].free()
     writers.pending[1] = [*prompts(3)[1], *writers.tokens[1]]
-    (other := kv.sequence()).grow(4 * BLOCK)
+    (other := kv.sequence()).extend(4 * BLOCK)
     for keys, values in zip(kv.keys, kv.values, strict=True):
         for first, end in other.spans():
             keys[:, first:end] = values[:, first:end] = torch.nan
@@ -238,7 +238,7 @@ def test_what_was_computed_elsewhere_is_gone_on_with() -> None:
     first, second = Writers(copy.deepcopy(model), room(), [prompt]), Writers(model, scattered(40), [prompt])
     first.turn([0])
 
-    second.sequences[0].grow(len(prompt))
+    second.sequences[0].extend(len(prompt))
     for layer in range(LAYERS):
         keys, values = first.sequences[0].read(layer)
         assert keys.shape == values.shape == (KEPT, len(prompt), WIDTH)
@@ -257,7 +257,7 @@ def test_each_layer_is_told_of_when_it_is_final(alone: bool) -> None:
     model = LanguageModel(made(), kv)
     parts = [(kv.sequence(), prompt) for prompt in prompts(3)]
     for sequence, prompt in parts:
-        sequence.grow(len(prompt))
+        sequence.extend(len(prompt))
     heard: list[tuple[int, list[Tensor]]] = []
 
     model.forward(
@@ -276,8 +276,8 @@ def test_a_forward_said_again_computes_the_same() -> None:
     kv = room()
     model = LanguageModel(made(), kv)
     (sequence, other) = (kv.sequence(), kv.sequence())
-    sequence.grow(9)
-    other.grow(2)
+    sequence.extend(9)
+    other.extend(2)
 
     once = model.forward([(sequence, [*range(9)]), (other, [1, 2])])
     again = model.forward([(sequence, [*range(9)]), (other, [1, 2])])
@@ -289,7 +289,7 @@ def test_a_forward_said_again_computes_the_same() -> None:
 def test_a_part_without_tokens_or_room_for_them_is_refused() -> None:
     kv = room()
     model, sequence = LanguageModel(made(), kv), kv.sequence()
-    sequence.grow(2)
+    sequence.extend(2)
 
     with pytest.raises(ValueError, match="has no tokens"):
         model.forward([(sequence, [])])
@@ -339,12 +339,12 @@ def test_models_that_are_served_are_not_refused(family: str) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (MistralConfig(sliding_window=128), "sliding window of 128 tokens"),
+        (MistralConfig(sliding_window=128), "sliding window attention (128 tokens)"),
         (Qwen2Config(use_sliding_window=True, max_window_layers=2, num_hidden_layers=4), "sliding_attention"),
         (Gemma2Config(), "sliding_attention"),
         (GptOssConfig(), "sliding_attention"),
         (Qwen2_5_VLTextConfig(rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3]}), "several"),
-        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "scaled by dynamic"),
+        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "the scaling dynamic"),
     ],
     ids=lambda given: getattr(given, "model_type", ""),
 )

@@ -111,10 +111,10 @@ class Frames(Same):
         self.held: weakref.WeakSet[Tensor] = weakref.WeakSet()
         self.most = 0
 
-    def pieces(self, grid: Tensor) -> int:
+    def fragment_count(self, grid: Tensor) -> int:
         return grid.shape[2]
 
-    def decode_pieces(self, grid: Tensor) -> Iterator[Tensor]:
+    def decode_fragments(self, grid: Tensor) -> Iterator[Tensor]:
         for number in range(grid.shape[2]):
             pixels = self.decode(grid[:, :, number : number + 1])
             self.held.add(pixels)
@@ -153,7 +153,7 @@ def test_requests_that_are_decoded_in_turns_get_their_own_parts_and_files() -> N
         assert stage.step(states) == states
         for state, own in zip(states, parts, strict=True):
             assert stage.progress(state) == (number, 3)
-            own.append(stage.part(state))
+            own.append(stage.video_fragment(state))
 
     files = [stage.finish(state).media[0].data for state in states]
     assert files == [stage.run([task])[0].media[0].data for task in tasks]

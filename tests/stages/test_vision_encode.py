@@ -46,7 +46,7 @@ def film(*levels: int) -> bytes:
 
 def task(data: bytes, **video: Any) -> StageInput:
     shown = replace(MediaItem("abc", "shown-abc", frames=1, rows=2, columns=4, tokens=2), **video)
-    return StageInput({}, {}, {"shown-abc": data}, derived=DerivedFacts(shown=(shown,)))
+    return StageInput({}, {}, {"shown-abc": data}, derived=DerivedFacts(media=(shown,)))
 
 
 def seen(*tasks: StageInput) -> list[list[float]]:
@@ -62,7 +62,7 @@ def seen(*tasks: StageInput) -> list[list[float]]:
 
 def test_a_picture_frames_and_a_file_are_seen_under_the_name_of_what_is_shown() -> None:
     frames, file = encode([png(7), png(9)]), film(10, 80, 150, 220)
-    picked = task(file, images=2, picked="1,3")
+    picked = task(file, images=2, frame_indexes="1,3")
     picture, listed, filed = seen(task(png(5)), task(frames, images=2), picked)
     assert (picture, listed) == ([5], [7, 9])
     assert filed == pytest.approx([80, 220], abs=6)

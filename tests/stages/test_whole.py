@@ -120,10 +120,10 @@ def test_a_call_that_is_let_go_ends_at_its_step_and_leaves_no_thread(kind: type[
     assert stepped(stage, state) == (1, 3)
     (running,) = [thread for thread in threading.enumerate() if thread.daemon and "_run" in thread.name]
 
-    stage.let_go(state)
+    stage.release(state)
     running.join(10)
     assert pipeline.ended == ["a: CallAbandoned"] and not running.is_alive()
-    stage.let_go(stage.start(StageInput(PARAMS, {})))
+    stage.release(stage.start(StageInput(PARAMS, {})))
 
 
 def test_requests_share_weights_and_nothing_else() -> None:
@@ -190,7 +190,7 @@ def test_another_size_than_was_asked_for_is_an_error() -> None:
     state = stage.start(StageInput(PARAMS, {}))
     while stage.progress(state)[0] < 3:
         stepped(stage, state)
-    with pytest.raises(PermanentError, match="made a width of 2, not 4: ask for width 2"):
+    with pytest.raises(PermanentError, match="returned width 2, not 4: request width 2"):
         stage.finish(state)
 
 
@@ -253,7 +253,7 @@ def test_draws_without_a_generator_are_the_request_s_own() -> None:
     for name in ("a", "b", "a", "c", "b", "a", "c"):
         stepped(stage, states[name])
         between.append(torch.rand(1).item())
-    stage.let_go(states["c"])
+    stage.release(states["c"])
     torch.manual_seed(7)
     wanted = [torch.rand(1).item() for _ in range(3)]
 

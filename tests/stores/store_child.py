@@ -80,7 +80,7 @@ class Child:
 
     def learn(self, peers: dict[str, list[str]]) -> None:
         """Where others are."""
-        self.store.learn({owner: (node, address) for owner, (node, address) in peers.items()})
+        self.store.register_owners({owner: (node, address) for owner, (node, address) in peers.items()})
 
     def reaches(self, owner: str) -> bool:
         """Whether another owner's memory can be mapped."""

@@ -74,7 +74,7 @@ def test_the_bytes_are_the_scales_and_then_two_numbers_in_each() -> None:
     with TensorStore.create("memory", capacity=1 << 20) as store:
         value = np.array([7, -7, 1] + [0] * 29 + [14, 2], np.float32)
         ref = store.put({"x": value}, request="r", stage="s", attempt=1, encoding="int4")
-        stored = bytes(store.hold(ref).bytes())[:36]
+        stored = bytes(store.open(ref).bytes())[:36]
     first, second = bytes([0 << 4 | 14, 7 << 4 | 8] + [0x77] * 14), bytes([8 << 4 | 14] + [0x77] * 15)
     assert stored == bytes.fromhex("003c 0040") + first + second
 
@@ -109,7 +109,7 @@ def test_what_is_not_floating_is_left_alone() -> None:
     assert nbytes == same and all(got[name].equal(plain[name]) for name in got)
 
 
-@pytest.mark.parametrize("change", [{"wide": ""}, {"wide": "int64"}, {"wide": "float64"}, {"shape": (33,)}])
+@pytest.mark.parametrize("change", [{"is_wide": ""}, {"is_wide": "int64"}, {"is_wide": "float64"}, {"shape": (33,)}])
 def test_a_ref_that_unpacks_something_else_is_refused(change: dict[str, Any]) -> None:
     with TensorStore.create("memory", capacity=1 << 20) as store:
         ref = store.put({"x": torch.ones(32)}, request="r", stage="s", attempt=1, encoding="int4")

@@ -60,12 +60,12 @@ def test_what_an_owner_kept_is_read_by_others_and_survives_kill_9(start: Start, 
     reader = start(name=place, owner="b", capacity=MIB)
     assert reader("get", refs[0]) == [5, 5 * 700_000]
     with TensorStore.create(place, owner="a", capacity=16 * MIB) as again:
-        assert again.holding() == {decoded(ref).request for ref in refs}
+        assert again.stored_requests() == {decoded(ref).request for ref in refs}
         with again.get(decoded(refs[1])) as held:
             assert (held["x"] == 6).all()
         for ref in refs:
             again.delete(decoded(ref))
-        assert again.usage().used == 0 and not again.holding()
+        assert again.usage().used == 0 and not again.stored_requests()
 
 
 def test_an_owner_that_dies_while_it_writes_leaves_nothing_to_read(start: Start, place: str) -> None:
@@ -73,7 +73,7 @@ def test_an_owner_that_dies_while_it_writes_leaves_nothing_to_read(start: Start,
     owner("begin", 5 * MIB)
     owner.kill()
     with TensorStore.create(place, owner="half") as again:
-        assert not again.holding() and again.usage().used == 0
+        assert not again.stored_requests() and again.usage().used == 0
 
 
 def test_objects_of_another_owner_are_read_and_left_alone(place: str) -> None:
@@ -82,7 +82,7 @@ def test_objects_of_another_owner_are_read_and_left_alone(place: str) -> None:
         two.delete(ref)
         two.release(ref.request)
         check(two, ref, 3)
-        assert not two.holding() and two.usage().used == 0
+        assert not two.stored_requests() and two.usage().used == 0
         one.release(ref.request)
         with pytest.raises(ObjectLost):
             two.get(ref)
@@ -93,9 +93,9 @@ def test_any_text_names_an_owner_and_a_request(blobs: BlobStore, place: str) -> 
         with TensorStore.create(place, owner=odd, capacity=MIB) as store:
             ref = put(store, 1, request=odd)
             check(store, ref, 1)
-            assert store.holding() == {odd}
+            assert store.stored_requests() == {odd}
             store.release(odd)
-            assert not store.holding()
+            assert not store.stored_requests()
         assert last_part(folder_of("a", odd)) == odd and ".." not in folder_of(odd)
 
 
@@ -144,7 +144,7 @@ def test_redis_forgets_by_itself(redis_server: RedisServer) -> None:
     with TensorStore.create(redis_server.url + "?prefix=brief&ttl=1", owner="w") as store:
         ref = put(store, 1)
         gone = threading.Event()
-        while store.holding():
+        while store.stored_requests():
             gone.wait(0.05)
         with pytest.raises(ObjectLost):
             store.get(ref)
@@ -161,10 +161,10 @@ def test_a_full_redis_is_said_and_nothing_is_left(redis_server: RedisServer) -> 
                 put(store, 2, 60 * MIB)
         finally:
             client.config_set("maxmemory", 0)
-        assert store.holding() == {small.request} and len(client.keys("*full*")) == 1
+        assert store.stored_requests() == {small.request} and len(client.keys("*full*")) == 1
         check(store, put(store, 3, 30 * MIB), 3)
         check(store, small, 1)
-        for request in store.holding():
+        for request in store.stored_requests():
             store.release(request)
 
 
@@ -184,7 +184,7 @@ def test_a_disk_that_takes_no_more_is_said_and_nothing_is_left(tmp_path: Path) -
         small = put(store, 1)
         with no_file_above(MIB), pytest.raises(TransientError, match="File too large; check the folder"):
             put(store, 2, 3 * MIB)
-        assert store.holding() == {small.request}
+        assert store.stored_requests() == {small.request}
         assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
         check(store, put(store, 3, 3 * MIB), 3)
         check(store, small, 1)
@@ -221,13 +221,13 @@ def test_a_server_that_was_killed_is_said_and_everything_is_there_when_it_is_bac
         with pytest.raises(ObjectLost) as lost:
             store.get(kept)
         assert lost.value.object_id == kept.id
-        for attempt in (lambda: put(store, 2), store.holding, store.usage, lambda: store.release(kept.request)):
+        for attempt in (lambda: put(store, 2), store.stored_requests, store.usage, lambda: store.release(kept.request)):
             with pytest.raises(TransientError):
                 attempt()
         server.start()
         check(store, kept, 1)
         check(store, put(store, 3, 5 * MIB), 3)
-        for over in store.holding():
+        for over in store.stored_requests():
             store.release(over)
         assert store.usage().used == 0
 
@@ -265,7 +265,7 @@ def test_a_server_that_is_killed_in_the_middle_leaves_whole_objects_and_clear_er
         for value, ref in enumerate(kept[:3]):
             check(store, ref, value)
         store.release("of this test")
-        assert store.usage().used == 0 and not store.holding()
+        assert store.usage().used == 0 and not store.stored_requests()
 
 
 def test_a_store_on_a_disk_has_the_bound_it_was_given(tmp_path: Path) -> None:
@@ -348,9 +348,9 @@ def test_a_copy_is_there_until_it_is_forgotten_with_its_request(durable: Durable
     for ref in refs:
         store.save(ref)
         store.delete(ref)
-    assert copies.holding() >= {ref.request for ref in refs}
+    assert copies.stored_requests() >= {ref.request for ref in refs}
     copies.release(refs[0].request)
-    assert refs[0].request not in copies.holding() and refs[1].request in copies.holding()
+    assert refs[0].request not in copies.stored_requests() and refs[1].request in copies.stored_requests()
     with pytest.raises(ObjectLost):
         store.get(refs[0])
     check(store, refs[1], 2)
@@ -388,7 +388,7 @@ def test_copies_objects_and_results_at_one_place_leave_each_other_alone(
         results.put(over, 0, "image/png", b"a picture")
         results.forget(0.0)
         copies.release(over)
-        assert over not in copies.holding() and store.holding() == {over}
+        assert over not in copies.stored_requests() and store.stored_requests() == {over}
         check(store, ref, 1)
         store.release(over)
         assert results.read(over, 0) == b"a picture"

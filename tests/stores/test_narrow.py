@@ -91,4 +91,4 @@ def test_a_ref_that_widens_something_else_is_refused() -> None:
         ref = store.put({"x": torch.ones(4, dtype=torch.int64)}, request="r", stage="s", attempt=1)
         for wide in ("float32", "object"):
             with pytest.raises(ObjectLost, match="is inconsistent"):
-                store.get(replace(ref, tensors=(replace(ref.tensors[0], wide=wide),)))
+                store.get(replace(ref, tensors=(replace(ref.tensors[0], is_wide=wide),)))

@@ -123,7 +123,7 @@ def test_many_readers_pull_at_once_and_each_gets_its_own(store: TensorStore, fol
             assert (got == value).all()
     for ref in refs:
         store.delete(ref)
-    assert store.usage().used == 0 and not moved(folder) and not store.holding()
+    assert store.usage().used == 0 and not moved(folder) and not store.stored_requests()
 
 
 def test_what_is_put_and_pulled_and_released_at_once_is_right_or_lost(store: TensorStore, folder: Path) -> None:
@@ -141,7 +141,7 @@ def test_what_is_put_and_pulled_and_released_at_once_is_right_or_lost(store: Ten
                     assert (reader.get(ref) == (turn + one) % 251).all()
                     found += 1
                 except ObjectLost:
-                    assert request not in store.holding()
+                    assert request not in store.stored_requests()
             if random.random() < 0.9:
                 store.release(request)
         return found
@@ -149,7 +149,7 @@ def test_what_is_put_and_pulled_and_released_at_once_is_right_or_lost(store: Ten
     with reading(store) as reader, ThreadPoolExecutor(4) as pool:
         found = sum(pool.map(lambda number: work(reader, number), range(4)))
     assert found > 4 * 60 * 2
-    for request in store.holding():
+    for request in store.stored_requests():
         store.release(request)
     assert store.usage().used == 0 and not moved(folder)
 
@@ -206,7 +206,7 @@ def test_what_is_released_on_its_way_back_is_lost_and_left_nowhere(
     assert refs[0].id in moved(folder)
     with reading(store) as reader, pytest.raises(ObjectLost):
         reader.get(refs[0])
-    assert refs[0].id not in moved(folder) and refs[0].request not in store.holding()
+    assert refs[0].id not in moved(folder) and refs[0].request not in store.stored_requests()
     for ref in refs[1:]:
         store.delete(ref)
     assert store.usage().used == 0
@@ -254,16 +254,16 @@ def test_on_the_same_node_what_was_moved_is_read_where_it_is(store: TensorStore)
 def test_an_object_that_two_move_at_once_is_not_lost(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes second finds it moved, not given up: its file stays."""
     backend, refs = backend_of(store), [put(store, value) for value in range(4)]
-    keep = backend._slow.keep
+    keep = backend._slow.store
 
     def moved_by_another(ref: ObjectRef, memory: np.ndarray) -> None:  # type: ignore[type-arg]
-        monkeypatch.setattr(backend._slow, "keep", keep)
+        monkeypatch.setattr(backend._slow, "store", keep)
         keep(ref, memory)
         with ThreadPoolExecutor(1) as another:
             another.submit(put, store, 9, CAPACITY // 2).result()
         assert store.arena and refs[0].id not in {extent.id for extent in store.arena.idle()}
 
-    monkeypatch.setattr(backend._slow, "keep", moved_by_another)
+    monkeypatch.setattr(backend._slow, "store", moved_by_another)
     put(store, 8)
     for value, ref in enumerate(refs):
         with store.get(ref) as held:

@@ -11,7 +11,7 @@ from tests.stores.servers import S3Server
 from tools.redis_server import RedisServer
 from unfuse.core.errors import ObjectLost
 from unfuse.core.object_ref import ObjectRef
-from unfuse.stores.keyed import remains_at
+from unfuse.stores.keyed import stored_objects
 from unfuse.stores.tensor_store import TensorStore
 
 
@@ -36,7 +36,7 @@ def test_objects_and_copies_of_a_request_are_found_and_dropped(place: str) -> No
     refs = {request: [put(store, request) for store in stores] for request in ("req_1", "req_2")}
     for store, ref in zip(stores, refs["req_1"], strict=True):
         store.save(ref)
-    (remains,) = remains_at(f"spill:shared_memory+{place}", place, "none", "shared_memory")
+    (remains,) = stored_objects(f"spill:shared_memory+{place}", place, "none", "shared_memory")
 
     found = remains.requests()
     remains.drop(found["req_1"])

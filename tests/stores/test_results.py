@@ -20,7 +20,7 @@ from tools.redis_server import RedisServer
 from unfuse.core.errors import ConfigError, NotFound, ResultsUnavailable, TransientError
 from unfuse.core.modalities import VIDEO
 from unfuse.core.request import new_request_id
-from unfuse.stores.results import REQUEST_ID, ResultStore, mark_of, open_results, sees
+from unfuse.stores.results import REQUEST_ID, ResultStore, is_same_store, open_results, store_id
 
 
 @pytest.fixture
@@ -307,12 +307,16 @@ def test_a_full_disk_is_told_without_its_path_and_leaves_nothing_behind(tmp_path
 
 
 def test_a_folder_is_known_by_its_mark_whoever_looks(folder: Path) -> None:
-    mark = mark_of(f"disk:{folder}?fsync=no")
-    assert len(mark) == 32 and mark_of(f"disk:{folder}") == mark
-    assert sees(f"disk:{folder}", mark) and sees(f"disk:{folder}", "") and sees("s3://bucket/results", "")
-    assert not sees(f"disk:{folder}-of-another-machine", mark)
-    assert mark_of("s3://bucket/results") == ""
-    assert open_results(f"disk:{folder}", mark).kept() == {}
+    mark = store_id(f"disk:{folder}?fsync=no")
+    assert len(mark) == 32 and store_id(f"disk:{folder}") == mark
+    assert (
+        is_same_store(f"disk:{folder}", mark)
+        and is_same_store(f"disk:{folder}", "")
+        and is_same_store("s3://bucket/results", "")
+    )
+    assert not is_same_store(f"disk:{folder}-of-another-machine", mark)
+    assert store_id("s3://bucket/results") == ""
+    assert open_results(f"disk:{folder}", mark).stored_requests() == {}
 
 
 def test_of_another_machine_s_folder_nothing_is_read_or_kept_and_none_is_made(folder: Path) -> None:
@@ -327,19 +331,19 @@ def test_of_another_machine_s_folder_nothing_is_read_or_kept_and_none_is_made(fo
             call()
     results.detach(request)
     results.delete(request)
-    assert results.kept() == {} and not folder.exists()
+    assert results.stored_requests() == {} and not folder.exists()
 
 
 def test_where_no_mark_can_be_written_whoever_comes_is_trusted(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert mark_of(f"disk:{tmp_path / 'file'}") == ""
-    assert sees(f"disk:{tmp_path / 'file'}", "")
+    assert store_id(f"disk:{tmp_path / 'file'}") == ""
+    assert is_same_store(f"disk:{tmp_path / 'file'}", "")
 
 
 @pytest.mark.slow
 def test_a_full_disk_keeps_no_server_from_starting(tmp_path: Path) -> None:
     with small_disk(tmp_path, 64) as disk:
         fill(disk)
-        assert mark_of(f"disk:{disk}") == ""
+        assert store_id(f"disk:{disk}") == ""
         (disk / "filler").unlink()
-        assert len(mark_of(f"disk:{disk}")) == 32
+        assert len(store_id(f"disk:{disk}")) == 32

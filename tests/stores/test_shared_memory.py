@@ -180,7 +180,7 @@ def test_an_idle_reader_lets_a_dead_owners_memory_go(start: Start) -> None:
     owner = start(owner="a", capacity=4 << 20)
     ref = owner("put", 5, 10)
     with TensorStore.create("shared_memory", owner="b", capacity=1 << 20) as reader:
-        reader.learn({"a": ("n", owner.where["address"])})
+        reader.register_owners({"a": ("n", owner.where["address"])})
         reader.get(decoded(ref)).close()
         (client,) = reader._backend._readers._clients.values()
         gone = threading.Event()
@@ -196,7 +196,7 @@ def test_a_death_that_a_reader_notices_first_lets_the_memory_go_too(start: Start
     owner = start(owner="a", capacity=4 << 20)
     ref = owner("put", 5, 10)
     with TensorStore.create("shared_memory", owner="b", capacity=1 << 20) as reader:
-        reader.learn({"a": ("n", owner.where["address"])})
+        reader.register_owners({"a": ("n", owner.where["address"])})
         held = reader.get(decoded(ref))
         readers = reader._backend._readers
         (client,) = readers._clients.values()
@@ -231,7 +231,7 @@ def test_closing_a_store_leaves_no_descriptor_and_no_thread() -> None:
     with TensorStore.create("shared_memory", owner="a", capacity=1 << 20) as owner:
         ref = owner.put({"x": np.ones(3)}, request="r", stage="s", attempt=1)
         with TensorStore.create("shared_memory", owner="b", capacity=1 << 20) as reader:
-            reader.learn({"a": ("n", owner.address)})
+            reader.register_owners({"a": ("n", owner.address)})
             array = reader.get(ref)["x"]
     assert array.tolist() == [1, 1, 1], "what was got outlives the store"
     del array

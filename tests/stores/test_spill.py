@@ -160,12 +160,12 @@ def test_a_bit_that_changed_in_a_file_is_found_without_asking(store: TensorStore
 def test_a_request_takes_what_was_moved_with_it(store: TensorStore, folder: Path) -> None:
     mine, other = new_request_id(), new_request_id()
     refs = [put(store, value, request=(mine, other)[value % 2]) for value in range(8)]
-    assert store.holding() == {mine, other} and moved(folder)
+    assert store.stored_requests() == {mine, other} and moved(folder)
     store.release(mine)
-    assert store.holding() == {other} and moved(folder) <= {ref.id for ref in refs[1::2]}
+    assert store.stored_requests() == {other} and moved(folder) <= {ref.id for ref in refs[1::2]}
     for ref in refs[1::2]:
         store.delete(ref)
-    assert not store.holding() and store.usage().used == 0 and moved(folder) == set()
+    assert not store.stored_requests() and store.usage().used == 0 and moved(folder) == set()
 
 
 def test_what_is_released_while_it_moves_is_left_nowhere(
@@ -173,13 +173,13 @@ def test_what_is_released_while_it_moves_is_left_nowhere(
 ) -> None:
     backend = store._backend
     assert isinstance(backend, SpillBackend)
-    keep = backend._slow.keep
+    keep = backend._slow.store
 
     def released_meanwhile(ref: ObjectRef, memory: np.ndarray) -> None:
         store.release(ref.request)
         keep(ref, memory)
 
-    monkeypatch.setattr(backend._slow, "keep", released_meanwhile)
+    monkeypatch.setattr(backend._slow, "store", released_meanwhile)
     for value in range(8):
         put(store, value)
     assert moved(folder) == set()
@@ -305,7 +305,7 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def requests_are_known(self) -> None:
-        assert self.store.holding() == {ref.request for ref, _ in self.alive.values()}
+        assert self.store.stored_requests() == {ref.request for ref, _ in self.alive.values()}
 
     @invariant()
     def what_is_gone_is_lost(self) -> None:
@@ -318,7 +318,7 @@ class Histories(RuleBasedStateMachine):
             return
         for held, _ in self.open:
             held.close()
-        for request in self.store.holding():
+        for request in self.store.stored_requests():
             self.store.release(request)
         assert self.store.usage().used == 0 and moved(self.folder) == set()
         self.store.close()

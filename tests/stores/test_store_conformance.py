@@ -29,7 +29,7 @@ def join(name: str) -> Callable[[TensorStore], TensorStore]:
 
     def opened(first: TensorStore) -> TensorStore:
         other = TensorStore.create(name, owner="w2", node="n1", capacity=CAPACITY)
-        other.learn({first.owner: (first.node, first.address)})
+        other.register_owners({first.owner: (first.node, first.address)})
         return other
 
     return opened
@@ -113,7 +113,7 @@ class Leaky(MemoryBackend):
 class Trusting(MemoryBackend):
     """Lets anybody read who knows an id."""
 
-    def hold(self, ref: ObjectRef) -> ObjectHold:
+    def open(self, ref: ObjectRef) -> ObjectHold:
         entry = self._objects._entries.get(ref.id)
         if entry is None or entry.state != "sealed":
             raise ObjectLost("gone", ref.id)
@@ -124,8 +124,8 @@ class Trusting(MemoryBackend):
 class Copying(MemoryBackend):
     """Frees at once what is still held, and hands out what comes next."""
 
-    def hold(self, ref: ObjectRef) -> ObjectHold:
-        hold = super().hold(ref)
+    def open(self, ref: ObjectRef) -> ObjectHold:
+        hold = super().open(ref)
         self._objects.unhold(ref.id)
         return ObjectHold(hold.bytes(), lambda: None)
 
@@ -203,7 +203,7 @@ def test_an_owner_without_a_name_gets_one() -> None:
 
 def test_a_memory_store_reaches_no_other() -> None:
     with TensorStore.create("memory", owner="a") as one, TensorStore.create("memory", owner="b") as two:
-        two.learn({"a": ("n", "unix:@nowhere")})
+        two.register_owners({"a": ("n", "unix:@nowhere")})
         ref = one.put({"x": np.ones(3)}, request=new_request_id(), stage="s", attempt=1)
         with pytest.raises(ObjectLost):
             two.get(ref)

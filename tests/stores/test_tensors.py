@@ -7,7 +7,7 @@ import xxhash
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from unfuse.core.object_ref import DTYPES, TensorMeta, lay_out
+from unfuse.core.object_ref import DTYPES, TensorMeta, layout_tensors
 from unfuse.stores.base import Checksums, checksums_of
 from unfuse.stores.tensors import RAW, copy_into, describe, flat_bytes, numpy_over, torch_over
 
@@ -24,7 +24,7 @@ def views(array: np.ndarray, data: st.DataObject) -> np.ndarray:
 
 
 def over(memory: np.ndarray, value: object) -> TensorMeta:
-    ((meta,), nbytes) = lay_out([("x", *describe(value))])  # type: ignore[arg-type]
+    ((meta,), nbytes) = layout_tensors([("x", *describe(value))])  # type: ignore[arg-type]
     assert nbytes <= memory.nbytes
     return meta
 

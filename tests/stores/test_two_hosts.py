@@ -61,7 +61,7 @@ def test_memory_of_another_host_is_lost_and_not_taken_for_ones_own(start: Start,
     with TensorStore.create(
         "shared_memory", owner="mine", capacity=CAPACITY, run_dir=os.environ["UNFUSE_RUN_DIR"]
     ) as store:
-        store.learn({"there": ("other", there.where["address"])})
+        store.register_owners({"there": ("other", there.where["address"])})
         with pytest.raises(ObjectLost) as lost:
             store.get(decoded(ref))
         assert lost.value.object_id == decoded(ref).id

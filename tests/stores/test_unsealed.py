@@ -38,7 +38,7 @@ def writer(owner: TensorStore) -> Iterator[TensorStore]:
 @pytest.fixture
 def reader(owner: TensorStore) -> Iterator[TensorStore]:
     with shared("r", capacity=1 << 20) as store:
-        store.learn({"w": ("node", owner.address)})
+        store.register_owners({"w": ("node", owner.address)})
         yield store
 
 
@@ -47,31 +47,31 @@ def test_chunks_can_be_read_as_soon_as_they_are_complete_and_all_when_it_is_seal
 ) -> None:
     """Given an output that is begun, when a half of it is written, then its owner tells of what is complete, and nobody
     maps it; at the end, a reader has all of it by the ref that was there from the beginning."""
-    output = writer.begin(OUTLINE, request="req_a", stage="s", attempt=1)
+    output = writer.start_output(OUTLINE, request="req_a", stage="s", attempt=1)
     assert output and owner.arena
-    assert not output.ref.whole and owner.arena.written(output.ref.id) == ((), False)
+    assert not output.ref.is_whole and owner.arena.written(output.ref.id) == ((), False)
     output.tensors["a"][:2] = 7
-    assert output.due("a", CHUNK) and not output.due("a", CHUNK - 1)
+    assert output.completes_chunk("a", CHUNK) and not output.completes_chunk("a", CHUNK - 1)
     output.written("a", 3 * CHUNK // 2)
-    assert [len(owner.arena.written(output.ref.id)[0]), output.due("a", 2 * CHUNK - 1)] == [1, False]
+    assert [len(owner.arena.written(output.ref.id)[0]), output.completes_chunk("a", 2 * CHUNK - 1)] == [1, False]
     assert not reader.is_whole(output.ref) and not owner.is_whole(output.ref)
     with pytest.raises(ObjectLost):
         reader.get(output.ref)
     output.tensors["a"][2], output.tensors["b"][:] = 8, 9
     ref = output.finish()
     output.abort()
-    assert ref.whole and ref.id == output.ref.id and reader.is_whole(output.ref)
+    assert ref.is_whole and ref.id == output.ref.id and reader.is_whole(output.ref)
     with reader.get(output.ref, as_torch=True) as held:
         assert torch.equal(held["b"], torch.full((10,), 9.0)) and held["a"].sum() == CHUNK * (7 + 7 + 8)
-    assert checksums_of(reader.hold(output.ref).bytes()) == ref.checksums
+    assert checksums_of(reader.open(output.ref).bytes()) == ref.checksums
 
 
 def test_a_small_one_is_filled_at_once_with_what_it_was_said_to_have(owner: TensorStore, reader: TensorStore) -> None:
     """Given an output of one chunk that is begun all the same, then it is whole when it is filled, with tensors of any
     strides; those of another shape or dtype, or name, are refused."""
     outline = [("a", "float32", (3, 5)), ("b", "bfloat16", (10,))]
-    output = owner.begin(outline, request="req_a", stage="s", attempt=1, small=True)
-    assert output and not output.ref.whole and not reader.is_whole(output.ref)
+    output = owner.start_output(outline, request="req_a", stage="s", attempt=1, small=True)
+    assert output and not output.ref.is_whole and not reader.is_whole(output.ref)
     made = {"a": torch.arange(15.0).reshape(5, 3).mT, "b": torch.ones(10, dtype=torch.bfloat16)}
     for wrong in ({**made, "a": made["a"].mT}, {**made, "b": torch.ones(10)}, {"a": made["a"]}):
         with pytest.raises(ValueError, match="was announced"):
@@ -82,14 +82,14 @@ def test_a_small_one_is_filled_at_once_with_what_it_was_said_to_have(owner: Tens
     ref = output.finish()
     with reader.get(output.ref, as_torch=True) as held:
         assert all(held[name].equal(made[name]) for name in made)
-    assert checksums_of(reader.hold(output.ref).bytes()) == ref.checksums
+    assert checksums_of(reader.open(output.ref).bytes()) == ref.checksums
 
 
 def test_who_waits_for_an_output_that_comes_to_nothing_hears_of_it(owner: TensorStore) -> None:
     """Given one output whose task ends, one whose request is over, and one whose writer dies, then each is lost, and
     writing goes on to no effect."""
     writer = shared("w", address=owner.address, write_token=owner.write_token)
-    ended, over, left = (writer.begin(OUTLINE, request=f"req_{n}", stage="s", attempt=1) for n in "abc")
+    ended, over, left = (writer.start_output(OUTLINE, request=f"req_{n}", stage="s", attempt=1) for n in "abc")
     assert ended and over and left
     ended.abort()
     ended.abort()
@@ -109,9 +109,9 @@ def test_who_waits_for_an_output_that_comes_to_nothing_hears_of_it(owner: Tensor
 def test_what_nobody_could_read_before_it_is_whole_is_not_begun(owner: TensorStore) -> None:
     """Given an output of one chunk that is not wanted so, or a store that others cannot read meanwhile, then there is
     none; nor without room."""
-    assert owner.begin(OUTLINE[1:], request="req_a", stage="s", attempt=1) is None
+    assert owner.start_output(OUTLINE[1:], request="req_a", stage="s", attempt=1) is None
     with TensorStore.create("memory") as store:
-        assert store.begin(OUTLINE, request="req_a", stage="s", attempt=1) is None
+        assert store.start_output(OUTLINE, request="req_a", stage="s", attempt=1) is None
     with pytest.raises(ArenaFull):
-        owner.begin([("a", "float32", (40, CHUNK))], request="req_a", stage="s", attempt=1)
+        owner.start_output([("a", "float32", (40, CHUNK))], request="req_a", stage="s", attempt=1)
     assert owner.usage().used == 0

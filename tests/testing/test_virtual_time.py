@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from unfuse.testing import VirtualClock, VirtualTimeLoop, in_virtual_time
-from unfuse.testing.virtual_time import BEGIN, WALL
+from unfuse.testing.virtual_time import START, WALL
 
 YEAR = 365 * 86_400.0
 
@@ -19,15 +19,15 @@ async def test_it_is_as_late_as_the_next_timer_when_nothing_can_run() -> None:
     for after in (3 * YEAR, YEAR, 2 * YEAR):
         loop.call_later(after, lambda: rung.append(loop.time()))
     await asyncio.sleep(10 * YEAR)
-    assert rung == pytest.approx([BEGIN + years * YEAR for years in (1, 2, 3)])
-    assert loop.time() == pytest.approx(BEGIN + 10 * YEAR)
+    assert rung == pytest.approx([START + years * YEAR for years in (1, 2, 3)])
+    assert loop.time() == pytest.approx(START + 10 * YEAR)
 
 
 @in_virtual_time
 async def test_time_stands_still_while_something_can_run() -> None:
     for _ in range(1000):
         await asyncio.sleep(0)
-    assert asyncio.get_running_loop().time() == BEGIN
+    assert asyncio.get_running_loop().time() == START
 
 
 @in_virtual_time
@@ -37,7 +37,7 @@ async def test_a_timeout_ends_what_takes_longer_and_nothing_else() -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(YEAR):
             await asyncio.sleep(2 * YEAR)
-    assert asyncio.get_running_loop().time() == pytest.approx(BEGIN + 2 * YEAR)
+    assert asyncio.get_running_loop().time() == pytest.approx(START + 2 * YEAR)
 
 
 @in_virtual_time
@@ -58,7 +58,7 @@ async def test_it_does_not_jump_while_a_thread_it_waits_for_works() -> None:
 
     async with asyncio.timeout(1.0):
         done, _ = await asyncio.gather(asyncio.to_thread(work), let_go())
-    assert (done, asyncio.get_running_loop().time()) == ("done", BEGIN)
+    assert (done, asyncio.get_running_loop().time()) == ("done", START)
 
 
 @in_virtual_time
@@ -89,7 +89,7 @@ async def test_it_serves_sockets_before_any_time_passes() -> None:
             assert await reader.readline() == b"%d\n" % number
         writer.close()
         await writer.wait_closed()
-    assert asyncio.get_running_loop().time() == BEGIN
+    assert asyncio.get_running_loop().time() == START
 
 
 @in_virtual_time
@@ -106,4 +106,4 @@ def test_two_loops_of_one_test_have_each_its_own_time() -> None:
     for _ in range(2):
         with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
             runner.run(asyncio.sleep(YEAR))
-            assert runner.get_loop().time() == pytest.approx(BEGIN + YEAR)
+            assert runner.get_loop().time() == pytest.approx(START + YEAR)

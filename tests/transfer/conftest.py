@@ -86,7 +86,8 @@ class ChildOwner:
         answer = json.loads(line)
         assert "error" not in answer, answer
         value = answer["answer"]
-        return msgspec.msgpack.decode(bytes.fromhex(value), type=ObjectRef) if verb in ("put", "begin") else value
+        is_ref = verb in ("put", "start_output")
+        return msgspec.msgpack.decode(bytes.fromhex(value), type=ObjectRef) if is_ref else value
 
 
 @contextmanager

@@ -39,10 +39,10 @@ def local_pairs(memory: NDArray[np.uint8]) -> ComputePairs:
 
     def answered(message: FromCompute) -> None:
         assert isinstance(message, PairDone)
-        loop.call_soon_threadsafe(pairs.heard, message)
+        loop.call_soon_threadsafe(pairs.finish_call, message)
 
     async def send(message: PairCall) -> bool:
-        server.take(message)
+        server.serve(message)
         return True
 
     async def made() -> ComputePairs:

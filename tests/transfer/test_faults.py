@@ -160,12 +160,12 @@ class Soak:
         """A copy on a disk, which is full every third time: it is there and right, or it is an error."""
         if full := self.random.random() < 0.33 and ref.nbytes > 1000:
             with full_disk(), pytest.raises(TransientError, match="check the folder"):
-                self.copies.keep(ref, here)
+                self.copies.store(ref, here)
             with pytest.raises(ObjectLost):
-                self.copies.hold(ref)
+                self.copies.open(ref)
         else:
-            self.copies.keep(ref, here)
-            assert np.array_equal(self.copies.hold(ref).bytes(), here)
+            self.copies.store(ref, here)
+            assert np.array_equal(self.copies.open(ref).bytes(), here)
         self.outcomes[f"(copies {'refused by a full disk' if full else 'kept'})"] += 1
         self.copies.release(ref.request)
 
@@ -175,7 +175,7 @@ class Soak:
             for ref in served.refs.values():
                 served.child.delete(ref)
             soon(lambda: served.child.used() == 0, "an owner's arena leaks")  # noqa: B023
-        assert self.copies.usage().used == 0 and not self.copies.holding(), "the disk leaks"
+        assert self.copies.usage().used == 0 and not self.copies.stored_requests(), "the disk leaks"
 
     def told(self) -> str:
         """What happened, by engine and in all."""

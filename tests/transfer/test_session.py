@@ -205,7 +205,7 @@ def test_an_arena_that_stays_full_is_one_error(owner: ArenaOwner, arena: Arena) 
 def test_sessions_that_wait_keep_no_other_waiting(owner: ArenaOwner, arena: Arena) -> None:
     """All on one thread: one waits for room, one for its owner to write, one for an owner that never comes."""
     address = owner.start()
-    large, growing, good = owner.put(7, CHUNK_BYTES), owner.begin(8, CHUNK_BYTES), owner.put(9, CHUNK_BYTES + 1)
+    large, growing, good = owner.put(7, CHUNK_BYTES), owner.start_output(8, CHUNK_BYTES), owner.put(9, CHUNK_BYTES + 1)
     owner.write(growing, 0)
     lost = msgspec.structs.replace(good, owner="gone")
     full = Arena(1 << 20)
@@ -331,7 +331,7 @@ def test_whoever_drains_a_window_hears_of_the_failure_after_what_was_good(owner:
 
 
 def test_what_is_announced_is_held_only_by_who_knows_that_it_is_not_whole(owner: ArenaOwner) -> None:
-    ref = owner.begin(1, CHUNK_BYTES)
+    ref = owner.start_output(1, CHUNK_BYTES)
     shown = ref.id, ref.key, ref.generation, ref.nbytes
     with pytest.raises(ObjectLost):
         owner.arena.hold(*shown, announced=True)
@@ -351,7 +351,7 @@ def test_what_is_announced_is_held_only_by_who_knows_that_it_is_not_whole(owner:
 
 
 def test_a_stream_that_was_sealed_and_deleted_is_whole_to_who_holds_it(owner: ArenaOwner) -> None:
-    ref = owner.begin(1, CHUNK_BYTES)
+    ref = owner.start_output(1, CHUNK_BYTES)
     owner.write(ref, 1)
     owner.arena.hold(ref.id, ref.key, ref.generation, ref.nbytes, announced=True)
     owner.seal(ref)
@@ -362,7 +362,7 @@ def test_a_stream_that_was_sealed_and_deleted_is_whole_to_who_holds_it(owner: Ar
 
 def test_a_stream_whose_writer_gives_up_is_an_error_and_a_changed_one_too(owner: ArenaOwner, arena: Arena) -> None:
     address = owner.start()
-    broken, other = owner.begin(17, 2 * CHUNK_BYTES), owner.begin(18, 2 * CHUNK_BYTES)
+    broken, other = owner.start_output(17, 2 * CHUNK_BYTES), owner.start_output(18, 2 * CHUNK_BYTES)
     owner.write(broken, 1)
     owner.write(other, 1)
     changed = msgspec.structs.replace(other, checksums=(5,))
@@ -422,7 +422,7 @@ def test_a_peer_that_is_silent_is_given_up_and_the_heartbeat_notices_it(owner: A
 
 
 def test_close_ends_what_is_not_over(owner: ArenaOwner, arena: Arena) -> None:
-    address, ref = owner.start(), owner.begin(21, CHUNK_BYTES)
+    address, ref = owner.start(), owner.start_output(21, CHUNK_BYTES)
     owner.write(ref, 0)
     fetching = Transfers({"fake": FakeEngine(QUICK)}, lambda _: {"fake": address}, QUICK)
     sessions = [fetching.fetch(ref, ArenaSink(arena, ref)) for _ in range(5)]
@@ -436,7 +436,7 @@ def test_close_ends_what_is_not_over(owner: ArenaOwner, arena: Arena) -> None:
 
 
 def test_a_session_that_is_not_over_in_time_says_so(owner: ArenaOwner, arena: Arena) -> None:
-    address, ref = owner.start(), owner.begin(22, CHUNK_BYTES)
+    address, ref = owner.start(), owner.start_output(22, CHUNK_BYTES)
     owner.write(ref, 0)
     with transfers({"fake": FakeEngine(QUICK)}, lambda _: {"fake": address}) as fetching, pytest.raises(TimeoutError):
         fetching.fetch(ref, ArenaSink(arena, ref)).result(0.01)

@@ -118,7 +118,7 @@ class Walk:
 
 
 def test_an_owner_s_sessions_take_turns_and_its_threads_go_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(movers_module, "SPARE_S", 0.01)
+    monkeypatch.setattr(movers_module, "IDLE_THREAD_S", 0.01)
     movers, order, over = SessionThreads(1), list[str](), threading.Event()
     gate = threading.Event()
     movers.add("owner", Walk(lambda: gate.wait(60), 1))
@@ -138,7 +138,7 @@ def test_an_owner_s_sessions_take_turns_and_its_threads_go_after_the_last(monkey
 def test_threads_are_as_many_as_an_owner_may_have_and_never_more_than_its_sessions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(movers_module, "SPARE_S", 0.01)
+    monkeypatch.setattr(movers_module, "IDLE_THREAD_S", 0.01)
     movers, gate, begun = SessionThreads(2), threading.Event(), threading.Semaphore(0)
 
     def step() -> None:
@@ -160,7 +160,7 @@ def test_threads_are_as_many_as_an_owner_may_have_and_never_more_than_its_sessio
 
 
 def test_a_thread_without_a_session_takes_the_next_one_and_ends_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(movers_module, "SPARE_S", 600.0)
+    monkeypatch.setattr(movers_module, "IDLE_THREAD_S", 600.0)
     movers, who, done = SessionThreads(2), list[threading.Thread](), threading.Semaphore(0)
 
     def step() -> None:
@@ -180,7 +180,7 @@ def test_a_thread_without_a_session_takes_the_next_one_and_ends_when_told(monkey
 
 
 def test_no_session_is_forgotten_that_comes_just_when_a_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(movers_module, "SPARE_S", 0.001)
+    monkeypatch.setattr(movers_module, "IDLE_THREAD_S", 0.001)
     movers, done = SessionThreads(1), threading.Semaphore(0)
     for number in range(500):
         time.sleep(0.0008 + number % 9 * 0.0001)

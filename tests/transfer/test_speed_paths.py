@@ -15,8 +15,8 @@ from tests.transfer.conftest import OPTIONS
 from unfuse.core.object_ref import ObjectRef
 from unfuse.testing.transfer_owner import ArenaOwner, pattern, soon
 from unfuse.transfer import onesided, open_engine
-from unfuse.transfer.base import Coming, LinkBroken, Ping, Pong, Pull, TransferEngine, TransferOptions
-from unfuse.transfer.onesided import AT_ONCE, CopyRange, OneSidedEngine
+from unfuse.transfer.base import LinkBroken, Ping, Pong, Pull, Ready, TransferEngine, TransferOptions
+from unfuse.transfer.onesided import RANGES_PER_CALL, CopyRange, OneSidedEngine
 from unfuse.transfer.session import MAX_PULL
 from unfuse.transfer.tcp import OwnerClient, OwnerServer, send
 
@@ -46,7 +46,7 @@ class OwnMemory(OneSidedEngine):
         if len(self.calls) in self.fails:
             raise LinkBroken("the library failed")
         for one in ranges:
-            ctypes.memmove(one.to, one.address, one.nbytes)
+            ctypes.memmove(one.destination, one.address, one.nbytes)
 
 
 def started(engine: TransferEngine) -> Iterator[tuple[ArenaOwner, str]]:
@@ -74,14 +74,14 @@ def test_over_tcp_an_object_is_held_while_it_is_sent_and_not_longer(tcp: tuple[A
     owner, address = tcp
     ref = owner.put(1, MUCH)
     with closing(OwnerClient(address, OPTIONS)) as reader:
-        reader.ask(all_of(ref), Coming)
+        reader.call(all_of(ref), Ready)
         owner.delete(ref)
         assert owner.used() > 0, "most of it is still to be sent"
         came = np.empty(MUCH, np.uint8)
         assert reader.socket.recv_into(came, 0, socket.MSG_WAITALL) == MUCH
         assert np.array_equal(came, pattern(1, MUCH))
         soon(lambda: owner.used() == 0, "it is held for a reader that has it")
-        reader.ask(Ping(), Pong)
+        reader.call(Ping(), Pong)
 
 
 def test_what_an_owner_sent_does_not_change_when_its_room_is_used_again(tcp: tuple[ArenaOwner, str]) -> None:
@@ -89,7 +89,7 @@ def test_what_an_owner_sent_does_not_change_when_its_room_is_used_again(tcp: tup
     owner, address = tcp
     ref = owner.put(1, 10_000)
     with closing(OwnerClient(address, OPTIONS)) as reader:
-        reader.ask(all_of(ref), Coming)
+        reader.call(all_of(ref), Ready)
         owner.delete(ref)
         soon(lambda: owner.used() == 0, "it is held though it is sent")
         owner.put(2, 10_000)
@@ -152,10 +152,10 @@ def test_many_ranges_are_read_in_one_call_and_one_after_a_call_that_failed(
 ) -> None:
     """Given an object of more ranges than a call has, of which the second call fails, then what the first one brought
     counts, the next pull begins with a single range, and goes on with many."""
-    assert AT_ONCE * onesided.PIECE <= MAX_PULL, "or no pull would have as many"
-    monkeypatch.setattr(onesided, "PIECE", piece := 1 << 16)
+    assert RANGES_PER_CALL * onesided.MAX_RANGE_BYTES <= MAX_PULL, "or no pull would have as many"
+    monkeypatch.setattr(onesided, "MAX_RANGE_BYTES", piece := 1 << 16)
     owner, address = one_sided
-    nbytes, whole = (2 * AT_ONCE + 1) * piece + 5, AT_ONCE * piece
+    nbytes, whole = (2 * RANGES_PER_CALL + 1) * piece + 5, RANGES_PER_CALL * piece
     ref, memory = owner.put(1, nbytes), np.zeros(nbytes, np.uint8)
     engine = OwnMemory(OPTIONS)
     engine.fails = [2]
@@ -166,5 +166,11 @@ def test_many_ranges_are_read_in_one_call_and_one_after_a_call_that_failed(
             next(pull)
         rest = nbytes - whole
         assert [*link.pull(ref, whole, nbytes, memory[whole:])] == [piece, piece + whole, rest]
-    assert engine.calls == [[piece] * AT_ONCE, [piece] * AT_ONCE, [piece], [piece] * AT_ONCE, [5]]
+    assert engine.calls == [
+        [piece] * RANGES_PER_CALL,
+        [piece] * RANGES_PER_CALL,
+        [piece],
+        [piece] * RANGES_PER_CALL,
+        [5],
+    ]
     assert np.array_equal(memory, pattern(1, nbytes))

@@ -14,12 +14,12 @@ from zmq.utils.monitor import recv_monitor_message
 
 from tests.transfer.conftest import OPTIONS, SECRET
 from unfuse.arena.arena import Arena
-from unfuse.arena.protocol import Lost
+from unfuse.arena.protocol import ObjectUnavailable
 from unfuse.core.errors import ConfigError, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.testing.transfer_owner import ArenaOwner, pattern, soon
 from unfuse.transfer import BACKENDS, open_engine
-from unfuse.transfer.base import Coming, FromOwner, Got, LinkBroken, Ping, Pong, Pull, ToOwner, TransferOptions, Watch
+from unfuse.transfer.base import FromOwner, Got, LinkBroken, Ping, Pong, Pull, Ready, ToOwner, TransferOptions, Watch
 from unfuse.transfer.session import ArenaSink, Transfers
 from unfuse.transfer.tcp import OwnerClient, OwnerServer, prove, read, send, write
 
@@ -227,10 +227,10 @@ LIES = {
     "garbage": say(header(9) + b"\x01 garbage"),
     "another version": say(header(2) + b"\x63\x80"),
     "another answer": say(Pong()),
-    "too little": say(Coming(0), bytes(99)),
+    "too little": say(Ready(0), bytes(99)),
     "nothing": say(),
     "silence": say(close=False),
-    "silence in the middle": say(Coming(0), bytes(50), close=False),
+    "silence in the middle": say(Ready(0), bytes(50), close=False),
 }
 
 
@@ -244,7 +244,7 @@ def test_an_owner_that_lies_breaks_the_link_and_writes_nowhere_else(owner: Arena
 
 def test_an_owner_that_sends_more_than_was_asked_fills_no_more(owner: ArenaOwner) -> None:
     ref, memory = owner.put(1, 100), np.zeros(300, np.uint8)
-    many = say(Coming(0), b"\xff" * 10_000)
+    many = say(Ready(0), b"\xff" * 10_000)
     with liar(many) as address, closing(open_engine("tcp", QUICK).connect(address)) as link, suppress(LinkBroken):
         list(link.pull(ref, 0, 100, memory[100:200]))
     assert memory[100:200].all() and not memory[:100].any() and not memory[200:].any()
@@ -252,7 +252,10 @@ def test_an_owner_that_sends_more_than_was_asked_fills_no_more(owner: ArenaOwner
 
 def test_what_an_owner_says_of_a_loss_is_told(owner: ArenaOwner) -> None:
     ref = owner.put(1, 100)
-    with liar(say(Lost("it was eaten"))) as address, closing(open_engine("tcp", QUICK).connect(address)) as link:
+    with (
+        liar(say(ObjectUnavailable("it was eaten"))) as address,
+        closing(open_engine("tcp", QUICK).connect(address)) as link,
+    ):
         lost = pytest.raises(ObjectLost, list, link.pull(ref, 0, 100, np.zeros(100, np.uint8)))
     assert str(lost.value) == "it was eaten" and lost.value.object_id == ref.id
 
@@ -293,7 +296,7 @@ def test_strangers_that_say_nothing_take_nobody_s_place(monkeypatch: pytest.Monk
         assert peer.recv(1) == b"", "it is hung up on"
     with closing(OwnerClient(address, OPTIONS)) as other, closing(first):
         for reader in (first, other):
-            reader.ask(Pull(ref.id, ref.key, ref.generation, ref.nbytes, 0, 10), Coming)
+            reader.call(Pull(ref.id, ref.key, ref.generation, ref.nbytes, 0, 10), Ready)
             assert len(reader.socket.recv(10, socket.MSG_WAITALL)) == 10
     for peer in silent:
         peer.close()
@@ -331,7 +334,7 @@ def test_a_reader_that_stops_reading_is_given_up_and_its_hold_ends() -> None:
     owner = ArenaOwner(lambda: open_engine("tcp", IMPATIENT))
     address, ref = owner.start(), owner.put(1, 40 << 20)
     reader = OwnerClient(address, OPTIONS)
-    reader.ask(Pull(ref.id, ref.key, ref.generation, ref.nbytes, 0, ref.nbytes), Coming)
+    reader.call(Pull(ref.id, ref.key, ref.generation, ref.nbytes, 0, ref.nbytes), Ready)
     owner.delete(ref)
     assert owner.used() > 0
     soon(lambda: owner.used() == 0, "it is still held")
@@ -343,11 +346,11 @@ def test_what_a_reader_takes_by_itself_is_held_until_it_has_it(owner: ArenaOwner
     """As with mooncake and nixl, which read the owner's memory behind its back."""
     ref, serving = owner.put(1, 1000), OwnerServer(owner.arena, OPTIONS, lambda peer, *_: read(peer))
     with closing(serving), closing(OwnerClient(serving.address, OPTIONS)) as reader:
-        reader.ask(Pull(ref.id, ref.key, ref.generation, ref.nbytes, 0, ref.nbytes), Coming)
+        reader.call(Pull(ref.id, ref.key, ref.generation, ref.nbytes, 0, ref.nbytes), Ready)
         owner.delete(ref)
         assert owner.used() > 0
         send(reader.socket, Got())
-        reader.ask(Ping(), Pong)
+        reader.call(Ping(), Pong)
         assert owner.used() == 0
 
 
@@ -356,7 +359,7 @@ def test_what_is_sent_is_not_held_for_who_has_hung_up() -> None:
     owner = ArenaOwner(lambda: open_engine("tcp", msgspec.structs.replace(OPTIONS, heartbeat_s=1000.0)))
     address, ref = owner.start(), owner.put(1, 40 << 20)
     reader = OwnerClient(address, OPTIONS)
-    reader.ask(Pull(ref.id, ref.key, ref.generation, ref.nbytes, 0, ref.nbytes), Coming)
+    reader.call(Pull(ref.id, ref.key, ref.generation, ref.nbytes, 0, ref.nbytes), Ready)
     owner.delete(ref)
     assert owner.used() > 0
     reader.interrupt()

@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from unfuse.core.errors import Unsuitable
+from unfuse.core.errors import UnsupportedRequest
 from unfuse.weights.adapters import (
     AdapterFolder,
     TensorEntry,
     entries,
     fitted,
-    left_out,
     not_finite,
     other_half,
     refusal,
+    unused_entry,
 )
 from unfuse.weights.traced import sources_of, traced
 
@@ -65,7 +65,7 @@ def test_a_request_for_such_a_file_is_refused_before_it_is_queued(tmp_path: Path
 
     assert entries(tmp_path / "half.safetensors") == {"a.lora_A.weight": TensorEntry("F32", (2, 8))}
     for _ in range(2):
-        with pytest.raises(Unsuitable, match=r"lora 'half' holds a\.lora_A\.weight without a\.lora_B\.weight"):
+        with pytest.raises(UnsupportedRequest, match=r"'half' contains a\.lora_A\.weight without a\.lora_B\.weight"):
             loras.ids_of("half")
     assert loras.ids_of("odd") == loras.id_of("odd")
 
@@ -75,14 +75,14 @@ def test_what_was_left_out_counts_where_it_has_an_effect() -> None:
     pair = {"a.lora_A.weight": one, "a.lora_B.weight": one}
     used = {*pair}
 
-    assert left_out(pair, used) == ""
-    assert left_out({**pair, "a.diff": one}, used) == "a.diff"
-    assert left_out({**pair, "a.diff": none, "a.diff_b": none}, used) == ""
-    assert left_out({**pair, "a.diff_m": none}, used) == "a.diff_m"
-    assert left_out({**pair, "a.alpha": torch.tensor(2.0)}, used) == ""
-    assert left_out({**pair, "a.alpha": torch.tensor(1.0)}, used) == "a.alpha"
+    assert unused_entry(pair, used) == ""
+    assert unused_entry({**pair, "a.diff": one}, used) == "a.diff"
+    assert unused_entry({**pair, "a.diff": none, "a.diff_b": none}, used) == ""
+    assert unused_entry({**pair, "a.diff_m": none}, used) == "a.diff_m"
+    assert unused_entry({**pair, "a.alpha": torch.tensor(2.0)}, used) == ""
+    assert unused_entry({**pair, "a.alpha": torch.tensor(1.0)}, used) == "a.alpha"
     idle = {"b.lora_down.weight": one, "b.lora_up.weight": none, "b.alpha": torch.tensor(1.0)}
-    assert left_out({**pair, **idle}, used) == ""
+    assert unused_entry({**pair, **idle}, used) == ""
 
 
 def test_numbers_that_are_not_finite_are_told_apart() -> None:

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.integration.pictures import SHAPES
 from unfuse.core.errors import ConfigError, UsageError
-from unfuse.models import card_of, resolve_source
+from unfuse.models import read_model_spec, resolve_source
 from unfuse.weights.fingerprints import FINGERPRINTS
 from unfuse.weights.source import is_local, parse_component_sources, source_of, split_name, with_components
 
@@ -20,7 +20,7 @@ from unfuse.weights.source import is_local, parse_component_sources, source_of, 
 @pytest.fixture(autouse=True)
 def _own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FINGERPRINTS, "_file", None)
-    FINGERPRINTS.remember_in(tmp_path / "data")
+    FINGERPRINTS.cache_in(tmp_path / "data")
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def vae(tmp_path: Path) -> Path:
 
 
 def pools(folder: Path) -> dict[str, str]:
-    return dict(card_of("m", folder).pools())
+    return dict(read_model_spec("m", folder).pools())
 
 
 def rewritten(folder: Path, **values: Any) -> None:

@@ -51,14 +51,14 @@ def test_a_fingerprint_is_the_hash_of_the_hashes_of_pieces(tmp_path: Path) -> No
 
     pieces = [data[:PIECE_BYTES], data[PIECE_BYTES : 2 * PIECE_BYTES], data[2 * PIECE_BYTES :]]
     expected = xxhash.xxh3_128_hexdigest(b"".join(map(xxhash.xxh3_128_digest, pieces)))
-    assert Fingerprints().of(tmp_path / "file") == expected
+    assert Fingerprints().hash_file(tmp_path / "file") == expected
 
 
 def test_the_hub_s_names_of_contents(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"content")
 
-    assert Fingerprints().of(tmp_path / "file", "sha256") == hashlib.sha256(b"content").hexdigest()
-    assert Fingerprints().of(tmp_path / "file", "git") == hashlib.sha1(b"blob 7\0content").hexdigest()
+    assert Fingerprints().hash_file(tmp_path / "file", "sha256") == hashlib.sha256(b"content").hexdigest()
+    assert Fingerprints().hash_file(tmp_path / "file", "git") == hashlib.sha1(b"blob 7\0content").hexdigest()
 
 
 @pytest.mark.usefixtures("later")
@@ -66,8 +66,8 @@ def test_a_file_is_hashed_once_also_by_later_processes(file: Path, hashed: list[
     found = set()
     for _ in range(2):
         process = Fingerprints()
-        process.remember_in(tmp_path / "data")
-        found |= {process.of(file), process.of(file)}
+        process.cache_in(tmp_path / "data")
+        found |= {process.hash_file(file), process.hash_file(file)}
 
     assert len(found) == 1
     assert hashed == [file]
@@ -76,8 +76,8 @@ def test_a_file_is_hashed_once_also_by_later_processes(file: Path, hashed: list[
 @pytest.mark.usefixtures("later")
 def test_a_changed_file_is_hashed_again_even_if_its_time_of_change_was_set_back(file: Path, tmp_path: Path) -> None:
     process = Fingerprints()
-    process.remember_in(tmp_path)
-    before, times = process.of(file), file.stat()
+    process.cache_in(tmp_path)
+    before, times = process.hash_file(file), file.stat()
 
     with file.open("r+b") as stream:
         stream.seek(SIZE // 2)
@@ -85,16 +85,16 @@ def test_a_changed_file_is_hashed_again_even_if_its_time_of_change_was_set_back(
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
     assert file.stat().st_mtime_ns == times.st_mtime_ns
-    assert process.of(file) != before
+    assert process.hash_file(file) != before
 
 
 def test_a_file_that_was_changed_just_now_is_not_remembered(file: Path, hashed: list[Path], tmp_path: Path) -> None:
     """Where times are coarse, it may change once more and look the same."""
     process = Fingerprints()
-    process.remember_in(tmp_path)
+    process.cache_in(tmp_path)
 
-    process.of(file)
-    process.of(file)
+    process.hash_file(file)
+    process.hash_file(file)
 
     assert hashed == [file, file]
     assert not (tmp_path / FILE).exists()
@@ -112,7 +112,7 @@ def test_a_file_that_changes_while_it_is_hashed_is_hashed_again(file: Path, monk
 
     monkeypatch.setitem(fingerprints.HASHES, "xxh3_128", disturbed)
 
-    found = Fingerprints().of(file)
+    found = Fingerprints().hash_file(file)
     assert found == hash_file(file, file.stat().st_size)
 
 
@@ -124,12 +124,12 @@ def test_a_file_that_never_stays_the_same_is_refused(file: Path, monkeypatch: py
     monkeypatch.setitem(fingerprints.HASHES, "xxh3_128", disturbed)
 
     with pytest.raises(ConfigError, match=f"{file} changes while it is read: wait until it is written"):
-        Fingerprints().of(file)
+        Fingerprints().hash_file(file)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="weights cannot be read"):
-        Fingerprints().of(tmp_path / "weights")
+        Fingerprints().hash_file(tmp_path / "weights")
 
 
 @pytest.mark.usefixtures("later")
@@ -142,8 +142,8 @@ def test_a_damaged_file_of_fingerprints_is_replaced(
     (tmp_path / FILE).write_bytes(content)
     for _ in range(2):
         process = Fingerprints()
-        process.remember_in(tmp_path)
-        process.of(file)
+        process.cache_in(tmp_path)
+        process.hash_file(file)
 
     assert hashed == [file]
     assert len(json.loads((tmp_path / FILE).read_bytes())) == 1
@@ -153,15 +153,15 @@ def test_a_damaged_file_of_fingerprints_is_replaced(
 @pytest.mark.parametrize("digest", ["", "g" * 32, "0" * 31, 5, None, ["0" * 32]])
 def test_a_damaged_entry_is_passed_over(digest: object, file: Path, tmp_path: Path) -> None:
     process = Fingerprints()
-    process.remember_in(tmp_path)
-    found = process.of(file)
+    process.cache_in(tmp_path)
+    found = process.hash_file(file)
     (entry,) = json.loads((tmp_path / FILE).read_bytes())
 
     (tmp_path / FILE).write_text(json.dumps({entry: digest}))
 
     other = Fingerprints()
-    other.remember_in(tmp_path)
-    assert other.of(file) == found
+    other.cache_in(tmp_path)
+    assert other.hash_file(file) == found
 
 
 @pytest.mark.usefixtures("later")
@@ -169,9 +169,9 @@ def test_the_oldest_fingerprints_are_dropped(file: Path, tmp_path: Path) -> None
     entries = {f"xxh3_128 1 {number} 3 4 5": "0" * 32 for number in range(MAX_ENTRIES)}
     (tmp_path / FILE).write_text(json.dumps(entries))
     process = Fingerprints()
-    process.remember_in(tmp_path)
+    process.cache_in(tmp_path)
 
-    found = process.of(file)
+    found = process.hash_file(file)
 
     kept = json.loads((tmp_path / FILE).read_bytes())
     assert len(kept) == MAX_ENTRIES
@@ -188,8 +188,8 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
 
     def fingerprint(file: Path) -> str:
         process = Fingerprints()
-        process.remember_in(tmp_path)
-        return process.of(file)
+        process.cache_in(tmp_path)
+        return process.hash_file(file)
 
     with ThreadPoolExecutor(len(files)) as threads:
         found = [*threads.map(fingerprint, files)]
@@ -201,6 +201,6 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
 def test_where_nothing_can_be_written_fingerprints_are_found_all_the_same(file: Path, tmp_path: Path) -> None:
     (tmp_path / "occupied").write_text("no folder")
     process = Fingerprints()
-    process.remember_in(tmp_path / "occupied")
+    process.cache_in(tmp_path / "occupied")
 
-    assert process.of(file) == Fingerprints().of(file)
+    assert process.hash_file(file) == Fingerprints().hash_file(file)

@@ -17,10 +17,10 @@ from tools.tiny_language import KINDS, make_language_model
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import ChangedFile
 from unfuse.core.plan import StageSelector
-from unfuse.models import card_of, find, resolve_source
+from unfuse.models import find, read_model_spec, resolve_source
 from unfuse.models.base import RuntimeOptions
 from unfuse.weights.gguf import QUANTIZED as TYPES
-from unfuse.weights.gguf_model import CHUNK, GgufModel, files_of
+from unfuse.weights.gguf_model import CHUNK, GgufModel, open_files
 from unfuse.worker.loaded_models import WeightFiles, states_of
 
 LLAMA3 = {
@@ -97,7 +97,7 @@ def test_quantized_weights_are_those_that_transformers_reads(kind: str, llama: P
     mine = loaded(file)
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(mine.state_dict()[name], tensor), name
-    assert {kind for kind, _ in files_of(file).tensors("model").values()} == {"GGUF F32", f"GGUF {kind}"}
+    assert {kind for kind, _ in open_files(file).tensors("model").values()} == {"GGUF F32", f"GGUF {kind}"}
 
 
 def test_every_type_has_the_size_that_the_package_gives_it_and_can_be_dequantized() -> None:
@@ -129,7 +129,7 @@ def test_a_matrix_that_is_read_in_several_pieces_is_the_same(
 
 
 def test_the_card_is_that_of_the_folder_but_for_what_is_in_the_file(file: Path, llama: Path) -> None:
-    mine, theirs = card_of("m", file), card_of("m", llama)
+    mine, theirs = read_model_spec("m", file), read_model_spec("m", llama)
     assert (mine.limits, mine.dtypes, mine.family) == (theirs.limits, theirs.dtypes, theirs.family)
     assert mine.source == str(file)
     assert mine.pools().keys() == theirs.pools().keys()
@@ -156,19 +156,19 @@ def test_a_worker_notices_that_the_file_it_has_loaded_is_replaced(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = Path(shutil.copy(file, tmp_path / "copy.gguf"))
-    card, states = card_of("m", copy), states_of(copy)
+    card, states = read_model_spec("m", copy), states_of(copy)
     files = WeightFiles([("m", str(copy), "auto")], [card], StageSelector(), states)
-    assert not files.look()
+    assert not files.refresh()
 
     data = bytearray(file.read_bytes())
     data[-1000] ^= 1
     (tmp_path / "new").write_bytes(data)
     (tmp_path / "new").replace(copy)
-    files.look()
+    files.refresh()
     monkeypatch.setattr("unfuse.worker.loaded_models.time.time", lambda: copy.stat().st_ctime + 60)
     files.compare()
 
-    assert files.look()
+    assert files.refresh()
     assert files.changed == dict.fromkeys(card.pools().values(), ChangedFile("copy.gguf", compared=True))
 
 
@@ -176,7 +176,7 @@ def test_what_lies_beside_the_file_counts(file: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copy(file, tmp_path))
     (tmp_path / "serving.json").write_text('{"limits": {"max_tokens": 100}}')
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.25}')
-    card = card_of("m", copy)
+    card = read_model_spec("m", copy)
     assert (card.limits["max_tokens"], card.defaults) == (100, {"temperature": 0.25})
     with pytest.raises(ConfigError, match=rf"or set a limit max_tokens in {tmp_path}/serving\.json"):
         find(copy).load(card.pipeline.stages[0], copy, RuntimeOptions("cpu", card.dtypes, kv=1))
@@ -278,7 +278,7 @@ def test_a_damaged_file_is_refused_in_a_sentence_before_anything_is_allocated(
     (tmp_path / "a.gguf").write_bytes(data)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("something was allocated"))
     with pytest.raises(ConfigError, match=rf"(?s){tmp_path}/a\.gguf.*({says})"):
-        card = card_of("m", tmp_path / "a.gguf")
+        card = read_model_spec("m", tmp_path / "a.gguf")
         find(tmp_path / "a.gguf").load(card.pipeline.stages[0], tmp_path / "a.gguf", RuntimeOptions("cpu", card.dtypes))
 
 
@@ -300,10 +300,10 @@ def test_metadata_that_do_not_fit_are_refused_in_a_sentence(
 ) -> None:
     other = said(file, key, value, tmp_path / "a.gguf")
     if not says:
-        assert files_of(other).tensors("model")
+        assert open_files(other).tensors("model")
         return
     with pytest.raises(ConfigError, match=rf"{tmp_path}/a\.gguf.*{says}"):
-        files_of(other).tensors("model")
+        open_files(other).tensors("model")
 
 
 @pytest.mark.parametrize(("metadata", "says"), [
@@ -320,8 +320,8 @@ def test_models_of_other_kinds_are_refused_in_a_sentence(
 ) -> None:
     file = write_gguf(tmp_path / "a.gguf", llama, **metadata)
     with pytest.raises(ConfigError, match=rf"{tmp_path}/a\.gguf.*{says}"):
-        card_of("m", file)
-        files_of(file).tensors("model")
+        read_model_spec("m", file)
+        open_files(file).tensors("model")
 
 
 @pytest.mark.parametrize(("key", "value", "says"), [
@@ -336,17 +336,17 @@ def test_a_mixture_that_contradicts_itself_is_refused(
 ) -> None:
     other = said(mixture, f"qwen3moe.{key}", value, tmp_path / "a.gguf")
     with pytest.raises(ConfigError, match=rf"{tmp_path}/a\.gguf.*{says}"):
-        card_of("m", other)
-        files_of(other).tensors("model")
+        read_model_spec("m", other)
+        open_files(other).tensors("model")
 
 
 def test_another_architecture_and_one_of_several_files_are_refused(file: Path, llama: Path, tmp_path: Path) -> None:
     kind = b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0"
     (tmp_path / "a.gguf").write_bytes(file.read_bytes().replace(kind + b"llama", kind + b"mamba"))
     with pytest.raises(ConfigError, match="architecture mamba is not supported; supported: llama, qwen2, qwen3"):
-        card_of("m", tmp_path / "a.gguf")
+        read_model_spec("m", tmp_path / "a.gguf")
     with pytest.raises(ConfigError, match=r"one of several files: merge them with llama-gguf-split --merge"):
-        card_of("m", write_gguf(tmp_path / "b.gguf", llama, **{"split.count": 3}))
+        read_model_spec("m", write_gguf(tmp_path / "b.gguf", llama, **{"split.count": 3}))
 
 
 @settings(max_examples=200)
@@ -362,8 +362,8 @@ def test_a_file_with_bytes_changed_before_its_weights_is_read_or_refused(
     damaged = tmp_path_factory.getbasetemp() / "damaged.gguf"
     damaged.write_bytes(whole)
     try:
-        files_of(damaged).tensors("model")
-        files_of(damaged).identity("model")
+        open_files(damaged).tensors("model")
+        open_files(damaged).identity("model")
     except ConfigError as error:
         assert str(damaged) in str(error)
 
@@ -380,4 +380,4 @@ def test_a_folder_in_transformers_format_is_served_from_that(file: Path, llama: 
     folder = shutil.copytree(llama, tmp_path / "both")
     shutil.copy(file, folder)
     assert resolve_source(str(folder)) == folder
-    assert card_of("m", folder).pools() == card_of("m", llama).pools()
+    assert read_model_spec("m", folder).pools() == read_model_spec("m", llama).pools()

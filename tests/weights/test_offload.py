@@ -20,7 +20,7 @@ from unfuse.models import resolve_source
 from unfuse.models.base import Loader, RuntimeOptions
 from unfuse.weights.adapters import AdapterFolder, LoadedAdapters
 from unfuse.weights.folder import ModelFolder
-from unfuse.weights.offload import rest
+from unfuse.weights.offload import offload_model
 
 SHAPES = resolve_source("unfuse/shapes")
 HOST = torch.device("cpu")
@@ -55,8 +55,8 @@ def places(model: torch.nn.Module) -> list[int]:
 
 @pytest.mark.parametrize("how", ["model", "sequential"])
 def test_a_model_that_rests_computes_what_it_computed(how: Offload) -> None:
-    assert torch.equal(denoise(rest(transformer(), HOST, how)), denoise(transformer()))
-    assert torch.equal(decode(rest(vae(), HOST, how)), decode(vae()))
+    assert torch.equal(denoise(offload_model(transformer(), HOST, how)), denoise(transformer()))
+    assert torch.equal(decode(offload_model(vae(), HOST, how)), decode(vae()))
 
 
 def test_an_encoder_whose_layers_rest_encodes_what_it_encoded() -> None:
@@ -64,11 +64,11 @@ def test_an_encoder_whose_layers_rest_encodes_what_it_encoded() -> None:
     tokens = torch.arange(16).view(1, 16)
     with torch.no_grad():
         expected = plain(tokens).last_hidden_state
-        assert torch.equal(rest(plain, HOST, "sequential")(tokens).last_hidden_state, expected)
+        assert torch.equal(offload_model(plain, HOST, "sequential")(tokens).last_hidden_state, expected)
 
 
 def test_a_component_is_on_the_device_until_another_one_runs() -> None:
-    one, two = rest(transformer(), HOST, "model"), rest(vae(), HOST, "model")
+    one, two = offload_model(transformer(), HOST, "model"), offload_model(vae(), HOST, "model")
     resting = places(one), places(two)
     denoise(one)
     there = places(one)
@@ -82,7 +82,7 @@ def test_a_component_is_on_the_device_until_another_one_runs() -> None:
 
 
 def test_what_comes_to_the_device_goes_again_when_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = rest(transformer(), HOST, "model")
+    model = offload_model(transformer(), HOST, "model")
     resting, calls = places(model), 0
     to = torch.Tensor.to
 
@@ -105,7 +105,7 @@ def test_an_adapter_of_a_model_that_rests_does_what_it_did(tmp_path: Path) -> No
     for name, rank in (("one", 2), ("two", 3)):
         adapter(SHAPES, tmp_path, name, rank, rank)
     loras, one, other = AdapterFolder(str(tmp_path)), transformer(), vae()
-    resting, busy = rest(transformer(), HOST, "model"), rest(vae(), HOST, "model")
+    resting, busy = offload_model(transformer(), HOST, "model"), offload_model(vae(), HOST, "model")
     sides = [LoadedAdapters(loras, model, lambda: WanPipeline, HOST, 1) for model in (one, resting)]
     for name in ("", "one", "two", "", "one"):
         own: Params = {"lora": name, "lora_scale": 0.5} if name else {}

@@ -18,7 +18,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.models import find
 from unfuse.models.base import RuntimeOptions
 from unfuse.planning.placement import CPU, Device, WorkerPlan
-from unfuse.service.plan import look_into
+from unfuse.service.plan import read_models
 from unfuse.stages.base import Stage
 from unfuse.weights.folder import ModelFolder
 from unfuse.weights.quantized import check, library
@@ -28,7 +28,7 @@ Copied = Callable[[str], Path]
 
 
 def load(folder: Path, kind: str, dtype: str = "float32", loras: str = "", offload: Any = "none") -> Stage:
-    card = find(folder).card("m", folder, dtype)
+    card = find(folder).model_spec("m", folder, dtype)
     (spec,) = (spec for spec in card.pipeline.stages if spec.kind == kind)
     return find(folder).load(spec, folder, RuntimeOptions("cpu", card.dtypes, ComputeOptions(offload=offload), loras))
 
@@ -61,22 +61,22 @@ def test_quantizing_changes_what_is_made_and_stays_in_memory(undivided: c.Undivi
 def test_plans_count_packed_bytes_and_no_ranks_or_adapters(undivided: c.Undivided) -> None:
     cpu = (Device(CPU, 1 << 36),)
     plain, packed = (
-        look_into([str(undivided.folder(kind))], "", WorkerPlan(None, {}, ComputeOptions()), cpu)[0]
+        read_models([str(undivided.folder(kind))], "", WorkerPlan(None, {}, ComputeOptions()), cpu)[0]
         for kind in ("wan", "wan-int8")
     )
     for part in ("transformer", "text_encoder"):
         file = next((packed.folder / part).glob("*.safetensors")).stat().st_size
         assert file <= packed.components[part].memory < plain.components[part].memory
         assert not packed.components[part].mapped
-    spreads = {spec.kind: spec.spreads for spec in packed.card.pipeline.stages}
+    spreads = {spec.kind: spec.parallelism for spec in packed.spec.pipeline.stages}
     assert not spreads["denoise"] and not spreads["text_encode"] and spreads["vae_decode"]
-    assert plain.card.takes_lora and not packed.card.takes_lora
+    assert plain.spec.takes_lora and not packed.spec.takes_lora
 
 
 def test_floats_that_become_wider_are_counted_so(undivided: c.Undivided) -> None:
     folder, cpu = str(undivided.folder("wan-float8")), (Device(CPU, 1 << 36),)
     half, full = (
-        look_into([folder], "", WorkerPlan(None, {}, ComputeOptions(dtype=dtype)), cpu)[0]
+        read_models([folder], "", WorkerPlan(None, {}, ComputeOptions(dtype=dtype)), cpu)[0]
         .components["transformer"]
         .memory
         for dtype in ("bfloat16", "float32")
@@ -95,7 +95,7 @@ def test_what_cannot_compute_is_refused_before_it_is_loaded(
     import diffusers
 
     monkeypatch.setattr(diffusers.WanTransformer3DModel, "from_pretrained", None)
-    with pytest.raises(ConfigError, match="--offload model cannot move"):
+    with pytest.raises(ConfigError, match="does not support --offload"):
         load(undivided.folder("wan-int8"), "denoise", offload="model")
     with pytest.raises(ConfigError, match="quantized for bfloat16: use --dtype transformer=bfloat16"):
         load(undivided.folder("wan-float8"), "denoise")
@@ -115,7 +115,7 @@ def test_what_cannot_compute_is_refused_before_it_is_loaded(
 def test_other_ways_to_quantize_are_refused_by_name(changes: dict[str, object], says: str, copied: Copied) -> None:
     folder = said(copied("wan-int8"), "transformer", **changes)
     with pytest.raises(ConfigError, match=says):
-        find(folder).card("m", folder)
+        find(folder).model_spec("m", folder)
 
 
 def test_pickles_of_older_versions_are_refused(copied: Copied) -> None:
@@ -123,7 +123,7 @@ def test_pickles_of_older_versions_are_refused(copied: Copied) -> None:
     next((folder / "transformer").glob("*.safetensors")).unlink()
     (folder / "transformer/diffusion_pytorch_model.bin").write_bytes(b"\x80\x04K\x01.")
     with pytest.raises(ConfigError, match="not safetensors: save the model again"):
-        find(folder).card("m", folder)
+        find(folder).model_spec("m", folder)
 
 
 def test_a_language_model_is_refused(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_language_model_is_refused(tmp_path: Path) -> None:
 
 def test_other_quantized_weights_are_another_pool(copied: Copied, undivided: c.Undivided) -> None:
     folder = copied("wan-int8")
-    cards = [find(one).card("m", one) for one in (folder, undivided.folder("wan"))]
+    cards = [find(one).model_spec("m", one) for one in (folder, undivided.folder("wan"))]
     assert cards[0].pools()["denoise"] != cards[1].pools()["denoise"]
     assert cards[0].pools()["vae_decode"] == cards[1].pools()["vae_decode"]
 
@@ -152,6 +152,6 @@ def test_one_part_of_a_model_may_be_quantized(copied: Copied, undivided: c.Undiv
     folder = copied("wan-int8")
     shutil.rmtree(folder / "text_encoder")
     shutil.copytree(undivided.folder("wan") / "text_encoder", folder / "text_encoder")
-    card = find(folder).card("m", folder)
-    assert {spec.kind: bool(spec.spreads) for spec in card.pipeline.stages}["text_encode"]
+    card = find(folder).model_spec("m", folder)
+    assert {spec.kind: bool(spec.parallelism) for spec in card.pipeline.stages}["text_encode"]
     assert c.divided(stages(folder), c.wan_params(), {}, [1])

@@ -14,7 +14,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.models import find
 from unfuse.stages.base import StageInput, SteppedStage
 from unfuse.weights.folder import ModelFolder
-from unfuse.weights.single import is_of
+from unfuse.weights.single import may_be_class
 
 JOBS = {job.name: job for job in c.FILES[:3]}
 
@@ -44,8 +44,8 @@ def test_the_names_of_another_tool_change_nothing_and_eight_bits_do(undivided: c
 
 def test_what_is_quantized_stays_so_in_memory_and_is_not_spread(undivided: c.Undivided, stages: c.Load) -> None:
     folder = undivided.folder("wan-gguf")
-    (spec,) = (spec for spec in find(folder).card("m", folder).pipeline.stages if spec.kind == "denoise")
-    assert not spec.spreads
+    (spec,) = (spec for spec in find(folder).model_spec("m", folder).pipeline.stages if spec.kind == "denoise")
+    assert not spec.parallelism
     kinds = {type(module).__name__ for module in stages(folder)["denoise"]._denoiser.transformers[0].modules()}  # type: ignore[attr-defined]
     assert "GGUFLinear" in kinds
 
@@ -74,13 +74,13 @@ def test_what_is_no_such_file_is_refused_before_anything_is_loaded(
     (single / "transformer/tuned.safetensors").unlink()
     (single / "transformer" / name).write_bytes(data)
     with pytest.raises(ConfigError, match=says):
-        find(single).card("m", single)
+        find(single).model_spec("m", single)
 
 
 def test_one_of_two_files_is_not_chosen(single: Path) -> None:
     shutil.copy(single / "transformer/tuned.safetensors", single / "transformer/other.safetensors")
     with pytest.raises(ConfigError, match="keep only one of them in transformer"):
-        find(single).card("m", single)
+        find(single).model_spec("m", single)
 
 
 def test_the_file_of_another_model_names_what_it_lacks(single: Path, undivided: c.Undivided, stages: c.Load) -> None:
@@ -103,7 +103,7 @@ def test_a_file_of_another_model_is_refused_before_anything_is_loaded(
         with pytest.raises(
             ConfigError, match=rf"{other.name} is of another model.*use a file of a FluxTransformer2DModel"
         ):
-            find(folder).card("m", folder)
+            find(folder).model_spec("m", folder)
         shutil.rmtree(folder)
 
 
@@ -136,4 +136,4 @@ REFINER = "txt_in.individual_token_refiner.blocks.0.adaLN_modulation.1.bias"
 def test_files_are_told_apart_by_architecture_and_names(
     kind: str, names: tuple[str, ...], architecture: str, fits: bool
 ) -> None:
-    assert is_of(kind, names, architecture) is fits
+    assert may_be_class(kind, names, architecture) is fits

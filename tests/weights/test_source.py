@@ -381,7 +381,7 @@ def test_a_stage_loads_from_its_own_components_and_the_card_needs_none(hub: Hub,
         for name, components in {"gateway": [], "decoder": ["vae"]}.items()
     )
 
-    card, same = (find(folder).card("shapes", Path(folder)) for folder in (gateway, decoder))
+    card, same = (find(folder).model_spec("shapes", Path(folder)) for folder in (gateway, decoder))
     assert card.weights == same.weights
 
     _, denoise, decode = card.pipeline.stages

@@ -33,7 +33,7 @@ def changed(folder: Path, part: str, change: Change) -> Path:
 
 
 def load(folder: Path, kind: str) -> None:
-    card = find(folder).card("m", folder)
+    card = find(folder).model_spec("m", folder)
     (spec,) = (spec for spec in card.pipeline.stages if spec.kind == kind)
     find(folder).load(spec, folder, RuntimeOptions("cpu", card.dtypes))
 
@@ -102,7 +102,7 @@ def test_a_language_model_of_codes_is_refused_though_its_configuration_is_silent
     folder = make_language_model(tmp_path / "model")
     changed(folder, "", lambda all: all.update({name: torch.ones(4, 4, dtype=torch.int32)}))
     with pytest.raises(ConfigError, match=f"is quantized .*{name}"):
-        find(folder).card("m", folder)
+        find(folder).model_spec("m", folder)
 
 
 def test_a_language_model_with_a_tensor_more_is_refused(tmp_path: Path) -> None:

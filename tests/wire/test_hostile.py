@@ -104,10 +104,10 @@ class Site:
 
 @asynccontextmanager
 async def open_site(keys: Path | None = None, offered: str = "auto") -> AsyncIterator[Site]:
-    scheduler = Scheduler(MemoryQueue(SystemClock()), limits=QueueLimits(100_000, 100_000), cards=[CARD])
+    scheduler = Scheduler(MemoryQueue(SystemClock()), limits=QueueLimits(100_000, 100_000), specs=[CARD])
     dispatcher = Dispatcher(scheduler, [(CARD.name, CARD.source, offered)], StorageLocations("disk:/results"))
     folder, address = str(keys or ""), "tcp://127.0.0.1:0" if keys else unix_address()
-    router = Router(address, dispatcher.answer, dispatcher.undelivered, read(folder, "scheduler"))
+    router = Router(address, dispatcher.answer, dispatcher.handle_undelivered, read(folder, "scheduler"))
     await scheduler.start()
     honest = Dealer(router.address, read(folder, "worker"))
     try:
@@ -167,8 +167,8 @@ BAD = {
     **{f"a hello with {name} of {number}": said(hello(status)) for name, number, status in STATUSES},
     "a heartbeat that waits for no number": said(Heartbeat(wait=math.nan)),
     "a heartbeat that waits for less than nothing": said(Heartbeat(wait=-math.inf)),
-    "seconds that are none": said(Heartbeat(moved={"tcp": TransferStats(1, math.nan)})),
-    "endless seconds": said(Heartbeat(moved={"tcp": TransferStats(1, math.inf)})),
+    "seconds that are none": said(Heartbeat(transfers={"tcp": TransferStats(1, math.nan)})),
+    "endless seconds": said(Heartbeat(transfers={"tcp": TransferStats(1, math.inf)})),
 }
 
 
@@ -259,7 +259,7 @@ async def test_who_claims_a_worker_s_id_without_its_secret_is_refused_and_stays_
     lease = await site.lease()
     for secret in (b"", b"x" * 16, SECRET[:-1]):
         impostor = Dealer(site.router.address)
-        answer = await site.say(Register(HELLO.worker, HELLO.cards, secret), impostor)
+        answer = await site.say(Register(HELLO.worker, HELLO.model_specs, secret), impostor)
         assert isinstance(answer, Rejected)
         assert await site.say(done(lease), impostor) == UnknownWorker()
         await impostor.close()

@@ -187,7 +187,7 @@ async def test_what_is_sent_cannot_be_read_on_the_way(folder: Path) -> None:
             server = await asyncio.start_server(relay, "127.0.0.1", 0)
             between = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             dealer = Dealer(between, keys(folder, "worker") if used else INSECURE)
-            message = Heartbeat(holding=("req_a-request-nobody-else-should-hear-of",))
+            message = Heartbeat(stored_requests=("req_a-request-nobody-else-should-hear-of",))
             await dealer.call(message, 60)
             assert seen == [message]
             await dealer.close()

@@ -317,7 +317,7 @@ async def test_behind_the_door_only_this_user_gets_in_and_nothing_is_left(tmp_pa
 async def test_a_message_in_many_pieces_is_one(tmp_path: Path) -> None:
     async with routed() as (router, _, __):
         peer = await Peer.at(router.address, introduced=True)
-        body = encode(Heartbeat(holding=tuple(secrets.token_hex(16) for _ in range(50))))
+        body = encode(Heartbeat(stored_requests=tuple(secrets.token_hex(16) for _ in range(50))))
         for byte in message(b"1", body):
             peer.say(bytes([byte]))
             await asyncio.sleep(0)

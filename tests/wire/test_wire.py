@@ -47,7 +47,7 @@ class Answers:
                 await self.released.wait()
                 return LeasesGranted((), {})
             case Heartbeat():
-                return HeartbeatReply((), ("req_" + str(message.holding),))
+                return HeartbeatReply((), ("req_" + str(message.stored_requests),))
             case Unregister():
                 raise RuntimeError("the service must survive this")
             case _:
@@ -79,8 +79,8 @@ async def test_each_call_gets_its_own_answer_though_an_earlier_one_still_waits()
         dealer = Dealer(router.address)
         waiting = asyncio.create_task(dealer.call(RequestTasks(1, None, 9.0), 10))
         await answers.waiting.wait()
-        replies = await asyncio.gather(*(dealer.call(Heartbeat(holding=(str(n),)), 10) for n in range(30)))
-        assert [reply.over for reply in replies if isinstance(reply, HeartbeatReply)] == [
+        replies = await asyncio.gather(*(dealer.call(Heartbeat(stored_requests=(str(n),)), 10) for n in range(30)))
+        assert [reply.ended_requests for reply in replies if isinstance(reply, HeartbeatReply)] == [
             (f"req_('{n}',)",) for n in range(30)
         ]
         assert not waiting.done()

@@ -16,7 +16,7 @@ from unfuse.wire.router import Router
 async def main() -> None:
     scheduler = Scheduler(MemoryQueue(SystemClock()))
     dispatcher = Dispatcher(scheduler, [("none", "none", "auto")], StorageLocations(""))
-    router = Router(sys.argv[1], dispatcher.answer, dispatcher.undelivered)
+    router = Router(sys.argv[1], dispatcher.answer, dispatcher.handle_undelivered)
     await scheduler.start()
     sys.stdout.write(router.address + "\n")
     sys.stdout.flush()

@@ -10,16 +10,16 @@ import torch
 
 from unfuse.core.errors import PermanentError
 from unfuse.stages.base import EncodedMedia, StageOutput
-from unfuse.worker.batches import CHECKED_AGAIN, MAX_ENTRIES, TRUSTED, InvarianceResults, _equal
+from unfuse.worker.batches import MAX_ENTRIES, RECHECK_ONE_IN, TRUSTED_AFTER, InvarianceResults, _equal
 
 KEY = ("pool", (64, 64), ())
 
 
 def trusted(file: Path | None, scope: str = "", size: int = 2) -> InvarianceResults:
     found = InvarianceResults(file, scope, lambda: 1.0)
-    for _ in range(TRUSTED):
+    for _ in range(TRUSTED_AFTER):
         assert found.must_compare(KEY, size)
-        found.learn(KEY, size, "")
+        found.record(KEY, size, "")
     return found
 
 
@@ -32,22 +32,24 @@ def test_a_size_is_trusted_after_some_comparisons_and_no_other_is(tmp_path: Path
 def test_clients_that_ask_for_ever_other_sizes_do_not_fill_the_memory() -> None:
     found = InvarianceResults(None)
     for width in range(MAX_ENTRIES + 10):
-        found.learn(("pool", (width, 64), ()), 2, "")
+        found.record(("pool", (width, 64), ()), 2, "")
     assert len(found._verdicts) == MAX_ENTRIES
-    assert found.of(("pool", (MAX_ENTRIES + 9, 64), ()), 2).equal == 1
+    assert found.find(("pool", (MAX_ENTRIES + 9, 64), ()), 2).equal == 1
 
 
 def test_one_difference_ends_it_even_after_trust(tmp_path: Path) -> None:
     found = trusted(tmp_path / "e.json")
-    found.learn(KEY, 2, "torch.silu")
-    assert (found.largest(KEY, 2), found.of(KEY, 2).blame) == (1, "torch.silu")
+    found.record(KEY, 2, "torch.silu")
+    assert (found.largest(KEY, 2), found.find(KEY, 2).variant_function) == (1, "torch.silu")
     assert not found.must_compare(KEY, 2)
-    assert InvarianceResults(tmp_path / "e.json").of(KEY, 2).blame == "torch.silu", "also for the next process"
+    assert InvarianceResults(tmp_path / "e.json").find(KEY, 2).variant_function == "torch.silu", (
+        "also for the next process"
+    )
 
 
 def test_now_and_then_a_trusted_size_is_compared_again() -> None:
     found = trusted(None)
-    draws = iter([1.5 / CHECKED_AGAIN, 0.5 / CHECKED_AGAIN])
+    draws = iter([1.5 / RECHECK_ONE_IN, 0.5 / RECHECK_ONE_IN])
     found._chance = lambda: next(draws)
     assert [found.must_compare(KEY, 2), found.must_compare(KEY, 2)] == [False, True]
 
@@ -55,19 +57,19 @@ def test_now_and_then_a_trusted_size_is_compared_again() -> None:
 def test_verdicts_are_kept_for_the_same_device_and_settings_only(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "e.json"
     trusted(file, "this device")
-    assert InvarianceResults(file, "this device").of(KEY, 2).is_trusted
-    assert not InvarianceResults(file, "another").of(KEY, 2).is_trusted
+    assert InvarianceResults(file, "this device").find(KEY, 2).is_trusted
+    assert not InvarianceResults(file, "another").find(KEY, 2).is_trusted
 
 
 def test_processes_that_learn_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
     file = tmp_path / "e.json"
     own = [InvarianceResults(file, str(n)) for n in range(8)]
-    threads = [Thread(target=lambda one=one: one.learn(KEY, 2, "torch.sin")) for one in own]
+    threads = [Thread(target=lambda one=one: one.record(KEY, 2, "torch.sin")) for one in own]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(InvarianceResults(file, str(n)).of(KEY, 2).blame for n in range(8))
+    assert all(InvarianceResults(file, str(n)).find(KEY, 2).variant_function for n in range(8))
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xff\x00", b"[]", b'{"a": 1}', b'{"a": {"equal": "many"}}'])

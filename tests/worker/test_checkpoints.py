@@ -64,7 +64,7 @@ def test_auto_saves_no_more_often_than_pays(steps: int, unsaved_s: float, left_s
     policy = CheckpointPolicy(auto=True)
     policy.cost_s = cost_s
     interval = (2 * cost_s * FAILS_S) ** 0.5
-    due = policy.due(steps, unsaved_s, left_s)
+    due = policy.is_due(steps, unsaved_s, left_s)
     assert not due or unsaved_s * left_s / FAILS_S >= cost_s * 0.99
     assert due or unsaved_s < interval or left_s < interval / 2
 
@@ -72,12 +72,12 @@ def test_auto_saves_no_more_often_than_pays(steps: int, unsaved_s: float, left_s
 def test_a_costly_save_is_made_less_often() -> None:
     policy = CheckpointPolicy(auto=True)
     for _ in range(20):
-        policy.took(0.001)
-    assert policy.due(1, 10.0, 100.0)
+        policy.record_cost(0.001)
+    assert policy.is_due(1, 10.0, 100.0)
     for _ in range(20):
-        policy.took(1.0)
-    assert not policy.due(1, 100.0, 1000.0)
-    assert policy.due(1, 200.0, 1000.0)
+        policy.record_cost(1.0)
+    assert not policy.is_due(1, 100.0, 1000.0)
+    assert policy.is_due(1, 200.0, 1000.0)
 
 
 @pytest.mark.parametrize("values", [{}, {"step": 3, "scheduler": {"list": [None, {"tensor": "x", "cpu": True}, 1.5]}}])
@@ -322,7 +322,7 @@ class Place:
         self.full = False
         self.written.set()
 
-    def share(self, key: str, ref: ObjectRef) -> None:
+    def retain(self, key: str, ref: ObjectRef) -> None:
         self.shared.append(key)
 
     async def save_copy(self, ref: ObjectRef, *, now: bool = False) -> bool:
@@ -365,7 +365,7 @@ def saving(before: str = "") -> tuple[CheckpointWriter, Place, Scheduler]:
     place, scheduler = Place(), Scheduler()
     made: Any = CheckpointWriter(place, scheduler)  # type: ignore[arg-type]
     checkpoint = object_for(CLAIM, before) if before else None
-    made.begin(Lease(task_of("req_1", "denoise.0", 1, "p", "denoise", "m", {}), "w", b"token", 0.0, checkpoint))
+    made.start_task(Lease(task_of("req_1", "denoise.0", 1, "p", "denoise", "m", {}), "w", b"token", 0.0, checkpoint))
     return made, place, scheduler
 
 
@@ -403,7 +403,7 @@ async def test_what_is_not_recorded_is_given_up_itself() -> None:
 async def test_a_checkpoint_lasts_beyond_its_task_unless_that_is_done(done: bool, gone: list[str]) -> None:
     made, place, _ = saving()
     await made.save(saved(10))
-    await made.end(CLAIM, done)
+    await made.end_task(CLAIM, done)
     assert place.gone == gone
 
 
@@ -416,7 +416,7 @@ async def test_one_that_is_recorded_after_its_task_failed_stays_for_the_next_att
     await asyncio.sleep(0)
     settled = asyncio.create_task(made.wait_until_saved())
     await asyncio.sleep(0)
-    await made.end(CLAIM, done=False)
+    await made.end_task(CLAIM, done=False)
     assert not settled.done()
     place.written.set()
     await asyncio.gather(keeping, settled)
@@ -427,9 +427,9 @@ def join(worker: Any, saved_states: CheckpointWriter, link: Scheduler) -> None:
     """Have a worker serve, with a compute process that runs, and objects that stay."""
     worker._checkpoints, worker._link = saved_states, link
     worker._executor = SimpleNamespace(ready=True)
-    worker._objects = SimpleNamespace(end_task=lambda lease, message, read_here: message)
+    worker._objects = SimpleNamespace(end_task=lambda lease, message, local_inputs: message)
     worker._weights = SimpleNamespace(overwritten=lambda pool: None, changed=set())
-    worker._served, worker._swapper = SimpleNamespace(read_here=()), SimpleNamespace(going="")
+    worker._served, worker._swapper = SimpleNamespace(local_inputs=()), SimpleNamespace(target_model="")
     worker._slots = TaskSlots(1, {})
     worker._active = worker._slots.leases
     worker._next_request = lambda ended: None
@@ -462,8 +462,8 @@ async def test_the_end_of_a_text_is_reported_once_its_portions_are_recorded(answ
     await worker._link.close()
     join(worker, made, scheduler)
     worker._draining.set()
-    task = task_of("req_1", "denoise.0", 1, "p", "denoise", "m", {}, final=True, extends="space")
-    worker._slots.take(Lease(task, "w", b"token", 0.0))
+    task = task_of("req_1", "denoise.0", 1, "p", "denoise", "m", {}, final=True, extends_prefix_of="space")
+    worker._slots.add(Lease(task, "w", b"token", 0.0))
     for key in ("a", "b"):
         await worker._handle_message(CachePrefix(CLAIM, key, object_for(CLAIM, key), f"digest of {key}"))
     await worker._handle_message(TaskCompleted(CLAIM, None, (), Timings()))

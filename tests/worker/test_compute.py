@@ -18,10 +18,10 @@ def test_bytes_of_files_are_counted_once_and_end_at_their_sum(tmp_path: Path) ->
     told: list[LoadingStage | ComponentLoaded] = []
     progress = LoadProgress([(encode, tmp_path), (decode, tmp_path)], told.append)
 
-    progress.begin("m", encode, tmp_path)
+    progress.start_stage("m", encode, tmp_path)
     progress.loaded("tokenizer", 0.5, 7)
     progress.loaded("text_encoder", 1.0, 200)
-    progress.begin("m", decode, tmp_path)
+    progress.start_stage("m", decode, tmp_path)
     progress.loaded("tokenizer", 0.1, 7)
     progress.loaded("vae", 2.0, 2000)
     progress.loaded("never heard of", 2.0, 1)

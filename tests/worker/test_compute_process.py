@@ -19,7 +19,7 @@ from tests.worker.forking import forking
 from tools.server import until
 from unfuse.core.codec import encode
 from unfuse.worker import compute_process
-from unfuse.worker.compute_process import StartedProcess, begin
+from unfuse.worker.compute_process import StartedProcess, start_process
 from unfuse.worker.fork_server import Fork, ForkServer, import_for
 
 pytestmark = pytest.mark.slow
@@ -44,8 +44,8 @@ async def end(begun: StartedProcess) -> int | None:
 
 
 async def test_a_child_has_its_own_session_and_environment_and_nothing_of_its_siblings(server: Forking) -> None:
-    first = await begin({"MARK": "1"}, server[0])
-    second = await begin({"MARK": "2"}, server[0])
+    first = await start_process({"MARK": "1"}, server[0])
+    second = await start_process({"MARK": "2"}, server[0])
     child = psutil.Process(second.child.pid)
     until(lambda: child.name() == f"compute {os.getpid()}", "compute to begin")
     assert child.ppid() == server[1].pid
@@ -62,12 +62,12 @@ async def test_a_child_has_its_own_session_and_environment_and_nothing_of_its_si
 
 async def test_how_a_child_ended_is_known(server: Forking) -> None:
     for number in (signal.SIGKILL, signal.SIGSEGV):
-        begun = await begin({}, server[0])
+        begun = await start_process({}, server[0])
         os.kill(begun.child.pid, number)
         assert await end(begun) == -number
         begun.child.kill()  # has no effect on whoever has that number now
         assert begun.child.returncode is not None
-    broken = await begin({}, server[0])
+    broken = await start_process({}, server[0])
     broken.channel.sendall(struct.pack("<I", 4) + b"\xff\xff\xff\xff")  # no message
     async with asyncio.timeout(60):
         assert await broken.child.wait() == 1
@@ -77,14 +77,14 @@ async def test_how_a_child_ended_is_known(server: Forking) -> None:
 
 
 async def test_children_outlive_the_forking_process_and_their_end_is_noticed(server: Forking) -> None:
-    begun = await begin({}, server[0])
+    begun = await start_process({}, server[0])
     server[1].kill()
     server[1].wait()
     assert begun.child.returncode is None
     begun.child.kill()
     assert await end(begun) == compute_process.UNKNOWN
 
-    alone = await begin(os.environ, server[0])  # nobody forks, so it imports by itself
+    alone = await start_process(os.environ, server[0])  # nobody forks, so it imports by itself
     assert psutil.Process(alone.child.pid).ppid() == os.getpid()
     assert await end(alone) == 0
     server[1].returncode = 0  # as the fixture will have it
@@ -95,17 +95,17 @@ async def test_who_asks_in_vain_gets_a_process_of_its_own(
 ) -> None:
     (tmp_path / "model_index.json").write_text('{"_class_name": "NoSuchPipeline"}')
     with forking([str(tmp_path)]) as (refusing, _):
-        begun = await begin(os.environ, refusing)
+        begun = await start_process(os.environ, refusing)
         assert psutil.Process(begun.child.pid).ppid() == os.getpid()
         assert await end(begun) == 0
 
     too_long = os.environ | {"MARK": "x" * (1 << 20)}  # more than a message of that socket, and than exec takes
     with pytest.raises(OSError, match="too long"):
-        await begin(too_long, server[0])
+        await start_process(too_long, server[0])
 
     server[1].send_signal(signal.SIGSTOP)
     monkeypatch.setattr(compute_process, "FORK_S", 0.05)
-    begun = await begin(os.environ, server[0])
+    begun = await start_process(os.environ, server[0])
     assert psutil.Process(begun.child.pid).ppid() == os.getpid()
     server[1].send_signal(signal.SIGCONT)  # forks now, for nobody: that one ends by itself
     assert await end(begun) == 0
@@ -114,7 +114,7 @@ async def test_who_asks_in_vain_gets_a_process_of_its_own(
 async def test_no_request_harms_the_forking_process(server: Forking) -> None:
     asked, process = server
     null = os.open(os.devnull, os.O_RDONLY)
-    assert await end(await begin({}, asked)) == 0
+    assert await end(await start_process({}, asked)) == 0
     opened = set(os.listdir(f"/proc/{process.pid}/fd"))
     asked.send(b"\xff garbage")
     asked.send(encode(Fork({})))
@@ -122,7 +122,7 @@ async def test_no_request_harms_the_forking_process(server: Forking) -> None:
     socket.send_fds(asked, [encode(Fork({}))], [null] * 3)  # not to be answered
     socket.send_fds(asked, [encode(Fork({"MARK": "x" * 150_000}))], [null] * 9)
     os.close(null)
-    begun = await begin({}, asked)
+    begun = await start_process({}, asked)
     assert psutil.Process(begun.child.pid).ppid() == process.pid
     assert await end(begun) == 0
     until(lambda: set(os.listdir(f"/proc/{process.pid}/fd")) <= opened, "it closes what came with requests")

@@ -51,7 +51,7 @@ def load(store: TensorStore, folder: Path, model: str = SHAPES, role: str = "enc
 
 
 def lease(stage: str = "text_encode", *inputs: ObjectRef, **changes: Value) -> Lease:
-    card = find(folder := resolve_source(SHAPES)).card(SHAPES, folder)
+    card = find(folder := resolve_source(SHAPES)).model_spec(SHAPES, folder)
     params = {**card.defaults, "prompt": "a red circle on white", "seed": 1, **changes}
     pool = card.pools()[stage]
     task = task_of(new_request_id(), stage, 1, pool, stage, SHAPES, params, inputs)
@@ -129,8 +129,8 @@ async def test_a_task_whose_input_went_with_a_process_is_handed_back(tmp_path: P
     heard: asyncio.Queue[object] = asyncio.Queue()
     with TensorStore.create("memory", owner="w") as store:
         executor = Executor([load(store, tmp_path)], heard.put)
-        executor.passing._has_all[(waiting := lease()).claim] = True
-        executor.passing.lost()
+        executor.replies._has_all[(waiting := lease()).claim] = True
+        executor.replies.fail_all()
         for _ in range(2):
             await executor.run(waiting, {})
         failed = heard.get_nowait()
@@ -222,10 +222,10 @@ async def test_other_weights_take_the_place_of_those_that_are_loaded_and_give_wa
 ) -> None:
     monkeypatch.setattr(executor_module, "RESTART_S", 0.0)
     async with executing(tmp_path, fork_server) as (executor, store, heard):
-        executor.swap([replace(load(store, tmp_path, role="denoiser"), holds="denoiser")])
+        executor.swap([replace(load(store, tmp_path, role="denoiser"), loaded_model="denoiser")])
         assert not executor.ready
         assert isinstance(await outcome(heard), ModelsLoaded)
         assert (executor.loaded[0], executor.ready, executor.loaded[1] > 0) == ("denoiser", True, True)
-        executor.swap([replace(load(store, tmp_path, str(tmp_path)), holds="nothing")])
+        executor.swap([replace(load(store, tmp_path, str(tmp_path)), loaded_model="nothing")])
         assert isinstance(await outcome(heard), ModelsLoaded)
         assert executor.loaded[0] == "denoiser"

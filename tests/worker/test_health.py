@@ -11,7 +11,7 @@ import pytest
 from tools.addresses import free_port
 from unfuse.core.errors import ConfigError
 from unfuse.worker import health
-from unfuse.worker.health import AT_ONCE, HEAD_BYTES, answering
+from unfuse.worker.health import HEAD_BYTES, MAX_REQUESTS, health_server
 
 
 async def asked(port: int, said: bytes) -> bytes:
@@ -36,7 +36,7 @@ def probe(path: str) -> bytes:
 
 async def test_it_lives_from_the_start_and_is_ready_when_nothing_is_lacking() -> None:
     lacks = "models load"
-    async with answering(f"127.0.0.1:{(port := free_port())}", lambda: lacks):
+    async with health_server(f"127.0.0.1:{(port := free_port())}", lambda: lacks):
         assert (await asked(port, probe("/health"))).startswith(b"HTTP/1.1 200 OK\r\n")
         answer = await asked(port, probe("/ready"))
         assert answer.startswith(b"HTTP/1.1 503 ") and answer.endswith(b"\r\n\r\nmodels load")
@@ -48,7 +48,7 @@ async def test_it_lives_from_the_start_and_is_ready_when_nothing_is_lacking() ->
 
 
 async def test_head_is_answered_without_a_body() -> None:
-    async with answering(f"127.0.0.1:{(port := free_port())}", lambda: "models load"):
+    async with health_server(f"127.0.0.1:{(port := free_port())}", lambda: "models load"):
         for path, status in (("/health", b"200 OK"), ("/ready", b"503 Service Unavailable"), ("/", b"404 Not Found")):
             whole = await asked(port, probe(path))
             head = await asked(port, probe(path).replace(b"GET", b"HEAD", 1))
@@ -60,13 +60,13 @@ async def test_head_is_answered_without_a_body() -> None:
     "said", [probe("/"), probe("/healthy"), b"POST /health HTTP/1.1\r\n\r\n", b"\r\n\r\n", b"\0\xff GET\r\n\r\n"]
 )
 async def test_nothing_else_is_answered(said: bytes) -> None:
-    async with answering(f"127.0.0.1:{(port := free_port())}", lambda: ""):
+    async with health_server(f"127.0.0.1:{(port := free_port())}", lambda: ""):
         assert (await asked(port, said)).startswith(b"HTTP/1.1 404 Not Found\r\n")
 
 
 async def test_those_who_say_too_much_or_nothing_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "HEAD_S", 0.05)
-    async with answering(f"127.0.0.1:{(port := free_port())}", lambda: ""):
+    async with health_server(f"127.0.0.1:{(port := free_port())}", lambda: ""):
         assert await asked(port, b"GET /health HTTP/1.1\r\n" + b"x" * 4 * HEAD_BYTES) == b""
         assert await asked(port, b"GET /health") == b""
         assert (await asked(port, probe("/health"))).startswith(b"HTTP/1.1 200")
@@ -74,23 +74,23 @@ async def test_those_who_say_too_much_or_nothing_are_not_waited_for(monkeypatch:
 
 async def test_many_who_say_nothing_are_turned_away_and_soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "HEAD_S", 0.5)
-    async with answering(f"127.0.0.1:{(port := free_port())}", lambda: ""):
-        silent = [asyncio.create_task(asked(port, b"GET ")) for _ in range(AT_ONCE)]
+    async with health_server(f"127.0.0.1:{(port := free_port())}", lambda: ""):
+        silent = [asyncio.create_task(asked(port, b"GET ")) for _ in range(MAX_REQUESTS)]
         await asyncio.sleep(0.1)
         assert await asked(port, probe("/health")) == b""
-        assert await asyncio.gather(*silent) == [b""] * AT_ONCE
+        assert await asyncio.gather(*silent) == [b""] * MAX_REQUESTS
         assert (await asked(port, probe("/health"))).startswith(b"HTTP/1.1 200")
 
 
 async def test_without_an_address_nobody_listens() -> None:
-    async with answering("", lambda: ""):
+    async with health_server("", lambda: ""):
         pass
 
 
 @pytest.mark.parametrize("at", ["8002", ":8002", "localhost:", "localhost:http", "127.0.0.1:99999"])
 async def test_what_is_no_address_is_refused(at: str) -> None:
     with pytest.raises(ConfigError, match="--health"):
-        async with answering(at, lambda: ""):
+        async with health_server(at, lambda: ""):
             pass
 
 
@@ -98,5 +98,5 @@ async def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         at = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"cannot listen on --health {at} .*: choose another address"):
-            async with answering(at, lambda: ""):
+            async with health_server(at, lambda: ""):
                 pass

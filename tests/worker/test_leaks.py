@@ -21,8 +21,8 @@ from unfuse.stages.base import StageInput
 from unfuse.stages.sequence_pool import SequencePool
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.compute_messages import Leak, LeaksFound
-from unfuse.worker.objects import MOST_LINES, WorkerLeakCheck, WorkerObjects
-from unfuse.worker.step_loop import ComputeLeakCheck
+from unfuse.worker.objects import MAX_LOGGED_LEAKS, WorkerLeakCheck, WorkerObjects
+from unfuse.worker.status_reporter import ComputeLeakCheck
 
 __all__ = ["far", "folders", "near"]
 
@@ -47,16 +47,16 @@ def test_sequences_that_are_left_are_reported_and_freed() -> None:
     with TensorStore.create("memory") as store:
         texts = sequences()
         leaks, sent = check(texts, store)
-        leaks.look()
-        texts.begin(0).grow(17)
-        texts.begin(0)
-        leaks.look()
-        leaks.look()
+        leaks.check()
+        texts.start(0).extend(17)
+        texts.start(0)
+        leaks.check()
+        leaks.check()
         first, second = "sequence 1 of 17 tokens", "sequence 2 of 0 tokens"
         assert sent == [LeaksFound((Leak("kv", first, 2 * BLOCK, True), Leak("kv", second, 0, True)))]
         assert texts.usage().used == 0
-        texts.begin(0).grow(1)
-        leaks.look()
+        texts.start(0).extend(1)
+        leaks.check()
         assert sent[1:] == [LeaksFound((Leak("kv", "sequence 3 of 1 tokens", BLOCK, True),))]
 
 
@@ -64,9 +64,9 @@ def test_blocks_of_no_sequence_stay() -> None:
     with TensorStore.create("memory") as store:
         texts = sequences()
         leaks, sent = check(texts, store)
-        texts._kv.sequence().grow(40)
+        texts._kv.sequence().extend(40)
         for _ in range(2):
-            leaks.look()
+            leaks.check()
         assert sent == [LeaksFound((Leak("kv", "3 blocks of no sequence", 3 * BLOCK),))]
 
 
@@ -75,9 +75,9 @@ def test_ranks_report_sequences_and_do_not_free_them() -> None:
     with TensorStore.create("memory") as store:
         texts = sequences()
         leaks, sent = check(texts, store, frees=False)
-        texts.begin(0).grow(1)
+        texts.start(0).extend(1)
         for _ in range(2):
-            leaks.look()
+            leaks.check()
         assert sent == [LeaksFound((Leak("kv", "sequence 1 of 1 tokens", BLOCK),))]
         assert texts.usage().used == 1
 
@@ -90,15 +90,15 @@ def test_inputs_that_are_still_mapped_are_reported() -> None:
         garbage: dict[str, Any] = {"held": store.get(ref)}
         garbage["itself"] = garbage
         del garbage
-        leaks.look()
+        leaks.check()
         assert not sent
 
         held = store.get(ref)
         for _ in range(2):
-            leaks.look()
+            leaks.check()
         assert sent == [LeaksFound((Leak("arena", f"input object {ref.id} of req_a, s", ref.nbytes),))]
         held.close()
-        assert not store.held()
+        assert not store.open_refs()
 
 
 class Idle(queue.SimpleQueue[Any]):
@@ -119,7 +119,7 @@ class Forgetful(Count):
 
     def start(self, task: StageInput) -> tuple[StageInput, int]:
         assert isinstance(self.texts, SequencePool)
-        self.texts.begin(task.priority).grow(16)
+        self.texts.start(task.priority).extend(16)
         return super().start(task)
 
 
@@ -146,7 +146,7 @@ def test_a_state_is_given_up_where_its_stage_fails_behind_it(tmp_path: Path) -> 
         def progress(self, state: tuple[StageInput, int]) -> tuple[int, int]:
             raise RuntimeError("no progress")
 
-        def let_go(self, state: tuple[StageInput, int]) -> None:
+        def release(self, state: tuple[StageInput, int]) -> None:
             given_up.append(state)
 
     given_up = list[Any]()
@@ -161,7 +161,7 @@ def looked(
     """What is logged by so many looks: name, bytes, and whether it was freed."""
     with capture_logs() as logs:
         for _ in range(times):
-            leaks.look(objects, idle=idle)
+            leaks.check(objects, idle=idle)
     return [(line["what"], line["bytes"], line["freed"]) for line in logs if line["event"].startswith("memory leak")]
 
 
@@ -178,8 +178,8 @@ async def test_an_unfinished_object_is_reported_once_and_stays(near: WorkerObjec
     assert looked(leaks, near) == [(f"an unfinished object {extent.id} of req_a", PIECE, False)]
     assert not looked(leaks, near)
     assert near.usage().used == PIECE
-    assert leaks.take() == {"arena": PIECE}
-    assert leaks.take() == {}
+    assert leaks.take_counts() == {"arena": PIECE}
+    assert leaks.take_counts() == {}
 
 
 async def test_room_of_no_object_is_reported(near: WorkerObjects) -> None:
@@ -194,7 +194,7 @@ async def test_what_requests_and_caches_own_is_no_leak(near: WorkerObjects) -> N
     leaks = WorkerLeakCheck()
     for nbytes in (0, 1, 5000):
         made(near, nbytes=nbytes)
-    near.share("key", cached := made(near, request="req_b"))
+    near.retain("key", cached := made(near, request="req_b"))
     await near.release(["req_b"])
     with near.store.get(deleted := made(near)):
         near.store.delete(deleted)
@@ -205,7 +205,7 @@ async def test_what_requests_and_caches_own_is_no_leak(near: WorkerObjects) -> N
 
 
 async def brought(near: WorkerObjects, far: WorkerObjects, lease: Lease) -> None:
-    assert await near.copies.bring(lease, granted(far))
+    assert await near.copies.fetch(lease, granted(far))
 
 
 async def test_a_copy_of_a_task_that_is_over_is_freed(near: WorkerObjects, far: WorkerObjects) -> None:
@@ -232,16 +232,16 @@ async def test_a_copy_that_is_kept_for_the_next_attempt_is_no_leak(near: WorkerO
 
 async def test_what_could_not_be_told_is_counted_again(near: WorkerObjects) -> None:
     leaks = WorkerLeakCheck()
-    leaks.found([Leak("kv", "one", 5, True), Leak("kv", "another", 6), Leak("arena", "a third", 7)])
-    leaks.put_back(leaks.take())
-    leaks.found([Leak("arena", "a fourth", 8)])
-    assert leaks.take() == {"kv": 11, "arena": 15}
+    leaks.record([Leak("kv", "one", 5, True), Leak("kv", "another", 6), Leak("arena", "a third", 7)])
+    leaks.put_back(leaks.take_counts())
+    leaks.record([Leak("arena", "a fourth", 8)])
+    assert leaks.take_counts() == {"kv": 11, "arena": 15}
 
 
 def test_of_very_many_leaks_the_rest_is_one_line() -> None:
     leaks = WorkerLeakCheck()
     with capture_logs() as logs:
-        leaks.found(Leak("kv", f"sequence {number}", 3) for number in range(MOST_LINES + 2))
-    assert len(logs) == MOST_LINES + 1
+        leaks.record(Leak("kv", f"sequence {number}", 3) for number in range(MAX_LOGGED_LEAKS + 2))
+    assert len(logs) == MAX_LOGGED_LEAKS + 1
     assert (logs[-1]["number"], logs[-1]["bytes"]) == (2, 6)
-    assert leaks.take() == {"kv": 3 * (MOST_LINES + 2)}
+    assert leaks.take_counts() == {"kv": 3 * (MAX_LOGGED_LEAKS + 2)}

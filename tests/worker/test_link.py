@@ -35,7 +35,7 @@ def lease(name: str, **more: Any) -> Lease:
 def holding(*leases: Lease, slots: int = 2, **resources: int) -> TaskSlots:
     held = TaskSlots(slots, resources)
     for one in leases:
-        held.take(one)
+        held.add(one)
     return held
 
 
@@ -45,35 +45,42 @@ def test_a_task_whose_input_is_not_whole_takes_its_share_and_no_slot_until_it_is
     waits = [lease(name, inputs=(WRITTEN,), needs={"kv": 3}) for name in "abc"]
     held = holding(*waits, slots=2, kv=10)
     assert held.arriving == 3
-    assert (held.ask(None, "").slots, held.ask(None, "").above, held.ask(None, "").amounts) == (2, None, {"kv": 1})
+    assert (
+        held.next_request(None, "").slots,
+        held.next_request(None, "").min_priority,
+        held.next_request(None, "").amounts,
+    ) == (2, None, {"kv": 1})
     held.arrived(waits[0].claim)
-    assert (held.ask(None, "").slots, held.arriving) == (1, 2)
+    assert (held.next_request(None, "").slots, held.arriving) == (1, 2)
     held.arrived(waits[1].claim)
-    assert (held.ask(None, "").slots, held.ask(None, "").above) == (1, 0)  # only for a more urgent one
-    assert held.end(waits[2].claim) is waits[2] and held.end(waits[2].claim) is None
-    assert held.ask(None, "").amounts == {"kv": 4} and held.arriving == 0
+    assert (held.next_request(None, "").slots, held.next_request(None, "").min_priority) == (
+        1,
+        0,
+    )  # only for a more urgent one
+    assert held.remove(waits[2].claim) is waits[2] and held.remove(waits[2].claim) is None
+    assert held.next_request(None, "").amounts == {"kv": 4} and held.arriving == 0
 
 
 def test_a_task_takes_a_slot_at_once_where_its_input_is_whole_or_nothing_else_bounds_it() -> None:
-    assert holding(lease("a", inputs=(WHOLE,), needs={"kv": 3}), kv=10).ask(None, "").slots == 1
-    assert holding(lease("a", inputs=(WRITTEN,))).ask(None, "").slots == 1
+    assert holding(lease("a", inputs=(WHOLE,), needs={"kv": 3}), kv=10).next_request(None, "").slots == 1
+    assert holding(lease("a", inputs=(WRITTEN,))).next_request(None, "").slots == 1
 
 
 def test_before_other_weights_are_loaded_one_task_is_asked_for_each_that_has_ended() -> None:
-    ask = holding(lease("a"), slots=4).ask(None, "", "first", "pool")
-    assert (ask.slots, ask.holds, ask.after) == (1, "first", "pool")
-    assert holding(lease("a"), slots=4).ask(None, "", "first").slots == 3
+    ask = holding(lease("a"), slots=4).next_request(None, "", "first", "pool")
+    assert (ask.slots, ask.loaded_model, ask.after_pool) == (1, "first", "pool")
+    assert holding(lease("a"), slots=4).next_request(None, "", "first").slots == 3
 
 
 def test_nothing_is_asked_for_beside_a_task_that_runs_alone_and_room_is_what_others_will_not_take() -> None:
-    assert holding(lease("a", alone=True)).ask(None, "") is WITHDRAW
-    held = holding(lease("a", room=30))
-    assert (held.room(100, 5), held.room(20, 5), held.room(None, 5)) == (70, 0, None)
-    held.placed(lease("a").claim)
-    held.placed(lease("other").claim)
-    assert held.room(70, 35) == 70  # it is not counted twice
-    assert holding().room(100, 0) is None
-    assert held.end(Claim("req_a", "other", 1, b"")) is None
+    assert holding(lease("a", alone=True)).next_request(None, "") is WITHDRAW
+    held = holding(lease("a", output_size=30))
+    assert (held.free_bytes(100, 5), held.free_bytes(20, 5), held.free_bytes(None, 5)) == (70, 0, None)
+    held.mark_reserved(lease("a").claim)
+    held.mark_reserved(lease("other").claim)
+    assert held.free_bytes(70, 35) == 70  # it is not counted twice
+    assert holding().free_bytes(100, 0) is None
+    assert held.remove(Claim("req_a", "other", 1, b"")) is None
 
 
 LONG = 900.0
@@ -83,14 +90,14 @@ class Alone:
     """The watch over a worker without scheduler, which sleeps as fast as it is let."""
 
     def __init__(self) -> None:
-        self.link, self.busy = SimpleNamespace(heard=0), False
+        self.link, self.busy = SimpleNamespace(last_answer=0), False
         self.held, self.given_up = frozenset({"req_1"}), 0
         self._ticks = asyncio.Queue[None]()
         self._waits = asyncio.Event()
         watch: Any = free_when_orphaned
         self.watching = asyncio.create_task(watch(self.link, self, lambda: self.busy, LONG, self._sleep))
 
-    def holding(self) -> frozenset[str]:
+    def stored_requests(self) -> frozenset[str]:
         return self.held
 
     async def abandon(self) -> None:
@@ -125,7 +132,7 @@ async def test_after_so_long_without_a_scheduler_all_is_given_up_once(alone: Alo
 async def test_any_answer_of_any_scheduler_begins_the_count_anew(alone: Alone) -> None:
     for _ in range(4):
         await alone.passes(int(LONG) - 1)
-        alone.link.heard += 1
+        alone.link.last_answer += 1
         await alone.passes(1)
     assert not alone.given_up
     alone.watching.cancel()
@@ -147,11 +154,11 @@ async def test_durable_copies_and_what_a_reader_holds_are_left(tmp_path: Path) -
     places = StorageLocations("", durable=f"disk:{tmp_path}")
     objects = WorkerObjects(opened("w", places), places, {}, TransferOptions())
     ref = objects.store.put({"x": np.arange(9.0)}, request="req_1", stage="denoise", attempt=1)
-    objects.made(TaskCompleted(Claim("req_1", "denoise", 1, b""), ref, (), Timings()), "denoise")
+    objects.add_output(TaskCompleted(Claim("req_1", "denoise", 1, b""), ref, (), Timings()), "denoise")
     await objects.wait_until_copied()
     held = objects.store.get(ref)
     await objects.abandon()
-    assert not objects.holding()
+    assert not objects.stored_requests()
     assert held["x"].tolist() == list(range(9))
     held.close()
     assert objects.usage().used == 0

@@ -25,7 +25,7 @@ from unfuse.core.messages import AdapterBytes, ChangedFile, FetchAdapter, Reject
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import StageSelector, roles_of
 from unfuse.core.task import Claim, Lease
-from unfuse.models import card_of
+from unfuse.models import read_model_spec
 from unfuse.service.service import AdapterServer
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of
@@ -33,7 +33,7 @@ from unfuse.weights.adapters import CHUNK, AdapterFolder
 from unfuse.worker import loaded_models
 from unfuse.worker.compute_messages import unfetched
 from unfuse.worker.loaded_models import AdapterFetcher, ModelSwapper, WeightFiles, states_of
-from unfuse.worker.registration import ServedStages, sets_of
+from unfuse.worker.registration import ServedStages, swappable_sets
 
 VAE = "vae/diffusion_pytorch_model.safetensors"
 
@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def card(folder: Path) -> ModelSpec:
-    return card_of("model", folder)
+    return read_model_spec("model", folder)
 
 
 @pytest.fixture
@@ -78,12 +78,12 @@ def rename_over(file: Path) -> None:
 
 
 def look(files: WeightFiles) -> dict[str, ChangedFile]:
-    files.look()
+    files.refresh()
     return files.changed
 
 
 def test_files_that_nobody_touches_are_what_was_loaded(files: WeightFiles) -> None:
-    assert not files.look()
+    assert not files.refresh()
     assert files.changed == {}
 
 
@@ -96,11 +96,11 @@ def test_a_changed_file_spoils_the_pools_that_are_loaded_from_it(
     change(folder / VAE)
     pool = card.pools()["vae_decode"]
 
-    assert files.look()
+    assert files.refresh()
     assert files.changed == {pool: ChangedFile(VAE, compared=False)}
     files.compare()
     assert look(files) == {pool: ChangedFile(VAE, compared=True)}
-    assert not files.look()
+    assert not files.refresh()
 
 
 @pytest.mark.usefixtures("written")
@@ -115,19 +115,19 @@ def test_the_same_bytes_are_served_on(name: str, folder: Path, files: WeightFile
     files.compare()
     assert look(files) == {}
     overwrite(folder / VAE)
-    assert files.look()
+    assert files.refresh()
 
 
 @pytest.mark.usefixtures("written")
 def test_a_file_whose_bytes_are_put_back_is_served_again(folder: Path, files: WeightFiles) -> None:
     content = (folder / VAE).read_bytes()
     overwrite(folder / VAE)
-    files.look()
+    files.refresh()
     files.compare()
     assert all(changed.compared for changed in look(files).values())
 
     (folder / VAE).write_bytes(content)
-    files.look()
+    files.refresh()
     files.compare()
     assert look(files) == {}
 
@@ -136,7 +136,7 @@ def test_a_file_that_is_written_to_is_compared_once_that_is_over(
     folder: Path, files: WeightFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overwrite(folder / VAE)
-    files.look()
+    files.refresh()
     files.compare()
     assert [changed.compared for changed in look(files).values()] == [False]
 
@@ -155,13 +155,13 @@ def test_a_clock_that_was_set_back_delays_no_comparison(
     monkeypatch.setattr(loaded_models.time, "time", lambda: wall - 3600)
     monkeypatch.setattr(loaded_models.time, "monotonic", lambda: monotonic)
     overwrite(folder / VAE)
-    files.look()
+    files.refresh()
     files.compare()
     assert [changed.compared for changed in look(files).values()] == [False]
 
     monkeypatch.setattr(loaded_models.time, "monotonic", lambda: monotonic + 60)
     rename_over(folder / VAE)
-    files.look()
+    files.refresh()
     files.compare()
     assert [changed.compared for changed in look(files).values()] == [False]
 
@@ -176,7 +176,7 @@ def test_a_pool_that_compute_left_out_is_not_served_even_if_its_bytes_are_put_ba
 ) -> None:
     pool, content = card.pools()["vae_decode"], (folder / VAE).read_bytes()
     overwrite(folder / VAE)
-    files.look()
+    files.refresh()
     files.left_out = frozenset({pool})
     (folder / VAE).write_bytes(content)
     files.compare()
@@ -188,11 +188,11 @@ def test_a_pool_that_compute_left_out_is_not_served_even_if_its_bytes_are_put_ba
 
 def test_a_change_between_card_and_loading_is_seen(folder: Path) -> None:
     before = states_of(folder)
-    card = card_of("model", folder)
+    card = read_model_spec("model", folder)
     overwrite(folder / VAE)
 
     files = WeightFiles([("model", str(folder), "auto")], [card], StageSelector(), before)
-    assert files.look()
+    assert files.refresh()
 
 
 def test_files_of_stages_that_run_elsewhere_do_not_count(folder: Path, card: ModelSpec) -> None:
@@ -200,22 +200,22 @@ def test_files_of_stages_that_run_elsewhere_do_not_count(folder: Path, card: Mod
         [("model", str(folder), "auto")], [card], StageSelector(roles=frozenset({"denoiser"})), states_of(folder)
     )
     overwrite(folder / VAE)
-    assert not files.look()
+    assert not files.refresh()
 
 
 @pytest.mark.usefixtures("written")
 def test_of_equal_components_the_ones_that_were_loaded_count(folder: Path, card: ModelSpec, tmp_path: Path) -> None:
     twin = Path(shutil.copytree(folder, tmp_path / "twin"))
     models = [("model", str(folder), "auto"), ("twin", str(twin), "auto")]
-    cards = [card, card_of("twin", twin)]
+    cards = [card, read_model_spec("twin", twin)]
     states = states_of(folder) | states_of(twin)
     together = WeightFiles(models, cards, StageSelector(), states)
     in_turns = WeightFiles(models, cards, StageSelector(), states, in_turns=True)
 
     overwrite(twin / VAE)
 
-    assert not together.look()
-    assert in_turns.look()
+    assert not together.refresh()
+    assert in_turns.refresh()
 
 
 def test_only_what_is_written_to_in_place_changes_mapped_weights(
@@ -258,7 +258,7 @@ class Options:
 
 def sets(role: str = "all", loaded: str = "all", *cards: Any) -> Any:
     served = ServedStages((), cards or (CARD, OTHER), (), 1, ("cpu",))
-    return sets_of(served, Options(role, loaded))  # type: ignore[arg-type]
+    return swappable_sets(served, Options(role, loaded))  # type: ignore[arg-type]
 
 
 def test_everything_is_loaded_unless_it_is_said_or_there_is_one_set() -> None:
@@ -291,8 +291,8 @@ class Executed:
         self.swapped: list[str] = []
 
     def swap(self, loads: Any) -> None:
-        self.ready, self.loaded = False, (loads[0].holds, 2.0)
-        self.swapped.append(loads[0].holds)
+        self.ready, self.loaded = False, (loads[0].loaded_model, 2.0)
+        self.swapped.append(loads[0].loaded_model)
 
 
 def lease(pool: str) -> Lease:
@@ -301,7 +301,7 @@ def lease(pool: str) -> Lease:
 
 def shapes(*roles: str, folder: Path = SHAPES) -> ModelSwapper:
     """A worker of the built-in model that has one of these roles at a time."""
-    card = card_of("shapes", SHAPES, "auto")
+    card = read_model_spec("shapes", SHAPES, "auto")
     found = {role: frozenset(card.pools(StageSelector(roles_of(role))).values()) for role in roles}
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
         loads = [replace(load(store, "/results"), models=(("shapes", str(folder), "auto"),))]  # type: ignore[arg-type]
@@ -318,25 +318,25 @@ async def test_another_set_is_loaded_once_nothing_runs_and_no_task_of_the_other_
             withdrawn.set()
 
         assert swapping.loads("second")[0].pools == {DENOISE}
-        going = asyncio.create_task(swapping.to("second", executor, withdraw, idle))  # type: ignore[arg-type]
+        going = asyncio.create_task(swapping.swap_to("second", executor, withdraw, idle))  # type: ignore[arg-type]
         await withdrawn.wait()
-        await swapping.to("second", executor, withdraw, idle)  # type: ignore[arg-type]  # which it is told each second
-        assert (swapping.going, swapping.holds, executor.swapped) == ("second", "first", [])
-        assert swapping.fits(lease(f"{ENCODE}@1a2b"))
-        assert not swapping.fits(lease(DENOISE))
+        await swapping.swap_to("second", executor, withdraw, idle)  # type: ignore[arg-type]  # which it is told each second
+        assert (swapping.target_model, swapping.loaded_model, executor.swapped) == ("second", "first", [])
+        assert swapping.is_loaded(lease(f"{ENCODE}@1a2b"))
+        assert not swapping.is_loaded(lease(DENOISE))
         swapping.loaded(executor)  # type: ignore[arg-type]  # its compute had died, and has started again
-        assert swapping.going == "second"
+        assert swapping.target_model == "second"
 
         idle.set()
         await going
-        assert (swapping.going, swapping.holds, executor.swapped) == ("second", "", ["second"])
-        assert not swapping.fits(lease(ENCODE))
+        assert (swapping.target_model, swapping.loaded_model, executor.swapped) == ("second", "", ["second"])
+        assert not swapping.is_loaded(lease(ENCODE))
         executor.ready = True
         swapping.loaded(executor)  # type: ignore[arg-type]
-        assert (swapping.going, swapping.holds, swapping.load_s) == ("", "second", 2.0)
-        assert swapping.fits(lease(DENOISE))
-        await swapping.to("second", executor, withdraw, idle)  # type: ignore[arg-type]  # by an answer that came late
-        assert (swapping.going, swapping.holds, executor.swapped) == ("", "second", ["second"])
+        assert (swapping.target_model, swapping.loaded_model, swapping.load_s) == ("", "second", 2.0)
+        assert swapping.is_loaded(lease(DENOISE))
+        await swapping.swap_to("second", executor, withdraw, idle)  # type: ignore[arg-type]  # by an answer that came late
+        assert (swapping.target_model, swapping.loaded_model, executor.swapped) == ("", "second", ["second"])
 
 
 class TestReadingAhead:
@@ -356,10 +356,10 @@ class TestReadingAhead:
 
     async def test_files_of_the_set_that_is_likely_to_be_next_are_asked_for_once(self, asked: list[str]) -> None:
         swapping = shapes("encoder", "denoiser")
-        await swapping.ahead("denoiser")
-        await swapping.ahead("denoiser")
+        await swapping.read_ahead("denoiser")
+        await swapping.read_ahead("denoiser")
         assert asked == ["transformer/diffusion_pytorch_model.safetensors"]
-        await swapping.ahead("nothing")
+        await swapping.read_ahead("nothing")
         assert len(asked) == 1
 
     async def test_those_of_the_set_that_is_loaded_are_asked_for_as_long_as_what_runs_takes(
@@ -371,7 +371,7 @@ class TestReadingAhead:
         async def withdraw() -> None:
             return
 
-        going = asyncio.create_task(swapping.to("denoiser", executor, withdraw, idle))  # type: ignore[arg-type]
+        going = asyncio.create_task(swapping.swap_to("denoiser", executor, withdraw, idle))  # type: ignore[arg-type]
         async with asyncio.timeout(60):
             while not asked:
                 await asyncio.sleep(0.01)
@@ -380,11 +380,11 @@ class TestReadingAhead:
         await going
         executor.ready = True
         swapping.loaded(executor)  # type: ignore[arg-type]
-        await swapping.ahead("encoder")
+        await swapping.read_ahead("encoder")
         assert [name.partition("/")[0] for name in asked] == ["transformer", "text_encoder"]
 
     async def test_what_cannot_be_read_is_left_to_loading(self, asked: list[str], tmp_path: Path) -> None:
-        await shapes("encoder", "denoiser", folder=tmp_path).ahead("denoiser")
+        await shapes("encoder", "denoiser", folder=tmp_path).read_ahead("denoiser")
         assert asked == []
 
 
@@ -429,7 +429,7 @@ def places(tmp_path: Path) -> tuple[Path, Path, Path]:
 def bring(link: Lender, places: tuple[Path, Path, Path], *leases: Lease) -> None:
     async def all_of_them() -> None:
         made = AdapterFetcher(link, str(places[1]), places[2])  # type: ignore[arg-type]
-        await asyncio.gather(*(made.bring(one) for one in leases or [adapted()]))
+        await asyncio.gather(*(made.fetch(one) for one in leases or [adapted()]))
 
     asyncio.run(all_of_them())
 
@@ -450,7 +450,7 @@ def test_it_comes_in_parts_once_and_is_found_by_its_content(places: tuple[Path, 
 def test_nothing_is_asked_for_that_is_here_or_that_no_stage_uses(places: tuple[Path, Path, Path]) -> None:
     link = Lender(places[0])
     bring(link, places, adapted("text_encode"), adapted(lora=""))
-    asyncio.run(AdapterFetcher(link, "", places[2]).bring(adapted()))  # type: ignore[arg-type]  # no adapters are served
+    asyncio.run(AdapterFetcher(link, "", places[2]).fetch(adapted()))  # type: ignore[arg-type]  # no adapters are served
     (places[1] / "ink.safetensors").write_bytes(DATA)
     bring(link, places)
     assert not link.asked and not kept(places)
@@ -505,7 +505,7 @@ def test_a_name_is_no_path_and_the_lender_says_what_it_lacks(places: tuple[Path,
 
 
 def test_room_is_looked_for_and_made(places: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loaded_models, "KEPT_BYTES", len(DATA) + 10)
+    monkeypatch.setattr(loaded_models, "MAX_ADAPTER_BYTES", len(DATA) + 10)
     places[2].mkdir(parents=True)
     for number, name in enumerate(("new", "old", ".left")):
         (places[2] / name).write_bytes(bytes(8))

@@ -29,7 +29,7 @@ from unfuse.core.messages import (
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim, Lease
-from unfuse.stores.keyed import remains_at
+from unfuse.stores.keyed import stored_objects
 from unfuse.stores.results import copies_here
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of
@@ -109,15 +109,15 @@ async def test_two_tasks_share_a_copy_that_goes_with_the_last_of_them(far: Worke
     ref = made(far)
     first, second = reading(ref, stage="one"), reading(ref, stage="two")
 
-    brought = await asyncio.gather(near.copies.bring(first, granted(far)), near.copies.bring(second, granted(far)))
+    brought = await asyncio.gather(near.copies.fetch(first, granted(far)), near.copies.fetch(second, granted(far)))
 
     copies = {lease.task.inputs[0].id for lease in brought if lease}
     assert len(copies) == 1 and ref.id not in copies
     assert brought[0] and read(near, brought[0].task.inputs[0]) == {7}
-    assert near.copies.counters.take() == {"tcp": TransferStats(PIECE, pytest.approx(0, abs=60))}
-    near.copies.let_go(first.claim)
+    assert near.copies.counters.take_counts() == {"tcp": TransferStats(PIECE, pytest.approx(0, abs=60))}
+    near.copies.drop_unused(first.claim)
     assert near.usage().used == PIECE
-    near.copies.let_go(second.claim)
+    near.copies.drop_unused(second.claim)
     await freed(near)
 
 
@@ -142,10 +142,10 @@ async def test_a_copy_is_its_reader_s_and_lost_under_its_first_name(far: WorkerO
     """Given an object that an earlier request made, then it is not dropped here with that one, and the scheduler hears
     of the object that it knows."""
     ref = made(far, request="req_earlier")
-    brought = await near.copies.bring(reading(ref, request="req_later"), granted(far))
+    brought = await near.copies.fetch(reading(ref, request="req_later"), granted(far))
     assert brought
     (copy,) = brought.task.inputs
-    assert near.holding() == {"req_later"} and copy.request == "req_later"
+    assert near.stored_requests() == {"req_later"} and copy.request == "req_later"
     await near.release(["req_earlier"])
     assert read(near, copy) == {7}
     assert (near.copies.original(copy.id), near.copies.original("another")) == (ref.id, "another")
@@ -157,10 +157,10 @@ async def test_what_can_be_mapped_is_left_where_it_is_whatever_its_node_is_calle
     here = folders()
     async with node("one", here) as one, node("two", here) as two:
         own, mapped, other = made(two), made(one), made(far)
-        brought = await two.copies.bring(reading(own, mapped, other), granted(one, two, far))
+        brought = await two.copies.fetch(reading(own, mapped, other), granted(one, two, far))
         assert brought and brought.task.inputs[:2] == (own, mapped) and brought.task.inputs[2].owner == "two"
         assert read(two, mapped) == {7}
-        assert await two.copies.bring(reading(own), granted(two)) == reading(own)
+        assert await two.copies.fetch(reading(own), granted(two)) == reading(own)
 
 
 async def test_an_owner_is_near_until_it_is_gone(folders: Callable[[], str], near: WorkerObjects) -> None:
@@ -170,13 +170,13 @@ async def test_an_owner_is_near_until_it_is_gone(folders: Callable[[], str], nea
     async with node("two", here) as two:
         async with node("one", here) as one:
             lease, grant = reading(made(one)), granted(one)
-            assert await two.copies.bring(lease, grant) == lease and two.store.reaches("one")
+            assert await two.copies.fetch(lease, grant) == lease and two.store.reaches("one")
         async with node("three", here) as three:
             address = three.store.address
             soon(lambda: not two.store.reaches("one"), "a dead owner is still taken for near")
-            two.store.learn({"one": ("name", address)})
+            two.store.register_owners({"one": ("name", address)})
             assert not two.store.reaches("one")
-            assert await two.copies.bring(lease, grant) == lease
+            assert await two.copies.fetch(lease, grant) == lease
 
 
 async def test_at_the_address_of_an_owner_on_another_machine_another_one_lives_here(
@@ -187,7 +187,7 @@ async def test_at_the_address_of_an_owner_on_another_machine_another_one_lives_h
     async with node("one", here) as one, node("two", here) as two:
         grant = granted(far)
         grant.peers["far"] = "name", one.store.address
-        brought = await two.copies.bring(reading(made(far)), grant)
+        brought = await two.copies.fetch(reading(made(far)), grant)
         assert brought and brought.task.inputs[0].owner == "two"
 
 
@@ -203,12 +203,12 @@ async def test_a_socket_where_nobody_answers_keeps_no_other_waiting(folders: Cal
             grant.peers["stopped"] = "name", f"unix:{path}"
             waiting = [
                 asyncio.create_task(
-                    two.copies.bring(reading(msgspec.structs.replace(ref, owner="stopped"), stage=name), grant)
+                    two.copies.fetch(reading(msgspec.structs.replace(ref, owner="stopped"), stage=name), grant)
                 )
                 for name in map(str, range(100))
             ]
             for _ in range(3):
-                assert await two.copies.bring(reading(ref), grant) == reading(ref)
+                assert await two.copies.fetch(reading(ref), grant) == reading(ref)
             assert not any(task.done() for task in waiting)
             assert all(two.copies.cancel(reading(stage=str(number)).claim) for number in range(100))
             assert await asyncio.gather(*waiting) == [None] * 100
@@ -218,7 +218,7 @@ async def test_a_socket_where_nobody_answers_keeps_no_other_waiting(folders: Cal
 async def test_without_keys_what_cannot_be_mapped_is_left_to_its_stage(folders: Callable[[], str]) -> None:
     async with node("one", folders(), keys=False) as one, node("two", folders(), keys=False) as two:
         lease = reading(made(one))
-        assert not one.copies.served_at and await two.copies.bring(lease, granted(one)) == lease
+        assert not one.copies.served_at and await two.copies.fetch(lease, granted(one)) == lease
         with pytest.raises(ObjectLost):
             two.store.get(lease.task.inputs[0])
 
@@ -227,8 +227,8 @@ async def test_what_cannot_be_had_is_left_to_the_durable_copy(far: WorkerObjects
     ref = made(far)
     await far.release(["req_a"])
     lease = reading(ref)
-    assert await near.copies.bring(lease, granted(far)) == lease
-    near.copies.let_go(lease.claim)
+    assert await near.copies.fetch(lease, granted(far)) == lease
+    near.copies.drop_unused(lease.claim)
     assert near.usage().used == 0
 
 
@@ -244,10 +244,10 @@ async def test_however_many_inputs_are_at_silent_owners_others_are_brought_meanw
             name = f"silent-{number}"
             lost = msgspec.structs.replace(made(far, request=name, nbytes=8), owner=name)
             told = LeasesGranted((), {name: (name, "unix:@nowhere")}, {name: address})
-            waiting.append(asyncio.create_task(near.copies.bring(reading(lost, request=name), told)))
+            waiting.append(asyncio.create_task(near.copies.fetch(reading(lost, request=name), told)))
         while len(near.copies._copies) < len(waiting):
             await asyncio.sleep(0)
-        brought = await near.copies.bring(reading(made(far)), granted(far))
+        brought = await near.copies.fetch(reading(made(far)), granted(far))
         assert brought and read(near, brought.task.inputs[0]) == {7}
         assert not any(task.done() for task in waiting)
     for task in waiting:
@@ -260,12 +260,12 @@ async def test_a_task_that_is_cancelled_does_not_wait_for_its_inputs(far: Worker
     """Given an arena without room, so that an input is waited for, when its task is cancelled, then it ends."""
     full, ref = made(near, nbytes=CAPACITY), made(far)
     lease = reading(ref)
-    bringing = asyncio.create_task(near.copies.bring(lease, granted(far)))
+    bringing = asyncio.create_task(near.copies.fetch(lease, granted(far)))
     while not near.copies.cancel(lease.claim):
         await asyncio.sleep(0)
     assert await bringing is None
     assert not near.copies.cancel(lease.claim)
-    near.copies.let_go(lease.claim)
+    near.copies.drop_unused(lease.claim)
     near.store.delete(full)
     await freed(near)
 
@@ -275,20 +275,20 @@ async def test_a_task_whose_compute_process_died_finds_its_inputs_when_it_comes_
     kind: FailureKind, reason: str, far: WorkerObjects, near: WorkerObjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given inputs that were brought, when compute dies, then they are kept, for a while, and do not come twice."""
-    monkeypatch.setattr(remote_inputs, "KEPT_S", 600.0)
+    monkeypatch.setattr(remote_inputs, "RETAIN_S", 600.0)
     first = reading(made(far))
     again, last = (msgspec.structs.replace(first, token=token) for token in (b"again", b"last"))
-    assert await near.copies.bring(first, granted(far))
+    assert await near.copies.fetch(first, granted(far))
     near.end_task(first, TaskFailed(first.claim, kind, "it died", reason=reason), False)
-    brought = await near.copies.bring(again, granted(far))
+    brought = await near.copies.fetch(again, granted(far))
     assert brought and read(near, brought.task.inputs[0]) == {7}
-    assert near.copies.counters.take() == {"tcp": TransferStats(PIECE, pytest.approx(0, abs=60))}
-    near.copies.let_go(first.claim)
+    assert near.copies.counters.take_counts() == {"tcp": TransferStats(PIECE, pytest.approx(0, abs=60))}
+    near.copies.drop_unused(first.claim)
     near.end_task(again, TaskFailed(again.claim, "transient", "it failed"), False)
     await freed(near)
 
-    monkeypatch.setattr(remote_inputs, "KEPT_S", 0.0)
-    assert await near.copies.bring(last, granted(far))
+    monkeypatch.setattr(remote_inputs, "RETAIN_S", 0.0)
+    assert await near.copies.fetch(last, granted(far))
     near.end_task(last, TaskFailed(last.claim, kind, "it died", reason=reason), False)
     await freed(near)
 
@@ -303,23 +303,23 @@ async def test_what_came_stays_for_the_next_stage_and_where_another_input_came_t
     there = made(far)
     announced = msgspec.structs.replace(there, id="announced", checksums=())
     first, lost, last = (msgspec.structs.replace(reading(there), token=token) for token in (b"1", b"2", b"3"))
-    assert await near.copies.bring(first, granted(far))
+    assert await near.copies.fetch(first, granted(far))
     near.end_task(first, TaskCompleted(first.claim, None, (), Timings()), True)
-    assert await near.copies.bring(lost, granted(far))
-    near.copies.let_go(first.claim)
+    assert await near.copies.fetch(lost, granted(far))
+    near.copies.drop_unused(first.claim)
     task = msgspec.structs.replace(lost.task, inputs=(*lost.task.inputs, announced))
     near.end_task(msgspec.structs.replace(lost, task=task), TaskStopped(lost.claim), False)
-    brought = await near.copies.bring(last, granted())
+    brought = await near.copies.fetch(last, granted())
     assert brought and read(near, brought.task.inputs[0]) == {7}
-    assert near.copies.counters.take() == {"tcp": TransferStats(PIECE, pytest.approx(0, abs=60))}
+    assert near.copies.counters.take_counts() == {"tcp": TransferStats(PIECE, pytest.approx(0, abs=60))}
     near.end_task(last, TaskCompleted(last.claim, None, (), Timings()), False)
-    near.copies.let_go(lost.claim)
+    near.copies.drop_unused(lost.claim)
     await freed(near)
 
 
 async def test_what_is_kept_for_a_task_goes_with_its_request(far: WorkerObjects, near: WorkerObjects) -> None:
     lease = reading(made(far))
-    assert await near.copies.bring(lease, granted(far))
+    assert await near.copies.fetch(lease, granted(far))
     near.end_task(lease, TaskFailed(lease.claim, "crash", "it died"), False)
     await near.release(["req_a"])
     assert near.usage().used == 0
@@ -329,8 +329,8 @@ async def test_without_room_for_long_the_task_is_told(far: WorkerObjects, near: 
     made(near, nbytes=CAPACITY)
     lease = reading(made(far))
     with pytest.raises(ArenaFull):
-        await near.copies.bring(lease, granted(far))
-    near.copies.let_go(lease.claim)
+        await near.copies.fetch(lease, granted(far))
+    near.copies.drop_unused(lease.claim)
 
 
 @pytest.mark.parametrize("kind", ["denoise", "text_encode"])
@@ -339,13 +339,13 @@ async def test_chosen_stages_leave_a_copy_that_goes_with_their_request(
 ) -> None:
     async with node("near", folders(), StorageLocations("", durable=f"disk:{tmp_path}")) as near:
         ref = made(near)
-        near.made(TaskCompleted(Claim("req_a", "s", 1, b""), ref, (), Timings()), kind)
+        near.add_output(TaskCompleted(Claim("req_a", "s", 1, b""), ref, (), Timings()), kind)
         await near.wait_until_copied()
         assert len(list(files(tmp_path))) == (kind == "denoise")
         near.store.delete(ref)
-        assert near.holding() == ({"req_a"} if kind == "denoise" else set())
+        assert near.stored_requests() == ({"req_a"} if kind == "denoise" else set())
         await near.release(["req_a"])
-        assert not list(files(tmp_path)) and not near.holding()
+        assert not list(files(tmp_path)) and not near.stored_requests()
 
 
 def files(folder: Path) -> Iterator[Path]:
@@ -372,9 +372,9 @@ async def test_what_a_stopped_worker_made_is_read_from_where_results_are(
     output, checkpoint = made(objects, 1), made(objects, 2)
     over, cached = made(objects, 3, request="req_b"), made(objects, 4, request="req_c")
     for ref in (output, over, cached):
-        objects.made(report(ref), "text_encode")
+        objects.add_output(report(ref), "text_encode")
     assert await objects.save_copy(checkpoint)
-    objects.share("key", cached)
+    objects.retain("key", cached)
     await objects.release(["req_b", "req_c"])
     assert objects.needed() == {"req_a"} and not list(tmp_path.rglob("copies/*/*"))
 
@@ -388,7 +388,7 @@ async def test_what_a_stopped_worker_made_is_read_from_where_results_are(
             assert set(held["x"].tolist()) == {4}
         with pytest.raises(ObjectLost):
             read(later, over)
-        (place,) = remains_at(places.store, places.copies)
+        (place,) = stored_objects(places.store, places.durable_url)
         assert set(place.requests()) == {"req_a"}
 
 
@@ -412,7 +412,7 @@ async def test_a_full_disk_costs_a_copy_and_says_so(durable: str, folders: Calla
 
 async def test_who_cannot_see_the_results_copies_nothing(folders: Callable[[], str], tmp_path: Path) -> None:
     """Given the folder of another machine, then no folder of that name is made here."""
-    places = StorageLocations(f"disk:{tmp_path / 'theirs'}", mark="another")
+    places = StorageLocations(f"disk:{tmp_path / 'theirs'}", results_store_id="another")
     async with node("w", folders(), places) as objects:
         assert not objects.outlasts
         await objects.save_copy(made(objects), now=True)

@@ -33,8 +33,8 @@ async def test_a_call_ends_with_its_answer(process: Process) -> None:
     offering = asyncio.create_task(asyncio.to_thread(process.pairs.offer, "a", "gloo", "127.0.0.1", 1.0))
     joining = asyncio.create_task(asyncio.to_thread(process.pairs.join, "b", "gloo", "127.0.0.1", 1.0, ("h", 7)))
     assert {(await process.asked.get()).method for _ in range(2)} == {"offer", "join"}
-    process.pairs.heard(PairDone("b", error="nobody is there"))
-    process.pairs.heard(PairDone("a", 4711))
+    process.pairs.finish_call(PairDone("b", error="nobody is there"))
+    process.pairs.finish_call(PairDone("a", 4711))
     assert await offering == 4711
     with pytest.raises(ConnectionError, match="nobody is there"):
         await joining
@@ -47,7 +47,7 @@ async def test_a_call_ends_with_the_process(process: Process) -> None:
     process.pairs.part("a")
     assert await process.asked.get() == PairCall("part", "a")
     assert not moving.done()
-    process.pairs.lost()
+    process.pairs.fail_all()
     with pytest.raises(ConnectionError, match="ended"):
         await moving
 
@@ -76,5 +76,5 @@ async def test_whatever_fails_in_the_process_is_told(process: Process) -> None:
 
     server = PairServer(missing, lambda message: loop.call_soon_threadsafe(told.put_nowait, message))
     for _ in range(2):
-        server.take(PairCall("move", "a", (0, 10)))
+        server.serve(PairCall("move", "a", (0, 10)))
         assert await told.get() == PairDone("a", error="ImportError: no torch")

@@ -62,16 +62,16 @@ async def test_who_waits_for_the_process_hears_that_it_cannot_or_is_gone() -> No
         await gone._pass(ARRIVED, WANTED)
     passing = InputStreams(50, process.send)
     answers = (
-        ("no room", lambda: passing.heard(InputTaken(ARRIVED.lease.claim, KV.id, "no room"))),
-        ("ended", passing.lost),
+        ("no room", lambda: passing.record_answer(InputTaken(ARRIVED.lease.claim, KV.id, "no room"))),
+        ("ended", passing.fail_all),
     )
     for says, happens in answers:
         passing._loop.call_later(0.01, happens)
         with pytest.raises(TransientError, match=says):
             await passing._pass(ARRIVED, WANTED)
-    assert not passing.begins(ARRIVED.lease.claim)
-    passing._loop.call_later(0.01, passing.heard, InputTaken(ARRIVED.lease.claim, KV.id))
-    passing._loop.call_later(0.005, passing.heard, InputTaken(ARRIVED.lease.claim, "another", "of no matter"))
+    assert not passing.is_received(ARRIVED.lease.claim)
+    passing._loop.call_later(0.01, passing.record_answer, InputTaken(ARRIVED.lease.claim, KV.id))
+    passing._loop.call_later(0.005, passing.record_answer, InputTaken(ARRIVED.lease.claim, "another", "of no matter"))
     await passing._pass(ARRIVED, WANTED)
     await passing.drop(ARRIVED.lease.claim)
     assert process.sent == [ARRIVED] * 3 + [CancelTask(ARRIVED.lease.claim)]
@@ -87,10 +87,10 @@ async def test_a_piece_is_over_when_all_processes_have_answered() -> None:
         piece = asyncio.create_task(passing._pass(ARRIVED, WANTED))
         for answer in (replace(taken, error=error), taken):
             await asyncio.sleep(0)
-            passing.heard(answer)
+            passing.record_answer(answer)
             await asyncio.sleep(0)
             assert not piece.done()
-        passing.heard(taken)
+        passing.record_answer(taken)
         if error:
             with pytest.raises(TransientError, match=error):
                 await piece
@@ -98,8 +98,8 @@ async def test_a_piece_is_over_when_all_processes_have_answered() -> None:
             await piece
     piece = asyncio.create_task(passing._pass(ARRIVED, WANTED))
     await asyncio.sleep(0)
-    passing.heard(taken)
-    passing.lost()
+    passing.record_answer(taken)
+    passing.fail_all()
     with pytest.raises(TransientError, match="ended"):
         await piece
     passing.close()
@@ -114,15 +114,15 @@ async def test_what_processes_had_taken_that_are_gone_no_task_begins_with() -> N
     for arrived in (ARRIVED, other):
         piece = asyncio.create_task(passing._pass(arrived, WANTED))
         await asyncio.sleep(0)
-        passing.heard(InputTaken(arrived.lease.claim, KV.id))
+        passing.record_answer(InputTaken(arrived.lease.claim, KV.id))
         await piece
-    assert passing.begins(other.lease.claim)
-    passing.lost()
+    assert passing.is_received(other.lease.claim)
+    passing.fail_all()
     with pytest.raises(TransientError, match="the compute process ended"):
         await passing._pass(replace(ARRIVED, start=10, stop=20), WANTED)
     assert process.sent == [ARRIVED, other]
-    assert passing.begins(other.lease.claim) and not passing.begins(claim)
-    assert passing.begins(claim)
+    assert passing.is_received(other.lease.claim) and not passing.is_received(claim)
+    assert passing.is_received(claim)
     passing.close()
 
 
@@ -153,7 +153,7 @@ async def test_a_window_is_freed_also_where_a_task_is_cancelled_twice() -> None:
     free when that has ended, and nothing more is passed on."""
     slow, process = Slow(), Process()
     passing, store = InputStreams(50, process.send), cast(Any, slow)
-    task = asyncio.create_task(passing.through(ARRIVED.lease, KV, store, store, 1.0))
+    task = asyncio.create_task(passing.ranks(ARRIVED.lease, KV, store, store, 1.0))
     try:
         while not passing.extents:
             await asyncio.sleep(0)

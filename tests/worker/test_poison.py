@@ -44,7 +44,7 @@ class Compute:
 
     def __init__(self, executor: Executor, store: TensorStore, folder: Path) -> None:
         self.executor, self.store = executor, store
-        self.pools = find(folder).card("outside", folder).pools()
+        self.pools = find(folder).model_spec("outside", folder).pools()
         self.heard: list[object] = []
         self.news = asyncio.Condition()
 
@@ -134,7 +134,7 @@ async def test_what_ran_alone_when_its_process_crashed_is_charged_with_the_signa
 ) -> None:
     async with computing(folder) as compute:
         failed = await compute.failure(await compute.run("abort"))
-        assert (failed.kind, failed.company) == ("crash", False)
+        assert (failed.kind, failed.had_companions) == ("crash", False)
         assert failed.message == "the compute process died: killed by SIGABRT"
         assert "SIGABRT" in failed.evidence
         assert "the last words of a stage" in failed.evidence
@@ -154,7 +154,7 @@ async def test_of_several_that_had_begun_each_says_that_it_had_company(folder: P
         await compute.until(StepProgress, mate)
         poison = await compute.run("kill", priority=1)
         crashed = [await compute.failure(claim) for claim in (mate, poison)]
-        assert [(failed.kind, failed.company) for failed in crashed] == [("crash", True)] * 2
+        assert [(failed.kind, failed.had_companions) for failed in crashed] == [("crash", True)] * 2
 
 
 @pytest.mark.slow
@@ -171,9 +171,9 @@ async def test_a_task_that_is_to_run_alone_has_nothing_begun_beside_it(folder: P
 
         # it crashes by itself: charged, and what came after it was not begun
         failed = await compute.failure(alone)
-        assert (failed.kind, failed.company) == ("crash", False)
+        assert (failed.kind, failed.had_companions) == ("crash", False)
         held_back = await compute.failure(behind)
-        assert (held_back.kind, held_back.company) == ("hand_back", False)
+        assert (held_back.kind, held_back.had_companions) == ("hand_back", False)
         order = [message.claim for message in compute.heard if isinstance(message, StepProgress) and message.step == 0]
         assert order == [first, alone]
 

@@ -19,7 +19,7 @@ from unfuse.core.messages import (
     ToWorker,
 )
 from unfuse.core.supervisor import Supervisor
-from unfuse.core.task import PIECE_BYTES, PIECES_AT_ONCE, Claim, Lease, OutputDeltas
+from unfuse.core.task import MAX_DELTA_BYTES, MAX_DELTAS_PER_MESSAGE, Claim, Lease, OutputDeltas
 from unfuse.testing.queue_samples import task_of
 from unfuse.testing.virtual_time import in_virtual_time
 from unfuse.worker.compute_messages import CancelTask, ComputeChannel, ParentChannel, RunTask
@@ -31,7 +31,7 @@ def claim(name: str) -> Claim:
 
 
 def lease(appended: int) -> Lease:
-    return Lease(task_of("a", "s", 1, "p", "k", "m", {}), "w", b"token", 0.0, appended=appended)
+    return Lease(task_of("a", "s", 1, "p", "k", "m", {}), "w", b"token", 0.0, recorded_deltas=appended)
 
 
 class Scheduler:
@@ -51,12 +51,12 @@ class Scheduler:
             return self.refusals.pop(0)
         if isinstance(message, ReadOutput):
             return RecordedOutput(tuple(self.kept[message.claim.request][message.after :][:3]))
-        for one in message.grown:
+        for one in message.deltas:
             if one.claim not in self.lost:
                 kept = self.kept.setdefault(one.claim.request, [])
                 assert one.offset == len(kept)
-                kept += one.pieces
-        return HeartbeatReply(tuple(one.claim for one in message.grown if one.claim in self.lost), ())
+                kept += one.deltas
+        return HeartbeatReply(tuple(one.claim for one in message.deltas if one.claim in self.lost), ())
 
     async def end(self, claim: Claim) -> None:
         self.ended.append(claim)
@@ -83,7 +83,7 @@ async def test_what_tasks_grow_by_in_one_moment_goes_together_and_soon() -> None
     assert scheduler.kept == {name: [b"%d" % step for step in range(100)] for name in "abc"}
     assert 0.5 / (APPEND_S + 0.01) - 1 <= len(scheduler.said) <= 0.5 / APPEND_S + 2
     first = scheduler.said[0]
-    assert isinstance(first, AppendOutput) and len(first.grown) == 3 and len(first.grown[0].pieces) <= 3
+    assert isinstance(first, AppendOutput) and len(first.deltas) == 3 and len(first.deltas[0].deltas) <= 3
 
 
 @in_virtual_time
@@ -104,14 +104,14 @@ async def test_a_task_that_ends_waits_for_its_own_pieces_and_for_no_pause(monkey
 @in_virtual_time
 async def test_more_than_a_message_takes_goes_in_several_and_nobody_waits_for_all_of_another_s() -> None:
     made, scheduler = growing()
-    grow(made, "long", 0, [b"%d" % number for number in range(4 * PIECES_AT_ONCE)])
+    grow(made, "long", 0, [b"%d" % number for number in range(4 * MAX_DELTAS_PER_MESSAGE)])
     grow(made, "short", 0, [b"a", b"b"])
     await made.wait_until_recorded(claim("short"))
-    assert 0 < len(scheduler.kept["long"]) < 3 * PIECES_AT_ONCE
+    assert 0 < len(scheduler.kept["long"]) < 3 * MAX_DELTAS_PER_MESSAGE
     await made.wait_until_recorded(claim("long"))
-    assert scheduler.kept["long"] == [b"%d" % number for number in range(4 * PIECES_AT_ONCE)]
-    sizes = [sum(len(one.pieces) for one in said.grown) for said in scheduler.said if isinstance(said, AppendOutput)]
-    assert max(sizes) == PIECES_AT_ONCE
+    assert scheduler.kept["long"] == [b"%d" % number for number in range(4 * MAX_DELTAS_PER_MESSAGE)]
+    sizes = [sum(len(one.deltas) for one in said.deltas) for said in scheduler.said if isinstance(said, AppendOutput)]
+    assert max(sizes) == MAX_DELTAS_PER_MESSAGE
 
 
 @in_virtual_time
@@ -132,12 +132,12 @@ async def test_where_a_lease_is_lost_the_task_ends_and_the_others_do_not() -> No
     made, scheduler = growing()
     scheduler.lost = [claim("a")]
     for name, messages in (("a", 3), ("b", 1)):
-        grow(made, name, 0, [b"0"] * PIECES_AT_ONCE * messages)
+        grow(made, name, 0, [b"0"] * MAX_DELTAS_PER_MESSAGE * messages)
     await made.wait_until_recorded(claim("a"))
     await made.wait_until_recorded(claim("b"))
-    assert (scheduler.ended, scheduler.kept) == ([claim("a")], {"b": [b"0"] * PIECES_AT_ONCE})
+    assert (scheduler.ended, scheduler.kept) == ([claim("a")], {"b": [b"0"] * MAX_DELTAS_PER_MESSAGE})
     assert len(scheduler.said) == 2
-    grow(made, "a", PIECES_AT_ONCE, [b"1"])  # said before compute heard of it
+    grow(made, "a", MAX_DELTAS_PER_MESSAGE, [b"1"])  # said before compute heard of it
     await made.wait_until_recorded(claim("a"))
     assert scheduler.kept.keys() == {"b"}
 
@@ -160,7 +160,7 @@ async def test_more_recorded_pieces_than_a_message_takes_reach_compute_with_thei
     """Each task with its own, whatever comes between."""
     here, there = socket.socketpair()
     parent, compute = await ParentChannel.open(here), ComputeChannel(there)
-    many = tuple(b"%d" % number + bytes(PIECE_BYTES - 9) for number in range(3 * PIECES_AT_ONCE + 1))
+    many = tuple(b"%d" % number + bytes(MAX_DELTA_BYTES - 9) for number in range(3 * MAX_DELTAS_PER_MESSAGE + 1))
     sent = [
         RunTask(lease(0), {}, many),
         CancelTask(claim("b")),

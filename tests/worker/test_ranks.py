@@ -21,7 +21,7 @@ from unfuse.core.errors import ConfigError, ResultsUnavailable, TransientError
 from unfuse.core.messages import TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.task import Claim
 from unfuse.stages.base import StageInput, StageOutput, SteppedStage
-from unfuse.worker.batches import TRUSTED, InvarianceResults
+from unfuse.worker.batches import TRUSTED_AFTER, InvarianceResults
 from unfuse.worker.compute import _check_agreement
 from unfuse.worker.compute_messages import (
     CancelTask,
@@ -118,7 +118,7 @@ class Group:
             while not self.ended:
                 loop._status.report(busy=bool(loop._jobs))
                 turn = loop.decide() if loop._ranks.leads else loop._receive_plan()
-                loop._ranks.tell(turn)
+                loop._ranks.send_plan(turn)
                 loop.carry_out(turn)
         except threading.BrokenBarrierError:
             return
@@ -297,7 +297,7 @@ def test_where_a_batch_differs_on_one_rank_no_rank_shares_it(group: Make, sloppy
     stages = [Shared(), Shared()]
     stages[sloppy].sloppy = 2
     ranks = group(*stages, exact=True)
-    runs = [ranks.begin(tag=tag, steps=TRUSTED + 3) for tag in (1, 2, 3, 4)]
+    runs = [ranks.begin(tag=tag, steps=TRUSTED_AFTER + 3) for tag in (1, 2, 3, 4)]
     for run in runs:
         assert isinstance(ranks.outcome(run), TaskCompleted)
     assert stages[0].batches == stages[1].batches
@@ -321,7 +321,7 @@ def test_all_ranks_come_to_the_same_verdict_and_none_begins_what_another_cannot(
             return nullcontext()
 
     others = [encode(rank) for rank in said[1:]]
-    agreed = Ranks(Heard(), lambda turn: None).agree(said[0])
+    agreed = Ranks(Heard(), lambda turn: None).receive_plan(said[0])
     for task, found in enumerate(agreed):
         own = [rank[task] for rank in said]
         if isinstance(found, int) and found >= 0:
@@ -366,7 +366,7 @@ class Taker(Count):
         self.log.append(f"receive {sorted(names)}")
         return self
 
-    def take(self, piece: Any) -> None:
+    def write(self, piece: Any) -> None:
         self.log.append(f"take {int(piece[0])}")
         if int(piece[0]) == self.fails:
             raise RuntimeError("no memory")
@@ -395,7 +395,7 @@ class Pieces:
     """A task whose input comes in pieces."""
 
     def __init__(self, ranks: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ranks.bench.store, "at", lambda offset, nbytes: np.full(nbytes, offset))
+        monkeypatch.setattr(ranks.bench.store, "memory", lambda offset, nbytes: np.full(nbytes, offset))
         ranks.bench.run(steps=2)
         run = ranks.bench.inbox.get()
         assert isinstance(run, RunTask)

@@ -14,8 +14,8 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.messages import StorageLocations
 from unfuse.core.modalities import OutputSize
 from unfuse.core.plan import Pipeline, StageSelector, roles_of
-from unfuse.stores.results import MARK, mark_of
-from unfuse.worker.registration import choose_ranks, pools_of, refuse_unseen
+from unfuse.stores.results import ID_FILE, store_id
+from unfuse.worker.registration import choose_ranks, pools_of, require_result_store
 
 
 @pytest.mark.parametrize(
@@ -51,16 +51,18 @@ def test_a_resource_that_it_has_not_is_named_with_what_would_give_it() -> None:
 
 def test_what_needs_results_that_are_on_another_machine_is_refused_with_ways_out(tmp_path: Path) -> None:
     url = f"disk:{tmp_path / 'results'}"
-    places, stages = StorageLocations(url, mark=mark_of(url)), CARD.pipeline.stages
-    refuse_unseen(stages, places)
-    (tmp_path / "results" / MARK).unlink()
-    refuse_unseen([stage for stage in stages if stage.kind == "denoise"], places)
+    places, stages = StorageLocations(url, results_store_id=store_id(url)), CARD.pipeline.stages
+    require_result_store(stages, places)
+    (tmp_path / "results" / ID_FILE).unlink()
+    require_result_store([stage for stage in stages if stage.kind == "denoise"], places)
     with pytest.raises(ConfigError, match="role decoder needs .*: mount it here at the same path, .* s3://"):
-        refuse_unseen(stages, places)
-    refuse_unseen(stages, StorageLocations(url))
+        require_result_store(stages, places)
+    require_result_store(stages, StorageLocations(url))
 
 
-DENOISES = tuple(replace(stage, spreads={"ulysses": 4}) for stage in CARD.pipeline.stages if stage.kind == "denoise")
+DENOISES = tuple(
+    replace(stage, parallelism={"ulysses": 4}) for stage in CARD.pipeline.stages if stage.kind == "denoise"
+)
 
 
 @pytest.mark.parametrize(("device", "gpus", "chosen"), [

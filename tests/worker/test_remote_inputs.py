@@ -36,10 +36,10 @@ async def test_each_waits_for_its_own_object_until_it_is_whole_or_lost() -> None
     store: Any = Store()
     with ThreadPoolExecutor(2) as lookers:
         unwritten = PendingInputs(store, lookers)
-        await unwritten.until_whole(ref(2 * CHUNK_BYTES, 1, 2))
+        await unwritten.wait_until_written(ref(2 * CHUNK_BYTES, 1, 2))
         assert store.looks == 0
         named = [replace(WRITTEN, id=id, owner=owner) for id, owner in (("a", "x"), ("a", "x"), ("b", "x"), ("c", "y"))]
-        first, second, gives_up, third = (asyncio.create_task(unwritten.until_whole(one)) for one in named)
+        first, second, gives_up, third = (asyncio.create_task(unwritten.wait_until_written(one)) for one in named)
         await asyncio.sleep(0.05)
         assert store.looks and not first.done()
         gives_up.cancel()
@@ -51,6 +51,6 @@ async def test_each_waits_for_its_own_object_until_it_is_whole_or_lost() -> None
             await gives_up
         await asyncio.gather(*unwritten._looking)
         assert not unwritten._waiting
-        again = asyncio.create_task(unwritten.until_whole(named[2]))
+        again = asyncio.create_task(unwritten.wait_until_written(named[2]))
         store.whole.add("b")
         await again

@@ -62,7 +62,7 @@ class Town:
     """Several schedulers over one queue, and workers that know them all."""
 
     def __init__(self, model: Path) -> None:
-        self.card = find(model).card(str(model), model)
+        self.card = find(model).model_spec(str(model), model)
         self.offered = [(str(model), str(model), "auto")]
         self.results = f"disk:{model.parent}/results"
         self.queue = MemoryQueue(SystemClock())
@@ -76,7 +76,7 @@ class Town:
 
     async def open(self, address: str = "") -> Router:
         number = len(self.routers)
-        scheduler = Scheduler(self.queue, cards=[self.card])
+        scheduler = Scheduler(self.queue, specs=[self.card])
         dispatcher = Dispatcher(scheduler, self.offered, StorageLocations(self.results))
 
         async def answer(peer: bytes, message: ToScheduler) -> ToWorker | None:
@@ -90,12 +90,12 @@ class Town:
                     self.granted[type(message)] += [lease.task.stage for lease in reply.leases]
                 return reply
             except asyncio.CancelledError:  # with its process ends what it asked of the queue
-                await dispatcher.undelivered(peer, Accepted())
+                await dispatcher.handle_undelivered(peer, Accepted())
                 raise
 
         await scheduler.start()
         self.schedulers.append(scheduler)
-        self.routers.append(Router(address or unix_address(), answer, dispatcher.undelivered))
+        self.routers.append(Router(address or unix_address(), answer, dispatcher.handle_undelivered))
         return self.routers[-1]
 
     async def kill(self, number: int) -> None:
@@ -199,8 +199,8 @@ async def test_what_a_late_scheduler_was_told_to_count_is_not_told_again(
 
     async def first_is_lost(self: SchedulerLink, message: ToScheduler, *timeout: float) -> ToWorker:
         answer = await once(self, message, *timeout)
-        if isinstance(message, Heartbeat) and (message.moved or told):
-            told.append(message.moved)
+        if isinstance(message, Heartbeat) and (message.transfers or told):
+            told.append(message.transfers)
             if len(told) == 1:
                 raise missing
         return answer
@@ -333,11 +333,11 @@ async def test_poison_ends_dead_by_itself_and_its_company_is_not_charged(model: 
         await found.until_steps(healthy)
         poison = await found.submit("later abort", steps=5, priority=1)  # it runs first, with the other one begun
         ended = (await found.over(poison)).context
-        assert (ended.status, ended.dead) == ("failed", True)
+        assert (ended.status, ended.is_dead_letter) == ("failed", True)
         state = ended.stages["denoise.0"]
         assert (state.alone, state.crashes) == (True, 2)
         crashes = [m for _, m in found.heard if isinstance(m, TaskFailed) and m.kind == "crash"]
-        assert [m.company for m in crashes if m.claim.request == poison] == [True, False, False]
+        assert [m.had_companions for m in crashes if m.claim.request == poison] == [True, False, False]
         assert all("the last words of a stage" in m.evidence for m in crashes)
         uncharged(await found.over(healthy))
         await found.drained()
@@ -380,28 +380,28 @@ async def test_a_worker_says_why_it_takes_no_tasks(model: Path, monkeypatch: pyt
     address, register, before = unix_address(), Worker._register, list[str]()
 
     async def observed(worker: Worker) -> None:
-        before.append(worker.lacking)
+        before.append(worker.unavailable_reason)
         await register(worker)
 
     monkeypatch.setattr(Worker, "_register", observed)
     async with town(model, schedulers=0) as here:
         worker = here.work(address)
         await asyncio.sleep(0)
-        assert worker.lacking == "no scheduler answers"
+        assert worker.unavailable_reason == "no scheduler answers"
         await here.open(address)
         seen = set[str]()
-        while worker.lacking:
-            seen.add(worker.lacking)
+        while worker.unavailable_reason:
+            seen.add(worker.unavailable_reason)
             await asyncio.sleep(0.01)
         assert seen <= {"no scheduler answers", "the compute process is loading its models"} and len(seen) == 2
         assert before == ["the compute process is loading its models"]
         assert [member.info.pools != () for member in await here.queue.workers()] == [True]
         await here.kill(0)
-        while not worker.lacking:
+        while not worker.unavailable_reason:
             await asyncio.sleep(0.01)
-        assert worker.lacking == "no scheduler answers"
+        assert worker.unavailable_reason == "no scheduler answers"
         worker.drain()
-        assert worker.lacking == "the worker is draining"
+        assert worker.unavailable_reason == "the worker is draining"
 
 
 async def test_a_worker_that_leaves_while_every_scheduler_is_away_does_not_wait_for_one(model: Path) -> None:
@@ -485,7 +485,7 @@ async def beat(link: SchedulerLink) -> HeartbeatReply:
 async def test_a_killed_process_is_left_at_once_for_the_next_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unfuse.worker.link.ANSWER_S", 10_000.0)  # no answer is overdue in this test
     async with linked(2) as (link, (first, second), here, renewed):
-        await link.hello(HELLO)
+        await link.register(HELLO)
         renewed.clear()
         assert await beat(link) == HeartbeatReply((), ())
         second.kill()
@@ -497,14 +497,16 @@ async def test_a_killed_process_is_left_at_once_for_the_next_that_lives(monkeypa
 
 async def test_calls_in_flight_are_all_said_again_elsewhere() -> None:
     async with linked(1) as (link, (first,), here, _):
-        await link.hello(HELLO)
+        await link.register(HELLO)
         first.send_signal(signal.SIGSTOP)  # it hears, and answers no more
-        calls = [asyncio.create_task(link.call(Heartbeat(holding=(str(number),)), 10_000.0)) for number in range(20)]
+        calls = [
+            asyncio.create_task(link.call(Heartbeat(stored_requests=(str(number),)), 10_000.0)) for number in range(20)
+        ]
         await asyncio.sleep(0.1)
         assert not any(call.done() for call in calls)
         first.kill()
         assert await asyncio.gather(*calls) == [HeartbeatReply((), ("here",))] * 20
-        assert {message.holding[0] for message in here.heard if isinstance(message, Heartbeat)} == {
+        assert {message.stored_requests[0] for message in here.heard if isinstance(message, Heartbeat)} == {
             str(number) for number in range(20)
         }
         assert sum(isinstance(message, Register) for message in here.heard) == 1
@@ -512,7 +514,7 @@ async def test_calls_in_flight_are_all_said_again_elsewhere() -> None:
 
 async def test_a_silent_one_is_left_after_two_missed_heartbeats() -> None:
     async with linked(1) as (link, (first,), here, _):
-        await link.hello(HELLO)
+        await link.register(HELLO)
         first.send_signal(signal.SIGSTOP)
         with pytest.raises(TimeoutError):
             await link.once(Heartbeat(), 0.2)
@@ -525,7 +527,7 @@ async def test_a_silent_one_is_left_after_two_missed_heartbeats() -> None:
 
 async def test_a_miss_is_forgiven_with_the_next_answer() -> None:
     async with linked(1) as (link, (first,), here, _):
-        await link.hello(HELLO)
+        await link.register(HELLO)
         for _ in range(3):
             first.send_signal(signal.SIGSTOP)
             with pytest.raises(TimeoutError):

@@ -11,13 +11,13 @@ import torch
 
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import ExactBatchStats
+from unfuse.core.messages import BatchInvarianceStats
 from unfuse.core.text import TextStats
 from unfuse.worker.compute import _device, device_memory
 from unfuse.worker.compute_messages import RankStatus
 from unfuse.worker.executor import OVER_S, PAGE, BusyShare, resident
 from unfuse.worker.ranks import Ranks
-from unfuse.worker.step_loop import StatusReporter
+from unfuse.worker.status_reporter import StatusReporter
 
 Reported = tuple[StatusReporter, list[RankStatus]]
 
@@ -25,25 +25,25 @@ Reported = tuple[StatusReporter, list[RankStatus]]
 def test_the_share_nears_what_is_and_forgets_what_was() -> None:
     times = [0.0]
     share = BusyShare(lambda: times[0])
-    assert share.share == 0.0
-    share.tell(True)
+    assert share.utilization == 0.0
+    share.set_busy(True)
     times[0] = OVER_S
-    assert share.share == pytest.approx(0.632, abs=0.001)
-    share.tell(True)
+    assert share.utilization == pytest.approx(0.632, abs=0.001)
+    share.set_busy(True)
     times[0] = 100 * OVER_S
-    assert share.share == pytest.approx(1.0)
-    share.tell(False)
+    assert share.utilization == pytest.approx(1.0)
+    share.set_busy(False)
     times[0] += OVER_S
-    assert share.share == pytest.approx(0.368, abs=0.001)
+    assert share.utilization == pytest.approx(0.368, abs=0.001)
 
 
 def test_half_of_the_time_is_half() -> None:
     times = [0.0]
     share = BusyShare(lambda: times[0])
     for number in range(2000):
-        share.tell(number % 2 == 0)
+        share.set_busy(number % 2 == 0)
         times[0] += 0.1
-    assert share.share == pytest.approx(0.5, abs=0.01)
+    assert share.utilization == pytest.approx(0.5, abs=0.01)
 
 
 def test_memory_is_that_of_processes_that_are_there() -> None:
@@ -69,7 +69,9 @@ class Texts:
         return TextStats(self.used, self.free - self.used, 0)
 
 
-def reporter(*texts: Texts | None, sharing: Mapping[str, ExactBatchStats] | None = None, memory: int = 0) -> Reported:
+def reporter(
+    *texts: Texts | None, sharing: Mapping[str, BatchInvarianceStats] | None = None, memory: int = 0
+) -> Reported:
     """A reporter of stages that have these texts, and what it has sent."""
     sent, stages = list[RankStatus](), [SimpleNamespace(texts=one) for one in texts]
     made = StatusReporter(stages, sharing or {}, Ranks(), lambda: memory, sent.append)  # type: ignore[arg-type]
@@ -104,14 +106,14 @@ def test_a_busy_process_reports_now_and_then_and_the_rest_before_it_waits() -> N
 
 
 def test_a_process_reports_how_requests_share_forwards_and_the_memory_of_its_gpu() -> None:
-    sharing = {"pool": ExactBatchStats(4)}
+    sharing = {"pool": BatchInvarianceStats(4)}
     status, sent = reporter(sharing=sharing, memory=5)
     status.report(busy=False)
-    sharing["pool"] = ExactBatchStats(8)
+    sharing["pool"] = BatchInvarianceStats(8)
     status.report(busy=False)
     assert sent == [
-        RankStatus(device_memory=5, batch_invariance={"pool": ExactBatchStats(4)}),
-        RankStatus(device_memory=5, batch_invariance={"pool": ExactBatchStats(8)}),
+        RankStatus(device_memory=5, batch_invariance={"pool": BatchInvarianceStats(4)}),
+        RankStatus(device_memory=5, batch_invariance={"pool": BatchInvarianceStats(8)}),
     ]
 
 
@@ -136,5 +138,5 @@ def test_a_worker_computes_on_what_torch_found_and_its_ranks_on_one_each(monkeyp
     assert (on(), on(2, 1)) == ("xpu", "xpu:1")
     with pytest.raises(ConfigError, match="needs 3 GPUs, and there are 2"):
         on(3)
-    with pytest.raises(ConfigError, match="--device cuda:1: torch .* has cpu, xpu:0, xpu:1 here"):
+    with pytest.raises(ConfigError, match="--device cuda:1: torch .* has only cpu, xpu:0, xpu:1"):
         on(device="cuda:1")

@@ -20,19 +20,19 @@ from msgspec.structs import replace
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.derived_facts import DerivedFacts
-from unfuse.core.errors import ArenaFull, PermanentError, ResultsUnavailable, TransientError, Unsuitable
+from unfuse.core.errors import ArenaFull, PermanentError, ResultsUnavailable, TransientError, UnsupportedRequest
 from unfuse.core.messages import CachePrefix, StepProgress, TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import NOTHING_DERIVED, Params, Value, prefix_key
 from unfuse.core.request import new_request_id
-from unfuse.core.task import PIECE_BYTES, PIECES_AT_ONCE, Lease, OutputDeltas
+from unfuse.core.task import MAX_DELTA_BYTES, MAX_DELTAS_PER_MESSAGE, Lease, OutputDeltas
 from unfuse.core.text import TextStats
 from unfuse.stages.base import EncodedMedia, PrefixBlock, Stage, StageInput, StageOutput, SteppedStage, Tensors
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of
 from unfuse.worker import step_loop
-from unfuse.worker.batches import TRUSTED, BatchSizes, InvarianceResults
+from unfuse.worker.batches import TRUSTED_AFTER, BatchSizes, InvarianceResults
 from unfuse.worker.compute_messages import CancelTask, FromCompute, RunTask, StepPlan, TaskWaits
 from unfuse.worker.step_loop import StepLoop
 
@@ -99,7 +99,7 @@ class Grow(Count):
 
     kind = "vae_decode"
 
-    def part(self, state: tuple[StageInput, int]) -> bytes:
+    def video_fragment(self, state: tuple[StageInput, int]) -> bytes:
         return b"" if state[1] == self.fail_at else f"part {state[1]};".encode()
 
     def finish(self, state: tuple[StageInput, int]) -> StageOutput:
@@ -114,7 +114,7 @@ class Speak(Count):
     def start(self, task: StageInput) -> tuple[StageInput, int]:
         return task, sum(list(accumulate(self.says))[step] <= len(task.recorded) for step in range(len(self.says)))
 
-    def grown(self, state: tuple[StageInput, int]) -> Sequence[bytes]:
+    def new_chunks(self, state: tuple[StageInput, int]) -> Sequence[bytes]:
         return [b"step %d" % state[1]] * self.says[state[1] - 1]
 
 
@@ -193,7 +193,7 @@ class Bench:
             final=pool == "print",
             priority=priority,
             prefixes=prefixes,
-            extends=extends,
+            extends_prefix_of=extends,
             derived=derived,
         )
         lease = Lease(task, "w", secrets.token_bytes(16), 0.0)
@@ -321,11 +321,11 @@ def found(loop: Bench, lease: Lease) -> list[float]:
 def test_an_exact_loop_compares_before_it_shares_and_remembers_what_it_found(tmp_path: Path) -> None:
     stage = Shared()
     loop = exact(tmp_path, stage)
-    leases = [loop.run(tag=tag, steps=TRUSTED + 2) for tag in (1, 2, 3, 4)]
+    leases = [loop.run(tag=tag, steps=TRUSTED_AFTER + 2) for tag in (1, 2, 3, 4)]
     assert [found(loop, lease) for lease in leases] == [
-        [float(t + s) for s in range(TRUSTED + 2)] for t in (1, 2, 3, 4)
+        [float(t + s) for s in range(TRUSTED_AFTER + 2)] for t in (1, 2, 3, 4)
     ]
-    assert stage.batches == [*TRUSTED * [[1], [2], [3], [4], [1, 2, 3, 4]], [1, 2, 3, 4], [1, 2, 3, 4]]
+    assert stage.batches == [*TRUSTED_AFTER * [[1], [2], [3], [4], [1, 2, 3, 4]], [1, 2, 3, 4], [1, 2, 3, 4]]
 
     again = Shared()
     loop = exact(tmp_path, again)
@@ -427,12 +427,12 @@ def test_halves_that_do_not_fit_together_are_tried_apart(tmp_path: Path) -> None
     stage = Shared()
     loop = exact(tmp_path, stage)
     stage.differs_alone = True
-    lease = loop.run(tag=1, steps=TRUSTED + 3)
-    for _ in range(TRUSTED + 1):
+    lease = loop.run(tag=1, steps=TRUSTED_AFTER + 3)
+    for _ in range(TRUSTED_AFTER + 1):
         loop.turn()
     stage.raises = lambda size: torch.OutOfMemoryError()
     stage.step_alone = lambda state: state.tag + len(state.found)  # type: ignore[method-assign]
-    assert found(loop, lease) == [float(1 + step) for step in range(TRUSTED + 3)]
+    assert found(loop, lease) == [float(1 + step) for step in range(TRUSTED_AFTER + 3)]
 
 
 def test_a_comparison_that_fails_is_not_tried_again(tmp_path: Path) -> None:
@@ -513,7 +513,7 @@ def test_a_cancel_that_comes_too_late_is_ignored(tmp_path: Path) -> None:
     ("error", "kind", "says"),
     [
         (PermanentError("cannot be"), "permanent", "cannot be"),
-        (Unsuitable("not with this model"), "permanent", "not with this model"),
+        (UnsupportedRequest("not with this model"), "permanent", "not with this model"),
         (ArenaFull(10, 5, 20), "transient", "--arena"),
         (RuntimeError("library trouble"), "transient", "RuntimeError: library trouble"),
         (OSError("caf\udce9.bin"), "transient", "OSError: caf?.bin"),
@@ -531,7 +531,7 @@ def test_what_a_step_raises_decides_what_is_reported_and_harms_no_mate(
     failed = loop.outcome(loop.run())
     assert isinstance(failed, TaskFailed)
     assert (failed.kind, says in failed.message, "Traceback" in failed.evidence) == (kind, True, True)
-    assert failed.reason == ("refused" if isinstance(error, Unsuitable) else "")
+    assert failed.reason == ("refused" if isinstance(error, UnsupportedRequest) else "")
     encode(failed)
     count.fail_at = -1
     assert isinstance(loop.outcome(loop.run()), TaskCompleted)
@@ -560,7 +560,7 @@ def test_inputs_are_let_go_however_a_task_ends(tmp_path: Path, ending: str) -> N
     if ending == "stopped":
         loop.inbox.put(CancelTask(lease.claim))
     loop.outcome(lease)
-    for request in loop.store.holding():
+    for request in loop.store.stored_requests():
         loop.store.release(request)
     assert loop.store.usage().used == 0
 
@@ -766,15 +766,15 @@ def test_what_a_stage_grows_by_is_told_behind_what_is_recorded_and_before_its_en
     loop.inbox.put(replace(loop.inbox.get(), recorded=recorded))
     assert isinstance(loop.outcome(lease), TaskCompleted)
     whole = [(0, (b"step 1",)), (1, (b"step 3", b"step 3"))]
-    assert [(m.offset, m.pieces) for m in loop.sent if isinstance(m, OutputDeltas)] == whole[len(recorded) :]
+    assert [(m.offset, m.deltas) for m in loop.sent if isinstance(m, OutputDeltas)] == whole[len(recorded) :]
     assert all(m.claim == lease.claim for m in loop.sent if isinstance(m, OutputDeltas))
     assert isinstance(loop.sent[-1], TaskCompleted)
 
 
-@pytest.mark.parametrize("pieces", [[b"x"] * (PIECES_AT_ONCE + 1), [bytes(PIECE_BYTES + 1)]])
+@pytest.mark.parametrize("pieces", [[b"x"] * (MAX_DELTAS_PER_MESSAGE + 1), [bytes(MAX_DELTA_BYTES + 1)]])
 def test_a_stage_that_grows_by_more_than_can_be_recorded_fails_for_good(pieces: list[bytes], tmp_path: Path) -> None:
     speak = Speak()
-    speak.grown = lambda state: pieces  # type: ignore[method-assign]
+    speak.new_chunks = lambda state: pieces  # type: ignore[method-assign]
     loop = Bench(tmp_path, {"count": speak}, 1)
     failed = loop.outcome(loop.run())
     assert isinstance(failed, TaskFailed)

@@ -93,7 +93,7 @@ class Talk(SteppedStage[Text]):
         over = state.said.stopped or (made and state.tokens[-1] == state.task.params.get("end"))
         return made, made if over else int(state.task.params["steps"] or 0)
 
-    def grown(self, state: Text) -> Sequence[bytes]:
+    def new_chunks(self, state: Text) -> Sequence[bytes]:
         self.wait("grown")
         assert not state.gave
         told = len(state.said.tokens)
@@ -106,7 +106,7 @@ class Talk(SteppedStage[Text]):
     def finish(self, state: Text) -> StageOutput:
         return StageOutput(media=(EncodedMedia("text/plain", str(state.said.tokens).encode()),))
 
-    def let_go(self, state: Text) -> None:
+    def release(self, state: Text) -> None:
         assert not any(state.tokens is one.tokens for one in self.busy)
         assert not state.gave
         state.gave.append(True)
@@ -134,7 +134,7 @@ def said_of(sent: Sequence[FromCompute], claim: object) -> list[int]:
     for message in sent:
         if isinstance(message, OutputDeltas) and message.claim == claim:
             assert message.offset == len(tokens)
-            tokens += map(int, message.pieces)
+            tokens += map(int, message.deltas)
     return tokens
 
 

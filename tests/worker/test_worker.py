@@ -10,8 +10,8 @@ from structlog.testing import capture_logs
 
 from unfuse.core.messages import ChangedFile, TaskFailed
 from unfuse.core.task import Claim
-from unfuse.worker.link import WITHDRAW
-from unfuse.worker.worker import Worker, log_outcome
+from unfuse.worker.link import WITHDRAW, log_outcome
+from unfuse.worker.worker import Worker
 
 FILE = ChangedFile("vae/model.safetensors", compared=True)
 
@@ -21,10 +21,10 @@ def test_a_worker_asks_as_long_as_it_serves_a_pool(changed: tuple[str, ...], ask
     worker: Any = SimpleNamespace(
         _objects=SimpleNamespace(free=1, usage=lambda: SimpleNamespace(used=0)),
         _executor=SimpleNamespace(ready=True),
-        _swapper=SimpleNamespace(going="", holds="all"),
+        _swapper=SimpleNamespace(target_model="", loaded_model="all"),
         _served=SimpleNamespace(pools=("a", "b")),
         _weights=SimpleNamespace(changed=dict.fromkeys(changed, FILE)),
-        _slots=SimpleNamespace(room=lambda *_: {}, ask=lambda *_: "an Ask"),
+        _slots=SimpleNamespace(free_bytes=lambda *_: {}, next_request=lambda *_: "an Ask"),
         _affinity="",
     )
     assert (Worker._next_request(worker) is not WITHDRAW) is asks
@@ -43,12 +43,12 @@ async def test_what_compute_has_taken_of_a_task_that_it_cannot_run_is_dropped() 
 
     lease: Any = SimpleNamespace(claim="claim", task=SimpleNamespace(planned=SimpleNamespace(pool="pool")))
     worker: Any = SimpleNamespace(
-        _adapter_fetcher=SimpleNamespace(bring=found),
+        _adapter_fetcher=SimpleNamespace(fetch=found),
         _outputs=SimpleNamespace(read=found),
         _slots=SimpleNamespace(arrived=lambda _: None),
-        _swapper=SimpleNamespace(fits=lambda _: False),
-        _executor=SimpleNamespace(ready=True, passing=SimpleNamespace(drop=note)),
-        _objects=SimpleNamespace(copies=SimpleNamespace(bring=found)),
+        _swapper=SimpleNamespace(is_loaded=lambda _: False),
+        _executor=SimpleNamespace(ready=True, replies=SimpleNamespace(drop=note)),
+        _objects=SimpleNamespace(copies=SimpleNamespace(fetch=found)),
         _end=note,
     )
     await Worker._run(worker, lease, granted=None)  # type: ignore[arg-type]

@@ -53,7 +53,7 @@ class Arena(ObjectTable):
 
     def writable(self, extent: Extent) -> NDArray[np.uint8]:
         """Return the bytes of an object that is being written here."""
-        return self._map.of(extent, self.given_back)
+        return self._map.object_bytes(extent, self.release_count)
 
     @cached_property
     def view(self) -> NDArray[np.uint8]:
@@ -61,17 +61,17 @@ class Arena(ObjectTable):
         return map_bytes(self.read_fd)
 
     @property
-    def held(self) -> int:
+    def used_bytes(self) -> int:
         """Bytes of the machine's memory that the arena uses."""
         with self._lock:
-            return self._extents.held
+            return self._extents.used_bytes
 
     @property
-    def given_back(self) -> int:
+    def release_count(self) -> int:
         """How often memory was given back."""
-        return self._extents.given_back
+        return self._extents.release_count
 
-    def on_spared(self, call: Callable[[], object]) -> None:
+    def on_trimmable(self, call: Callable[[], object]) -> None:
         """Have `call` called, from any thread, when `trim` has memory to give back.
 
         It must not block.
@@ -113,12 +113,12 @@ class WritableMap:
         memory = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self._pages, self.bytes = WritablePages(memory), np.frombuffer(memory, np.uint8)
 
-    def of(self, extent: Extent, given_back: int) -> NDArray[np.uint8]:
+    def object_bytes(self, extent: Extent, given_back: int) -> NDArray[np.uint8]:
         """Return the bytes of an object.
 
-        `given_back` is how often the arena had given memory back when the object was placed.
+        `release_count` is how often the arena had given memory back when the object was placed.
         """
-        self._pages.enter(extent.offset, extent.nbytes, given_back)
+        self._pages.populate(extent.offset, extent.nbytes, given_back)
         return self.bytes[extent.offset : extent.offset + extent.nbytes]
 
 

@@ -19,7 +19,7 @@ from unfuse.arena.arena import WritableMap, map_bytes
 from unfuse.arena.extents import MemoryUsage
 from unfuse.arena.objects import Extent, FinalizerLock
 from unfuse.arena.protocol import peer_of, receive_exactly, socket_name
-from unfuse.core.codec import HEADER_BYTES, decode, length_of
+from unfuse.core.codec import HEADER_BYTES, decode, read_length
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError, TransientError
 
 Reply = TypeVar("Reply", bound=protocol.FromOwner)
@@ -73,7 +73,7 @@ class ArenaClient:
         Raises ObjectLost.
         """
         reply = self._ask(protocol.GetWritten(id, key, generation, nbytes), protocol.Written, id)
-        return reply.checksums, reply.whole
+        return reply.checksums, reply.is_whole
 
     def unhold(self, id: str) -> None:
         """End one hold.
@@ -91,7 +91,7 @@ class ArenaClient:
 
     def writable(self, extent: Extent) -> NDArray[np.uint8]:
         """Return the bytes of an object that was created here."""
-        return self._writable_map.of(extent, self._given_back)
+        return self._writable_map.object_bytes(extent, self._given_back)
 
     @property
     def memory(self) -> NDArray[np.uint8]:
@@ -163,7 +163,7 @@ class ArenaClient:
     def _ask_place(self, message: protocol.HoldObject | protocol.Create, id: str = "") -> Extent:
         """Send HoldObject or Create, and return the place of the object."""
         reply = self._ask(message, protocol.ObjectPlace, id)
-        self._given_back = max(self._given_back, reply.given_back)
+        self._given_back = max(self._given_back, reply.release_count)
         return reply.extent
 
     def _ask(self, message: protocol.ToOwner, kind: type[Reply], id: str = "") -> Reply:
@@ -185,7 +185,7 @@ class ArenaClient:
                 self._hang_up()
                 raise
         match reply:
-            case protocol.Lost(text):
+            case protocol.ObjectUnavailable(text):
                 raise ObjectLost(text, id)
             case protocol.NoRoom():
                 raise ArenaFull(*msgspec.structs.astuple(reply))
@@ -208,7 +208,7 @@ class ArenaClient:
         try:
             if len(header) < HEADER_BYTES:
                 raise ConnectionResetError("the owner closed the connection")
-            body = receive_exactly(self._socket, length_of(header, protocol.MAX_MESSAGE))
+            body = receive_exactly(self._socket, read_length(header, protocol.MAX_MESSAGE))
             return decode(body, protocol.FromOwner), fd
         except BaseException:
             if fd is not None:

@@ -168,7 +168,7 @@ class ExtentAllocator:
         self.spared: Callable[[], object] = bool
 
         #: How often extents were given back. Their pages in existing maps are not populated any more.
-        self.given_back = 0
+        self.release_count = 0
 
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
@@ -178,7 +178,7 @@ class ExtentAllocator:
             raise
 
     @property
-    def held(self) -> int:
+    def used_bytes(self) -> int:
         """Bytes of the machine's memory that the arena uses."""
         return self._capacity if self._is_whole else (len(self._objects) + len(self._spare)) * EXTENT
 
@@ -232,7 +232,7 @@ class ExtentAllocator:
                 part.madvise(mmap.MADV_REMOVE)
         for extent in due:
             del self._spare[extent]
-        self.given_back += bool(due)
+        self.release_count += bool(due)
         rest = next((since - over for since in self._spare.values()), None)
         self._is_trim_pending = rest is not None
         return rest
@@ -266,10 +266,10 @@ class WritablePages:
         self._memory = memory
         self._given_back, self._populated = 0, set[int]()
 
-    def enter(self, offset: int, nbytes: int, given_back: int) -> None:
+    def populate(self, offset: int, nbytes: int, given_back: int) -> None:
         """Populate the pages of an object. They exist.
 
-        `given_back` is the arena's number after the object was placed.
+        `release_count` is the arena's number after the object was placed.
         """
         if given_back != self._given_back:
             self._given_back, self._populated = given_back, set()

@@ -67,7 +67,7 @@ OBJECT_MOVES: dict[State, frozenset[State]] = {
 }
 
 #: Most objects that `idle` returns.
-MOST_IDLE = 256
+MAX_IDLE_OBJECTS = 256
 
 
 class Allocator(Protocol):
@@ -101,7 +101,7 @@ class Extent(msgspec.Struct, frozen=True):
     offset: int
     nbytes: int
 
-    #: The request that the object belongs to, or another name that keeps it (see `ObjectTable.share`).
+    #: The request that the object belongs to, or another name that keeps it (see `ObjectTable.retain`).
     request: str = ""
 
 
@@ -293,7 +293,7 @@ class ObjectTable:
             if id in self._entries:
                 self._delete(self._entries[id])
 
-    def share(self, id: str, name: str) -> None:
+    def retain(self, id: str, name: str) -> None:
         """Keep an object until this name is released, too. Raises ObjectLost.
 
         When its request is released, the object is spare: when room is short, spare objects are deleted, least
@@ -333,7 +333,7 @@ class ObjectTable:
         """
         with self._lock:
             idle = (e for e in self._entries.values() if e.state == "sealed" and not (e.holds or e.spare))
-            return [entry.extent for entry in islice(idle, MOST_IDLE)]
+            return [entry.extent for entry in islice(idle, MAX_IDLE_OBJECTS)]
 
     def unfinished(self) -> list[Extent]:
         """Return the objects that are being written, also those of requests that are over."""

@@ -131,7 +131,7 @@ class ObjectPlace(msgspec.Struct, frozen=True, tag=True):
     extent: Extent
 
     #: How often the arena has given memory back, whose pages are not populated in any map any more.
-    given_back: int = 0
+    release_count: int = 0
 
 
 class Written(msgspec.Struct, frozen=True, tag=True):
@@ -141,7 +141,7 @@ class Written(msgspec.Struct, frozen=True, tag=True):
     checksums: tuple[int, ...]
 
     #: Whether the object is whole.
-    whole: bool
+    is_whole: bool
 
 
 class OwnerReply(msgspec.Struct, frozen=True, tag=True):
@@ -154,7 +154,7 @@ class Acknowledged(msgspec.Struct, frozen=True, tag=True):
     """The request was carried out."""
 
 
-class Lost(msgspec.Struct, frozen=True, tag=True):
+class ObjectUnavailable(msgspec.Struct, frozen=True, tag=True):
     """The object cannot be held, read, sealed or spilled, for the reason in `message`."""
 
     message: str
@@ -203,7 +203,7 @@ ToOwner = (
     | SpillObject
     | GetState
 )
-FromOwner = OwnerReply | ObjectPlace | Written | Acknowledged | Lost | NoRoom | ArenaState
+FromOwner = OwnerReply | ObjectPlace | Written | Acknowledged | ObjectUnavailable | NoRoom | ArenaState
 
 
 def frame(message: ToOwner | FromOwner) -> bytes:

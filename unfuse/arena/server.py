@@ -26,7 +26,7 @@ from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError
 RECEIVE_BYTES = 64 * 1024
 
 #: Most connections: two for each other worker of the machine, and one for the worker's own compute process.
-MOST_CLIENTS = 256
+MAX_CLIENTS = 256
 
 #: Most messages of one client that are answered before those of other clients.
 AT_A_TIME = 32
@@ -79,7 +79,7 @@ class ArenaServer:
         self._selector.register(self._stop, selectors.EVENT_READ)
         self._spared = os.eventfd(0, os.EFD_CLOEXEC)
         self._selector.register(self._spared, selectors.EVENT_READ)
-        arena.on_spared(partial(os.eventfd_write, self._spared, 1))
+        arena.on_trimmable(partial(os.eventfd_write, self._spared, 1))
         self._thread = Thread(target=self._serve, name="arena", daemon=True)
         self._thread.start()
 
@@ -95,7 +95,7 @@ class ArenaServer:
         self._selector.close()
         self._path.unlink(missing_ok=True)
         self._listener.close()
-        self._arena.on_spared(bool)
+        self._arena.on_trimmable(bool)
         os.close(self._stop)
         os.close(self._spared)
 
@@ -136,7 +136,7 @@ class ArenaServer:
             self._make_room()
             return
         pid, uid = peer_of(client)
-        if uid != os.geteuid() or (len(self._connections()) >= MOST_CLIENTS and not self._make_room()):
+        if uid != os.geteuid() or (len(self._connections()) >= MAX_CLIENTS and not self._make_room()):
             client.close()
             return
         client.setblocking(False)
@@ -215,7 +215,7 @@ class ArenaServer:
                 case _:
                     reply = self._serve_writer(connection, message)
         except ObjectLost as error:
-            reply = protocol.Lost(str(error))
+            reply = protocol.ObjectUnavailable(str(error))
         except ArenaFull as error:
             reply = protocol.NoRoom(error.needed, error.free, error.capacity, error.full, error.remedy)
         _send_reply(connection.socket, protocol.frame(reply), fd)
@@ -228,7 +228,7 @@ class ArenaServer:
             case protocol.Create(nbytes, request):
                 extent = self._arena.create(nbytes, request)
                 connection.writing.add(extent.id)
-                return protocol.ObjectPlace(extent, self._arena.given_back)
+                return protocol.ObjectPlace(extent, self._arena.release_count)
             case protocol.Announce(id) | protocol.Seal(id) | protocol.Abort(id) if id not in connection.writing:
                 raise ProtocolError(f"object {id} is not being written by this connection")
             case protocol.Announce(id, written):

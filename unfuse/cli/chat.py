@@ -14,7 +14,7 @@ from unfuse.cli.connecting import client_of
 from unfuse.cli.exit_codes import exit_code
 from unfuse.cli.files import argument_of, is_terminal, json_of, lines_of_stdin, require_files
 from unfuse.cli.terminal import ProgressDisplay, Terminal
-from unfuse.cli.verbs import COMPUTE, PLACING, ApiKey, Config, takes
+from unfuse.cli.verbs import COMPUTE, PLACING, ApiKey, Config, setting_options
 from unfuse.core.errors import InvalidParameter, Overloaded, PermanentError, UnfuseError, UnknownModel
 from unfuse.service.loading import LoadingProgress
 from unfuse.service.settings import load
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from unfuse.client.client import Chat
 
 #: Seconds between two checks whether workers have loaded.
-LOOK_S = 0.2
+CHECK_INTERVAL_S = 0.2
 
 #: The most bytes of a picture. In base64 it is a third longer, and servers accept 32 MiB.
 MAX_IMAGE = 24 << 20
 
 
-@takes(*PLACING, *COMPUTE)
+@setting_options(*PLACING, *COMPUTE)
 def chat(
     flags: dict[str, Any],
     terminal: Terminal,
@@ -105,7 +105,7 @@ def _wait_until_loaded(client: Client, progress: ProgressDisplay) -> None:
     """
     while isinstance(progress.status(), LoadingProgress) and str(progress.status()):
         client.get("/health")  # raises if the workers have ended
-        time.sleep(LOOK_S)
+        time.sleep(CHECK_INTERVAL_S)
     progress.close()
 
 

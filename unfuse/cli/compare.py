@@ -13,10 +13,10 @@ from unfuse.cli import show
 from unfuse.cli.files import require_files
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
-from unfuse.cli.verbs import COMPUTE, PLACING, Config, Json, asks, takes
+from unfuse.cli.verbs import COMPUTE, PLACING, Config, Json, parameter_options, setting_options
 from unfuse.core.checking import check_bounds
 from unfuse.core.errors import UsageError
-from unfuse.core.modalities import medium_for
+from unfuse.core.modalities import modality_for
 from unfuse.service.groups import Settings
 from unfuse.service.loading import LoadingProgress
 from unfuse.service.settings import ByteSize, LoadedSettings, load
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 MOST_AT_ONCE = 10_000
 
 
-@takes(*PLACING, *COMPUTE)
-@asks("size", "num_inference_steps", "num_frames")
+@setting_options(*PLACING, *COMPUTE)
+@parameter_options("size", "num_inference_steps", "num_frames")
 def compare(
     flags: dict[str, Any],
     asked: dict[str, Any],
@@ -54,16 +54,16 @@ def compare(
     """
     asked["prompt"] = prompt
     counts = _parse_levels(levels)
-    check_bounds(asked, medium_for(asked))
+    check_bounds(asked, modality_for(asked))
     require_files([("--image", image)])
     terminal.open_log()
-    from unfuse.service.comparison import sized
-    from unfuse.service.options import options, plan
+    from unfuse.service.comparison import with_duration
+    from unfuse.service.options import plan_service, serve_options
     from unfuse.service.service import without_keys
 
     loaded = load({**flags, **terminal.flags, "serve.models": [model]}, config)
-    planned = plan(options(without_keys(loaded)))
-    comparison = _ComparisonOptions(planned, sized(planned.models[0].card, asked, image), image, rounds, counts)
+    planned = plan_service(serve_options(without_keys(loaded)))
+    comparison = _ComparisonOptions(planned, with_duration(planned.models[0].spec, asked, image), image, rounds, counts)
     whole, split = _measure_both(comparison, loaded, terminal)
     _print_report(whole, split, len(planned.workers), json)
 
@@ -89,9 +89,11 @@ class _ComparisonOptions:
     def progress(self, totals: Mapping[str, int], settings: Settings, terminal: Terminal) -> ComparisonProgress:
         """Return the progress of a comparison with this number of requests by side."""
         from unfuse.service.comparison import ComparisonProgress, predicted_s
-        from unfuse.service.plan import means
+        from unfuse.service.plan import host_resources
 
-        return ComparisonProgress(totals, predicted_s(self.plan, self.asked, means(settings).costs), terminal.say)
+        return ComparisonProgress(
+            totals, predicted_s(self.plan, self.asked, host_resources(settings).costs), terminal.write_line
+        )
 
 
 def _measure_both(
@@ -99,20 +101,20 @@ def _measure_both(
 ) -> tuple[ComparisonFigures, ComparisonFigures]:
     """Return the figures of diffusers, and those of unfuse, which runs afterwards."""
     from unfuse.service.comparison import ComparedPools, UndividedPipeline, measure, requests_of, threads_to_try
-    from unfuse.service.service import own_pools
+    from unfuse.service.service import private_pools
 
     requests = requests_of(options.rounds, options.counts)
     trials = 2 * len(threads_to_try(options.plan))
     progress = options.progress({"diffusers": requests + trials, "unfuse": requests}, loaded.settings, terminal)
     loading = LoadingProgress(loaded.settings.serve.models)
-    terminal.heard = loading.hear
+    terminal.on_record = loading.record
     with progress_on(terminal, lambda: loading if loading.is_under_way else progress):
-        with UndividedPipeline(options.plan, options.image, terminal.relay, progress.made) as pipeline:
-            progress.begin("diffusers")
+        with UndividedPipeline(options.plan, options.image, terminal.relay, progress.count_finished) as pipeline:
+            progress.start_side("diffusers")
             whole = measure(pipeline, options.asked, options.rounds, options.counts)
-        with own_pools(loaded, terminal, loading) as client:
-            progress.begin("unfuse")
-            pools = ComparedPools(client, options.image, progress.made)
+        with private_pools(loaded, terminal, loading) as client:
+            progress.start_side("unfuse")
+            pools = ComparedPools(client, options.image, progress.count_finished)
             return whole, measure(pools, options.asked, options.rounds, options.counts)
 
 
@@ -129,7 +131,7 @@ def _parse_levels(levels: str) -> list[int]:
 
 def _print_report(whole: ComparisonFigures, split: ComparisonFigures, workers: int, json: bool) -> None:
     """Print the figures of both sides side by side, and the conclusion."""
-    from unfuse.service.comparison import verdict
+    from unfuse.service.comparison import comparison_summary
 
     same = sum(a == b for a, b in zip(whole.digests, split.digests, strict=True))
     rows = [_row("latency of one request, s", whole.latency, split.latency)]
@@ -138,7 +140,7 @@ def _print_report(whole: ComparisonFigures, split: ComparisonFigures, workers: i
     memory = [("largest process", whole.largest, split.largest), ("all processes", whole.memory, split.memory)]
     memory += [("GPU memory", whole.gpu, split.gpu)] if whole.gpu else []
     rows += [_row(name, ByteSize(a), ByteSize(b)) for name, a, b in memory]
-    conclusion = verdict(whole, split, workers)
+    conclusion = comparison_summary(whole, split, workers)
     if json:
         show.as_json({"figures": rows, "requests": len(whole.digests), "equal": same, "verdict": conclusion})
         return

@@ -42,7 +42,7 @@ def client_of(
     if not server:
         require_server("working without --server URL")
     loading = LoadingProgress(loaded.settings.serve.models)
-    terminal.heard = loading.hear
+    terminal.on_record = loading.record
     terminal.open_log()
     status = f"waiting for {server}" if server else loading
     with progress_on(terminal, lambda: status) as progress:
@@ -52,13 +52,13 @@ def client_of(
             with connect(server, loaded.settings.api_key) as client:
                 yield client, progress
             return
-        from unfuse.service.service import own_pools
+        from unfuse.service.service import private_pools
 
         for url in servers_here(loaded.settings.run_dir):
-            terminal.say(
+            terminal.write_line(
                 f"a server of yours runs on this machine: to use it instead of starting workers, add --server {url}"
             )
-        with own_pools(loaded, terminal, loading, check) as client:
+        with private_pools(loaded, terminal, loading, check) as client:
             yield client, progress
 
 

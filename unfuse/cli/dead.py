@@ -34,7 +34,7 @@ def show(id: Id, server: Server = None, api_key: ApiKey = None, config: Config =
     The evidence is a traceback, or the last lines of the log of a process that died.
     """
     with connecting.client(server, api_key, config) as client:
-        requests.tell(client.get(f"/v1/dead/{id}"), json)
+        requests.print_request(client.get(f"/v1/dead/{id}"), json)
 
 
 @app.verb()
@@ -49,4 +49,4 @@ def rm(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = N
 def retry(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
     """Retry a dead request as a new request, and print the new one."""
     with connecting.client(server, api_key, config) as client:
-        requests.tell(client.retry(id).view, json)
+        requests.print_request(client.retry(id).view, json)

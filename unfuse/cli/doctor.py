@@ -13,9 +13,9 @@ from msgspec.structs import asdict
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.cli import show
-from unfuse.cli.serve import tell
+from unfuse.cli.serve import print_memory
 from unfuse.cli.terminal import Terminal
-from unfuse.cli.verbs import COMPUTE, PLACING, Config, Json, takes
+from unfuse.cli.verbs import COMPUTE, PLACING, Config, Json, setting_options
 from unfuse.planning.placement import NO_DEVICE
 from unfuse.service.groups import Settings
 from unfuse.service.settings import ByteSize, load
@@ -31,7 +31,9 @@ Clean = Annotated[
 ]
 
 
-@takes("serve.revision", "insecure_listen", "worker.scheduler", "keys", "worker.memory_limit", *PLACING, *COMPUTE)
+@setting_options(
+    "serve.revision", "insecure_listen", "worker.scheduler", "keys", "worker.memory_limit", *PLACING, *COMPUTE
+)
 def doctor(
     flags: dict[str, Any],
     terminal: Terminal,
@@ -48,19 +50,19 @@ def doctor(
     that scheduler. --device-memory may name devices that this machine does not have: then the plan is for a machine
     with exactly these devices.
     """
-    from unfuse.planning.machine import devices_to_size, look
+    from unfuse.planning.machine import devices_to_size, inspect_machine
     from unfuse.service.addresses import running, transfers
     from unfuse.service.disk import clean as remove_leftovers
-    from unfuse.service.plan import device_memory, means, plan_for, wanted
+    from unfuse.service.plan import device_memory, host_resources, plan_models, worker_plan
     from unfuse.weights.fingerprints import FINGERPRINTS
 
     terminal.open_log()
     loaded = load({**flags, **terminal.flags}, config)
-    FINGERPRINTS.remember_in(Path(loaded.settings.data_dir))
+    FINGERPRINTS.cache_in(Path(loaded.settings.data_dir))
     if "worker.scheduler" in flags:
         show_checks(loaded.settings, json)
     serve = loaded.settings.serve
-    machine = look((serve.port, *_ports(serve.listen)))
+    machine = inspect_machine((serve.port, *_ports(serve.listen)))
     planned_for, is_here = devices_to_size(device_memory(loaded.settings))
     removed = remove_leftovers(loaded.settings) if clean else []
     if clean and not json:
@@ -71,7 +73,9 @@ def doctor(
         print_installation(loaded.settings)
     plan = None
     if models:
-        plan = plan_for(models, serve.revision, wanted(loaded.settings), planned_for, means(loaded.settings))
+        plan = plan_models(
+            models, serve.revision, worker_plan(loaded.settings), planned_for, host_resources(loaded.settings)
+        )
     if json:
         facts = {
             "machine": msgspec.to_builtins(machine, str_keys=True),
@@ -98,18 +102,20 @@ def _ports(addresses: Iterable[str]) -> list[int]:
 
 def _plan_facts(plan: ServingPlan, data_dir: str) -> dict[str, Any]:
     """Return the facts on a plan that are printed as JSON."""
-    from unfuse.service.report import batches_of, gains, layouts_of, verdict
+    from unfuse.service.report import invariance_rows, layout_rows, split_gains, split_recommendation
 
     return {
-        "models": {model.card.name: _components(model) for model in plan.models},
+        "models": {model.spec.name: _components(model) for model in plan.models},
         "placement": plan.rows(),
         "memory": plan.memory(),
         "refusal": plan.refusal or None,
-        "undivided": {model.card.name: model.card.undivided for model in plan.models if model.card.undivided},
-        "layouts": layouts_of(plan),
-        "batches": batches_of(plan, data_dir),
-        "gains": [gain for gain, _ in gains(plan)],
-        "verdict": verdict(plan),
+        "undivided": {
+            model.spec.name: model.spec.undivided_reason for model in plan.models if model.spec.undivided_reason
+        },
+        "layouts": layout_rows(plan),
+        "batches": invariance_rows(plan, data_dir),
+        "gains": [gain for gain, _ in split_gains(plan)],
+        "verdict": split_recommendation(plan),
     }
 
 
@@ -123,13 +129,13 @@ def _components(model: PlannedModel) -> list[dict[str, Any]]:
 
 def _print_plan(plan: ServingPlan, data_dir: str) -> None:
     """Print a plan: components, placement, layouts, batches, gains and verdict."""
-    from unfuse.service.report import basis_of, batches_of, gains, layouts_of, verdict
+    from unfuse.service.report import invariance_rows, layout_rows, prediction_basis, split_gains, split_recommendation
 
     for model in plan.models:
-        typer.echo(f"\n{model.card.name}")
+        typer.echo(f"\n{model.spec.name}")
         show.as_table(_components(model), ["name", "kind", "parameters", "files", "dtype", "memory"], "no components")
-        if model.card.undivided:
-            typer.echo(f"{model.card.name} is not split: {model.card.undivided}")
+        if model.spec.undivided_reason:
+            typer.echo(f"{model.spec.name} is not split: {model.spec.undivided_reason}")
     typer.echo()
     if plan.refusal:
         typer.echo(f"serve would refuse: {plan.refusal}")
@@ -138,19 +144,19 @@ def _print_plan(plan: ServingPlan, data_dir: str) -> None:
             typer.echo(f"to plan for a machine that has it, set its memory, as by --device-memory {device}=24GiB")
     else:
         if plan.layouts:
-            typer.echo(plan.layouts.why)
-        tell(plan, typer.echo)
+            typer.echo(plan.layouts.reason)
+        print_memory(plan, typer.echo)
     typer.echo()
     if plan.layouts:
-        show.as_table(layouts_of(plan), ["layout", "rate", "refusal"], "no layout")
-        typer.echo(f"{basis_of(plan)}\n")
-    if batches := batches_of(plan, data_dir):
+        show.as_table(layout_rows(plan), ["layout", "rate", "refusal"], "no layout")
+        typer.echo(f"{prediction_basis(plan)}\n")
+    if batches := invariance_rows(plan, data_dir):
         show.as_table(batches, ["pool", "exact_to", "not_from", "because_of"], "nothing was compared")
         typer.echo()
-    for gain, _ in gains(plan):
+    for gain, _ in split_gains(plan):
         typer.echo(f"gain: {gain}")
     if plan.refusal or not plan.layouts:
-        typer.echo(verdict(plan))
+        typer.echo(split_recommendation(plan))
 
 
 def show_checks(settings: Settings, json: bool) -> NoReturn:
@@ -188,11 +194,11 @@ def print_machine(machine: Machine) -> None:
 
 def print_installation(settings: Settings) -> None:
     """Print this user's servers on this machine, and the state of each transfer engine."""
-    from unfuse.service.addresses import AT_RISK, running, transfers
+    from unfuse.service.addresses import EXPOSURE_RISK, running, transfers
 
     typer.echo(f"{'servers':12} {', '.join(running(settings.run_dir)) or 'none of this user runs here'}")
     if settings.insecure_listen:
-        typer.echo(f"{'WARNING':12} workers connect over TCP without keys: {AT_RISK}")
+        typer.echo(f"{'WARNING':12} workers connect over TCP without keys: {EXPOSURE_RISK}")
     for name, state in transfers(settings.transfer).items():
         typer.echo(f"{'transfers':12} {name}: {state}")
 

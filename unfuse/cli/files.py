@@ -140,7 +140,7 @@ def argument_of(text: str, terminal: Terminal) -> str:
     if text != STDIN:
         return text
     if is_terminal():
-        terminal.say("type the prompt, and end it with Enter and Ctrl-D")
+        terminal.write_line("type the prompt, and end it with Enter and Ctrl-D")
     prompt = _decode(_read_stdin(lines=False), "standard input").strip()
     if not prompt:
         raise InvalidParameter("standard input is empty: write a prompt to it, or give the prompt as the argument")

@@ -11,12 +11,12 @@ from unfuse.cli import show
 from unfuse.cli.connecting import client_of
 from unfuse.cli.files import argument_of, kind_of, require_files, save
 from unfuse.cli.terminal import Terminal
-from unfuse.cli.verbs import COMPUTE, PLACING, ApiKey, Config, Json, asks, check_numbers, takes
+from unfuse.cli.verbs import COMPUTE, PLACING, ApiKey, Config, Json, check_numbers, parameter_options, setting_options
 from unfuse.core.checking import check_bounds
 from unfuse.core.errors import InvalidParameter
-from unfuse.core.modalities import IMAGE, VIDEO, medium_for
+from unfuse.core.modalities import IMAGE, VIDEO, modality_for
 from unfuse.core.parameters import nth_seed
-from unfuse.service.logs import harmless
+from unfuse.service.logs import escape_control
 from unfuse.service.settings import LoadedSettings, load
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from unfuse.service.plan import ServingPlan
 
 
-@takes(*PLACING, *COMPUTE, "serve.loras")
-@asks()
+@setting_options(*PLACING, *COMPUTE, "serve.loras")
+@parameter_options()
 def generate(
     flags: dict[str, Any],
     asked: dict[str, Any],
@@ -68,7 +68,7 @@ def generate(
     finished, and stops the workers that the command started.
     """
     format, video = kind_of(output, overwrite)
-    if not video and (medium_for(asked) is VIDEO or "fps" in asked):
+    if not video and (modality_for(asked) is VIDEO or "fps" in asked):
         raise InvalidParameter(f"-o {output}: frames need a name such as NAME.mp4 or NAME-%04d.png", "output")
     require_files([*(("--image", file) for file in image or ()), ("--mask", mask), ("--last-frame", last_frame)])
     check_numbers(asked)
@@ -86,9 +86,9 @@ def generate(
     files = save(result, output, overwrite)
     _print_report(result, files, terminal, video, json)
     if files and files[0] not in result.files_at(output):
-        terminal.say(f"{output} exists, so the new file is {files[0]}; --overwrite replaces existing files")
+        terminal.write_line(f"{output} exists, so the new file is {files[0]}; --overwrite replaces existing files")
     if not is_complete:
-        terminal.say(f"interrupted: kept {len(files)}{f' of {number}' * several}, cancelled the rest")
+        terminal.write_line(f"interrupted: kept {len(files)}{f' of {number}' * several}, cancelled the rest")
         raise KeyboardInterrupt
 
 
@@ -99,16 +99,16 @@ def _run_request(loaded: LoadedSettings, terminal: Terminal, asked: dict[str, An
     """
 
     def check(plan: ServingPlan) -> None:
-        from unfuse.service.options import check_request
+        from unfuse.service.options import check_first_model
 
-        check_request(plan, asked, loaded.settings.serve.loras)
+        check_first_model(plan, asked, loaded.settings.serve.loras)
 
     with client_of(loaded, terminal, check) as (client, progress):
         request = client.submit(**asked)
         try:
-            terminal.say(f"request {request.id}")
+            terminal.write_line(f"request {request.id}")
             if hint := request.view.get("hint"):
-                terminal.say(harmless(str(hint)))
+                terminal.write_line(escape_control(str(hint)))
             for event in request.events():
                 progress.show(event)
             return request.result(), True
@@ -127,9 +127,9 @@ def _print_report(result: Result, files: list[Path], terminal: Terminal, video: 
         if not any(seconds.values()):
             continue
         columns = "  ".join(f"{name.removesuffix('_s')} {value:7.3f} s" for name, value in seconds.items())
-        terminal.say(f"{stage:16} {columns}")
+        terminal.write_line(f"{stage:16} {columns}")
     for index, file in zip(result.indexes, files, strict=True):
         typer.echo(f"{file} (seed {nth_seed(result.seed, index * (not video))})")
     for index in result.flagged:
         seed = nth_seed(result.seed, index)
-        terminal.say(f"picture {index} (seed {seed}) is left out: the model's safety checker flagged it")
+        terminal.write_line(f"picture {index} (seed {seed}) is left out: the model's safety checker flagged it")

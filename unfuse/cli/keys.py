@@ -77,7 +77,7 @@ def add(
     fields["concurrent"] = str(concurrent or "")
     key_file = _key_file(terminal, file, config)
     typer.echo(add_key(key_file, name, {field: value for field, value in fields.items() if value}))
-    terminal.say(
+    terminal.write_line(
         f"this key is not shown again, because the file has only its hash; start a server with --api-keys {key_file}; "
         "a server that already uses this file accepts the key within seconds"
     )
@@ -89,18 +89,18 @@ def ls(terminal: Terminal, file: File = None, config: Config = None, json: Json 
 
     Example: unfuse keys ls --file keys.txt
     """
-    from unfuse.edge.keys import SHOWN_DIGITS, rows_of
+    from unfuse.edge.keys import LISTED_DIGITS, rows_of
 
     key_file = _key_file(terminal, file, config)
     rows = [
         {
             "name": entry.name,
-            "hash": entry.digest.hex()[:SHOWN_DIGITS],
+            "hash": entry.digest.hex()[:LISTED_DIGITS],
             "admin": key.admin,
-            "read": key.only_reads,
+            "read": key.read_only,
             "models": None if key.models is None else sorted(key.models),
             "rate": dict(field.split("=", 1) for field in entry.fields).get("rate"),
-            "concurrent": key.allowance.concurrent or None,
+            "concurrent": key.limits.concurrent or None,
             "stored_as": "plain text" if entry.plain else "hash",
         }
         for entry, key in rows_of(key_file)
@@ -126,12 +126,12 @@ def rm(
 
     Example: unfuse keys rm anna
     """
-    from unfuse.edge.keys import SHOWN_DIGITS, remove_keys
+    from unfuse.edge.keys import LISTED_DIGITS, remove_keys
 
     key_file = _key_file(terminal, file, config)
     for entry in remove_keys(key_file, which):
-        typer.echo(f"{entry.name} {entry.digest.hex()[:SHOWN_DIGITS]}")
-    terminal.say(f"removed from {key_file}")
+        typer.echo(f"{entry.name} {entry.digest.hex()[:LISTED_DIGITS]}")
+    terminal.write_line(f"removed from {key_file}")
 
 
 @app.verb(server=True)
@@ -146,9 +146,9 @@ def hash(terminal: Terminal, file: Annotated[Path, typer.Argument(help="Key file
 
     count, short = hash_keys(file)
     done = f"replaced {count} plain keys by their hashes" if count != 1 else "replaced its plain key by its hash"
-    terminal.say(f"{file}: {done}" if count else f"{file} has no plain key")
+    terminal.write_line(f"{file}: {done}" if count else f"{file} has no plain key")
     if short:
-        terminal.say(
+        terminal.write_line(
             f"short keys can be guessed from their hashes: make new ones for {', '.join(dict.fromkeys(short))} by "
             "`unfuse keys add NAME`, and remove the old ones"
         )

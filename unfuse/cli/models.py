@@ -14,9 +14,9 @@ from unfuse.arena.limits import readable_bytes
 from unfuse.cli import connecting, show
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
-from unfuse.cli.verbs import ApiKey, CommandRegistry, Config, Json, Server, takes
+from unfuse.cli.verbs import ApiKey, CommandRegistry, Config, Json, Server, setting_options
 from unfuse.core.errors import ConfigError, InvalidParameter, PermanentError, TransientError
-from unfuse.core.paths import expanded
+from unfuse.core.paths import expand_path
 from unfuse.core.plan import StageSelector, roles_of
 from unfuse.service.installed import missing_here
 from unfuse.service.settings import DEFAULT, ByteSize, load
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 app = CommandRegistry("Manage the models of a server, and list the models that this machine could serve.")
 
 #: Seconds between two requests for the state of a loading model.
-LOOK_S = 0.5
+CHECK_INTERVAL_S = 0.5
 
 Name = Annotated[str, typer.Argument(help="Name of the model, as listed by `models ls`.", metavar="NAME")]
 
@@ -87,7 +87,7 @@ def add(
 
     Example: unfuse models add /models/mine --name mine
     """
-    path = expanded(model)
+    path = expand_path(model)
     source = str(path.absolute()) if path.exists() else model
     with connecting.client(server, api_key, config) as client:
         added: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def add(
                     raise InvalidParameter(f"{model} cannot be added: {error}", error.param) from error
                 raise
             while wait and added["state"] == "loading":
-                time.sleep(LOOK_S)
+                time.sleep(CHECK_INTERVAL_S)
                 added = client.model(added["id"])
     if wait and added["state"] != "ready":
         raise PermanentError(f"model {added['id']} cannot be served: {added['reason']}")
@@ -164,7 +164,7 @@ def here() -> Iterator[dict[str, Any]]:
         yield {"id": name, "object": "model", "state": state}
 
 
-@takes("serve.revision", "worker.role", "worker.component")
+@setting_options("serve.revision", "worker.role", "worker.component")
 def pull(
     flags: dict[str, Any],
     terminal: Terminal,
@@ -192,9 +192,9 @@ def pull(
     with progress_on(terminal, status):
         for name in models:
             reports.clear()
-            card, folder = fetch(name, selector, revision=settings.serve.revision, tell=reports.append)
-            if not any(selector.takes(stage) for stage in card.pipeline.stages):
-                roles = ", ".join(dict.fromkeys(stage.role for stage in card.pipeline.stages))
+            spec, folder = fetch(name, selector, revision=settings.serve.revision, tell=reports.append)
+            if not any(selector.selects(stage) for stage in spec.pipeline.stages):
+                roles = ", ".join(dict.fromkeys(stage.role for stage in spec.pipeline.stages))
                 raise ConfigError(f"model {name} has no stage for --role and --component: its roles are {roles}")
             downloaded = reports[0].total - reports[0].done if reports else 0
             rows.append({"model": name, "brought": ByteSize(downloaded), "folder": str(folder)})

@@ -29,8 +29,8 @@ def operator(
     import asyncio
 
     try:
-        from unfuse.k8s.operator import operate
+        from unfuse.k8s.operator import run_operator
     except ModuleNotFoundError as error:
         raise UsageError(f"`unfuse operator` needs {error.name}: pip install 'unfuse[serve,operator]'") from error
     terminal.open_log()
-    asyncio.run(operate(image, namespace or (), liveness_endpoint=f"http://{health}/health" if health else None))
+    asyncio.run(run_operator(image, namespace or (), liveness_endpoint=f"http://{health}/health" if health else None))

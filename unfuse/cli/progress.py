@@ -86,7 +86,7 @@ class ProgressBars(ProgressDisplay):
         elif event.type == "stage_completed":
             self._progress.update(bar, completed=steps)
         elif event.type == "retrying":
-            self._terminal.say(retried(event))
+            self._terminal.write_line(retried(event))
             self._progress.reset(bar, completed=0)
 
 
@@ -127,7 +127,7 @@ class ProgressLines(ProgressDisplay):
         self._thread = threading.Thread(target=self._fill_silence, daemon=True)
 
     def __enter__(self) -> Self:
-        self._terminal.say(str(self.status()))
+        self._terminal.write_line(str(self.status()))
         self._thread.start()
         return self
 
@@ -141,9 +141,9 @@ class ProgressLines(ProgressDisplay):
         started_at = self._started_at.setdefault(stage, now)
         if event.type == "stage_completed":
             self._running = ""
-            self._terminal.say(f"{stage}: done in {now - started_at:.1f} s")
+            self._terminal.write_line(f"{stage}: done in {now - started_at:.1f} s")
         elif event.type == "retrying":
-            self._terminal.say(retried(event))
+            self._terminal.write_line(retried(event))
         elif event.type == "progress":
             self._running = f"{stage}: {event.step} of {event.steps} steps"
         elif event.type == "stage_started":
@@ -155,4 +155,4 @@ class ProgressLines(ProgressDisplay):
         while not self._closed.wait(max(0.0, self._terminal.wrote_at + SILENCE_S - time.monotonic())):
             if time.monotonic() - self._terminal.wrote_at >= SILENCE_S:
                 text = self._running or str(self.status()) or "working"
-                self._terminal.say(f"{text} ({time.monotonic() - opened_at:.0f} s)")
+                self._terminal.write_line(f"{text} ({time.monotonic() - opened_at:.0f} s)")

@@ -47,14 +47,14 @@ def ls(
 def show(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
     """Show one request with its stages."""
     with connecting.client(server, api_key, config) as client:
-        tell(client.request(id).view, json)
+        print_request(client.request(id).view, json)
 
 
 @app.verb()
 def cancel(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
     """Cancel a request; its running stages stop at the next step."""
     with connecting.client(server, api_key, config) as client:
-        tell(client.request(id).cancel(), json)
+        print_request(client.request(id).cancel(), json)
 
 
 def _wide(request: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def _cost(cost: dict[str, Any]) -> str:
     return ", ".join([*(used or ["nothing used"]), *money, f"predicted {shown.cell(float(cost['predicted_s']))} s"])
 
 
-def tell(request: dict[str, Any], json: bool) -> None:
+def print_request(request: dict[str, Any], json: bool) -> None:
     """Print one request, as JSON or as text with a table of its stages."""
     if json:
         shown.as_json(request)
@@ -91,7 +91,7 @@ def tell(request: dict[str, Any], json: bool) -> None:
     fields = request | ({"cost": _cost(request["cost"])} if request.get("cost") else {})
     for name, value in fields.items():
         if name not in ("stages", "result", "error", "object"):
-            typer.echo(f"{name:15} {shown.cell(shown.shown(name, value))}")
+            typer.echo(f"{name:15} {shown.cell(shown.format_value(name, value))}")
 
     if request.get("error"):
         typer.echo(f"{'error':15} {request['error'].get('message')}")

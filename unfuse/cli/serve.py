@@ -14,9 +14,9 @@ from unfuse.arena.limits import readable_bytes
 from unfuse.cli import show
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
-from unfuse.cli.verbs import COMPUTE, PLACING, Config, takes
+from unfuse.cli.verbs import COMPUTE, PLACING, Config, setting_options
 from unfuse.launch.local import ForkServers, InheritedForks
-from unfuse.planning.machine import devices
+from unfuse.planning.machine import usable_devices
 from unfuse.planning.placement import CPU, NONE
 from unfuse.service.groups import Settings
 from unfuse.service.loading import LoadingProgress
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from unfuse.service.plan import ServingPlan
 
 
-@takes(
+@setting_options(
     "serve.host",
     "serve.port",
     "serve.api_key",
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     "worker.memory_limit",
     "lease.stall_s",
     "serve.slots",
-    "serve.asleep",
+    "serve.scale_to_zero",
     "worker.resources",
     "serve.launcher",
     "serve.image_timeout",
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     "serve.max_active",
     "serve.max_queue",
     "serve.max_cost",
-    "serve.wake_limit",
+    "serve.cold_start_timeout",
     "serve.order",
     "serve.dispatch",
     "serve.encoder_cache",
@@ -104,14 +104,16 @@ def serve(
     """
     started_at = time.monotonic()
     loaded = load({**flags, "serve.models": models or None}, config)
-    with begun_early(loaded.settings, fork_server) as forks:
-        from unfuse.service.options import options
+    with start_fork_server_early(loaded.settings, fork_server) as forks:
+        from unfuse.service.options import serve_options
 
-        run(options(loaded), terminal, forks, started_at)
+        run(serve_options(loaded), terminal, forks, started_at)
 
 
 @contextmanager
-def begun_early(settings: Settings, inherited: int | None = None) -> Iterator[ForkServers | InheritedForks | None]:
+def start_fork_server_early(
+    settings: Settings, inherited: int | None = None
+) -> Iterator[ForkServers | InheritedForks | None]:
     """Start a fork server before this process imports anything heavy, since its imports take longest.
 
     It is closed after the block. Yields None unless all workers run on CPUs and all models are local.
@@ -127,14 +129,14 @@ def begun_early(settings: Settings, inherited: int | None = None) -> Iterator[Fo
     serve = settings.serve
     on_cpu = settings.compute.device in (CPU, "auto") and not serve.place
     local = all(map(is_local, serve.models))
-    if serve.workers == NONE or serve.launcher != "local" or not (on_cpu and local) or len(devices()) > 1:
+    if serve.workers == NONE or serve.launcher != "local" or not (on_cpu and local) or len(usable_devices()) > 1:
         yield None
         return
     with closing(ForkServers(serve.models)) as forks:
         yield forks
 
 
-def tell(plan: ServingPlan, say: Callable[[str], object]) -> None:
+def print_memory(plan: ServingPlan, say: Callable[[str], object]) -> None:
     """Print the memory of each component of each worker, and the sum for each device.
 
     `say` is called with each line.
@@ -170,16 +172,16 @@ class _StartReport:
         """Print which models are served, and by which workers."""
         self._print(self._screen.opening())
         if self._terminal.is_detailed:
-            tell(self._plan, self._terminal.say)
+            print_memory(self._plan, self._terminal.write_line)
 
     def started(self, url: str, addresses: Sequence[str]) -> None:
         """Print the URL for clients, and how workers elsewhere connect to the control addresses."""
-        from unfuse.service.addresses import invitations, keys_folder
+        from unfuse.service.addresses import connect_instructions, keys_folder
 
         self._url = url
         options = self._options
-        self._print(filter(None, [options.keys.note]))
-        self._print(invitations(options.trust, keys_folder(options.settings, "worker"), addresses))
+        self._print(filter(None, [options.keys.admin_note]))
+        self._print(connect_instructions(options.trust, keys_folder(options.settings, "worker"), addresses))
         self._print([f"requests are accepted at {url}"])
 
     def ready(self) -> None:
@@ -193,7 +195,7 @@ class _StartReport:
     def _print(self, lines: Iterable[str]) -> None:
         """Print these lines on the terminal."""
         for line in lines:
-            self._terminal.say(line)
+            self._terminal.write_line(line)
 
 
 def run(options: ServeOptions, terminal: Terminal, forks: ForkServers | InheritedForks | None, began: float) -> None:
@@ -203,7 +205,7 @@ def run(options: ServeOptions, terminal: Terminal, forks: ForkServers | Inherite
     """
     stopped_by: list[int] = []
     loading = LoadingProgress(options.serve.models)
-    terminal.heard = loading.hear
+    terminal.on_record = loading.record
     terminal.open_log()
     with ExitStack() as progress:
         progress.enter_context(progress_on(terminal, lambda: loading))
@@ -211,7 +213,7 @@ def run(options: ServeOptions, terminal: Terminal, forks: ForkServers | Inherite
 
         import uvloop
 
-        from unfuse.service.options import plan
+        from unfuse.service.options import plan_service
         from unfuse.service.service import Service, listen
         from unfuse.service.stopping import AT_ONCE_S, end_after
 
@@ -232,7 +234,9 @@ def run(options: ServeOptions, terminal: Terminal, forks: ForkServers | Inherite
                 progress.close()
                 report.ready()
 
-            loading.expect([worker.role for worker in planned.workers], lambda: loop.call_soon_threadsafe(ready))
+            loading.expect_workers(
+                [worker.role for worker in planned.workers], lambda: loop.call_soon_threadsafe(ready)
+            )
 
             def started(url: str) -> None:
                 report.started(url, service.addresses)
@@ -241,7 +245,7 @@ def run(options: ServeOptions, terminal: Terminal, forks: ForkServers | Inherite
             await service.run(started)
 
         listen(options).close()  # a port in use is reported before the models are read
-        planned = plan(options)
+        planned = plan_service(options)
         report = _StartReport(options, planned, terminal, began)
         report.opening()
         uvloop.run(serving())

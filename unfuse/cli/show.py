@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from unfuse.arena.limits import readable_bytes
-from unfuse.service.logs import harmless
+from unfuse.service.logs import escape_control
 from unfuse.service.settings import ByteSize
 
 #: The indent of a table row's further lines.
@@ -49,7 +49,7 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], empty: str,
     if not rows:
         return [empty]
     lines = [[column.replace("_", " ").upper() for column in columns]]
-    lines += [[cell(shown(column, row.get(column))) for column in columns] for row in rows]
+    lines += [[cell(format_value(column, row.get(column))) for column in columns] for row in rows]
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
 
     # The indexes of the columns on each line of a row.
@@ -85,15 +85,15 @@ def cell(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(cell(item) for item in value) or "-"
     if isinstance(value, dict):
-        return ", ".join(f"{harmless(str(name))}={cell(item)}" for name, item in value.items()) or "-"
+        return ", ".join(f"{escape_control(str(name))}={cell(item)}" for name, item in value.items()) or "-"
     if isinstance(value, ByteSize):
         return readable_bytes(value)
     if isinstance(value, float):
         return f"{value:.3f}".rstrip("0").rstrip(".")
-    return harmless(str(value))
+    return escape_control(str(value))
 
 
-def shown(name: str, value: Any) -> Any:
+def format_value(name: str, value: Any) -> Any:
     """Return the value of a field for people: times as local date and time."""
     return when(value) if name == "created" or name.endswith("_at") else value
 

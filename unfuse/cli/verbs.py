@@ -30,10 +30,10 @@ from unfuse.service.settings import FIELDS, REMOVED, ByteSize, SettingField, loa
 KEYWORD_ONLY = Parameter.KEYWORD_ONLY
 
 #: The headings of options in `--help`.
-MADE = "Generation"
+GENERATION_PANEL = "Generation"
 LOGGING = "Output and logging"
 CLIENTS = "Clients"
-KEPT = "Storage"
+STORAGE_PANEL = "Storage"
 WORKERS = "Workers"
 MACHINES = "Multiple machines"
 COMPUTING = "Computing"
@@ -42,7 +42,7 @@ EXPERT = "Expert"
 
 #: The settings under each heading, by the beginning of their name; the longest match counts.
 PANELS: dict[str, tuple[str, ...]] = {
-    MADE: (),
+    GENERATION_PANEL: (),
     CLIENTS: (
         "serve.host",
         "serve.port",
@@ -57,7 +57,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "serve.trusted_",
         "serve.public_url",
     ),
-    KEPT: (
+    STORAGE_PANEL: (
         "serve.queue",
         "serve.queue_wait",
         "serve.results",
@@ -74,7 +74,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "serve.place",
         "serve.slots",
         "serve.launcher",
-        "serve.asleep",
+        "serve.scale_to_zero",
         "arena.bytes",
         "kv.bytes",
         "lease.",
@@ -97,7 +97,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "serve.drain_timeout",
         "serve.image_timeout",
         "serve.video_timeout",
-        "serve.wake_limit",
+        "serve.cold_start_timeout",
     ),
     LOGGING: ("log.",),
     EXPERT: ("serve.dispatch", "compute.loop", "compute.collective_s"),
@@ -162,15 +162,15 @@ def _panel(name: str) -> str | None:
     return matches[max(matches, key=len)] if matches else None
 
 
-def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def setting_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add an option for each of these settings to a verb.
 
     The verb gets the used ones by dotted name as its argument `flags`, for `load`.
     """
-    return gathering("flags", {name: parameter_of(name) for name in names})
+    return with_options("flags", {name: parameter_of(name) for name in names})
 
 
-def gathering(into: str, options: Mapping[str, Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_options(into: str, options: Mapping[str, Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add options to a verb, which gets the used ones by name as `into`."""
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
@@ -214,13 +214,13 @@ TYPES = {"integer": int, "number": float, "flag": bool, "scaled": list[str]}
 LINES = {parameter.name: parameter for medium in (IMAGE, VIDEO) for parameter in medium.parameters if parameter.offered}
 
 
-def asks(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def parameter_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add an option for each of these request parameters, or for all, to a verb.
 
     The verb gets the used ones by name as its argument `asked`.
     """
     parameters = [LINES[name] for name in names] or LINES.values()
-    return gathering("asked", {parameter.name: _option_parameter(parameter) for parameter in parameters})
+    return with_options("asked", {parameter.name: _option_parameter(parameter) for parameter in parameters})
 
 
 def check_numbers(asked: Mapping[str, object]) -> None:
@@ -231,7 +231,7 @@ def check_numbers(asked: Mapping[str, object]) -> None:
             raise InvalidParameter(f"{flag} {value} is not a finite number: set one such as 5 or 7.5", flag)
 
 
-def words_of(line: RequestParameter) -> str:
+def parameter_help(line: RequestParameter) -> str:
     """Return the help text of a parameter: its description, bounds and default."""
     parts = [f"{line.description[:1].upper()}{line.description[1:]}."]
     parts += [f"[{line.bounds}]"] if line.bounds else []
@@ -249,7 +249,9 @@ def _option_parameter(parameter: RequestParameter) -> Parameter:
     flag = _flag(parameter)
     kind = TYPES.get(parameter.kind, str)
     names = f"{flag}/--no-{flag.removeprefix('--')}" if kind is bool else flag
-    option = typer.Option(names, help=words_of(parameter), metavar=parameter.metavar or None, rich_help_panel=MADE)
+    option = typer.Option(
+        names, help=parameter_help(parameter), metavar=parameter.metavar or None, rich_help_panel=GENERATION_PANEL
+    )
     return Parameter(parameter.name, KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
 
 

@@ -10,9 +10,9 @@ import structlog
 import typer
 
 from unfuse.cli.progress import progress_on
-from unfuse.cli.serve import tell
+from unfuse.cli.serve import print_memory
 from unfuse.cli.terminal import Terminal
-from unfuse.cli.verbs import COMPUTE, Config, takes
+from unfuse.cli.verbs import COMPUTE, Config, setting_options
 from unfuse.core.compute_options import AUTO, parse_parallel
 from unfuse.core.errors import UsageError
 from unfuse.service.groups import Settings
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from unfuse.service.plan import ServingPlan
 
 
-@takes(
+@setting_options(
     "worker.workers",
     "serve.place",
     "serve.device_memory",
@@ -63,7 +63,7 @@ def worker(
     import uvloop
 
     from unfuse.service.addresses import await_scheduler, engines
-    from unfuse.service.worker import work, worker_options
+    from unfuse.service.worker import run_worker, worker_options
 
     settings = load(flags, config).settings
     if settings.worker.workers or settings.compute.parallel != AUTO:
@@ -87,7 +87,7 @@ def worker(
     await_scheduler(settings)
     structlog.contextvars.bind_contextvars(role=settings.worker.role, device=settings.compute.device)
     options = worker_options(settings)
-    uvloop.run(work(options, engines(settings, options.transfer), lifeline, fork_server))
+    uvloop.run(run_worker(options, engines(settings, options.transfer), lifeline, fork_server))
 
 
 def work_all(settings: Settings, terminal: Terminal) -> None:
@@ -106,7 +106,7 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
     await_scheduler(settings)
     scheduler_names = " or ".join(schedulers(settings))
     loading = LoadingProgress([f"the models of {scheduler_names}"])
-    terminal.heard = loading.hear
+    terminal.on_record = loading.record
     with ExitStack() as progress:
         progress.enter_context(progress_on(terminal, lambda: loading))
 
@@ -124,16 +124,16 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
 
             def ready(count: int) -> None:
                 progress.close()
-                terminal.say(f"{count} worker{'s' * (count > 1)} of this machine work for {scheduler_names}")
+                terminal.write_line(f"{count} worker{'s' * (count > 1)} of this machine work for {scheduler_names}")
                 notify(READY)
 
             def starting(planned: ServingPlan) -> None:
                 for line in layout_lines(planned):
-                    terminal.say(line)
+                    terminal.write_line(line)
                 if terminal.is_detailed:
-                    tell(planned, terminal.say)
+                    print_memory(planned, terminal.write_line)
                 roles = [worker.role for worker in planned.workers]
-                loading.expect(roles, lambda: loop.call_soon_threadsafe(ready, len(roles)))
+                loading.expect_workers(roles, lambda: loop.call_soon_threadsafe(ready, len(roles)))
 
             await workers.run(starting)
 

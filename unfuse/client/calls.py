@@ -21,7 +21,7 @@ import msgspec
 
 from unfuse.core import errors
 from unfuse.core.errors import InvalidParameter, KeyUnavailable, PermanentError, TransientError
-from unfuse.core.modalities import VIDEO, medium_for
+from unfuse.core.modalities import VIDEO, modality_for
 from unfuse.core.request import Event
 
 
@@ -175,7 +175,7 @@ TIMEOUT_S = 60.0
 ADD_TIMEOUT_S = 3600.0
 
 #: The default address of `unfuse serve`.
-USUAL = "http://127.0.0.1:8000"
+DEFAULT_RETRIES = "http://127.0.0.1:8000"
 
 #: How often in a row an event stream is resumed without a new event.
 RECONNECTS = 8
@@ -187,7 +187,7 @@ KEY = re.compile(r"[!-~]*")
 CHATS = "/v1/chat/completions"
 
 #: How many idempotency keys are tried for one new request while shards of the server's queue are unreachable.
-MOST_KEYS = 64
+MAX_KEYS = 64
 
 
 def fresh_key() -> dict[str, str]:
@@ -213,7 +213,7 @@ def settings(url: str, key: str | None) -> dict[str, Any]:
 File = str | Path | bytes
 
 
-def submission(
+def submit_call(
     prompt: str,
     image: File | Sequence[File] | None,
     mask: File | None,
@@ -227,7 +227,7 @@ def submission(
     Raises InvalidParameter for `mask` or `last_frame` without `image`.
     """
     if video is None:
-        video = medium_for(params) is VIDEO or last_frame is not None
+        video = modality_for(params) is VIDEO or last_frame is not None
     still = "/v1/images/generations" if image is None else "/v1/images/edits"
     if mask is not None and image is None:
         raise InvalidParameter("mask selects the parts of image to edit: set image too", "mask")
@@ -253,7 +253,7 @@ def submission(
     return path, {"data": form, "files": files, "headers": headers}
 
 
-def conversation(messages: str | Sequence[Mapping[str, Any]], params: Mapping[str, Any]) -> dict[str, Any]:
+def chat_body(messages: str | Sequence[Mapping[str, Any]], params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the body of a streamed chat completion.
 
     `messages` are chat messages, or the text of a single user message.
@@ -269,7 +269,7 @@ def conversation(messages: str | Sequence[Mapping[str, Any]], params: Mapping[st
     return body
 
 
-def event_of(message: httpx2.ServerSentEvent) -> Event | None:
+def parse_request_event(message: httpx2.ServerSentEvent) -> Event | None:
     """Return the request event of a server-sent event, or None for an error event.
 
     None ends the connection. The next call of the client then gets the reason as an error response.
@@ -306,7 +306,7 @@ class ChatStreamState:
         #: The number of idempotency keys tried so far.
         self._keys_tried = 1
 
-    def break_off(self, error: TransientError) -> float:
+    def record_failure(self, error: TransientError) -> float:
         """Record a failed call, and return the factor of the pause before the next one.
 
         The pause is this factor times the client's `reconnect_delay`. If the server queued nothing because it cannot
@@ -316,7 +316,7 @@ class ChatStreamState:
         if not self.request and not self.lost and isinstance(error.__cause__, httpx2.ConnectError):
             raise error
 
-        if isinstance(error, KeyUnavailable) and "unfuse-new-key" in self.headers and self._keys_tried < MOST_KEYS:
+        if isinstance(error, KeyUnavailable) and "unfuse-new-key" in self.headers and self._keys_tried < MAX_KEYS:
             self.headers |= fresh_key()
             self._keys_tried += 1
             return 0.0
@@ -328,7 +328,7 @@ class ChatStreamState:
         self.lost += 1
         return backoff(self.lost)
 
-    def take(self, chunk: ChatChunk) -> list[dict[str, Any]]:
+    def record_event(self, chunk: ChatChunk) -> list[dict[str, Any]]:
         """Record a received event, and return the deltas of its choices."""
         self.headers.pop("unfuse-new-key", None)
         if chunk.id:
@@ -343,7 +343,7 @@ class ChatStreamState:
         return f"/v1/requests/{self.request}/cancel"
 
 
-def chunk(message: httpx2.ServerSentEvent) -> ChatChunk | None:
+def parse_chat_event(message: httpx2.ServerSentEvent) -> ChatChunk | None:
     """Parse an event of a chat stream; return None for the last event.
 
     Raises PermanentError for an error event.
@@ -361,7 +361,7 @@ def model_path(name: str) -> str:
     return f"/v1/models/{quote(name)}"
 
 
-def given(**params: Any) -> dict[str, Any]:
+def without_none(**params: Any) -> dict[str, Any]:
     """Return the parameters that are not None."""
     return {name: value for name, value in params.items() if value is not None}
 
@@ -391,7 +391,7 @@ def checked(url: str) -> str:
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return url.rstrip("/")
         bare = parts.netloc if "://" in url else url
-        suggestion = f"http://{bare}" if urlsplit(f"http://{bare}").hostname else USUAL
+        suggestion = f"http://{bare}" if urlsplit(f"http://{bare}").hostname else DEFAULT_RETRIES
     except ValueError:
-        suggestion = USUAL
+        suggestion = DEFAULT_RETRIES
     raise InvalidParameter(f"{url!r} is not the URL of a server: did you mean {suggestion}?", "server")

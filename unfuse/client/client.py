@@ -52,7 +52,7 @@ class AsyncRequest:
         lost = 0
         while True:
             headers = {"last-event-id": str(after)}
-            events = self._client.stream(f"/v1/requests/{self.id}/events", calls.event_of, headers=headers)
+            events = self._client.stream(f"/v1/requests/{self.id}/events", calls.parse_request_event, headers=headers)
             try:
                 async for event in events:
                     after = event.seq
@@ -151,8 +151,8 @@ class AsyncClient:
 
         Files are read in a thread.
         """
-        path, options = await self._transport.call(calls.submission, prompt, image, mask, last_frame, video, params)
-        for _ in range(calls.MOST_KEYS - 1):
+        path, options = await self._transport.call(calls.submit_call, prompt, image, mask, last_frame, video, params)
+        for _ in range(calls.MAX_KEYS - 1):
             with suppress(KeyUnavailable):
                 return AsyncRequest(self, await self._json("POST", path, **options))
             options["headers"] |= calls.fresh_key()
@@ -160,7 +160,7 @@ class AsyncClient:
 
     def chat(self, messages: str | Sequence[Mapping[str, Any]], **params: Any) -> AsyncChat:
         """Stream the answer to chat messages. `Client.chat` documents the parameters."""
-        return AsyncChat(self._choices(calls.conversation(messages, params)))
+        return AsyncChat(self._choices(calls.chat_body(messages, params)))
 
     async def request(self, id: str) -> AsyncRequest:
         """Return the request with this id. Raises NotFound."""
@@ -175,7 +175,7 @@ class AsyncClient:
         `limit`: the most objects to return.
         `after`: the id of a request; the list starts behind it.
         """
-        return await self.list("/v1/requests", **calls.given(status=status, limit=limit, after=after))
+        return await self.list("/v1/requests", **calls.without_none(status=status, limit=limit, after=after))
 
     async def models(self) -> list[dict[str, Any]]:
         """Return the served models, with their limits and defaults."""
@@ -194,7 +194,7 @@ class AsyncClient:
         Requests for the model are accepted from now on. Raises InvalidParameter for a model that cannot be served,
         PermanentError for a name that is in use, ConfigError without an admin's key.
         """
-        body = calls.given(model=model, name=name)
+        body = calls.without_none(model=model, name=name)
         return await self._json("POST", "/v1/models", json=body, timeout=calls.ADD_TIMEOUT_S)
 
     async def remove_model(self, name: str) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class AsyncClient:
         `limit`: the most objects to return.
         `after`: the id of a request; the list starts behind it.
         """
-        return await self.list("/v1/dead", **calls.given(limit=limit, after=after))
+        return await self.list("/v1/dead", **calls.without_none(limit=limit, after=after))
 
     async def retry(self, id: str) -> AsyncRequest:
         """Submit a dead request again, as a new request.
@@ -305,14 +305,14 @@ class AsyncClient:
         """Yield the deltas of the choices, reconnecting after transient errors."""
         while True:
             options = {"method": "POST", "json": body, "headers": {**state.headers}}
-            chunks = self.stream(calls.CHATS, calls.chunk, to_its_end=True, **options)
+            chunks = self.stream(calls.CHATS, calls.parse_chat_event, to_its_end=True, **options)
             try:
                 async for chunk in chunks:
-                    for choice in state.take(chunk):
+                    for choice in state.record_event(chunk):
                         yield choice
                 return
             except TransientError as error:
-                await self.pause(state.break_off(error))
+                await self.pause(state.record_failure(error))
             finally:
                 await chunks.aclose()
 
@@ -351,7 +351,7 @@ class ReceivedAnswer:
         #: Why the answer ended, such as "stop" or "length"; None before its end.
         self.finish_reason: str | None = None
 
-    def take(self, choice: dict[str, Any]) -> str:
+    def add_delta(self, choice: dict[str, Any]) -> str:
         """Add a delta of the only choice, and return the text that it adds."""
         delta: dict[str, Any] = choice["delta"]
         self.reasoning += str(delta.get("reasoning_content") or "")
@@ -387,7 +387,7 @@ class Chat(ReceivedAnswer, Iterator[str]):
         return self
 
     def __next__(self) -> str:
-        return self.take(next(self._choices))
+        return self.add_delta(next(self._choices))
 
 
 class AsyncChat(ReceivedAnswer, AsyncIterator[str]):
@@ -404,7 +404,7 @@ class AsyncChat(ReceivedAnswer, AsyncIterator[str]):
         return self
 
     async def __anext__(self) -> str:
-        return self.take(await anext(self.choices))
+        return self.add_delta(await anext(self.choices))
 
 
 P = ParamSpec("P")

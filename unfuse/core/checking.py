@@ -20,13 +20,17 @@ from unfuse.core.request import Delivery
 from unfuse.core.text_parameters import PromptTokens
 
 DRAWN_SEEDS = 2**31  # random seeds are below this number, so that they are short enough to type
-NOTHING = (0, "", "auto")  # values without effect, which a client may send for a parameter that the model refuses
+NEUTRAL_VALUES = (
+    0,
+    "",
+    "auto",
+)  # values without effect, which a client may send for a parameter that the model refuses
 
 
-def check(
-    card: ModelSpec,
+def check_request(
+    spec: ModelSpec,
     given: Mapping[str, object],
-    medium: Modality = IMAGE,
+    modality: Modality = IMAGE,
     *,
     strict: bool = False,
     uploads: Collection[str] = (),
@@ -47,8 +51,8 @@ def check(
     Raises InvalidParameter for a bad value, an unknown field, and, if `strict`, a field without effect.
     """
     values = {name: value for name, value in given.items() if value is not None}
-    known = medium.known(card.defaults)
-    lacks = {accepted.name for accepted in card.accepts if not accepted.max}
+    known = modality.parameters_for(spec.defaults)
+    lacks = {accepted.name for accepted in spec.accepts if not accepted.max}
     for name in values:
         if name not in known:
             raise _unknown_parameter(name, known, files)
@@ -56,23 +60,23 @@ def check(
             raise InvalidParameter(f"{name} {known[name].description}", name)
         if strict and known[name].use == "unused":
             raise InvalidParameter(f"{name} has no effect here: leave it out", name)
-        if name in lacks and values[name] not in NOTHING:
-            raise InvalidParameter(f"model {card.name} takes no {name}: leave it out", name)
-    for parameter in medium.parameters:
+        if name in lacks and values[name] not in NEUTRAL_VALUES:
+            raise InvalidParameter(f"model {spec.name} takes no {name}: leave it out", name)
+    for parameter in modality.parameters:
         if parameter.required and parameter.name not in values:
             raise InvalidParameter(f"{parameter.name} is missing: send {parameter.description}", parameter.name)
 
-    limits = medium.limits_of(card.limits)
+    limits = modality.limits_of(spec.limits)
     read = {name: known[name].read(value, limits) for name, value in values.items()}
 
     # later sources override earlier ones: the table's defaults, the model's, the client's values, derived values
-    usual = [parameter for parameter in medium.parameters if parameter.use == "stages"]
+    usual = [parameter for parameter in modality.parameters if parameter.use == "stages"]
     params: Params = {parameter.name: parameter.default for parameter in usual if parameter.default is not None}
-    params |= {**card.defaults, **_quality(card, read.get("quality", "auto"), strict)}
+    params |= {**spec.defaults, **_quality(spec, read.get("quality", "auto"), strict)}
     params |= {name: value for name, value in read.items() if known[name].use == "stages"}
     params |= _adapter(params)
-    params |= medium.settle(limits, params, read, tokens)
-    params |= _strength(card, read, params, uploads)
+    params |= modality.complete_params(limits, params, read, tokens)
+    params |= _strength(spec, read, params, uploads)
     if LAST_FRAME in uploads and default_of(params, "num_frames") < 2:
         raise InvalidParameter("num_frames must be greater than 1 with a last_frame", "num_frames")
 
@@ -82,22 +86,22 @@ def check(
     return params, n
 
 
-def check_delivery(given: Mapping[str, object], medium: Modality = IMAGE) -> Delivery:
+def check_delivery(given: Mapping[str, object], modality: Modality = IMAGE) -> Delivery:
     """Return the checked fields that decide how the request is handled. Raises InvalidParameter."""
     sent = [
         parameter
-        for parameter in medium.parameters
+        for parameter in modality.parameters
         if parameter.use == "delivery" and given.get(parameter.name) is not None
     ]
     return Delivery(**{parameter.name: parameter.read(given[parameter.name], None) for parameter in sent})
 
 
-def check_bounds(given: Mapping[str, object], medium: Modality) -> None:
+def check_bounds(given: Mapping[str, object], modality: Modality) -> None:
     """Raise InvalidParameter for a value that no model accepts.
 
     Bounds that differ between models are not checked.
     """
-    for parameter in medium.parameters:
+    for parameter in modality.parameters:
         value = given.get(parameter.name)
         if value is not None and parameter.fixed:
             parameter.read(value, None)
@@ -105,17 +109,17 @@ def check_bounds(given: Mapping[str, object], medium: Modality) -> None:
             text(parameter.name, value, 0, sys.maxsize)
 
 
-def size_from(card: ModelSpec, given: Mapping[str, object], params: Params, picture: tuple[int, int]) -> Params:
+def size_from(spec: ModelSpec, given: Mapping[str, object], params: Params, picture: tuple[int, int]) -> Params:
     """Return width and height of a result that starts from a picture of this size.
 
     The result has the picture's shape and about as many pixels as `params` say. If the pipeline takes no size, its
     number of pixels follows from the picture. Empty if the client sets a size, and for a model that makes only one.
     """
-    if asks_size(given) or not card.follows_picture:
+    if asks_size(given) or not spec.follows_picture:
         return {}
-    limits: MediaLimits = IMAGE.limits_of(card.limits)
+    limits: MediaLimits = IMAGE.limits_of(spec.limits)
     area = default_of(params, "width") * default_of(params, "height")
-    scale = card.picture_scale
+    scale = spec.picture_scale
     if scale:
         area = picture[0] * picture[1] * scale**2
         limits = msgspec.structs.replace(limits, size_multiple=limits.size_multiple * scale)
@@ -132,13 +136,13 @@ def _unknown_parameter(name: str, known: Mapping[str, Parameter], files: Collect
     return InvalidParameter(f"unknown parameter {printable(name)}: {hint}", printable(name)[1:-1])
 
 
-def _quality(card: ModelSpec, name: str, strict: bool) -> Params:
+def _quality(spec: ModelSpec, name: str, strict: bool) -> Params:
     """Return a quality's parameters and its name; empty if the model lacks that quality."""
-    if name in card.quality:
-        return {**card.quality[name], "quality": name}
+    if name in spec.quality:
+        return {**spec.quality[name], "quality": name}
     if strict and name != "auto":
-        known = ", ".join(["auto", *card.quality])
-        raise InvalidParameter(f"model {card.name} has no quality {name}: send one of {known}", "quality")
+        known = ", ".join(["auto", *spec.quality])
+        raise InvalidParameter(f"model {spec.name} has no quality {name}: send one of {known}", "quality")
     return {}
 
 
@@ -149,7 +153,7 @@ def _adapter(params: Params) -> Params:
     return {"lora_scale": params.get("lora_scale", 1.0)} if "lora" in params else {}
 
 
-def _strength(card: ModelSpec, read: Mapping[str, Any], params: Params, uploads: Collection[str]) -> Params:
+def _strength(spec: ModelSpec, read: Mapping[str, Any], params: Params, uploads: Collection[str]) -> Params:
     """Return the strength with which a picture is redrawn.
 
     It amounts to at least one denoising step. If no picture is redrawn, the result is empty, or has None in place of
@@ -157,10 +161,10 @@ def _strength(card: ModelSpec, read: Mapping[str, Any], params: Params, uploads:
 
     Raises InvalidParameter for less than one step, and for a strength that has no effect.
     """
-    strengths = card.strengths
+    strengths = spec.strengths
     if not strengths or "image" not in uploads:
         if "strength" in read:
-            unsupported = f"model {card.name} takes no strength: leave it out"
+            unsupported = f"model {spec.name} takes no strength: leave it out"
             missing = "strength needs a picture to redraw: send it as image to /v1/images/edits"
             raise InvalidParameter(missing if strengths else unsupported, "strength")
         return dict.fromkeys(params.keys() & {"strength"})
@@ -262,7 +266,7 @@ NOISE_SCHEDULER = (
 )
 """Other servers' names for the choice of the noise scheduler, which the model's folder fixes here."""
 
-LEAST_TYPO = 5
+MIN_TYPO_CHARS = 5
 """Shorter names are not checked for typing errors: one letter more or less often makes another word."""
 
 
@@ -301,7 +305,7 @@ def _mistyped(name: str, fields: Iterable[str]) -> str:
 
     A typing error is one inserted, missing, wrong or swapped letter.
     """
-    if not LEAST_TYPO <= len(name) <= 64:
+    if not MIN_TYPO_CHARS <= len(name) <= 64:
         return ""
     spellings = {field: (field, *SAME_MEANING.get(field, ())) for field in fields}
     near = [field for field, names in spellings.items() if any(_one_letter_apart(name, other) for other in names)]
@@ -313,7 +317,7 @@ def _one_letter_apart(name: str, other: str) -> bool:
 
     That is one insertion, deletion, substitution or swap of neighbours.
     """
-    if len(other) < LEAST_TYPO or abs(len(name) - len(other)) > 1:
+    if len(other) < MIN_TYPO_CHARS or abs(len(name) - len(other)) > 1:
         return False
     pairs = enumerate(zip(name, other, strict=False))
     difference = next((at for at, (letter, other_letter) in pairs if letter != other_letter), None)

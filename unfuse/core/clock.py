@@ -61,7 +61,7 @@ class TokenBucket:
         self._left = burst
         self._at = now
 
-    def take(self, amount: float, now: float) -> bool:
+    def try_acquire(self, amount: float, now: float) -> bool:
         """Use that many units. Returns False, and uses none, if fewer are left."""
         self._left = min(self.burst, self._left + (now - self._at) * self.rate)
         self._at = now

@@ -14,7 +14,7 @@ import msgspec
 
 from unfuse.core.errors import ProtocolError
 
-VERSION = 2  # of the encoding; peers of another version are refused
+VERSION = 3  # of the encoding; peers of another version are refused
 MAX_BYTES = 8 * 1024 * 1024  # the largest control message; tensors never travel in one
 MAX_UPLOAD_BYTES = 32 * 1024 * 1024  # the largest message with the frames of a video: as large as a client's body
 
@@ -72,7 +72,7 @@ def frame(data: bytes) -> bytes:
     return len(data).to_bytes(HEADER_BYTES, "big") + data
 
 
-def length_of(header: bytes | bytearray, most: int) -> int:
+def read_length(header: bytes | bytearray, most: int) -> int:
     """Return the length in bytes of the message after this header.
 
     Raises ProtocolError for more than `most` bytes.
@@ -88,7 +88,7 @@ def read_message(read: Callable[[int], bytes], most: int) -> bytes:
 
     Raises ProtocolError for a message of more than `most` bytes.
     """
-    return read(length_of(read(HEADER_BYTES), most))
+    return read(read_length(read(HEADER_BYTES), most))
 
 
 def split_message(received: bytearray, most: int) -> bytes | None:
@@ -98,7 +98,7 @@ def split_message(received: bytearray, most: int) -> bytes | None:
     """
     if len(received) < HEADER_BYTES:
         return None
-    end = HEADER_BYTES + length_of(received, most)
+    end = HEADER_BYTES + read_length(received, most)
     if len(received) < end:
         return None
     data = bytes(received[HEADER_BYTES:end])

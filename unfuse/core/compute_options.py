@@ -15,24 +15,24 @@ import msgspec
 from msgspec import Meta
 
 from unfuse.core.errors import ConfigError, UsageError
-from unfuse.core.plan import TOGETHER, StageSpec
+from unfuse.core.plan import ROLE_GROUPS, StageSpec
 
-KINDS = ("cfg", "layers", "ring", "ulysses", "tensor", "tiles", "shard")
+PARALLEL_KINDS = ("cfg", "layers", "ring", "ulysses", "tensor", "tiles", "shard")
 """The kinds of parallelism, outermost first: neighbouring ranks belong to one group of the last kind."""
 
 SHARD = "shard"
 """FSDP: weights are sharded over ranks that compute different data."""
 
-SHARING = ("tiles", SHARD)
+OVERLAY_KINDS = ("tiles", SHARD)
 """Kinds that reuse the ranks of the other kinds. They add ranks only if no other kind is named."""
 
-HOLD = ("layers", SHARD)
+SHARDING_KINDS = ("layers", SHARD)
 """Kinds whose degree divides the bytes of weights on each rank."""
 
-PARTING = (*HOLD, "tensor")
+WEIGHT_SPLITTING_KINDS = (*SHARDING_KINDS, "tensor")
 """Kinds whose ranks do not each have all weights."""
 
-MOST = 64  # the most ranks of a worker
+MAX_RANKS = 64  # the most ranks of a worker
 AUTO = "auto"  # value of --parallel: as many ranks as the worker has devices, see `choose_parallel`
 
 
@@ -45,7 +45,7 @@ class ParallelDegrees(msgspec.Struct, frozen=True):
     @property
     def ranks(self) -> Mapping[str, int]:
         """The degrees whose product is the number of ranks."""
-        adding = {kind: degree for kind, degree in self.degrees.items() if kind not in SHARING}
+        adding = {kind: degree for kind, degree in self.degrees.items() if kind not in OVERLAY_KINDS}
         return adding or dict([*self.degrees.items()][:1])
 
     @property
@@ -56,7 +56,7 @@ class ParallelDegrees(msgspec.Struct, frozen=True):
     @property
     def parts(self) -> int:
         """The number of shards of the weights. Each rank has one."""
-        return prod(self.degrees.get(kind, 1) for kind in HOLD)
+        return prod(self.degrees.get(kind, 1) for kind in SHARDING_KINDS)
 
     def __str__(self) -> str:
         return "+".join(f"{kind}:{degree}" for kind, degree in self.degrees.items())
@@ -67,15 +67,17 @@ class ParallelDegrees(msgspec.Struct, frozen=True):
         degrees: dict[str, int] = {}
         for entry in text.split("+"):
             kind, _, degree = (part.strip() for part in entry.partition(":"))
-            if kind not in KINDS or kind in degrees:
-                raise UsageError(f"--parallel: {entry!r} is not KIND:N; kinds are {', '.join(KINDS)}, each once")
-            if not degree.isdecimal() or not 2 <= int(degree) <= MOST:
-                raise UsageError(f"--parallel: {entry!r} needs a number of ranks from 2 to {MOST} after {kind}:")
+            if kind not in PARALLEL_KINDS or kind in degrees:
+                raise UsageError(
+                    f"--parallel: {entry!r} is not KIND:N; kinds are {', '.join(PARALLEL_KINDS)}, each once"
+                )
+            if not degree.isdecimal() or not 2 <= int(degree) <= MAX_RANKS:
+                raise UsageError(f"--parallel: {entry!r} needs a number of ranks from 2 to {MAX_RANKS} after {kind}:")
             degrees[kind] = int(degree)
 
-        ordered = cls({kind: degrees[kind] for kind in KINDS if kind in degrees})
-        if ordered.size > MOST:
-            raise UsageError(f"--parallel: {text} needs {ordered.size} ranks, but a worker has at most {MOST}")
+        ordered = cls({kind: degrees[kind] for kind in PARALLEL_KINDS if kind in degrees})
+        if ordered.size > MAX_RANKS:
+            raise UsageError(f"--parallel: {text} needs {ordered.size} ranks, but a worker has at most {MAX_RANKS}")
         return ordered
 
     def smaller(self) -> ParallelDegrees:
@@ -85,23 +87,23 @@ class ParallelDegrees(msgspec.Struct, frozen=True):
         """
         *others, (kind, degree) = self.ranks.items()
         ranks = dict(others) if degree % 2 or degree == 2 else {**dict(others), kind: degree // 2}
-        shares = {kind: gcd(self.degrees.get(kind, 1), prod(ranks.values())) for kind in SHARING}
+        shares = {kind: gcd(self.degrees.get(kind, 1), prod(ranks.values())) for kind in OVERLAY_KINDS}
         return ParallelDegrees(ranks | {kind: share for kind, share in shares.items() if share > 1})
 
     def refusal(self, allowed: Mapping[str, int]) -> str:
         """Return why a stage cannot be spread like this, with advice; "" if it can.
 
-        `allowed` is as `StageSpec.spreads`: by kind, the number that the degree must divide (0: any degree), or, for
-        `layers`, the largest degree. With `ulysses` and `tensor`, both degrees together must divide the heads.
+        `allowed` is as `StageSpec.parallelism`: by kind, the number that the degree must divide (0: any degree), or,
+        for `layers`, the largest degree. With `ulysses` and `tensor`, both degrees together must divide the heads.
         """
-        if len(parting := [kind for kind in PARTING if kind in self.degrees]) > 1:
+        if len(parting := [kind for kind in WEIGHT_SPLITTING_KINDS if kind in self.degrees]) > 1:
             return f"{' and '.join(parting)} cannot be combined, because both split the weights: use one of them"
 
         for kind, degree in self.degrees.items():
             if kind not in allowed:
                 return f"{kind} is not supported for this role; supported: {', '.join(sorted(allowed)) or 'none'}"
             divisible = allowed[kind] // (self.degrees.get("tensor", 1) if kind == "ulysses" else 1)
-            divisible = self.size if kind in SHARING else divisible
+            divisible = self.size if kind in OVERLAY_KINDS else divisible
             if kind == "layers" and degree > divisible:
                 return f"{kind}:{degree} exceeds the number of blocks: use {kind}:{divisible}"
             if kind != "layers" and divisible and divisible % degree:
@@ -122,7 +124,7 @@ def parse_parallel(text: str) -> dict[str, ParallelDegrees]:
     spreads: dict[str, ParallelDegrees] = {}
     for entry in filter(None, text.split(",")):
         role, _, degrees = (part.strip() for part in entry.partition("="))
-        roles = TOGETHER.get(role, (role,))
+        roles = ROLE_GROUPS.get(role, (role,))
         if not role or not degrees or not spreads.keys().isdisjoint(roles):
             raise UsageError(f"--parallel {text}: {entry!r} is not ROLE=KIND:N, with each role at most once")
         spreads |= dict.fromkeys(roles, ParallelDegrees.parse(degrees))
@@ -135,10 +137,10 @@ def joined_by(text: str) -> dict[str, str]:
     They share one worker: `language` stands for `prefill` and `decode`.
     """
     named = {entry.partition("=")[0].strip() for entry in text.split(",")}
-    return {role: word for word in named for role in TOGETHER.get(word, ())}
+    return {role: word for word in named for role in ROLE_GROUPS.get(word, ())}
 
 
-def own_spreads(text: str, roles: frozenset[str] | None) -> dict[str, ParallelDegrees]:
+def worker_parallelism(text: str, roles: frozenset[str] | None) -> dict[str, ParallelDegrees]:
     """Return the degrees that `--parallel` sets for a worker of these roles (None: all roles).
 
     Raises ConfigError if the roles need different numbers of ranks, and if roles that share one model differ.
@@ -148,7 +150,7 @@ def own_spreads(text: str, roles: frozenset[str] | None) -> dict[str, ParallelDe
         raise UsageError(
             f"--parallel {text}: the roles of a worker must have the same number of ranks, not {sorted(sizes)}"
         )
-    for word, named in TOGETHER.items():
+    for word, named in ROLE_GROUPS.items():
         if (roles is None or roles.issuperset(named)) and len({str(spreads.get(role)) for role in named}) > 1:
             raise UsageError(
                 f"--parallel {text}: {' and '.join(named)} share the model of a worker: set {word}=KIND:N for both, "
@@ -157,7 +159,7 @@ def own_spreads(text: str, roles: frozenset[str] | None) -> dict[str, ParallelDe
     return spreads
 
 
-def ranked(devices: str, spreads: Mapping[str, ParallelDegrees]) -> tuple[str, ...]:
+def rank_devices(devices: str, spreads: Mapping[str, ParallelDegrees]) -> tuple[str, ...]:
     """Return the device of each rank of a worker.
 
     `devices` is a text like `cpu`, `cpu+cpu` or `cuda:0+cuda:1`. `auto` and `cpu` stand for as many ranks as `spreads`
@@ -180,7 +182,7 @@ def ranked(devices: str, spreads: Mapping[str, ParallelDegrees]) -> tuple[str, .
     return names
 
 
-def fewer(devices: str, spreads: Mapping[str, ParallelDegrees]) -> Iterator[tuple[str, str]]:
+def smaller_layouts(devices: str, spreads: Mapping[str, ParallelDegrees]) -> Iterator[tuple[str, str]]:
     """Yield (devices, `--parallel`) for a worker that lacks some of its devices.
 
     First come both halves of the devices, then the quarters, and so on down to one device.
@@ -201,11 +203,11 @@ def refuse(spreads: Mapping[str, ParallelDegrees], stages: Iterable[StageSpec], 
     """
     stages = list(stages)
     for role, spread in spreads.items():
-        if offload != "none" and any(kind in spread.degrees for kind in PARTING):
+        if offload != "none" and any(kind in spread.degrees for kind in WEIGHT_SPLITTING_KINDS):
             raise UsageError(
                 f"--parallel {role}={spread} cannot be combined with --offload {offload}: leave one of them out"
             )
-        ways = [stage.spreads for stage in stages if stage.role == role]
+        ways = [stage.parallelism for stage in stages if stage.role == role]
         if not ways:
             known = ", ".join(dict.fromkeys(stage.role for stage in stages))
             raise UsageError(f"--parallel {role}={spread}: no stage has that role; roles are {known}")
@@ -221,12 +223,12 @@ def choose_parallel(devices: int, stages: Iterable[StageSpec]) -> str:
     """
     stages = list(stages)
     allowed_by_role = {
-        role: _common_spreads([stage.spreads for stage in stages if stage.role == role]) for role in _roles(stages)
+        role: _common_spreads([stage.parallelism for stage in stages if stage.role == role]) for role in _roles(stages)
     }
     stepping = {stage.role for stage in stages if stage.work.forwards}
     deciding = [role for role in allowed_by_role if role in stepping] or list(allowed_by_role)
 
-    for size in range(min(devices, MOST), 1, -1):
+    for size in range(min(devices, MAX_RANKS), 1, -1):
         spreads = {
             role: spread for role, allowed in allowed_by_role.items() if (spread := _fitting_degrees(size, allowed))
         }
@@ -241,7 +243,7 @@ def _roles(stages: Iterable[StageSpec]) -> dict[str, None]:
 
 
 def _common_spreads(ways: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Return the kinds by which all of several stages can be spread, as in `StageSpec.spreads`."""
+    """Return the kinds by which all of several stages can be spread, as in `StageSpec.parallelism`."""
     each = {kind: [way[kind] for way in ways] for kind in ways[0] if all(kind in way for way in ways)}
     return {kind: min(most) if kind == "layers" else gcd(*most) for kind, most in each.items()}
 
@@ -272,7 +274,7 @@ Loop = Literal["normal", "overlapped"]
 MaxLoadedModels = Literal["1", "all"]
 Offload = Literal["none", "model", "sequential"]
 
-USUAL_BATCH = 8  # the most tasks in one forward by default
+DEFAULT_MAX_BATCH = 8  # the most tasks in one forward by default
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Environment variables that decide whether OpenMP's threads spin or sleep while they wait for each other."""
@@ -376,7 +378,7 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "whole"
 
     @property
-    def outcome(self) -> dict[str, str]:
+    def numerics(self) -> dict[str, str]:
         """The settings that change the bytes of a result.
 
         All workers of one scheduler must agree on them.

@@ -25,24 +25,24 @@ class DerivedFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     #: Predicted number of tokens of each answer.
     expected_tokens: int = 0
     #: Pictures and videos in the prompt of a chat, in order. A stage for one of them gets only that one.
-    shown: tuple[MediaItem, ...] = ()
+    media: tuple[MediaItem, ...] = ()
     #: Whether the answer continues a text in the prompt.
     continues: bool = False
     #: Hash of the attachment GRAMMAR; "": the answer may be any text.
     grammar: str = ""
     #: How the answer is parsed; None: it is not parsed.
-    reading: AnswerParsing | None = None
+    parsing: AnswerParsing | None = None
     #: Hashes of the contents of the LoRA adapters, in the order of the parameter `lora`, joined by commas.
     lora_id: str = ""
     #: The sha256 of each uploaded picture, by the name of its attachment.
-    pictures: dict[str, str] = {}
+    image_hashes: dict[str, str] = {}
 
     @property
     def attachments(self) -> tuple[str, ...]:
         """The names of all files that the gateway stores before it queues the request."""
         prompt = [PROMPT] if self.prompt_tokens else []
         grammar = [GRAMMAR] if self.grammar else []
-        return tuple(dict.fromkeys([*prompt, *grammar, *self.pictures, *(item.upload for item in self.shown)]))
+        return tuple(dict.fromkeys([*prompt, *grammar, *self.image_hashes, *(item.upload for item in self.media)]))
 
     def values(self) -> Params:
         """Return the facts that are set, by name, as parameters.
@@ -52,12 +52,12 @@ class DerivedFacts(msgspec.Struct, frozen=True, omit_defaults=True):
         values: Params = {
             "prompt_tokens": self.prompt_tokens,
             "expected_tokens": self.expected_tokens,
-            "shown": msgspec.json.encode(self.shown).decode() if self.shown else "",
+            "shown": msgspec.json.encode(self.media).decode() if self.media else "",
             "continues": self.continues,
             "grammar": self.grammar,
-            "reading": msgspec.json.encode(self.reading).decode() if self.reading else "",
+            "reading": msgspec.json.encode(self.parsing).decode() if self.parsing else "",
             "lora_id": self.lora_id,
-            **self.pictures,
+            **self.image_hashes,
         }
         return {name: value for name, value in values.items() if value}
 

@@ -43,7 +43,7 @@ class UsageError(ConfigError):
     """A flag, setting or argument has an unusable value; the message names usable ones."""
 
 
-class InUse(UsageError):
+class FileInUse(UsageError):
     """Another process uses an exclusive file; the message names the process and the remedy."""
 
 
@@ -74,7 +74,7 @@ class NotFound(UnfuseError):
     """No request, result or object of that name exists, or it no longer exists."""
 
 
-class Damaged(UnfuseError):
+class RecordDamaged(UnfuseError):
     """A stored record cannot be read.
 
     Its request makes no progress until somebody deletes it; other requests continue.
@@ -167,7 +167,7 @@ class PermanentError(UnfuseError):
     """The task fails the same way on every worker: its request fails at once."""
 
 
-class Unsuitable(PermanentError):
+class UnsupportedRequest(PermanentError):
     """A stage found that the model cannot do what the client requested.
 
     It is the client's mistake.

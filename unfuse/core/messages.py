@@ -11,15 +11,15 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from unfuse.core.compute_options import MOST
+from unfuse.core.compute_options import MAX_RANKS
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import ResultFile, Seconds, Timings
-from unfuse.core.task import PIECES_AT_ONCE, Claim, Lease, OutputDeltas
+from unfuse.core.task import MAX_DELTAS_PER_MESSAGE, Claim, Lease, OutputDeltas
 from unfuse.core.text import TextStats
 
 FailureKind = Literal["transient", "permanent", "crash", "object_lost", "hand_back"]
-REFUSED = "refused"  # the reason of a permanent failure that is the client's mistake
+CLIENT_ERROR = "refused"  # the reason of a permanent failure that is the client's mistake
 
 Memory = Literal["kv", "arena"]
 """The memory of a worker that tasks share: the paged KV cache, and the arena with the objects."""
@@ -33,10 +33,10 @@ Amounts = Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_l
 
 _Word = Annotated[str, Meta(max_length=128)]
 
-Outcome = Annotated[dict[_Word, _Word], Meta(max_length=32)]
+Numerics = Annotated[dict[_Word, _Word], Meta(max_length=32)]
 """A worker's numerics: all that the bytes of its results depend on beside weights, dtypes and parameters."""
 
-LASTING = frozenset({"disk", "s3"})
+DURABLE_SCHEMES = frozenset({"disk", "s3"})
 """Schemes of the URLs of result stores that outlive their process. A worker that drains saves checkpoints there."""
 
 
@@ -54,38 +54,38 @@ class StorageLocations(msgspec.Struct, frozen=True):
     #: URL of the store of durable copies; "none": there is none.
     durable: str = "none"
     #: Stage kinds whose outputs get durable copies.
-    saved: tuple[str, ...] = ("denoise",)
+    durable_kinds: tuple[str, ...] = ("denoise",)
     #: By stage kind, how floats are narrowed to be stored: bf16, fp16 or int4.
     encodings: dict[str, str] = {}
     #: When checkpoints of running stages are saved.
     checkpoint: str = "auto"
     #: Folder of LoRA adapters; "": there is none.
-    loras: str = ""
+    adapters: str = ""
     #: Content of the result folder's mark file. A machine that reads another mark does not share the folder with the
     #: scheduler. "": this is not checked.
-    mark: str = ""
+    results_store_id: str = ""
 
     @property
-    def copies(self) -> str:
+    def durable_url(self) -> str:
         """The URL of the copies that outlive their worker.
 
         It is the durable store, else a lasting result store, else "none".
         """
         if self.durable != "none":
             return self.durable
-        return self.results if self.results.partition(":")[0] in LASTING else "none"
+        return self.results if self.results.partition(":")[0] in DURABLE_SCHEMES else "none"
 
 
-class ExactBatchStats(msgspec.Struct, frozen=True):
+class BatchInvarianceStats(msgspec.Struct, frozen=True):
     """Batch invariance of an exact pool: how many requests may share a forward."""
 
     #: Size of the largest batch that gave each request the bytes that it has alone.
     largest: Count = 1
     #: By batch size, the function that changed bytes.
-    blame: Annotated[dict[int, str], Meta(max_length=256)] = {}
+    variant_functions: Annotated[dict[int, str], Meta(max_length=256)] = {}
 
-    def __or__(self, other: ExactBatchStats) -> ExactBatchStats:
-        return ExactBatchStats(max(self.largest, other.largest), self.blame | other.blame)
+    def __or__(self, other: BatchInvarianceStats) -> BatchInvarianceStats:
+        return BatchInvarianceStats(max(self.largest, other.largest), self.variant_functions | other.variant_functions)
 
 
 class RankTimes(msgspec.Struct, frozen=True):
@@ -139,13 +139,13 @@ class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     waiting_for_inputs: Count = 0
 
     #: Times of each rank, in the order of ranks. Empty if there is only one rank.
-    ranks: Annotated[tuple[RankTimes, ...], Meta(max_length=MOST)] = ()
+    ranks: Annotated[tuple[RankTimes, ...], Meta(max_length=MAX_RANKS)] = ()
 
     #: KV blocks and prompts of the language stages. None without language stages.
     texts: TextStats | None = None
 
     #: By exact pool, the batch invariance that was found so far.
-    batch_invariance: dict[str, ExactBatchStats] = {}
+    batch_invariance: dict[str, BatchInvarianceStats] = {}
 
     #: Name of the loaded model, out of the worker's `sets`. Empty during a model swap, and without `sets`.
     loaded: str = ""
@@ -179,13 +179,13 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     arena: str
 
     #: Bytes of the arena. 0 before there is one.
-    room: Count
+    arena_bytes: Count
 
     #: Process id of the worker's parent process.
     pid: Count = 0
 
     #: BLAKE2 hash of its secret: another connection with this id must know the secret.
-    proof: bytes = b""
+    secret_hash: bytes = b""
 
     #: Addresses at which other nodes pull its objects, by transfer engine.
     engines: dict[str, str] = {}
@@ -197,11 +197,11 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     resources: Amounts = {}
 
     #: Its numerics.
-    outcome: Outcome = {}
+    numerics: Numerics = {}
 
     #: Model swapping: by model name, the pools whose weights it loads together, one model at a time. Empty if all
     #: weights are loaded at once.
-    sets: Annotated[dict[_Word, tuple[str, ...]], Meta(max_length=64)] = {}
+    swappable_models: Annotated[dict[_Word, tuple[str, ...]], Meta(max_length=64)] = {}
 
     #: Declared pools that it no longer serves, with the model file that has changed.
     changed: Annotated[dict[_Word, ChangedFile], Meta(max_length=1024)] = {}
@@ -210,9 +210,9 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     status: WorkerStatus = WorkerStatus()
 
     @property
-    def open(self) -> tuple[str, ...]:
+    def available_pools(self) -> tuple[str, ...]:
         """The pools whose tasks it can start with the weights that are loaded now."""
-        return self.sets.get(self.status.loaded, ()) if self.sets else self.pools
+        return self.swappable_models.get(self.status.loaded, ()) if self.swappable_models else self.pools
 
 
 class Register(msgspec.Struct, frozen=True, tag=True):
@@ -223,8 +223,8 @@ class Register(msgspec.Struct, frozen=True, tag=True):
 
     worker: WorkerInfo
     #: Model specs of the models that it serves.
-    cards: tuple[ModelSpec, ...] = ()
-    #: Proves that a connection belongs to the worker that registered this id first: see `WorkerInfo.proof`.
+    model_specs: tuple[ModelSpec, ...] = ()
+    #: Proves that a connection belongs to the worker that registered this id first: see `WorkerInfo.secret_hash`.
     secret: bytes = b""
 
 
@@ -234,19 +234,19 @@ class RequestTasks(msgspec.Struct, frozen=True, tag=True):
     #: The most tasks.
     slots: int
     #: Bytes of the arena into which their outputs must fit; None: any number.
-    room: int | None
+    free_arena_bytes: int | None
     #: Seconds to wait for a task.
     wait: float
     #: Ask only for tasks of a higher priority than this, for which a running task is paused; None: for any.
-    above: int | None = None
+    min_priority: int | None = None
     #: Affinity of the running tasks, or of the last task with a LoRA adapter, which is still loaded.
     affinity: str = ""
     #: Free amounts of further resources.
     amounts: Amounts = {}
     #: With model swapping, the loaded model: only tasks of its pools are leased.
-    holds: str = ""
+    loaded_model: str = ""
     #: The pool of a task that has just ended. Because a model swap is due, only tasks of later stages are leased.
-    after: str = ""
+    after_pool: str = ""
 
 
 class TransferStats(msgspec.Struct, frozen=True):
@@ -273,7 +273,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     claims: tuple[Claim, ...] = ()
 
     #: Ids of the requests whose objects the worker stores.
-    holding: tuple[str, ...] = ()
+    stored_requests: tuple[str, ...] = ()
 
     #: The most seconds until the answer.
     wait: Seconds = 0.0
@@ -282,13 +282,13 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     status: WorkerStatus = WorkerStatus()
 
     #: By transfer engine, what it brought to this worker since the last heartbeat.
-    moved: Annotated[dict[str, TransferStats], Meta(max_length=16)] = {}
+    transfers: Annotated[dict[str, TransferStats], Meta(max_length=16)] = {}
 
     #: Number of sequences that were retracted since the last heartbeat: their KV blocks were freed for others.
     retracted: Count = 0
 
     #: Leaked bytes, found since the last heartbeat while the worker had no task.
-    leaked: dict[Memory, Count] = {}
+    leaks: dict[Memory, Count] = {}
 
 
 class StepProgress(msgspec.Struct, frozen=True, tag=True):
@@ -320,7 +320,7 @@ class AppendOutput(msgspec.Struct, frozen=True, tag=True):
     The answer, HeartbeatReply, names the claims whose chunks can no longer be recorded. All other chunks are recorded.
     """
 
-    grown: Annotated[tuple[OutputDeltas, ...], Meta(max_length=PIECES_AT_ONCE)]
+    deltas: Annotated[tuple[OutputDeltas, ...], Meta(max_length=MAX_DELTAS_PER_MESSAGE)]
 
 
 class ReadOutput(msgspec.Struct, frozen=True, tag=True):
@@ -355,7 +355,7 @@ class TaskCompleted(msgspec.Struct, frozen=True, tag=True):
     results: tuple[ResultFile, ...]
     timings: Timings
     #: The worker's next lease request. It is answered in the same transaction, without waiting for tasks.
-    ask: RequestTasks | None = None
+    next_request: RequestTasks | None = None
 
 
 class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):
@@ -400,7 +400,7 @@ class TaskFailed(msgspec.Struct, frozen=True, tag=True):
     #: Id of the lost input, for the kind object_lost.
     object_id: str = ""
     #: After a crash: whether other tasks had begun in the same compute process, any of which may be the cause.
-    company: bool = False
+    had_companions: bool = False
     #: REFUSED: a permanent failure is the client's mistake. Else why a task was handed back: drain, preempted, full (no
     #: room), producer (the stage of an input runs again) and compute (the process died for another reason) are not
     #: counted; after any other reason, a worker gets the same task only a few times.
@@ -432,13 +432,13 @@ class Registered(msgspec.Struct, frozen=True, tag=True):
 
     #: Models to serve, as (name, source, dtype).
     models: tuple[tuple[str, str, str], ...]
-    places: StorageLocations
+    storage: StorageLocations
     #: Seconds after which a lease expires, unless a heartbeat renews it.
     lease_ttl: float
     #: Seconds between heartbeats.
-    beat: float
+    heartbeat_s: float
     #: Settings with which the worker's ComputeOptions must agree. Empty: any will do.
-    outcome: dict[str, str] = {}
+    required_numerics: dict[str, str] = {}
     #: Version of the scheduler's package.
     version: str = ""
     #: The scheduler's clock, in Unix seconds.
@@ -462,23 +462,23 @@ class HeartbeatReply(msgspec.Struct, frozen=True, tag=True):
     """The answer to Heartbeat, ReportProgress and AppendOutput. The latter two get `ended` alone."""
 
     #: Claims that are no longer valid: their lease is lost, or their request was cancelled.
-    ended: tuple[Claim, ...]
+    ended_claims: tuple[Claim, ...]
     #: Ids of requests that are over: their objects may be freed.
-    over: tuple[str, ...]
+    ended_requests: tuple[str, ...]
     #: Ids of single objects that may be freed.
-    lost: tuple[str, ...] = ()
+    lost_objects: tuple[str, ...] = ()
     #: Name of the model to swap in now; "": none.
-    load: str = ""
+    swap_to: str = ""
     #: Name of the model that is likely to be swapped in next; "": none.
-    soon: str = ""
+    swap_next: str = ""
     #: Whether the scheduler is stopping and leases no more tasks to any worker.
-    stops: bool = False
+    is_stopping: bool = False
 
 
 class RecordedOutput(msgspec.Struct, frozen=True, tag=True):
     """The answer to ReadOutput: output chunks in order. More chunks may follow."""
 
-    pieces: tuple[bytes, ...]
+    deltas: tuple[bytes, ...]
 
 
 class AdapterBytes(msgspec.Struct, frozen=True, tag=True):

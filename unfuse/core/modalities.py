@@ -13,7 +13,7 @@ import msgspec
 
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.parameters import (
-    DELIVERED,
+    DELIVERY_PARAMETERS,
     MAX_S,
     MAX_SEED as MAX_SEED,
     MIN_S,
@@ -38,15 +38,15 @@ MAX_SIDE = 999_999
 
 IGNORED = "accepted and ignored"
 
-REFERENCES = ("image", *(f"image_{number}" for number in range(2, 9)))
+IMAGE_UPLOADS = ("image", *(f"image_{number}" for number in range(2, 9)))
 """Names of uploads: the picture that a request starts from, and further pictures, in order."""
 
-UPLOAD = REFERENCES[0]
+UPLOAD = IMAGE_UPLOADS[0]
 
 MASK, LAST_FRAME = "mask", "last_frame"
 """Names of uploads beside a start picture: the mask of the area to redraw, and the last frame of a video."""
 
-UPLOADS = (*REFERENCES, MASK, LAST_FRAME)
+UPLOADS = (*IMAGE_UPLOADS, MASK, LAST_FRAME)
 
 FRAME_SLACK = 0.001  # fraction of a frame by which a length in seconds may be too short, because it was rounded
 
@@ -80,12 +80,12 @@ def seconds_of(frames: float, fps: float) -> str:
 
 
 def _complete_image(limits: MediaLimits, params: Params, read: Mapping[str, Any], _: object) -> Params:
-    """Return the further parameters of a picture (`Modality.settle`)."""
+    """Return the further parameters of a picture (`Modality.complete_params`)."""
     return _complete_common(limits, params, read) | {"num_frames": 1}
 
 
 def _complete_video(limits: MediaLimits, params: Params, read: Mapping[str, Any], _: object) -> Params:
-    """Return the further parameters of a video (`Modality.settle`)."""
+    """Return the further parameters of a video (`Modality.complete_params`)."""
     frames = _frames(limits, params, read)
     return _complete_common(limits, params, read) | {"num_frames": frames}
 
@@ -322,7 +322,7 @@ COMMON = (
         description="denoising steps between previews; 0: no previews",
         flag=None,
     ),
-    *DELIVERED,
+    *DELIVERY_PARAMETERS,
     *(Parameter(name, "any", use="nothing", description=IGNORED) for name in ("user", "safety_identifier")),
     *(Parameter(name, "any", use="unused", description=IGNORED) for name in ("style", "moderation", "input_fidelity")),
 )
@@ -332,10 +332,10 @@ IMAGE = Modality(
     "image",
     plural="pictures",
     prefix="req_",
-    sign="max_size",
-    least=1,
+    limit_name="max_size",
+    min_limit=1,
     limits=MediaLimits,
-    settle=_complete_image,
+    complete_params=_complete_image,
     parameters=(
         *COMMON,
         Parameter(
@@ -394,10 +394,10 @@ VIDEO = Modality(
     "video",
     plural="videos",
     prefix="video_",
-    sign="max_frames",
-    least=2,
+    limit_name="max_frames",
+    min_limit=2,
     limits=MediaLimits,
-    settle=_complete_video,
+    complete_params=_complete_video,
     parameters=(
         *COMMON,
         Parameter(
@@ -430,18 +430,18 @@ VIDEO = Modality(
 )
 """With output_format png, every frame is a separate, lossless file."""
 
-MEDIA = (IMAGE, VIDEO, TEXT)
+MODALITIES = (IMAGE, VIDEO, TEXT)
 
 
-def medium_of(id: str) -> Modality:
+def modality_of(id: str) -> Modality:
     """Return the modality of the request with this id."""
-    return next((medium for medium in MEDIA if id.startswith(medium.prefix)), IMAGE)
+    return next((modality for modality in MODALITIES if id.startswith(modality.prefix)), IMAGE)
 
 
-def medium_for(asked: Mapping[str, object]) -> Modality:
+def modality_for(asked: Mapping[str, object]) -> Modality:
     """Return the modality that these parameters suggest.
 
     It is image, unless a parameter exists only in another modality.
     """
-    not_image = [(name, value) for name, value in asked.items() if value is not None and not IMAGE.takes(name, value)]
-    return next((medium for medium in MEDIA if any(medium.takes(*field) for field in not_image)), IMAGE)
+    not_image = [(name, value) for name, value in asked.items() if value is not None and not IMAGE.allows(name, value)]
+    return next((modality for modality in MODALITIES if any(modality.allows(*field) for field in not_image)), IMAGE)

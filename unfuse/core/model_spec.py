@@ -58,7 +58,7 @@ def without_source(text: str, source: str, name: str) -> str:
 
 WORD = re.compile(r"[^\W_]+")
 
-MOST_NAMED, MOST_CHARS = 5, 30
+MAX_NAMED, MAX_CHARS = 5, 30
 """The most unknown words in a hint, and the most characters of each."""
 
 
@@ -76,8 +76,8 @@ class PromptVocabulary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         unknown = list(dict.fromkeys(word for word in _words(prompt) if word not in known))
         if not unknown:
             return ""
-        named = ", ".join(word[:MOST_CHARS] for word in unknown[:MOST_NAMED])
-        more = f" and {len(unknown) - MOST_NAMED} more" if len(unknown) > MOST_NAMED else ""
+        named = ", ".join(word[:MAX_CHARS] for word in unknown[:MAX_NAMED])
+        more = f" and {len(unknown) - MAX_NAMED} more" if len(unknown) > MAX_NAMED else ""
         return f"{model} was not trained on {named}{more}: it generates {self.makes}"
 
 
@@ -102,7 +102,7 @@ class AcceptedInput(msgspec.Struct, frozen=True):
     strength: float = 0.0
 
 
-START_PICTURE = AcceptedInput(UPLOAD, min=1)
+START_IMAGE = AcceptedInput(UPLOAD, min=1)
 """The accepted input of a model that always starts from a picture."""
 
 
@@ -132,7 +132,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     #: The uploads that a request may have, and the modality's parameters that the model refuses.
     accepts: tuple[AcceptedInput, ...] = ()
     #: Why the pipeline is one single stage; "": it is divided into stages.
-    undivided: str = ""
+    undivided_reason: str = ""
     #: How a language model encodes pictures and videos; None: it accepts none.
     vision: VisionConfig | None = None
     #: Whether a result without a requested size has the shape of its start picture.
@@ -145,7 +145,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     #: Name of the class, by component. It is a part of the names of pools; a component without one is named without it.
     classes: dict[str, str] = {}
 
-    def accepted(self, upload: str) -> AcceptedInput:
+    def accepted_input(self, upload: str) -> AcceptedInput:
         """Return how many uploads of this name are accepted, and their use."""
         return next((accepted for accepted in self.accepts if accepted.name == upload), AcceptedInput(upload, max=0))
 
@@ -162,5 +162,5 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return {
             stage.name: pool_name(stage, self.weights, self.dtypes, self.classes)
             for stage in self.pipeline.stages
-            if choice is None or choice.takes(stage)
+            if choice is None or choice.selects(stage)
         }

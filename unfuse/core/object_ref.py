@@ -50,7 +50,7 @@ class TensorMeta(msgspec.Struct, frozen=True):
     #: Size in bytes.
     nbytes: int
     #: Dtype to which readers convert the tensor, if it was narrowed to `dtype` to be stored; "": it was not.
-    wide: str = ""
+    is_wide: str = ""
 
 
 class ObjectRef(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ class ObjectRef(msgspec.Struct, frozen=True):
     created_at: float
 
     @property
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether the object was complete when the ref was made; False: it was only announced."""
         return len(self.checksums) * chunk_bytes(self.nbytes) >= self.nbytes
 
@@ -91,7 +91,7 @@ def chunk_bytes(nbytes: int) -> int:
     return max(CHUNK_BYTES, -(-nbytes // MAX_CHUNKS))
 
 
-def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[tuple[TensorMeta, ...], int]:
+def layout_tensors(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[tuple[TensorMeta, ...], int]:
     """Return the layout of tensors in one allocation, and its bytes.
 
     Tensors are given as (name, dtype, shape). The dtype "none" takes no bytes. Raises ValueError for an unknown dtype,

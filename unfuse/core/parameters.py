@@ -35,7 +35,7 @@ A `refused` parameter is always refused; the error message is its name followed 
 Bound = float | str  # a number, or the name of one of the model's limits
 
 MAX_TEXTS = 16
-MAX_SCALED = 8
+MAX_SCALED_NAMES = 8
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.[0-9]{1,18})?")
@@ -111,7 +111,7 @@ class Parameter(msgspec.Struct, frozen=True):
             case "texts":
                 return texts(self.name, value)
             case "scaled":
-                return scaled(self.name, value, low, high)
+                return parse_scaled(self.name, value, low, high)
             case "any":
                 return value
 
@@ -172,7 +172,7 @@ def texts(name: str, value: object) -> dict[str, str]:
     return {text(f"{name} key", key, 1, 64): text(f"{name}.{key}"[:80], item, 0, 512) for key, item in value.items()}
 
 
-def scaled(name: str, value: object, low: float, high: float) -> str:
+def parse_scaled(name: str, value: object, low: float, high: float) -> str:
     """Return up to MAX_SCALED names with optional scales, as one text that `scales` reads.
 
     A client sends a text (`ink:0.8`, or several with commas between), an object with `name` and `scale`, or a list of
@@ -180,11 +180,11 @@ def scaled(name: str, value: object, low: float, high: float) -> str:
     """
     items = value if isinstance(value, list) else [value]
     pairs: list[tuple[object, object]] = []
-    for item in items[: MAX_SCALED + 1]:
+    for item in items[: MAX_SCALED_NAMES + 1]:
         if isinstance(item, dict) and {"name"} <= item.keys() <= {"name", "scale"}:
             pairs.append((item["name"], item.get("scale")))
         else:
-            cut = _split_names(text(name, item, 1, 129 * MAX_SCALED))
+            cut = _split_names(text(name, item, 1, 129 * MAX_SCALED_NAMES))
             pairs += [(part if scale or not colon else "", scale or None) for part, colon, scale in cut]
 
     by_name: dict[str, str] = {}
@@ -193,12 +193,12 @@ def scaled(name: str, value: object, low: float, high: float) -> str:
         if called in by_name:
             raise InvalidParameter(f"{name} has {printable(called)} twice: send it once, with the sum of scales", name)
         by_name[called] = called if scale is None else f"{called}:{number(name, scale, low, high)!r}"
-    if not 1 <= len(by_name) <= MAX_SCALED:
-        raise InvalidParameter(f"{name} must be 1 to {MAX_SCALED} names", name)
+    if not 1 <= len(by_name) <= MAX_SCALED_NAMES:
+        raise InvalidParameter(f"{name} must be 1 to {MAX_SCALED_NAMES} names", name)
     return ",".join(by_name.values())
 
 
-def scales(text: str) -> list[tuple[str, float | None]]:
+def split_scaled(text: str) -> list[tuple[str, float | None]]:
     """Return the names in the output of `scaled`, each with its scale or None."""
     return [(name, float(scale) if scale else None) for name, _, scale in _split_names(text)]
 
@@ -237,7 +237,7 @@ RANDOM_SEED = -1
 
 MIN_S, MAX_S = 0.001, 86_400  # bounds of a duration that a client may send, in seconds
 
-DELIVERED = (
+DELIVERY_PARAMETERS = (
     Parameter("model", "any", use="request", description="name of the model; by default the server's first model"),
     Parameter("priority", "integer", -100, 100, use="delivery", description="requests of a higher priority run first"),
     Parameter("timeout", "number", MIN_S, MAX_S, use="delivery", description="seconds from acceptance to the deadline"),
@@ -269,7 +269,7 @@ class OutputSize(msgspec.Struct, frozen=True):
     #: Bytes that do not depend on the parameters.
     fixed: int = 0
     #: Bytes for each unit of the product, such as a pixel.
-    each: float = 0.0
+    per_unit: float = 0.0
     #: The last parameter in `size` counts groups: n frames are 1 + (n − 1) // group groups.
     group: int = 1
     #: Names of the parameters that are multiplied.
@@ -279,7 +279,7 @@ class OutputSize(msgspec.Struct, frozen=True):
         """Return the predicted bytes for a request with these parameters."""
         counts = [_count(params, name) for name in self.size]
         groups = [1 + (count - 1) // self.group for count in counts[-1:]]
-        return self.fixed + round(self.each * math.prod(counts[:-1] + groups))
+        return self.fixed + round(self.per_unit * math.prod(counts[:-1] + groups))
 
 
 class Workload(msgspec.Struct, frozen=True):
@@ -331,22 +331,22 @@ class Modality(msgspec.Struct, frozen=True):
     #: Beginning of the ids of its requests.
     prefix: str
     #: Name of a limit. A model generates this modality if the limit is at least `least`.
-    sign: str
-    least: int
+    limit_name: str
+    min_limit: int
     #: Type of the model's limits.
     limits: type[msgspec.Struct]
     #: `settle(limits, params, read, tokens)` returns further parameters for the stages, or raises InvalidParameter. It
     #: gets the model's limits, the stages' parameters so far, the client's checked values, and, for text only, the
     #: tokenizer's output.
-    settle: Callable[[Any, Params, Mapping[str, Any], Any], Params]
+    complete_params: Callable[[Any, Params, Mapping[str, Any], Any], Params]
     #: The table.
     parameters: tuple[Parameter, ...]
     #: Parameters that tasks must have in common to share a forward.
     size: tuple[str, ...] = PIXELS
 
-    def made_by(self, limits: Mapping[str, float]) -> bool:
+    def is_supported_by(self, limits: Mapping[str, float]) -> bool:
         """Whether a model with these limits generates this modality."""
-        return limits.get(self.sign, 0) >= self.least
+        return limits.get(self.limit_name, 0) >= self.min_limit
 
     def limits_of(self, limits: Mapping[str, float]) -> Any:
         """Return a model's limits as this modality's type, with defaults. Raises ConfigError for invalid limits."""
@@ -355,12 +355,12 @@ class Modality(msgspec.Struct, frozen=True):
         except msgspec.ValidationError as error:
             raise ConfigError(f"the model's limits are not valid: {error}") from error
 
-    def takes(self, name: str, value: object) -> bool:
+    def allows(self, name: str, value: object) -> bool:
         """Whether the table has this parameter, and allows this value for some model."""
         named = (parameter for parameter in self.parameters if parameter.name == name)
         return any(not parameter.choices or value in parameter.choices for parameter in named)
 
-    def known(self, defaults: Params) -> dict[str, Parameter]:
+    def parameters_for(self, defaults: Params) -> dict[str, Parameter]:
         """Return the parameters that exist for a model with these defaults, by name."""
         return {
             parameter.name: parameter

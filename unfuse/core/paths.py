@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 
-def expanded(path: str | Path) -> Path:
+def expand_path(path: str | Path) -> Path:
     """Return a path with the home folder in place of `~` or `~user`.
 
     Without that user, or without a home folder, the path is unchanged, and then names nothing.

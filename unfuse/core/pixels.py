@@ -26,10 +26,10 @@ MAX_PIXELS = 40_000_000
 ORIENTATION = 0x0112
 """The EXIF tag with the orientation of a picture."""
 
-SIDEWAYS = (5, 6, 7, 8)
+TRANSPOSING_ORIENTATIONS = (5, 6, 7, 8)
 """Values of ORIENTATION that swap width and height."""
 
-TURNS = {
+ROTATIONS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -66,7 +66,7 @@ def size_of(data: bytes, name: str = "image") -> tuple[int, int]:
     """Return width and height from the header, with EXIF rotation applied. Raises as `check_picture` does."""
     with _opened(data, name) as image:
         width, height = image.size
-        return (height, width) if _orientation(image) in SIDEWAYS else (width, height)
+        return (height, width) if _orientation(image) in TRANSPOSING_ORIENTATIONS else (width, height)
 
 
 def has_transparency(data: bytes, name: str = "mask") -> bool:
@@ -134,7 +134,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
         image.info["transparency"] = tuple(part >> 8 for part in key)
 
     image.load()
-    turn = TURNS.get(_orientation(image))
+    turn = ROTATIONS.get(_orientation(image))
     upright = image if turn is None else image.transpose(turn)
     if upright.mode.startswith("I"):
         return _from_sixteen_bits(upright, key)

@@ -25,9 +25,9 @@ from unfuse.core.modalities import OutputSize, Work, Workload
 from unfuse.core.parameters import Params as Params, Value as Value
 from unfuse.core.vision import MediaItem
 
-ALL = "all"  # the role of a worker that runs all stages
+ALL_STAGES = "all"  # the role of a worker that runs all stages
 NOTHING_DERIVED = DerivedFacts()
-TOGETHER = {"language": ("prefill", "decode")}  # names for several roles
+ROLE_GROUPS = {"language": ("prefill", "decode")}  # names for several roles
 
 MAX_LABEL = 63  # characters of a DNS label
 MAX_KIND, MAX_DTYPE = 24, 16  # characters of these parts of a readable name; the class may use the rest
@@ -58,10 +58,10 @@ class StageSpec(msgspec.Struct, frozen=True):
     #: Whether it runs once for each sample (each result of a request), and not once for the request.
     per_sample: bool = False
     #: Predicted bytes of its output.
-    room: OutputSize = OutputSize()
+    output_size: OutputSize = OutputSize()
     #: All parameters that the output depends on (an upload by the hash of its bytes). Requests with equal values share
     #: one output. A stage with inputs, or without `reads`, shares no output.
-    reads: tuple[str, ...] = ()
+    depends_on_params: tuple[str, ...] = ()
     #: Workers of this role run the stage.
     role: str = ""
     #: Default number of tasks of a worker: some run, the others wait for their inputs.
@@ -71,23 +71,23 @@ class StageSpec(msgspec.Struct, frozen=True):
     #: Amounts of further named resources that a task needs.
     needs: dict[str, OutputSize] = {}
     #: Resources, out of `needs`, that workers provide by themselves, in the amount for which they have memory.
-    brings: tuple[str, ...] = ()
+    provides: tuple[str, ...] = ()
     #: Whether requests may share a forward even in an exact pool, where each must get the bytes that it has alone.
-    shares: bool = False
+    batch_invariant: bool = False
     #: Kinds of parallelism that it supports. The value is the number that the degree must divide (0: any degree), or,
     #: for `layers`, the largest degree.
-    spreads: dict[str, int] = {}
+    parallelism: dict[str, int] = {}
     #: Prefix caching: whether it can start after prefix blocks that other tasks computed (`Stage.prefix_blocks`).
-    goes_on: bool = False
+    prefix_cached: bool = False
     #: Name of an input: it adds prefix blocks to those of the stage that produces this input. "": it adds none.
-    extends: str = ""
+    extends_prefix_of: str = ""
     #: "shown": it runs once for each picture or video in the prompt, and has that one alone in its derived facts. A
     #: reader of its output reads the outputs of all runs.
-    each: Literal["", "shown"] = ""
+    per_item: Literal["", "shown"] = ""
     #: Whether it reads the request's uploads from the result store.
     uploads: bool = False
     #: Name of a parameter: the stage runs only for requests that have it. "": it always runs.
-    when: str = ""
+    only_with: str = ""
 
     @property
     def needs_results(self) -> bool:
@@ -123,15 +123,20 @@ class Pipeline(msgspec.Struct, frozen=True):
             raise ConfigError(f"the pipeline's stages form a cycle: {' → '.join(error.args[1])}") from error
 
         for stage in self.stages:
-            if stage.extends and stage.extends not in stage.inputs:
-                raise ConfigError(f"stage {stage.name} extends {stage.extends}, which is not one of its inputs")
+            if stage.extends_prefix_of and stage.extends_prefix_of not in stage.inputs:
+                raise ConfigError(
+                    f"stage {stage.name} extends {stage.extends_prefix_of}, which is not one of its inputs"
+                )
             if not stage.per_sample and any(producers[name].per_sample for name in stage.inputs):
                 raise ConfigError(f"stage {stage.name} runs once per request, but an input once per picture")
 
-    def spread(self, kinds: Mapping[str, dict[str, int]]) -> Pipeline:
-        """Return the pipeline with other kinds of parallelism (`StageSpec.spreads`), given by stage kind."""
+    def with_parallelism(self, kinds: Mapping[str, dict[str, int]]) -> Pipeline:
+        """Return the pipeline with other kinds of parallelism (`StageSpec.parallelism`), given by stage kind."""
         return Pipeline(
-            tuple(msgspec.structs.replace(stage, spreads=kinds.get(stage.kind, stage.spreads)) for stage in self.stages)
+            tuple(
+                msgspec.structs.replace(stage, parallelism=kinds.get(stage.kind, stage.parallelism))
+                for stage in self.stages
+            )
         )
 
     def producers(self) -> dict[str, StageSpec]:
@@ -152,11 +157,11 @@ class PlannedStage(msgspec.Struct, frozen=True, omit_defaults=True):
     #: Parameters that override the request's: a sample has its own seed and index.
     params: Params
     #: Predicted bytes of its output.
-    room: int
+    output_size: int
     #: Whether it writes results.
     final: bool
     #: Key in the encoder cache, under which other requests find its output; "": it is not shared.
-    cache: str = ""
+    cache_key: str = ""
     #: Seconds of compute, as predicted when the request arrived.
     cost: float = 0.0
     #: Predicted work.
@@ -166,7 +171,7 @@ class PlannedStage(msgspec.Struct, frozen=True, omit_defaults=True):
     #: Keys in the prefix cache of the prefix blocks that it computes, in order.
     prefixes: tuple[str, ...] = ()
     #: `prefix_space` of the prefix blocks that it adds to those of another stage; "": it adds none.
-    extends: str = ""
+    extends_prefix_of: str = ""
     #: Replaces the request's derived facts; None: it has those of the request.
     derived: DerivedFacts | None = None
 
@@ -183,7 +188,7 @@ class ExecutionPlan(msgspec.Struct, frozen=True):
                 return stage
         raise KeyError(name)
 
-    def moved(self, pools: Mapping[str, str]) -> ExecutionPlan:
+    def with_pools(self, pools: Mapping[str, str]) -> ExecutionPlan:
         """Return the plan with other pools for some stages, by stage name.
 
         A moved stage shares no outputs and no prefix blocks, since its numerics may differ. A stage that reads its
@@ -193,9 +198,11 @@ class ExecutionPlan(msgspec.Struct, frozen=True):
         stages: list[PlannedStage] = []
         for stage in self.stages:
             if stage.name in moved:
-                stage = msgspec.structs.replace(stage, pool=pools[stage.name], cache="", prefixes=(), extends="")
+                stage = msgspec.structs.replace(
+                    stage, pool=pools[stage.name], cache_key="", prefixes=(), extends_prefix_of=""
+                )
             elif moved & {*stage.after}:
-                stage = msgspec.structs.replace(stage, extends="")
+                stage = msgspec.structs.replace(stage, extends_prefix_of="")
             stages.append(stage)
         return ExecutionPlan(tuple(stages))
 
@@ -223,7 +230,7 @@ def readable_pool(pool: str) -> str:
     It is a DNS label of at most 63 characters, with the stage kind, the component's class, the dtype and a hash of the
     id: `vae-decode-autoencoder-kl-bf16-3049ab12`.
     """
-    parts = declared(pool).split(":")
+    parts = declared_pool(pool).split(":")
     class_name = parts[1] if len(parts) == 4 else ""
     words = _WORDS.findall(class_name.removesuffix("Model"))
     dtype = re.sub(r"^(b?)float(?=\d)", r"\1f", parts[-1] if len(parts) > 1 else "")
@@ -247,7 +254,7 @@ class StageSelector(msgspec.Struct, frozen=True):
     #: Components of the stages; empty: any component.
     components: tuple[str, ...] = ()
 
-    def takes(self, stage: StageSpec) -> bool:
+    def selects(self, stage: StageSpec) -> bool:
         """Whether the worker runs this stage; of its components, only the first counts."""
         of_role = self.roles is None or stage.role in self.roles
         return of_role and (not self.components or stage.components[0] in self.components)
@@ -260,8 +267,10 @@ def roles_of(text: str) -> frozenset[str] | None:
     """
     roles = [role.strip() for role in text.replace(",", "+").split("+")]
     if not all(roles):
-        raise ConfigError(f"{text!r} is not a role: write one such as denoiser, several as encoder+decoder, or {ALL}")
-    return None if ALL in roles else frozenset(name for role in roles for name in TOGETHER.get(role, (role,)))
+        raise ConfigError(
+            f"{text!r} is not a role: write one such as denoiser, several as encoder+decoder, or {ALL_STAGES}"
+        )
+    return None if ALL_STAGES in roles else frozenset(name for role in roles for name in ROLE_GROUPS.get(role, (role,)))
 
 
 def slots_of(stages: Iterable[StageSpec]) -> int:
@@ -302,7 +311,7 @@ def compile_plan(
     params: Params,
     samples: Iterable[Params],
     shared_by: tuple[str, ...] | None = None,
-    begins: Sequence[str] = (),
+    prefix_digests: Sequence[str] = (),
     derived: DerivedFacts = NOTHING_DERIVED,
 ) -> ExecutionPlan:
     """Compile a validated pipeline for one request.
@@ -325,12 +334,12 @@ def compile_plan(
     planned: list[PlannedStage] = []
     for spec in (specs[name] for name in order):
         sources = dict.fromkeys(producers[name].name for name in spec.inputs)
-        digests = begins if spec.goes_on and shared_by is not None else ()
+        digests = prefix_digests if spec.prefix_cached and shared_by is not None else ()
         space = prefix_space(shared_by or (), pools[spec.name])
 
         for index, (name, overrides, item) in enumerate(runs[spec.name]):
             values = known | overrides | (msgspec.structs.asdict(item) if item else {})
-            read = [(key, values.get(key)) for key in sorted(spec.reads)]
+            read = [(key, values.get(key)) for key in sorted(spec.depends_on_params)]
             is_shared = read and not spec.inputs and shared_by is not None
             # sample N reads run N of a stage that runs once per sample, and all runs of any other stage
             source_runs = (
@@ -343,14 +352,14 @@ def compile_plan(
                     pool=pools[spec.name],
                     after=tuple(source for several in source_runs for source, *_ in several),
                     params=overrides,
-                    room=spec.room.bytes(values),
+                    output_size=spec.output_size.bytes(values),
                     final=not spec.outputs,
-                    cache=cache_key(shared_by, pools[spec.name], read) if is_shared else "",
+                    cache_key=cache_key(shared_by, pools[spec.name], read) if is_shared else "",
                     work=spec.work.of(values),
                     needs={resource: need.bytes(values) for resource, need in spec.needs.items()},
                     prefixes=tuple(prefix_key(space, digest) for digest in digests),
-                    extends=_extended_space(spec, producers, pools, shared_by),
-                    derived=DerivedFacts(shown=(item,)) if item else None,
+                    extends_prefix_of=_extended_space(spec, producers, pools, shared_by),
+                    derived=DerivedFacts(media=(item,)) if item else None,
                 )
             )
     return ExecutionPlan(tuple(planned))
@@ -363,10 +372,10 @@ def _extended_space(
 
     Blocks are not shared if the request shares nothing, or if the two pools have different numerics.
     """
-    if not spec.extends or shared_by is None:
+    if not spec.extends_prefix_of or shared_by is None:
         return ""
-    source = pools[producers[spec.extends].name]
-    return prefix_space(shared_by, source) if outcome_of(source) == outcome_of(pools[spec.name]) else ""
+    source = pools[producers[spec.extends_prefix_of].name]
+    return prefix_space(shared_by, source) if numerics_of(source) == numerics_of(pools[spec.name]) else ""
 
 
 def _runs(
@@ -376,16 +385,16 @@ def _runs(
 
     Equal pictures share one run.
     """
-    if spec.when and known.get(spec.when) is None:
+    if spec.only_with and known.get(spec.only_with) is None:
         return []
-    if spec.each:
-        return [(f"{spec.name}.{index}", {}, item) for index, item in enumerate(dict.fromkeys(derived.shown))]
+    if spec.per_item:
+        return [(f"{spec.name}.{index}", {}, item) for index, item in enumerate(dict.fromkeys(derived.media))]
     if spec.per_sample:
         return [(f"{spec.name}.{index}", overrides, None) for index, overrides in enumerate(samples)]
     return [(spec.name, {}, None)]
 
 
-def manned(pool: str, outcome: Mapping[str, str]) -> str:
+def pool_with_numerics(pool: str, outcome: Mapping[str, str]) -> str:
     """Return the id of a declared pool for workers of these numerics.
 
     It is the declared id, followed by "@" and a hash.
@@ -395,7 +404,7 @@ def manned(pool: str, outcome: Mapping[str, str]) -> str:
     return f"{pool}@{blake2b(encode(sorted(outcome.items())), digest_size=4).hexdigest()}"
 
 
-def declared(pool: str) -> str:
+def declared_pool(pool: str) -> str:
     """Return the id of a pool without the hash of its numerics.
 
     Workers of pools with equal declared ids can run the same tasks.
@@ -403,6 +412,6 @@ def declared(pool: str) -> str:
     return pool.partition("@")[0]
 
 
-def outcome_of(pool: str) -> str:
+def numerics_of(pool: str) -> str:
     """Return the hash of the numerics in a pool's id; "" if it has none."""
     return pool.partition("@")[2]

@@ -12,15 +12,15 @@ from typing import Any
 
 from unfuse.core.errors import ConfigError
 
-LONGEST = 64  # characters of the longest name that is compared: the time grows with the square of the length
+MAX_NAME_CHARS = 64  # characters of the longest name that is compared: the time grows with the square of the length
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the most similar known name, or None.
 
     Its similarity (0 to 1) must be at least `cutoff`.
     """
-    close = get_close_matches(name, known, 1, cutoff) if len(name) <= LONGEST else []
+    close = get_close_matches(name, known, 1, cutoff) if len(name) <= MAX_NAME_CHARS else []
     return close[0] if close else None
 
 
@@ -32,7 +32,7 @@ def resolve(table: Mapping[str, str], name: str, what: str) -> Any:
     target = table.get(name, name)
     module, colon, attribute = target.partition(":")
     if not (module and colon and attribute):
-        near = nearest(name, table)
+        near = nearest_name(name, table)
         hint = f"did you mean {near}? " if near else ""
         raise ConfigError(f"unknown {what} {name!r}: {hint}known are {', '.join(sorted(table))}, or give module:attr")
     try:

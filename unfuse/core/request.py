@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from unfuse.core.derived_facts import DerivedFacts
-from unfuse.core.modalities import IMAGE, VIDEO, Modality, medium_of
+from unfuse.core.modalities import IMAGE, VIDEO, Modality, modality_of
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import ExecutionPlan, Params
 from unfuse.core.task import Claim, Task, TaskStatus
@@ -58,10 +58,10 @@ class Event(msgspec.Struct, frozen=True):
 
 
 RequestStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled", "expired"]
-Awaiting = Literal["loading", "waking"]
+WaitReason = Literal["loading", "cold_start"]
 """Why a request waits: for a model swap to load its model, or for a pool that was scaled to zero to get workers."""
 
-Waking = tuple[float, float]
+ColdStart = tuple[float, float]
 """One cold start of a pool that was scaled to zero, in Unix seconds: (wait began, workers came). 0: not yet."""
 
 TERMINAL = frozenset({"completed", "failed", "cancelled", "expired"})
@@ -194,39 +194,39 @@ class StageState(msgspec.Struct, frozen=True, omit_defaults=True):
     checkpoint: ObjectRef | None = None
     checkpoint_step: int = 0
     #: Largest share of the stage that an earlier attempt completed, from 0 to 1.
-    reached: float = 0.0
+    max_progress: float = 0.0
     #: Seconds for which earlier attempts were leased.
     leased_s: float = 0.0
     #: Id of the request that computes the same encoder output, for which this stage waits.
-    follows: str = ""
+    shares_with_request: str = ""
     #: Id of the last output that was lost. No task reads it any more, but its owner may still store it.
-    lost: str = ""
+    lost_output_id: str = ""
     #: The last cold start of its pool.
-    slept: Waking = (0.0, 0.0)
+    cold_start: ColdStart = (0.0, 0.0)
     #: Type of the last exception that no retry rule names.
     failed_with: str = ""
     #: Id of the worker that raised it.
     failed_on: str = ""
     #: Id of a worker that does not get the task while another worker could run it.
-    avoids: str = ""
+    avoid_worker: str = ""
     #: Device seconds of lost attempts, by device.
     lost_s: dict[str, float] = {}
     #: By attempt, the accounted attempts whose worker's last report may still arrive.
     unreported: dict[int, UnreportedAttempt] = {}
     #: Every attempt up to this number is accounted for: billed, or lost.
-    accounted: int = 0
+    accounted_attempt: int = 0
     #: Number of accounted attempts that began to run.
-    begun: int = 0
+    attempts_started: int = 0
     #: Number of accounted attempts that ended before they began to run.
-    unbegun: int = 0
+    attempts_not_started: int = 0
     #: Steps that the last accounted attempt computed, out of `steps`.
     step: int = 0
     steps: int = 0
 
     @property
-    def sleeps(self) -> bool:
+    def waits_for_cold_start(self) -> bool:
         """Whether the stage waits for its pool, which is scaled to zero, to get workers."""
-        return self.slept[0] > 0 and not self.slept[1]
+        return self.cold_start[0] > 0 and not self.cold_start[1]
 
 
 class TenantLimits(msgspec.Struct, frozen=True):
@@ -277,7 +277,7 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     #: Whether the request is cancelled when its client disconnects.
     cancel_on_disconnect: bool = False
     #: The tenant's admission limits.
-    allowance: TenantLimits = TenantLimits()
+    limits: TenantLimits = TenantLimits()
     #: The address at which the client reached the gateway. Links in webhooks begin with it.
     base_url: str = ""
 
@@ -300,8 +300,8 @@ class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
 class WebhookDelivery(msgspec.Struct, frozen=True, omit_defaults=True):
     """The progress of delivering a request's webhook."""
 
-    #: "heard": the receiver accepted it. "given_up": no further attempt follows.
-    state: Literal["waiting", "heard", "given_up"] = "waiting"
+    #: "delivered": the receiver accepted it. "given_up": no further attempt follows.
+    state: Literal["waiting", "delivered", "given_up"] = "waiting"
     #: Number of attempts so far.
     attempts: int = 0
     #: The earliest time of the next attempt, in Unix seconds.
@@ -325,7 +325,7 @@ class RequestContext(msgspec.Struct, frozen=True, omit_defaults=True):
     #: Seconds of the queue's clock; None: it never expires.
     deadline: float | None = None
     #: Seconds by which the deadline was moved because of cold starts of pools that were scaled to zero.
-    moved: float = 0.0
+    deadline_extension_s: float = 0.0
     #: Predicted seconds of compute. Admission control adds them up.
     cost: float = 0.0
     #: Sorts its tasks among those of their priority.
@@ -339,7 +339,7 @@ class RequestContext(msgspec.Struct, frozen=True, omit_defaults=True):
     result: tuple[ResultFile, ...] = ()
     error: ErrorInfo | None = None
     #: Whether it is a dead letter: somebody should look at it.
-    dead: bool = False
+    is_dead_letter: bool = False
     webhook: WebhookDelivery = WebhookDelivery()
 
     @property
@@ -348,18 +348,18 @@ class RequestContext(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.request.id
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the request has ended: its status will not change any more."""
         return self.status in TERMINAL
 
     @property
-    def unheard(self) -> bool:
+    def webhook_pending(self) -> bool:
         """Whether the request is over and its webhook is not delivered yet."""
-        return self.over and bool(self.delivery.webhook) and self.webhook.state == "waiting"
+        return self.is_over and bool(self.delivery.webhook) and self.webhook.state == "waiting"
 
     @property
-    def spared(self) -> int:
-        """The number of prefix blocks that its stages took from the prefix cache (`StageSpec.goes_on`)."""
+    def cached_prefix_blocks(self) -> int:
+        """The number of prefix blocks that its stages took from the prefix cache (`StageSpec.prefix_cached`)."""
         prefix_stages = (self.stages.get(stage.name, StageState()) for stage in self.plan.stages if stage.prefixes)
         return sum(state.timings.resumed for state in prefix_stages)
 
@@ -370,9 +370,9 @@ class RequestContext(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.video or bool(request.derived.attachments) or bool(request.params.get("preview_every"))
 
     @property
-    def medium(self) -> Modality:
+    def modality(self) -> Modality:
         """The modality of its results. The prefix of its id encodes it."""
-        return medium_of(self.id)
+        return modality_of(self.id)
 
     @property
     def video(self) -> bool:
@@ -411,7 +411,7 @@ class RunningStage(msgspec.Struct, frozen=True):
     #: Steps that are done, out of `steps`.
     step: int = 0
     steps: int = 0
-    #: Seconds of the lease, when the record was read, that count toward time limits: see `TaskQueue.expired`.
+    #: Seconds of the lease, when the record was read, that count toward time limits: see `TaskQueue.sweep_expired`.
     ran_s: float = 0.0
     #: Usage of the attempt so far, as its worker last reported it.
     timings: Timings = Timings()
@@ -437,19 +437,21 @@ class RequestRecord(msgspec.Struct, frozen=True):
         return "in_progress" if self.context.status == "queued" and self.running else self.context.status
 
 
-def new_request_id(medium: Modality = IMAGE) -> str:
+def new_request_id(modality: Modality = IMAGE) -> str:
     """Return a new request id: the modality's prefix and 128 random bits as hex."""
-    return medium.prefix + secrets.token_hex(16)
+    return modality.prefix + secrets.token_hex(16)
 
 
-def request_ids(medium: Modality = IMAGE, after: str = "") -> Iterator[str]:
+def request_ids(modality: Modality = IMAGE, after: str = "") -> Iterator[str]:
     """Yield new request ids without end; the caller may use any of them.
 
     The ids that follow from the request `after` are the same each time, so that a repeat creates no second request.
     """
     for number in count():
         text = f"{after}/{number}" if number else after
-        yield medium.prefix + blake2b(text.encode(), digest_size=16).hexdigest() if after else new_request_id(medium)
+        yield (
+            modality.prefix + blake2b(text.encode(), digest_size=16).hexdigest() if after else new_request_id(modality)
+        )
 
 
 DeviceSeconds = dict[str, float]
@@ -464,7 +466,7 @@ def billed_seconds(
     A running attempt counts for no longer than it has run at the Unix time `wall`.
     """
     ended = [state.timings for state in context.stages.values()]
-    return _sums([*ended, *(believable(run.timings, wall - run.since) for run in running)])
+    return _sums([*ended, *(clamp_to_elapsed(run.timings, wall - run.since) for run in running)])
 
 
 def lost_seconds(context: RequestContext) -> DeviceSeconds:
@@ -476,7 +478,7 @@ def lost_seconds(context: RequestContext) -> DeviceSeconds:
     return dict(totals)
 
 
-def increase(before: Mapping[str, float], after: Mapping[str, float]) -> DeviceSeconds:
+def device_seconds_since(before: Mapping[str, float], after: Mapping[str, float]) -> DeviceSeconds:
     """Return by how many seconds each device has grown.
 
     Devices that have not grown are left out.
@@ -484,7 +486,7 @@ def increase(before: Mapping[str, float], after: Mapping[str, float]) -> DeviceS
     return {name: more for name, seconds in after.items() if (more := seconds - before.get(name, 0.0)) > 0}
 
 
-def believable(timings: Timings, elapsed_s: float) -> Timings:
+def clamp_to_elapsed(timings: Timings, elapsed_s: float) -> Timings:
     """Limit a task's reported share of computing to the seconds that have passed.
 
     A negative `elapsed_s` means that the clock was set back: then there is nothing to compare with, and no limit.
@@ -494,7 +496,7 @@ def believable(timings: Timings, elapsed_s: float) -> Timings:
     return msgspec.structs.replace(timings, share_s=elapsed_s)
 
 
-def newest(known: Timings, reported: Timings) -> Timings:
+def merge_timings(known: Timings, reported: Timings) -> Timings:
     """Return the last report of an attempt. The seconds that it used never decrease."""
     device_source = reported if reported.device else known
     share_s = max(known.share_s, reported.share_s)

@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from unfuse.core.errors import InvalidParameter, NotFound, ObjectLost, PermanentError, TransientError, Unsuitable
+from unfuse.core.errors import (
+    InvalidParameter,
+    NotFound,
+    ObjectLost,
+    PermanentError,
+    TransientError,
+    UnsupportedRequest,
+)
 from unfuse.core.messages import FailureKind
 
 
@@ -19,7 +26,7 @@ class RetryRule(msgspec.Struct, frozen=True):
     #: The exceptions, as text for the documentation.
     errors: str
     #: What happens to the task, as text for the documentation.
-    outcome: str
+    result: str
     #: Error code of a request that fails by this rule.
     code: str
     #: The kind of failure that the worker reports.
@@ -59,7 +66,7 @@ BUDGET = "retried up to 3 times, after 0.5, 1 and 2 s, on any worker"
 LOST = RetryRule(
     cause="object",
     errors="`ObjectLost`",
-    outcome="the stage that made the object runs again, up to 3 times",
+    result="the stage that made the object runs again, up to 3 times",
     code="object_lost",
     kind="object_lost",
     matches=_is_a(ObjectLost),
@@ -67,15 +74,15 @@ LOST = RetryRule(
 REQUEST = RetryRule(
     cause="request",
     errors="`Unsuitable`, `InvalidParameter`",
-    outcome="not retried: the request is wrong (400)",
+    result="not retried: the request is wrong (400)",
     code="invalid_parameter",
     kind="permanent",
-    matches=_is_a(Unsuitable, InvalidParameter),
+    matches=_is_a(UnsupportedRequest, InvalidParameter),
 )
 PERMANENT = RetryRule(
     cause="permanent",
     errors="`PermanentError`, `NotFound`",
-    outcome="not retried: it fails on every worker",
+    result="not retried: it fails on every worker",
     code="stage_failed",
     kind="permanent",
     matches=_is_a(PermanentError, NotFound),
@@ -83,7 +90,7 @@ PERMANENT = RetryRule(
 MEMORY = RetryRule(
     cause="memory",
     errors="`torch.OutOfMemoryError`, `MemoryError`",
-    outcome="a batch is split until each task runs alone; a task that does not fit alone is not retried",
+    result="a batch is split until each task runs alone; a task that does not fit alone is not retried",
     code="stage_failed",
     kind="permanent",
     matches=_is_either(
@@ -93,7 +100,7 @@ MEMORY = RetryRule(
 DEVICE = RetryRule(
     cause="device",
     errors="`torch.AcceleratorError`, `CUDA error`, `HIP error`",
-    outcome=(
+    result=(
         "the compute process is restarted, because its device context is unusable; this counts as a crash: "
         "the task is retried once, alone"
     ),
@@ -104,7 +111,7 @@ DEVICE = RetryRule(
 CONNECTION = RetryRule(
     cause="connection",
     errors="`ConnectionError`, `TimeoutError`, `torch.distributed.DistError`",
-    outcome=BUDGET,
+    result=BUDGET,
     code="stage_failed",
     kind="transient",
     matches=_is_either(_is_a(ConnectionError, TimeoutError), _is_named(["torch.distributed.DistError"], "NCCL error")),
@@ -112,7 +119,7 @@ CONNECTION = RetryRule(
 FILE = RetryRule(
     cause="file",
     errors="other `OSError`, such as of a model file",
-    outcome=BUDGET,
+    result=BUDGET,
     code="stage_failed",
     kind="transient",
     matches=_is_a(OSError),
@@ -120,7 +127,7 @@ FILE = RetryRule(
 TRANSIENT = RetryRule(
     cause="transient",
     errors="`TransientError`",
-    outcome=BUDGET,
+    result=BUDGET,
     code="stage_failed",
     kind="transient",
     matches=_is_a(TransientError),
@@ -128,7 +135,7 @@ TRANSIENT = RetryRule(
 UNKNOWN = RetryRule(
     cause="unknown",
     errors="every other exception",
-    outcome=(
+    result=(
         "retried once, on another worker if there is one; the request fails if the same type of exception is raised "
         "again"
     ),

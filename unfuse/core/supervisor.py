@@ -76,14 +76,14 @@ class Supervisor:
         self._errors = RepeatedErrors()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def forever(self, what: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+    def start_loop(self, what: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         """Start a task that repeats this work until `close`.
 
         It waits PAUSE_S only after an error, so `work` must pace itself. `what` names the work in log lines.
         """
         return self._start_task(self.repeat(what, work))
 
-    def once(self, what: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+    def start(self, what: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         """Start a task that does this work once. `what` names the work in log lines."""
         return self._start_task(self._once(what, work))
 
@@ -91,14 +91,14 @@ class Supervisor:
         """Repeat this work as `forever` does, in the caller's task."""
         while True:
             failed = True
-            with self.besides(what):
+            with self.log_errors(what):
                 await work()
                 failed = False
             if failed:
                 await asyncio.sleep(PAUSE_S)
 
     @contextmanager
-    def besides(self, what: str, **about: object) -> Iterator[None]:
+    def log_errors(self, what: str, **about: object) -> Iterator[None]:
         """Return a context manager that logs and suppresses any error raised inside.
 
         `about` has further fields of the log line.
@@ -119,7 +119,7 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _once(self, what: str, work: Callable[[], Awaitable[None]]) -> None:
-        with self.besides(what):
+        with self.log_errors(what):
             await work()
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -129,7 +129,7 @@ class Supervisor:
         return task
 
 
-async def first(*works: Awaitable[Any], timeout: float | None = None) -> None:
+async def first_completed(*works: Awaitable[Any], timeout: float | None = None) -> None:
     """Wait until one of these has ended, or until the timeout, and cancel the others.
 
     Raises the error of one that ended. `timeout` is in seconds; None: wait without limit.
@@ -159,13 +159,13 @@ class StopBudget:
         #: Set when the shutdown must end at once.
         self.hurry = asyncio.Event()
 
-    def left(self, reserve: float = 0.0) -> float:
+    def remaining(self, reserve: float = 0.0) -> float:
         """Return the seconds that remain, minus a `reserve` for later parts; at least 0."""
         return max(0.0, self._end - self._now() - reserve)
 
-    async def within(self, seconds: float, work: Awaitable[object]) -> None:
+    async def limited_to(self, seconds: float, work: Awaitable[object]) -> None:
         """Await this work until `seconds` have passed or `hurry` is set, and then cancel it."""
-        await first(work, self.hurry.wait(), timeout=seconds)
+        await first_completed(work, self.hurry.wait(), timeout=seconds)
 
 
 Observer = TypeVar("Observer")
@@ -186,10 +186,10 @@ class Observers(Generic[Observer]):
         """Add observers, which are called from now on."""
         self._all += observers
 
-    def tell(self, of: Callable[Concatenate[Observer, Args], None], *said: Args.args, **more: Args.kwargs) -> None:
+    def notify(self, of: Callable[Concatenate[Observer, Args], None], *said: Args.args, **more: Args.kwargs) -> None:
         """Call a method of each observer with these arguments.
 
-        For example, `observers.tell(Observer.ended, context)`. An exception of an observer is logged.
+        For example, `observers.tell(Observer.on_ended, context)`. An exception of an observer is logged.
         """
         for observer in self._all:
             try:
@@ -201,7 +201,7 @@ class Observers(Generic[Observer]):
 T = TypeVar("T")
 
 
-async def in_own_thread(work: Callable[[], T]) -> T:
+async def run_in_thread(work: Callable[[], T]) -> T:
     """Run blocking `work` in a new daemon thread and return its result.
 
     If the caller is cancelled, it does not wait for the thread. Neither does the end of the process, unlike with

@@ -34,7 +34,7 @@ SLOTS, ARENA = "slots", "arena"
 CACHED = "cache:"
 
 
-def cached_as(key: str, id: str) -> str:
+def cache_owner_name(key: str, id: str) -> str:
     """Return the name under which the encoder cache retains object `id` for `key`."""
     return f"{CACHED}{key}:{id}"
 
@@ -61,15 +61,15 @@ class Task(msgspec.Struct, frozen=True):
     #: Seconds of the queue's clock; None: it never expires.
     deadline: float | None = None
     #: The node that stores most bytes of the inputs. A worker on it is preferred.
-    near: str = ""
+    preferred_node: str = ""
     #: Tasks of equal affinity can share a forward or an adapter. A worker that runs one prefers the others.
     affinity: str = ""
     #: Whether no other task may run in the same compute process, because several ran when one died.
     alone: bool = False
     #: Whether the plan has more stages of this kind, such as one for each picture. Their reader reads all outputs.
-    several: bool = False
+    has_siblings: bool = False
     #: Id of a worker that does not get the task while another one could run it; "": any worker may.
-    avoids: str = ""
+    avoid_worker: str = ""
     #: Facts that the server derived from the request.
     derived: DerivedFacts = DerivedFacts()
 
@@ -86,7 +86,7 @@ class Task(msgspec.Struct, frozen=True):
     @property
     def resources(self) -> dict[str, int]:
         """How much it needs of each resource, by name."""
-        return {**self.planned.needs, SLOTS: 1, ARENA: self.planned.room}
+        return {**self.planned.needs, SLOTS: 1, ARENA: self.planned.output_size}
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -122,12 +122,12 @@ class Lease(msgspec.Struct, frozen=True):
     #: The checkpoint of an earlier attempt, to resume from, if one can be read.
     checkpoint: ObjectRef | None = None
     #: Number of output chunks that earlier attempts recorded. They stay, and the worker continues after them.
-    appended: int = 0
+    recorded_deltas: int = 0
     #: The first prefix blocks of the task, from the prefix cache. The worker need not compute them again.
     prefix: tuple[ObjectRef, ...] = ()
 
     @property
-    def reads(self) -> tuple[ObjectRef, ...]:
+    def input_objects(self) -> tuple[ObjectRef, ...]:
         """The objects that the worker reads: the task's inputs, the prefix blocks and the checkpoint."""
         checkpoints = () if self.checkpoint is None else (self.checkpoint,)
         return (*self.task.inputs, *self.prefix, *checkpoints)
@@ -138,9 +138,9 @@ class Lease(msgspec.Struct, frozen=True):
         return Claim(self.task.request, self.task.stage, self.task.attempt, self.token)
 
 
-PIECE_BYTES = 8192  # the most bytes of an output chunk
-MOST_PIECES = 1 << 20  # the most output chunks of a stage
-PIECES_AT_ONCE = 512  # the most output chunks in one call, and in one answer, so that they fit into a message
+MAX_DELTA_BYTES = 8192  # the most bytes of an output chunk
+MAX_DELTAS = 1 << 20  # the most output chunks of a stage
+MAX_DELTAS_PER_MESSAGE = 512  # the most output chunks in one call, and in one answer, so that they fit into a message
 
 
 class OutputDeltas(msgspec.Struct, frozen=True, tag=True):
@@ -149,24 +149,24 @@ class OutputDeltas(msgspec.Struct, frozen=True, tag=True):
     claim: Claim
     #: Number of the first of these chunks, counted from 0 over the whole stage.
     offset: int
-    pieces: tuple[bytes, ...]
+    deltas: tuple[bytes, ...]
 
 
-def check_growth(grown: Sequence[OutputDeltas]) -> None:
+def check_deltas(appended: Sequence[OutputDeltas]) -> None:
     """Raise ProtocolError for too many or too large output chunks in one call.
 
     The bounds are above. A task may be in a call only once.
     """
-    if sum(len(deltas.pieces) for deltas in grown) > PIECES_AT_ONCE:
-        raise ProtocolError(f"more than {PIECES_AT_ONCE} output chunks in one call")
-    if len({deltas.claim.key for deltas in grown}) < len(grown):
+    if sum(len(deltas.deltas) for deltas in appended) > MAX_DELTAS_PER_MESSAGE:
+        raise ProtocolError(f"more than {MAX_DELTAS_PER_MESSAGE} output chunks in one call")
+    if len({deltas.claim.key for deltas in appended}) < len(appended):
         raise ProtocolError("a task occurs twice in one call")
 
-    for deltas in grown:
-        if not 0 <= deltas.offset <= MOST_PIECES - len(deltas.pieces):
-            raise ProtocolError(f"output chunks from number {deltas.offset}: a stage has at most {MOST_PIECES}")
-        if (size := max(map(len, deltas.pieces), default=0)) > PIECE_BYTES:
-            raise ProtocolError(f"an output chunk of {size} bytes exceeds the limit of {PIECE_BYTES} bytes")
+    for deltas in appended:
+        if not 0 <= deltas.offset <= MAX_DELTAS - len(deltas.deltas):
+            raise ProtocolError(f"output chunks from number {deltas.offset}: a stage has at most {MAX_DELTAS}")
+        if (size := max(map(len, deltas.deltas), default=0)) > MAX_DELTA_BYTES:
+            raise ProtocolError(f"an output chunk of {size} bytes exceeds the limit of {MAX_DELTA_BYTES} bytes")
 
 
 def check_gap(grown: OutputDeltas, recorded: int) -> None:

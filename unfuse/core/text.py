@@ -11,26 +11,26 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-CHUNK = 256
+PREFILL_CHUNK_TOKENS = 256
 """Chunked prefill: the most tokens that a sequence adds in one step while it is built, or rebuilt after a retraction.
 
 Chunks end at multiples of it. One chunk is one prefix block.
 """
 
-MOST_SHARED = 256  # the most prefix blocks of one text that other requests may reuse
+MAX_PREFIX_BLOCKS = 256  # the most prefix blocks of one text that other requests may reuse
 
 
-def packed(ids: Sequence[int]) -> bytes:
+def pack_ids(ids: Sequence[int]) -> bytes:
     """Return token ids as 32-bit numbers, least significant byte first."""
     return array("I", ids).tobytes()
 
 
-def unpacked(data: bytes) -> list[int]:
+def unpack_ids(data: bytes) -> list[int]:
     """Return the token ids in the bytes that `packed` returned."""
     return array("I", data).tolist()
 
 
-def beginnings(ids: Sequence[int], shown: Sequence[tuple[int, str]] = ()) -> tuple[str, ...]:
+def prefix_digests(ids: Sequence[int], shown: Sequence[tuple[int, str]] = ()) -> tuple[str, ...]:
     """Return the digests for prefix caching: one per prefix of whole chunks, shortest first.
 
     Equal digests mean equal tokens, and equal pictures and videos. `shown` has these as (place of the first token,
@@ -39,10 +39,12 @@ def beginnings(ids: Sequence[int], shown: Sequence[tuple[int, str]] = ()) -> tup
     digests: list[str] = []
     digest = b""
     remaining = deque(shown)
-    for start in range(0, min(len(ids) - CHUNK, MOST_SHARED * CHUNK), CHUNK):
-        while remaining and remaining[0][0] < start + CHUNK:
+    for start in range(
+        0, min(len(ids) - PREFILL_CHUNK_TOKENS, MAX_PREFIX_BLOCKS * PREFILL_CHUNK_TOKENS), PREFILL_CHUNK_TOKENS
+    ):
+        while remaining and remaining[0][0] < start + PREFILL_CHUNK_TOKENS:
             digest = blake2b(digest + remaining.popleft()[1].encode(), digest_size=16).digest()
-        digest = blake2b(digest + packed(ids[start : start + CHUNK]), digest_size=16).digest()
+        digest = blake2b(digest + pack_ids(ids[start : start + PREFILL_CHUNK_TOKENS]), digest_size=16).digest()
         digests.append(digest.hex())
     return tuple(digests)
 
@@ -72,7 +74,7 @@ class TokenBytes(msgspec.Struct, frozen=True, array_like=True):
     #: Bytes of the most likely tokens, in the order of `TokenDelta.top`.
     top: tuple[bytes, ...]
     #: Number of the answer's first tokens whose text is final: it was sent, and no stop string can remove it.
-    certain: int
+    final_tokens: int
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
@@ -90,7 +92,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     #: The most likely tokens as (id, name, logprob), the likeliest first.
     top: tuple[tuple[int, str, float], ...] = ()
     #: The bytes of the token and of those in `top`.
-    own: TokenBytes | None = None
+    token_bytes: TokenBytes | None = None
 
 
 def token_name(data: bytes) -> str:
@@ -162,8 +164,8 @@ class ReasoningFormat(msgspec.Struct, frozen=True, omit_defaults=True):
 
     #: Name of vLLM's reasoning parser.
     name: str
-    begin: str = "<think>"
-    end: str = "</think>"
+    start_mark: str = "<think>"
+    end_mark: str = "</think>"
     #: Whether reasoning may start without `begin`.
     always: bool = False
 
@@ -176,17 +178,17 @@ class AnswerParsing(msgspec.Struct, frozen=True, omit_defaults=True):
     #: Each offered function, with the types of its parameters by name.
     functions: dict[str, dict[str, str]] = {}
     #: As in CallReader.
-    several: bool = True
+    allows_several_calls: bool = True
     #: As in CallReader.
     forced: bool = False
     #: None: reasoning is not parsed.
     reasoning: ReasoningFormat | None = None
     #: Whether the prompt ends within reasoning.
-    opened: bool = False
+    starts_in_reasoning: bool = False
     #: Whether reasoning is kept from clients.
-    hidden: bool = False
+    hides_reasoning: bool = False
     #: Whether the prompt has reasoning of this turn, which has ended.
-    reasoned: bool = False
+    has_reasoning: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -195,5 +197,5 @@ class AnswerParsing(msgspec.Struct, frozen=True, omit_defaults=True):
         Detokenizing must not drop them, since the parser needs them.
         """
         calls = self.calls.marks if self.calls else ()
-        reasoning = (self.reasoning.begin, self.reasoning.end) if self.reasoning else ()
+        reasoning = (self.reasoning.start_mark, self.reasoning.end_mark) if self.reasoning else ()
         return (*calls, *reasoning)

@@ -11,7 +11,7 @@ import msgspec
 
 from unfuse.core.errors import ContextLengthExceeded, InvalidParameter
 from unfuse.core.parameters import (
-    DELIVERED,
+    DELIVERY_PARAMETERS,
     MAX_SEED,
     MIN_SEED,
     Modality,
@@ -76,7 +76,7 @@ TEMPLATE = (
 )
 """Parameters that control how messages become a prompt, with vLLM's names."""
 
-OWN = ("messages", "tools", "chat_template", "tokenize", "continue_final_message", "documents")
+OWN_PARAMETERS = ("messages", "tools", "chat_template", "tokenize", "continue_final_message", "documents")
 """Template variables that the server sets, so chat_template_kwargs cannot set them."""
 
 IGNORED = (
@@ -92,7 +92,7 @@ IGNORED = (
 )
 """Fields of OpenAI's API that have no effect on this server's answers."""
 
-SERVERS_OWN = ("spaces_between_special_tokens", "stream_reasoning", "guided_whitespace_pattern", "cache_prompt")
+SERVER_PARAMETERS = ("spaces_between_special_tokens", "stream_reasoning", "guided_whitespace_pattern", "cache_prompt")
 """Fields of vLLM, SGLang and llama.cpp that have no effect on this server's answers."""
 
 REFUSED = (
@@ -136,7 +136,7 @@ def template_kwargs(fields: Mapping[str, Any]) -> dict[str, Any]:
         example = '{"enable_thinking": false}'
         message = f"chat_template_kwargs must be an object, such as {example}, not {printable(kwargs)}"
         raise InvalidParameter(message, "chat_template_kwargs")
-    if reserved := sorted(kwargs.keys() & {*OWN}):
+    if reserved := sorted(kwargs.keys() & {*OWN_PARAMETERS}):
         raise InvalidParameter(f"chat_template_kwargs cannot set {reserved[0]}: leave it out", "chat_template_kwargs")
 
     continues = bool(read.get("continue_final_message"))
@@ -154,7 +154,7 @@ MAX_STOPS, MAX_STOP = 64, 1000  # the most stop strings, and characters of one
 MAX_BIASES = 1024
 MAX_STOP_IDS = 256
 MAX_BAD_WORDS = 256
-MAX_ASKED = (1 << 31) - 1  # the largest accepted number of tokens, above any context length
+MAX_REQUESTED_TOKENS = (1 << 31) - 1  # the largest accepted number of tokens, above any context length
 
 
 class PromptTokens(msgspec.Struct, frozen=True):
@@ -182,7 +182,7 @@ class TextLimits(msgspec.Struct, frozen=True):
 
 
 def _complete(limits: TextLimits, params: Params, read: Mapping[str, Any], tokens: PromptTokens) -> Params:
-    """Return the further parameters of a chat (`Modality.settle`)."""
+    """Return the further parameters of a chat (`Modality.complete_params`)."""
     check_modalities(read.get("modalities", ["text"]))
     most = _max_tokens(limits, params, read, tokens.count)
     if read.get("top_logprobs") and not read.get("logprobs"):
@@ -280,10 +280,10 @@ TEXT = Modality(
     "text",
     plural="texts",
     prefix="chatcmpl-",
-    sign="max_tokens",
-    least=1,
+    limit_name="max_tokens",
+    min_limit=1,
     limits=TextLimits,
-    settle=_complete,
+    complete_params=_complete,
     parameters=(
         Parameter(
             "messages",
@@ -298,18 +298,23 @@ TEXT = Modality(
             "max_completion_tokens",
             "integer",
             UNBOUNDED,
-            MAX_ASKED,
+            MAX_REQUESTED_TOKENS,
             use="request",
             description="maximum number of tokens in the answer; -1: as many as fit",
         ),
         Parameter(
-            "max_tokens", "integer", UNBOUNDED, MAX_ASKED, use="request", description="same as max_completion_tokens"
+            "max_tokens",
+            "integer",
+            UNBOUNDED,
+            MAX_REQUESTED_TOKENS,
+            use="request",
+            description="same as max_completion_tokens",
         ),
         Parameter(
             "min_tokens",
             "integer",
             0,
-            MAX_ASKED,
+            MAX_REQUESTED_TOKENS,
             use="request",
             flag=None,
             description="minimum number of tokens before the answer can end",
@@ -449,14 +454,14 @@ TEXT = Modality(
             description="include_usage: the last event has the usage; continuous_usage_stats: each event has it",
         ),
         Parameter("modalities", "any", use="nothing", description="only text is supported"),
-        *DELIVERED,
+        *DELIVERY_PARAMETERS,
         *(
             Parameter(name, "any", use="nothing", description="for disaggregated SGLang; accepted and ignored")
             for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room")
         ),
         *(
             Parameter(name, "any", use="nothing", description="accepted and ignored")
-            for name in (*IGNORED, *SERVERS_OWN)
+            for name in (*IGNORED, *SERVER_PARAMETERS)
         ),
         *(Parameter(name, "any", use="refused", flag=None, description=why) for name, why in REFUSED),
     ),

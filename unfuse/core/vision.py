@@ -18,8 +18,8 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 class PixelBounds(msgspec.Struct, frozen=True):
     """The range of a number, usually of pixels after resizing."""
 
-    least: int
-    most: int
+    min_pixels: int
+    max_pixels: int
 
 
 class Grid(NamedTuple):
@@ -34,7 +34,7 @@ class MediaItem(msgspec.Struct, frozen=True):
     """A picture or a video in a prompt, with its grid of patches."""
 
     #: Hash of the content.
-    shown: str
+    content_hash: str
     #: Name of its attachment.
     upload: str
     #: Groups of frames of its grid; 1 for a picture.
@@ -48,7 +48,7 @@ class MediaItem(msgspec.Struct, frozen=True):
     #: Number of frames of a video; 0: it is a picture.
     images: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 0
     #: Numbers of the frames that are sampled from a video file, joined by commas; "": all pictures are used.
-    picked: str = ""
+    frame_indexes: str = ""
     #: Duration of a group of frames, in seconds.
     seconds: float = 0.0
 
@@ -61,7 +61,7 @@ class TokenRun(NamedTuple):
 
     #: Place of the first token in the prompt.
     start: int
-    shown: MediaItem
+    item: MediaItem
     #: Number of that token among the tokens of `shown`.
     first: int
     #: The grid of this run.
@@ -76,9 +76,9 @@ class VisionConfig(msgspec.Struct, frozen=True):
     #: Id of the token that stands for each token of a video.
     video: int
     #: Id of the token before a picture or video.
-    begin: int
+    begin_id: int
     #: Id of the token after a picture or video.
-    end: int
+    end_id: int
     #: Side of a patch, in pixels.
     patch: int
     #: `merge` by `merge` patches are one token.
@@ -125,22 +125,22 @@ class VisionConfig(msgspec.Struct, frozen=True):
         """Return the number of tokens of a grid."""
         return math.prod(grid) // self.merge**2
 
-    def picked(self, frames: int, rate: float) -> list[int]:
+    def sample_frames(self, frames: int, rate: float) -> list[int]:
         """Return the numbers of the frames to sample from a video, as transformers does.
 
         The video has `frames` frames, `rate` per second. Unless `timed`, the sampled frames are whole groups. In some
         places transformers' 32-bit floats choose a neighbouring frame.
         """
         wanted = frames / rate * self.rate
-        least = self.images.least
-        most = min(self.images.most, frames)
+        least = self.images.min_pixels
+        most = min(self.images.max_pixels, frames)
         if self.timed:
             number = min(max(int(wanted), least), most)
             return [round(place * ((frames - 1) / max(1, number - 1))) for place in range(number)]
         number = int(min(max(wanted, least), most // self.group * self.group)) // self.group * self.group
         return [place * frames // number for place in range(number)]
 
-    def moments(self, picked: Sequence[int], rate: float) -> list[float]:
+    def frame_times(self, picked: Sequence[int], rate: float) -> list[float]:
         """Return the time of each group of sampled frames, in seconds.
 
         It is the middle between the first and the last frame of the group. `rate` is the video's frames per second.
@@ -161,15 +161,15 @@ class VisionConfig(msgspec.Struct, frozen=True):
 
         side = self.patch * self.merge
         rows, columns = round(height / side), round(width / side)
-        if counted * rows * columns * side**2 > bounds.most:
-            smaller = math.sqrt(images * height * width / bounds.most)
+        if counted * rows * columns * side**2 > bounds.max_pixels:
+            smaller = math.sqrt(images * height * width / bounds.max_pixels)
             rows, columns = (max(1, math.floor(length / smaller / side)) for length in (height, width))
-        elif counted * rows * columns * side**2 < bounds.least:
-            larger = math.sqrt(bounds.least / (images * height * width))
+        elif counted * rows * columns * side**2 < bounds.min_pixels:
+            larger = math.sqrt(bounds.min_pixels / (images * height * width))
             rows, columns = (math.ceil(length * larger / side) for length in (height, width))
         return rows * self.merge, columns * self.merge
 
-    def expanded(self, ids: Sequence[int], shown: Sequence[MediaItem]) -> list[int]:
+    def expand_placeholders(self, ids: Sequence[int], shown: Sequence[MediaItem]) -> list[int]:
         """Return token ids with each placeholder repeated for each of its tokens.
 
         `ids` has one placeholder for each picture and video; for a `timed` video, one for each group of frames. Raises
@@ -198,7 +198,7 @@ class VisionConfig(msgspec.Struct, frozen=True):
         """Return the number of tokens in one run (see TokenRun)."""
         return item.tokens // item.frames if item.images and self.timed else item.tokens
 
-    def runs(self, ids: Sequence[int], shown: Sequence[MediaItem]) -> Iterator[TokenRun]:
+    def token_runs(self, ids: Sequence[int], shown: Sequence[MediaItem]) -> Iterator[TokenRun]:
         """Yield the runs of tokens in expanded ids, in order.
 
         Raises PermanentError if the ids do not fit `shown`.
@@ -219,17 +219,17 @@ class VisionConfig(msgspec.Struct, frozen=True):
             if item is None or {*ids[place : place + self._run_tokens(item)]} != {id}:
                 raise PermanentError("the prompt does not contain the pictures and videos of the request")
             is_group = bool(item.images) and self.timed
-            first = first if is_group and item.shown == previous and first < item.tokens else 0
+            first = first if is_group and item.content_hash == previous and first < item.tokens else 0
             yield TokenRun(place, item, first, Grid(1 if is_group else item.frames, item.rows, item.columns))
 
             place += self._run_tokens(item)
-            previous = item.shown
+            previous = item.content_hash
             first += self._run_tokens(item)
 
 
-def places_of(vision: VisionConfig, ids: Sequence[int], shown: Sequence[MediaItem]) -> list[tuple[int, str]]:
+def media_positions(vision: VisionConfig, ids: Sequence[int], shown: Sequence[MediaItem]) -> list[tuple[int, str]]:
     """Return the places of pictures and videos in expanded ids.
 
     Each is (place of the first token, MediaItem as JSON).
     """
-    return [(run.start, msgspec.json.encode(run.shown).decode()) for run in vision.runs(ids, shown)]
+    return [(run.start, msgspec.json.encode(run.item).decode()) for run in vision.token_runs(ids, shown)]

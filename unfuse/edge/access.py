@@ -1,6 +1,6 @@
 """Access checks before authentication: allowed hosts, allowed origins (CORS), trusted proxies.
 
-`Refusal` is an error with an HTTP status, and `envelope` is its body in OpenAI's format.
+`ApiError` is an error with an HTTP status, and `envelope` is its body in OpenAI's format.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unfuse.wire.address import is_loopback
 ANY = "*"
 
 #: Paths for probes. They are answered whatever the host and origin of a call.
-EXEMPT = frozenset({"/health", "/ready", "/metrics"})
+PROBE_PATHS = frozenset({"/health", "/ready", "/metrics"})
 
 #: The key in a call's scope that marks a stranger: a caller without access to any but the exempt paths.
 STRANGER = "unfuse.stranger"
@@ -39,14 +39,14 @@ EXPOSED = (
 )
 
 #: The most characters of a name that a refusal quotes.
-MOST_SHOWN = 100
+MAX_QUOTED = 100
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]{1,5})?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 _STANDARD_PORT = {"http": ":80", "https": ":443"}
 
 
-class Refusal(errors.UnfuseError):
+class ApiError(errors.UnfuseError):
     """An error that the gateway itself raises, with an HTTP status and an error code.
 
     param: the request parameter that is wrong, or None. headers: headers of the response.
@@ -69,7 +69,7 @@ class ResponseAborted(Exception):
     """
 
 
-def envelope(error: Refusal) -> dict[str, object]:
+def envelope(error: ApiError) -> dict[str, object]:
     """Return the body of an error response, in OpenAI's format."""
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(error.status)
     kind = kind or ("server_error" if error.status >= 500 else "invalid_request_error")
@@ -105,7 +105,7 @@ class AccessPolicy:
         address = address_of(peer)
         return address is not None and any(address in network for network in self._proxies)
 
-    def refusal(self, scope: Scope, names: Sequence[str]) -> Refusal | None:
+    def refusal(self, scope: Scope, names: Sequence[str]) -> ApiError | None:
         """Return the refusal (403) of a call without a key, or None.
 
         names: the hosts that the call was sent to, those of proxies first, the one that the client used last.
@@ -116,21 +116,21 @@ class AccessPolicy:
         for name in names or [""]:
             host = _host_in(name)
             if not is_loopback(host) and not (host and matches(host, self._hosts)):
-                flag = f"start the server with --allowed-hosts {host[:MOST_SHOWN] or 'NAME'}"
-                return Refusal(
+                flag = f"start the server with --allowed-hosts {host[:MAX_QUOTED] or 'NAME'}"
+                return ApiError(
                     403,
                     "host_not_allowed",
-                    f"host {name[:MOST_SHOWN]!r} is not allowed: if it is a name of this server, {flag}",
+                    f"host {name[:MAX_QUOTED]!r} is not allowed: if it is a name of this server, {flag}",
                 )
         headers = Headers(scope=scope)
         for origin in headers.getlist("origin"):
             if ANY not in self.origins and origin.lower() not in (*self.origins, _site(scope["scheme"], names[-1])):
-                quoted = origin[:MOST_SHOWN]
+                quoted = origin[:MAX_QUOTED]
                 hint = ""
                 if any(name.startswith("x-forwarded-") or name == "forwarded" for name in headers):
                     hint = f", or, if your proxy at {scope['client'][0]} sent the call, with --trusted-proxies"
                 message = f"pages of {quoted!r} may not use this server: to allow them, start it with --allowed-origins"
-                return Refusal(403, "origin_not_allowed", f"{message} {quoted}{hint}")
+                return ApiError(403, "origin_not_allowed", f"{message} {quoted}{hint}")
         return None
 
 
@@ -160,12 +160,12 @@ class AccessGuard:
         A stranger reaches only the exempt paths.
         """
         if not scope["path"].startswith("/"):
-            raise Refusal(
+            raise ApiError(
                 400, "bad_target", "the request target must be a path, such as /v1/models: this server is not a proxy"
             )
         names = self._apply_forwarded(scope)
         if not self._keyed and (refusal := self._access.refusal(scope, names)):
-            if scope["path"] not in EXEMPT:
+            if scope["path"] not in PROBE_PATHS:
                 raise refusal
             scope[STRANGER] = True
         await self._app(scope, receive, send)

@@ -22,7 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from unfuse.core.supervisor import LogThrottle
-from unfuse.edge.access import EXEMPT, AccessPolicy, Refusal, address_of, envelope
+from unfuse.edge.access import PROBE_PATHS, AccessPolicy, ApiError, address_of, envelope
 
 #: The most bytes of a request's head: its first line and headers.
 MAX_HEAD = 32 * 1024
@@ -79,34 +79,34 @@ class Connections(ServerState):
         self._counts: Counter[str] = Counter()  # connections by address or network
         self._throttle = LogThrottle()
 
-    def enter(self, peer: str) -> Refusal | None:
+    def add(self, peer: str) -> ApiError | None:
         """Count a new connection. Returns a refusal if there are too many."""
         source = self._counted_source(peer)
         self._counts[source] += 1
         if len(self.connections) > self._most:
-            refusal = Refusal(503, "too_many_connections", f"{self._most} connections are open, which is the maximum")
+            refusal = ApiError(503, "too_many_connections", f"{self._most} connections are open, which is the maximum")
         elif source and self._counts[source] > self.bounds.per_address:
             message = (
                 f"{self.bounds.per_address} connections are open from {source}, which is the maximum for one address"
             )
-            refusal = Refusal(429, "too_many_connections", message)
+            refusal = ApiError(429, "too_many_connections", message)
         else:
             return None
         self.warn("too many connections", reason=str(refusal))
         return refusal
 
-    def leave(self, peer: str) -> None:
+    def remove(self, peer: str) -> None:
         """Count that a connection of this peer has ended."""
         source = self._counted_source(peer)
         self._counts[source] -= 1
         if not self._counts[source]:
             del self._counts[source]
 
-    def sweep(self) -> None:
+    def close_slow(self) -> None:
         """Close connections whose clients are too slow."""
         now = time.monotonic()
         for connection in [*self.connections]:
-            cast(Protocol, connection).look(now)
+            cast(Protocol, connection).close_if_slow(now)
 
     def warn(self, what: str, **about: object) -> None:
         """Log a problem with connections, each cause at most once a second."""
@@ -132,7 +132,7 @@ class _Http(h11.Connection):
         self.heads = 0  # heads received on this connection
         self.received = 0  # bytes of bodies received on this connection
         self.sent = 0  # bytes sent on this connection
-        self.refusal = Refusal(400, "bad_request", "the request is not valid HTTP/1.1")
+        self.refusal = ApiError(400, "bad_request", "the request is not valid HTTP/1.1")
         self._chunks = 0  # chunks of the current body
         self._body_bytes = 0  # bytes of the current body
 
@@ -176,11 +176,11 @@ class _Http(h11.Connection):
 
     def _refuse(self, status: int, code: str, message: str) -> None:
         """Set `refusal` and raise RemoteProtocolError, as h11 does for a malformed request."""
-        self.refusal = Refusal(status, code, message)
+        self.refusal = ApiError(status, code, message)
         raise h11.RemoteProtocolError(message, status)
 
 
-#: What a client has to do by each duty of `Protocol.look`, for errors.
+#: What a client has to do by each duty of `Protocol.close_if_slow`, for errors.
 _ACTIONS = {"ask": "send a request", "send": "send the body", "read": "read the response"}
 
 
@@ -206,19 +206,19 @@ class Protocol(H11Protocol):
         """
         transport.get_extra_info("socket").setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
         super().connection_made(transport)
-        if refusal := self._connections.enter(self._peer):
+        if refusal := self._connections.add(self._peer):
             self._refuse(refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Count that the connection has ended."""
         super().connection_lost(exc)
-        self._connections.leave(self._peer)
+        self._connections.remove(self._peer)
 
     def send_400_response(self, msg: str) -> None:
         """Respond with the reason why the request is malformed, and close the connection."""
         self._refuse(self.conn.refusal)
 
-    def look(self, now: float) -> None:
+    def close_if_slow(self, now: float) -> None:
         """Close the connection if its client sends or reads too slowly.
 
         Within a window of time, a client has to "ask" (send a head), "send" (a body) or "read" (the response). What
@@ -243,7 +243,7 @@ class Protocol(H11Protocol):
             self._connections.warn("client too slow", client=self._peer, to=duty)
             # An idle connection, without the beginning of a request, is closed without a response.
             if duty != "ask" or self.conn.trailing_data[0]:
-                self._refuse(Refusal(408, "timeout", f"the client took too long to {_ACTIONS[duty]}"))
+                self._refuse(ApiError(408, "timeout", f"the client took too long to {_ACTIONS[duty]}"))
             self.transport.close()
             if unsent:
                 self.transport.abort()
@@ -257,7 +257,7 @@ class Protocol(H11Protocol):
         """The address of the client; "" if unknown."""
         return self.client[0] if self.client else ""
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def _refuse(self, refusal: ApiError) -> None:
         """Respond with a refusal, unless the application has started its response, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = msgspec.json.encode(envelope(refusal))
@@ -289,7 +289,7 @@ class Throttle:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one call, after waiting for its turn."""
-        if scope["path"] in EXEMPT:
+        if scope["path"] in PROBE_PATHS:
             await self._app(scope, receive, send)
             return
 
@@ -361,7 +361,7 @@ class HttpServer(Server):
     async def on_tick(self, counter: int) -> bool:
         """Close slow connections once a second. uvicorn calls this ten times a second."""
         if counter % 10 == 0:
-            self._connections.sweep()
+            self._connections.close_slow()
         return await super().on_tick(counter)
 
 

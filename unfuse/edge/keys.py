@@ -30,13 +30,13 @@ DEFAULT_TENANT = "default"
 HASHED = "sha256:"
 
 #: Fewest characters of a key that `--api-key` accepts. Shorter keys can be guessed, also from their hash.
-LEAST_CHARACTERS = 16
+MIN_KEY_CHARS = 16
 
 #: Largest key file that is read.
-MOST_BYTES = 8 << 20
+MAX_FILE_BYTES = 8 << 20
 
 #: Highest number that a limit can have.
-MOST = 10**6
+MAX_LIMIT = 10**6
 
 LINE = "NAME sha256:HEX [admin=yes] [read=yes] [models=a,b] [rate=60/min] [concurrent=4]"
 FIELDS = ("admin", "read", "models", "rate", "concurrent")
@@ -51,13 +51,13 @@ _PER_S = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 
 
 #: Seconds between two checks of the files. A changed file is read once two checks in a row found the same state.
-LOOK_S = 1.0
+CHECK_INTERVAL_S = 1.0
 
 #: Digits of a hash that a list shows.
-SHOWN_DIGITS = 8
+LISTED_DIGITS = 8
 
 #: Fewest digits by which a key can be removed.
-LEAST_DIGITS = 4
+MIN_DIGITS = 4
 
 NOBODY = (
     "no API key has admin rights, so nobody can list workers, pools and other tenants' requests: write admin=yes on a "
@@ -75,15 +75,15 @@ class ApiKey(msgspec.Struct, frozen=True):
     #: Whether it may see and change the requests of all tenants, and use the routes for admins.
     admin: bool = False
     #: Whether it may not create, cancel or delete anything. It sees all metrics.
-    only_reads: bool = False
+    read_only: bool = False
     #: Public names of the models that it may use; None is any.
     models: frozenset[str] | None = None
     #: The limits of its tenant, which all keys of the tenant share.
-    allowance: TenantLimits = TenantLimits()
+    limits: TenantLimits = TenantLimits()
 
 
 #: The rights of keys, by the SHA-256 of the key.
-Known = dict[bytes, ApiKey]
+KeyRights = dict[bytes, ApiKey]
 
 
 class KeyLine(msgspec.Struct, frozen=True):
@@ -92,7 +92,7 @@ class KeyLine(msgspec.Struct, frozen=True):
     #: The index of its line in the file, from 0.
     index: int
     #: File and line, for messages.
-    where: str
+    location: str
     #: The tenant.
     name: str
     #: The SHA-256 of the key.
@@ -126,7 +126,7 @@ def read_file(file: str) -> str:
         # O_NONBLOCK: opening a pipe must not wait for its writer.
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
             is_file = stat.S_ISREG(os.fstat(opened.fileno()).st_mode)
-            data = opened.read(MOST_BYTES + 1) if is_file else b""
+            data = opened.read(MAX_FILE_BYTES + 1) if is_file else b""
         reason = "" if is_file else f"it is a pipe or a device; use a file with lines: {LINE}"
     except FileNotFoundError as error:
         raise UsageError(
@@ -139,8 +139,8 @@ def read_file(file: str) -> str:
         reason = str(getattr(error, "strerror", error))
     if reason:
         raise UsageError(f"the key file {file} cannot be read: {reason}")
-    if len(data) > MOST_BYTES:
-        raise UsageError(f"the key file {file} is larger than {MOST_BYTES >> 20} MiB: is it the right file?")
+    if len(data) > MAX_FILE_BYTES:
+        raise UsageError(f"the key file {file} is larger than {MAX_FILE_BYTES >> 20} MiB: is it the right file?")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -181,33 +181,33 @@ def _secret(where: str, word: str) -> tuple[bytes, str]:
     return digest_of(word), word
 
 
-def known_of(entries: Iterable[KeyLine]) -> Known:
+def rights_of(entries: Iterable[KeyLine]) -> KeyRights:
     """Return the rights of keys by hash.
 
     Raises UsageError for a line that contradicts an earlier one.
     """
-    known: Known = {}
+    known: KeyRights = {}
     lines: dict[bytes, str] = {}
     limits: dict[str, tuple[TenantLimits, str]] = {}
     for entry in entries:
-        key = key_of(entry.where, entry.name, entry.fields)
+        key = key_of(entry.location, entry.name, entry.fields)
         before = known.get(entry.digest)
         if before and entry.is_named and before != key:
             earlier = lines[entry.digest]
             raise UsageError(
-                f"{entry.where}: the key of {entry.name} is also on another line ({earlier}) with other fields: "
+                f"{entry.location}: the key of {entry.name} is also on another line ({earlier}) with other fields: "
                 "delete one of them"
             )
         if before:
             continue
-        allowance, first = limits.setdefault(key.tenant, (key.allowance, entry.where))
-        if allowance != key.allowance:
+        allowance, first = limits.setdefault(key.tenant, (key.limits, entry.location))
+        if allowance != key.limits:
             raise UsageError(
-                f"{entry.where}: {entry.name} has other limits on another line ({first}): all keys of a name share "
+                f"{entry.location}: {entry.name} has other limits on another line ({first}): all keys of a name share "
                 "rate and concurrent, so write the same"
             )
         known[entry.digest] = key
-        lines[entry.digest] = entry.where
+        lines[entry.digest] = entry.location
     return known
 
 
@@ -224,9 +224,9 @@ def key_of(where: str, tenant: str, fields: Sequence[str]) -> ApiKey:
             raise UsageError(f"{where}: {name} must be yes or no")
     models = frozenset(filter(None, values["models"].split(","))) if "models" in values else None
     rate, concurrent = _RATE.fullmatch(values.get("rate", "1/s")), _NUMBER.fullmatch(values.get("concurrent", "1"))
-    if not rate or not concurrent or max(int(rate[1]), int(concurrent[0])) > MOST:
+    if not rate or not concurrent or max(int(rate[1]), int(concurrent[0])) > MAX_LIMIT:
         raise UsageError(
-            f"{where}: rate must be like 10/s, 60/min, 500/h or 1000/d, and concurrent a number, both up to {MOST}"
+            f"{where}: rate must be like 10/s, 60/min, 500/h or 1000/d, and concurrent a number, both up to {MAX_LIMIT}"
         )
     allowance = TenantLimits(int(concurrent[0]) if "concurrent" in values else 0)
     if "rate" in values:
@@ -263,7 +263,7 @@ class ApiKeys:
         return bool(self._keys or self._files)
 
     @property
-    def note(self) -> str:
+    def admin_note(self) -> str:
         """A line about admin keys to print at the start, or "".
 
         It says that no key is an admin's, or that the sole key is.
@@ -282,7 +282,7 @@ class ApiKeys:
         commands = ", ".join(f"`unfuse keys hash {file}`" for file in self._plain)
         return f"keys are stored as plain text: replace them by their hashes with {commands}"
 
-    def of(self, shown: str) -> ApiKey | None:
+    def find(self, shown: str) -> ApiKey | None:
         """Return the rights of a key that a client sends, or None if unknown."""
         return self._known.get(digest_of(shown))
 
@@ -291,7 +291,7 @@ class ApiKeys:
         return list(self._known.values())
 
     @contextmanager
-    def lasting(self, shown: str, call: asyncio.Timeout) -> Iterator[None]:
+    def end_when_withdrawn(self, shown: str, call: asyncio.Timeout) -> Iterator[None]:
         """Return a context in which the timeout `call` expires when the key `shown` is withdrawn.
 
         A key is withdrawn if it is removed, gets another tenant, or is no admin's any more.
@@ -305,7 +305,7 @@ class ApiKeys:
             if not self._calls[digest]:
                 del self._calls[digest]
 
-    async def look(self) -> None:
+    async def reload_if_changed(self) -> None:
         """Wait for LOOK_S, then read the files again if they have changed.
 
         They are read once two looks in a row found the same state, so not while they are written.
@@ -313,7 +313,7 @@ class ApiKeys:
         So a file is not read while it is written. A file that cannot be read is tried again at each look, and the
         reason is logged once.
         """
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(CHECK_INTERVAL_S)
         previous, self._last_stamp = self._last_stamp, await to_thread.run_sync(self._stamp)
         if self._last_stamp != previous or self._last_stamp == self._read_stamp and not self._failure:
             return
@@ -328,7 +328,7 @@ class ApiKeys:
         self._failure = ""
         self._use(keys)
 
-    def _use(self, keys: Known) -> None:
+    def _use(self, keys: KeyRights) -> None:
         """Replace all keys, and end the calls in progress whose keys are withdrawn."""
         old, self._known = self._known, keys
         withdrawn = [digest for digest, key in old.items() if _is_withdrawn(keys.get(digest), key)]
@@ -343,7 +343,7 @@ class ApiKeys:
         """Return a value that differs when the files have changed."""
         return tuple(map(_stamp_of, self._files))
 
-    def _read(self) -> Known:
+    def _read(self) -> KeyRights:
         """Read the files. Returns all keys. Raises UsageError, whose message has no key."""
         entries: list[KeyLine] = []
         plain: list[str] = []
@@ -355,7 +355,7 @@ class ApiKeys:
             entries += file_entries
         for key in self._keys:
             entries.append(KeyLine(0, "--api-key", DEFAULT_TENANT, digest_of(key), key, 0, (), False))
-        known = known_of(entries)
+        known = rights_of(entries)
         self._plain = plain
         if self._is_sole:
             known = {digest: ApiKey(key.tenant, admin=True) for digest, key in known.items()}
@@ -375,10 +375,9 @@ def _require_key(key: str) -> None:
         raise UsageError(
             "--api-key takes a key, but the value looks like a file path: pass a file of keys by --api-keys"
         )
-    if len(key) < LEAST_CHARACTERS:
+    if len(key) < MIN_KEY_CHARS:
         raise UsageError(
-            f"--api-key (UNFUSE_API_KEY) has {len(key)} characters, but a key needs at least {LEAST_CHARACTERS}: "
-            f"{advice}"
+            f"--api-key (UNFUSE_API_KEY) has {len(key)} characters, but a key needs at least {MIN_KEY_CHARS}: {advice}"
         )
 
 
@@ -413,7 +412,7 @@ def rows_of(file: Path) -> list[tuple[KeyLine, ApiKey]]:
     Raises UsageError.
     """
     entries = list(entries_of(read_file(str(file)), str(file)))
-    known = known_of(entries)
+    known = rights_of(entries)
     return [(entry, known[entry.digest]) for entry in entries]
 
 
@@ -481,7 +480,7 @@ def hash_keys(file: Path) -> tuple[int, list[str]]:
         return "".join(lines)
 
     _edit_file(file, with_hashes)
-    return len(plain), [entry.name for entry in plain if len(entry.plain) < LEAST_CHARACTERS]
+    return len(plain), [entry.name for entry in plain if len(entry.plain) < MIN_KEY_CHARS]
 
 
 def _matching(entries: Sequence[KeyLine], which: str, file: Path) -> list[KeyLine]:
@@ -491,12 +490,12 @@ def _matching(entries: Sequence[KeyLine], which: str, file: Path) -> list[KeyLin
     """
     digits = which.lower().removeprefix(HASHED)
     by_name = [entry for entry in entries if entry.name == which]
-    by_hash = [entry for entry in entries if len(digits) >= LEAST_DIGITS and entry.digest.hex().startswith(digits)]
+    by_hash = [entry for entry in entries if len(digits) >= MIN_DIGITS and entry.digest.hex().startswith(digits)]
     if by_name and by_hash and by_name != by_hash:
         raise UsageError(f"{which} is both a name and the beginning of a hash in {file}: write more digits of the hash")
     if not (matching := by_name or by_hash):
         raise UsageError(
-            f"no key in {file} has the name {which[:80]!r}, or a hash that begins with it ({LEAST_DIGITS} digits or "
+            f"no key in {file} has the name {which[:80]!r}, or a hash that begins with it ({MIN_DIGITS} digits or "
             "more): list the keys with `unfuse keys ls`"
         )
     if not by_name and len({entry.digest for entry in matching}) > 1:
@@ -520,9 +519,9 @@ def _edit_file(file: Path, edit: Callable[[str], str], *, create: bool = False) 
         with _locked(path.parent):
             text = "" if create and not path.exists() else read_file(str(file))
             new_text = edit(text)
-            if len(new_text.encode()) > MOST_BYTES:
-                raise UsageError(f"{file} would be larger than the maximum of {MOST_BYTES >> 20} MiB")
-            known_of(entries_of(new_text, str(file)))
+            if len(new_text.encode()) > MAX_FILE_BYTES:
+                raise UsageError(f"{file} would be larger than the maximum of {MAX_FILE_BYTES >> 20} MiB")
+            rights_of(entries_of(new_text, str(file)))
             if new_text != text:
                 _replace_file(path, new_text)
     except OSError as error:

@@ -37,7 +37,7 @@ class ClusterClient:
             await self._client.aclose()
         self._client = None
 
-    async def ask(self, method: str, path: str, body: object = None, kind: str = "application/json") -> Object | None:
+    async def call(self, method: str, path: str, body: object = None, kind: str = "application/json") -> Object | None:
         """Send one request. Returns the answer, or None for status 404.
 
         Raises InvalidSpec if the server refuses the request, and TransientError if it cannot be reached or has an
@@ -74,7 +74,7 @@ class ClusterClient:
 
         Raises as `ask` does.
         """
-        answer = await self.ask("GET", place(api, kind, namespace) + query) or {}
+        answer = await self.call("GET", object_path(api, kind, namespace) + query) or {}
         return {item["metadata"]["name"]: item for item in answer.get("items", [])}
 
     async def create(self, made: Object, namespace: str, owner: Object) -> None:
@@ -84,7 +84,7 @@ class ClusterClient:
         """
         owned = made | {"metadata": made["metadata"] | {"ownerReferences": [owner]}}
         try:
-            await self.ask("POST", place(made["apiVersion"], made["kind"], namespace), owned)
+            await self.call("POST", object_path(made["apiVersion"], made["kind"], namespace), owned)
         except InvalidSpec as error:
             if error.reason != "AlreadyExists":
                 raise
@@ -97,21 +97,21 @@ class ClusterClient:
         api = made["apiVersion"]
         kind = made["kind"]
         metadata = made["metadata"]
-        path = place(api, kind, namespace, metadata["name"])
-        if (existing := await self.ask("GET", path)) and not owns(owner, existing):
+        path = object_path(api, kind, namespace, metadata["name"])
+        if (existing := await self.call("GET", path)) and not owns(owner, existing):
             raise InvalidSpec(
                 "NameTaken", f"{kind} {metadata['name']} already exists and does not belong to this {owner['kind']}"
             )
         owned = made | {"metadata": metadata | {"namespace": namespace, "ownerReferences": [owner]}}
-        if (applied := await self.ask("PATCH", f"{path}?{APPLIED}", owned, APPLY)) is None:
+        if (applied := await self.call("PATCH", f"{path}?{APPLIED}", owned, APPLY)) is None:
             raise InvalidSpec("KindUnknown", f"the cluster does not have the kind {kind} of {api}")
         return applied
 
     async def delete(self, api: str, kind: str, namespace: str, name: str, owner: Object) -> None:
         """Delete an object if it exists and has this owner."""
-        path = place(api, kind, namespace, name)
-        if (existing := await self.ask("GET", path)) and owns(owner, existing):
-            await self.ask("DELETE", path)
+        path = object_path(api, kind, namespace, name)
+        if (existing := await self.call("GET", path)) and owns(owner, existing):
+            await self.call("DELETE", path)
 
 
 def owns(owner: Object, body: Object) -> bool:
@@ -119,7 +119,7 @@ def owns(owner: Object, body: Object) -> bool:
     return owner["uid"] in {reference["uid"] for reference in body["metadata"].get("ownerReferences", [])}
 
 
-def place(api: str, kind: str, namespace: str, name: str = "") -> str:
+def object_path(api: str, kind: str, namespace: str, name: str = "") -> str:
     """Return the API path of an object; without a name, of all of its kind."""
     plural = f"{kind.lower()[:-1]}ies" if kind.endswith("y") else f"{kind.lower()}s"
     return "/".join(("/apis" if "/" in api else "/api", api, "namespaces", namespace, plural, *filter(None, [name])))

@@ -27,7 +27,7 @@ MONITORING, KEDA = "monitoring.coreos.com/v1", "keda.sh/v1alpha1"
 POLICIES = "networking.k8s.io/v1"
 
 #: The label of all objects that the operator creates.
-MADE = {"app.kubernetes.io/managed-by": "unfuse-operator"}
+MANAGED_BY = {"app.kubernetes.io/managed-by": "unfuse-operator"}
 
 #: Seconds for a pod to unregister; seconds until proxies stop sending requests to a terminating pod; and the number of
 #: steps that fit into a worker's drain time, a quarter of which is reserved for saving checkpoints.
@@ -40,7 +40,7 @@ SHARED = ("keysSecret", "results", "envSecrets", "image", "imagePullPolicy", "im
 OPTIONAL = {"NetworkPolicy": "networkPolicy", "ServiceMonitor": "monitoring"}
 
 
-def of_pipeline(name: str, spec: Object, apis: frozenset[str]) -> list[Object]:
+def pipeline_objects(name: str, spec: Object, apis: frozenset[str]) -> list[Object]:
     """Return the objects of a pipeline, the scheduler's Deployment last.
 
     apis: the optional APIs that the cluster has.
@@ -49,8 +49,8 @@ def of_pipeline(name: str, spec: Object, apis: frozenset[str]) -> list[Object]:
     autoscaling = spec.get("autoscaling", {})
     scale_to_zero_flags = list[str]()
     if autoscaling.get("minReplicas") == 0:
-        scale_to_zero_flags = [f"--asleep={pool['spec']['role']}=2" for pool in pools_of(name, spec)]
-        scale_to_zero_flags.append(f"--wake-limit={2 * autoscaling['coldStartSeconds']}")
+        scale_to_zero_flags = [f"--scale-to-zero={pool['spec']['role']}=2" for pool in default_pools(name, spec)]
+        scale_to_zero_flags.append(f"--cold-start-timeout={2 * autoscaling['coldStartSeconds']}")
     rolling = {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
     service = spec["service"]
     policy = spec["networkPolicy"]
@@ -68,7 +68,7 @@ def of_pipeline(name: str, spec: Object, apis: frozenset[str]) -> list[Object]:
         "strategy": rolling if scheduler["queueBackend"] == "redis" else {"type": "Recreate"},
         "models": [*models(spec)],
         "sources": [f"--component-source={part}={path}" for part, path in component_sources(spec).items()],
-        "asleep": scale_to_zero_flags,
+        "scale_to_zero": scale_to_zero_flags,
         "args": scheduler.get("args"),
         "queue": {"name": "UNFUSE_SERVE__QUEUE", **queue(scheduler)},
         "resources": _amounts_as_strings(scheduler["resources"]),
@@ -85,7 +85,9 @@ def of_pipeline(name: str, spec: Object, apis: frozenset[str]) -> list[Object]:
     return [merged(item, overrides.get(item["kind"], {})) for item in objects if item["kind"] not in left_out]
 
 
-def of_pool(name: str, namespace: str, spec: Object, users: Mapping[str, Object], apis: frozenset[str]) -> list[Object]:
+def pool_objects(
+    name: str, namespace: str, spec: Object, users: Mapping[str, Object], apis: frozenset[str]
+) -> list[Object]:
     """Return the objects of a pool, the StatefulSet last.
 
     Raises InvalidSpec if its pipelines differ in a field of SHARED or in the queue.
@@ -157,7 +159,7 @@ def merged(made: Any, over: Any) -> Any:
     return [*(items | overridden).values()]
 
 
-def pools_of(name: str, spec: Object) -> list[Object]:
+def default_pools(name: str, spec: Object) -> list[Object]:
     """Return the DiffusionPools of a pipeline's stages, to be created if missing.
 
     If several stages share a pool, each field is that of the first stage that has it.
@@ -196,7 +198,7 @@ def secrets_of(name: str, spec: Object) -> list[Object]:
     return [_object("v1", "Secret", f"{name}-{end}", stringData=text) for end, text in missing.items()]
 
 
-def unmet(name: str, spec: Object, roles: Mapping[str, str], apis: frozenset[str]) -> list[str]:
+def unmet_requests(name: str, spec: Object, roles: Mapping[str, str], apis: frozenset[str]) -> list[str]:
     """Return a sentence for each requirement of a pipeline's spec that is not met.
 
     roles: the role of each existing pool. apis: the optional APIs that the cluster has.
@@ -271,7 +273,7 @@ def _triggers(autoscaling: Object, namespace: str, spec: Object, users: Sequence
 
 def _object(api: str, kind: str, name: str, **more: Object) -> Object:
     """Return an object with the operator's label."""
-    return {"apiVersion": api, "kind": kind, "metadata": {"name": name, "labels": MADE}, **more}
+    return {"apiVersion": api, "kind": kind, "metadata": {"name": name, "labels": MANAGED_BY}, **more}
 
 
 def _is_supported(item: Object, apis: frozenset[str]) -> bool:

@@ -16,7 +16,7 @@ import structlog
 
 from unfuse.core.errors import TransientError, UsageError
 from unfuse.k8s.cluster import ClusterClient
-from unfuse.k8s.objects import MADE, VERSION
+from unfuse.k8s.objects import MANAGED_BY, VERSION
 from unfuse.k8s.reconcile import PIPELINE, POOL, Reconciler
 from unfuse.k8s.spec import InvalidSpec, Object
 
@@ -24,7 +24,7 @@ from unfuse.k8s.spec import InvalidSpec, Object
 OWNED = ("configmaps", "services", "poddisruptionbudgets", "networkpolicies", "deployments", "statefulsets")
 
 #: The custom resources.
-OURS = {"diffusionpipelines", "diffusionpools"}
+OWN_RESOURCES = {"diffusionpipelines", "diffusionpools"}
 
 #: Longest pause, in seconds, before an object that is not ready is reconciled again; and the pause between checks for
 #: the custom resource definitions.
@@ -97,7 +97,7 @@ def credentials(**given: Any) -> kopf.ConnectionInfo | None:
     return kopf.login_with_service_account(**given) or kopf.login_with_kubeconfig(**given)
 
 
-async def operate(image: str, namespaces: Sequence[str] = (), login: Login = credentials, **flags: Any) -> None:
+async def run_operator(image: str, namespaces: Sequence[str] = (), login: Login = credentials, **flags: Any) -> None:
     """Run the operator until it is stopped. Raises UsageError if there are no credentials.
 
     image: the image of pods whose pipeline names none.
@@ -136,10 +136,10 @@ async def _are_kinds_defined(cluster: ClusterClient) -> bool:
     kopf looks for the definitions only once, at its start.
     """
     with suppress(TransientError):
-        api = await cluster.ask("GET", f"/apis/{VERSION}") or {}
-        if {resource["name"] for resource in api.get("resources", [])} >= OURS:
+        api = await cluster.call("GET", f"/apis/{VERSION}") or {}
+        if {resource["name"] for resource in api.get("resources", [])} >= OWN_RESOURCES:
             with suppress(InvalidSpec):  # it exists, or this operator may not create it and works without peers
-                await cluster.ask("POST", PEERS, PEERING)
+                await cluster.call("POST", PEERS, PEERING)
             return True
     return False
 
@@ -161,8 +161,8 @@ def _registry(tasks: ReconcileTasks, login: Login) -> kopf.OperatorRegistry:
         for owner in body["metadata"].get("ownerReferences", []):
             tasks.wake(owner["kind"], body["metadata"]["namespace"], owner["name"])
 
-    for plural in sorted(OURS):
+    for plural in sorted(OWN_RESOURCES):
         kopf.on.event(VERSION, plural, registry=registry)(changed)
     for plural in OWNED:
-        kopf.on.event(plural, labels=MADE, registry=registry)(owned)
+        kopf.on.event(plural, labels=MANAGED_BY, registry=registry)(owned)
     return registry

@@ -16,9 +16,9 @@ import httpx2
 from unfuse.core.compute_options import AUTO
 from unfuse.core.errors import ConfigError
 from unfuse.k8s import objects
-from unfuse.k8s.cluster import MERGE, ClusterClient, owns, place
-from unfuse.k8s.objects import KEDA, MADE, MONITORING, POLICIES, VERSION
-from unfuse.k8s.spec import NAME, InvalidSpec, Object, gpus, pools as pools_in, ranks, read
+from unfuse.k8s.cluster import MERGE, ClusterClient, object_path, owns
+from unfuse.k8s.objects import KEDA, MANAGED_BY, MONITORING, POLICIES, VERSION
+from unfuse.k8s.spec import NAME, InvalidSpec, Object, gpus, pools as pools_in, ranks, read_spec
 
 PIPELINE, POOL = "DiffusionPipeline", "DiffusionPool"
 
@@ -29,7 +29,7 @@ NOT_AS_DEFINED = (ConfigError, LookupError, TypeError, AttributeError)
 Named = tuple[str, str, str]
 
 #: `(object, reason=, message=)`: called when an object has a new problem.
-Tell = Callable[..., None]
+EventRecorder = Callable[..., None]
 
 #: Seconds that a gateway has to answer; and the longest wait, in seconds, for idle workers if no gateway answers.
 ASK_S, UNKNOWN_S = 5.0, 30
@@ -49,7 +49,7 @@ class Reconciler:
     tell: publishes a problem of an object as an event.
     """
 
-    def __init__(self, cluster: ClusterClient, image: str, tell: Tell) -> None:
+    def __init__(self, cluster: ClusterClient, image: str, tell: EventRecorder) -> None:
         self._cluster = cluster
         self._defaults = {"image": image}
         self._publish = tell
@@ -59,8 +59,8 @@ class Reconciler:
 
         Returns whether it is ready, or None if it does not exist or is being deleted. Raises TransientError.
         """
-        path = place(VERSION, kind, namespace, name)
-        body = await self._cluster.ask("GET", path)
+        path = object_path(VERSION, kind, namespace, name)
+        body = await self._cluster.call("GET", path)
         if body is None or "deletionTimestamp" in body["metadata"]:
             return None
 
@@ -69,10 +69,10 @@ class Reconciler:
             reconcile_kind = self._reconcile_pipeline if kind == PIPELINE else self._reconcile_pool
             observed, fields = await reconcile_kind(body, namespace)
         except InvalidSpec as error:
-            observed = ObservedStatus(refused=error)
+            observed = ObservedStatus(rejection=error)
         except NOT_AS_DEFINED as error:
             reason = f"the spec does not match its definition: {error!r}"
-            observed = ObservedStatus(refused=InvalidSpec("InvalidSpec", reason))
+            observed = ObservedStatus(rejection=InvalidSpec("InvalidSpec", reason))
 
         what = "schedulers and pools" if kind == PIPELINE else "workers"
         status = fields | {"observedGeneration": body["metadata"].get("generation", 0)}
@@ -81,8 +81,8 @@ class Reconciler:
             degraded = condition({"status": status}, "Degraded")
             if degraded["status"] == "True" and degraded["reason"] != condition(body, "Degraded").get("reason"):
                 self._publish(body, reason=degraded["reason"], message=degraded["message"])
-            await self._cluster.ask("PATCH", f"{path}/status", {"status": status}, MERGE)
-        return observed.ready >= observed.wanted and not (observed.refused or observed.waits)
+            await self._cluster.call("PATCH", f"{path}/status", {"status": status}, MERGE)
+        return observed.ready >= observed.desired_replicas and not (observed.rejection or observed.waiting_reason)
 
     async def _reconcile_pipeline(self, body: Object, namespace: str) -> tuple[ObservedStatus, Object]:
         """Apply the objects of a pipeline.
@@ -90,31 +90,31 @@ class Reconciler:
         Returns the observed status, and further fields of the pipeline's status.
         """
         name = body["metadata"]["name"]
-        spec = self._defaults | read(body)
+        spec = self._defaults | read_spec(body)
         apis = await self._apis()
         pools = pools_in(name, spec)
         owner = owner_of(body)
-        for item in (*objects.secrets_of(name, spec), *objects.pools_of(name, spec)):
+        for item in (*objects.secrets_of(name, spec), *objects.default_pools(name, spec)):
             is_controller = item["kind"] == "Secret"
             await self._cluster.create(item, namespace, owner | ({"controller": True} if is_controller else {}))
 
-        items = objects.of_pipeline(name, spec, apis)
+        items = objects.pipeline_objects(name, spec, apis)
         optional = {(POLICIES, "NetworkPolicy", f"{name}-scheduler"), (MONITORING, "ServiceMonitor", name)}
         await self._delete_unused(optional, items, apis, body)
         observed = await self._apply(items, body, namespace)
 
         existing = await self._cluster.every(VERSION, POOL, namespace)
         roles = {pool: item["spec"]["role"] for pool, item in existing.items()}
-        troubles = [InvalidSpec("NotAsAsked", message) for message in objects.unmet(name, spec, roles, apis)]
+        troubles = [InvalidSpec("NotAsAsked", message) for message in objects.unmet_requests(name, spec, roles, apis)]
         ready = observed.ready
         for pool in pools:
             ready += condition(existing.get(pool, {}), "Ready").get("status") == "True"
             degraded = condition(existing.get(pool, {}), "Degraded")
             if degraded.get("status") == "True":
                 troubles.append(InvalidSpec(degraded["reason"], f"pool {pool}: {degraded['message']}"))
-        wanted = observed.wanted + len(pools)
-        status = ObservedStatus(wanted, observed.there, ready, (*observed.troubles, *troubles))
-        return status, {"url": at(name, namespace, spec)}
+        wanted = observed.desired_replicas + len(pools)
+        status = ObservedStatus(wanted, observed.replicas, ready, (*observed.problems, *troubles))
+        return status, {"url": gateway_url(name, namespace, spec)}
 
     async def _reconcile_pool(self, body: Object, namespace: str) -> tuple[ObservedStatus, Object]:
         """Apply the objects of a pool.
@@ -122,38 +122,38 @@ class Reconciler:
         Returns the observed status, and further fields of the pool's status.
         """
         name = body["metadata"]["name"]
-        spec = read(body)
+        spec = read_spec(body)
         users: dict[str, Object] = {}
         existing = await self._cluster.every(VERSION, PIPELINE, namespace)
         pipelines = {user: item for user, item in existing.items() if NAME.fullmatch(user)}  # others have no workers
         for user, item in pipelines.items():
             try:
-                if name in pools_in(user, user_spec := self._defaults | read(item)):
+                if name in pools_in(user, user_spec := self._defaults | read_spec(item)):
                     users[user] = user_spec
             except NOT_AS_DEFINED as error:  # it may use this pool, so the pool must not be changed
                 raise InvalidSpec(
                     "PipelineNotUnderstood", f"it is not changed until the spec of pipeline {user} is valid"
                 ) from error
 
-        if MADE.items() <= body["metadata"].get("labels", {}).items():
+        if MANAGED_BY.items() <= body["metadata"].get("labels", {}).items():
             await self._update_owners(body, namespace, [pipelines[user] for user in users])
         if not users:
-            path = place("apps/v1", "StatefulSet", namespace, name)
-            if (workload := await self._cluster.ask("GET", path)) and owns(owner_of(body), workload):
-                await self._cluster.ask("PATCH", path, {"spec": {"replicas": 0}}, MERGE)
+            path = object_path("apps/v1", "StatefulSet", namespace, name)
+            if (workload := await self._cluster.call("GET", path)) and owns(owner_of(body), workload):
+                await self._cluster.call("PATCH", path, {"spec": {"replicas": 0}}, MERGE)
             raise InvalidSpec("NotUsed", "no pipeline uses the pool, so it has no workers")
 
         apis = await self._apis()
-        items = objects.of_pool(name, namespace, spec, users, apis)
-        gateways = [at(user, namespace, user_spec) for user, user_spec in sorted(users.items())]
+        items = objects.pool_objects(name, namespace, spec, users, apis)
+        gateways = [gateway_url(user, namespace, user_spec) for user, user_spec in sorted(users.items())]
         since, waits = await self._delay_scale_down(body, items[-1], spec["finishSeconds"], gateways)
         optional = {(POLICIES, "NetworkPolicy", f"{name}-pool"), (KEDA, "ScaledObject", name)}
         await self._delete_unused(optional, items, apis, body)
-        observed = (await self._apply(items, body, namespace))._replace(waits=waits)
+        observed = (await self._apply(items, body, namespace))._replace(waiting_reason=waits)
 
         idle = await idle_gpus(name, spec, gateways if observed.ready else [])
-        observed = observed._replace(troubles=(*observed.troubles, *idle))
-        fields = {"replicas": observed.there, "readyReplicas": observed.ready, "selector": chosen(items[-1])}
+        observed = observed._replace(problems=(*observed.problems, *idle))
+        fields = {"replicas": observed.replicas, "readyReplicas": observed.ready, "selector": chosen(items[-1])}
         is_waiting = since or "waitsSince" in body.get("status", {})
         return observed, fields | ({"waitsSince": since} if is_waiting else {})
 
@@ -168,7 +168,9 @@ class Reconciler:
         """
         name = workload["metadata"]["name"]
         wanted = workload["spec"]["replicas"]
-        existing = await self._cluster.ask("GET", place("apps/v1", "StatefulSet", body["metadata"]["namespace"], name))
+        existing = await self._cluster.call(
+            "GET", object_path("apps/v1", "StatefulSet", body["metadata"]["namespace"], name)
+        )
         count = existing["spec"]["replicas"] if existing and owns(owner_of(body), existing) else 0
         if not 0 < wanted < count:
             return None, ""
@@ -202,23 +204,23 @@ class Reconciler:
         for item in items:
             workload = await self._cluster.apply(item, namespace, owner)
         pods = await self._cluster.every("v1", "Pod", namespace, f"?labelSelector={chosen(items[-1])}")
-        return of_workload(workload, pods.values())
+        return workload_status(workload, pods.values())
 
     async def _update_owners(self, body: Object, namespace: str, users: list[Object]) -> None:
         """Set the owner references of a pool to the pipelines that use it.
 
         The pool is one that the operator created. Without pipelines, it is deleted.
         """
-        path = place(VERSION, POOL, namespace, body["metadata"]["name"])
+        path = object_path(VERSION, POOL, namespace, body["metadata"]["name"])
         owners = [*map(owner_of, users)]
         if not owners:
-            await self._cluster.ask("DELETE", path)
+            await self._cluster.call("DELETE", path)
         elif owners != body["metadata"].get("ownerReferences"):
-            await self._cluster.ask("PATCH", path, {"metadata": {"ownerReferences": owners}}, MERGE)
+            await self._cluster.call("PATCH", path, {"metadata": {"ownerReferences": owners}}, MERGE)
 
     async def _apis(self) -> frozenset[str]:
         """Return the optional APIs that the cluster has."""
-        return frozenset([api for api in (MONITORING, KEDA) if await self._cluster.ask("GET", f"/apis/{api}")])
+        return frozenset([api for api in (MONITORING, KEDA) if await self._cluster.call("GET", f"/apis/{api}")])
 
 
 async def idle_gpus(name: str, pool: Object, gateways: list[str]) -> list[InvalidSpec]:
@@ -249,7 +251,7 @@ def owner_of(body: Object) -> Object:
     return {"apiVersion": VERSION, "kind": kind, "name": body["metadata"]["name"], "uid": body["metadata"]["uid"]}
 
 
-def at(pipeline: str, namespace: str, spec: Object) -> str:
+def gateway_url(pipeline: str, namespace: str, spec: Object) -> str:
     """Return the URL of a pipeline's gateway."""
     return f"http://{pipeline}.{namespace}.svc:{spec['service']['port']}"
 
@@ -303,20 +305,20 @@ class ObservedStatus(NamedTuple):
     """The observed status of a pipeline or pool."""
 
     #: Number of replicas that its spec asks for; for a pipeline, its pools are added.
-    wanted: int = 0
+    desired_replicas: int = 0
     #: Number of existing replicas.
-    there: int = 0
+    replicas: int = 0
     #: Number of replicas, and of pools, that are ready.
     ready: int = 0
     #: Problems that do not stop the reconciliation.
-    troubles: tuple[InvalidSpec, ...] = ()
+    problems: tuple[InvalidSpec, ...] = ()
     #: Why its spec was not applied. None if it was.
-    refused: InvalidSpec | None = None
+    rejection: InvalidSpec | None = None
     #: Why a scale-down waits. Empty if none does.
-    waits: str = ""
+    waiting_reason: str = ""
 
 
-def of_workload(made: Object, pods: Iterable[Object]) -> ObservedStatus:
+def workload_status(made: Object, pods: Iterable[Object]) -> ObservedStatus:
     """Return the status of a workload and its pods.
 
     Pods of an older template do not count as ready.
@@ -358,14 +360,14 @@ def conditions(body: Object, found: ObservedStatus, what: str, now: str) -> list
 
     what: the noun of its replicas, for messages. now: the time, see `now`.
     """
-    enough = found.ready >= found.wanted and not found.refused
-    wrong = [found.refused] if found.refused else found.troubles
-    state = "Starting" if not enough else "AsWanted" if found.wanted else "Asleep"
-    amount = str(found.refused or f"{found.ready} of {found.wanted} {what} are ready")
-    moves = ("WorkersFinish", found.waits) if found.waits else (state, amount)
+    enough = found.ready >= found.desired_replicas and not found.rejection
+    wrong = [found.rejection] if found.rejection else found.problems
+    state = "Starting" if not enough else "AsWanted" if found.desired_replicas else "Asleep"
+    amount = str(found.rejection or f"{found.ready} of {found.desired_replicas} {what} are ready")
+    moves = ("WorkersFinish", found.waiting_reason) if found.waiting_reason else (state, amount)
     states = {
-        "Ready": (enough, found.refused.reason if found.refused else state, amount),
-        "Progressing": (not wrong and (not enough or found.waits != ""), *moves),
+        "Ready": (enough, found.rejection.reason if found.rejection else state, amount),
+        "Progressing": (not wrong and (not enough or found.waiting_reason != ""), *moves),
         "Degraded": (bool(wrong), wrong[0].reason if wrong else "AsWanted", "; ".join(map(str, wrong)) or amount),
     }
     entries: list[Object] = []

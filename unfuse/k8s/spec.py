@@ -11,7 +11,7 @@ from typing import Any
 
 from unfuse.core.compute_options import AUTO, parse_parallel
 from unfuse.core.errors import ConfigError
-from unfuse.core.plan import ALL, roles_of
+from unfuse.core.plan import ALL_STAGES, roles_of
 
 #: A Kubernetes object, or a part of one, as parsed JSON.
 Object = dict[str, Any]
@@ -34,7 +34,7 @@ class InvalidSpec(ConfigError):
         self.reason = reason
 
 
-def read(body: Object) -> Object:
+def read_spec(body: Object) -> Object:
     """Return the checked spec of a pipeline or pool.
 
     Raises ConfigError or LookupError for an object that its definition would not allow.
@@ -108,7 +108,7 @@ def parallel(stages: Sequence[Object]) -> str:
     for stage in (stage for stage in stages if "parallel" in stage):
         stage_role = role(stage)
         parallelism = stage["parallel"]
-        if stage_role == ALL or not stage_role.isidentifier():
+        if stage_role == ALL_STAGES or not stage_role.isidentifier():
             raise InvalidSpec(
                 "InvalidSpec",
                 f"stage {stage['name']} sets parallel {parallelism}, but {stage_role} is not a single role: "

@@ -112,7 +112,7 @@ def reasoning_of(template: str) -> ReasoningFormat | None:
     None if the template does not mention the marks of a format.
     """
     formats = (REASONING_FORMATS[name] for name in ("seed_oss", "mistral", "qwen3"))
-    return next((format for format in formats if format.begin in template or format.end in template), None)
+    return next((format for format in formats if format.start_mark in template or format.end_mark in template), None)
 
 
 #: What a part of an answer is. "mark" is text that is not shown.
@@ -122,7 +122,7 @@ Kind = Literal["content", "reasoning", "call", "arguments", "mark"]
 BETWEEN = " \r\n\t,;]}`"
 
 #: The least characters by which a truncated mark is recognized.
-LEAST = 4
+MIN_MARK_CHARS = 4
 
 
 class AnswerPart(msgspec.Struct, frozen=True):
@@ -170,14 +170,14 @@ class CallReader:
         #: The number of calls so far.
         self.calls = 0
         #: Whether the answer is complete, so that further text is ignored.
-        self.over = False
+        self.is_over = False
 
     def feed(self, text: str) -> list[AnswerPart]:
         """Add text. Returns the parts that are certain now."""
         self._text += text
-        while self._text and not self.over and self._advance():
+        while self._text and not self.is_over and self._advance():
             pass
-        if self.over:
+        if self.is_over:
             self._emit("mark", "", self._text)
             self._text = ""
         return self._pop_parts()
@@ -199,7 +199,7 @@ class CallReader:
     def _is_truncated_mark(self, text: str) -> bool:
         """Return whether a text is a beginning of a start mark, and long enough."""
         text = text.strip()
-        return len(text) >= LEAST and any(mark.startswith(text) for mark in self._format.starts)
+        return len(text) >= MIN_MARK_CHARS and any(mark.startswith(text) for mark in self._format.starts)
 
     def _advance(self) -> bool:
         """Parse one step. Returns False if more text is needed."""
@@ -315,7 +315,7 @@ class CallReader:
         Its unparsed text is content if the call `failed` before it was certain; otherwise it is parsed again.
         """
         self._parsing = None
-        unparsed = self._chars.left()
+        unparsed = self._chars.remaining_text()
         was_call = self._chars.started
         if failed and not was_call:
             self._emit_content(self._candidate)
@@ -324,7 +324,7 @@ class CallReader:
             return
         self._text = unparsed + self._text
         self._between = True
-        self.over = not self._several and self.calls > 0
+        self.is_over = not self._several and self.calls > 0
 
     def _end_truncated_call(self, cut: bool) -> None:
         """End an unfinished call at the end of the text."""
@@ -332,7 +332,7 @@ class CallReader:
         if not cut:
             self._syntax.end()
         self._emit_events()
-        unparsed = self._chars.left()
+        unparsed = self._chars.remaining_text()
         hidden = self._chars.started or (cut and (self._forced or self._has_mark))
         self._emit("mark" if hidden else "content", "" if hidden else unparsed, unparsed)
         self._parsing = None
@@ -361,7 +361,7 @@ def opened(format: ReasoningFormat, start: str, *, continues: bool = False) -> b
     `start`: the text before the answer in its turn. The template writes it, or it is the last message.
     `continues`: whether the answer continues that message.
     """
-    last_begin, last_end = start.rfind(format.begin), start.rfind(format.end)
+    last_begin, last_end = start.rfind(format.start_mark), start.rfind(format.end_mark)
     return last_begin > last_end or (format.always and last_end < 0 and not continues)
 
 
@@ -372,16 +372,16 @@ class AnswerReader:
     """
 
     def __init__(self, reading: AnswerParsing) -> None:
-        self.reasoning = ReasoningReader(reading.reasoning, reading.opened) if reading.reasoning else None
+        self.reasoning = ReasoningReader(reading.reasoning, reading.starts_in_reasoning) if reading.reasoning else None
         self._calls: CallReader | None = None
         if reading.calls:
-            options = {"several": reading.several, "forced": reading.forced}
+            options = {"several": reading.allows_several_calls, "forced": reading.forced}
             self._calls = CallReader(reading.calls, reading.functions, **options)
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the answer is complete, so that further text is ignored."""
-        return self._calls is not None and self._calls.over
+        return self._calls is not None and self._calls.is_over
 
     def feed(self, text: str) -> list[AnswerPart]:
         """Add text. Returns the parts that are certain now."""
@@ -439,7 +439,7 @@ class ReasoningReader:
         if self.state in ("opened", "inside"):
             text = "" if cut or not rest.strip() else rest.rstrip()
             return [AnswerPart("reasoning", text, rest)] if text else _mark_part(rest)
-        is_truncated_mark = self.state == "start" and cut and len(rest.strip()) >= LEAST
+        is_truncated_mark = self.state == "start" and cut and len(rest.strip()) >= MIN_MARK_CHARS
         return _mark_part(rest) if is_truncated_mark or not rest else [AnswerPart("content", rest, rest)]
 
     def _advance(self) -> list[AnswerPart] | None:
@@ -456,7 +456,7 @@ class ReasoningReader:
 
     def _read_start(self) -> list[AnswerPart] | None:
         """Parse the begin mark and the white space around it."""
-        begin, rest = self._format.begin, self._buffer.lstrip()
+        begin, rest = self._format.start_mark, self._buffer.lstrip()
         if begin.startswith(rest):
             if rest != begin:
                 return None
@@ -483,7 +483,7 @@ class ReasoningReader:
             mark = _mark_part(self._buffer[: len(self._buffer) - len(text)])
             self._buffer, self._only_space = text, not text
             return mark
-        end = self._format.end
+        end = self._format.end_mark
         position = self._buffer.find(end)
         if position >= 0:
             text, raw = self._buffer[:position].rstrip(), self._buffer[: position + len(end)]

@@ -68,7 +68,7 @@ class CallInput:
         self._pending.append(char)
         return char
 
-    def put_back(self) -> None:
+    def unread(self) -> None:
         """Return the last character to the input, so that `next` returns it again."""
         self._returned = self._pending.pop()
 
@@ -99,7 +99,7 @@ class CallInput:
         events, self._events = self._events, []
         return events
 
-    def left(self) -> str:
+    def remaining_text(self) -> str:
         """Return the consumed characters that are not part of an event."""
         return "".join(self._pending) + self._returned
 
@@ -142,7 +142,7 @@ class CallParsers:
     def end(self) -> None:
         """Complete the arguments as far as possible, because the answer ended within a call."""
         if self._tagged is not None:
-            self._chars.emit("arguments", (self._tagged.argument() if self._tagged.begun else "") + "}")
+            self._chars.emit("arguments", (self._tagged.argument() if self._tagged.has_value else "") + "}")
 
     def _emit_call(self, name: str) -> None:
         """Emit the start of a call. Raises NotACall if the function is not offered."""
@@ -195,7 +195,7 @@ class CallParsers:
             elif char == "{" and call == ParsedCall():
                 call.depth += 1  # some models double the braces, as their template does
             elif char != ",":
-                self._chars.put_back()
+                self._chars.unread()
                 break
         if not self._chars.started:
             if not call.name or call.depth or self._format.bare:
@@ -225,7 +225,7 @@ class CallParsers:
     def _arguments(self, char: str, name: str) -> Parsing:
         """Return the arguments as text; "" if streamed, because the name was known."""
         if char == "{" and name:
-            self._chars.put_back()
+            self._chars.unread()
             self._emit_call(name)
             self._chars.stream(True)
             yield from self._chars.next()
@@ -266,7 +266,7 @@ class CallParsers:
             elif char not in _JSON:
                 if not self._chars.started:
                     raise NotACall
-                self._chars.put_back()
+                self._chars.unread()
                 break
             text.append(char)
         return "".join(text)
@@ -307,7 +307,7 @@ class CallParsers:
             char = yield from self._chars.next()
         if not word:
             raise NotACall
-        self._chars.put_back()
+        self._chars.unread()
         return word
 
     def _named_arguments(self) -> Parsing:
@@ -374,14 +374,14 @@ class CallParsers:
         self._chars.emit("arguments", "{")
         tag = yield from self._tag()
         while tag == "<parameter=":
-            self._tagged.begin((yield from self._until(">")).strip("\"' "))
+            self._tagged.start_value((yield from self._until(">")).strip("\"' "))
             tag = yield from self._tagged_value()
         self._chars.emit("arguments", "}")
 
     def _tag(self) -> Parsing:
         """Return a tag up to its first = or >; "" if no tag follows."""
         if (yield from self._space()) != "<":
-            self._chars.put_back()
+            self._chars.unread()
             return ""
         tag = "<"
         while tag[-1] not in "=>" and len(tag) < MAX_NAME:
@@ -416,7 +416,7 @@ class CallParsers:
             if char == "]":
                 return
             if char != ",":
-                self._chars.put_back()
+                self._chars.unread()
                 return
 
     def _parentheses(self) -> Parsing:
@@ -448,7 +448,7 @@ class TaggedArguments:
         self._name = ""  # the current parameter
         self._value = list[str]()  # the characters of its value
 
-    def begin(self, name: str) -> None:
+    def start_value(self, name: str) -> None:
         """Start the value of this parameter."""
         self._name, self._value = name, []
 
@@ -475,7 +475,7 @@ class TaggedArguments:
         return ends and "<function=" not in "".join(self._value)
 
     @property
-    def begun(self) -> bool:
+    def has_value(self) -> bool:
         """Whether there is a value that `argument` has not returned yet."""
         return bool(self._name)
 

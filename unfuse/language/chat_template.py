@@ -179,7 +179,7 @@ def plain(messages: Sequence[Message], shows: Collection[str] = ()) -> list[dict
     return plain_messages
 
 
-def text_alone(message: Message) -> Message:
+def text_only(message: Message) -> Message:
     """Return a message with only the text parts of its content."""
     content = message.get("content")
     if not isinstance(content, list | tuple):
@@ -300,7 +300,7 @@ class SpecialText:
             token: f"{nonce}{chr(PRIVATE[256 + place])}{nonce}" for place, token in enumerate(sorted(self._all))
         }
 
-    def is_in(self, value: Any) -> bool:
+    def occurs_in(self, value: Any) -> bool:
         """Return whether a string in this JSON value contains a special token.
 
         Raises InvalidParameter if the value is nested too deeply.

@@ -185,13 +185,13 @@ class ContentStopStrings:
                 # A stop string does not extend over reasoning or a tool call.
                 output += self._stops.finish() + part.raw
                 self._stops = StopStrings(self._strings)
-        return output, self._reader.over
+        return output, self._reader.is_over
 
 
 class StopConditions(msgspec.Struct, frozen=True):
     """The stop conditions of an answer, except its maximum length.
 
-    `continues` and `shows_special` control how tokens become text.
+    `continues` and `keep_special` control how tokens become text.
     """
 
     #: Stop strings.
@@ -201,13 +201,13 @@ class StopConditions(msgspec.Struct, frozen=True):
     #: Whether the model's end-of-text tokens do not end the answer.
     ignore_eos: bool = False
     #: The number of tokens in which stop strings are ignored. Sampling excludes end tokens there (`min_tokens`).
-    least: int = 0
+    min_tokens: int = 0
     #: Whether the stop string, or the token in `stop_ids`, is part of the answer.
     include: bool = False
     #: Whether the answer continues a text in the prompt.
     continues: bool = False
     #: Whether special tokens are part of the text.
-    shows_special: bool = False
+    keep_special: bool = False
 
 
 class AnswerText:
@@ -219,30 +219,30 @@ class AnswerText:
     """
 
     #: The token ids that end the answer.
-    ends: frozenset[int]
+    end_ids: frozenset[int]
     #: The maximum length in tokens.
-    most: int
+    max_tokens: int
     #: The deltas so far, one per token.
-    made: list[TokenDelta]
+    deltas: list[TokenDelta]
     #: Why the answer ended: "stop" or "length"; "" before.
-    ended: str
+    finish_reason: str
     #: The stop string or stop token that ended the answer. None for the model's end-of-text tokens.
     stop_reason: str | int | None
 
     def __init__(
         self, tokenizer: ChatTokenizer, ending: StopConditions, most: int, reading: AnswerParsing | None = None
     ) -> None:
-        self.ends = ending.stop_ids if ending.ignore_eos else tokenizer.stops | ending.stop_ids
-        self.most = most
-        self.made = []
-        self.ended = ""
+        self.end_ids = ending.stop_ids if ending.ignore_eos else tokenizer.stops | ending.stop_ids
+        self.max_tokens = most
+        self.deltas = []
+        self.finish_reason = ""
         self.stop_reason = None
 
         self._tokenizer = tokenizer
         self._ending = ending
         self._reading = reading
         marks = tokenizer.mark_ids(reading.marks) if reading else {}
-        if ending.shows_special:
+        if ending.keep_special:
             marks |= {id: tokenizer.piece(id).decode(errors="replace") for id in tokenizer.specials}
         self._detokenizer = Detokenizer(tokenizer, marks, first=not ending.continues)
         self._stops = ContentStopStrings(ending.stops, reading) if reading else StopStrings(ending.stops)
@@ -261,9 +261,9 @@ class AnswerText:
         reading = self._reading
         if reading is None or reading.reasoning is None:
             return False
-        text = "".join(delta.text for delta in self.made)
-        marked = any(mark in text for mark in (reading.reasoning.begin, reading.reasoning.end))
-        return marked or reading.opened or reading.reasoned
+        text = "".join(delta.text for delta in self.deltas)
+        marked = any(mark in text for mark in (reading.reasoning.start_mark, reading.reasoning.end_mark))
+        return marked or reading.starts_in_reasoning or reading.has_reasoning
 
     def add(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> TokenDelta:
         """Add a token, and return the new text that may be sent.
@@ -271,16 +271,16 @@ class AnswerText:
         `logprob`: the token's logprob, or None if not requested.
         `top`: (id, logprob) of the likeliest tokens, if requested.
         """
-        over = token in self.ends
+        over = token in self.end_ids
         self._starts.append(self._length)
         hidden = over and not self._is_included(token)
         text, stopped = ("", False) if hidden else self._feed(self._detokenizer.add(token))
 
-        self.ended = "stop" if over or stopped else "length" if len(self._starts) == self.most else ""
-        if self.ended and not stopped:
+        self.finish_reason = "stop" if over or stopped else "length" if len(self._starts) == self.max_tokens else ""
+        if self.finish_reason and not stopped:
             more, stopped = self._feed(self._detokenizer.finish())
-            text += more + ("" if stopped else self._stops.finish(cut=self.ended == "length"))
-            self.ended = "stop" if stopped else self.ended
+            text += more + ("" if stopped else self._stops.finish(cut=self.finish_reason == "length"))
+            self.finish_reason = "stop" if stopped else self.finish_reason
 
         if stopped:
             self.stop_reason = self._stops.stopped_by or None
@@ -289,8 +289,8 @@ class AnswerText:
             self.stop_reason = token
 
         self._sent_length += len(text)
-        self.made.append(self._delta(token, text, logprob, top, over=over, stopped=stopped))
-        return self.made[-1]
+        self.deltas.append(self._delta(token, text, logprob, top, over=over, stopped=stopped))
+        return self.deltas[-1]
 
     def _is_included(self, token: int) -> bool:
         """Return whether this token, which ends the answer, is part of it."""
@@ -303,7 +303,7 @@ class AnswerText:
         Stop strings are ignored in the first `least` tokens.
         """
         self._length += len(text)
-        if len(self._starts) <= self._ending.least:
+        if len(self._starts) <= self._ending.min_tokens:
             return self._stops.skip(text), False
         return self._stops.feed(text)
 
@@ -320,7 +320,7 @@ class AnswerText:
         """Return the delta of a token, with its logprobs if requested."""
         if logprob is None:
             return TokenDelta(token, text)
-        if self.ended and (not stopped or self._ending.include):
+        if self.finish_reason and (not stopped or self._ending.include):
             self._certain = len(self._starts) - (over and not self._is_included(token))
         while self._certain < len(self._starts) and self._starts[self._certain] < self._sent_length:
             self._certain += 1

@@ -22,7 +22,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from unfuse.core.codec import MAX_BYTES, decode, encode, frame, read_message
-from unfuse.core.text import unpacked
+from unfuse.core.text import unpack_ids
 from unfuse.language.grammars import AllowedTokens, AllowedTokensQuery, Grammar, GrammarCompiled
 
 #: The most CPU seconds for checking a grammar without a model.
@@ -90,7 +90,7 @@ def compiled(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     elif grammar.kind == "regex":
         text = LLMatcher.grammar_from_regex(grammar.text)
     elif grammar.kind == "ebnf":
-        text = LLMatcher.grammar_from_lark(in_lark(grammar.text))
+        text = LLMatcher.grammar_from_lark(to_lark(grammar.text))
     else:
         text = LLMatcher.grammar_from_lark(grammar.text)
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
@@ -103,7 +103,7 @@ def compiled(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     return matcher
 
 
-def in_lark(text: str) -> str:
+def to_lark(text: str) -> str:
     """Translate a grammar from the EBNF of llama.cpp and XGrammar to Lark's notation.
 
     Raises ValueError if it is not valid.
@@ -116,17 +116,17 @@ def in_lark(text: str) -> str:
 
 def follow(matcher: LLMatcher, message: AllowedTokensQuery) -> AllowedTokens:
     """Append a query's ids to its text, and return the tokens that may follow."""
-    ids = unpacked(message.ids)
+    ids = unpack_ids(message.ids)
     length = message.start + len(ids)
     if ids and not matcher.consume_tokens(ids):
-        return AllowedTokens(message.text, length, error=shown(matcher.get_error()))
+        return AllowedTokens(message.text, length, error=one_line(matcher.get_error()))
     mask = matcher.compute_bitmask()
     if matcher.is_error() or not any(mask):
-        return AllowedTokens(message.text, length, error=shown(matcher.get_error()))
+        return AllowedTokens(message.text, length, error=one_line(matcher.get_error()))
     return AllowedTokens(message.text, length, mask)
 
 
-def shown(error: str) -> str:
+def one_line(error: str) -> str:
     """Return an error message of llguidance as one line, never empty."""
     line = " ".join(error.removesuffix("<non-verbose/>").split())
     is_empty = not line or line.startswith("NoExtension")
@@ -160,7 +160,7 @@ def serve(tokenizer: LLTokenizer, grammar: Grammar, connection: socket.socket, s
         with _cpu_limit(seconds):
             matcher = compiled(tokenizer, grammar)
     except ValueError as error:
-        connection.sendall(frame(encode(GrammarCompiled(shown(str(error))))))
+        connection.sendall(frame(encode(GrammarCompiled(one_line(str(error))))))
         return
     connection.sendall(frame(encode(GrammarCompiled())))
 
@@ -172,7 +172,7 @@ def serve(tokenizer: LLTokenizer, grammar: Grammar, connection: socket.socket, s
                 )
             except EOFError:
                 return
-            if message.over:
+            if message.is_over:
                 texts.pop(message.text, None)
                 continue
             with _cpu_limit(STEP_S):

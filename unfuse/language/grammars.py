@@ -23,7 +23,7 @@ import msgspec
 
 from unfuse.core.codec import MAX_BYTES, decode, encode, frame, split_message
 from unfuse.core.errors import InvalidParameter, PermanentError, ProtocolError, TransientError
-from unfuse.core.text import AnswerParsing, packed
+from unfuse.core.text import AnswerParsing, pack_ids
 from unfuse.language.answer_reader import ReasoningReader
 from unfuse.language.detokenize import Detokenizer
 
@@ -67,7 +67,7 @@ class AllowedTokensQuery(msgspec.Struct, frozen=True, array_like=True):
     #: The token ids from `start` on, packed (`core.text.packed`).
     ids: bytes = b""
     #: Whether the text is over. The query then has no answer.
-    over: bool = False
+    is_over: bool = False
 
 
 class AllowedTokens(msgspec.Struct, frozen=True, array_like=True):
@@ -102,7 +102,7 @@ def grammar_digest(packed: bytes) -> str:
 
 
 #: The most grammar processes, unless texts use more. Beyond it, idle ones are closed, least recently used first.
-KEPT = 16
+MAX_IDLE_PROCESSES = 16
 
 #: Seconds that a step waits for the allowed tokens. A text whose mask comes later joins a later step.
 PATIENCE_S = 0.03
@@ -234,7 +234,7 @@ class Grammars:
         self._processes.move_to_end(grammar)
 
         idle = [key for key, other in self._processes.items() if not other.texts and other is not process]
-        for key in idle[: max(0, len(self._processes) - KEPT)]:
+        for key in idle[: max(0, len(self._processes) - MAX_IDLE_PROCESSES)]:
             self._processes.pop(key).close()
         return process
 
@@ -313,14 +313,14 @@ class GrammarConstraint:
         """Whether its grammar is not compiled yet."""
         return self._process.compiled is None
 
-    def begin(self, ids: Sequence[int]) -> None:
+    def query(self, ids: Sequence[int]) -> None:
         """Query the tokens that may follow these ids, unless already queried.
 
         They are computed in the background.
         """
         if self._queried < len(ids):
             start = max(0, self._queried)
-            self._process.send(AllowedTokensQuery(self._number, start, packed(ids[start:])))
+            self._process.send(AllowedTokensQuery(self._number, start, pack_ids(ids[start:])))
             self._queried = len(ids)
 
     def waits(self, wait_s: float = 0.0) -> bool:
@@ -336,7 +336,7 @@ class GrammarConstraint:
 
         Raises InvalidGrammar if the grammar cannot be used, or no token may follow.
         """
-        self.begin(ids)
+        self.query(ids)
         self._late = not self._is_answered(self._grammars.patience_s)
         answer = self._process.answers.get(self._number)
         compiled = self._process.compiled
@@ -363,7 +363,7 @@ class GrammarConstraint:
         if self._private:
             self._process.close()
         else:
-            self._process.send(AllowedTokensQuery(self._number, over=True))
+            self._process.send(AllowedTokensQuery(self._number, is_over=True))
 
     def _restart_in_private_process(self) -> None:
         """Continue in a new process, which no other text shares.
@@ -416,10 +416,10 @@ class ConstraintAfterReasoning:
         format = reading.reasoning
         assert format
         self._constraint = constraint
-        self._reader = ReasoningReader(format, reading.opened)
+        self._reader = ReasoningReader(format, reading.starts_in_reasoning)
         self._detokenizer = Detokenizer(tokenizer, tokenizer.mark_ids(reading.marks))
         self._all_tokens = b"\xff" * (-(-tokenizer.size // 8))
-        self._start_marks = tokenizer.mark_ids([format.begin]) if not reading.opened else {}
+        self._start_marks = tokenizer.mark_ids([format.start_mark]) if not reading.starts_in_reasoning else {}
         self._read = 0  # how many tokens were read
         self._reasoned = 0  # how many of them belong to the reasoning
 
@@ -428,13 +428,13 @@ class ConstraintAfterReasoning:
         """Whether its grammar is not compiled yet."""
         return self._constraint.compiling
 
-    def begin(self, ids: Sequence[int]) -> None:
+    def query(self, ids: Sequence[int]) -> None:
         """Query the tokens that may follow these ids, if the reasoning is over.
 
         They are computed in the background.
         """
         if self._is_constrained(ids):
-            self._constraint.begin(ids[self._reasoned :])
+            self._constraint.query(ids[self._reasoned :])
 
     def waits(self, wait_s: float = 0.0) -> bool:
         """Return whether the answer is still overdue after waiting up to `wait_s` seconds.

@@ -19,7 +19,7 @@ from unfuse.language.answer_reader import CALL_FORMATS
 Message = Mapping[str, Any]
 
 #: Types of content parts with a picture or video. They are handled as in new messages.
-SHOWN_PARTS = ("image_url", "video_url", "video", "image")
+MEDIA_PARTS = ("image_url", "video_url", "video", "image")
 
 #: Types of text parts, of chat completions and of the Responses API.
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -87,7 +87,7 @@ def _read_part(part: Any) -> dict[str, Any] | None:
     if not isinstance(part, Mapping):
         return None
     kind = part.get("type")
-    if kind in SHOWN_PARTS:
+    if kind in MEDIA_PARTS:
         return dict(part)
     text = part.get("refusal") if kind == "refusal" else part.get("text") if kind in TEXT_PARTS else None
     return {"type": "text", "text": _replace_surrogates(text)} if isinstance(text, str) else None
@@ -109,7 +109,7 @@ def _read_result_part(part: Any) -> Any:
 
     Strings become text parts, other values JSON in a text part.
     """
-    if isinstance(part, Mapping) and part.get("type") in (*TEXT_PARTS, *SHOWN_PARTS, "input_image"):
+    if isinstance(part, Mapping) and part.get("type") in (*TEXT_PARTS, *MEDIA_PARTS, "input_image"):
         return part
     return {
         "type": "text",
@@ -253,10 +253,10 @@ def _split_calls(
 
 
 #: The format of calls for templates that do not support tools.
-OURS = CALL_FORMATS["hermes"]
+PLAIN_FORMAT = CALL_FORMATS["hermes"]
 
 #: The instruction in the system message for templates that do not support tools.
-ASKS = """You may call functions to help with what the user asks. These are the functions, as JSON:
+CALL_INSTRUCTIONS = """You may call functions to help with what the user asks. These are the functions, as JSON:
 <tools>
 {tools}
 </tools>
@@ -277,7 +277,9 @@ def with_calls(
     if not tools or knows or not adapted:
         return adapted
 
-    instruction = ASKS.format(tools="\n".join(json.dumps(tool) for tool in tools), begin=OURS.open, end=OURS.close)
+    instruction = CALL_INSTRUCTIONS.format(
+        tools="\n".join(json.dumps(tool) for tool in tools), begin=PLAIN_FORMAT.open, end=PLAIN_FORMAT.close
+    )
     system: Message = {"role": "system", "content": instruction}
     if not isinstance(adapted[0], Mapping) or adapted[0].get("role") != "system":
         return [system, *adapted]
@@ -332,7 +334,11 @@ def _adapt_calls(message: Any, number: int, knows: bool) -> Any:
             "tool_calls": read,
         }
 
-    written = OURS.open + OURS.between.join(json.dumps(call["function"]) for call in read) + OURS.close
+    written = (
+        PLAIN_FORMAT.open
+        + PLAIN_FORMAT.between.join(json.dumps(call["function"]) for call in read)
+        + PLAIN_FORMAT.close
+    )
     text = _text(message, number) if message.get("content") else ""
     reasoning = {key: message[key] for key in ("reasoning_content",) if message.get(key)}
     return {"role": "assistant", **reasoning, "content": "\n".join(part for part in (text, written) if part)}

@@ -216,7 +216,7 @@ class KvSequence:
         """The block after its last one, which extends it in place; -1 without blocks."""
         return self._runs[-1][1] if self._runs else -1
 
-    def grow(self, tokens: int) -> None:
+    def extend(self, tokens: int) -> None:
         """Extend the sequence by this many tokens. Its present tokens stay in place.
 
         Raises NoKvBlocks if too few blocks are free; nothing is changed then. Raises ValueError for a negative number.

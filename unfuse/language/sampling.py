@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 #: The weight of the likeliest token. A token 2⁴⁰ times less likely has weight 0 and is never drawn.
 #: The sum of the weights of any vocabulary fits into 64 bits.
-ONE = 1 << 40
+UNIT_WEIGHT = 1 << 40
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -60,7 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     #: The tokens `ends` are not drawn before this many other tokens.
     min_tokens: int = 0
     #: The token ids that end a text.
-    ends: tuple[int, ...] = ()
+    end_ids: tuple[int, ...] = ()
     #: Token sequences that must not occur: their last token is not drawn after the others.
     bad_words: tuple[tuple[int, ...], ...] = ()
 
@@ -124,7 +124,7 @@ def sample(
 
 def banned(how: SamplingParams, made_ids: Sequence[int]) -> set[int]:
     """Return the tokens that must not be drawn next."""
-    tokens = {*how.ends} if len(made_ids) < how.min_tokens else set[int]()
+    tokens = {*how.end_ids} if len(made_ids) < how.min_tokens else set[int]()
     for *before, last in how.bad_words:
         if not before or [*made_ids[-len(before) :]] == before:
             tokens.add(last)
@@ -216,14 +216,14 @@ def weights(scores: Tensor, how: SamplingParams) -> Tensor:
     series = torch.full_like(fraction, SERIES[-1])
     for factor in reversed(SERIES[:-1]):
         series = series.mul_(fraction).add_(factor)
-    weight = series.mul_(ONE).long() >> (-whole).long()
+    weight = series.mul_(UNIT_WEIGHT).long() >> (-whole).long()
 
     if 0 < how.top_k < len(weight):
         weight = weight * (weight >= weight.topk(how.top_k).values[-1])
     if how.top_p < 1:
         weight = weight * (weight >= _nucleus_threshold(weight, how.top_p))
     if how.min_p > 0:
-        weight = weight * (weight >= int(how.min_p * ONE))
+        weight = weight * (weight >= int(how.min_p * UNIT_WEIGHT))
     return weight
 
 

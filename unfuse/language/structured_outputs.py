@@ -138,10 +138,10 @@ def _structural_tag(value: object, param: str) -> AnswerFormat:
 
 
 #: A reader of a field: its value and name become a format. Raises InvalidParameter.
-Read = Callable[[object, str], AnswerFormat]
+FieldReader = Callable[[object, str], AnswerFormat]
 
 #: Parameters of vLLM and SGLang, each with its reader.
-FIELDS: dict[str, Read] = {
+FIELDS: dict[str, FieldReader] = {
     "guided_json": _schema,
     "guided_regex": partial(_text, "regex"),
     "guided_choice": _choice,
@@ -153,7 +153,7 @@ FIELDS: dict[str, Read] = {
 }
 
 #: Fields of vLLM's structured_outputs, each with its reader.
-STRUCTURES: dict[str, Read] = {
+STRUCTURES: dict[str, FieldReader] = {
     "json": _schema,
     "regex": partial(_text, "regex"),
     "choice": _choice,

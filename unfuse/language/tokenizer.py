@@ -27,7 +27,7 @@ from unfuse.language.chat_template import (
     SpecialText,
     TemplateTooLarge,
     plain,
-    text_alone,
+    text_only,
     texts_in,
     unused_characters,
 )
@@ -76,9 +76,9 @@ class PreTokenization(NamedTuple):
     #: The first split. "" for none.
     regex: str = ""
     #: Whether GPT-2's regex splits the text further.
-    rest: bool = True
+    splits_further: bool = True
     #: Whether a piece that is in the vocabulary as a whole becomes one token without merges (`ignore_merges`).
-    whole: bool = False
+    ignores_merges: bool = False
     #: Whether the text is normalized to Unicode NFC first.
     composed: bool = False
 
@@ -93,8 +93,8 @@ WORDS = (
 #: A GGUF file has only the name.
 SPLITS = {
     "default": PreTokenization(),
-    "llama-bpe": PreTokenization(WORDS % "{1,3}", rest=False, whole=True),
-    "qwen2": PreTokenization(WORDS % "", rest=False, composed=True),
+    "llama-bpe": PreTokenization(WORDS % "{1,3}", splits_further=False, ignores_merges=True),
+    "qwen2": PreTokenization(WORDS % "", splits_further=False, composed=True),
     "smollm": PreTokenization(r"\p{N}"),
 }
 
@@ -133,7 +133,7 @@ def of_gguf(file: Path) -> TokenizerFiles:
     Only byte-level BPE ("gpt2") with a pre-tokenization in SPLITS is supported.
     Raises ConfigError for other tokenizers, and for metadata that are not valid.
     """
-    metadata = contents(file).said
+    metadata = contents(file).metadata
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or split not in SPLITS:
         served = f"supported is gpt2 with {', '.join(SPLITS)}"
@@ -163,11 +163,13 @@ def _byte_level_bpe(tokens: Sequence[str], merges: Sequence[str], how: PreTokeni
     The id of a token is its index in `tokens`. A merge is a text of two tokens with a space between them.
     """
     pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
-    tokenizer = Tokenizer(models.BPE({token: id for id, token in enumerate(tokens)}, pairs, ignore_merges=how.whole))
+    tokenizer = Tokenizer(
+        models.BPE({token: id for id, token in enumerate(tokens)}, pairs, ignore_merges=how.ignores_merges)
+    )
     if how.composed:
         tokenizer.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(how.regex), "isolated")] if how.regex else []
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=how.rest)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=how.splits_further)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -282,7 +284,7 @@ class ChatTokenizer:
         continue_final_message = bool(variables.pop("continue_final_message", False))
 
         # `mark` is inserted into special tokens in clients' texts, `end` shows where the last message ends.
-        has_special = self._special_text.is_in(variables)
+        has_special = self._special_text.occurs_in(variables)
         mark = end = ""
         if has_special or continue_final_message:
             mark, end = unused_characters("".join((*texts_in(variables), template.text, *self._added)), 2)
@@ -326,7 +328,7 @@ class ChatTokenizer:
 
         The template writes it. With `continue_final_message` in `template_kwargs` it is the last message.
         """
-        texts = plain([text_alone(message) for message in messages])
+        texts = plain([text_only(message) for message in messages])
         kwargs = {**(template_kwargs or {})}
         if kwargs.pop("continue_final_message", False):
             return str(texts[-1].get("content") or "")
@@ -346,7 +348,7 @@ class ChatTokenizer:
         ids = ((self._tokenizer.token_to_id(mark), mark) for mark in marks)
         return {id: mark for id, mark in ids if id is not None}
 
-    def told(
+    def simplify(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
     ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]] | None]:
         """Return the messages and tools in the form that `prompt` needs for this model's template.

@@ -24,10 +24,10 @@ MAX_TOOLS = 128
 MAX_CALLS = 16
 
 #: The schema of a function's parameters if the request has none.
-NOTHING = {"type": "object", "additionalProperties": False}
+NO_PARAMETERS = {"type": "object", "additionalProperties": False}
 
 #: The same for chat templates.
-SHOWN_NOTHING = {"type": "object", "properties": {}}
+NO_PARAMETERS_IN_TEMPLATE = {"type": "object", "properties": {}}
 
 #: Names of functions, as in MCP. OpenAI's API allows 64 characters, and no dot.
 _NAME = re.compile("[a-zA-Z0-9_.-]{1,128}")
@@ -49,7 +49,7 @@ class Tools(msgspec.Struct, frozen=True):
     #: The names of the functions that may be called.
     names: tuple[str, ...] = ()
     #: Whether the model may write several calls in one answer.
-    several: bool = True
+    allows_several_calls: bool = True
 
     @property
     def callable(self) -> list[dict[str, Any]]:
@@ -62,7 +62,7 @@ class Tools(msgspec.Struct, frozen=True):
         return {function["name"]: types_of(function.get("parameters")) for function in self.callable}
 
     @property
-    def shown(self) -> list[dict[str, Any]]:
+    def template_functions(self) -> list[dict[str, Any]]:
         """All functions for chat templates.
 
         A missing description or missing parameters are added, empty.
@@ -73,7 +73,7 @@ class Tools(msgspec.Struct, frozen=True):
 def _complete(function: Mapping[str, Any]) -> dict[str, Any]:
     """Return a function with an empty description and empty parameters where these are missing."""
     present = {key: value for key, value in function.items() if value is not None}
-    defaults = {"description": "", "parameters": SHOWN_NOTHING}
+    defaults = {"description": "", "parameters": NO_PARAMETERS_IN_TEMPLATE}
     return {**present, **{key: value for key, value in defaults.items() if key not in present}}
 
 
@@ -113,7 +113,7 @@ def _apply_choice(choice: object, tools: Tools) -> Tools | None:
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)} if (
             name in names
         ):
-            return replace(tools, choice="required", names=(name,), several=False)
+            return replace(tools, choice="required", names=(name,), allows_several_calls=False)
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}}:
             return replace(tools, choice=mode, names=_allowed(allowed, names))
     known = f"none, auto, required, allowed_tools, or a function by its name ({', '.join(names)[:200]})"
@@ -216,7 +216,7 @@ def _free(how: CallFormat) -> list[str]:
 def _calls(tools: Tools, how: CallFormat, relaxed: bool) -> list[str]:
     """Return the rules for `calls`, one or several, and for their `bodies`."""
     names = [f"body_{number}" for number in range(len(tools.callable))]
-    more = f" ({_literal(how.between)} body){{0,{MAX_CALLS - 1}}}" if tools.several and how.between else ""
+    more = f" ({_literal(how.between)} body){{0,{MAX_CALLS - 1}}}" if tools.allows_several_calls and how.between else ""
     rules = [
         f"calls: {_literal(how.open)} bodies {_literal(how.close)}",
         f"bodies: body{more}",
@@ -225,7 +225,7 @@ def _calls(tools: Tools, how: CallFormat, relaxed: bool) -> list[str]:
     for name, function in zip(names, tools.callable, strict=True):
         head = _literal(how.head.replace("NAME", function["name"]))
         strict = function.get("strict") is True
-        schema = function.get("parameters") or NOTHING
+        schema = function.get("parameters") or NO_PARAMETERS
         arguments = schema_text(schema, strict, "tools", relaxed)
         rules.append(f"{name}: {head} %json {arguments} {_literal(how.tail)}")
     return rules

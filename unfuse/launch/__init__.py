@@ -6,15 +6,15 @@ from unfuse.core.registry import resolve
 from unfuse.launch.base import OpenLauncher
 
 #: By name, the function that returns an `OpenLauncher` for the address behind the name.
-ELSEWHERE = {"ray": "unfuse.launch.ray:at"}
+LAUNCHERS = {"ray": "unfuse.launch.ray:ray_launchers"}
 
 
-def opener(url: str) -> OpenLauncher | None:
+def resolve_launcher(url: str) -> OpenLauncher | None:
     """Return the factory of the launcher that `url` names, or None for "local".
 
     url: "local", NAME[:ADDRESS] or "module:attr". Raises ConfigError for an unknown launcher.
     """
     name, _, address = url.partition(":")
-    name, address = (name, address) if name in ELSEWHERE else (url, "")
-    open_launcher: OpenLauncher | None = None if url == "local" else resolve(ELSEWHERE, name, "launcher")(address)
+    name, address = (name, address) if name in LAUNCHERS else (url, "")
+    open_launcher: OpenLauncher | None = None if url == "local" else resolve(LAUNCHERS, name, "launcher")(address)
     return open_launcher

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 #: `(number, line)`: receives a line that the worker of this number wrote, without its line end. Called in any thread.
-Hear = Callable[[int, bytes], None]
+LineSink = Callable[[int, bytes], None]
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -69,4 +69,4 @@ class Launcher(ABC):
 
 
 #: Creates a launcher of these workers, which passes their output lines to the function.
-OpenLauncher = Callable[[Sequence[WorkerSpec], Hear], Launcher]
+OpenLauncher = Callable[[Sequence[WorkerSpec], LineSink], Launcher]

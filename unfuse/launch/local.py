@@ -21,9 +21,9 @@ from typing_extensions import override
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.compute_options import compute_environment
 from unfuse.core.errors import ConfigError
-from unfuse.core.supervisor import Supervisor, first
-from unfuse.launch.base import Hear, Launcher, WorkerSpec
-from unfuse.planning.placement import only_cpu
+from unfuse.core.supervisor import Supervisor, first_completed
+from unfuse.launch.base import Launcher, LineSink, WorkerSpec
+from unfuse.planning.placement import is_cpu_only
 
 #: Seconds before a dead worker is restarted, and their maximum. They double with each death at once after a start.
 RESTART_S, RESTART_MOST_S = 1.0, 30.0
@@ -38,13 +38,13 @@ SIGNALLED = 128
 LATER = 3
 
 #: A worker that lived for this many seconds did not die at once.
-SETTLED_S = 30.0
+STABLE_S = 30.0
 
 #: Signal that ends a worker at once, and the seconds until it is killed.
-HURRY, HURRIED_S = signal.SIGUSR1, 3.0
+HURRY_SIGNAL, HURRIED_S = signal.SIGUSR1, 3.0
 
 #: Most bytes of a line. A longer one is split.
-PART = 1 << 16
+MAX_LINE_BYTES = 1 << 16
 
 #: Most lines that wait to be passed on. Beyond that, the oldest are dropped and counted.
 WAITING = 10_000
@@ -56,7 +56,7 @@ LAST_S = 2.0
 log = structlog.get_logger(__name__)
 
 
-def pass_on(number: int, line: bytes) -> None:
+def write_line(number: int, line: bytes) -> None:
     """Write a worker's line to the standard error of this process."""
     with suppress(OSError, ValueError):
         sys.stderr.write(line.decode(errors="replace") + "\n")
@@ -70,7 +70,7 @@ class OutputPump:
     meanwhile.
     """
 
-    def __init__(self, hear: Hear) -> None:
+    def __init__(self, hear: LineSink) -> None:
         self._sink = hear
         self._lines: deque[tuple[int, bytes]] = deque()
         self._dropped_count = 0
@@ -98,7 +98,7 @@ class OutputPump:
         reader.start()
         self._readers = [*(thread for thread in self._readers if thread.is_alive()), reader]
 
-    def tell(self, number: int, line: bytes) -> None:
+    def put(self, number: int, line: bytes) -> None:
         """Pass on a line as one of the worker of this number. Never blocks."""
         with self._changed:
             if len(self._lines) == WAITING:
@@ -119,8 +119,8 @@ class OutputPump:
     def _read_lines(self, number: int, pipe: BinaryIO) -> None:
         """Read lines from a pipe until its end."""
         with pipe:
-            while line := pipe.readline(PART):
-                self.tell(number, line.rstrip(b"\r\n"))
+            while line := pipe.readline(MAX_LINE_BYTES):
+                self.put(number, line.rstrip(b"\r\n"))
 
     def _write_lines(self) -> None:
         """Pass on lines until `close`."""
@@ -154,7 +154,7 @@ class LocalLauncher(Launcher):
     def __init__(
         self,
         specs: Sequence[WorkerSpec],
-        hear: Hear = pass_on,
+        hear: LineSink = write_line,
         clock: Clock | None = None,
         forks: ForkServers | InheritedForks | None = None,
     ) -> None:
@@ -186,7 +186,7 @@ class LocalLauncher(Launcher):
             self._forks.close()  # the fork server ends when the workers have closed their sockets too
         hurried_s = min(HURRIED_S, drain_timeout / 4)
         await self._wait_for_end(drain_timeout - hurried_s, hurry)
-        self._signal(HURRY)
+        self._signal(HURRY_SIGNAL)
         await self._wait_for_end(HURRIED_S if hurry and hurry.is_set() else hurried_s)
         self._signal(signal.SIGKILL)
 
@@ -204,7 +204,7 @@ class LocalLauncher(Launcher):
     async def _wait_for_end(self, seconds: float, hurry: asyncio.Event | None = None) -> None:
         """Wait until all processes have ended, the seconds are over, or `hurry` is set."""
         ended = asyncio.gather(*map(asyncio.shield, self._keepers), return_exceptions=True)
-        await first(ended, *([hurry.wait()] if hurry else []), timeout=seconds)
+        await first_completed(ended, *([hurry.wait()] if hurry else []), timeout=seconds)
 
     async def _run_worker(self, number: int) -> None:
         """Run a worker and restart it when it dies.
@@ -217,7 +217,7 @@ class LocalLauncher(Launcher):
         while not self._stopping:
             started_at = self._clock.now()
             process = None
-            with self._background.besides("starting a worker"):
+            with self._background.log_errors("starting a worker"):
                 process = await self._spawn(number)
             if process is None:
                 await asyncio.sleep(RESTART_S)
@@ -237,7 +237,7 @@ class LocalLauncher(Launcher):
                 return
             if is_error and smaller:
                 self._use_next_variant(number)
-            deaths = 1 if lived_s >= SETTLED_S else deaths + 1
+            deaths = 1 if lived_s >= STABLE_S else deaths + 1
             pause = pause_after(deaths)
             event = f"{'a worker' if is_worker else 'the fork server'} ended, restarting it"
             log.warning(event, pid=process.pid, code=code, lived_s=lived_s, pause_s=pause)
@@ -251,8 +251,8 @@ class LocalLauncher(Launcher):
             return server
         spec = self._variants.get(number, [self._specs[number]])[0]
         descriptors = {"--lifeline": self._lifeline}
-        if self._forks and only_cpu([spec.device]):
-            descriptors["--fork-server"] = self._forks.asks
+        if self._forks and is_cpu_only([spec.device]):
+            descriptors["--fork-server"] = self._forks.socket_fd
         descriptor_flags = [text for flag, descriptor in descriptors.items() for text in (flag, str(descriptor))]
         output = self._output.pipe(number)
         try:
@@ -381,7 +381,7 @@ class ForkServers:
         self._first_server: ForkServerProcess | None = self._start_server()
 
     @property
-    def asks(self) -> int:
+    def socket_fd(self) -> int:
         """The descriptor that workers are handed."""
         return self._worker_socket.fileno()
 
@@ -413,13 +413,13 @@ class InheritedForks:
         self._asks = socket.socket(fileno=asks)
 
     @property
-    def asks(self) -> int:
+    def socket_fd(self) -> int:
         """The descriptor that workers are handed."""
         return self._asks.fileno()
 
     def copy(self) -> InheritedForks:
         """Return the same socket with a descriptor of its own."""
-        return InheritedForks(os.dup(self.asks))
+        return InheritedForks(os.dup(self.socket_fd))
 
     def close(self) -> None:
         """Close this descriptor of the socket. Idempotent."""

@@ -20,10 +20,10 @@ from msgspec.structs import replace
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, TransientError, UnfuseError, UsageError
-from unfuse.core.supervisor import Supervisor, first
-from unfuse.launch.base import Hear, Launcher, OpenLauncher, WorkerSpec
-from unfuse.launch.local import LAST_S, SETTLED_S, WAITING, LocalLauncher, OutputPump, pass_on, pause_after
-from unfuse.planning.placement import CPU, only_cpu
+from unfuse.core.supervisor import Supervisor, first_completed
+from unfuse.launch.base import Launcher, LineSink, OpenLauncher, WorkerSpec
+from unfuse.launch.local import LAST_S, STABLE_S, WAITING, LocalLauncher, OutputPump, pause_after, write_line
+from unfuse.planning.placement import CPU, is_cpu_only
 from unfuse.worker.records import write_records
 
 #: Seconds between two checks for drained nodes, and until a log line says that Ray does not answer, or has no room.
@@ -43,7 +43,7 @@ LOST = "the Ray head node does not answer, and this server will stop: restart bo
 log = structlog.get_logger(__name__)
 
 
-def at(address: str) -> OpenLauncher:
+def ray_launchers(address: str) -> OpenLauncher:
     """Return the factory of launchers on one Ray cluster. Raises ConfigError as `RayCluster` does.
 
     address: HOST:PORT, or "" for a new cluster of this machine alone.
@@ -58,7 +58,7 @@ class RayLauncher(Launcher):
     finished its tasks.
     """
 
-    def __init__(self, nodes: RayCluster, specs: Sequence[WorkerSpec], hear: Hear = pass_on) -> None:
+    def __init__(self, nodes: RayCluster, specs: Sequence[WorkerSpec], hear: LineSink = write_line) -> None:
         self._cluster = nodes
         self._specs = specs
         self._output = OutputPump(hear)
@@ -70,8 +70,8 @@ class RayLauncher(Launcher):
     @override
     def start(self) -> None:
         for number in range(len(self._specs)):
-            self._background.once("running a worker on Ray", partial(self._run_worker, number))
-        self._background.forever("watching Ray for drained nodes", self._watch_drains)
+            self._background.start("running a worker on Ray", partial(self._run_worker, number))
+        self._background.start_loop("watching Ray for drained nodes", self._watch_drains)
 
     @override
     async def stop(self, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
@@ -96,7 +96,7 @@ class RayLauncher(Launcher):
                     if not self.failed.done():
                         self.failed.set_exception(error)
                     return
-                deaths = 1 if clock() - started_at >= SETTLED_S else deaths + 1
+                deaths = 1 if clock() - started_at >= STABLE_S else deaths + 1
                 fields = {"role": self._specs[number].role, "reason": str(error)}
                 log.warning("a worker on Ray is lost, starting a new one", pause_s=pause_after(deaths), **fields)
                 await asyncio.sleep(pause_after(deaths))
@@ -107,12 +107,14 @@ class RayLauncher(Launcher):
         Raises ConfigError if the worker cannot start, and TransientError if its actor or node is lost.
         """
         spec = renumbered(self._specs[number])
-        slot = self._cluster.hold(*takes(spec))
+        slot = self._cluster.reserve(*required_resources(spec))
         self._relays[slot] = None
-        log_wait = partial(log.warning, "a worker waits for a Ray node with free resources", cpus_and_gpus=takes(spec))
+        log_wait = partial(
+            log.warning, "a worker waits for a Ray node with free resources", cpus_and_gpus=required_resources(spec)
+        )
         wait_timer = asyncio.get_running_loop().call_later(ROOM_S, log_wait)
         try:
-            await slot.begin(spec)
+            await slot.start_worker(spec)
             wait_timer.cancel()
             relay = self._relays[slot] = asyncio.create_task(self._relay(number, slot))
             await asyncio.wait((relay, slot.leaves), return_when=asyncio.FIRST_COMPLETED)
@@ -124,7 +126,7 @@ class RayLauncher(Launcher):
         finally:
             wait_timer.cancel()
         log.warning("a Ray node is draining, moving its worker", role=spec.role, node=slot.node)
-        self._background.once(
+        self._background.start(
             "ending a worker on a drained Ray node", partial(self._end_worker, slot, slot.leaves.result())
         )
 
@@ -132,9 +134,9 @@ class RayLauncher(Launcher):
         """Pass on a worker's lines until it ends. Returns the reason of its end."""
         end_reason = None
         while end_reason is None:
-            lines, end_reason = await slot.heard()
+            lines, end_reason = await slot.read_lines()
             for line in lines:
-                self._output.tell(number, line)
+                self._output.put(number, line)
         return end_reason
 
     async def _end_worker(self, slot: NodeSlot, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
@@ -143,7 +145,7 @@ class RayLauncher(Launcher):
         When `hurry` is set, the worker is not waited for any longer.
         """
         if slot.node:
-            await first(slot.stop(drain_timeout), *([hurry.wait()] if hurry else []))
+            await first_completed(slot.stop(drain_timeout), *([hurry.wait()] if hurry else []))
         if relay := self._relays[slot]:
             await asyncio.wait({relay}, timeout=LAST_S)
             relay.cancel()
@@ -156,7 +158,7 @@ class RayLauncher(Launcher):
         await asyncio.sleep(LOOK_S)
         lost_timer = asyncio.get_running_loop().call_later(LOST_S, log.error, LOST)
         try:
-            ends = await self._cluster.draining() if self._relays else {}
+            ends = await self._cluster.draining_nodes() if self._relays else {}
         finally:
             lost_timer.cancel()
         for slot in self._relays:
@@ -164,13 +166,13 @@ class RayLauncher(Launcher):
                 slot.leaves.set_result(ends[slot.node])
 
 
-def takes(spec: WorkerSpec) -> tuple[int, int]:
+def required_resources(spec: WorkerSpec) -> tuple[int, int]:
     """Return the numbers of CPUs and GPUs that a worker needs.
 
     On CPUs, each thread of each rank needs a CPU. On GPUs, each rank needs a CPU and a GPU.
     """
     ranks = len(spec.device.split("+"))
-    return (ranks * int(spec.flags.get("threads", 1)), 0) if only_cpu([spec.device]) else (ranks, ranks)
+    return (ranks * int(spec.flags.get("threads", 1)), 0) if is_cpu_only([spec.device]) else (ranks, ranks)
 
 
 def renumbered(spec: WorkerSpec) -> WorkerSpec:
@@ -194,20 +196,20 @@ class NodeSlot:
         self.leaves: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._actor_future = asyncio.ensure_future(_await_ray(asyncio.to_thread(_create_actor, cpus, gpus)))
 
-    async def begin(self, spec: WorkerSpec) -> None:
+    async def start_worker(self, spec: WorkerSpec) -> None:
         """Start the worker as soon as a node has room.
 
         Raises TransientError if the actor or node is lost.
         """
         self.node = await self._call("node")
-        await self._call("begin", spec)
+        await self._call("start_worker", spec)
 
-    async def heard(self) -> tuple[list[bytes], str | None]:
+    async def read_lines(self) -> tuple[list[bytes], str | None]:
         """Wait for output, then return the worker's new lines and the reason of its end.
 
-        The result is that of `RayWorker.heard`. Raises TransientError if the actor or node is lost.
+        The result is that of `RayWorker.read_lines`. Raises TransientError if the actor or node is lost.
         """
-        lines, end_reason = await self._call("heard")
+        lines, end_reason = await self._call("read_lines")
         return lines, end_reason
 
     async def stop(self, drain_timeout: float) -> None:
@@ -253,14 +255,14 @@ class RayCluster:
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise ConfigError(f"--launcher ray cannot connect to {address or 'Ray'}: {error}") from error
 
-    def hold(self, cpus: int, gpus: int) -> NodeSlot:
+    def reserve(self, cpus: int, gpus: int) -> NodeSlot:
         """Reserve CPUs and GPUs for one worker, on any node with room.
 
         In an own cluster only a thousandth of the CPUs is reserved, since the placement planned who shares them.
         """
         return NodeSlot(cpus if self._address else cpus / 1000, gpus)
 
-    async def draining(self) -> dict[str, float]:
+    async def draining_nodes(self) -> dict[str, float]:
         """Return the seconds until each draining node is gone, by the node's id.
 
         Raises TransientError if Ray is lost.
@@ -330,14 +332,14 @@ class RayWorker:
 
         return str(ray.get_runtime_context().get_node_id())
 
-    async def begin(self, spec: WorkerSpec) -> None:
+    async def start_worker(self, spec: WorkerSpec) -> None:
         """Start the worker. Log lines of this process are passed on like the worker's lines."""
         write_records(cast(TextIO, self))
         self._launcher = LocalLauncher([spec], self._add_line)
         self._launcher.failed.add_done_callback(lambda _: self._changed.set())
         self._launcher.start()
 
-    async def heard(self) -> tuple[list[bytes], str | None]:
+    async def read_lines(self) -> tuple[list[bytes], str | None]:
         """Wait for output, then return the new lines and the reason of the worker's end.
 
         The reason is None while the worker runs, and "" after `stop`.

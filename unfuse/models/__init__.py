@@ -13,13 +13,13 @@ from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import StageSelector
 from unfuse.core.registry import resolve
 from unfuse.models.base import Family
-from unfuse.models.declared import declared
+from unfuse.models.declared import declared_pipeline
 from unfuse.models.undivided_family import FAMILY as WHOLE
-from unfuse.weights.gguf_model import files_of
-from unfuse.weights.hub import Tell
+from unfuse.weights.gguf_model import open_files
+from unfuse.weights.hub import ProgressCallback
 from unfuse.weights.source import pipeline_class, resolve_source
 
-__all__ = ["Family", "card_of", "fetch", "find", "resolve_source", "served_classes"]
+__all__ = ["Family", "read_model_spec", "fetch", "find", "resolve_source", "served_classes"]
 
 #: Families by the class in model_index.json, or in config.json for a model of transformers.
 FAMILIES = {
@@ -58,12 +58,12 @@ def find(source: str | Path) -> Family:
 
     A folder of another pipeline is served undivided. Raises ConfigError if there is no model, or it is not supported.
     """
-    folder = files_of(Path(source)) if source and Path(source).exists() else None
+    folder = open_files(Path(source)) if source and Path(source).exists() else None
     kind = folder.kind if folder else pipeline_class(str(source))
     outside = entry_points(group=OUTSIDE) if kind not in FAMILIES else ()
     families = {point.name: point.value for point in outside} | FAMILIES
 
-    if kind not in families and folder and not folder.is_whole and declared(kind):
+    if kind not in families and folder and not folder.is_transformers_model and declared_pipeline(kind):
         return WHOLE
     if kind not in families:
         raise ConfigError(
@@ -72,7 +72,7 @@ def find(source: str | Path) -> Family:
         )
 
     family: Family = resolve(families, kind, "model family")
-    return family if folder is None or family.takes(folder) else WHOLE
+    return family if folder is None or family.supports(folder) else WHOLE
 
 
 def fetch(
@@ -81,7 +81,7 @@ def fetch(
     source: str = "",
     revision: str = "",
     dtype: str = "auto",
-    tell: Tell | None = None,
+    tell: ProgressCallback | None = None,
 ) -> tuple[ModelSpec, Path]:
     """Return the spec and the folder of a model, after downloading needed weights.
 
@@ -91,18 +91,18 @@ def fetch(
     Raises ConfigError.
     """
     folder = resolve_source(source or name, revision or None, ())
-    spec = card_of(name, folder, dtype)
-    stages = [stage for stage in spec.pipeline.stages if choice.takes(stage)]
+    spec = read_model_spec(name, folder, dtype)
+    stages = [stage for stage in spec.pipeline.stages if choice.selects(stage)]
     resolve_source(spec.source, None, {component for stage in stages for component in stage.components}, tell)
     return spec, folder
 
 
-def card_of(name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
+def read_model_spec(name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
     """Return the spec of the model in a folder.
 
     Raises ConfigError if it is not supported, or its stages do not fit together.
     """
-    spec = find(folder).card(name, folder, dtype)
+    spec = find(folder).model_spec(name, folder, dtype)
     try:
         spec.pipeline.validate()
     except ConfigError as error:

@@ -25,14 +25,14 @@ from unfuse.core.object_ref import DTYPES as WIDTHS
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.declared import call_defaults, scheduler_classes
 from unfuse.models.defaults import ServingConfig, read_serving
-from unfuse.models.encoders import cut_of, encoder_spreads
+from unfuse.models.encoders import component_parallel_plan, encoder_parallelism
 from unfuse.parallel.parallel_plan import ParallelPlan
 from unfuse.stages.base import Stage
 from unfuse.stages.specs import DENOISE, IMAGE_ENCODE, VAE_DECODE
 from unfuse.weights.folder import INDEX, ModelFolder, choose_dtypes
 from unfuse.weights.gguf_model import GgufModel
 from unfuse.weights.quantized import check, is_whole_number, packed_bytes
-from unfuse.weights.shared import MappedTensors, held, load_together, moved
+from unfuse.weights.shared import MappedTensors, load_together, move_to, resident_tensors
 from unfuse.weights.single import load_single, unplaced
 from unfuse.weights.source import source_of
 
@@ -85,11 +85,11 @@ class RuntimeOptions(msgspec.Struct, frozen=True):
     #: Bytes of the KV cache, for all ranks together. 0: as much as fits.
     kv: int = 0
     #: Objects that the stages of one process share, such as models.
-    shared: dict[Hashable, Any] = {}
+    shared_objects: dict[Hashable, Any] = {}
     #: All ranks of the worker, which load the same components in the same order.
     group: Group | None = None
     #: The folder of adapters that were fetched from other machines.
-    kept: str = ""
+    adapter_folder: str = ""
 
 
 class Family(ABC):
@@ -105,9 +105,9 @@ class Family(ABC):
     batches = False
 
     #: How its transformers are split for sequence, tensor and pipeline parallelism.
-    cut: ParallelPlan | None = None
+    parallel_plans: ParallelPlan | None = None
 
-    def takes(self, folder: ModelFolder) -> bool:
+    def supports(self, folder: ModelFolder) -> bool:
         """Return whether the family supports this folder of one of its classes.
 
         Other folders are served undivided.
@@ -115,7 +115,7 @@ class Family(ABC):
         return True
 
     @abstractmethod
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
+    def model_spec(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         """Return the spec of the model in a folder, served as `name`.
 
         Must not import torch, directly or indirectly: gateway, scheduler and a worker's parent call it. Equal folders
@@ -163,14 +163,14 @@ class DiffusersFamily(Family):
     accepts: tuple[AcceptedInput, ...] = ()
     #: Whether diffusers can load LoRA adapters into its transformer.
     takes_lora = True
-    cut: ParallelPlan
+    parallel_plans: ParallelPlan
     #: The component that adapters are for.
     adapts = "transformer"
     #: Whether an unsupported folder is served undivided instead of refused.
     else_whole = False
 
     @override
-    def takes(self, folder: ModelFolder) -> bool:
+    def supports(self, folder: ModelFolder) -> bool:
         try:
             if not is_split(folder, self.classes):
                 return False
@@ -180,21 +180,21 @@ class DiffusersFamily(Family):
             return False
 
     @override
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
+    def model_spec(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         model = ModelFolder(folder)
         serving = read_serving(folder, ServingConfig)
         components = self.components(model)
         dtypes = choose_dtypes(dtype, components)
         standard = {**call_defaults(*self.source), **self.standard(model)}
-        limits = serving.bounds(self.limits(model, serving.over(standard)))
+        limits = serving.bounds(self.limits(model, serving.with_standard(standard)))
         pipeline = self.pipeline(model, limits, {component: WIDTHS[dtypes[component]] for component in dtypes})
         return ModelSpec(
             name=name,
             source=source_of(folder),
             family=self.name,
-            pipeline=pipeline.spread(self.spreads(model)),
+            pipeline=pipeline.with_parallelism(self.parallelism(model)),
             limits=asdict(limits),
-            defaults=serving.within(limits, standard),
+            defaults=serving.with_limits(limits, standard),
             quality=msgspec.to_builtins(serving.quality),
             vocabulary=serving.vocabulary,
             weights=weights_ids(model, pipeline, self.name, self.settings(model.index())),
@@ -210,7 +210,7 @@ class DiffusersFamily(Family):
         if runtime.loras and spec.kind == DENOISE.kind and runtime.mesh and "tensor" in runtime.mesh.degrees:
             raise ConfigError(f"--loras cannot be combined with --parallel {spec.role}=tensor: leave one of them out")
         model = ModelFolder(folder)
-        stage = self.stage(spec.kind, Loader(model, self.components(model), runtime, report, self.cut))
+        stage = self.stage(spec.kind, Loader(model, self.components(model), runtime, report, self.parallel_plans))
         stage.exact = runtime.options.batching != "batched"
         return stage
 
@@ -245,21 +245,21 @@ class DiffusersFamily(Family):
         """Return settings in model_index.json that change what a component does, by component."""
         return {}
 
-    def spreads(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
+    def parallelism(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
         """Return how each stage kind may be spread over ranks.
 
         For each kind of parallelism a number of heads or layers, as `Spread.refusal` reads it.
         """
         denoisers = [name for name in self.components(folder) if name.startswith(self.adapts)]
-        denoise = {} if any(map(folder.is_quantized, denoisers)) else self.denoiser_spreads(folder)
+        denoise = {} if any(map(folder.is_quantized, denoisers)) else self.denoiser_parallelism(folder)
         spreads = {DENOISE.kind: denoise, VAE_DECODE.kind: {"tiles": 0}}
-        return spreads | encoder_spreads(folder, self.components(folder))
+        return spreads | encoder_parallelism(folder, self.components(folder))
 
-    def denoiser_spreads(self, folder: ModelFolder) -> dict[str, int]:
+    def denoiser_parallelism(self, folder: ModelFolder) -> dict[str, int]:
         """Return how denoising may be spread, from the transformer's configuration."""
         with folder.reading("transformer"):
             config = folder.config("transformer")
-            heads, common = int(config["num_attention_heads"]), self.cut.matrices.common(config)
+            heads, common = int(config["num_attention_heads"]), self.parallel_plans.matrices.common(config)
             blocks = int(config["num_layers"]) + int(config.get("num_single_layers") or 0)
         return {"ulysses": heads, "ring": 0, "cfg": 2, "tensor": common, "layers": blocks, "shard": 0}
 
@@ -287,9 +287,9 @@ class DiffusersFamily(Family):
         inputs = tuple(name for encoder in encoders for name in encoder.outputs)
         denoisers = [name for name in self.components(folder) if name.startswith(self.adapts)]
         width = WIDTHS["float32"] if self.float32_latents else widths[self.adapts]
-        room = self.shape(folder).room(width)
+        room = self.shape(folder).latent_size(width)
         components = (*denoisers, "scheduler")
-        denoise = replace(DENOISE, components=components, inputs=inputs, room=room, shares=True)
+        denoise = replace(DENOISE, components=components, inputs=inputs, output_size=room, batch_invariant=True)
         return Pipeline((*encoders, denoise, VAE_DECODE))
 
     def has_zeros(self, index: Mapping[str, Any]) -> bool:
@@ -316,7 +316,7 @@ class DiffusersFamily(Family):
             return ImageEncode(self.image_encoder(loader))
         if kind == DENOISE.kind:
             denoiser, runtime = self.denoiser(loader), loader.runtime
-            preview = PreviewDecoder(lambda: self.vae(loader.alone))
+            preview = PreviewDecoder(lambda: self.vae(loader.for_this_rank))
             adapters = self._adapters(loader, denoiser)
             redraw = self.redraw(loader, denoiser.dtype)
             return Denoise(denoiser, runtime.options, preview, adapters, runtime.mesh, redraw)
@@ -337,7 +337,7 @@ class DiffusersFamily(Family):
         if runtime.options.offload == "sequential":
             raise ConfigError("--loras cannot be combined with --offload sequential: use --offload model")
         pipeline = partial(getattr, import_module("diffusers"), self.source[1])
-        files = AdapterFolder(runtime.loras, runtime.kept)
+        files = AdapterFolder(runtime.loras, runtime.adapter_folder)
         transformer, most = denoiser.transformers[0], runtime.options.max_loras
         return LoadedAdapters(files, transformer, pipeline, loader.device, most, self.adapts)
 
@@ -377,7 +377,7 @@ class Loader:
         self._cut = cut
 
     @property
-    def alone(self) -> Loader:
+    def for_this_rank(self) -> Loader:
         """The same loader for components that only this rank loads."""
         return Loader(self.folder, self._classes, replace(self.runtime, mesh=None, group=None), self._report, self._cut)
 
@@ -403,21 +403,23 @@ class Loader:
 
         load = partial(self._load_checked, component, part)
         offloads = runtime.options.offload != "none"
-        converts = not isinstance(self.folder, GgufModel) and not quantized and not self.folder.has(component, dtype)
+        converts = (
+            not isinstance(self.folder, GgufModel) and not quantized and not self.folder.stores_dtype(component, dtype)
+        )
         if runtime.group and (offloads or converts):
             model = load_together(runtime.group, self.folder, component, library, load, offloads)
-            mapped = MappedTensors(held(model))
+            mapped = MappedTensors(resident_tensors(model))
         else:
             model = load()
             mapped = MappedTensors(())
 
-        if runtime.mesh and (cut := cut_of(component, name, self._cut)):
-            from unfuse.parallel.spreading import spread
+        if runtime.mesh and (cut := component_parallel_plan(component, name, self._cut)):
+            from unfuse.parallel.spreading import parallelize
 
-            spread(model, cut, runtime.mesh)
-        mapped.leave(held(model))
+            parallelize(model, cut, runtime.mesh)
+        mapped.copy_out(resident_tensors(model))
         model = self._place(model)
-        self._report_load(component, start, sum(map(packed_bytes, held(model))))
+        self._report_load(component, start, sum(map(packed_bytes, resident_tensors(model))))
         return model
 
     def _load_checked(self, component: str, part: Callable[[Any], Any] | None, path: Path | None = None) -> Any:
@@ -473,7 +475,7 @@ class Loader:
         if mesh and "tiles" in mesh.degrees:
             from unfuse.parallel import tiles
 
-            tiles.spread(vae, mesh.axis("tiles"))
+            tiles.parallelize_tiles(vae, mesh.axis("tiles"))
         return vae
 
     def noise_scheduler(self) -> Any:
@@ -498,12 +500,12 @@ class Loader:
         """Return the model on the device, or offloaded until it runs there."""
         offload = self.runtime.options.offload
         if offload == "none":
-            return moved(model, self.device)
+            return move_to(model, self.device)
         if self.device.type == "cpu":
             raise ConfigError(f"--offload {offload} needs a GPU: on a CPU, weights are in host memory anyway")
-        from unfuse.weights.offload import rest
+        from unfuse.weights.offload import offload_model
 
-        return rest(model, self.device, offload)
+        return offload_model(model, self.device, offload)
 
     def _load(
         self, component: str, options: dict[str, Any], part: Callable[[Any], Any] | None, path: Path | None
@@ -517,7 +519,7 @@ class Loader:
         if whole is None:
             raise ConfigError(f"component {component} of {self.folder.path} is a {name}, which {library} does not have")
         kind = part(whole) if part else whole
-        path = path or self.folder.path / self.folder.at(component)
+        path = path or self.folder.path / self.folder.component_path(component)
         try:
             if isinstance(self.folder, GgufModel):
                 return self.folder.load(kind, options["dtype"]), {"missing_keys": (), "unexpected_keys": ()}
@@ -570,7 +572,7 @@ def is_split(folder: ModelFolder, classes: Mapping[str, tuple[str, tuple[str, ..
     if "scheduler" not in classes or not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers":
         return True
     if entry[1] in classes["scheduler"][1]:
-        return not draws_noise(folder.beside("scheduler/scheduler_config.json"))
+        return not draws_noise(folder.optional_config("scheduler/scheduler_config.json"))
     return entry[1] not in scheduler_classes()
 
 

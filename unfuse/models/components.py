@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 from typing_extensions import override
 
-from unfuse.core.errors import ConfigError, Unsuitable
+from unfuse.core.errors import ConfigError, UnsupportedRequest
 from unfuse.core.modalities import MASK, UPLOAD, MediaLimits, OutputSize
 from unfuse.core.model_spec import AcceptedInput, ModelSpec
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
@@ -52,9 +52,9 @@ def text_stage(sizes: Mapping[str, int], scale: str = "true_cfg_scale", end: str
         kind=TEXT_ENCODE.kind + end,
         components=(f"text_encoder{end}", f"tokenizer{end}"),
         outputs=(*sizes, *(NEGATIVE + name for name in sizes)),
-        room=OutputSize(2 * sum(size + ALIGNMENT for size in sizes.values())),
-        reads=("prompt", "negative_prompt", scale, "max_sequence_length"),
-        shares=True,
+        output_size=OutputSize(2 * sum(size + ALIGNMENT for size in sizes.values())),
+        depends_on_params=("prompt", "negative_prompt", scale, "max_sequence_length"),
+        batch_invariant=True,
     )
 
 
@@ -138,7 +138,7 @@ class PictureShape:
             channels, scale = int(vae["z_dim" if "z_dim" in vae else "latent_channels"]), 2**halvings
         return PictureShape(channels, scale, PATCH * scale, USUAL_LATENTS * scale, MediaLimits().max_size)
 
-    def room(self, width: int) -> OutputSize:
+    def latent_size(self, width: int) -> OutputSize:
         """Return the size of latents in bytes, with `width` bytes per number."""
         return OutputSize(ALIGNMENT, self.channels * width / self.scale**2)
 
@@ -183,7 +183,7 @@ class VideoShape:
         """The multiple that sides in pixels must be, by the configurations."""
         return self.spatial
 
-    def room(self, width: int) -> OutputSize:
+    def latent_size(self, width: int) -> OutputSize:
         """Return the size of latents in bytes, with `width` bytes per number."""
         return OutputSize(ALIGNMENT, self.channels * width / self.spatial**2, self.temporal)
 
@@ -249,7 +249,7 @@ class FlowDenoiser:
     #: Returns the guidance scale.
     guidance = staticmethod(true_cfg_scale)
     #: The types of required parameters, beside the size.
-    reads: Mapping[str, Any] = {}
+    required_params: Mapping[str, Any] = {}
     #: Whether the pipeline calls `set_begin_index(0)`. Else the scheduler starts at the second of two equal timesteps.
     sets_begin = True
 
@@ -265,14 +265,14 @@ class FlowDenoiser:
     def verify(self, params: Params) -> None:
         """Raise PermanentError for a size that does not fit, or a missing parameter."""
         self._sizes(params)
-        for name, kind in self.reads.items():
+        for name, kind in self.required_params.items():
             need(params, name, kind)
 
     def noise_dtype(self, params: Params) -> torch.dtype | None:
         """Return the dtype in which noise is drawn; None for float32."""
         return None
 
-    def draw(self, params: Params, generator: torch.Generator) -> Tensor:
+    def sample_noise(self, params: Params, generator: torch.Generator) -> Tensor:
         """Return noise in the shape of the request's latents."""
         import torch
 
@@ -295,11 +295,11 @@ class FlowDenoiser:
         """Return (): all timesteps use the same transformer."""
         return ()
 
-    def parts(self, latents: Tensor) -> int:
+    def rows_per_latent(self, latents: Tensor) -> int:
         """Return 1: a row has one timestep."""
         return 1
 
-    def settle(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    def finish_latents(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return the latents unchanged."""
         return latents
 
@@ -309,7 +309,7 @@ class FlowDenoiser:
         try:
             fresh.set_timesteps(device=latents.device, **timesteps)
         except READ_ERRORS as error:
-            raise Unsuitable(f"the model's noise scheduler does not accept these steps: {error}") from error
+            raise UnsupportedRequest(f"the model's noise scheduler does not accept these steps: {error}") from error
         if self.sets_begin:
             fresh.set_begin_index(0)
         scheduler: NoiseScheduler = fresh
@@ -332,9 +332,9 @@ class PictureEncoder:
     """The base of image encoders."""
 
     #: Whether images are encoded one by one, each in its own size instead of the requested one.
-    each = False
+    one_by_one = False
     #: Uploads that a request may have beside `image`. The pipeline declares which of them it reads.
-    beside: Sequence[str] = ()
+    extra_uploads: Sequence[str] = ()
 
     def verify(self, params: Params) -> None:
         """Accept all parameters, because none is read."""
@@ -376,9 +376,9 @@ class OneVae(Loader):
     def vae(self) -> Any:
         runtime = self.runtime
         key = "vae", self.folder.path, runtime.dtypes["vae"], runtime.mesh is None
-        if key not in runtime.shared:
-            runtime.shared[key] = self._other.vae()
-        return runtime.shared[key]
+        if key not in runtime.shared_objects:
+            runtime.shared_objects[key] = self._other.vae()
+        return runtime.shared_objects[key]
 
 
 def forces_upcast(vae: Any) -> bool:
@@ -403,7 +403,7 @@ def computing_in(vae: Any, dtype: torch.dtype) -> Iterator[None]:
 class PictureVae(PictureEncoder):
     """The VAE as an ImageEncoder, in float32 if it `upcasts`. Images are stretched."""
 
-    beside: Sequence[str] = (MASK,)
+    extra_uploads: Sequence[str] = (MASK,)
 
     def __init__(self, loader: Loader, upcasts: bool = False) -> None:
         self._vae, self._device = loader.vae(), loader.device
@@ -458,14 +458,14 @@ class PictureFamily(DiffusersFamily):
         )
 
     @override
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
-        spec = super().card(name, folder, dtype)
+    def model_spec(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
+        spec = super().model_spec(name, folder, dtype)
         if not self.starts:
             return spec
         shape = PictureShape.of_vae(ModelFolder(folder))
         width = DTYPES["float32" if self.upcasts else spec.dtypes["vae"]]
         room = (2 * shape.channels * width + DTYPES["float32"]) / shape.scale**2
-        encode = replace(REDRAW_ENCODE, room=OutputSize(2 * ALIGNMENT, room))
+        encode = replace(REDRAW_ENCODE, output_size=OutputSize(2 * ALIGNMENT, room))
 
         def with_moments(stage: StageSpec) -> StageSpec:
             inputs = (*stage.inputs, *encode.outputs) if stage.kind == DENOISE.kind else stage.inputs
@@ -568,8 +568,8 @@ class PackedDenoiser(FlowDenoiser):
         return self.dtype
 
     @override
-    def draw(self, params: Params, generator: torch.Generator) -> Tensor:
-        return self._shape.pack(super().draw(params, generator))
+    def sample_noise(self, params: Params, generator: torch.Generator) -> Tensor:
+        return self._shape.pack(super().sample_noise(params, generator))
 
     noise_scheduler = FlowDenoiser.shifted
 

@@ -27,17 +27,17 @@ class DeclaredPipeline(msgspec.Struct, frozen=True):
 
     name: str
     #: The call's parameters with their defaults. None for a default that is not a number or text, or is missing.
-    takes: dict[str, Value]
+    parameters: dict[str, Value]
     #: The call's parameters without a default.
-    needs: tuple[str, ...]
+    required_inputs: tuple[str, ...]
     #: The modality of results: "image" or "video", or "" for anything else.
-    medium: str
+    modality: str
     #: Whether it can load LoRA adapters.
     loras: bool
 
 
 @cache
-def declared(name: str) -> DeclaredPipeline | None:
+def declared_pipeline(name: str) -> DeclaredPipeline | None:
     """Return what diffusers declares of a pipeline class; None if it cannot be called.
 
     Raises ConfigError without diffusers.

@@ -61,16 +61,16 @@ class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: The words that a model with few words knows. A request with others gets a hint.
     vocabulary: PromptVocabulary | None = None
 
-    def over(self, standard: Params) -> Params:
+    def with_standard(self, standard: Params) -> Params:
         """Return these defaults, completed by the standard ones."""
         return {**standard, **msgspec.to_builtins(self.defaults)}
 
-    def within(self, limits: MediaLimits, standard: Params) -> Params:
+    def with_limits(self, limits: MediaLimits, standard: Params) -> Params:
         """Return these defaults, completed by the standard ones within the limits.
 
         Raises ConfigError if serving.json's own defaults are outside the limits.
         """
-        defaults = self.over(fit(limits, standard))
+        defaults = self.with_standard(fit(limits, standard))
         for name, nearest in fit(limits, defaults).items():
             if defaults[name] != nearest:
                 raise ConfigError(f"{SERVING}: default {name} {defaults[name]} exceeds the limits, use {nearest}")

@@ -27,17 +27,17 @@ CLIP = TensorParallelLayers(
     divided=("num_attention_heads", "intermediate_size"),
 )
 
-SPEAKS = TensorParallelLayers(
+CAUSAL_LM = TensorParallelLayers(
     outputs=("*layers.*.self_attn.[qkv]_proj", "*layers.*.mlp.gate_proj", "*layers.*.mlp.up_proj"),
     inputs=("*layers.*.self_attn.o_proj", "*layers.*.mlp.down_proj"),
     divided=("num_attention_heads", "num_key_value_heads", "intermediate_size", "hidden_size"),
 )
 """A language model; of one that sees, the language. The words it reads may be those it speaks, which stay whole."""
 
-EXPERTS = replace(SPEAKS, experts=("*layers.*.mlp.experts",), divided=(*SPEAKS.divided, "moe_intermediate_size"))
+EXPERTS = replace(CAUSAL_LM, experts=("*layers.*.mlp.experts",), divided=(*CAUSAL_LM.divided, "moe_intermediate_size"))
 """A language model with a mixture of experts in some layers, or in all."""
 
-SEES = TensorParallelLayers(
+VISION_MODEL = TensorParallelLayers(
     outputs=(
         "*visual.*.attn.qkv",
         "*visual.*.gate_proj",
@@ -52,7 +52,7 @@ SEES = TensorParallelLayers(
 )
 """What sees for a language model."""
 
-READS = replace(SPEAKS, gathered=("*embed_tokens",))  # one that does not speak
+TEXT_MODEL = replace(CAUSAL_LM, gathered=("*embed_tokens",))  # one that does not speak
 
 ENCODERS = {
     "T5EncoderModel": T5,
@@ -61,20 +61,20 @@ ENCODERS = {
     "CLIPTextModelWithProjection": CLIP,
     "CLIPVisionModel": CLIP,
     "CLIPVisionModelWithProjection": CLIP,
-    "LlamaModel": READS,
-    "LlamaForCausalLM": SPEAKS,
-    "Qwen2ForCausalLM": SPEAKS,
-    "Qwen2_5_VLForConditionalGeneration": SPEAKS,
-    "Qwen3ForCausalLM": SPEAKS,
-    "Qwen3Model": READS,
+    "LlamaModel": TEXT_MODEL,
+    "LlamaForCausalLM": CAUSAL_LM,
+    "Qwen2ForCausalLM": CAUSAL_LM,
+    "Qwen2_5_VLForConditionalGeneration": CAUSAL_LM,
+    "Qwen3ForCausalLM": CAUSAL_LM,
+    "Qwen3Model": TEXT_MODEL,
     "Qwen3MoeForCausalLM": EXPERTS,
-    "Qwen3VLModel": READS,
-    "Qwen3VLForConditionalGeneration": SPEAKS,
+    "Qwen3VLModel": TEXT_MODEL,
+    "Qwen3VLForConditionalGeneration": CAUSAL_LM,
     "Qwen3VLMoeForConditionalGeneration": EXPERTS,
 }
 
 
-def encoder_spreads(folder: ModelFolder, components: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, int]]:
+def encoder_parallelism(folder: ModelFolder, components: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, int]]:
     """Return the kinds of parallelism that each encoding stage supports, by stage kind.
 
     Each kind of parallelism has the number that its degree must divide. A quantized encoder supports none.
@@ -90,7 +90,9 @@ def encoder_spreads(folder: ModelFolder, components: Mapping[str, tuple[str, str
     return ways
 
 
-def cut_of(component: str, kind: str, transformers: ParallelPlan | None) -> ParallelPlan | TensorParallelLayers | None:
+def component_parallel_plan(
+    component: str, kind: str, transformers: ParallelPlan | None
+) -> ParallelPlan | TensorParallelLayers | None:
     """Return the parallel plan, or the tensor parallel layers, of a component.
 
     Returns None if the component cannot be parallelized.
@@ -99,16 +101,16 @@ def cut_of(component: str, kind: str, transformers: ParallelPlan | None) -> Para
     `transformers`: the parallel plan of the model's transformers.
     """
     if component == VISION:
-        return SEES
+        return VISION_MODEL
     return transformers if component.startswith("transformer") else ENCODERS.get(kind)
 
 
-def shared_of(component: str, kind: str, transformers: ParallelPlan | None, tensors: Mapping[str, int]) -> int:
+def sharded_elements(component: str, kind: str, transformers: ParallelPlan | None, tensors: Mapping[str, int]) -> int:
     """Return how many elements of a component tensor parallelism shards.
 
-    `kind`, `transformers`: as in `cut_of`.
+    `kind`, `transformers`: as in `component_parallel_plan`.
     `tensors`: elements of each tensor in the component's files, by name.
     """
-    cut = cut_of(component, kind, transformers)
+    cut = component_parallel_plan(component, kind, transformers)
     matrices = cut.matrices if isinstance(cut, ParallelPlan) else cut
-    return matrices.shared(tensors) if matrices else 0
+    return matrices.sharded_elements(tensors) if matrices else 0

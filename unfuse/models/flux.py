@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from unfuse.core.errors import PermanentError
 from unfuse.core.modalities import UPLOAD, MediaLimits, OutputSize
-from unfuse.core.model_spec import START_PICTURE
+from unfuse.core.model_spec import START_IMAGE
 from unfuse.core.object_ref import ALIGNMENT
 from unfuse.core.plan import Params, StageSpec
 from unfuse.models.base import Loader
@@ -62,7 +62,7 @@ class Shape(PictureShape):
     distilled: bool  # whether the guidance scale is an input
 
     @classmethod
-    def of(cls, folder: ModelFolder) -> Shape:
+    def read(cls, folder: ModelFolder) -> Shape:
         """Read the transformer's and VAE's configurations. Raises ConfigError for a misfit."""
         transformer, vae = folder.config("transformer"), PictureShape.of_vae(folder)
         with folder.reading("transformer"):
@@ -80,10 +80,10 @@ class Shape(PictureShape):
 class FluxDenoiser(PackedDenoiser):
     """The FLUX.1 transformer as a Denoiser."""
 
-    reads = {"guidance_scale": float}
+    required_params = {"guidance_scale": float}
 
     def __init__(self, loader: Loader) -> None:
-        shape = Shape.of(loader.folder)
+        shape = Shape.read(loader.folder)
         super().__init__(loader, shape)
         self._distilled = shape.distilled
         self.embeds = {"pooled_prompt_embeds": (1, shape.pooled_dim), "prompt_embeds": (1, None, shape.text_dim)}
@@ -144,16 +144,16 @@ class Flux(PictureFamily):
     text_encoders = {"text_encode": ClipTextEncoder, "text_encode_2": partial(T5TextEncoder, end="_2")}
     denoiser = FluxDenoiser
     vae = FluxVae
-    shape = Shape.of
+    shape = Shape.read
     packs = True
     starts: Sequence[str] = ("image", "mask")
-    cut = ParallelPlan(
+    parallel_plans = ParallelPlan(
         blocks=("transformer_blocks", "single_transformer_blocks"),
         attention="attn",
         order=("text", "image"),
-        enter={"hidden_states": SequenceDim(1, ("image",)), "encoder_hidden_states": SequenceDim(1, ("text",))},
+        block_inputs={"hidden_states": SequenceDim(1, ("image",)), "encoder_hidden_states": SequenceDim(1, ("text",))},
         follow={"image_rotary_emb": (SequenceDim(0, ("text", "image")),)},
-        leave=(SequenceDim(1, ()), SequenceDim(1, ("image",))),
+        block_outputs=(SequenceDim(1, ()), SequenceDim(1, ("image",))),
         matrices=TensorParallelLayers(
             outputs=("*.to_[qkv]", "*.add_[qkv]_proj", "*.net.0.proj", "*.proj_mlp"),
             inputs=("*.to_out.0", "*.to_add_out", "*.net.2", "single_*.proj_out"),
@@ -161,12 +161,12 @@ class Flux(PictureFamily):
             gathered=("*_blocks.*.norm*.linear",),
             divided=("num_attention_heads",),
         ),
-        gives=("encoder_hidden_states", "hidden_states"),
+        updated_inputs=("encoder_hidden_states", "hidden_states"),
     )
 
     @override
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
-        shape = Shape.of(folder)
+        shape = Shape.read(folder)
         embeds = limits.max_sequence_length * shape.text_dim * widths["text_encoder_2"]
         clip = text_stage({"pooled_prompt_embeds": shape.pooled_dim * widths["text_encoder"]})
         t5 = text_stage({"prompt_embeds": embeds}, end="_2")
@@ -177,13 +177,13 @@ FAMILY = Flux()
 
 
 #: Pixels of the largest size to which a reference is resized.
-MOST_PIXELS = 1328 * 800
+MAX_PIXELS = 1328 * 800
 
 
 class Reference(PictureEncoder):
     """The VAE as an ImageEncoder of the reference image."""
 
-    each = True  # references of other aspect ratios have other sizes
+    one_by_one = True  # references of other aspect ratios have other sizes
 
     def __init__(self, loader: Loader) -> None:
         self._vae, self._device = loader.vae(), loader.device
@@ -235,7 +235,7 @@ class Kontext(Flux):
     source = ("pipelines/flux/pipeline_flux_kontext.py", "FluxKontextPipeline")
     image_encoder = Reference
     denoiser = KontextDenoiser
-    accepts = (START_PICTURE,)
+    accepts = (START_IMAGE,)
     starts = ()
     else_whole = True
 
@@ -245,19 +245,19 @@ class Kontext(Flux):
         return {"transformer": "reference"}
 
     @override
-    def spreads(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
-        return {IMAGE_ENCODE.kind: {"tiles": 0}} | super().spreads(folder)
+    def parallelism(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
+        return {IMAGE_ENCODE.kind: {"tiles": 0}} | super().parallelism(folder)
 
     @override
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape = PictureShape.of_vae(folder)
-        latents = MOST_PIXELS // shape.scale**2 * shape.channels * widths["vae"]
+        latents = MAX_PIXELS // shape.scale**2 * shape.channels * widths["vae"]
         picture = replace(
             IMAGE_ENCODE,
             components=("vae",),
             outputs=("condition",),
-            room=OutputSize(latents + ALIGNMENT),
-            reads=("image",),
+            output_size=OutputSize(latents + ALIGNMENT),
+            depends_on_params=("image",),
         )
         return (*super().encoders(folder, limits, widths), picture)
 

@@ -55,7 +55,7 @@ class Shape(VideoShape):
     pooled_dim: int  # width of CLIP's pooled embeddings
 
     @classmethod
-    def of(cls, folder: ModelFolder) -> Shape:
+    def read(cls, folder: ModelFolder) -> Shape:
         """Read the transformer's and VAE's configurations. Raises ConfigError for a misfit."""
         transformer, vae = folder.config("transformer"), folder.config("vae")
         with folder.reading("transformer or vae"):
@@ -107,10 +107,10 @@ class LlamaTextEncoder(MaskedTextEncoder):
 class HunyuanVideoDenoiser(FlowDenoiser):
     """The HunyuanVideo transformer as a Denoiser."""
 
-    reads = {"guidance_scale": float}
+    required_params = {"guidance_scale": float}
 
     def __init__(self, loader: Loader) -> None:
-        shape = Shape.of(loader.folder)
+        shape = Shape.read(loader.folder)
         super().__init__(loader, shape.latents)
         self.embeds = {"prompt_embeds": (1, None, shape.text_dim), "pooled_prompt_embeds": (1, shape.pooled_dim)}
         self.masks = {"prompt_attention_mask": (1, None)}
@@ -167,17 +167,17 @@ class HunyuanVideo(VideoFamily):
         "vae": ("diffusers", ("AutoencoderKLHunyuanVideo",)),
     }
     text_encoders = {"text_encode": LlamaTextEncoder, "text_encode_2": partial(ClipTextEncoder, end="_2")}
-    shape = Shape.of
+    shape = Shape.read
     pixel_multiple = 16
     denoiser = HunyuanVideoDenoiser
     vae = partial(HunyuanVideoVae, channels="latent_channels")
-    cut = ParallelPlan(
+    parallel_plans = ParallelPlan(
         blocks=("transformer_blocks", "single_transformer_blocks"),
         attention="attn",
         order=("image", "text"),
-        enter={"hidden_states": SequenceDim(1, ("image",)), "encoder_hidden_states": SequenceDim(1, ("text",))},
+        block_inputs={"hidden_states": SequenceDim(1, ("image",)), "encoder_hidden_states": SequenceDim(1, ("text",))},
         follow={"freqs_cis": (SequenceDim(0, ("image",)),), "image_rotary_emb": (SequenceDim(0, ("image",)),)},
-        leave=(SequenceDim(1, ("image",)), SequenceDim(1, ())),
+        block_outputs=(SequenceDim(1, ("image",)), SequenceDim(1, ())),
         matrices=TensorParallelLayers(
             outputs=("*_blocks.*.to_[qkv]", "*.add_[qkv]_proj", "*_blocks.*.net.0.proj", "*.proj_mlp"),
             inputs=("*_blocks.*.to_out.0", "*.to_add_out", "*_blocks.*.net.2", "single_*.proj_out"),
@@ -186,12 +186,12 @@ class HunyuanVideo(VideoFamily):
             heads=("*_blocks.*.attn.heads",),
             divided=("num_attention_heads",),
         ),
-        gives=("hidden_states", "encoder_hidden_states"),
+        updated_inputs=("hidden_states", "encoder_hidden_states"),
     )
 
     @override
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
-        shape = Shape.of(folder)
+        shape = Shape.read(folder)
         length, width = limits.max_sequence_length, shape.text_dim * widths["text_encoder"]
         llama = text_stage({"prompt_embeds": length * width, "prompt_attention_mask": length * DTYPES["int64"]})
         clip = text_stage({"pooled_prompt_embeds": shape.pooled_dim * widths["text_encoder_2"]}, end="_2")

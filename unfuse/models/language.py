@@ -26,12 +26,21 @@ from unfuse.core.text_parameters import TextLimits
 from unfuse.core.vision import Grid, PixelBounds, VisionConfig
 from unfuse.models.base import Family, Loader, Report, RuntimeOptions, weights_ids
 from unfuse.models.defaults import TextServingConfig, read_serving
-from unfuse.models.encoders import ENCODERS, SEES as SEEING
+from unfuse.models.encoders import ENCODERS, VISION_MODEL as SEEING
 from unfuse.stages.refusal import refusal
 from unfuse.stages.specs import DECODE, PREFILL, VISION_ENCODE
-from unfuse.weights.folder import CONFIGS, LANGUAGE, SEES, SERVING, VISION, WHOLE, ModelFolder, choose_dtypes
+from unfuse.weights.folder import (
+    CONFIGS,
+    LANGUAGE,
+    SERVING,
+    SINGLE_COMPONENT,
+    VISION,
+    VISION_PREFIX,
+    ModelFolder,
+    choose_dtypes,
+)
 from unfuse.weights.gguf import GGUF
-from unfuse.weights.gguf_model import files_of
+from unfuse.weights.gguf_model import open_files
 from unfuse.weights.source import source_of
 
 if TYPE_CHECKING:
@@ -57,12 +66,12 @@ class LanguageFamily(Family):
     libraries = ("transformers",)
     batches = True
     #: Its components. The first is that of prefill and decode.
-    parts: tuple[str, ...] = (WHOLE,)
+    component_names: tuple[str, ...] = (SINGLE_COMPONENT,)
 
     @override
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
-        model = files_of(folder)
-        dtypes = choose_dtypes(dtype, self.parts)
+    def model_spec(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
+        model = open_files(folder)
+        dtypes = choose_dtypes(dtype, self.component_names)
         config = self.speaks(model)
         with model.reading("model"):
             limits = TextLimits(int(config["max_position_embeddings"]), int(config["vocab_size"]))
@@ -73,11 +82,11 @@ class LanguageFamily(Family):
         serving = read_serving(model.home, TextServingConfig)
         limits = _apply_limits(limits, serving.limits)
         weights = weights_ids(model, pipeline, "language")
-        kv = f"kv:{weights[self.parts[0]][:12]}:{dtypes[self.parts[0]]}"
-        kv_resource = {"needs": {kv: OutputSize(BLOCK, 1, 1, ("prompt_tokens",))}, "brings": (kv,)}
+        kv = f"kv:{weights[self.component_names[0]][:12]}:{dtypes[self.component_names[0]]}"
+        kv_resource = {"needs": {kv: OutputSize(BLOCK, 1, 1, ("prompt_tokens",))}, "provides": (kv,)}
         pipeline = Pipeline(
             tuple(replace(stage, **kv_resource) if stage.kind == DECODE.kind else stage for stage in pipeline.stages)
-        ).spread(self.spreads(model))
+        ).with_parallelism(self.parallelism(model))
         return ModelSpec(
             name=name,
             source=source_of(folder),
@@ -87,23 +96,23 @@ class LanguageFamily(Family):
             defaults=self._defaults(model) | to_builtins(serving.defaults),
             weights=weights,
             dtypes=dtypes,
-            classes={part: model.class_of(part) for part in self.parts},
+            classes={part: model.class_of(part) for part in self.component_names},
             created=model.created,
             vision=vision,
         )
 
     def speaks(self, model: ModelFolder) -> dict[str, Any]:
         """Return the configuration of the language model."""
-        return model.config(WHOLE)
+        return model.config(SINGLE_COMPONENT)
 
     def pipeline(self, model: ModelFolder, dtypes: Mapping[str, str]) -> Pipeline:
         """Return its stages. `dtypes` are those of its parts."""
-        parts = self.parts[:1]
+        parts = self.component_names[:1]
         kv_bytes = bytes_per_token(self.speaks(model), WIDTHS[dtypes[parts[0]]])
-        prefill = replace(PREFILL, components=parts, room=OutputSize(4096, kv_bytes, 1, ("prompt_tokens",)))
+        prefill = replace(PREFILL, components=parts, output_size=OutputSize(4096, kv_bytes, 1, ("prompt_tokens",)))
         return Pipeline((prefill, replace(DECODE, components=parts)))
 
-    def spreads(self, model: ModelFolder) -> dict[str, dict[str, int]]:
+    def parallelism(self, model: ModelFolder) -> dict[str, dict[str, int]]:
         """Return how each stage kind may be spread over ranks: by tensor parallelism only.
 
         With pipeline parallelism (`layers`), ranks would wait for each other at each token. With FSDP (`shard`), all
@@ -125,13 +134,13 @@ class LanguageFamily(Family):
         from unfuse.language.tokenizer import ChatTokenizer
         from unfuse.stages.language import Decode, Prefill
 
-        shared = runtime.shared
-        key = (folder, runtime.dtypes[self.parts[0]])
+        shared = runtime.shared_objects
+        key = (folder, runtime.dtypes[self.component_names[0]])
         if key not in shared:
             shared[key] = self.opened(folder, runtime, report), ChatTokenizer.read(folder), Grammars(str(folder))
         opened, tokenizer, grammars = shared[key]
         stage = Prefill(opened) if spec.kind == PREFILL.kind else Decode(opened, tokenizer, grammars, runtime.group)
-        stage.resources = dict.fromkeys(spec.brings, opened.tokens)
+        stage.resources = dict.fromkeys(spec.provides, opened.tokens)
         stage.exact = runtime.options.batching == "exact"
         return stage
 
@@ -139,27 +148,27 @@ class LanguageFamily(Family):
         """Load the model, and return it with an empty paged KV cache."""
         from unfuse.stages.sequence_pool import open_model
 
-        files = files_of(folder)
-        model = Loader(files, {WHOLE: ("transformers", files.kind)}, runtime, report).model(WHOLE)
-        return open_model(model, runtime.device, self.room(folder, runtime), axis=axis_of(runtime))
+        files = open_files(folder)
+        model = Loader(files, {SINGLE_COMPONENT: ("transformers", files.kind)}, runtime, report).model(SINGLE_COMPONENT)
+        return open_model(model, runtime.device, self.kv_capacity(folder, runtime), axis=tensor_axis(runtime))
 
     @override
     def prepare(self, folder: Path) -> None:
         import_module("unfuse.stages.language")
-        getattr(import_module("transformers"), files_of(folder).kind)
+        getattr(import_module("transformers"), open_files(folder).kind)
         if folder.suffix == GGUF:
             import_module("gguf.quants")
 
-    def room(self, folder: Path, runtime: RuntimeOptions) -> int:
+    def kv_capacity(self, folder: Path, runtime: RuntimeOptions) -> int:
         """Return the capacity of the KV cache in tokens.
 
         All ranks have the capacity of the one with the least memory. `runtime.kv` is for all of them together.
         Raises ConfigError if the longest text does not fit.
         """
-        files, group, axis = files_of(folder), runtime.group, axis_of(runtime)
+        files, group, axis = open_files(folder), runtime.group, tensor_axis(runtime)
         shares = axis.size if axis else 1
-        token_bytes = bytes_per_token(self.speaks(files), WIDTHS[runtime.dtypes[self.parts[0]]]) // shares
-        max_tokens = int(self.card("", folder).limits["max_tokens"]) + BLOCK
+        token_bytes = bytes_per_token(self.speaks(files), WIDTHS[runtime.dtypes[self.component_names[0]]]) // shares
+        max_tokens = int(self.model_spec("", folder).limits["max_tokens"]) + BLOCK
         ranks = group.size if group else 1
 
         needed = max_tokens * token_bytes
@@ -175,7 +184,7 @@ class LanguageFamily(Family):
 
     def _defaults(self, model: ModelFolder) -> Params:
         """Return the defaults in generation_config.json; temperature 0 if it disables sampling."""
-        config = model.beside("generation_config.json")
+        config = model.optional_config("generation_config.json")
         defaults: Params = {name: config[name] for name in DEFAULTS if isinstance(config.get(name), int | float)}
         return defaults | ({"temperature": 0.0} if config.get("do_sample") is False else {})
 
@@ -194,7 +203,7 @@ def _apply_limits(derived: TextLimits, limits: dict[str, int | float]) -> TextLi
     return convert({**known, **limits}, TextLimits)
 
 
-def axis_of(runtime: RuntimeOptions) -> Axis | None:
+def tensor_axis(runtime: RuntimeOptions) -> Axis | None:
     """Return the ranks that share the heads by tensor parallelism, or None."""
     return runtime.mesh.axis("tensor") if runtime.mesh and "tensor" in runtime.mesh.degrees else None
 
@@ -232,39 +241,39 @@ TIMED = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"
 class VisionLanguage(LanguageFamily):
     """Vision-language models: prefill and decode load the language model, vision encoding the rest."""
 
-    parts = (LANGUAGE, VISION)
+    component_names = (LANGUAGE, VISION)
 
     @override
     def speaks(self, model: ModelFolder) -> dict[str, Any]:
-        config = model.config(WHOLE)
+        config = model.config(SINGLE_COMPONENT)
         return dict(config.get("text_config") or config)
 
     @override
     def pipeline(self, model: ModelFolder, dtypes: Mapping[str, str]) -> Pipeline:
-        vision_config = model.config(WHOLE)["vision_config"]
+        vision_config = model.config(SINGLE_COMPONENT)["vision_config"]
         layers = 1 + len(vision_config.get("deepstack_visual_indexes") or ())
         token_bytes = int(vision_config["out_hidden_size"]) * WIDTHS[dtypes[VISION]] * layers
         room = OutputSize(4096 + layers * ALIGNMENT, token_bytes, 1, ("tokens",))
         prefill, decode = super().pipeline(model, dtypes).stages
         return Pipeline(
             (
-                replace(VISION_ENCODE, components=(VISION,), room=room),
+                replace(VISION_ENCODE, components=(VISION,), output_size=room),
                 replace(prefill, inputs=VISION_ENCODE.outputs),
                 replace(decode, inputs=(*decode.inputs, *VISION_ENCODE.outputs)),
             )
         )
 
     @override
-    def spreads(self, model: ModelFolder) -> dict[str, dict[str, int]]:
-        heads = SEEING.common(model.config(WHOLE)["vision_config"])
-        return super().spreads(model) | {VISION_ENCODE.kind: {"tensor": heads}}
+    def parallelism(self, model: ModelFolder) -> dict[str, dict[str, int]]:
+        heads = SEEING.common(model.config(SINGLE_COMPONENT)["vision_config"])
+        return super().parallelism(model) | {VISION_ENCODE.kind: {"tensor": heads}}
 
     @override
     def vision(self, model: ModelFolder) -> VisionConfig:
-        config = model.config(WHOLE)
+        config = model.config(SINGLE_COMPONENT)
         vision_config = config["vision_config"]
-        pictures = model.beside(PROCESSOR)
-        videos = model.beside(VIDEOS) or pictures
+        pictures = model.optional_config(PROCESSOR)
+        videos = model.optional_config(VIDEOS) or pictures
         if not pictures:
             raise ConfigError(f"model {model.path} has no {PROCESSOR}, which configures image preprocessing")
         patch, merge = int(vision_config["patch_size"]), int(vision_config.get("spatial_merge_size", 2))
@@ -276,8 +285,8 @@ class VisionLanguage(LanguageFamily):
         return VisionConfig(
             picture=int(config["image_token_id"]),
             video=int(config["video_token_id"]),
-            begin=int(config["vision_start_token_id"]),
-            end=int(config["vision_end_token_id"]),
+            begin_id=int(config["vision_start_token_id"]),
+            end_id=int(config["vision_end_token_id"]),
             patch=patch,
             merge=merge,
             group=int(vision_config.get("temporal_patch_size", 2)),
@@ -305,9 +314,9 @@ class VisionLanguage(LanguageFamily):
 
         files = ModelFolder(folder)
         model = _loader(files, runtime, report).model(LANGUAGE, _language_class)
-        deep = len(files.config(WHOLE)["vision_config"].get("deepstack_visual_indexes") or ())
-        room, vision = self.room(folder, runtime), self.vision(files)
-        return open_model(model, runtime.device, room, vision, deep, axis_of(runtime))
+        deep = len(files.config(SINGLE_COMPONENT)["vision_config"].get("deepstack_visual_indexes") or ())
+        room, vision = self.kv_capacity(folder, runtime), self.vision(files)
+        return open_model(model, runtime.device, room, vision, deep, tensor_axis(runtime))
 
     @override
     def prepare(self, folder: Path) -> None:
@@ -328,9 +337,9 @@ class Tower:
         self._device = loader.device
         self._processor = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True)
         self._vision = VISION_LANGUAGE.vision(files)
-        self._video_settings = self._processor.to_dict() | files.beside(VIDEOS)
+        self._video_settings = self._processor.to_dict() | files.optional_config(VIDEOS)
 
-        vision_config = files.config(WHOLE)["vision_config"]
+        vision_config = files.config(SINGLE_COMPONENT)["vision_config"]
         self.dtype = runtime.dtypes[VISION]
         #: Width of an embedding.
         self.width = int(vision_config["out_hidden_size"])
@@ -408,7 +417,7 @@ def _pixel_bounds(settings: dict[str, Any], least: int, most: int) -> PixelBound
 
 def _language_class(whole: Any) -> Any:
     """Return the model's class without the vision encoder."""
-    return _without_modules(whole, ["model.visual"], SEES)
+    return _without_modules(whole, ["model.visual"], VISION_PREFIX)
 
 
 def _vision_class(whole: Any) -> Any:

@@ -34,7 +34,7 @@ from unfuse.models.components import (
     text_stage,
 )
 from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
-from unfuse.stages.base import AWAY, guidance_scale, need
+from unfuse.stages.base import UNCONDITIONAL, guidance_scale, need
 from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Shape(VideoShape):
     text_dim: int  # width of the prompt embeddings
 
     @classmethod
-    def of(cls, folder: ModelFolder) -> Shape:
+    def read(cls, folder: ModelFolder) -> Shape:
         """Read the configurations. Raises ConfigError for a misfit, or a VAE that draws noise."""
         transformer, vae = folder.config("transformer"), folder.config("vae")
         with folder.reading("transformer or vae"):
@@ -82,18 +82,18 @@ class LtxTextEncoder(T5TextEncoder):
 class LtxDenoiser(FlowDenoiser):
     """The LTX transformer as a Denoiser. Latents are (1, patches, channels)."""
 
-    first, guidance = AWAY, staticmethod(guidance_scale)
-    reads = {"fps": int}
+    first, guidance = UNCONDITIONAL, staticmethod(guidance_scale)
+    required_params = {"fps": int}
     noise_scheduler = FlowDenoiser.shifted
 
     def __init__(self, loader: Loader) -> None:
-        self._shape = shape = Shape.of(loader.folder)
+        self._shape = shape = Shape.read(loader.folder)
         super().__init__(loader, shape.latents)
         self.embeds = {"prompt_embeds": (1, None, shape.text_dim), "prompt_mask": (1, None)}
 
     @override
-    def draw(self, params: Params, generator: torch.Generator) -> Tensor:
-        return super().draw(params, generator).flatten(2).transpose(1, 2)
+    def sample_noise(self, params: Params, generator: torch.Generator) -> Tensor:
+        return super().sample_noise(params, generator).flatten(2).transpose(1, 2)
 
     @override
     def constants(self, params: Params) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ class LtxVae:
         import torch
 
         self._vae, self._device = loader.vae(), loader.device
-        self._shape = Shape.of(loader.folder)
+        self._shape = Shape.read(loader.folder)
         self._text_dtype = getattr(torch, loader.runtime.dtypes["text_encoder"])
         self.latents: tuple[int | None, ...] = (1, None, self._shape.channels)
 
@@ -160,43 +160,43 @@ class Ltx(VideoFamily):
         "vae": ("diffusers", ("AutoencoderKLLTXVideo",)),
     }
     text_encoders = {"text_encode": partial(LtxTextEncoder, guidance=guidance_scale)}
-    shape = Shape.of
+    shape = Shape.read
     pixel_multiple = 32
     denoiser = LtxDenoiser
     vae = LtxVae
     else_whole = True
-    cut = ParallelPlan(
+    parallel_plans = ParallelPlan(
         blocks=("transformer_blocks",),
         attention="attn1",
         order=("tokens",),
-        enter={"hidden_states": SequenceDim(1, ("tokens",))},
+        block_inputs={"hidden_states": SequenceDim(1, ("tokens",))},
         follow={"image_rotary_emb": (SequenceDim(1, ("tokens",)),)},
-        leave=(SequenceDim(1, ("tokens",)),),
+        block_outputs=(SequenceDim(1, ("tokens",)),),
         matrices=TensorParallelLayers((), (), ()),
     )
 
     @override
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
+    def model_spec(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         """Return the model spec.
 
         The VAE's identity covers the text encoder's dtype, an input of it.
         """
-        spec = super().card(name, folder, dtype)
+        spec = super().model_spec(name, folder, dtype)
         vae = xxhash.xxh3_128_hexdigest(f"{spec.weights['vae']} {spec.dtypes['text_encoder']}".encode())
         return replace(spec, weights={**spec.weights, "vae": vae})
 
     @override
-    def denoiser_spreads(self, folder: ModelFolder) -> dict[str, int]:
+    def denoiser_parallelism(self, folder: ModelFolder) -> dict[str, int]:
         """Return how denoising may be spread.
 
         Not by tensor parallelism, because the rotary embedding applies to all heads at once.
         """
-        spreads = super().denoiser_spreads(folder)
+        spreads = super().denoiser_parallelism(folder)
         return {kind: spreads[kind] for kind in spreads if kind != "tensor"}
 
     @override
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
-        shape = Shape.of(folder)
+        shape = Shape.read(folder)
         mask_bytes = limits.max_sequence_length * widths["text_encoder"]
         sizes = {"prompt_embeds": mask_bytes * shape.text_dim, "prompt_mask": mask_bytes}
         return (text_stage(sizes, "guidance_scale"),)

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 from typing_extensions import override
 
-from unfuse.core.errors import ConfigError, PermanentError, Unsuitable
-from unfuse.core.modalities import REFERENCES, UPLOAD, MediaLimits, OutputSize
+from unfuse.core.errors import ConfigError, PermanentError, UnsupportedRequest
+from unfuse.core.modalities import IMAGE_UPLOADS, UPLOAD, MediaLimits, OutputSize
 from unfuse.core.model_spec import AcceptedInput, ModelSpec
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, StageSpec
@@ -46,10 +46,10 @@ BLOCKS = {
 }
 """The block that a stage kind runs."""
 
-SEEN, SIZES = "image_latents", "image_sizes"
+REFERENCE_INPUTS, SIZES = "image_latents", "image_sizes"
 """Latents of all pictures that are seen (1, channels, all places), and the height and width of each."""
 
-MOST_PIXELS = 1024 * 1024  # larger pictures are made smaller before they are seen
+MAX_PIXELS = 1024 * 1024  # larger pictures are made smaller before they are seen
 
 SCALE = "guidance_scale"
 TYPES: dict[str, Any] = {
@@ -86,7 +86,11 @@ class BlockStage(Stage):
             if name != "negative_prompt" or task.params.get(name) is not None:
                 need(task.params, name, TYPES[name])
         for name in self._spec.inputs:
-            optional = name.startswith(NEGATIVE) or name in (SEEN, SIZES) and UPLOAD not in task.derived.pictures
+            optional = (
+                name.startswith(NEGATIVE)
+                or name in (REFERENCE_INPUTS, SIZES)
+                and UPLOAD not in task.derived.image_hashes
+            )
             if task.tensors.get(name) is None and not optional:
                 raise PermanentError(f"input {name} is missing")
 
@@ -110,8 +114,8 @@ class BlockStage(Stage):
         given |= {name: tensor.to(self._device) for name, tensor in task.tensors.items() if tensor is not None}
         if SIZES in given:
             sizes = given.pop(SIZES)[0].tolist()
-            parts = given[SEEN].split([height * width for height, width in sizes], 2)
-            given[SEEN] = [part.unflatten(2, size) for part, size in zip(parts, sizes, strict=True)]
+            parts = given[REFERENCE_INPUTS].split([height * width for height, width in sizes], 2)
+            given[REFERENCE_INPUTS] = [part.unflatten(2, size) for part, size in zip(parts, sizes, strict=True)]
         if self.kind == DENOISE.kind:
             generator = torch.Generator(self._device if self._draws else "cpu")
             given["generator"] = generator.manual_seed(need(params, "seed", int))
@@ -136,8 +140,8 @@ class BlockStage(Stage):
 class References(PictureEncoder):
     """The block that encodes pictures for others to see; an ImageEncoder."""
 
-    each = True
-    beside: Sequence[str] = REFERENCES[1:]
+    one_by_one = True
+    extra_uploads: Sequence[str] = IMAGE_UPLOADS[1:]
 
     def __init__(self, part: Any, side: int) -> None:
         from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
@@ -150,11 +154,11 @@ class References(PictureEncoder):
         import torch
 
         try:
-            seen = self._part(image=[one for of in pictures.values() for one in of]).values[SEEN]
+            seen = self._part(image=[one for of in pictures.values() for one in of]).values[REFERENCE_INPUTS]
         except ValueError as error:
-            raise Unsuitable(f"the pipeline does not accept a picture: {error}") from error
+            raise UnsupportedRequest(f"the pipeline does not accept a picture: {error}") from error
         sizes = torch.tensor([[one.shape[-2:] for one in seen]])
-        return {SEEN: torch.cat([one.flatten(2) for one in seen], 2), SIZES: sizes}
+        return {REFERENCE_INPUTS: torch.cat([one.flatten(2) for one in seen], 2), SIZES: sizes}
 
 
 class Modular(PictureFamily):
@@ -173,9 +177,9 @@ class Modular(PictureFamily):
     """Settings of model_index.json that the blocks do not read, and what they go by."""
 
     @override
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
+    def model_spec(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         seen = (AcceptedInput(UPLOAD, "reference", max=self.references),) if self.references else ()
-        return replace(super().card(name, folder, dtype), accepts=seen)
+        return replace(super().model_spec(name, folder, dtype), accepts=seen)
 
     @override
     def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
@@ -190,9 +194,9 @@ class Modular(PictureFamily):
         return dict.fromkeys(("text_encoder", "transformer"), "distilled") if index.get("is_distilled") else {}
 
     @override
-    def spreads(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
+    def parallelism(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
         """Halves of guidance are the blocks' own affair."""
-        ways = super().spreads(folder)
+        ways = super().parallelism(folder)
         return {kind: {by: most for by, most in way.items() if by != "cfg"} for kind, way in ways.items()}
 
     @override
@@ -214,19 +218,19 @@ class Modular(PictureFamily):
             TEXT_ENCODE,
             components=("text_encoder", "tokenizer"),
             outputs=made,
-            reads=tuple(reads if distilled else [*reads, SCALE]),
-            room=OutputSize(size * len(made) // len(self.embeds)),
+            depends_on_params=tuple(reads if distilled else [*reads, SCALE]),
+            output_size=OutputSize(size * len(made) // len(self.embeds)),
         )
-        each = shape.channels * MOST_PIXELS // shape.scale**2 * widths["vae"] + 2 * DTYPES["int64"]
+        each = shape.channels * MAX_PIXELS // shape.scale**2 * widths["vae"] + 2 * DTYPES["int64"]
         picture = replace(
             IMAGE_ENCODE,
             components=("vae",),
-            outputs=(SEEN, SIZES),
-            reads=REFERENCES,
+            outputs=(REFERENCE_INPUTS, SIZES),
+            depends_on_params=IMAGE_UPLOADS,
             role=VAE_DECODE.role,
-            room=OutputSize(2 * ALIGNMENT + self.references * each),
-            spreads={"tiles": 0},
-            when=UPLOAD,
+            output_size=OutputSize(2 * ALIGNMENT + self.references * each),
+            parallelism={"tiles": 0},
+            only_with=UPLOAD,
         )
         return (text, picture) if self.references else (text,)
 
@@ -238,7 +242,7 @@ class Modular(PictureFamily):
         if runtime.options.offload != "none":
             raise ConfigError(f"--offload cannot be used with a {self.source[1]}: leave it out")
         model = ModelFolder(folder)
-        loader = Loader(model, self.components(model), runtime, report, self.cut)
+        loader = Loader(model, self.components(model), runtime, report, self.parallel_plans)
         if spec.components == ("vae",):
             loader = OneVae(loader)
         if spec.kind == IMAGE_ENCODE.kind:
@@ -295,23 +299,23 @@ class Klein(Modular):
         "vae": ("diffusers", ("AutoencoderKLFlux2",)),
     }
     embeds = {"prompt_embeds": ("joint_attention_dim",)}
-    cut = ParallelPlan(
+    parallel_plans = ParallelPlan(
         blocks=("transformer_blocks", "single_transformer_blocks"),
         attention="attn",
         order=("text", "image"),
-        enter={"hidden_states": SequenceDim(1, ("image",)), "encoder_hidden_states": SequenceDim(1, ("text",))},
+        block_inputs={"hidden_states": SequenceDim(1, ("image",)), "encoder_hidden_states": SequenceDim(1, ("text",))},
         follow={"image_rotary_emb": (SequenceDim(0, ("text", "image")),)},
-        leave=(SequenceDim(1, ("text", "image")),),
+        block_outputs=(SequenceDim(1, ("text", "image")),),
         matrices=TensorParallelLayers(
             outputs=("*.to_[qkv]", "*.add_[qkv]_proj", "*.linear_in", "*.to_qkv_mlp_proj"),
             inputs=("transformer_*.to_out.0", "*.to_add_out", "*.linear_out", "single_*.to_out"),
             packed={"*.linear_in": (0, 2), "*.to_qkv_mlp_proj": (3, 2), "single_*.to_out": (1, 1)},
             divided=("num_attention_heads",),
         ),
-        gives=("encoder_hidden_states", "hidden_states"),
+        updated_inputs=("encoder_hidden_states", "hidden_states"),
     )
     unguided = 1.0
-    references = len(REFERENCES)
+    references = len(IMAGE_UPLOADS)
 
 
 KLEIN = Klein()
@@ -334,13 +338,13 @@ class Krea(Modular):
         "vae": ("diffusers", ("AutoencoderKLQwenImage",)),
     }
     embeds = {"prompt_embeds": ("num_text_layers", "text_hidden_dim"), "prompt_embeds_mask": ()}
-    cut = ParallelPlan(
+    parallel_plans = ParallelPlan(
         blocks=("transformer_blocks",),
         attention="attn",
         order=("tokens",),
-        enter={"hidden_states": SequenceDim(1, ("tokens",))},
+        block_inputs={"hidden_states": SequenceDim(1, ("tokens",))},
         follow={"image_rotary_emb": (SequenceDim(0, ("tokens",)),)},
-        leave=(SequenceDim(1, ("tokens",)),),
+        block_outputs=(SequenceDim(1, ("tokens",)),),
         matrices=TensorParallelLayers(
             outputs=("transformer_*.to_[qkv]", "transformer_*.to_gate", "transformer_*.gate", "transformer_*.up"),
             inputs=("transformer_*.to_out.0", "transformer_*.down"),

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: The length at which the pipeline truncates a prompt, whatever the requested length.
-MOST_TOKENS = 1024
+MAX_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Shape(PictureShape):
     text_dim: int  # width of the prompt embeddings
 
     @classmethod
-    def of(cls, folder: ModelFolder) -> Shape:
+    def read(cls, folder: ModelFolder) -> Shape:
         """Read the transformer's and VAE's configurations. Raises ConfigError for a misfit."""
         transformer, vae = folder.config("transformer"), PictureShape.of_vae(folder)
         with folder.reading("transformer"):
@@ -95,14 +95,14 @@ class QwenTextEncoder(GuidedTextEncoder):
             QWENIMAGE_PROMPT_TEMPLATE_START_IDX as START,
         )
 
-        return self._tokens([TEMPLATE.format(text) for text in texts], MOST_TOKENS + START, "longest"), START
+        return self._tokens([TEMPLATE.format(text) for text in texts], MAX_TOKENS + START, "longest"), START
 
 
 class QwenImageDenoiser(PackedDenoiser):
     """The Qwen-Image transformer as a Denoiser."""
 
     def __init__(self, loader: Loader) -> None:
-        shape = Shape.of(loader.folder)
+        shape = Shape.read(loader.folder)
         super().__init__(loader, shape)
         self.embeds = {"prompt_embeds": (1, None, shape.text_dim)}
         self.masks = {"prompt_embeds_mask": (1, None)}
@@ -159,32 +159,32 @@ class QwenImage(PictureFamily):
     text_encoders = {"text_encode": QwenTextEncoder}
     denoiser = QwenImageDenoiser
     vae = QwenImageVae
-    shape = Shape.of
+    shape = Shape.read
     packs = True
     starts = ("image", "mask")
-    cut = ParallelPlan(
+    parallel_plans = ParallelPlan(
         blocks=("transformer_blocks",),
         attention="attn",
         order=("text", "image"),
-        enter={"hidden_states": SequenceDim(1, ("image",)), "encoder_hidden_states": SequenceDim(1, ("text",))},
+        block_inputs={"hidden_states": SequenceDim(1, ("image",)), "encoder_hidden_states": SequenceDim(1, ("text",))},
         follow={
             "encoder_hidden_states_mask": (SequenceDim(1, ("text",)),),
             "image_rotary_emb": (SequenceDim(0, ("image",)), SequenceDim(0, ("text",))),
             "modulate_index": (SequenceDim(1, ("image",)),),
         },
-        leave=(SequenceDim(1, ()), SequenceDim(1, ("image",))),
+        block_outputs=(SequenceDim(1, ()), SequenceDim(1, ("image",))),
         matrices=TensorParallelLayers(
             outputs=("*.to_[qkv]", "*.add_[qkv]_proj", "*.net.0.proj"),
             inputs=("*.to_out.0", "*.to_add_out", "*.net.2"),
             gathered=("*.???_mod.1",),
             divided=("num_attention_heads",),
         ),
-        gives=("encoder_hidden_states", "hidden_states"),
+        updated_inputs=("encoder_hidden_states", "hidden_states"),
     )
 
     @override
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
-        shape = Shape.of(folder)
+        shape = Shape.read(folder)
         length, width = limits.max_sequence_length, shape.text_dim * widths["text_encoder"]
         text = text_stage({"prompt_embeds": length * width, "prompt_embeds_mask": length * DTYPES["int64"]})
         return (text,)

@@ -34,7 +34,7 @@ from unfuse.models.components import (
     text_stage,
 )
 from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
-from unfuse.stages.base import AWAY, guidance_scale, need
+from unfuse.stages.base import UNCONDITIONAL, guidance_scale, need
 from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Shape(PictureShape):
     tokens: int  # length of texts for CLIP
 
     @classmethod
-    def of(cls, folder: ModelFolder) -> Shape:
+    def read(cls, folder: ModelFolder) -> Shape:
         """Read the configurations. Raises ConfigError if they do not fit each other."""
         vae, transformer = PictureShape.of_vae(folder), folder.config("transformer")
         clips = [folder.config(name) for name in ("text_encoder", "text_encoder_2")]
@@ -87,10 +87,10 @@ class Sd3T5TextEncoder(T5TextEncoder):
 class Sd3Denoiser(GridDenoiser):
     """The SD3 transformer as a Denoiser."""
 
-    first = AWAY
+    first = UNCONDITIONAL
 
     def __init__(self, loader: Loader) -> None:
-        shape = Shape.of(loader.folder)
+        shape = Shape.read(loader.folder)
         super().__init__(loader, shape.latents)
         self._patch = shape.patch
         first, pooled, second, pooled_2 = shape.clips
@@ -152,15 +152,15 @@ class Sd3(PictureFamily):
     }
     denoiser = Sd3Denoiser
     vae = GridPictureVae
-    shape = Shape.of
+    shape = Shape.read
     else_whole = True
     starts = ("image",)
-    cut = ParallelPlan(
+    parallel_plans = ParallelPlan(
         blocks=("transformer_blocks",),
         attention="attn",
         order=("image", "text"),
-        enter={"hidden_states": SequenceDim(1, ("image",)), "encoder_hidden_states": SequenceDim(1, ("text",))},
-        leave=(SequenceDim(1, ()), SequenceDim(1, ("image",))),
+        block_inputs={"hidden_states": SequenceDim(1, ("image",)), "encoder_hidden_states": SequenceDim(1, ("text",))},
+        block_outputs=(SequenceDim(1, ()), SequenceDim(1, ("image",))),
         matrices=TensorParallelLayers(
             outputs=("transformer_blocks.*.to_[qkv]", "*.add_[qkv]_proj", "transformer_blocks.*.net.0.proj"),
             inputs=("transformer_blocks.*.to_out.0", "*.to_add_out", "transformer_blocks.*.net.2"),
@@ -168,22 +168,22 @@ class Sd3(PictureFamily):
             heads=("transformer_blocks.*.attn.heads", "transformer_blocks.*.attn2.heads"),
             divided=("num_attention_heads",),
         ),
-        gives=("encoder_hidden_states", "hidden_states"),
+        updated_inputs=("encoder_hidden_states", "hidden_states"),
     )
 
     @override
-    def denoiser_spreads(self, folder: ModelFolder) -> dict[str, int]:
+    def denoiser_parallelism(self, folder: ModelFolder) -> dict[str, int]:
         """Return how denoising may be spread.
 
         Not by layers, because the last block has no text output. With dual attention not by sequence parallelism.
         """
-        spreads = super().denoiser_spreads(folder)
+        spreads = super().denoiser_parallelism(folder)
         without = {"layers", *(("ulysses", "ring") if folder.config("transformer").get(DUAL) else ())}
         return {kind: spreads[kind] for kind in spreads if kind not in without}
 
     @override
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
-        shape = Shape.of(folder)
+        shape = Shape.read(folder)
         stages = []
         for end, (width, pooled) in {"": shape.clips[:2], "_2": shape.clips[2:]}.items():
             numbers = {f"prompt_embeds{end}": shape.tokens * width, f"pooled_prompt_embeds{end}": pooled}

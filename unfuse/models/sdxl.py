@@ -35,7 +35,7 @@ from unfuse.models.components import (
     need_channels,
     text_stage,
 )
-from unfuse.stages.base import AWAY, need
+from unfuse.stages.base import UNCONDITIONAL, need
 from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Shape(PictureShape):
     tokens: int  # length of texts
 
     @classmethod
-    def of(cls, folder: ModelFolder) -> Shape:
+    def read(cls, folder: ModelFolder) -> Shape:
         """Read the configurations. Raises ConfigError for a misfit, or another base model."""
         vae, unet = PictureShape.of_vae(folder), folder.config("unet")
         first, second = folder.config("text_encoder"), folder.config("text_encoder_2")
@@ -83,10 +83,10 @@ class Shape(PictureShape):
 class SdxlDenoiser(GridDenoiser):
     """The UNet as a Denoiser."""
 
-    first = AWAY
+    first = UNCONDITIONAL
 
     def __init__(self, loader: Loader) -> None:
-        shape = Shape.of(loader.folder)
+        shape = Shape.read(loader.folder)
         super().__init__(loader, shape.latents, "unet")
         first, second = shape.widths
         self.embeds = {
@@ -158,7 +158,7 @@ class Sdxl(PictureFamily):
         "text_encode_2": partial(ProjectedClipTextEncoder, names=["prompt_embeds_2", "pooled_prompt_embeds"], end="_2"),
     }
     denoiser = SdxlDenoiser
-    shape = Shape.of
+    shape = Shape.read
     else_whole = True
     starts = ("image", "mask")
     vae = SdxlVae
@@ -172,16 +172,16 @@ class Sdxl(PictureFamily):
     @override
     def standard(self, folder: ModelFolder) -> Params:
         """Return the defaults, where texts have CLIP's length."""
-        return {**super().standard(folder), "max_sequence_length": Shape.of(folder).tokens}
+        return {**super().standard(folder), "max_sequence_length": Shape.read(folder).tokens}
 
     @override
-    def denoiser_spreads(self, folder: ModelFolder) -> dict[str, int]:
+    def denoiser_parallelism(self, folder: ModelFolder) -> dict[str, int]:
         """Return how denoising may be spread: a UNet only by CFG parallelism."""
         return {"cfg": 2}
 
     @override
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
-        shape = Shape.of(folder)
+        shape = Shape.read(folder)
         bytes_1, bytes_2 = widths["text_encoder"], widths["text_encoder_2"]
         first, second = (shape.tokens * width for width in shape.widths)
         first_stage = text_stage({"prompt_embeds": first * bytes_1}, "guidance_scale")

@@ -22,21 +22,21 @@ from msgspec.structs import asdict, replace
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError
-from unfuse.core.modalities import LAST_FRAME, REFERENCES, UPLOAD, MediaLimits
+from unfuse.core.modalities import IMAGE_UPLOADS, LAST_FRAME, UPLOAD, MediaLimits
 from unfuse.core.model_spec import AcceptedInput, ModelSpec
 from unfuse.core.plan import Params, Pipeline, StageSpec, Value
 from unfuse.models.base import READ_ERRORS, Family, Loader, Report, RuntimeOptions, weights_ids
-from unfuse.models.declared import VIDEO, DeclaredPipeline, declared, frame_rate, has_pipelines
+from unfuse.models.declared import VIDEO, DeclaredPipeline, declared_pipeline, frame_rate, has_pipelines
 from unfuse.models.defaults import RequestDefaults, ServingConfig, read_serving
 from unfuse.stages.base import Stage
-from unfuse.stages.specs import WHOLE
+from unfuse.stages.specs import UNDIVIDED
 from unfuse.weights.folder import ModelFolder, choose_dtypes
 from unfuse.weights.source import source_of
 
 LIBRARIES = ("diffusers", "transformers")
 
 #: Parameters of requests that calls have under the same name.
-TAKES = (
+PASSED_PARAMETERS = (
     "prompt",
     "negative_prompt",
     "height",
@@ -52,7 +52,7 @@ TAKES = (
 )
 
 #: Classes whose call has a list of reference images, and whether it needs one. For others a list is a batch.
-SEEN = {
+REFERENCE_CLASSES = {
     "Flux2KleinKVPipeline": False,
     "Flux2KleinPipeline": False,
     "Flux2Pipeline": False,
@@ -84,7 +84,7 @@ BEYOND = (
 )
 
 #: Parameters of requests that are refused if the call does not have the parameter on the right.
-ASKED = {
+REQUIRED_PARAMETERS = {
     "size": "width",
     "width": "width",
     "height": "height",
@@ -94,7 +94,7 @@ ASKED = {
 }
 
 #: Classes that only make images of certain sizes, and replace any other requested size.
-OWN_SIZES = ("Kandinsky5I2IPipeline",)
+FIXED_SIZES = ("Kandinsky5I2IPipeline",)
 
 #: Upscaling classes, with the factor for each side of the image.
 ENLARGE = {"StableDiffusionUpscalePipeline": 4, "StableDiffusionLatentUpscalePipeline": 2}
@@ -113,16 +113,16 @@ class UndividedFamily(Family):
     """Models of any diffusers class that makes images or videos from a prompt."""
 
     @override
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
+    def model_spec(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         model = ModelFolder(folder)
         serving = read_serving(folder, ServingConfig)
         declaration = _declared(model)
         components = self.components(model)
         dtypes = choose_dtypes(dtype, components)
         standard = _standard(model, declaration)
-        limits = serving.bounds(_limits(model, declaration, serving.over(standard)))
+        limits = serving.bounds(_limits(model, declaration, serving.with_standard(standard)))
         first = sorted(components, key=lambda name: (name not in MAIN, not model.weight_names(name)))
-        pipeline = Pipeline((replace(WHOLE, components=tuple(first)),))
+        pipeline = Pipeline((replace(UNDIVIDED, components=tuple(first)),))
         settings = sorted((key, str(value)) for key, value in model.index().items() if key not in components)
         recipe = f"whole {declaration.name} {sorted(dtypes.items())} {settings}"
         return ModelSpec(
@@ -131,7 +131,7 @@ class UndividedFamily(Family):
             family=f"whole {declaration.name}",
             pipeline=pipeline,
             limits=asdict(limits),
-            defaults=serving.within(limits, standard),
+            defaults=serving.with_limits(limits, standard),
             quality=msgspec.to_builtins(serving.quality),
             vocabulary=serving.vocabulary,
             weights=weights_ids(model, pipeline, recipe),
@@ -140,9 +140,9 @@ class UndividedFamily(Family):
             created=model.created,
             takes_lora=declaration.loras and not any(map(model.quantization, components)),
             accepts=tuple(_accepts(declaration)),
-            follows_picture=declaration.name not in OWN_SIZES and not _has_fixed_size(model),
+            follows_picture=declaration.name not in FIXED_SIZES and not _has_fixed_size(model),
             picture_scale=_picture_scale(declaration),
-            undivided=_undivided(model, declaration, serving),
+            undivided_reason=_undivided(model, declaration, serving),
         )
 
     @override
@@ -156,19 +156,19 @@ class UndividedFamily(Family):
         if runtime.options.offload != "none":
             raise ConfigError(f"--offload cannot be used with a {declaration.name}: leave it out")
         loader = Loader(model, self.components(model), runtime, report)
-        takes = {name: name for name in TAKES if name in declaration.takes}
-        takes |= {rate: "fps" for rate in declaration.takes if rate in RATES}
-        takes |= {LAST: LAST_FRAME} if LAST in declaration.takes else {}
+        takes = {name: name for name in PASSED_PARAMETERS if name in declaration.parameters}
+        takes |= {rate: "fps" for rate in declaration.parameters if rate in RATES}
+        takes |= {LAST: LAST_FRAME} if LAST in declaration.parameters else {}
         pipeline = _pipeline(loader, declaration.name)
         draws_on_device = runtime.options.noise_device != "cpu"
 
         loras = None
         if runtime.loras and declaration.loras and not any(map(model.quantization, loader.folder.components())):
             most = runtime.options.max_loras
-            files = AdapterFolder(runtime.loras, runtime.kept)
+            files = AdapterFolder(runtime.loras, runtime.adapter_folder)
             loras = LoadedPipelineAdapters(files, pipeline, lambda: pipeline, loader.device, most)
 
-        uploads = (UPLOAD,) if UPLOAD in takes and SEEN.get(declaration.name, True) else ()
+        uploads = (UPLOAD,) if UPLOAD in takes and REFERENCE_CLASSES.get(declaration.name, True) else ()
         return UndividedStage(
             pipeline, takes, loader.device, draws_on_device, loras, _picture_scale(declaration), uploads
         )
@@ -201,7 +201,7 @@ class UndividedFamily(Family):
 def _undivided(model: ModelFolder, declaration: DeclaredPipeline, serving: ServingConfig) -> str:
     """Return why the model has one stage, and whether its frame rate is a guess."""
     reason = f"{declaration.name} has no stages for these components, so each request is one call of the pipeline"
-    if declaration.medium != VIDEO or "fps" in serving.over({}) or _frame_rate(model, declaration):
+    if declaration.modality != VIDEO or "fps" in serving.with_standard({}) or _frame_rate(model, declaration):
         return reason
     return f"{reason}; its frame rate is assumed to be {GUESSED_RATE}: set defaults.fps in serving.json"
 
@@ -216,19 +216,19 @@ def _declared(model: ModelFolder) -> DeclaredPipeline:
     Raises ConfigError if diffusers does not have the class, or requests cannot set what its call needs.
     """
     kind = model.index().get("_class_name")
-    declaration = declared(kind) if isinstance(kind, str) else None
+    declaration = declared_pipeline(kind) if isinstance(kind, str) else None
     if declaration is None:
         raise ConfigError(
             f"model {model.path} is a {str(kind)[:80]}, which is not a pipeline of the installed diffusers, and custom "
             "code of models is not run"
         )
-    optional = ("image_embeds",) if UPLOAD in declaration.takes else ()
-    unsupported = [name for name in declaration.needs if name not in (*TAKES, *optional)]
-    unsupported += [name for name in BEYOND if name in declaration.takes and name not in optional]
-    if not declaration.medium:
+    optional = ("image_embeds",) if UPLOAD in declaration.parameters else ()
+    unsupported = [name for name in declaration.required_inputs if name not in (*PASSED_PARAMETERS, *optional)]
+    unsupported += [name for name in BEYOND if name in declaration.parameters and name not in optional]
+    if not declaration.modality:
         reason = "generates neither pictures nor videos without sound"
-    elif "prompt" not in declaration.takes or "generator" not in declaration.takes:
-        reason = f"takes no {'prompt' if 'prompt' not in declaration.takes else 'seed'}"
+    elif "prompt" not in declaration.parameters or "generator" not in declaration.parameters:
+        reason = f"takes no {'prompt' if 'prompt' not in declaration.parameters else 'seed'}"
     elif unsupported:
         reason = f"takes {unsupported[0]}, which requests cannot set"
     else:
@@ -238,14 +238,14 @@ def _declared(model: ModelFolder) -> DeclaredPipeline:
 
 def _standard(model: ModelFolder, declaration: DeclaredPipeline) -> Params:
     """Return the defaults of the call or, where it has none, of the configurations."""
-    known = {name: value for name, value in declaration.takes.items() if name in RequestDefaults.__struct_fields__}
+    known = {name: value for name, value in declaration.parameters.items() if name in RequestDefaults.__struct_fields__}
     standard = {name: value for name, value in known.items() if value is not None or name == "negative_prompt"}
     height, width = _default_size(model)
     parts = model.components()
     rate = _frame_rate(model, declaration) or GUESSED_RATE
     frames = (
         model.config("transformer").get("sample_frames")
-        if declaration.medium == VIDEO and "transformer" in parts
+        if declaration.modality == VIDEO and "transformer" in parts
         else 1
     )
     defaults: Params = {
@@ -260,7 +260,7 @@ def _standard(model: ModelFolder, declaration: DeclaredPipeline) -> Params:
 
 def _frame_rate(model: ModelFolder, declaration: DeclaredPipeline) -> Value:
     """Return the frames per second of the call or class; None if unknown."""
-    rate = next((declaration.takes[name] for name in RATES if declaration.takes.get(name) is not None), None)
+    rate = next((declaration.parameters[name] for name in RATES if declaration.parameters.get(name) is not None), None)
     transformer = model.config("transformer") if "transformer" in model.components() else {}
     return rate or frame_rate(declaration.name, model.index(), transformer)
 
@@ -289,7 +289,7 @@ def _limits(model: ModelFolder, declaration: DeclaredPipeline, defaults: Params)
     if _picture_scale(declaration):
         multiple = _scale(model, "spatial") * patch  # the pipeline rounds a picture's sides down to this multiple
     frames, length = defaults.get("num_frames"), defaults.get("max_sequence_length")
-    max_frames = LENGTHS * frames if declaration.medium == VIDEO and isinstance(frames, int) else 1
+    max_frames = LENGTHS * frames if declaration.modality == VIDEO and isinstance(frames, int) else 1
     return MediaLimits(
         size_multiple=multiple,
         min_size=multiple,
@@ -304,7 +304,11 @@ def _picture_scale(declaration: DeclaredPipeline) -> int:
 
     It is 0 if the call has a size, or no start image.
     """
-    return 0 if "width" in declaration.takes or UPLOAD not in declaration.takes else ENLARGE.get(declaration.name, 1)
+    return (
+        0
+        if "width" in declaration.parameters or UPLOAD not in declaration.parameters
+        else ENLARGE.get(declaration.name, 1)
+    )
 
 
 def _has_fixed_size(model: ModelFolder) -> bool:
@@ -319,19 +323,23 @@ def _accepts(declaration: DeclaredPipeline) -> Iterator[AcceptedInput]:
 
     A size is not lacking if the image can be resized.
     """
-    if UPLOAD in declaration.takes:
-        least = int(SEEN.get(declaration.name, True))
-        strength = declaration.takes.get("strength")
-        if declaration.name in SEEN:
-            yield AcceptedInput(UPLOAD, "reference", least, len(REFERENCES))
+    if UPLOAD in declaration.parameters:
+        least = int(REFERENCE_CLASSES.get(declaration.name, True))
+        strength = declaration.parameters.get("strength")
+        if declaration.name in REFERENCE_CLASSES:
+            yield AcceptedInput(UPLOAD, "reference", least, len(IMAGE_UPLOADS))
         elif isinstance(strength, float):
             yield AcceptedInput(UPLOAD, "redraw", least, strength=strength)
         else:
             yield AcceptedInput(UPLOAD, min=least)
-    if LAST in declaration.takes:
+    if LAST in declaration.parameters:
         yield AcceptedInput(LAST_FRAME, "end")
     sized = ("size", "width", "height") if _picture_scale(declaration) else ()
-    lacks = [name for name, needed in ASKED.items() if needed not in declaration.takes and name not in sized]
+    lacks = [
+        name
+        for name, needed in REQUIRED_PARAMETERS.items()
+        if needed not in declaration.parameters and name not in sized
+    ]
     for name in (*lacks, *PREVIEWS):
         yield AcceptedInput(name, max=0)
 

@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.modalities import LAST_FRAME, PIXELS, UPLOAD, MediaLimits, OutputSize
-from unfuse.core.model_spec import START_PICTURE, AcceptedInput, ModelSpec
+from unfuse.core.model_spec import START_IMAGE, AcceptedInput, ModelSpec
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, StageSpec
 from unfuse.models.base import EULER, MULTISTEP, Loader
@@ -84,18 +84,18 @@ class Shape(VideoShape):
     #: The most patches along one axis, by the rotary embedding.
     longest: int
     #: Whether the transformer has the condition made from an image as additional channels.
-    pictured: bool
+    takes_image: bool
     #: Whether each token has its own timestep.
     expand: bool
     #: Whether the transformer has image embeddings of a last frame beside those of the first.
-    ends: bool
+    has_last_frame: bool
     #: Whether the first frame is given, which requires a timestep for each token.
     first: bool
     #: The share of the noise below which the second transformer takes over. None with one transformer.
     boundary: float | None
 
     @classmethod
-    def of(cls, folder: ModelFolder) -> Shape:
+    def read(cls, folder: ModelFolder) -> Shape:
         """Read the configurations of transformer and VAE.
 
         Raises ConfigError if they do not fit each other.
@@ -118,13 +118,13 @@ class Shape(VideoShape):
                 image_dim=image_dim,
                 patch=(int(frames), int(rows), int(columns)),
                 longest=int(transformer["rope_max_seq_len"]),
-                pictured=image_dim is not None or channels == temporal + 2 * latent_channels,
+                takes_image=image_dim is not None or channels == temporal + 2 * latent_channels,
                 expand=expand,
-                ends=transformer.get("pos_embed_seq_len") is not None,
+                has_last_frame=transformer.get("pos_embed_seq_len") is not None,
                 first=expand and index.get("_class_name") != TEXT,
                 boundary=index.get("boundary_ratio"),
             )
-        need_channels(folder, latent_channels + (shape.condition if shape.pictured else 0), channels)
+        need_channels(folder, latent_channels + (shape.condition if shape.takes_image else 0), channels)
         return shape
 
     @property
@@ -156,7 +156,7 @@ class Shape(VideoShape):
             max_frames=min(usual.max_frames, self._most_frames()),
         )
 
-    def need_room(self, limits: MediaLimits) -> None:
+    def check_limits(self, limits: MediaLimits) -> None:
         """Raise ConfigError if the limits exceed the rotary embedding."""
         longest = min(self.patch[1:]) * self.spatial * self.longest
         if limits.max_size > longest or limits.max_frames > self._most_frames():
@@ -199,17 +199,17 @@ class WanDenoiser(FlowDenoiser):
     guidance = staticmethod(guidance_scale)
 
     def __init__(self, loader: Loader) -> None:
-        self._shape = shape = Shape.of(loader.folder)
+        self._shape = shape = Shape.read(loader.folder)
         super().__init__(loader, shape.latents)
         self._low = None if shape.boundary is None else loader.model("transformer_2")
         self.transformers += (self._low,) if self._low else ()
         self.sets_begin = loader.folder.kind == TEXT
         self._boundary = (shape.boundary or 0) * self._scheduler.config.num_train_timesteps
         self.embeds = {"prompt_embeds": (1, None, shape.text_dim)}
-        embeds = (1, 2, None, shape.image_dim) if shape.ends else (1, None, shape.image_dim)
+        embeds = (1, 2, None, shape.image_dim) if shape.has_last_frame else (1, None, shape.image_dim)
         image_embeds = {} if shape.image_dim is None else {"image_embeds": embeds}
-        if shape.pictured or shape.first:
-            channels = shape.condition if shape.pictured else shape.channels
+        if shape.takes_image or shape.first:
+            channels = shape.condition if shape.takes_image else shape.channels
             self.conditions = image_embeds | {"condition": (1, channels, None, None, None)}
 
     @override
@@ -247,12 +247,12 @@ class WanDenoiser(FlowDenoiser):
         return self._low is not None and bool(timestep < self._boundary)
 
     @override
-    def parts(self, latents: Tensor) -> int:
+    def rows_per_latent(self, latents: Tensor) -> int:
         """Return the number of timesteps of a row: one, or one for each token."""
         return self._tokens(latents).numel() if self._shape.expand else 1
 
     @override
-    def settle(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    def finish_latents(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return the latents, with the first frame replaced if it is given."""
         return self._with_first(latents, inputs) if self._shape.expand else latents
 
@@ -302,14 +302,14 @@ class WanVae(GridVae):
     A latent frame depends on those before it, through the cache of the layers' features.
     """
 
-    def pieces(self, grid: Tensor) -> int:
+    def fragment_count(self, grid: Tensor) -> int:
         """Return the number of fragments: one per latent frame, or 1 with VAE tiling.
 
         A tile is decoded for all frames at once.
         """
         return 1 if self.vae.use_tiling else grid.shape[2]
 
-    def decode_pieces(self, grid: Tensor) -> Iterator[Tensor]:
+    def decode_fragments(self, grid: Tensor) -> Iterator[Tensor]:
         """Yield the pixels of each latent frame, as AutoencoderKLWan's loop computes them.
 
         The features that layers cache belong to this call alone.
@@ -351,16 +351,16 @@ class Wan(VideoFamily):
         "vae": ("diffusers", ("AutoencoderKLWan",)),
     }
     text_encoders = {"text_encode": partial(WanTextEncoder, guidance=guidance_scale)}
-    shape = Shape.of
+    shape = Shape.read
     denoiser = WanDenoiser
     vae = WanVae
-    cut = ParallelPlan(
+    parallel_plans = ParallelPlan(
         blocks=("blocks",),
         attention="attn1",
         order=("tokens",),
-        enter={"hidden_states": SequenceDim(1, ("tokens",))},
+        block_inputs={"hidden_states": SequenceDim(1, ("tokens",))},
         follow={"rotary_emb": (SequenceDim(1, ("tokens",)),), "temb": (SequenceDim(1, ("tokens",), dims=4),)},
-        leave=(SequenceDim(1, ("tokens",)),),
+        block_outputs=(SequenceDim(1, ("tokens",)),),
         matrices=TensorParallelLayers(
             outputs=("blocks.*.to_[qkv]", "blocks.*.add_[kv]_proj", "blocks.*.net.0.proj"),
             inputs=("blocks.*.to_out.0", "blocks.*.net.2"),
@@ -382,23 +382,23 @@ class Wan(VideoFamily):
 
     @override
     def standard(self, folder: ModelFolder) -> Params:
-        shape = Shape.of(folder)
+        shape = Shape.read(folder)
         second: Params = {} if shape.boundary is None else {SECOND: None}
         return {**super().standard(folder), "negative_prompt": "", **second}
 
     @override
     def limits(self, folder: ModelFolder, defaults: Params) -> MediaLimits:
-        shape = Shape.of(folder)
-        if shape.pictured != (bool(self.accepts) and not shape.expand):
-            wants = "a picture, but its class is not" if shape.pictured else "no picture, but its class is"
+        shape = Shape.read(folder)
+        if shape.takes_image != (bool(self.accepts) and not shape.expand):
+            wants = "a picture, but its class is not" if shape.takes_image else "no picture, but its class is"
             raise ConfigError(f"model {folder.path}: the transformer takes {wants} for image to video")
         return shape.limits(defaults)
 
     @override
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         """Return the text stage. Raises ConfigError if serving.json's limits exceed the transformer's."""
-        shape = Shape.of(folder)
-        shape.need_room(limits)
+        shape = Shape.read(folder)
+        shape.check_limits(limits)
         embeds = limits.max_sequence_length * shape.text_dim * widths["text_encoder"]
         return (text_stage({"prompt_embeds": embeds}, "guidance_scale"),)
 
@@ -413,12 +413,12 @@ ENCODED_FRAMES = 4
 class WanPicture(PictureEncoder):
     """The VAE and, if there is one, CLIP's image encoder, as an ImageEncoder."""
 
-    beside: Sequence[str] = (LAST_FRAME,)
+    extra_uploads: Sequence[str] = (LAST_FRAME,)
 
     def __init__(self, loader: Loader) -> None:
         has_clip = any(loader.folder.index().get("image_encoder") or ())
         self._clip = (loader.plain("image_processor"), loader.model("image_encoder")) if has_clip else None
-        self._vae, self._shape = WanVae(loader), Shape.of(loader.folder)
+        self._vae, self._shape = WanVae(loader), Shape.read(loader.folder)
 
     @override
     def verify(self, params: Params) -> None:
@@ -481,12 +481,12 @@ class WanImage(Wan):
         "image_processor": ("transformers", ("CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPImageProcessorPil")),
     }
     image_encoder = WanPicture
-    accepts = (START_PICTURE,)
+    accepts = (START_IMAGE,)
 
     @override
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
-        spec = super().card(name, folder, dtype)
-        return replace(spec, accepts=(*spec.accepts, *_last_frame(Shape.of(ModelFolder(folder)))))
+    def model_spec(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
+        spec = super().model_spec(name, folder, dtype)
+        return replace(spec, accepts=(*spec.accepts, *_last_frame(Shape.read(ModelFolder(folder)))))
 
     @override
     def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
@@ -522,30 +522,30 @@ class WanImage(Wan):
         return structs.replace(limits, frame_multiple=lcm(limits.frame_multiple, ENCODED_FRAMES))
 
     @override
-    def spreads(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
+    def parallelism(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
         """Return how stages may be spread.
 
         For image encoding: CLIP by tensor parallelism, the VAE by tiles.
         """
-        spreads = {IMAGE_ENCODE.kind: {"tensor": 0}} | super().spreads(folder)
+        spreads = {IMAGE_ENCODE.kind: {"tensor": 0}} | super().parallelism(folder)
         return {kind: spreads[kind] | ({"tiles": 0} if kind.endswith("_encode") else {}) for kind in spreads}
 
     @override
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
-        shape = Shape.of(folder)
+        shape = Shape.read(folder)
         clip = [part for part in self.components(folder) if part.startswith("image")]
         if shape.image_dim is not None and not clip:
             raise ConfigError(
                 f"model {folder.path}: the transformer needs CLIP embeddings, but there is no image_encoder"
             )
         channels, frames = (shape.channels, limits.max_frames) if shape.first else (shape.condition, shape.temporal)
-        embeds = _embeds_size(folder) * widths["image_encoder"] * (1 + shape.ends) + ALIGNMENT if clip else 0
+        embeds = _embeds_size(folder) * widths["image_encoder"] * (1 + shape.has_last_frame) + ALIGNMENT if clip else 0
         picture = replace(
             IMAGE_ENCODE,
             components=(*clip, "vae"),
             outputs=("image_embeds", "condition") if clip else ("condition",),
-            room=OutputSize(embeds + ALIGNMENT, channels * LATENT_BYTES / shape.spatial**2, frames),
-            reads=("image", *PIXELS, LAST_FRAME),
+            output_size=OutputSize(embeds + ALIGNMENT, channels * LATENT_BYTES / shape.spatial**2, frames),
+            depends_on_params=("image", *PIXELS, LAST_FRAME),
         )
         return (*super().encoders(folder, limits, widths), picture)
 
@@ -555,8 +555,8 @@ def _last_frame(shape: Shape) -> tuple[AcceptedInput, ...]:
 
     It is required if the transformer has a place for CLIP's embeddings of both frames.
     """
-    if shape.ends or (shape.pictured and shape.image_dim is None):
-        return (AcceptedInput(LAST_FRAME, "end", min=int(shape.ends)),)
+    if shape.has_last_frame or (shape.takes_image and shape.image_dim is None):
+        return (AcceptedInput(LAST_FRAME, "end", min=int(shape.has_last_frame)),)
     return ()
 
 

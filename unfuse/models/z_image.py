@@ -36,7 +36,7 @@ from unfuse.models.components import (
     text_stage,
 )
 from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
-from unfuse.stages.base import TOWARDS, guidance_scale, need
+from unfuse.stages.base import CONDITIONAL, guidance_scale, need
 from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Shape(PictureShape):
     text_dim: int  # width of the prompt embeddings
 
     @classmethod
-    def of(cls, folder: ModelFolder) -> Shape:
+    def read(cls, folder: ModelFolder) -> Shape:
         """Read the configurations. Raises ConfigError if they do not fit each other."""
         vae, transformer = PictureShape.of_vae(folder), folder.config("transformer")
         with folder.reading("transformer"):
@@ -109,10 +109,10 @@ class ChatTextEncoder(MaskedTextEncoder):
 class ZImageDenoiser(FlowDenoiser):
     """The Z-Image transformer as a Denoiser."""
 
-    first, guidance = TOWARDS, staticmethod(beyond)
+    first, guidance = CONDITIONAL, staticmethod(beyond)
 
     def __init__(self, loader: Loader) -> None:
-        shape = Shape.of(loader.folder)
+        shape = Shape.read(loader.folder)
         super().__init__(loader, shape.latents)
         self.embeds = {"prompt_embeds": (1, None, shape.text_dim)}
         self.masks = {"prompt_embeds_mask": (1, None)}
@@ -167,16 +167,16 @@ class ZImage(PictureFamily):
     text_encoders = {"text_encode": partial(ChatTextEncoder, guidance=beyond)}
     denoiser = ZImageDenoiser
     vae = partial(GridPictureVae, cast_first=True)
-    shape = Shape.of
+    shape = Shape.read
     else_whole = float32_latents = True
     starts = ("image", "mask")
-    cut = ParallelPlan(
+    parallel_plans = ParallelPlan(
         blocks=("layers",),
         attention="attention",
         order=("tokens",),
-        enter={"x": SequenceDim(1, ("tokens",))},
+        block_inputs={"x": SequenceDim(1, ("tokens",))},
         follow={"freqs_cis": (SequenceDim(1, ("tokens",)),)},
-        leave=(SequenceDim(1, ("tokens",)),),
+        block_outputs=(SequenceDim(1, ("tokens",)),),
         matrices=TensorParallelLayers(
             outputs=("*.attention.to_[qkv]", "*.feed_forward.w[13]"),
             inputs=("*.attention.to_out.0", "*.feed_forward.w2"),
@@ -184,11 +184,11 @@ class ZImage(PictureFamily):
             heads=("*.attention.heads",),
             divided=("n_heads",),
         ),
-        gives=("x",),
+        updated_inputs=("x",),
     )
 
     @override
-    def denoiser_spreads(self, folder: ModelFolder) -> dict[str, int]:
+    def denoiser_parallelism(self, folder: ModelFolder) -> dict[str, int]:
         config = folder.config("transformer")
         with folder.reading("transformer"):
             heads, width, blocks = (int(config[name]) for name in ("n_heads", "dim", "n_layers"))
@@ -197,7 +197,7 @@ class ZImage(PictureFamily):
 
     @override
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
-        shape, length = Shape.of(folder), limits.max_sequence_length
+        shape, length = Shape.read(folder), limits.max_sequence_length
         sizes = {
             "prompt_embeds": length * shape.text_dim * widths["text_encoder"],
             "prompt_embeds_mask": length * DTYPES["int64"],

@@ -16,13 +16,13 @@ from unfuse.core.errors import ConfigError
 EXCHANGES = {"cuda": "nccl", "xpu": "xccl"}
 
 
-def found() -> list[str]:
+def accelerators() -> list[str]:
     """Return the names of the accelerators of this machine, without the CPU."""
     kind = torch.accelerator.current_accelerator()
     return [f"{kind.type}:{number}" for number in range(torch.accelerator.device_count())] if kind else []
 
 
-def present(name: str) -> str:
+def is_present(name: str) -> str:
     """Return this device name if torch can use the device here.
 
     Raises ConfigError otherwise; the message lists the devices that torch has here.
@@ -31,8 +31,8 @@ def present(name: str) -> str:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
-            f"--device {name}: torch {torch.__version__} has only {', '.join(['cpu', *found()])}: use one of these, "
-            f"or install a build of torch for that kind of device ({str(error).splitlines()[0]})"
+            f"--device {name}: torch {torch.__version__} has only {', '.join(['cpu', *accelerators()])}: use one of "
+            f"these, or install a build of torch for that kind of device ({str(error).splitlines()[0]})"
         ) from error
     return name
 
@@ -48,10 +48,10 @@ def memory(device: str) -> tuple[int, int]:
         return int(free), int(total)
 
     total = int(device_module.recommended_max_memory())
-    return total - held(device), total
+    return total - reserved_bytes(device), total
 
 
-def held(device: str) -> int:
+def reserved_bytes(device: str) -> int:
     """Return the bytes of a device that torch has reserved for this process."""
     device_module = torch.get_device_module(torch.device(device))
     reports_reserved = hasattr(device_module, "memory_reserved")
@@ -67,6 +67,6 @@ def name_of(device: str) -> str:
 
 
 if __name__ == "__main__":
-    for device in found():
+    for device in accelerators():
         fields = device.partition(":")[0], *map(str, memory(device)), name_of(device)
         sys.stdout.write(",".join(fields) + "\n")

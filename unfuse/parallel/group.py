@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from unfuse.core.codec import decode, encode
-from unfuse.core.compute_options import KINDS, SHARING, ParallelDegrees
-from unfuse.core.errors import ConfigError, PermanentError, TransientError, UnfuseError, Unsuitable
+from unfuse.core.compute_options import OVERLAY_KINDS, PARALLEL_KINDS, ParallelDegrees
+from unfuse.core.errors import ConfigError, PermanentError, TransientError, UnfuseError, UnsupportedRequest
 from unfuse.core.retries import rule_of
 from unfuse.parallel.devices import EXCHANGES
 
@@ -55,7 +55,7 @@ class RankError(UnfuseError):
 ERRORS: dict[str, type[Exception]] = {
     "memory": torch.OutOfMemoryError,
     "device": getattr(torch, "AcceleratorError", RuntimeError),
-    "request": Unsuitable,
+    "request": UnsupportedRequest,
     "permanent": PermanentError,
     "unknown": RankError,
 }
@@ -207,7 +207,7 @@ class Mesh:
         It has the ranks, this one included, that differ from this rank in their coordinates along these kinds only.
         Kinds in SHARING use the ranks of other kinds: their axis has neighbouring ranks.
         """
-        along = tuple(kind for kind in KINDS if kind in kinds and kind in self.degrees)
+        along = tuple(kind for kind in PARALLEL_KINDS if kind in kinds and kind in self.degrees)
         if along not in self._axes:
             self._axes[along] = self._create_axis(along)
         return self._axes[along]
@@ -219,7 +219,7 @@ class Mesh:
         """
         own_axis: Axis | None = None
         ranks_by_key: dict[tuple[int, ...], list[int]] = {}
-        share = next((self.degrees[kind] for kind in along if kind in SHARING), 0)
+        share = next((self.degrees[kind] for kind in along if kind in OVERLAY_KINDS), 0)
 
         for rank, coordinates in enumerate(self._coordinates):
             key = tuple(at for kind, at in zip(self._ranks, coordinates, strict=True) if kind not in along)
@@ -283,7 +283,7 @@ class Axis:
         own_part = reduce(torch.add, parts.float().unbind(0)).to(tensor.dtype)
         return self.gather(own_part).flatten()[: tensor.numel()].view(tensor.shape)
 
-    def hand_out(self, tensor: Tensor, giver: int) -> Tensor:
+    def scatter(self, tensor: Tensor, giver: int) -> Tensor:
         """Return the tensor of rank `giver` (broadcast).
 
         `tensor` is (…). The other ranks pass one of the same shape and dtype.
@@ -292,7 +292,7 @@ class Axis:
         self._wait(lambda: dist.broadcast(result, group=self._process_group, group_src=giver))
         return result
 
-    def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def send_to_next(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start to send a tensor to the next rank of the ring.
 
         The last rank sends to the first. Returns a function that waits for the tensor of the previous rank, of the same
@@ -325,7 +325,7 @@ class Axis:
         return self.group.wait(exchange)
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Return freed heap memory to the system.
 
     After weights were loaded and freed, the allocator would otherwise retain more memory than other processes need.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 c10d: Any = torch.distributed  # its types leave out groups beside the default one
 #: The ranks of a pair: the sender and the receiver.
-GIVER, TAKER = 0, 1
+SENDER, RECEIVER = 0, 1
 
 
 class TorchPairs:
@@ -45,7 +45,7 @@ class TorchPairs:
 
         def connect() -> None:
             try:
-                sender = _Pair(GIVER, backend, self._device, host, patience_s, (host, port), listener.detach())
+                sender = _Pair(SENDER, backend, self._device, host, patience_s, (host, port), listener.detach())
                 connection.set_result(sender)
             except Exception as error:
                 connection.set_exception(error)
@@ -59,7 +59,7 @@ class TorchPairs:
         `at`: the host and port of the sender.
         """
         connection = self._pairs[pair] = Future[_Pair]()
-        connection.set_result(_Pair(TAKER, backend, self._device, host, patience_s, at))
+        connection.set_result(_Pair(RECEIVER, backend, self._device, host, patience_s, at))
 
     def move(self, pair: str, start: int, stop: int) -> None:
         """Move the bytes [start, stop) of `memory`, from the process that offered the pair."""
@@ -82,7 +82,7 @@ class _Pair:
     def __init__(
         self, rank: int, backend: str, device: str, host: str, patience_s: float, at: tuple[str, int], listens: int = -1
     ) -> None:
-        is_sender = rank == GIVER
+        is_sender = rank == SENDER
         limit = timedelta(seconds=patience_s)
         store = c10d.TCPStore(
             *at,
@@ -108,9 +108,9 @@ class _Pair:
         """Send these bytes, or receive into them: uint8 (bytes,)."""
         buffer = data.to(self._device)
         if self._is_sender:
-            self._group.send([buffer], TAKER, 0).wait()
+            self._group.send([buffer], RECEIVER, 0).wait()
         else:
-            self._group.recv([buffer], GIVER, 0).wait()
+            self._group.recv([buffer], SENDER, 0).wait()
         if buffer is not data:
             torch.accelerator.synchronize(self._device)
             data.copy_(buffer)

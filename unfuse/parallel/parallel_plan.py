@@ -62,7 +62,7 @@ class TensorParallelLayers(msgspec.Struct, frozen=True):
     #: store each expert by itself, under its number, or the gate projection apart.
     experts: tuple[str, ...] = ()
 
-    def shared(self, tensors: Mapping[str, int]) -> int:
+    def sharded_elements(self, tensors: Mapping[str, int]) -> int:
         """Return how many elements of a model's files are in sharded tensors.
 
         `tensors`: elements of each tensor by name. All other tensors are whole on every rank. That is an upper bound: a
@@ -102,16 +102,16 @@ class ParallelPlan(msgspec.Struct, frozen=True):
     #: The order of the segments in that attention.
     order: tuple[str, ...]
     #: Arguments of the first block with the tokens, one segment each.
-    enter: Mapping[str, SequenceDim]
+    block_inputs: Mapping[str, SequenceDim]
     #: One rule for each element that the last block returns. An element without segments is not read any more.
-    leave: tuple[SequenceDim, ...]
+    block_outputs: tuple[SequenceDim, ...]
     #: The layers that tensor parallelism shards.
     matrices: TensorParallelLayers
     #: Further arguments of every block that lie along tokens: one rule for each element of a tuple.
     follow: Mapping[str, tuple[SequenceDim, ...]] = {}
     #: The arguments of a block that it returns in new versions, in order. An argument that a block does not get is not
     #: returned.
-    gives: tuple[str, ...] = ("hidden_states",)
+    updated_inputs: tuple[str, ...] = ("hidden_states",)
 
     def blocks_of(self, model: Module) -> list[Module]:
         """Return the blocks of a transformer of this plan, in execution order."""

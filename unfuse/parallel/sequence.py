@@ -40,29 +40,29 @@ class SequenceShares:
         self.axis, self.order = axis, order
         self.lengths: dict[str, int] = {}
 
-    def share(self, segment: str) -> int:
+    def padded_share(self, segment: str) -> int:
         """Return how many tokens of a segment each rank has, with padding."""
         whole = self.lengths[segment]
         return max(-(-whole // (self.axis.size * ROWS)) * ROWS, FEW if whole >= FEW else 0)
 
-    def kept(self, rank: int) -> list[tuple[int, int]]:
+    def ranges(self, rank: int) -> list[tuple[int, int]]:
         """Return (start, tokens) of each segment within the shares of a rank, in order.
 
         `start` is an offset within that rank's tokens. `tokens` counts real tokens, without padding.
         """
         spans, start = [], 0
         for segment in self.order:
-            share = self.share(segment)
+            share = self.padded_share(segment)
             spans.append((start, max(0, min(share, self.lengths[segment] - rank * share))))
             start += share
         return spans
 
     @property
-    def whole(self) -> int:
+    def total_tokens(self) -> int:
         """The number of tokens of all segments, without padding."""
         return sum(self.lengths[segment] for segment in self.order)
 
-    def own(self, tensor: Tensor, along: SequenceDim) -> Tensor:
+    def own_share(self, tensor: Tensor, along: SequenceDim) -> Tensor:
         """Return this rank's share of a tensor: its tokens only, along the dimension `along.axis`.
 
         `tensor` is (…, tokens, …). Returns (…, padded share of tokens, …), or the tensor itself if it has no tokens by
@@ -72,23 +72,24 @@ class SequenceShares:
             return tensor
         segments = torch.split(tensor, [self.lengths[segment] for segment in along.segments], along.axis)
         shares = [
-            self._own(piece, along.axis, self.share(s)) for piece, s in zip(segments, along.segments, strict=True)
+            self._own_tokens(piece, along.axis, self.padded_share(s))
+            for piece, s in zip(segments, along.segments, strict=True)
         ]
         return shares[0] if len(shares) == 1 else torch.cat(shares, along.axis)
 
-    def _own(self, piece: Tensor, axis: int, share: int) -> Tensor:
+    def _own_tokens(self, piece: Tensor, axis: int, share: int) -> Tensor:
         """Return this rank's padded share of one segment."""
         length = piece.shape[axis]
         start = min(self.axis.rank * share, length)
         return _pad(piece.narrow(axis, start, min(share, length - start)), axis, share)
 
-    def joined(self, shares: Tensor, axis: int, segments: Sequence[str]) -> Tensor:
+    def gather(self, shares: Tensor, axis: int, segments: Sequence[str]) -> Tensor:
         """Return the whole tensor from the shares of all ranks, without padding.
 
         `shares` is (ranks, …, share of tokens, …), where `axis` is the token dimension of one share. Returns (…,
         tokens, …) in the order of the segments.
         """
-        parts = torch.split(shares, [self.share(segment) for segment in segments], axis + 1)
+        parts = torch.split(shares, [self.padded_share(segment) for segment in segments], axis + 1)
 
         wholes = []
         for part, segment in zip(parts, segments, strict=True):
@@ -98,14 +99,14 @@ class SequenceShares:
 
         return wholes[0] if len(wholes) == 1 else torch.cat(wholes, axis)
 
-    def apart(self, whole: Tensor, axis: int) -> Tensor:
+    def split_segments(self, whole: Tensor, axis: int) -> Tensor:
         """Split a whole tensor into padded shares, the inverse of `joined`.
 
         `whole` is (…, tokens, …) along `axis`. Returns (ranks, …, share of tokens, …).
         """
         parts, pieces = [], torch.split(whole, [self.lengths[segment] for segment in self.order], axis)
         for segment, part in zip(self.order, pieces, strict=True):
-            share = self.share(segment)
+            share = self.padded_share(segment)
             padded = _pad(part, axis, share * self.axis.size)
             parts.append(torch.unflatten(padded, axis, (self.axis.size, share)).movedim(axis, 0))
         return torch.cat(parts, axis + 1)
@@ -143,8 +144,8 @@ class _AttentionOverride(TorchFunctionMode):
         if arguments.pop("enable_gqa", False) and q.shape[1] != k.shape[1]:
             k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
         shares = self._shares
-        if mask is not None and mask.shape[-1] != shares.whole:
-            mask = shares.joined(shares.axis.gather(mask), mask.dim() - 1, shares.order)
+        if mask is not None and mask.shape[-1] != shares.total_tokens:
+            mask = shares.gather(shares.axis.gather(mask), mask.dim() - 1, shares.order)
         return self._attend(shares, q, k, v, mask, **arguments)
 
 
@@ -158,13 +159,13 @@ def _pad(tensor: Tensor, axis: int, length: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(shape)], axis) if shape[axis] else tensor
 
 
-def share_tokens(model: Module, cut: ParallelPlan, axis: Axis, attend: Attend) -> None:
+def shard_tokens(model: Module, cut: ParallelPlan, axis: Axis, attend: Attend) -> None:
     """Make the ranks of this axis share a transformer's tokens (sequence parallel)."""
     blocks, shares = cut.blocks_of(model), SequenceShares(axis, cut.order)
     for number, block in enumerate(blocks):
-        _BlockEntry(block, shares, cut.enter if number == 0 else {}, cut.follow)
+        _BlockEntry(block, shares, cut.block_inputs if number == 0 else {}, cut.follow)
         _run_in_mode(block.get_submodule(cut.attention), _AttentionOverride(shares, attend))
-    blocks[-1].register_forward_hook(functools.partial(_gather_outputs, shares, cut.leave))
+    blocks[-1].register_forward_hook(functools.partial(_gather_outputs, shares, cut.block_outputs))
 
 
 class _BlockEntry:
@@ -195,7 +196,7 @@ class _BlockEntry:
             self._shares.lengths[along.segments[0]] = arguments[name].shape[along.axis]
 
         for name, along in self._enter.items():
-            arguments[name] = self._shares.own(arguments[name], along)
+            arguments[name] = self._shares.own_share(arguments[name], along)
 
         for name, rules in self._follow.items():
             if arguments.get(name) is not None:
@@ -205,9 +206,11 @@ class _BlockEntry:
 
     def _shard(self, value: Any, rules: tuple[SequenceDim, ...]) -> Any:
         if isinstance(value, Tensor):
-            return self._shares.own(value, rules[0])
+            return self._shares.own_share(value, rules[0])
         rule_per_element = rules * len(value) if len(rules) == 1 else rules
-        return tuple(self._shares.own(tensor, along) for tensor, along in zip(value, rule_per_element, strict=True))
+        return tuple(
+            self._shares.own_share(tensor, along) for tensor, along in zip(value, rule_per_element, strict=True)
+        )
 
 
 def _gather_outputs(
@@ -216,7 +219,7 @@ def _gather_outputs(
     """Return the whole outputs of the last block, gathered from the shares of all ranks."""
     is_single = isinstance(outputs, Tensor)
     wholes = tuple(
-        shares.joined(shares.axis.gather(part), along.axis, along.segments) if along.segments else part
+        shares.gather(shares.axis.gather(part), along.axis, along.segments) if along.segments else part
         for part, along in zip((outputs,) if is_single else outputs, rules, strict=True)
     )
     return wholes[0] if is_single else wholes
@@ -249,10 +252,10 @@ def ulysses(shares: SequenceShares, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
     """
     axis = shares.axis
     by_heads = torch.unflatten(torch.stack([q, k, v]), 2, (axis.size, -1)).movedim(2, 0)
-    q, k, v = shares.joined(axis.transpose(by_heads), TOKENS + 1, shares.order).unbind(0)
+    q, k, v = shares.gather(axis.transpose(by_heads), TOKENS + 1, shares.order).unbind(0)
 
     attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **more)
-    by_tokens = axis.transpose(shares.apart(attended, TOKENS))
+    by_tokens = axis.transpose(shares.split_segments(attended, TOKENS))
     return by_tokens.movedim(0, 1).flatten(1, 2)
 
 
@@ -307,7 +310,7 @@ class RingAttention:
         log_sum_exp = q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
 
         for round_number in range(self._ring.size):
-            receive_next = self._ring.pass_on(kv) if round_number + 1 < self._ring.size else None
+            receive_next = self._ring.send_to_next(kv) if round_number + 1 < self._ring.size else None
             offsets, positions = self._token_positions(
                 shares, (self._ring.rank - round_number) % self._ring.size, kv.shape[-2]
             )
@@ -343,9 +346,9 @@ class RingAttention:
             rank = place * neighbours + number
             before = number * (tokens // neighbours)
             segment_start = 0
-            for segment, (start, count) in zip(shares.order, shares.kept(rank), strict=True):
+            for segment, (start, count) in zip(shares.order, shares.ranges(rank), strict=True):
                 offsets.append(torch.arange(before + start, before + start + count))
-                first = segment_start + rank * shares.share(segment)
+                first = segment_start + rank * shares.padded_share(segment)
                 positions.append(torch.arange(first, first + count))
                 segment_start += shares.lengths[segment]
         return torch.cat(offsets), torch.cat(positions)

@@ -30,34 +30,34 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import Linear, Module, Parameter
 
 from unfuse.core.compute_options import SHARD
-from unfuse.parallel.group import Axis, Mesh, give_back
+from unfuse.parallel.group import Axis, Mesh, trim_heap
 from unfuse.parallel.parallel_plan import EXPERTS, ParallelPlan, TensorParallelLayers
-from unfuse.parallel.sequence import RingAttention, share_tokens, ulysses
+from unfuse.parallel.sequence import RingAttention, shard_tokens, ulysses
 
 
-def spread(model: Module, cut: ParallelPlan | TensorParallelLayers, mesh: Mesh) -> None:
+def parallelize(model: Module, cut: ParallelPlan | TensorParallelLayers, mesh: Mesh) -> None:
     """Parallelize a model, in place, over the ranks of a stage.
 
     The kinds of parallelism are those of the mesh. `cut`: the model's plan, or only its tensor parallel layers.
     """
     if "tensor" in mesh.degrees:
-        share_matrices(model, cut if isinstance(cut, TensorParallelLayers) else cut.matrices, mesh.axis("tensor"))
+        shard_layers(model, cut if isinstance(cut, TensorParallelLayers) else cut.matrices, mesh.axis("tensor"))
 
     if isinstance(cut, ParallelPlan) and "layers" in mesh.degrees:
-        share_layers(model, cut, mesh.axis("layers"))
+        assign_blocks(model, cut, mesh.axis("layers"))
 
     if isinstance(cut, ParallelPlan) and mesh.degrees.keys() & {"ring", "ulysses"}:
         ring, heads = mesh.axis("ring"), mesh.axis("ulysses")
         attend = RingAttention(ring, heads) if ring.size > 1 else ulysses
-        share_tokens(model, cut, mesh.axis("ring", "ulysses"), attend)
+        shard_tokens(model, cut, mesh.axis("ring", "ulysses"), attend)
 
     if isinstance(cut, ParallelPlan) and SHARD in mesh.degrees:
-        share_weights(model, cut, mesh.axis(SHARD))
+        shard_weights(model, cut, mesh.axis(SHARD))
 
-    give_back()
+    trim_heap()
 
 
-def share_weights(model: Module, cut: ParallelPlan, axis: Axis) -> None:
+def shard_weights(model: Module, cut: ParallelPlan, axis: Axis) -> None:
     """Shard a transformer's weights over these ranks by FSDP2.
 
     This rank's share is on its device.
@@ -67,7 +67,7 @@ def share_weights(model: Module, cut: ParallelPlan, axis: Axis) -> None:
     for part in (*cut.blocks_of(model), model):
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
         if axis.group.device.type == "cpu":
-            part.register_forward_hook(lambda *_: give_back())
+            part.register_forward_hook(lambda *_: trim_heap())
     model.register_forward_pre_hook(lambda *_: axis.group.meet(), prepend=True)
 
 
@@ -75,7 +75,7 @@ def share_weights(model: Module, cut: ParallelPlan, axis: Axis) -> None:
 OUTPUTS, INPUTS = 0, 1
 
 
-def share_matrices(model: Module, matrices: TensorParallelLayers, axis: Axis) -> None:
+def shard_layers(model: Module, matrices: TensorParallelLayers, axis: Axis) -> None:
     """Make a model tensor parallel: shard its layers, and exchange their results."""
     for name, module in [*model.named_modules()]:
         if _matches_any(name, matrices.outputs):
@@ -152,21 +152,21 @@ class _ShardedNorm:
         return normed.to(hidden.dtype)
 
 
-def share_layers(model: Module, cut: ParallelPlan, axis: Axis) -> None:
+def assign_blocks(model: Module, cut: ParallelPlan, axis: Axis) -> None:
     """Assign a transformer's blocks to these ranks (pipeline parallel).
 
     Frees the weights of the blocks of other ranks.
     """
     blocks = cut.blocks_of(model)
-    holders = held_by([sum(tensor.nbytes for tensor in block.parameters()) for block in blocks], axis.size)
+    holders = rank_by_block([sum(tensor.nbytes for tensor in block.parameters()) for block in blocks], axis.size)
     for block, holder, next_holder in zip(blocks, holders, [*holders[1:], axis.size], strict=True):
         if holder != axis.rank:
-            _skip_block(block, cut.gives)
+            _skip_block(block, cut.updated_inputs)
         if holder != next_holder:
             block.register_forward_hook(functools.partial(_broadcast, axis, holder))
 
 
-def held_by(sizes: Sequence[int], ranks: int) -> list[int]:
+def rank_by_block(sizes: Sequence[int], ranks: int) -> list[int]:
     """Return the rank that holds each block.
 
     Ranks are in order, each has at least one block, and each has about as many bytes.
@@ -201,5 +201,5 @@ def _skip_block(block: Module, gives: Sequence[str]) -> None:
 def _broadcast(axis: Axis, holder: int, block: Module, args: Any, outputs: Any) -> Any:
     """Return the outputs of a block from the rank that holds it."""
     if isinstance(outputs, Tensor):
-        return axis.hand_out(outputs, holder)
-    return tuple(axis.hand_out(part, holder) for part in outputs)
+        return axis.scatter(outputs, holder)
+    return tuple(axis.scatter(part, holder) for part in outputs)

@@ -23,7 +23,7 @@ from torch.nn import Module
 from unfuse.parallel.group import Axis
 
 
-def spread(vae: Any, axis: Axis) -> None:
+def parallelize_tiles(vae: Any, axis: Axis) -> None:
     """Make these ranks share the tiles that a VAE decodes and encodes.
 
     The VAE must have tiling enabled. It is changed in place.
@@ -47,7 +47,7 @@ class TileCall(NamedTuple):
         return id(self.kwargs.get("feat_cache", self.args))
 
     @property
-    def given(self) -> Tensor:
+    def tensor(self) -> Tensor:
         """The tensor to decode or encode."""
         tensor: Tensor = self.args[0]
         return tensor
@@ -74,8 +74,8 @@ class Tiles:
         with self._replaced_forward(lambda *args, **kwargs: self._record(calls, TileCall(args, kwargs))):
             self._work(*args, **kwargs)
 
-        first_tensor = calls[0].given
-        owners = shares(calls, self._axis.size)
+        first_tensor = calls[0].tensor
+        owners = assign_calls(calls, self._axis.size)
         own_results = list[Tensor]()
         for owner in owners:
             # Popped, so that a tile's `feat_cache` is freed after the last call of the tile.
@@ -104,17 +104,17 @@ class Tiles:
         The batch size is 0, so that the VAE can still concatenate and blend it.
         """
         calls.append(call)
-        return call.given.new_empty(0, self._channels, *[1] * (call.given.dim() - 2))
+        return call.tensor.new_empty(0, self._channels, *[1] * (call.tensor.dim() - 2))
 
 
-def shares(calls: Sequence[TileCall], ranks: int) -> list[int]:
+def assign_calls(calls: Sequence[TileCall], ranks: int) -> list[int]:
     """Return the rank that computes each call.
 
     The largest tiles are assigned first, each to the rank with the least work.
     """
     sizes = dict[int, int]()
     for call in calls:
-        sizes[call.tile] = sizes.get(call.tile, 0) + call.given.numel()
+        sizes[call.tile] = sizes.get(call.tile, 0) + call.tensor.numel()
 
     loads, owners = [0] * ranks, dict[int, int]()
     for tile in sorted(sizes, key=lambda tile: -sizes[tile]):

@@ -20,13 +20,13 @@ from safetensors import safe_open
 from torch.nn import Module
 
 from unfuse.core.errors import ConfigError
-from unfuse.parallel.group import Group, give_back
+from unfuse.parallel.group import Group, trim_heap
 
 #: Bytes of a cache line. torch aligns new tensors to it.
 LINE = 64
 
 #: The metadata key for the offsets of tensors that were not aligned to LINE in rank 0.
-BEGAN = "began"
+OFFSETS_KEY = "began"
 
 #: Bytes of the length field at the start of a safetensors file.
 HEADER_LENGTH = 8
@@ -49,7 +49,7 @@ WRITTEN = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 @contextmanager
-def together(group: Group, load: Callable[[], dict[str, torch.Tensor]]) -> Iterator[str]:
+def gather_files(group: Group, load: Callable[[], dict[str, torch.Tensor]]) -> Iterator[str]:
     """Yield the path of a shared file with the tensors from `load`.
 
     All ranks call this; only rank 0 calls `load`. The path is valid within the block. It is "" if `load` returns no
@@ -98,7 +98,7 @@ def _fill(file: int, load: Callable[[], dict[str, torch.Tensor]]) -> None:
         os.pwrite(file, str(error).encode(), 0)
     else:
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, WRITTEN)
-    give_back()
+    trim_heap()
 
 
 def write(file: int, tensors: dict[str, torch.Tensor]) -> None:
@@ -115,7 +115,7 @@ def write(file: int, tensors: dict[str, torch.Tensor]) -> None:
     names = sorted(name_by_memory.values(), key=lambda name: (tensors[name].nbytes % LINE > 0, -tensors[name].itemsize))
     offsets = {name: offset for name in names if (offset := tensors[name].data_ptr() % LINE)}
 
-    header: dict[str, object] = {"__metadata__": {"format": "pt", BEGAN: json.dumps(offsets)}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", OFFSETS_KEY: json.dumps(offsets)}}
 
     end = 0
     for name in names:
@@ -139,7 +139,7 @@ def align(model: Module, file: str) -> None:
     Kernels may round differently by alignment.
     """
     with safe_open(file, "pt") as opened:
-        offsets, names = json.loads(opened.metadata()[BEGAN]), opened.keys()
+        offsets, names = json.loads(opened.metadata()[OFFSETS_KEY]), opened.keys()
 
     parameters = model.state_dict(keep_vars=True)
     for name in names:

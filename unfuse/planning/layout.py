@@ -13,7 +13,7 @@ from unfuse.arena.limits import readable_bytes
 from unfuse.core.compute_options import MaxLoadedModels
 from unfuse.core.errors import ConfigError
 from unfuse.core.model_spec import ModelSpec
-from unfuse.core.plan import ALL
+from unfuse.core.plan import ALL_STAGES
 from unfuse.planning.placement import (
     CPU,
     PROCESS,
@@ -24,7 +24,7 @@ from unfuse.planning.placement import (
     WorkerPlan,
     devices_of,
     parse_workers,
-    place,
+    place_workers,
 )
 from unfuse.scheduler.costs import UNMEASURED_S, Costs
 
@@ -58,11 +58,11 @@ class Layout(msgspec.Struct, frozen=True):
     max_loaded_models: MaxLoadedModels = "all"
 
     @property
-    def written(self) -> str:
+    def text(self) -> str:
         """The layout as it follows `--workers` on a command line."""
         return self.workers + (" --max-loaded-models 1" if self.max_loaded_models == "1" else "")
 
-    def of(self, wanted: WorkerPlan) -> WorkerPlan:
+    def apply_to(self, wanted: WorkerPlan) -> WorkerPlan:
         """Return the plan with the workers of this layout."""
         counts = parse_workers(self.workers)
         return replace(wanted, auto=False, counts=counts, max_loaded_models=self.max_loaded_models)
@@ -72,7 +72,7 @@ class LayoutSearch(msgspec.Struct, frozen=True):
     """The layouts that were compared."""
 
     #: The best one first.
-    found: tuple[Layout, ...]
+    layouts: tuple[Layout, ...]
     #: Whether the costs of all stages were measured.
     measured: bool
     #: The roles of the models' stages.
@@ -84,32 +84,32 @@ class LayoutSearch(msgspec.Struct, frozen=True):
 
         If none is possible, it is the split, whose refusal names what would help.
         """
-        possible = (layout for layout in self.found if not layout.refusal)
-        split = (layout for layout in self.found if layout.workers == SPLIT)
-        return next(possible, None) or next(split, self.found[0])
+        possible = (layout for layout in self.layouts if not layout.refusal)
+        split = (layout for layout in self.layouts if layout.workers == SPLIT)
+        return next(possible, None) or next(split, self.layouts[0])
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """One line with the chosen layout and the reason."""
         workers = self.chosen.workers
         main = workers.rpartition(",")[2].partition("=")[0]
         if self.chosen.max_loaded_models == "1":
             reason = "each worker loads one model at a time"
-            reason += ", since not all fit at the same time" if len(self.found) > 1 else ""
-        elif ALL not in workers:
-            refused = next((layout.refusal for layout in self.found if ALL in layout.workers), "")
+            reason += ", since not all fit at the same time" if len(self.layouts) > 1 else ""
+        elif ALL_STAGES not in workers:
+            refused = next((layout.refusal for layout in self.layouts if ALL_STAGES in layout.workers), "")
             reason = f"each stage has its own workers, since not all fit in one worker: {refused.partition(';')[0]}"
-        elif main != ALL:
+        elif main != ALL_STAGES:
             reason = f"workers run all stages on GPUs where all fit, and only {main} on the others"
         elif len(self.roles) == 1:
             reason = f"each worker runs all stages, since all have the role {self.roles[0]}"
         else:
             reason = "each worker runs all stages, since the models fit in one worker, which gives the best utilization"
-        return f"layout {self.chosen.written}: {reason}"
+        return f"layout {self.chosen.text}: {reason}"
 
 
-def layouts(
-    cards: Iterable[ModelSpec], needs: Needs, wanted: WorkerPlan, devices: tuple[Device, ...], means: HostResources
+def search_layouts(
+    specs: Iterable[ModelSpec], needs: Needs, wanted: WorkerPlan, devices: tuple[Device, ...], means: HostResources
 ) -> LayoutSearch:
     """Return the layouts that could serve these models, the best first.
 
@@ -117,30 +117,30 @@ def layouts(
     never changes the order. Of equal layouts, the one with whole models comes first. `Layout.rate` is predicted from
     measured costs, where there are any.
     """
-    cards = list(cards)
-    shares, measured = parts(cards, means.costs)
-    guessed_shares, _ = parts(cards, None)
+    specs = list(specs)
+    shares, measured = role_shares(specs, means.costs)
+    guessed_shares, _ = role_shares(specs, None)
 
     def judge(workers: str, loaded: MaxLoadedModels = "all") -> tuple[float, Layout]:
         """Return the guessed rate of a layout, by which layouts are sorted, and the layout."""
         layout = Layout(workers, 0.0, max_loaded_models=loaded)
         try:
-            placed = place(needs, layout.of(wanted), devices)
+            placed = place_workers(needs, layout.apply_to(wanted), devices)
         except ConfigError as error:
             return 0.0, replace(layout, refusal=str(error))
         refusal = _too_large(placed, means.memory_limit)
-        layout = replace(layout, rate=rate(placed, shares, wanted, means), refusal=refusal)
-        return rate(placed, guessed_shares, wanted, means), layout
+        layout = replace(layout, rate=predict_rate(placed, shares, wanted, means), refusal=refusal)
+        return predict_rate(placed, guessed_shares, wanted, means), layout
 
     candidates = () if wanted.max_loaded_models == "1" else _candidates(needs, wanted, devices, means.cores)
     judged = [judge(workers) for workers in candidates]
-    if not judged or (len(cards) > 1 and all(layout.refusal for _, layout in judged)):
-        judged.append(judge(f"{ALL}={len(devices_of(ALL, wanted, devices))}", "1"))
+    if not judged or (len(specs) > 1 and all(layout.refusal for _, layout in judged)):
+        judged.append(judge(f"{ALL_STAGES}={len(devices_of(ALL_STAGES, wanted, devices))}", "1"))
     ordered = sorted(judged, key=lambda pair: -round(pair[0], 3))
     return LayoutSearch(tuple(layout for _, layout in ordered), measured, tuple(needs))
 
 
-def parts(cards: Iterable[ModelSpec], costs: Path | None) -> tuple[dict[str, float], bool]:
+def role_shares(specs: Iterable[ModelSpec], costs: Path | None) -> tuple[dict[str, float], bool]:
     """Return each role's share of a request's seconds, and whether all were measured.
 
     The request has the default parameters. Without the file `costs`, shares are guessed.
@@ -148,10 +148,10 @@ def parts(cards: Iterable[ModelSpec], costs: Path | None) -> tuple[dict[str, flo
     known = Costs(costs)
     seconds: dict[str, float] = {}
     measured = True
-    for card in cards:
-        pools = card.pools()
-        for stage in card.pipeline.stages:
-            work = stage.work.of(card.defaults)
+    for spec in specs:
+        pools = spec.pools()
+        for stage in spec.pipeline.stages:
+            work = stage.work.of(spec.defaults)
             stage_seconds = known.seconds(pools[stage.name], work)
             measured = measured and stage_seconds is not None
             seconds[stage.role] = seconds.get(stage.role, 0.0) + (stage_seconds or UNMEASURED_S * prod(work))
@@ -159,7 +159,7 @@ def parts(cards: Iterable[ModelSpec], costs: Path | None) -> tuple[dict[str, flo
     return {role: part / total for role, part in seconds.items()}, measured
 
 
-def rate(
+def predict_rate(
     placed: Iterable[PlacedWorker], shares: Mapping[str, float], wanted: WorkerPlan, means: HostResources
 ) -> float:
     """Return the predicted rate of these workers.
@@ -182,7 +182,7 @@ def rate(
         return 1.0 / sum(other.device == worker.device for other in placed)
 
     # workers of all roles do the work that the workers of single roles leave: find the highest rate for which that fits
-    whole_speed = sum(speed(worker) for worker in placed if worker.role == ALL)
+    whole_speed = sum(speed(worker) for worker in placed if worker.role == ALL_STAGES)
     role_speed = {role: sum(speed(worker) for worker in placed if role in worker.role.split("+")) for role in shares}
     low = 0.0
     high = most
@@ -199,11 +199,11 @@ def _candidates(needs: Needs, wanted: WorkerPlan, devices: tuple[Device, ...], c
     The main role, whose workers are placed first, is that of the stages with many forwards.
     """
     (main, *_) = [*(role for role in needs if role in wanted.first), *needs]
-    gpus = [name for name in devices_of(ALL, wanted, devices) if name != CPU]
+    gpus = [name for name in devices_of(ALL_STAGES, wanted, devices) if name != CPU]
     most = len(gpus) or max(1, cores // (wanted.compute.threads or min(THREADS, max(1, cores // THREADS))))
     for whole in range(most, 0, -1):
         more = most - whole if gpus else 0
-        yield f"{ALL}={whole}" + (f",{main}={more}" if more else "")
+        yield f"{ALL_STAGES}={whole}" + (f",{main}={more}" if more else "")
     for count in range(most, 1, -1):
         yield ",".join(f"{role}={count if role == main else 1}" for role in needs)
     yield SPLIT

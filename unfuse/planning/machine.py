@@ -75,7 +75,7 @@ class Machine(msgspec.Struct, frozen=True):
     ports: dict[int, bool]
 
 
-def look(ports: tuple[int, ...], group: Path = CONTROL_GROUP) -> Machine:
+def inspect_machine(ports: tuple[int, ...], group: Path = CONTROL_GROUP) -> Machine:
     """Return what this machine has, and whether these ports of the loopback address are free.
 
     `group` is the folder with the limits of this process's control group.
@@ -83,23 +83,23 @@ def look(ports: tuple[int, ...], group: Path = CONTROL_GROUP) -> Machine:
     return Machine(
         system=platform.platform(),
         python=platform.python_version(),
-        cpus=cpus(group),
+        cpus=usable_cpus(group),
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         available=available_memory(),
-        gpus=gpus(),
+        gpus=find_gpus(),
         libraries={name: _version(name) for name in LIBRARIES},
         ports={port: is_free(port) for port in ports},
     )
 
 
-def devices(caps: Mapping[str, int] = MappingProxyType({}), elsewhere: bool = False) -> tuple[Device, ...]:
+def usable_devices(caps: Mapping[str, int] = MappingProxyType({}), elsewhere: bool = False) -> tuple[Device, ...]:
     """Return the devices that workers may use on this machine.
 
     There is no GPU if torch is built without GPU support. `caps` limits the bytes of devices, by name. Raises
     ConfigError for a name that this machine does not have. If workers run `elsewhere`, `caps` adds devices and replaces
     sizes instead.
     """
-    usable = () if (_version("torch") or "").endswith("+cpu") else gpus()
+    usable = () if (_version("torch") or "").endswith("+cpu") else find_gpus()
     free = {CPU: available_memory(), **{f"{gpu.kind}:{n}": gpu.free for n, gpu in enumerate(usable)}}
     if elsewhere:
         free |= caps
@@ -119,14 +119,14 @@ def devices_to_size(caps: Mapping[str, int]) -> tuple[tuple[Device, ...], bool]:
     for name in caps:
         if not DEVICE_NAME.fullmatch(name):
             raise UsageError(f"--device-memory {name}: not a device name: use cpu, cuda:0, cuda:1, xpu:0 and so on")
-    here = devices()
+    here = usable_devices()
     free = {device.name: device.free for device in here}
     if all(size <= free.get(name, -1) for name, size in caps.items()):
-        return devices(caps), True
+        return usable_devices(caps), True
     return tuple(Device(name, size) for name, size in ({CPU: free[CPU]} | dict(caps)).items()), False
 
 
-def cpus(group: Path) -> float:
+def usable_cpus(group: Path) -> float:
     """Return the number of processors this process may use.
 
     The CPU affinity and the control group's quota limit it.
@@ -137,7 +137,7 @@ def cpus(group: Path) -> float:
     return allowed if quota == "max" else min(allowed, int(quota) / int(period))
 
 
-def gpus() -> tuple[Gpu, ...]:
+def find_gpus() -> tuple[Gpu, ...]:
     """Return the GPUs that nvidia-smi lists, or torch for other builds; none without either."""
     if any(kind in (_version("torch") or "") for kind in BUILDS):
         listing = subprocess.run(ASK_TORCH, capture_output=True, text=True, check=False).stdout

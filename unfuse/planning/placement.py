@@ -11,19 +11,19 @@ from msgspec.structs import replace
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.compute_options import (
-    PARTING,
     SHARD,
+    WEIGHT_SPLITTING_KINDS,
     ComputeOptions,
     MaxLoadedModels,
     Offload,
     ParallelDegrees,
     joined_by,
-    own_spreads,
     parse_parallel,
-    ranked,
+    rank_devices,
+    worker_parallelism,
 )
 from unfuse.core.errors import ConfigError, UsageError
-from unfuse.core.plan import ALL, roles_of
+from unfuse.core.plan import ALL_STAGES, roles_of
 
 CPU = "cpu"
 AUTO, SPLIT, NONE = "auto", "split", "none"
@@ -32,7 +32,7 @@ AUTO, SPLIT, NONE = "auto", "split", "none"
 CONTEXT = 512 << 20  # GPU memory that a process takes before its first weight: the context and the libraries' kernels
 PROCESS = 288 << 20  # host memory that a worker takes beside its weights and its arena, for libraries
 NO_DEVICE = "there is no device"  # the beginning of the error for a device that the machine does not have
-MOST = 1024  # the most workers of one role
+MAX_WORKERS = 1024  # the most workers of one role
 LAYER = 2 << 30  # more bytes than any layer of a served model takes; the largest are embeddings of a large vocabulary
 
 Needs = Mapping[str, "tuple[ComponentMemory, ...]"]
@@ -51,11 +51,11 @@ class ComponentMemory(msgspec.Struct, frozen=True):
     #: Whether it is mapped from files without conversion: on CPUs, all workers share that memory.
     mapped: bool = False
     #: Bytes, out of `bytes`, that ranks divide among themselves with tensor parallelism.
-    shared: int = 0
+    tensor_parallel_bytes: int = 0
     #: Whether one copy serves all stages of the worker.
-    once: bool = False
+    shared_by_stages: bool = False
     #: Whether each rank has another part of it. Otherwise the ranks of a worker share one copy in host memory.
-    parted: bool = False
+    differs_by_rank: bool = False
 
     def stored_as(self, dtype: str) -> ComponentMemory:
         """Return the component in float32 or bfloat16; unchanged if it cannot have that dtype.
@@ -66,14 +66,14 @@ class ComponentMemory(msgspec.Struct, frozen=True):
         if self.dtype == dtype or not (has_half or dtype == "float32"):
             return self
         factor = 2 if dtype == "float32" else 1 / 2
-        sizes = {"bytes": int(self.bytes * factor), "shared": int(self.shared * factor)}
+        sizes = {"bytes": int(self.bytes * factor), "tensor_parallel_bytes": int(self.tensor_parallel_bytes * factor)}
         return replace(self, dtype=dtype, mapped=False, **sizes)
 
     def of_rank(self, spread: ParallelDegrees) -> ComponentMemory:
         """Return the part of it on one rank."""
-        missing = self.shared - -(-self.shared // spread.degrees.get("tensor", 1))
+        missing = self.tensor_parallel_bytes - -(-self.tensor_parallel_bytes // spread.degrees.get("tensor", 1))
         rank_bytes = -(-(self.bytes - missing) // spread.parts)
-        return replace(self, bytes=rank_bytes, mapped=False, parted=True) if rank_bytes < self.bytes else self
+        return replace(self, bytes=rank_bytes, mapped=False, differs_by_rank=True) if rank_bytes < self.bytes else self
 
     def resident(self, offload: Offload) -> int:
         """Return the most bytes of it on a GPU at one time, with this offload.
@@ -109,12 +109,12 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     #: Roles whose workers are placed before others.
     first: frozenset[str] = frozenset()
     #: Roles whose weights can be sharded over ranks.
-    parted: frozenset[str] = frozenset()
+    shardable_roles: frozenset[str] = frozenset()
     #: Whether `counts` and `max_loaded_models` are still to be chosen (`--workers auto`).
     auto: bool = False
     max_loaded_models: MaxLoadedModels = "all"
 
-    def numbers(self, roles: Iterable[str]) -> dict[str, int]:
+    def worker_counts(self, roles: Iterable[str]) -> dict[str, int]:
         """Return the number of workers of each name, for models with these roles.
 
         Raises ConfigError for an unknown role, and for a place of a worker that is not started.
@@ -122,7 +122,7 @@ class WorkerPlan(msgspec.Struct, frozen=True):
         known = list(roles)
         for name in (*self.place, *(self.counts or ())):
             if unknown := sorted((roles_of(name) or set()) - {*known}):
-                raise UsageError(f"no stage has the role {unknown[0]}: roles are {', '.join(known)}, and {ALL}")
+                raise UsageError(f"no stage has the role {unknown[0]}: roles are {', '.join(known)}, and {ALL_STAGES}")
 
         words = joined_by(self.compute.parallel)
         one_each = {words.get(role, role): 1 for role in known}
@@ -158,15 +158,17 @@ class PlacedWorker(msgspec.Struct, frozen=True):
     @property
     def on_cpu(self) -> bool:
         """Whether it runs on the CPU."""
-        return only_cpu([self.device])
+        return is_cpu_only([self.device])
 
-    def takes(self, wanted: WorkerPlan) -> Counter[str]:
+    def device_bytes(self, wanted: WorkerPlan) -> Counter[str]:
         """Return the bytes that it needs on each device, without activations."""
         ranks = len(self.devices)
         weights = sum(part.bytes for part in self.parts)
         host = ranks * PROCESS + wanted.arena
         if self.on_cpu:
-            return Counter({CPU: host + sum(part.bytes * (ranks if part.parted else 1) for part in self.parts)})
+            return Counter(
+                {CPU: host + sum(part.bytes * (ranks if part.differs_by_rank else 1) for part in self.parts)}
+            )
 
         offload = wanted.compute.offload
         if offload == "none":
@@ -185,7 +187,7 @@ def parse_place(text: str) -> dict[str, tuple[str, ...]]:
         role, _, devices = entry.partition("=")
         if not role.strip() or not devices.strip():
             raise UsageError(f"--place {text}: {entry!r} is not ROLE=DEVICE")
-        places[role.strip()] = (*places.get(role.strip(), ()), numbered(devices))
+        places[role.strip()] = (*places.get(role.strip(), ()), with_index(devices))
     return places
 
 
@@ -202,8 +204,10 @@ def parse_workers(text: str) -> dict[str, int] | None:
     for entry in filter(None, text.split(",")):
         role, equals, count = (part.strip() for part in entry.partition("="))
         roles_of(role)  # raises ConfigError for an empty role
-        if role in counts or (equals and not (count.isdecimal() and int(count) <= MOST)):
-            raise UsageError(f"--workers {text}: {entry!r} is not ROLE=N; name each role once, with N at most {MOST}")
+        if role in counts or (equals and not (count.isdecimal() and int(count) <= MAX_WORKERS)):
+            raise UsageError(
+                f"--workers {text}: {entry!r} is not ROLE=N; name each role once, with N at most {MAX_WORKERS}"
+            )
         counts[role] = int(count or 1)
     if not counts:
         raise UsageError(f"--workers {text!r}: use auto, none, split, or a plan like all=2 or encoder=1,denoiser=2")
@@ -219,13 +223,13 @@ def devices_of(role: str, wanted: WorkerPlan, devices: Sequence[Device]) -> tupl
     if role in wanted.place:
         return wanted.place[role]
     if wanted.compute.device != "auto":
-        device = numbered(wanted.compute.device)
-        has_ranks = own_spreads(wanted.compute.parallel, roles_of(role))
+        device = with_index(wanted.compute.device)
+        has_ranks = worker_parallelism(wanted.compute.parallel, roles_of(role))
         return (device,) if has_ranks else (*dict.fromkeys(device.split("+")),)
     return tuple(device.name for device in devices if device.name != CPU) or (CPU,)
 
 
-def only_cpu(devices: Iterable[str]) -> bool:
+def is_cpu_only(devices: Iterable[str]) -> bool:
     """Whether none of these devices is a GPU.
 
     An entry may have a device for each rank, as in `cuda:0+cuda:1`.
@@ -233,7 +237,7 @@ def only_cpu(devices: Iterable[str]) -> bool:
     return all(device == CPU for names in devices for device in names.split("+"))
 
 
-def place(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> tuple[PlacedWorker, ...]:
+def place_workers(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> tuple[PlacedWorker, ...]:
     """Return the workers to start, each on a device with enough free memory.
 
     A role with named devices has at least one worker on each, and more workers go to them in turn. All others go to the
@@ -244,7 +248,7 @@ def place(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> tuple[
     Raises ConfigError for an unknown device, and if the workers do not fit: the message has the sums, the free memory,
     and what would help.
     """
-    if not any(wanted.numbers(needs).values()):
+    if not any(wanted.worker_counts(needs).values()):
         return ()
     if wanted.max_loaded_models == "1":
         needs = _largest_model(needs)
@@ -256,12 +260,12 @@ def place(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> tuple[
     return placed
 
 
-def taken(placed: Sequence[PlacedWorker], wanted: WorkerPlan) -> Counter[str]:
+def taken_bytes(placed: Sequence[PlacedWorker], wanted: WorkerPlan) -> Counter[str]:
     """Return the bytes that these workers need together, by device."""
-    return sum(each_takes(placed, wanted), Counter())
+    return sum(worker_bytes(placed, wanted), Counter())
 
 
-def each_takes(placed: Sequence[PlacedWorker], wanted: WorkerPlan) -> list[Counter[str]]:
+def worker_bytes(placed: Sequence[PlacedWorker], wanted: WorkerPlan) -> list[Counter[str]]:
     """Return the bytes that each of these workers needs, by device.
 
     Memory that several workers map together counts for the first of them.
@@ -270,7 +274,7 @@ def each_takes(placed: Sequence[PlacedWorker], wanted: WorkerPlan) -> list[Count
     needed: list[Counter[str]] = []
     for worker in placed:
         mapped = {part for part in worker.parts if part.mapped and worker.on_cpu}
-        needed.append(worker.takes(wanted) - Counter({CPU: sum(part.bytes for part in mapped & counted)}))
+        needed.append(worker.device_bytes(wanted) - Counter({CPU: sum(part.bytes for part in mapped & counted)}))
         counted |= mapped
     return needed
 
@@ -279,20 +283,20 @@ def _arrange(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> tup
     """Choose a device for each worker, without a check that all of them fit."""
     free = {device.name: device.free for device in devices}
     placed: list[PlacedWorker] = []
-    counts = wanted.numbers(needs)
+    counts = wanted.worker_counts(needs)
     for role in sorted(counts, key=lambda role: not wanted.goes_first(role)):
         allowed = devices_of(role, wanted, devices)
         if missing := sorted({name for names in allowed for name in names.split("+")} - {*free}):
             raise ConfigError(f"{NO_DEVICE} {missing[0]} for the {role}; available are {', '.join(free)}")
 
         named = wanted.place.get(role, ())
-        spreads = own_spreads(wanted.compute.parallel, roles_of(role))
+        spreads = worker_parallelism(wanted.compute.parallel, roles_of(role))
         in_turn = named or (allowed if wanted.max_loaded_models == "1" else ())
         for number in range(max(counts[role], len(named))):
             name = in_turn[number % len(in_turn)] if in_turn else _roomiest(allowed, free, spreads)
-            worker = PlacedWorker(role, "+".join(ranked(name, spreads)), parts_of(role, needs, spreads))
+            worker = PlacedWorker(role, "+".join(rank_devices(name, spreads)), parts_of(role, needs, spreads))
             placed.append(worker)
-            for device, size in worker.takes(wanted).items():
+            for device, size in worker.device_bytes(wanted).items():
                 free[device] -= size
 
     order = list(counts)
@@ -312,7 +316,7 @@ def _largest_model(needs: Needs) -> Needs:
     models = dict.fromkeys(name for parts in needs.values() for part in parts for name in part.models)
     return max(
         map(of_model, models),
-        key=lambda candidate: sum(part.bytes for part in parts_of(ALL, candidate, {})),
+        key=lambda candidate: sum(part.bytes for part in parts_of(ALL_STAGES, candidate, {})),
         default=needs,
     )
 
@@ -337,7 +341,9 @@ def parts_of(role: str, needs: Needs, spreads: Mapping[str, ParallelDegrees]) ->
     spread_by_role = {name: spreads.get(name, ParallelDegrees()) for name in needs}
     named = [(name, part) for name, parts in needs.items() if roles is None or name in roles for part in parts]
     components = [part for _, part in named]
-    distinct = [(name, part) for at, (name, part) in enumerate(named) if not (part.once and part in components[:at])]
+    distinct = [
+        (name, part) for at, (name, part) in enumerate(named) if not (part.shared_by_stages and part in components[:at])
+    ]
     return tuple(part.of_rank(spread_by_role[name]) for name, part in distinct)
 
 
@@ -347,14 +353,14 @@ def _join_offloaded(placed: list[PlacedWorker], needs: Needs, wanted: WorkerPlan
     for gpu in gpus if wanted.compute.offload == "model" else ():
         parts_here = {worker.role: worker.parts for worker in placed if worker.device == gpu}
         if parts_here.keys() == needs.keys() and len(parts_here) > 1:
-            joined = PlacedWorker(ALL, gpu, tuple(part for parts in parts_here.values() for part in parts))
+            joined = PlacedWorker(ALL_STAGES, gpu, tuple(part for parts in parts_here.values() for part in parts))
             placed = [*(worker for worker in placed if worker.device != gpu), joined]
     return tuple(placed)
 
 
 def _short(placed: Sequence[PlacedWorker], wanted: WorkerPlan, devices: Sequence[Device]) -> list[Device]:
     """Return the devices on which these workers need more than is free."""
-    needed = taken(placed, wanted)
+    needed = taken_bytes(placed, wanted)
     return [device for device in devices if needed[device.name] > device.free]
 
 
@@ -366,7 +372,7 @@ def _refusal(
     It has the sums, the free memory, and what would help.
     """
     sums = []
-    needed = each_takes(placed, wanted)
+    needed = worker_bytes(placed, wanted)
     for device in short:
         sizes = [(worker.role, by_device[device.name]) for worker, by_device in zip(placed, needed, strict=True)]
         shares = " + ".join(f"{role} {readable_bytes(size)}" for role, size in sizes if size)
@@ -396,7 +402,7 @@ def _fits(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> bool:
 
 def _ways(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> Iterator[tuple[str, Needs, WorkerPlan]]:
     """Yield changes with which the workers may fit: (text, its needs, its plan)."""
-    numbers = wanted.numbers(needs)
+    numbers = wanted.worker_counts(needs)
     counts = {role: min(1, count) for role, count in numbers.items()}
     if counts != numbers:
         yield "one worker for each role", needs, replace(wanted, counts=counts)
@@ -404,10 +410,10 @@ def _ways(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> Iterat
     halved = {role: tuple(part.stored_as("bfloat16") for part in parts) for role, parts in needs.items()}
     yield "--dtype bfloat16", halved, wanted
 
-    on_gpu = [role for role in numbers if not only_cpu(devices_of(role, wanted, devices))]
+    on_gpu = [role for role in numbers if not is_cpu_only(devices_of(role, wanted, devices))]
     spreads = parse_parallel(wanted.compute.parallel)
-    parted = {role for role, spread in spreads.items() if {*PARTING} & {*spread.degrees}}
-    for role in sorted(wanted.parted - parted):
+    parted = {role for role, spread in spreads.items() if {*WEIGHT_SPLITTING_KINDS} & {*spread.degrees}}
+    for role in sorted(wanted.shardable_roles - parted):
         spread = spreads.get(role, ParallelDegrees())
         sharded = spreads | {role: ParallelDegrees({**spread.degrees, SHARD: max(2, spread.size)})}
         text = ",".join(f"{name}={degrees}" for name, degrees in sharded.items())
@@ -426,7 +432,7 @@ def _ways(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> Iterat
         yield f"--place {role}={CPU}", moved, replace(wanted, place={**wanted.place, role: (CPU,)})
 
 
-def numbered(name: str) -> str:
+def with_index(name: str) -> str:
     """Return a device name, or those of ranks, with a number: `cuda` becomes `cuda:0`."""
     devices = map(str.strip, name.split("+"))
     return "+".join(f"{device}:0" if device != CPU and ":" not in device else device for device in devices)

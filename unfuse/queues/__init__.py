@@ -30,7 +30,7 @@ def open(url: str, clock: Clock | None = None) -> QueueBackend:
     scheme = url.partition(":")[0]
     name = scheme if scheme in BACKENDS else url.partition("://")[0]
     backend: type[QueueBackend] = resolve(BACKENDS, name, "queue")
-    return backend.at(url, clock)
+    return backend.open(url, clock)
 
 
 __all__ = ["BACKENDS", "QueueBackend", "open"]

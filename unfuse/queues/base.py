@@ -39,7 +39,7 @@ from unfuse.core.request import (
     TenantLimits,
     Timings,
 )
-from unfuse.core.task import PIECES_AT_ONCE, SLOTS, Claim, Lease, OutputDeltas, Task
+from unfuse.core.task import MAX_DELTAS_PER_MESSAGE, SLOTS, Claim, Lease, OutputDeltas, Task
 
 
 class QueueLimits(msgspec.Struct, frozen=True):
@@ -57,19 +57,19 @@ class QueueLimits(msgspec.Struct, frozen=True):
 
 
 #: Version of the stored format. A queue of another version is refused and not changed.
-SCHEMA = 5
+SCHEMA_VERSION = 5
 
 #: A worker that has turned a task down this often does not get it again.
-MOST_RETURNS = 3
+MAX_REFUSALS = 3
 #: Most cached encoder outputs. The number is small because every heartbeat of a worker lists its outputs.
 MAX_CACHED = 512
 
 #: An index key: a tenant (None: all tenants), a field ("": any request), and the field's value.
-Heading = tuple[str | None, str, object]
+IndexKey = tuple[str | None, str, object]
 #: Fields that are indexed only within a tenant.
 TENANT_FIELDS = ("idempotency_key", "fingerprint")
 #: The fields with a single indexed value, and that value.
-LISTED_VALUES = {"dead": True, "over": False, "video": True, "unheard": True}
+LISTED_VALUES = {"is_dead_letter": True, "is_over": False, "video": True, "webhook_pending": True}
 
 #: The fields of a context by which requests can be filtered, and a getter for each.
 INDEXED_FIELDS: Mapping[str, Callable[[RequestContext], Any]] = {
@@ -81,36 +81,36 @@ INDEXED_FIELDS: Mapping[str, Callable[[RequestContext], Any]] = {
 class RequestFilter(msgspec.Struct, frozen=True):
     """The requests that `list` returns: those that match every field that is not None.
 
-    These filters have an index, alone or with a tenant: everything, a status, dead, not over, video, unheard; and with
-    a tenant, an idempotency key and a fingerprint. Their cost depends only on the number of results. Any other
-    combination scans the narrowest of these indexes.
+    These filters have an index, alone or with a tenant: everything, a status, dead letters, active
+    requests, videos, pending webhooks; and with a tenant, an idempotency key and a fingerprint. Their cost depends only
+    on the number of results. Any other combination scans the narrowest of these indexes.
     """
 
     #: Whether the request has ended.
-    over: bool | None = None
+    is_over: bool | None = None
     tenant: str | None = None
     idempotency_key: str | None = None
     fingerprint: str | None = None
     #: Compared to `RequestRecord.status`, which is `in_progress` as soon as a stage runs.
     status: RequestStatus | None = None
     #: Whether the request is a dead letter.
-    dead: bool | None = None
+    is_dead_letter: bool | None = None
     #: Whether the request generates a video.
     video: bool | None = None
     #: Whether the request has ended and its webhook delivery is pending.
-    unheard: bool | None = None
+    webhook_pending: bool | None = None
 
-    def asked(self) -> dict[str, Any]:
+    def conditions(self) -> dict[str, Any]:
         """Return the fields to compare, with their required values."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
     @property
-    def heading(self) -> Heading:
+    def index_key(self) -> IndexKey:
         """The key of the narrowest index that contains all matching requests."""
         for name in TENANT_FIELDS if self.tenant is not None else ():
             if value := getattr(self, name):
                 return self.tenant, name, value
-        if self.status is not None and not self.dead:  # dead letters are fewer than requests of one status
+        if self.status is not None and not self.is_dead_letter:  # dead letters are fewer than requests of one status
             return self.tenant, "status", self.status
         for name, value in LISTED_VALUES.items():
             if getattr(self, name) == value:
@@ -123,9 +123,9 @@ class RegisteredWorker(msgspec.Struct, frozen=True):
 
     info: WorkerInfo
     #: Specs of the models that the worker serves.
-    cards: tuple[ModelSpec, ...]
+    models: tuple[ModelSpec, ...]
     #: Time of the last heartbeat, in seconds of the queue's clock.
-    seen: float
+    last_heartbeat: float
     #: Number of tasks that it has leased.
     leased: int = 0
 
@@ -133,22 +133,22 @@ class RegisteredWorker(msgspec.Struct, frozen=True):
 class DeclaredModels(msgspec.Struct, frozen=True):
     """One declaration of models to serve, even while they have no workers."""
 
-    cards: tuple[ModelSpec, ...]
+    models: tuple[ModelSpec, ...]
     #: Pools that may be scaled to zero, and the slots that their workers will have.
-    asleep: dict[str, int] = {}
+    scalable_to_zero: dict[str, int] = {}
     #: Names of models to stop serving, even if workers serve them.
-    gone: tuple[str, ...] = ()
+    withdrawn: tuple[str, ...] = ()
     #: "admin": the models were added while servers ran.
     source: Literal["", "admin"] = ""
     #: The server that serves an admin's model again after a restart. "": none.
     server: str = ""
     #: Why an admin's model cannot be served. "": it can.
-    failed: str = ""
+    failure: str = ""
 
     @property
     def is_current(self) -> bool:
         """Whether these models are to be served."""
-        return bool(self.cards) and not self.gone and not self.failed
+        return bool(self.models) and not self.withdrawn and not self.failure
 
 
 class PoolStats(msgspec.Struct, frozen=True):
@@ -170,7 +170,7 @@ class QueueStats(msgspec.Struct, frozen=True):
 
 
 #: Number of tasks at the front of a pool's queue that count for `PoolStats.oldest_s`.
-FRONT = 4
+FRONT_TASKS = 4
 
 
 class DamagedRecord(msgspec.Struct, frozen=True):
@@ -185,12 +185,12 @@ class DamagedRecord(msgspec.Struct, frozen=True):
 class RenewalResult(msgspec.Struct, frozen=True):
     """The result of `renew`: claims whose lease was extended, and claims without a lease."""
 
-    held: tuple[Claim, ...]
+    renewed: tuple[Claim, ...]
     ended: tuple[Claim, ...]
 
 
 #: Number of tasks at the front of the queue among which a worker's preference chooses.
-PREFERENCE_AMONG = 16
+PREFERENCE_TASKS = 16
 #: Longest time, in seconds, for which a preference may pass over the first task.
 PREFERENCE_S = 0.02
 
@@ -201,11 +201,11 @@ class PoolOffer(msgspec.Struct, frozen=True):
     #: The free amount of each resource, by name. A resource without an entry is unbounded.
     amounts: dict[str, int]
     #: Depth of the pool's stage in the pipeline. Of equal priorities, the deepest pool goes first.
-    later: int = 0
+    stage_depth: int = 0
     #: Back-pressure: while more than this many tasks wait in a pool that this one feeds, it is held back.
-    behind: dict[str, int] = {}
+    backpressure: dict[str, int] = {}
 
-    def lacks(self, needs: Mapping[str, int], used: Mapping[str, int]) -> set[str]:
+    def missing_resources(self, needs: Mapping[str, int], used: Mapping[str, int]) -> set[str]:
         """Return the names of the resources that are too scarce for `needs`.
 
         The amounts in `used` are subtracted from the offer first.
@@ -221,9 +221,9 @@ class LeaseRequest(msgspec.Struct, frozen=True):
 
     pools: dict[str, PoolOffer]
     #: Lease only tasks of a higher priority, because less urgent tasks occupy the slots. None: any priority.
-    above: int | None = None
+    priority_above: int | None = None
     #: First preference: tasks with inputs on this node. See `TaskQueue.lease`.
-    near: str = ""
+    preferred_node: str = ""
     #: Second preference: tasks of this affinity.
     affinity: str = ""
     #: Among waiting workers, the lowest rank is served first.
@@ -236,7 +236,7 @@ class LeaseRequest(msgspec.Struct, frozen=True):
 
     def watched_pools(self) -> frozenset[str]:
         """Return the pools whose changes may make a task available to the worker."""
-        return frozenset(self.pools).union(*(offer.behind for offer in self.pools.values()))
+        return frozenset(self.pools).union(*(offer.backpressure for offer in self.pools.values()))
 
 
 class QueueClock(ABC):
@@ -279,7 +279,7 @@ class TaskQueue(QueueClock):
         removal of a task ahead, and the end of back-pressure on a pool. Among waiting callers, those without `above`
         are served first, then lower `rank`s, then longer waits. A caller that is cancelled while it waits leases
         nothing. A lease publishes `stage_started` and appears in `RequestRecord.running`; the context does not change.
-        `Lease.appended` is the number of recorded output deltas of the stage.
+        `Lease.recorded_deltas` is the number of recorded output deltas of the stage.
         """
 
     @abstractmethod
@@ -328,7 +328,7 @@ class TaskQueue(QueueClock):
         """
 
     @abstractmethod
-    async def turn_down(self, claim: Claim) -> int:
+    async def refuse(self, claim: Claim) -> int:
         """Hand a leased task back, and count it as refused by its worker.
 
         It is not counted if a step was reported under this lease. After MOST_RETURNS refusals, and if it is in the
@@ -337,7 +337,7 @@ class TaskQueue(QueueClock):
         """
 
     @abstractmethod
-    async def expired(self, ttl: float) -> list[Lease]:
+    async def sweep_expired(self, ttl: float) -> list[Lease]:
         """Return the leases whose time has passed. They stay held until a commit closes them.
 
         If the last call was more than ttl / 2 ago, no scheduler ran and workers could not renew, or the clock was set:
@@ -365,7 +365,7 @@ class RequestStore(ABC):
         stage runs, or no task is queued.
         """
 
-    def known(self, claim: Claim) -> RequestRecord | None:
+    def cached_record(self, claim: Claim) -> RequestRecord | None:
         """Return the cached record of a leased task's request, possibly stale, or None.
 
         `commit` detects staleness.
@@ -384,7 +384,7 @@ class RequestStore(ABC):
         """
 
     @abstractmethod
-    async def over(self, requests: Sequence[str]) -> builtins.list[str]:
+    async def ended_among(self, requests: Sequence[str]) -> builtins.list[str]:
         """Return those of these requests that are over or unknown, in argument order.
 
         A request whose state cannot be read, or whose end cannot be stored, is left out. No context is read.
@@ -400,38 +400,38 @@ class RequestStore(ABC):
         """
 
     @abstractmethod
-    async def append_all(self, grown: Sequence[OutputDeltas]) -> builtins.list[bool]:
+    async def append_deltas(self, grown: Sequence[OutputDeltas]) -> builtins.list[bool]:
         """Record output deltas of leased tasks, as durably as a commit.
 
         Returns whether each lease is held. A claim without a lease changes nothing. A recorded delta is never replaced,
         whichever attempt sent it; only deltas beyond the recorded ones are added. For each stage with new deltas, an
         event `appended`, whose `step` is their total number, replaces the last such event. The context's version does
         not change. Deltas are dropped with their request, and not before. Raises ProtocolError, with nothing changed,
-        for an offset beyond the recorded deltas, and for calls that `check_growth` refuses.
+        for an offset beyond the recorded deltas, and for calls that `check_deltas` refuses.
         """
 
     @abstractmethod
-    async def appended(
-        self, request: str, stage: str, after: int = 0, limit: int = PIECES_AT_ONCE
+    async def read_deltas(
+        self, request: str, stage: str, after: int = 0, limit: int = MAX_DELTAS_PER_MESSAGE
     ) -> builtins.list[bytes]:
         """Return up to `limit` recorded output deltas of a stage, from number `after` on.
 
         Raises NotFound.
         """
 
-    def placed(self, ids: Iterator[str], caller: Caller) -> str:
+    def choose_id(self, ids: Iterator[str], caller: Caller) -> str:
         """Return the first of these endless new ids whose shard may store this caller's request.
 
         Requests of one idempotency key share a shard, as do all of a tenant with an allowance.
         """
         return next(ids)
 
-    def answers(self, request: str) -> bool:
+    def is_reachable(self, request: str) -> bool:
         """Return whether the shard of this request is reachable, by the last known state."""
         return True
 
     @abstractmethod
-    async def forget(self, before: float) -> Sequence[str]:
+    async def drop_ended_before(self, before: float) -> Sequence[str]:
         """Drop all requests that ended before the Unix time `before`. Returns their ids."""
 
     @abstractmethod
@@ -451,14 +451,14 @@ class WorkerRegistry(QueueClock):
     """The state that all processes of a queue share: registered workers, declared models, secrets."""
 
     @abstractmethod
-    async def hello(self, worker: WorkerInfo, cards: Sequence[ModelSpec] = ()) -> None:
+    async def register(self, worker: WorkerInfo, specs: Sequence[ModelSpec] = ()) -> None:
         """Register a worker, or record its heartbeat.
 
         `cards` are the specs of the models that it serves. Without any, the last ones stay registered.
         """
 
     @abstractmethod
-    async def bye(self, worker: str) -> None:
+    async def unregister(self, worker: str) -> None:
         """Unregister a worker. Its leases expire now."""
 
     @abstractmethod
@@ -473,7 +473,7 @@ class WorkerRegistry(QueueClock):
         """
 
     @abstractmethod
-    async def declared(self) -> dict[str, DeclaredModels]:
+    async def declarations(self) -> dict[str, DeclaredModels]:
         """Return all declarations by name."""
 
     @abstractmethod
@@ -491,7 +491,7 @@ class EncoderIndex(ABC):
     """
 
     @abstractmethod
-    async def cache(self, key: str, ref: ObjectRef, room: int) -> None:
+    async def put_encoding(self, key: str, ref: ObjectRef, room: int) -> None:
         """Index an encoder output under this key, in place of another. Not durable.
 
         The least recently used outputs are removed until at most `room` bytes and MAX_CACHED outputs are left. An
@@ -499,7 +499,7 @@ class EncoderIndex(ABC):
         """
 
     @abstractmethod
-    async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
+    async def find_encoding(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
         """Return cached outputs by key; `use` marks them as just used, in this order."""
 
     @abstractmethod
@@ -507,7 +507,7 @@ class EncoderIndex(ABC):
         """Return the total bytes of all cached outputs."""
 
     @abstractmethod
-    async def uncache(self, key: str, id: str) -> None:
+    async def remove_encoding(self, key: str, id: str) -> None:
         """Remove the output of this key if it is the object `id`. Idempotent."""
 
 
@@ -519,14 +519,14 @@ class QueueBackend(TaskQueue, RequestStore, WorkerRegistry, EncoderIndex):
 
     @classmethod
     @abstractmethod
-    def at(cls, url: str, clock: Clock | None = None) -> QueueBackend:
+    def open(cls, url: str, clock: Clock | None = None) -> QueueBackend:
         """Open the queue at `url`, which begins with this backend's name.
 
         `clock` replaces the clock of its server or this machine. Raises ConfigError for an unusable address, and
         TransientError for one that is unusable now.
         """
 
-    async def reach(self) -> None:
+    async def check_address(self) -> None:
         """Raise ConfigError if the address can never be this queue's. Transient errors are not raised."""
         return
 
@@ -534,7 +534,7 @@ class QueueBackend(TaskQueue, RequestStore, WorkerRegistry, EncoderIndex):
     async def check(self) -> None:
         """Raise TransientError while this queue is unavailable. Returns within a few seconds."""
 
-    def away(self) -> Sequence[str]:
+    def unreachable_parts(self) -> Sequence[str]:
         """Return a sentence for each unreachable shard. The queue still works without them."""
         return ()
 
@@ -544,7 +544,7 @@ class QueueBackend(TaskQueue, RequestStore, WorkerRegistry, EncoderIndex):
 
 
 #: Every backend stores integers up to this one exactly.
-EXACT = 2**53
+MAX_SAFE_INTEGER = 2**53
 
 #: Types of numeric fields.
 NUMBERS = (int, float, float | None)
@@ -554,7 +554,7 @@ _GET_NUMBERS = {
     kind: attrgetter(*nested, *(field.name for field in msgspec.structs.fields(kind) if field.type in NUMBERS))
     for kind, nested in (
         (RequestContext, ("delivery.priority", "request.time_limit_s")),
-        (Task, ("planned.room",)),
+        (Task, ("planned.output_size",)),
         (Event, ()),
     )
 }
@@ -563,25 +563,25 @@ _GET_NUMBERS = {
 def check_storable(*parts: RequestContext | Task | Event) -> None:
     """Raise ProtocolError for data that no backend can store.
 
-    That is text that is not Unicode, more bytes than a message may have, NaN, or a number beyond ±EXACT.
+    That is text that is not Unicode, more bytes than a message may have, NaN, or a number beyond ±MAX_SAFE_INTEGER.
     """
     encode(parts)
     check_numbers(*parts)
 
 
 def check_numbers(*parts: RequestContext | Task | Event) -> None:
-    """Raise ProtocolError for NaN and numbers beyond ±EXACT, which encoding does not refuse."""
+    """Raise ProtocolError for NaN and numbers beyond ±MAX_SAFE_INTEGER, which encoding does not refuse."""
     for part in parts:
         needs = part.planned.needs.values() if isinstance(part, Task) else ()
         for number in (*_GET_NUMBERS[type(part)](part), *needs):
-            if not -EXACT <= (number or 0) <= EXACT:
-                raise ProtocolError(f"{type(part).__name__} has the number {number}, which exceeds ±{EXACT}")
+            if not -MAX_SAFE_INTEGER <= (number or 0) <= MAX_SAFE_INTEGER:
+                raise ProtocolError(f"{type(part).__name__} has the number {number}, which exceeds ±{MAX_SAFE_INTEGER}")
 
 
 #: Sums count whole nanoseconds, so that adding and subtracting the same number leaves exactly 0.
 NANOSECONDS = 10**9
 #: Longest prediction that counts, in seconds. A longer one, or NaN, counts as 0.
-MOST_S = 10**5
+MAX_SECONDS = 10**5
 
 
 def remaining_of(context: RequestContext) -> dict[str, int]:
@@ -590,8 +590,8 @@ def remaining_of(context: RequestContext) -> dict[str, int]:
     The result is empty once the request is over.
     """
     remaining = Counter[str]()
-    for stage in () if context.over else context.plan.stages:
+    for stage in () if context.is_over else context.plan.stages:
         state = context.stages.get(stage.name)
-        if 0 < stage.cost <= MOST_S and (state is None or state.status != "done"):
+        if 0 < stage.cost <= MAX_SECONDS and (state is None or state.status != "done"):
             remaining[stage.pool] += round(stage.cost * NANOSECONDS)
     return {pool: nanoseconds for pool, nanoseconds in remaining.items() if nanoseconds}

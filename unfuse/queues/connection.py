@@ -35,11 +35,11 @@ from unfuse.queues.remote_waiters import MAX_BATCH, RETRY_S, NamedTasks, RemoteW
 from unfuse.queues.script import SCRIPT, SCRIPT_ID
 
 #: Timeout for replies of a server at a fixed address, in seconds.
-ANSWER_S = 15.0
+REPLY_TIMEOUT_S = 15.0
 #: Timeout for replies of a server behind Sentinels or in a cluster, where another may have replaced it, in seconds.
-SILENT_S = 5.0
+FAILOVER_TIMEOUT_S = 5.0
 #: Timeout for replies of Sentinels and cluster servers about who the primary is, in seconds.
-NAME_S = 2.0
+DISCOVERY_TIMEOUT_S = 2.0
 
 #: The form of addresses, for error messages.
 ADDRESS = (
@@ -48,7 +48,7 @@ ADDRESS = (
     "[/database][?…]; redis+cluster://[user:password@]host[:port][,host[:port]…][?…]; rediss instead of redis for TLS"
 )
 #: Most shards of a queue.
-MOST_SHARDS = 64
+MAX_SHARDS = 64
 
 
 class ClusterSlots:
@@ -93,10 +93,10 @@ class RedisAddress(msgspec.Struct, frozen=True):
     #: Name of the service that Sentinels monitor.
     service: str
     #: The address, at this shard's server, of a queue without shards. None: this queue has no shards.
-    beside: RedisAddress | None = None
+    unsharded: RedisAddress | None = None
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """The address without user and password."""
         name = self.service or self.part
         server = self.server.rpartition("@")[2]
@@ -107,14 +107,14 @@ class RedisAddress(msgspec.Struct, frozen=True):
 
         With Sentinels or a cluster, each new connection goes to the present primary.
         """
-        options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), "socket_timeout": ANSWER_S}
+        options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), "socket_timeout": REPLY_TIMEOUT_S}
         if not self.kind:
             return Redis.from_url(self.server, **options)
 
-        options |= parse_url(self.server) | {"socket_timeout": SILENT_S}
+        options |= parse_url(self.server) | {"socket_timeout": FAILOVER_TIMEOUT_S}
         ssl = options.pop("connection_class", None) is not None
         del options["host"], options["port"]
-        discovery = {"ssl": ssl, "socket_timeout": NAME_S, "retry": options["retry"]}
+        discovery = {"ssl": ssl, "socket_timeout": DISCOVERY_TIMEOUT_S, "retry": options["retry"]}
         if self.kind == "cluster":
             slots = ClusterSlots(self.hosts, **options | discovery)
             pool = SentinelConnectionPool(self.tag, slots, ssl=ssl, **options)  # type: ignore[no-untyped-call]
@@ -148,7 +148,7 @@ def parse_address(url: str) -> list[RedisAddress]:
         places = services.split(",") if services else [""] if kind else locations.split(",")
         if options or replicas < 0 or not re.fullmatch(r"[\w.-]{1,64}", prefix):
             raise ValueError
-        if not len(places) <= shards <= MOST_SHARDS or len({*places}) < len(places):
+        if not len(places) <= shards <= MAX_SHARDS or len({*places}) < len(places):
             raise ValueError
     except (ValueError, AttributeError):
         raise ConfigError(f"the address of a Redis queue must be {ADDRESS}") from None
@@ -165,7 +165,7 @@ def parse_address(url: str) -> list[RedisAddress]:
             here = ", ".join(str(number) for number in range(shard % len(places), shards, len(places)))
             beside = msgspec.structs.replace(address, part=f"shards {here} of {shards}")
             part = f"shard {shard} of {shards}"
-            address = msgspec.structs.replace(address, tag=f"{{{prefix}:{shard}}}", part=part, beside=beside)
+            address = msgspec.structs.replace(address, tag=f"{{{prefix}:{shard}}}", part=part, unsharded=beside)
         addresses.append(address)
     return addresses
 
@@ -193,10 +193,10 @@ PAUSE_S = 0.2
 #: Timeout of a try, in seconds.
 LOOK_S = 3.0
 
-HANGS_UP = "the server closes each connection: it is not Redis, or it requires TLS (rediss://)"
+NOT_REDIS = "the server closes each connection: it is not Redis, or it requires TLS (rediss://)"
 
 
-async def obstacle(url: str, ask: Callable[[], Awaitable[object]]) -> str:
+async def permanent_failure(url: str, ask: Callable[[], Awaitable[object]]) -> str:
     """Return why calls of the server at `url` can never succeed, or "".
 
     "" means that they may succeed.
@@ -212,10 +212,10 @@ async def obstacle(url: str, ask: Callable[[], Awaitable[object]]) -> str:
             return "Redis does not use TLS there: use redis://, or configure TLS in Redis" if plain else ""
         except RedisError as error:
             reason = _permanent_reason(error)
-            if reason != HANGS_UP:
+            if reason != NOT_REDIS:
                 return reason
         await asyncio.sleep(PAUSE_S)
-    return HANGS_UP
+    return NOT_REDIS
 
 
 def _permanent_reason(error: RedisError) -> str:
@@ -241,7 +241,7 @@ def _permanent_reason(error: RedisError) -> str:
         reason = tls_error.reason or tls_error
         return f"TLS failed ({reason}): check that the certificate is trusted, or use redis:// without TLS"
     hung_up = any(isinstance(cause, ConnectionResetError | BrokenPipeError) for cause in causes)
-    return HANGS_UP if hung_up or "closed by server" in str(error) else ""
+    return NOT_REDIS if hung_up or "closed by server" in str(error) else ""
 
 
 async def _answers_plainly(url: str) -> bool:
@@ -330,7 +330,7 @@ class PipelinedCalls:
         self._background = background
         self._unsent: list[tuple[Call, asyncio.Future[Any]]] = []
 
-    async def answer(self, verb: str, args: bytes) -> Any:
+    async def call(self, verb: str, args: bytes) -> Any:
         """Return the reply to one call of the script.
 
         Raises the errors of its verb and of the connection.
@@ -391,7 +391,7 @@ class Subscription:
     async def listen(self) -> None:
         """Receive messages until `close`. Reconnects after RETRY_S."""
         while not self._closed:
-            with self._supervisor.besides("listening for changes"), suppress(RedisError, OSError):
+            with self._supervisor.log_errors("listening for changes"), suppress(RedisError, OSError):
                 await self._receive_messages()
             await asyncio.sleep(RETRY_S)
 

@@ -21,7 +21,7 @@ from unfuse.queues.base import (
     MAX_CACHED,
     TENANT_FIELDS,
     EncoderIndex,
-    Heading,
+    IndexKey,
     RequestFilter,
 )
 from unfuse.queues.tasks import QueuedTask
@@ -29,7 +29,7 @@ from unfuse.queues.tasks import QueuedTask
 #: Most events in the history of one request.
 MAX_EVENTS = 512
 #: Types of events that may be dropped, because a later event replaces them.
-PASSING = ("progress", "preview")
+DROPPABLE_EVENTS = ("progress", "preview")
 #: Only the last event of this type is stored for each stage.
 APPENDED = "appended"
 
@@ -59,7 +59,7 @@ class EventHistory:
         """
         self.last += 1
         self._events[self.last] = msgspec.structs.replace(event, seq=self.last, at=event.at or wall)
-        if event.type in PASSING:
+        if event.type in DROPPABLE_EVENTS:
             self._droppable.append(self.last)
         elif event.type == APPENDED:
             self._events.pop(self._appended.get(event.stage, 0), None)
@@ -68,13 +68,13 @@ class EventHistory:
             del self._events[self._droppable.popleft() if self._droppable else next(iter(self._events))]
         self._wake_followers()
 
-    def above(self, after: int) -> list[Event]:
+    def after(self, after: int) -> list[Event]:
         """Return the events with a number above `after`."""
         return list(takewhile(lambda event: event.seq > after, reversed(self._events.values())))[::-1]
 
-    def lasting(self) -> tuple[Event, ...]:
+    def undroppable(self) -> tuple[Event, ...]:
         """Return the events that must be durable: all but PASSING and APPENDED ones."""
-        return tuple(event for event in self._events.values() if event.type not in (*PASSING, APPENDED))
+        return tuple(event for event in self._events.values() if event.type not in (*DROPPABLE_EVENTS, APPENDED))
 
     def end(self) -> None:
         """End all streams after their last event."""
@@ -84,7 +84,7 @@ class EventHistory:
     async def follow(self, after: int) -> AsyncIterator[Event]:
         """Yield events with a number above `after`, as they come, until the history has ended."""
         while True:
-            while unseen := self.above(after):
+            while unseen := self.after(after):
                 for event in unseen:
                     yield event
                 after = unseen[-1].seq
@@ -117,7 +117,7 @@ class IndexEntry:
     #: The displayed status. Set by the index, as are `headings` and `ended`.
     status: RequestStatus = "queued"
     #: The keys under which it is indexed.
-    headings: tuple[Heading, ...] = ()
+    index_keys: tuple[IndexKey, ...] = ()
     #: When it ended, in Unix seconds; None if it is active.
     ended: float | None = None
     #: Number of recorded output deltas, by stage.
@@ -128,11 +128,11 @@ class IndexEntry:
         """Its tasks that wait or are leased."""
         return [queued for queued in self.tasks.values() if queued]
 
-    def fits(self, which: RequestFilter) -> bool:
+    def matches(self, which: RequestFilter) -> bool:
         """Return whether the filter selects this request."""
         return all(
             (self.status if name == "status" else INDEXED_FIELDS[name](self.context)) == value
-            for name, value in which.asked().items()
+            for name, value in which.conditions().items()
         )
 
 
@@ -141,7 +141,7 @@ _end = attrgetter("ended", "number")
 
 
 class RequestIndex:
-    """An index of all stored requests by key (`Heading`), sorted by number of arrival.
+    """An index of all stored requests by key (`IndexKey`), sorted by number of arrival.
 
     A request is under each of its keys. Ended requests are also sorted by the time of their end. Adding or removing a
     request is a bisection and a move of pointers: microseconds at 100,000 requests.
@@ -149,14 +149,14 @@ class RequestIndex:
 
     def __init__(self) -> None:
         #: Entries by key, with the key itself: all entries share this one tuple, which saves memory.
-        self._under: dict[Heading, tuple[Heading, list[IndexEntry]]] = {}
+        self._under: dict[IndexKey, tuple[IndexKey, list[IndexEntry]]] = {}
         self._over: list[IndexEntry] = []
 
     def put(self, entry: IndexEntry, status: RequestStatus) -> None:
         """Index an entry by its present context and its displayed status."""
         context = entry.context
         entry.status = status
-        self._list(entry, _headings(context, status), (context.completed_at or 0.0) if context.over else None)
+        self._list(entry, _headings(context, status), (context.completed_at or 0.0) if context.is_over else None)
 
     def remove(self, entry: IndexEntry) -> None:
         """Remove an entry from the index."""
@@ -164,31 +164,31 @@ class RequestIndex:
 
     def find(self, which: RequestFilter, behind: int | None = None, oldest_first: bool = False) -> Iterator[IndexEntry]:
         """Yield the entries that the filter selects, newest or oldest first, after the number `behind`."""
-        entries = self._listed(which.heading)
+        entries = self._listed(which.index_key)
         if oldest_first:
             places = range(0 if behind is None else bisect_right(entries, behind, key=_number), len(entries))
         else:
             places = range(len(entries) if behind is None else bisect_left(entries, behind, key=_number))[::-1]
-        return (entry for place in places if (entry := entries[place]).fits(which))
+        return (entry for place in places if (entry := entries[place]).matches(which))
 
     def count_active(self, tenant: str | None = None) -> int:
         """Return the number of requests that are not over, of one tenant or of all."""
-        return len(self._listed((tenant, "over", False)))
+        return len(self._listed((tenant, "is_over", False)))
 
-    def repeated(self, context: RequestContext) -> IndexEntry | None:
+    def find_repeated(self, context: RequestContext) -> IndexEntry | None:
         """Return the stored request of the same tenant and idempotency key, or None."""
         key = context.caller.idempotency_key
         return next(self.find(RequestFilter(tenant=context.caller.tenant, idempotency_key=key)), None) if key else None
 
-    def over_before(self, time: float) -> list[IndexEntry]:
+    def ended_before(self, time: float) -> list[IndexEntry]:
         """Return the requests that ended before this Unix time, in the order of their ends."""
         return self._over[: bisect_left(self._over, (time, -1), key=_end)]
 
-    def _listed(self, heading: Heading) -> list[IndexEntry]:
+    def _listed(self, heading: IndexKey) -> list[IndexEntry]:
         """Return the entries of a key, by number."""
         return self._under[heading][1] if heading in self._under else []
 
-    def _list(self, entry: IndexEntry, headings: tuple[Heading, ...], ended: float | None) -> None:
+    def _list(self, entry: IndexEntry, headings: tuple[IndexKey, ...], ended: float | None) -> None:
         """Index an entry under these keys and no others.
 
         It is also indexed by the time of its end, if it has ended.
@@ -199,21 +199,21 @@ class RequestIndex:
             entry.ended = ended
             if ended is not None:
                 insort(self._over, entry, key=_end)
-        if headings == entry.headings:
+        if headings == entry.index_keys:
             return
 
-        for heading in set(entry.headings).difference(headings):
+        for heading in set(entry.index_keys).difference(headings):
             entries = self._listed(heading)
             del entries[bisect_left(entries, entry.number, key=_number)]
             if not entries:
                 del self._under[heading]
-        for heading in set(headings).difference(entry.headings):
+        for heading in set(headings).difference(entry.index_keys):
             insort(self._under.setdefault(heading, (heading, []))[1], entry, key=_number)
-        entry.headings = tuple(self._under[heading][0] for heading in headings)
+        entry.index_keys = tuple(self._under[heading][0] for heading in headings)
 
 
-def _headings(context: RequestContext, status: RequestStatus) -> tuple[Heading, ...]:
-    """Return all index keys of a request: every `RequestFilter.heading` that must find it."""
+def _headings(context: RequestContext, status: RequestStatus) -> tuple[IndexKey, ...]:
+    """Return all index keys of a request: every `RequestFilter.index_key` that must find it."""
     fields: list[tuple[str, object]] = [("", ""), ("status", status)]
     fields += [(name, value) for name, value in LISTED_VALUES.items() if INDEXED_FIELDS[name](context) == value]
     tenant_fields = [(name, value) for name in TENANT_FIELDS if (value := INDEXED_FIELDS[name](context))]
@@ -232,7 +232,7 @@ class MemoryEncoderIndex(EncoderIndex):
         self._nbytes = 0
 
     @override
-    async def cache(self, key: str, ref: ObjectRef, room: int) -> None:
+    async def put_encoding(self, key: str, ref: ObjectRef, room: int) -> None:
         self._remove_ref(key)
         if ref.nbytes > room:
             return
@@ -242,7 +242,7 @@ class MemoryEncoderIndex(EncoderIndex):
             self._remove_ref(next(iter(self._refs)))
 
     @override
-    async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
+    async def find_encoding(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
         refs = {key: self._refs[key] for key in keys if key in self._refs}
         for key in keys:
             if use and key in refs:
@@ -254,7 +254,7 @@ class MemoryEncoderIndex(EncoderIndex):
         return self._nbytes
 
     @override
-    async def uncache(self, key: str, id: str) -> None:
+    async def remove_encoding(self, key: str, id: str) -> None:
         if key in self._refs and self._refs[key].id == id:
             self._remove_ref(key)
 

@@ -21,14 +21,14 @@ import apsw
 import msgspec
 import structlog
 
-from unfuse.core.errors import ConfigError, InUse, TransientError, UsageError
+from unfuse.core.errors import ConfigError, FileInUse, TransientError, UsageError
 from unfuse.core.request import Event, RequestContext
 from unfuse.core.task import OutputDeltas, Task
-from unfuse.queues.base import SCHEMA, DeclaredModels
+from unfuse.queues.base import SCHEMA_VERSION, DeclaredModels
 from unfuse.queues.index import IndexEntry
 
 #: SQLite's application_id of an unfuse queue.
-APPLICATION = 0x756E6675
+APPLICATION_ID = 0x756E6675
 
 #: The schema. A row of `pieces` has the output deltas of one call: those with numbers `first` ≤ number < `after`.
 TABLES = """
@@ -60,7 +60,7 @@ REMOTE = {"9p", "afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "l
 LOCAL_FUSE = "fuse.fuse-overlayfs"
 
 #: The system's errors when the disk or the quota is full.
-FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 NO_ROOM = "the disk of the queue is full: free some space"
 
 #: Seconds between two tries to write to a full disk.
@@ -95,10 +95,10 @@ class RequestRow(msgspec.Struct, frozen=True):
     stages: tuple[str, ...]
     #: Tasks that wait or are leased.
     tasks: tuple[StoredTask, ...]
-    #: The durable events (`EventHistory.lasting`).
+    #: The durable events (`EventHistory.undroppable`).
     events: tuple[Event, ...]
     #: Highest number of an event so far.
-    last: int
+    last_event: int
 
 
 class Journal:
@@ -116,7 +116,7 @@ class Journal:
         #: Number of arrival and error of each unreadable row, by request id.
         self.damaged: dict[str, tuple[int, str]] = {}
         #: Number of output deltas at the start, by request and stage.
-        self.appended: dict[str, dict[str, int]] = {}
+        self.deltas: dict[str, dict[str, int]] = {}
         #: All readable declarations at the start, by name.
         self.declared: dict[str, DeclaredModels] = {}
         try:
@@ -131,10 +131,10 @@ class Journal:
                 resources.callback(self._file.close, force=True)
                 self._read()
                 self._resources = resources.pop_all()
-        except (InUse, TransientError):
+        except (FileInUse, TransientError):
             raise
         except (OSError, apsw.Error, msgspec.MsgspecError, ConfigError) as error:
-            if isinstance(error, OSError) and error.errno in FULL:
+            if isinstance(error, OSError) and error.errno in DISK_FULL_ERRORS:
                 raise TransientError(NO_ROOM) from error
             kind = UsageError if isinstance(error, UsageError) else ConfigError
             raise kind(f"the queue cannot use {path}: {error}") from error
@@ -152,7 +152,7 @@ class Journal:
         changed = [(number, row.context.id, msgspec.msgpack.encode(row)) for number, row in rows if row is not None]
         deleted = [(number,) for number, row in rows if row is None]
         appended = [
-            (*new.claim.key, new.offset, new.offset + len(new.pieces), msgspec.msgpack.encode(new.pieces))
+            (*new.claim.key, new.offset, new.offset + len(new.deltas), msgspec.msgpack.encode(new.deltas))
             for new in pieces
         ]
         with self._disk_may_be_full():
@@ -216,7 +216,7 @@ class Journal:
         try:
             yield
         except apsw.Error as error:
-            if not isinstance(error, apsw.FullError) and self._file.system_errno not in FULL:
+            if not isinstance(error, apsw.FullError) and self._file.system_errno not in DISK_FULL_ERRORS:
                 raise
             if self._file.in_transaction:
                 self._file.execute("ROLLBACK")
@@ -241,7 +241,7 @@ class Journal:
                 log.error("a stored declaration cannot be read and is ignored", name=name, reason=str(error))
 
         for id, stage, count in self._file.execute("SELECT id, stage, max(after) FROM pieces GROUP BY 1, 2"):
-            self.appended.setdefault(str(id), {})[str(stage)] = cast(int, count)
+            self.deltas.setdefault(str(id), {})[str(stage)] = cast(int, count)
 
     def _prepare(self) -> int:
         """Check the file, and create its tables if it is new.
@@ -259,8 +259,8 @@ class Journal:
         file.execute("BEGIN IMMEDIATE")
         if is_new:
             file.execute(TABLES)
-            file.pragma("application_id", APPLICATION)
-            file.pragma("user_version", SCHEMA)
+            file.pragma("application_id", APPLICATION_ID)
+            file.pragma("user_version", SCHEMA_VERSION)
         file.execute("UPDATE starts SET number = number + 1")
         file.execute("COMMIT")
         ((start,),) = file.execute("SELECT number FROM starts")
@@ -275,7 +275,7 @@ def _lock(path: Path, file: FileIO) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise InUse(
+        raise FileInUse(
             f"the queue cannot use {path}: process {file.read().decode()} uses it. Stop that process, or use another "
             "folder with UNFUSE_DATA_DIR, or another file with --queue sqlite:PATH. To share a queue between servers, "
             "use --queue redis://HOST:PORT/DATABASE"
@@ -288,12 +288,12 @@ def _check_ours(file: apsw.Connection) -> None:
     """Raise UsageError unless the database is empty or a queue of this schema version."""
     if not file.pragma("schema_version"):
         return
-    if file.pragma("application_id") != APPLICATION:
+    if file.pragma("application_id") != APPLICATION_ID:
         raise UsageError("it is the database of another program: use another file with --queue sqlite:PATH")
-    if (version := file.pragma("user_version")) != SCHEMA:
+    if (version := file.pragma("user_version")) != SCHEMA_VERSION:
         raise UsageError(
-            f"it was written by another version of unfuse (schema {version}, this version needs {SCHEMA}): use another "
-            "file with --queue sqlite:PATH, or delete this one"
+            f"it was written by another version of unfuse (schema {version}, this version needs {SCHEMA_VERSION}): use "
+            "another file with --queue sqlite:PATH, or delete this one"
         )
 
 
@@ -388,7 +388,7 @@ class JournalWriter:
         if self._broken:
             raise TransientError(self._broken)
 
-    def note(self, entry: IndexEntry, durable: bool = False) -> None:
+    def add(self, entry: IndexEntry, durable: bool = False) -> None:
         """Add an entry to the next transaction. `durable` syncs the disk."""
         if batch := self._next_batch():
             batch.entries[entry.number] = entry

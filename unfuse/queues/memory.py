@@ -25,10 +25,10 @@ from unfuse.core.messages import WorkerInfo
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import readable_pool
 from unfuse.core.request import Change, Event, RequestContext, RequestRecord, TenantLimits, Timings
-from unfuse.core.task import PIECES_AT_ONCE, Claim, Lease, OutputDeltas, Task, check_gap, check_growth
+from unfuse.core.task import MAX_DELTAS_PER_MESSAGE, Claim, Lease, OutputDeltas, Task, check_deltas, check_gap
 from unfuse.queues.base import (
-    FRONT,
-    MOST_RETURNS,
+    FRONT_TASKS,
+    MAX_REFUSALS,
     NANOSECONDS,
     DeclaredModels,
     LeaseRequest,
@@ -99,7 +99,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         self._closed = False
 
     @classmethod
-    def at(cls, url: str, clock: Clock | None = None) -> MemoryQueue:
+    def open(cls, url: str, clock: Clock | None = None) -> MemoryQueue:
         """Return a new, empty queue. The address is ignored."""
         return cls(clock or SystemClock())
 
@@ -129,7 +129,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
     ) -> RequestRecord:
         self._check_writable()
         check_storable(context, *tasks, *events)
-        entry = self._requests.get(context.id) or self._index.repeated(context)
+        entry = self._requests.get(context.id) or self._index.find_repeated(context)
         if entry is None:
             whole_at = self._require_allowance(context.caller.tenant, limits.tenant)
             self._require_capacity(context, tasks, limits)
@@ -204,8 +204,8 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
             now, wall = self._clock.now(), self._clock.wall()
             entry = self._requests[task.request]
             lease = Lease(task, worker, secrets.token_bytes(16), now + ttl)
-            self._leases.give(queued, lease, now, wall)
-            leases.append(msgspec.structs.replace(lease, appended=entry.appended.get(task.stage, 0)))
+            self._leases.add(queued, lease, now, wall)
+            leases.append(msgspec.structs.replace(lease, recorded_deltas=entry.appended.get(task.stage, 0)))
             self._publish(entry, [Event("stage_started", wall, task.stage, task.attempt, worker)])
             self._note_change(entry)
         if leases:  # all pools: the caller may have been woken for another task than it leased
@@ -250,7 +250,9 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
                 self._withdraw_alarm = self._clock.call_at(due, partial(self._wake_at, due))
 
     def _wake_first(self, pool: str) -> None:
-        for waiter in sorted(self._waiters, key=lambda waiter: (waiter.wanted.above is not None, waiter.wanted.rank)):
+        for waiter in sorted(
+            self._waiters, key=lambda waiter: (waiter.wanted.priority_above is not None, waiter.wanted.rank)
+        ):
             is_waiting = pool in waiter.pools and not waiter.woken.done()
             if is_waiting and self._next_task(waiter.worker, waiter.wanted, Counter()):
                 waiter.wake()
@@ -270,7 +272,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
     async def progress(self, claim: Claim, events: Sequence[Event], used: Timings | None = None) -> bool:
         self._check_writable()
         check_storable(*events)
-        leased = self._leases.held(claim)
+        leased = self._leases.find(claim)
         if leased is None:
             return False
         for event in events[-1:]:
@@ -281,10 +283,10 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         return True
 
     @override
-    async def append_all(self, grown: Sequence[OutputDeltas]) -> builtins.list[bool]:
+    async def append_deltas(self, grown: Sequence[OutputDeltas]) -> builtins.list[bool]:
         self._check_writable()
-        check_growth(grown)
-        has_lease = [self._leases.held(deltas.claim) is not None for deltas in grown]
+        check_deltas(grown)
+        has_lease = [self._leases.find(deltas.claim) is not None for deltas in grown]
         outputs = [(deltas, self._requests[deltas.claim.request]) for deltas in compress(grown, has_lease)]
         for deltas, entry in outputs:
             check_gap(deltas, entry.appended.get(deltas.claim.stage, 0))
@@ -292,7 +294,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         for deltas, entry in outputs:
             claim = deltas.claim
             recorded = entry.appended.get(claim.stage, 0)
-            if new := deltas.pieces[recorded - deltas.offset :]:
+            if new := deltas.deltas[recorded - deltas.offset :]:
                 self._store_pieces(entry, OutputDeltas(claim, recorded, new))
                 count = entry.appended[claim.stage] = recorded + len(new)
                 self._publish(entry, [Event("appended", stage=claim.stage, attempt=claim.attempt, step=count)])
@@ -302,11 +304,11 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
     def _store_pieces(self, entry: IndexEntry, grown: OutputDeltas) -> None:
         """Store new output deltas. To be called before their event is published."""
-        self._pieces[entry.context.id][grown.claim.stage] += grown.pieces
+        self._pieces[entry.context.id][grown.claim.stage] += grown.deltas
 
     @override
-    async def appended(
-        self, request: str, stage: str, after: int = 0, limit: int = PIECES_AT_ONCE
+    async def read_deltas(
+        self, request: str, stage: str, after: int = 0, limit: int = MAX_DELTAS_PER_MESSAGE
     ) -> builtins.list[bytes]:
         self._entry(request)
         return self._pieces[request][stage][after : after + limit]
@@ -341,7 +343,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
             state = before.stages.get(claim.stage)
             if state and (state.status, state.attempt, state.token) == ("done", claim.attempt, claim.token):
                 return entry  # this commit was already applied
-            if self._leases.held(claim) is None:
+            if self._leases.find(claim) is None:
                 raise _lost(claim)
         if context.version != before.version + 1:
             raise Conflict(f"request {context.id} is at version {before.version}, not {context.version - 1}")
@@ -363,15 +365,15 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         return entry is not None
 
     @override
-    async def turn_down(self, claim: Claim) -> int:
+    async def refuse(self, claim: Claim) -> int:
         self._check_writable()
-        leased = self._leases.held(claim)
+        leased = self._leases.find(claim)
         if leased is None:
             raise _lost(claim)
         returned, worker = leased.queued.returned, leased.lease.worker
         if not leased.running.step:
             returned[worker] = returned.get(worker, 0) + 1
-        excluded = sum(times >= MOST_RETURNS for times in returned.values())
+        excluded = sum(times >= MAX_REFUSALS for times in returned.values())
         await self.hand_back(claim)
         return excluded
 
@@ -380,7 +382,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
         Returns its request, or None without the lease.
         """
-        leased = self._leases.held(claim)
+        leased = self._leases.find(claim)
         if leased is None:
             return None
         self._leases.end(claim.key)
@@ -393,7 +395,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         return entry
 
     @override
-    async def expired(self, ttl: float) -> builtins.list[Lease]:
+    async def sweep_expired(self, ttl: float) -> builtins.list[Lease]:
         self._check_writable()
         return self._leases.expired(self._clock.now(), ttl)
 
@@ -404,7 +406,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
     def _pool_stats(self, pool: str) -> PoolStats:
         wall = self._clock.wall()
-        oldest = max((wall - queued.pushed for queued in self._pools.front(pool, FRONT)), default=0.0)
+        oldest = max((wall - queued.pushed for queued in self._pools.front(pool, FRONT_TASKS)), default=0.0)
         return PoolStats(self._pools.size(pool), max(0.0, oldest), self._remaining[pool] / NANOSECONDS)
 
     @override
@@ -417,9 +419,9 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         return self._record(self._entry(request))
 
     @override
-    async def over(self, requests: Sequence[str]) -> builtins.list[str]:
+    async def ended_among(self, requests: Sequence[str]) -> builtins.list[str]:
         self._check_readable()
-        return [id for id in requests if (entry := self._requests.get(id)) is None or entry.context.over]
+        return [id for id in requests if (entry := self._requests.get(id)) is None or entry.context.is_over]
 
     @override
     async def list(
@@ -438,8 +440,8 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         return self._entry(request).history.follow(after)
 
     @override
-    async def forget(self, before: float) -> Sequence[str]:
-        old = [entry.context.id for entry in self._index.over_before(before)]
+    async def drop_ended_before(self, before: float) -> Sequence[str]:
+        old = [entry.context.id for entry in self._index.ended_before(before)]
         for request in old:
             await self.drop(request)
         return old
@@ -447,7 +449,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
     @override
     async def drop(self, request: str) -> None:
         entry = self._requests.get(request)
-        if entry is None or not entry.context.over:
+        if entry is None or not entry.context.is_over:
             return
         del self._requests[request]
         self._pieces.pop(request, None)
@@ -457,16 +459,16 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         await self._wait_until_stored(entry)
 
     @override
-    async def hello(self, worker: WorkerInfo, cards: Sequence[ModelSpec] = ()) -> None:
+    async def register(self, worker: WorkerInfo, specs: Sequence[ModelSpec] = ()) -> None:
         known = self._members.get(worker.id)
         self._members[worker.id] = RegisteredWorker(
-            worker, tuple(cards) or (known.cards if known else ()), self._clock.now()
+            worker, tuple(specs) or (known.models if known else ()), self._clock.now()
         )
 
     @override
-    async def bye(self, worker: str) -> None:
+    async def unregister(self, worker: str) -> None:
         self._members.pop(worker, None)
-        self._leases.lapse(worker, self._clock.now())
+        self._leases.expire_worker(worker, self._clock.now())
 
     @override
     async def workers(self) -> Sequence[RegisteredWorker]:
@@ -482,7 +484,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         return True
 
     @override
-    async def declared(self) -> dict[str, DeclaredModels]:
+    async def declarations(self) -> dict[str, DeclaredModels]:
         return dict(self._declared)
 
     @override
@@ -531,11 +533,11 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         """Push tasks and publish events of a new or changed request."""
         for task in tasks:
             self._remove_task(entry, task.stage)
-            excluded = {task.avoids: MOST_RETURNS} if task.avoids else {}
+            excluded = {task.avoid_worker: MAX_REFUSALS} if task.avoid_worker else {}
             queued = QueuedTask(task, self._arrival(), self._clock.wall(), excluded)
             entry.tasks[task.stage] = queued
             self._put(queued)
-        for stage in entry.tasks if entry.context.over else ():
+        for stage in entry.tasks if entry.context.is_over else ():
             self._remove_task(entry, stage)
         self._publish(entry, events)
         self._note_change(entry)
@@ -566,7 +568,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
     def _publish(self, entry: IndexEntry, events: Sequence[Event]) -> None:
         for event in events:
             entry.history.publish(event, self._clock.wall())
-        if entry.context.over:
+        if entry.context.is_over:
             entry.history.end()
 
     def _note_change(self, entry: IndexEntry) -> None:
@@ -575,7 +577,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
     def _update_index(self, entry: IndexEntry) -> None:
         context = entry.context
-        is_running = any(self._leases.of(queued.task.key) for queued in entry.queued)
+        is_running = any(self._leases.get(queued.task.key) for queued in entry.queued)
         self._index.put(entry, "in_progress" if is_running and context.status == "queued" else context.status)
 
     def _account(self, entry: IndexEntry, before: RequestContext | None) -> None:
@@ -583,7 +585,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
         `before` is the last context, None for a new request. To be called after the index is updated.
         """
-        change = (not entry.context.over) - (before is not None and not before.over)
+        change = (not entry.context.is_over) - (before is not None and not before.is_over)
         self._cost = self._cost + change * entry.context.cost if self._index.count_active() else 0.0
         self._remaining.update(remaining_of(entry.context))
         self._remaining.subtract(remaining_of(before) if before is not None else {})

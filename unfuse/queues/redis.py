@@ -17,22 +17,22 @@ from typing_extensions import override
 
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.codec import decode, encode
-from unfuse.core.errors import ConfigError, Damaged, NotFound, ProtocolError, TransientError, UsageError
+from unfuse.core.errors import ConfigError, NotFound, ProtocolError, RecordDamaged, TransientError, UsageError
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.modalities import VIDEO
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import readable_pool
 from unfuse.core.request import Change, Event, RequestContext, RequestRecord, Timings
-from unfuse.core.task import PIECES_AT_ONCE, Claim, Lease, OutputDeltas, Task, check_growth
+from unfuse.core.task import MAX_DELTAS_PER_MESSAGE, Claim, Lease, OutputDeltas, Task, check_deltas
 from unfuse.queues import script
 from unfuse.queues.base import (
-    FRONT,
+    FRONT_TASKS,
     MAX_CACHED,
-    MOST_RETURNS,
+    MAX_REFUSALS,
     NANOSECONDS,
-    PREFERENCE_AMONG,
     PREFERENCE_S,
+    PREFERENCE_TASKS,
     DamagedRecord,
     DeclaredModels,
     LeaseRequest,
@@ -47,7 +47,7 @@ from unfuse.queues.base import (
 )
 from unfuse.queues.index import MAX_EVENTS
 from unfuse.queues.remote_waiters import RETRY_S, LeaseWaiter, NamedTasks, RemoteWaiters
-from unfuse.queues.script import KnownRecords, UnreadableRecords
+from unfuse.queues.script import RecordCache, UnreadableRecords
 from unfuse.queues.shards import ShardedQueue
 
 try:
@@ -82,21 +82,21 @@ class RedisQueue(QueueBackend):
         self._background = NamedTasks()
         self._calls = connection.PipelinedCalls(self._execute, self._background)
         self._unreadable = UnreadableRecords()
-        self._known = KnownRecords(clock or SystemClock())
+        self._known = RecordCache(clock or SystemClock())
         self._waiting = RemoteWaiters(self._call, self._read_leases, self._background, clock or SystemClock())
         self._subscription = connection.Subscription(self._redis, self._tag, self._waiting)
         self._closed = False
         self._latest = 0.0
 
     @classmethod
-    def at(cls, url: str, clock: Clock | None = None) -> QueueBackend:
+    def open(cls, url: str, clock: Clock | None = None) -> QueueBackend:
         """Open the queue, or its shards, at a URL of the form `connection.ADDRESS`.
 
         `clock` replaces the clocks of the servers.
         """
         addresses = connection.parse_address(url)
         shards = [cls(address, clock) for address in addresses]
-        beside = [cls(address, clock) for address in {address.beside for address in addresses if address.beside}]
+        beside = [cls(address, clock) for address in {address.unsharded for address in addresses if address.unsharded}]
         return ShardedQueue(shards, beside) if len(shards) > 1 else shards[0]
 
     @override
@@ -105,15 +105,15 @@ class RedisQueue(QueueBackend):
         return self._latest
 
     @override
-    async def reach(self) -> None:
+    async def check_address(self) -> None:
 
         async def probe() -> None:
             (reply,) = await self._execute([("now", encode({"part": self._address.part}))])
             if isinstance(reply, Exception):
                 raise reply
 
-        if reason := await connection.obstacle(self._address.server, probe):
-            raise UsageError(f"the queue at {self._address.shown} cannot be used: {reason}")
+        if reason := await connection.permanent_failure(self._address.server, probe):
+            raise UsageError(f"the queue at {self._address.display_name} cannot be used: {reason}")
 
     @override
     async def check(self) -> None:
@@ -121,7 +121,7 @@ class RedisQueue(QueueBackend):
             async with asyncio.timeout(CHECK_S):
                 await self._call("check")
         except TimeoutError as error:
-            raise script.error(error, self._address.shown) from error
+            raise script.error(error, self._address.display_name) from error
 
     @override
     async def submit(
@@ -131,7 +131,7 @@ class RedisQueue(QueueBackend):
         more = Counter(task.planned.pool for task in tasks)
         names = {pool: readable_pool(pool) for pool in more}
         reply = await self._call("submit", **fields, limits=limits, more=more, names=names)
-        return self._known.keep(script.record(reply, context))
+        return self._known.put(script.record(reply, context))
 
     @override
     async def lease(self, worker: str, wanted: LeaseRequest, ttl: float, wait: float = 0.0) -> list[Lease]:
@@ -155,27 +155,31 @@ class RedisQueue(QueueBackend):
         return bool(await self._call("progress", claim=script.claim_fields(claim), events=events, used=used))
 
     @override
-    async def append_all(self, grown: Sequence[OutputDeltas]) -> list[bool]:
-        check_growth(grown)
-        replies = await self._call("append_all", grown=[script.grown_fields(deltas) for deltas in grown])
+    async def append_deltas(self, grown: Sequence[OutputDeltas]) -> list[bool]:
+        check_deltas(grown)
+        replies = await self._call("append_deltas", grown=[script.delta_fields(deltas) for deltas in grown])
         return [bool(has_lease) for has_lease in replies]
 
     @override
-    async def appended(self, request: str, stage: str, after: int = 0, limit: int = PIECES_AT_ONCE) -> list[bytes]:
-        return list(await self._call("appended", id=request, stage=stage, after=after, limit=limit))
+    async def read_deltas(
+        self, request: str, stage: str, after: int = 0, limit: int = MAX_DELTAS_PER_MESSAGE
+    ) -> list[bytes]:
+        return list(await self._call("read_deltas", id=request, stage=stage, after=after, limit=limit))
 
     @override
     async def commit(self, change: Change) -> RequestRecord:
         reply = await self._call("commit", **script.change_fields(change))
-        return self._known.keep(script.record(reply, change.context))
+        return self._known.put(script.record(reply, change.context))
 
     @override
     async def commit_and_lease(
         self, change: Change, worker: str, wanted: LeaseRequest, ttl: float
     ) -> tuple[RequestRecord, list[Lease]]:
         waiter = LeaseWaiter(worker, wanted, ttl, patient=False)
-        reply, now, claims, wall = await self._call("commit_and_lease", **script.change_fields(change), ask=waiter.ask)
-        record = self._known.keep(script.record(reply, change.context))
+        reply, now, claims, wall = await self._call(
+            "commit_and_lease", **script.change_fields(change), ask=waiter.request
+        )
+        record = self._known.put(script.record(reply, change.context))
         return record, self._read_leases(waiter, claims, now, wall)
 
     def _read_leases(
@@ -192,7 +196,7 @@ class RedisQueue(QueueBackend):
         for (stored, attempt, appended), token in zip(claims, tokens, strict=False):
             task = self._unreadable.read("task", f"of {waiter.worker}", script.task, stored, attempt)
             if task:
-                leases.append(Lease(task, waiter.worker, token, float(now) + waiter.ttl, appended=appended))
+                leases.append(Lease(task, waiter.worker, token, float(now) + waiter.ttl, recorded_deltas=appended))
         self._known.leased(leases, float(wall))
         return leases
 
@@ -201,12 +205,12 @@ class RedisQueue(QueueBackend):
         return bool(await self._call("hand_back", claim=script.claim_fields(claim)))
 
     @override
-    async def turn_down(self, claim: Claim) -> int:
-        return int(await self._call("turn_down", claim=script.claim_fields(claim)))
+    async def refuse(self, claim: Claim) -> int:
+        return int(await self._call("refuse", claim=script.claim_fields(claim)))
 
     @override
-    async def expired(self, ttl: float) -> list[Lease]:
-        stored = await self._call("expired", ttl=ttl)
+    async def sweep_expired(self, ttl: float) -> list[Lease]:
+        stored = await self._call("sweep_expired", ttl=ttl)
         leases = (
             self._unreadable.read("lease", script.printable_name(fields[5]), script.lease, *fields) for fields in stored
         )
@@ -216,20 +220,22 @@ class RedisQueue(QueueBackend):
     async def load(self, request: str) -> RequestRecord:
         try:
             return script.record(await self._call("load", id=request))
-        except (ProtocolError, TypeError, Damaged) as error:
+        except (ProtocolError, TypeError, RecordDamaged) as error:
             self._unreadable.note("request", request, str(error))
-            raise Damaged(f"the stored record of request {request} cannot be read: see `unfuse dead ls`") from error
+            raise RecordDamaged(
+                f"the stored record of request {request} cannot be read: see `unfuse dead ls`"
+            ) from error
 
     @override
-    def known(self, claim: Claim) -> RequestRecord | None:
+    def cached_record(self, claim: Claim) -> RequestRecord | None:
         return self._known.of(claim)
 
     @override
     async def list(
         self, which: RequestFilter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
     ) -> builtins.list[RequestRecord]:
-        tenant, field, value = which.heading
-        conditions = {name: script.text(value) for name, value in which.asked().items()}
+        tenant, field, value = which.index_key
+        conditions = {name: script.text(value) for name, value in which.conditions().items()}
         query = {"which": conditions, "heading": (tenant, field, script.text(value)), "oldest_first": oldest_first}
         records: list[RequestRecord] = []
         beyond: str | None = "-inf" if oldest_first else "+inf"
@@ -251,15 +257,15 @@ class RedisQueue(QueueBackend):
         return records
 
     @override
-    async def over(self, requests: Sequence[str]) -> builtins.list[str]:
+    async def ended_among(self, requests: Sequence[str]) -> builtins.list[str]:
         batches = [requests[first : first + SCANNED] for first in range(0, len(requests), SCANNED)]
-        replies = await asyncio.gather(*(self._call("over", ids=batch) for batch in batches))
+        replies = await asyncio.gather(*(self._call("ended_among", ids=batch) for batch in batches))
         results = (is_over for reply in replies for is_over in reply)
         return [request for request, is_over in zip(requests, results, strict=True) if is_over]
 
     @override
     async def stats(self, pools: Sequence[str]) -> QueueStats:
-        active, replies = await self._call("stats", pools=list(pools), front=FRONT)
+        active, replies = await self._call("stats", pools=list(pools), front=FRONT_TASKS)
         stats = (PoolStats(int(size), float(oldest), int(left) / NANOSECONDS) for size, oldest, left in replies)
         return QueueStats(int(active), dict(zip(pools, stats, strict=True)))
 
@@ -297,13 +303,13 @@ class RedisQueue(QueueBackend):
             self._subscription.notify(request)
 
     @override
-    async def cache(self, key: str, ref: ObjectRef, room: int) -> None:
+    async def put_encoding(self, key: str, ref: ObjectRef, room: int) -> None:
         entry = {"id": ref.id, "nbytes": ref.nbytes, "ref": script.raw(encode(ref))}
-        await self._call("cache", key=key, room=room, most=MAX_CACHED, **entry)
+        await self._call("put_encoding", key=key, room=room, most=MAX_CACHED, **entry)
 
     @override
-    async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
-        replies = await self._call("cached", keys=keys, use=use)
+    async def find_encoding(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
+        replies = await self._call("find_encoding", keys=keys, use=use)
         stored = [(key, ref) for key, ref in zip(keys, replies, strict=True) if ref]
         refs = {key: self._unreadable.read("cached output", key, decode, ref, ObjectRef) for key, ref in stored}
         return {key: ref for key, ref in refs.items() if ref}
@@ -313,17 +319,17 @@ class RedisQueue(QueueBackend):
         return int(await self._call("cached_bytes"))
 
     @override
-    async def uncache(self, key: str, id: str) -> None:
-        await self._call("uncache", key=key, id=id)
+    async def remove_encoding(self, key: str, id: str) -> None:
+        await self._call("remove_encoding", key=key, id=id)
 
     @override
-    async def hello(self, worker: WorkerInfo, cards: Sequence[ModelSpec] = ()) -> None:
-        encoded_cards = script.raw(encode(tuple(cards))) if cards else None
-        await self._call("hello", worker=worker.id, info=script.raw(encode(worker)), cards=encoded_cards)
+    async def register(self, worker: WorkerInfo, specs: Sequence[ModelSpec] = ()) -> None:
+        encoded_cards = script.raw(encode(tuple(specs))) if specs else None
+        await self._call("register", worker=worker.id, info=script.raw(encode(worker)), cards=encoded_cards)
 
     @override
-    async def bye(self, worker: str) -> None:
-        await self._call("bye", worker=worker)
+    async def unregister(self, worker: str) -> None:
+        await self._call("unregister", worker=worker)
 
     @override
     async def declare(self, by: str, declaration: DeclaredModels, *, new: bool = False) -> bool:
@@ -335,8 +341,8 @@ class RedisQueue(QueueBackend):
         return bytes(await self._call("secret", name=name, proposed=proposed)).decode()
 
     @override
-    async def declared(self) -> dict[str, DeclaredModels]:
-        stored = await self._call("declared")
+    async def declarations(self) -> dict[str, DeclaredModels]:
+        stored = await self._call("declarations")
         named = [(script.printable_name(by), data) for by, data in zip(stored[::2], stored[1::2], strict=True)]
         declarations = {
             by: self._unreadable.read("declaration", by, script.decoded, data, DeclaredModels) for by, data in named
@@ -348,10 +354,10 @@ class RedisQueue(QueueBackend):
         members: list[RegisteredWorker] = []
         for id, info, stored_cards, seen, leased in await self._call("workers"):
             name = script.printable_name(id)
-            cards = stored_cards and self._unreadable.read(
+            specs = stored_cards and self._unreadable.read(
                 "card", name, script.decoded, stored_cards, tuple[ModelSpec, ...]
             )
-            member = self._unreadable.read("worker", name, script.member, info, cards or (), seen, leased)
+            member = self._unreadable.read("worker", name, script.member, info, specs or (), seen, leased)
             members += [member] if member else []
         return members
 
@@ -360,10 +366,10 @@ class RedisQueue(QueueBackend):
         await self.workers()  # notes the workers that are unreadable now
         for record in [record for record in self._unreadable.all() if record.kind == "request"]:
             # A request that is gone, or readable again, is not damaged any more.
-            with suppress(Damaged):
+            with suppress(RecordDamaged):
                 with suppress(NotFound):
                     await self.load(record.id)
-                self._unreadable.forget(record.id)
+                self._unreadable.remove(record.id)
 
         reply = await self._call("damaged")
         pairs = zip(reply[::2], reply[1::2], strict=True)
@@ -375,12 +381,12 @@ class RedisQueue(QueueBackend):
     @override
     async def discard(self, id: str) -> None:
         await self._call("discard", id=script.raw_name(id))
-        self._unreadable.forget(id)
+        self._unreadable.remove(id)
 
     @override
-    async def forget(self, before: float) -> Sequence[str]:
+    async def drop_ended_before(self, before: float) -> Sequence[str]:
         dropped: list[str] = []
-        while batch := await self._call("forget", before=before):
+        while batch := await self._call("drop_ended_before", before=before):
             dropped += [script.printable_name(request) for request in batch]
         return dropped
 
@@ -400,8 +406,8 @@ class RedisQueue(QueueBackend):
         """Run a verb of the script. Raises TransientError, and the errors of the verb."""
         if self._closed and "undo" not in args:
             raise TransientError("the queue is closed")
-        args |= {"max_events": MAX_EVENTS, "among": PREFERENCE_AMONG, "moment": PREFERENCE_S}
-        args |= {"most_returns": MOST_RETURNS, "scan": SCANNED, "video_id": VIDEO.prefix, "part": self._address.part}
+        args |= {"max_events": MAX_EVENTS, "among": PREFERENCE_TASKS, "moment": PREFERENCE_S}
+        args |= {"most_returns": MAX_REFUSALS, "scan": SCANNED, "video_id": VIDEO.prefix, "part": self._address.part}
         if self._clock:
             args |= {"now": self._clock.now(), "wall": self._clock.wall()}
         if args.get("push"):
@@ -409,9 +415,9 @@ class RedisQueue(QueueBackend):
             # does not wake other processes.
             self._waiting.serve()
         try:
-            return await self._calls.answer(verb, encode(args))
+            return await self._calls.call(verb, encode(args))
         except (RedisError, OSError) as error:
-            raise script.error(error, self._address.shown) from error
+            raise script.error(error, self._address.display_name) from error
 
     async def _execute(self, calls: Sequence[connection.Call]) -> builtins.list[Any]:
         return await connection.answers(self._redis, self._tag, calls, self._address.replicas)

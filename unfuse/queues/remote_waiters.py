@@ -64,24 +64,24 @@ class LeaseWaiter:
         #: Whether to wait on after a call of the script without leases or with an error.
         self.patient = patient
         #: Sort key among waiters: the lowest is served first.
-        self.turn = wanted.above is not None, wanted.rank
+        self.sort_key = wanted.priority_above is not None, wanted.rank
         #: Pools whose changes may make a task available to it.
         self.pools = wanted.watched_pools()
         #: Lease tokens, 16 random bytes each, one for every task that it can lease.
         self.tokens = secrets.token_bytes(16 * min(wanted.slots, MAX_CLAIMS))
         ask = {"worker": worker, "ttl": ttl, "tokens": script.raw(self.tokens), "wanted": wanted}
         #: The lease request as an argument of the script, without the codec's version byte.
-        self.ask = msgspec.Raw(encode(ask)[1:])
+        self.request = msgspec.Raw(encode(ask)[1:])
         self.answer: asyncio.Future[list[Lease]] = asyncio.get_running_loop().create_future()
         #: Whether a call of the script for this waiter is under way.
-        self.asked = False
+        self.in_flight = False
 
-    def settle(self, leases: list[Lease], error: Exception | None = None) -> None:
+    def complete(self, leases: list[Lease], error: Exception | None = None) -> None:
         """Complete the answer after a call of the script.
 
         A patient waiter without leases continues to wait, also after an error.
         """
-        self.asked = False
+        self.in_flight = False
         if self.answer.done() or (self.patient and not leases):
             return
         if error is not None:
@@ -127,7 +127,7 @@ class RemoteWaiters:
             return waiter.answer.result()
         except asyncio.CancelledError:
             waiter.patient = False
-            if waiter.asked or waiter.answer.done():  # it may have leased tasks
+            if waiter.in_flight or waiter.answer.done():  # it may have leased tasks
                 await asyncio.shield(self._background.run(f"undo {id(waiter)}", partial(self._undo, waiter)))
             raise
         finally:
@@ -162,7 +162,7 @@ class RemoteWaiters:
             self._stale = False
             self._withdraw_alarm()
             waiting = [waiter for waiter in self._waiters if not waiter.answer.done()]
-            waiting.sort(key=lambda waiter: waiter.turn)
+            waiting.sort(key=lambda waiter: waiter.sort_key)
             for first in range(0, len(waiting), MAX_BATCH):
                 await self._lease_for(waiting[first : first + MAX_BATCH])
 
@@ -172,18 +172,18 @@ class RemoteWaiters:
         Sets an alarm for the next delayed task, or for another try after an error.
         """
         for waiter in waiters:
-            waiter.asked = True
+            waiter.in_flight = True
         called_at = self._clock.now()
         try:
-            now, due, replies, wall = await self._call("lease", asks=[waiter.ask for waiter in waiters])
+            now, due, replies, wall = await self._call("lease", asks=[waiter.request for waiter in waiters])
         except Exception as error:  # the callers must get any error
             for waiter in waiters:
-                waiter.settle([], error)
+                waiter.complete([], error)
             self._withdraw_alarm = asyncio.get_running_loop().call_later(RETRY_S, self.serve).cancel
             return
 
         for waiter, claims in zip(waiters, replies, strict=True):
-            waiter.settle(self._read_leases(waiter, claims, now, wall))
+            waiter.complete(self._read_leases(waiter, claims, now, wall))
         if due is not None:
             self._withdraw_alarm = self._clock.call_at(called_at + float(due) - float(now), self.serve)
 
@@ -193,8 +193,8 @@ class RemoteWaiters:
         It gets an empty list now, or the result of the call that is under way.
         """
         waiter.patient = False
-        if not waiter.asked:
-            waiter.settle([])
+        if not waiter.in_flight:
+            waiter.complete([])
 
     async def _undo(self, waiter: LeaseWaiter) -> None:
         """Hand back the tasks that were leased for a cancelled caller."""

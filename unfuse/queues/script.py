@@ -24,14 +24,21 @@ from unfuse.core.model_spec import ModelSpec
 from unfuse.core.request import Change, Event, RequestContext, RequestRecord, RunningStage
 from unfuse.core.supervisor import RepeatedErrors
 from unfuse.core.task import Claim, Lease, OutputDeltas, Task
-from unfuse.queues.base import INDEXED_FIELDS, SCHEMA, DamagedRecord, RegisteredWorker, check_numbers, remaining_of
+from unfuse.queues.base import (
+    INDEXED_FIELDS,
+    SCHEMA_VERSION,
+    DamagedRecord,
+    RegisteredWorker,
+    check_numbers,
+    remaining_of,
+)
 
 #: The files of the script, in order.
 PARTS = ("common", "pieces", "index", "left", "requests", "history", "cached", "returned", "leases", "tasks")
 #: All verbs as one script, and the SHA-1 by which Redis finds it when it is loaded.
 SCRIPT = "\n".join(
     [
-        f"local SCHEMA = '{SCHEMA}'",
+        f"local SCHEMA = '{SCHEMA_VERSION}'",
         *(files("unfuse.queues").joinpath("scripts", f"{name}.lua").read_text() for name in PARTS),
     ]
 )
@@ -43,7 +50,7 @@ REFUSALS: dict[str, type[errors.UnfuseError]] = {
     "LEASELOST": errors.LeaseLost,
     "CONFLICT": errors.Conflict,
     "OVERLOADED": errors.Overloaded,
-    "DAMAGED": errors.Damaged,
+    "DAMAGED": errors.RecordDamaged,
     "PROTOCOL": errors.ProtocolError,
     "MISPLACED": errors.ConfigError,
 }
@@ -79,9 +86,9 @@ def claim_fields(claim: Claim) -> dict[str, Any]:
     return {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt, "mark": mark}
 
 
-def grown_fields(grown: OutputDeltas) -> dict[str, Any]:
+def delta_fields(grown: OutputDeltas) -> dict[str, Any]:
     """Encode output deltas for the script."""
-    pieces = [raw(piece) for piece in grown.pieces]
+    pieces = [raw(piece) for piece in grown.deltas]
     return {"claim": claim_fields(grown.claim), "offset": grown.offset, "pieces": pieces}
 
 
@@ -119,15 +126,15 @@ def error(met: Exception, place: str) -> errors.UnfuseError:
     if kind in REFUSALS:
         return REFUSALS[kind](text)
     if BROKEN.search(str(met)):
-        return errors.Damaged(f"the queue at {place} contains unexpected data: {met}")
+        return errors.RecordDamaged(f"the queue at {place} contains unexpected data: {met}")
     if FULL.search(str(met)):
         return errors.TransientError(f"the queue at {place} is out of memory: increase maxmemory, or free memory")
     return errors.TransientError(f"the queue at {place} does not respond: {str(met) or 'timeout'}")
 
 
-def member(info: bytes, cards: tuple[ModelSpec, ...], seen: bytes, leased: bytes) -> RegisteredWorker:
+def member(info: bytes, specs: tuple[ModelSpec, ...], seen: bytes, leased: bytes) -> RegisteredWorker:
     """Decode a worker from the fields of a reply."""
-    return RegisteredWorker(decode(info, WorkerInfo), cards, float(seen), int(leased or 0))
+    return RegisteredWorker(decode(info, WorkerInfo), specs, float(seen), int(leased or 0))
 
 
 def printable_name(name: bytes) -> str:
@@ -157,10 +164,10 @@ def task_fields(task: Task) -> dict[str, Any]:
     """
     (bits,) = struct.unpack(">Q", struct.pack(">d", task.order + 0.0))  # + 0.0 turns −0.0 into 0.0
     rank = struct.pack(">QQ", 2**63 - 1 - task.priority, bits ^ (2**64 - 1 if bits >> 63 else 2**63))
-    names = ("stage", "attempt", "near", "affinity", "priority", "not_before", "avoids")
+    names = ("stage", "attempt", "preferred_node", "affinity", "priority", "not_before", "avoid_worker")
     planned = task.planned
     fields = {name: getattr(task, name) for name in names} | {"task": raw(encode(task)), "rank": raw(rank)}
-    return fields | {"pool": planned.pool, "room": planned.room, "needs": planned.needs}
+    return fields | {"pool": planned.pool, "room": planned.output_size, "needs": planned.needs}
 
 
 def context_fields(context: RequestContext, push: Sequence[Task], events: Sequence[Event]) -> dict[str, Any]:
@@ -195,7 +202,7 @@ def change_fields(change: Change) -> dict[str, Any]:
 
 
 #: Most unreadable records that are remembered: enough to start a repair.
-MOST = 1000
+MAX_UNREADABLE = 1000
 
 
 class UnreadableRecords:
@@ -221,10 +228,10 @@ class UnreadableRecords:
     def note(self, kind: str, id: str, reason: str) -> None:
         """Log an unreadable record, and store why it is unreadable."""
         self._errors.log(f"reading a {kind}", ProtocolError(reason), id=id)
-        if len(self._reasons) < MOST:
+        if len(self._reasons) < MAX_UNREADABLE:
             self._reasons[kind, id] = reason
 
-    def forget(self, id: str) -> None:
+    def remove(self, id: str) -> None:
         """Forget the records of this id, because they were dropped or are readable again."""
         self._reasons = {key: reason for key, reason in self._reasons.items() if key[1] != id}
 
@@ -234,12 +241,13 @@ class UnreadableRecords:
 
 
 #: Most cached records. The one that was stored longest ago is evicted.
-MOST_KNOWN = 1024
-#: Longest age of a cached record, in seconds. Its `ran_s` is extrapolated, but `TaskQueue.expired` may leave out gaps.
-KNOWN_S = 10.0
+MAX_CACHED_RECORDS = 1024
+#: Longest age of a cached record, in seconds. Its `ran_s` is extrapolated, but
+#: `TaskQueue.sweep_expired` may leave out gaps.
+CACHED_RECORD_S = 10.0
 
 
-class KnownRecords:
+class RecordCache:
     """A cache of active records, which may be stale.
 
     Other processes may have changed them, and steps are not updated. `commit` detects stale records, by their version
@@ -251,15 +259,15 @@ class KnownRecords:
         #: Records by request id, in the order of `keep`, each with the time of its last update.
         self._records: dict[str, tuple[RequestRecord, float]] = {}
 
-    def keep(self, record: RequestRecord) -> RequestRecord:
+    def put(self, record: RequestRecord) -> RequestRecord:
         """Cache a record that was stored just now, and return it.
 
         The record of a request that is over is not cached.
         """
         self._records.pop(record.context.id, None)
-        if not record.context.over:
+        if not record.context.is_over:
             self._records[record.context.id] = record, self._clock.now()
-            if len(self._records) > MOST_KNOWN:
+            if len(self._records) > MAX_CACHED_RECORDS:
                 del self._records[next(iter(self._records))]
         return record
 
@@ -286,7 +294,7 @@ class KnownRecords:
         """Return a cached record with `ran_s` as of now, or None if none is recent."""
         record, cached_at = self._records.get(request, (None, 0.0))
         age = self._clock.now() - cached_at
-        if record is None or age > KNOWN_S:
+        if record is None or age > CACHED_RECORD_S:
             return None
         running = (msgspec.structs.replace(run, ran_s=run.ran_s + age) for run in record.running)
         return msgspec.structs.replace(record, running=tuple(running))

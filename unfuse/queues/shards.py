@@ -26,10 +26,10 @@ import structlog
 from typing_extensions import override
 
 from unfuse.core.clock import Clock
-from unfuse.core.errors import KeyUnavailable, NotFound, TransientError, UnfuseError
+from unfuse.core.errors import KeyUnavailable, NotFound, TransientError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Caller, Change, Event, RequestContext, RequestRecord, TenantLimits
-from unfuse.core.task import Claim, Lease, OutputDeltas, Task, check_growth
+from unfuse.core.task import Claim, Lease, OutputDeltas, Task, check_deltas
 from unfuse.queues.base import (
     DeclaredModels,
     LeaseRequest,
@@ -41,111 +41,15 @@ from unfuse.queues.base import (
     RenewalResult,
     RequestFilter,
 )
-from unfuse.queues.remote_waiters import NamedTasks
+from unfuse.queues.shard_health import ShardHealth, T, Work
 
-#: Timeout of a call to one shard of several, in seconds.
-PATIENCE_S = 5.0
-#: Seconds between two checks of an unreachable shard.
-LOOK_S = 0.2
 #: Most listed requests whose number of arrival is remembered.
-MOST_LISTED = 1024
+MAX_LISTED = 1024
 
 P = ParamSpec("P")
-T = TypeVar("T")
-One = TypeVar("One")
-Work = Callable[[QueueBackend], Awaitable[T]]
+Shard = TypeVar("Shard")
 
 log = structlog.get_logger(__name__)
-
-
-class ShardHealth:
-    """Calls shards, tracks which are reachable, and calls `returned` with each that is reachable again."""
-
-    def __init__(self, shards: Sequence[QueueBackend], returned: Callable[[QueueBackend], Awaitable[object]]) -> None:
-        self.shards = tuple(shards)
-        self.background = NamedTasks()
-        #: Why a shard is unreachable, by its number.
-        self.away: dict[int, str] = {}
-        self._on_return = returned
-        self._closed = False
-
-    async def ask(self, shard: int, work: Work[T]) -> T:
-        """Call one shard. Raises the shard's errors."""
-        try:
-            return await work(self.shards[shard])
-        except TransientError as error:
-            self._mark_away(shard, str(error))
-            raise
-
-    async def ask_briefly(self, shard: int, work: Work[T]) -> T:
-        """Call one shard. Raises TransientError after PATIENCE_S, and the shard's errors."""
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                return await self.ask(shard, work)
-        except TimeoutError as error:
-            self._mark_away(shard, f"no response within {PATIENCE_S:g} s")
-            raise TransientError(self.away.get(shard, "")) from error
-
-    def present(self, among: Iterable[int] | None = None) -> list[int]:
-        """Return the reachable ones of these shards, or all if the whole queue is unreachable."""
-        shards = range(len(self.shards)) if among is None else among
-        return [shard for shard in shards if shard not in self.away or len(self.away) == len(self.shards)]
-
-    async def each(self, work: Work[T], among: Iterable[int] | None = None) -> dict[int, T]:
-        """Call these shards concurrently. Returns the results of the reachable ones, by number.
-
-        Raises TransientError if the whole queue is unreachable, and all other errors.
-        """
-        shards = self.present(among)
-        results = await asyncio.gather(*(self.ask_briefly(shard, work) for shard in shards), return_exceptions=True)
-        for error in results:
-            if isinstance(error, BaseException) and not isinstance(error, TransientError):
-                raise error
-        pairs = zip(shards, results, strict=True)
-        answers = {shard: result for shard, result in pairs if not isinstance(result, BaseException)}
-        if len(self.away) == len(self.shards) and not answers and shards:
-            raise next(error for error in results if isinstance(error, BaseException))
-        return answers
-
-    async def first(self, work: Work[T]) -> T:
-        """Call the first reachable shard, by number. Raises TransientError if none is reachable."""
-        *others, last = self.present()
-        for shard in others:
-            try:
-                return await self.ask_briefly(shard, work)
-            except TransientError:
-                continue
-        return await self.ask_briefly(last, work)
-
-    async def close(self) -> None:
-        """Close all shards."""
-        self._closed = True
-        await asyncio.gather(*(shard.close() for shard in self.shards))
-        await self.background.end(*(f"shard {shard}" for shard in self.away))
-
-    def _mark_away(self, shard: int, reason: str) -> None:
-        """Record that a shard is unreachable, and check it until it is reachable again."""
-        if shard not in self.away and not self._closed:
-            self.away[shard] = self._describe(shard, reason)
-            log.warning("queue shard is unreachable, the others continue", shard=shard, reason=reason)
-            self.background.run(f"shard {shard}", partial(self._wait_for_return, shard))
-
-    def _describe(self, shard: int, reason: str) -> str:
-        return f"shard {shard} of {len(self.shards)}: {reason}"
-
-    async def _wait_for_return(self, shard: int) -> None:
-        """Check a shard until it is reachable again, with its own data, not another shard's."""
-        queue = self.shards[shard]
-        while shard in self.away:
-            await asyncio.sleep(LOOK_S)
-            try:
-                await queue.check()
-                await self._on_return(queue)
-            except UnfuseError as error:
-                self.away[shard] = self._describe(shard, str(error))
-                continue
-            del self.away[shard]
-        log.info("queue shard is reachable again", shard=shard)
 
 
 Asking = asyncio.Task[list[Lease]]
@@ -171,7 +75,7 @@ class ShardRotation:
         """Return the reachable shards in the worker's order, with shard `last` moved to the end."""
         turn = self._next[worker]
         order = sorted(range(self._count), key=lambda shard: (shard == last, (shard - turn) % self._count))
-        return self._health.present(order)
+        return self._health.reachable(order)
 
     def is_due(self, worker: str) -> bool:
         """Count a commit, and return whether the worker should try the other shards first."""
@@ -197,11 +101,11 @@ class ShardRotation:
         for shard in among:
             wants[shard] = wanted
             try:
-                leases = await self._health.ask(shard, lambda queue: queue.lease(worker, wants[shard], ttl))  # noqa: B023
+                leases = await self._health.call(shard, lambda queue: queue.lease(worker, wants[shard], ttl))  # noqa: B023
                 if leases:
                     self._next[worker] = shard + 1
                     break
-                wanted = await self._health.ask(shard, partial(_restrict, wanted))
+                wanted = await self._health.call(shard, partial(_restrict, wanted))
             except TransientError as error:
                 failures[shard] = error
             if blocking is None and wanted is not wants[shard]:
@@ -243,7 +147,7 @@ class ShardRotation:
 
     def _are_away(self, shards: Iterable[int]) -> bool:
         """Return whether all of these shards are unreachable, but not the whole queue."""
-        away = self._health.away
+        away = self._health.unreachable
         return len(away) < self._count and all(shard in away for shard in shards)
 
     async def _hand_back_all(self, calls: Mapping[Asking, int]) -> None:
@@ -259,14 +163,18 @@ async def _restrict(wanted: LeaseRequest, queue: QueueBackend) -> LeaseRequest:
     """Return the request without pools that may not overtake the next tasks of this queue."""
     stats = (await queue.stats([*wanted.watched_pools()])).pools
     for pool, offer in wanted.pools.items():
-        is_held_back = any(stats[fed].waiting > most for fed, most in offer.behind.items())
+        is_held_back = any(stats[fed].waiting > most for fed, most in offer.backpressure.items())
         for task in await queue.peek(pool, 1) if stats[pool].waiting and not is_held_back else ():
-            lacking = offer.lacks(task.resources, {})
-            if lacking and pool in wanted.pools and (wanted.above is None or task.priority > wanted.above):
+            lacking = offer.missing_resources(task.resources, {})
+            if (
+                lacking
+                and pool in wanted.pools
+                and (wanted.priority_above is None or task.priority > wanted.priority_above)
+            ):
                 others = {
                     name: other
                     for name, other in wanted.pools.items()
-                    if other.later > offer.later or lacking.isdisjoint(other.amounts)
+                    if other.stage_depth > offer.stage_depth or lacking.isdisjoint(other.amounts)
                 }
                 wanted = msgspec.structs.replace(wanted, pools=others)
     return wanted
@@ -299,29 +207,35 @@ class ShardedQueue(QueueBackend):
                 subject = subject.request
             case Change():
                 subject = subject.context.id
-        return await self._health.ask(self.home(subject), work)
+        return await self._health.call(self.shard_of(subject), work)
 
     async def _at_first(self, work: Work[T], *_: object) -> T:
         """Call the first shard. Raises TransientError at once while it is known to be unreachable."""
-        if reason := self._health.away.get(0):
+        if reason := self._health.unreachable.get(0):
             raise TransientError(reason)
-        return await self._health.ask_briefly(0, work)
+        return await self._health.call_with_timeout(0, work)
 
     async def _at_each(self, work: Work[object], *_: object) -> None:
         """Call all reachable shards."""
-        await self._health.each(work)
+        await self._health.call_each(work)
 
     async def _of_all(self, work: Work[Sequence[T]], *_: object) -> builtins.list[T]:
         """Call all reachable shards. Returns their results in one list."""
-        return [*chain(*(await self._health.each(work)).values())]
+        return [*chain(*(await self._health.call_each(work)).values())]
 
     load, commit = _delegate(QueueBackend.load, _at_home), _delegate(QueueBackend.commit, _at_home)
-    progress, appended = _delegate(QueueBackend.progress, _at_home), _delegate(QueueBackend.appended, _at_home)
-    hand_back, turn_down = _delegate(QueueBackend.hand_back, _at_home), _delegate(QueueBackend.turn_down, _at_home)
+    progress, read_deltas = _delegate(QueueBackend.progress, _at_home), _delegate(QueueBackend.read_deltas, _at_home)
+    hand_back, refuse = _delegate(QueueBackend.hand_back, _at_home), _delegate(QueueBackend.refuse, _at_home)
     drop, secret = _delegate(QueueBackend.drop, _at_home), _delegate(QueueBackend.secret, _at_first)
-    cache, uncache = _delegate(QueueBackend.cache, _at_first), _delegate(QueueBackend.uncache, _at_first)
-    check, hello = _delegate(QueueBackend.check, _at_each), _delegate(QueueBackend.hello, _at_each)
-    expired, forget = _delegate(QueueBackend.expired, _of_all), _delegate(QueueBackend.forget, _of_all)
+    put_encoding, remove_encoding = (
+        _delegate(QueueBackend.put_encoding, _at_first),
+        _delegate(QueueBackend.remove_encoding, _at_first),
+    )
+    check, register = _delegate(QueueBackend.check, _at_each), _delegate(QueueBackend.register, _at_each)
+    sweep_expired, drop_ended_before = (
+        _delegate(QueueBackend.sweep_expired, _of_all),
+        _delegate(QueueBackend.drop_ended_before, _of_all),
+    )
     damaged, discard = _delegate(QueueBackend.damaged, _of_all), _delegate(QueueBackend.discard, _at_each)
 
     def __init__(self, shards: Sequence[QueueBackend], beside: Sequence[QueueBackend] = ()) -> None:
@@ -329,7 +243,7 @@ class ShardedQueue(QueueBackend):
         self._beside = beside
         self._count = len(shards)
         self._health = ShardHealth(shards, self._restore_declarations)
-        self._each = self._health.each
+        self._each = self._health.call_each
         self._rotation = ShardRotation(self._health)
         self._declared: dict[str, DeclaredModels] = {}
         #: Tenant and number of arrival of the last requests of pages, by id.
@@ -337,11 +251,11 @@ class ShardedQueue(QueueBackend):
         self._latest = 0.0
 
     @classmethod
-    def at(cls, url: str, clock: Clock | None = None) -> QueueBackend:
+    def open(cls, url: str, clock: Clock | None = None) -> QueueBackend:
         """Not available: the address of a Redis queue has the number of its shards."""
         raise NotImplementedError
 
-    def home(self, name: str) -> int:
+    def shard_of(self, name: str) -> int:
         """Return the shard number for a request id, or for a name that requests share."""
         return crc32(name.encode(errors="replace")) % self._count
 
@@ -351,32 +265,32 @@ class ShardedQueue(QueueBackend):
         return self._latest
 
     @override
-    async def reach(self) -> None:
-        checks = (queue.reach() for queue in (*self._beside, *self._health.shards))
+    async def check_address(self) -> None:
+        checks = (queue.check_address() for queue in (*self._beside, *self._health.shards))
         for error in await asyncio.gather(*checks, return_exceptions=True):
             if error is not None:
                 raise error
 
     @override
-    def away(self) -> Sequence[str]:
-        return tuple(self._health.away.values())
+    def unreachable_parts(self) -> Sequence[str]:
+        return tuple(self._health.unreachable.values())
 
     @override
-    def answers(self, request: str) -> bool:
-        return self.home(request) in self._health.present()
+    def is_reachable(self, request: str) -> bool:
+        return self.shard_of(request) in self._health.reachable()
 
     @override
-    def placed(self, ids: Iterator[str], caller: Caller) -> str:
+    def choose_id(self, ids: Iterator[str], caller: Caller) -> str:
         tenant_home, key_home = self._shared_homes(caller.tenant, caller.idempotency_key)
-        if caller.allowance == TenantLimits() and not caller.idempotency_key:
-            present = self._health.present()
-            return next(id for id in ids if self.home(id) in present)
-        home = key_home if caller.allowance == TenantLimits() else tenant_home
-        return next(id for id in ids if self.home(id) == home)
+        if caller.limits == TenantLimits() and not caller.idempotency_key:
+            present = self._health.reachable()
+            return next(id for id in ids if self.shard_of(id) in present)
+        home = key_home if caller.limits == TenantLimits() else tenant_home
+        return next(id for id in ids if self.shard_of(id) == home)
 
     def _shared_homes(self, tenant: str, key: str) -> tuple[int, int]:
         """Return two shards: that of a tenant with an allowance, otherwise that of its key."""
-        return self.home(tenant), self.home(f"{tenant}\0{key}")
+        return self.shard_of(tenant), self.shard_of(f"{tenant}\0{key}")
 
     @override
     async def submit(
@@ -409,14 +323,14 @@ class ShardedQueue(QueueBackend):
         return RenewalResult(renewed, tuple(claim for claim in claims if claim in ended))
 
     @override
-    async def append_all(self, grown: Sequence[OutputDeltas]) -> builtins.list[bool]:
+    async def append_deltas(self, grown: Sequence[OutputDeltas]) -> builtins.list[bool]:
         """Each shard records all of its part or nothing. Raises the errors of all shards."""
-        check_growth(grown)
-        homes = [self.home(deltas.claim.request) for deltas in grown]
+        check_deltas(grown)
+        homes = [self.shard_of(deltas.claim.request) for deltas in grown]
         results = dict[int, Iterator[bool]]()
         for home in dict.fromkeys(homes):
             part = [deltas for deltas, other in zip(grown, homes, strict=True) if other == home]
-            results[home] = iter(await self._health.ask(home, partial(_append_all, part)))
+            results[home] = iter(await self._health.call(home, partial(_append_all, part)))
         return [next(results[home]) for home in homes]
 
     @override
@@ -429,7 +343,7 @@ class ShardedQueue(QueueBackend):
         one of them if the request's shard has no task.
         """
         request = change.context.id
-        home = self.home(request)
+        home = self.shard_of(request)
         leases = builtins.list[Lease]()
         if is_due := wanted.slots > 0 and self._rotation.is_due(worker):
             record = await self.commit(change)
@@ -446,12 +360,12 @@ class ShardedQueue(QueueBackend):
         return record, leases
 
     @override
-    def known(self, claim: Claim) -> RequestRecord | None:
-        return self._health.shards[self.home(claim.request)].known(claim)
+    def cached_record(self, claim: Claim) -> RequestRecord | None:
+        return self._health.shards[self.shard_of(claim.request)].cached_record(claim)
 
     @override
-    async def over(self, requests: Sequence[str]) -> builtins.list[str]:
-        results = await self._by_home(requests, lambda request: request, lambda queue, part: queue.over(part))
+    async def ended_among(self, requests: Sequence[str]) -> builtins.list[str]:
+        results = await self._by_home(requests, lambda request: request, lambda queue, part: queue.ended_among(part))
         over = {*chain(*results)}
         return [request for request in requests if request in over]
 
@@ -465,7 +379,7 @@ class ShardedQueue(QueueBackend):
         """
         last: int | None = None
         if isinstance(after, str):
-            last = self.home(after)
+            last = self.shard_of(after)
             after = await self._number(after, which.tenant)
         bounds = {queue: after for queue in self._health.shards}
         if after is not None and last is not None:  # of two with one number, the one in the lower shard came first
@@ -478,7 +392,7 @@ class ShardedQueue(QueueBackend):
         merged = sorted(entries, key=itemgetter(0, 1), reverse=not oldest_first)
         if which.tenant is not None and which.idempotency_key and not merged:
             for shard in {*self._shared_homes(which.tenant, which.idempotency_key)} - pages.keys():
-                raise KeyUnavailable(self._health.away.get(shard, "a shard of the queue is unreachable"))
+                raise KeyUnavailable(self._health.unreachable.get(shard, "a shard of the queue is unreachable"))
         listed = [record for _, _, record in merged[:limit]]
         self._remember(listed)
         return listed
@@ -504,7 +418,7 @@ class ShardedQueue(QueueBackend):
         for record in listed[-2:]:  # callers may list one record more than a page has
             self._listed.pop(record.context.id, None)
             self._listed[record.context.id] = record.context.caller.tenant, record.number
-        while len(self._listed) > MOST_LISTED:
+        while len(self._listed) > MAX_LISTED:
             del self._listed[next(iter(self._listed))]
 
     @override
@@ -524,26 +438,26 @@ class ShardedQueue(QueueBackend):
 
     @override
     def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
-        return self._health.shards[self.home(request)].watch(request, after)
+        return self._health.shards[self.shard_of(request)].watch(request, after)
 
     @override
-    async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
+    async def find_encoding(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
         """While only the first shard is unreachable, a lookup with `use` misses instead of raising."""
         try:
-            return await self._at_first(lambda queue: queue.cached(keys, use=use))
+            return await self._at_first(lambda queue: queue.find_encoding(keys, use=use))
         except TransientError:
-            if use and len(self._health.away) < self._count:
+            if use and len(self._health.unreachable) < self._count:
                 return {}
             raise
 
     @override
     async def cached_bytes(self) -> int:
-        return 0 if 0 in self._health.away else await self._at_first(lambda queue: queue.cached_bytes())
+        return 0 if 0 in self._health.unreachable else await self._at_first(lambda queue: queue.cached_bytes())
 
     @override
-    async def bye(self, worker: str) -> None:
+    async def unregister(self, worker: str) -> None:
         self._rotation.forget(worker)
-        await self._each(lambda queue: queue.bye(worker))
+        await self._each(lambda queue: queue.unregister(worker))
 
     @override
     async def declare(self, by: str, declaration: DeclaredModels, *, new: bool = False) -> bool:
@@ -555,8 +469,8 @@ class ShardedQueue(QueueBackend):
         return True
 
     @override
-    async def declared(self) -> dict[str, DeclaredModels]:
-        declarations = await self._health.first(lambda queue: queue.declared())
+    async def declarations(self) -> dict[str, DeclaredModels]:
+        declarations = await self._health.first(lambda queue: queue.declarations())
         self._declared |= declarations  # a shard that returns also gets the declarations of other processes
         return declarations
 
@@ -566,9 +480,9 @@ class ShardedQueue(QueueBackend):
         for member in chain(*(await self._each(lambda queue: queue.workers())).values()):
             other = members.get(member.info.id)
             if other is not None:
-                newest = max(other, member, key=lambda worker: worker.seen)
-                cards = newest.cards or other.cards or member.cards
-                member = msgspec.structs.replace(newest, cards=cards, leased=other.leased + member.leased)
+                newest = max(other, member, key=lambda worker: worker.last_heartbeat)
+                specs = newest.models or other.models or member.models
+                member = msgspec.structs.replace(newest, models=specs, leased=other.leased + member.leased)
             members[member.info.id] = member
         return [*members.values()]
 
@@ -583,17 +497,17 @@ class ShardedQueue(QueueBackend):
 
     async def _by_home(
         self,
-        items: Sequence[One],
-        request: Callable[[One], str],
-        call: Callable[[QueueBackend, builtins.list[One]], Awaitable[T]],
+        items: Sequence[Shard],
+        request: Callable[[Shard], str],
+        call: Callable[[QueueBackend, builtins.list[Shard]], Awaitable[T]],
     ) -> Iterable[T]:
         """Call each shard with its items, by `request`, and return the reachable shards' results."""
-        parts = defaultdict[QueueBackend, builtins.list[One]](list)
+        parts = defaultdict[QueueBackend, builtins.list[Shard]](list)
         for item in items:
-            parts[self._health.shards[self.home(request(item))]].append(item)
-        homes = {self.home(request(item)) for item in items}
+            parts[self._health.shards[self.shard_of(request(item))]].append(item)
+        homes = {self.shard_of(request(item)) for item in items}
         return (await self._each(lambda queue: call(queue, parts[queue]), homes)).values()
 
 
 async def _append_all(grown: Sequence[OutputDeltas], queue: QueueBackend) -> Sequence[bool]:
-    return await queue.append_all(grown)
+    return await queue.append_deltas(grown)

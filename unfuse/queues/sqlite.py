@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from unfuse.core.clock import Clock, SystemClock
-from unfuse.core.errors import ConfigError, Damaged, TransientError
-from unfuse.core.paths import expanded
+from unfuse.core.errors import ConfigError, RecordDamaged, TransientError
+from unfuse.core.paths import expand_path
 from unfuse.core.request import Event, RequestRecord, RunningStage
-from unfuse.core.task import PIECES_AT_ONCE, Claim, Lease, OutputDeltas
+from unfuse.core.task import MAX_DELTAS_PER_MESSAGE, Claim, Lease, OutputDeltas
 from unfuse.queues.base import DamagedRecord, DeclaredModels, RenewalResult, RequestFilter
 from unfuse.queues.index import EventHistory, IndexEntry
 from unfuse.queues.journal import Journal, JournalWriter, RequestRow, StoredTask
@@ -79,7 +79,7 @@ class SqliteQueue(MemoryQueue):
         self._declaring = asyncio.Lock()
 
     @classmethod
-    def at(cls, url: str, clock: Clock | None = None) -> SqliteQueue:
+    def open(cls, url: str, clock: Clock | None = None) -> SqliteQueue:
         """Open the queue in the file `sqlite:PATH`.
 
         Raises ConfigError if the file cannot be used, and TransientError while the disk is full.
@@ -87,16 +87,16 @@ class SqliteQueue(MemoryQueue):
         path = url.partition("://" if "://" in url else ":")[2]
         if not path:
             raise ConfigError("a SQLite queue needs the path of a file, such as sqlite:queue.db")
-        return cls(expanded(path).absolute(), clock or SystemClock())
+        return cls(expand_path(path).absolute(), clock or SystemClock())
 
     @override
     def _on_change(self, entry: IndexEntry) -> None:
-        self._writer.note(entry)
+        self._writer.add(entry)
 
     @override
     async def _wait_until_stored(self, entry: IndexEntry, durable: bool = False) -> None:
         if durable:
-            self._writer.note(entry, durable=True)
+            self._writer.add(entry, durable=True)
         await self._writer.wait_until_written(entry)
 
     @override
@@ -119,8 +119,8 @@ class SqliteQueue(MemoryQueue):
         self._writer.append(entry, grown)
 
     @override
-    async def appended(
-        self, request: str, stage: str, after: int = 0, limit: int = PIECES_AT_ONCE
+    async def read_deltas(
+        self, request: str, stage: str, after: int = 0, limit: int = MAX_DELTAS_PER_MESSAGE
     ) -> builtins.list[bytes]:
         await self._writer.wait_until_written(self._entry(request))
         loop = asyncio.get_running_loop()
@@ -130,9 +130,9 @@ class SqliteQueue(MemoryQueue):
             raise TransientError(f"the queue's file cannot be read: {error}") from error
 
     @override
-    async def expired(self, ttl: float) -> builtins.list[Lease]:
+    async def sweep_expired(self, ttl: float) -> builtins.list[Lease]:
         """Leases from before the start that were not renewed since are handed back, not returned."""
-        expired = await super().expired(ttl)
+        expired = await super().sweep_expired(ttl)
         for lease in expired:
             if lease.claim in self._restored:
                 await self.hand_back(lease.claim)
@@ -141,15 +141,15 @@ class SqliteQueue(MemoryQueue):
     @override
     async def load(self, request: str) -> RequestRecord:
         if request in self._journal.damaged:
-            raise Damaged(f"the stored record of request {request} cannot be read: see `unfuse dead ls`")
+            raise RecordDamaged(f"the stored record of request {request} cannot be read: see `unfuse dead ls`")
         record = await super().load(request)
         await self._wait_until_stored(self._requests[request])
         return record
 
     @override
-    async def over(self, requests: Sequence[str]) -> builtins.list[str]:
+    async def ended_among(self, requests: Sequence[str]) -> builtins.list[str]:
         """Requests whose end cannot be stored, because the disk is full, are left out."""
-        over = await super().over([request for request in requests if request not in self._journal.damaged])
+        over = await super().ended_among([request for request in requests if request not in self._journal.damaged])
         entries = [(request, self._requests.get(request)) for request in over]
         return [request for request, entry in entries if entry is None or await self._is_stored(entry)]
 
@@ -190,7 +190,7 @@ class SqliteQueue(MemoryQueue):
         ]
         record = RequestRecord(row.context, tuple(running), None, entry.number)
         stored = IndexEntry(row.context, entry.number, {}, entry.history, status=record.status)
-        return record if stored.fits(which) else None
+        return record if stored.matches(which) else None
 
     @override
     def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
@@ -258,10 +258,12 @@ class SqliteQueue(MemoryQueue):
             return None
         tasks = []
         for queued in entry.queued:
-            leased = self._leases.of(queued.task.key)
+            leased = self._leases.get(queued.task.key)
             lease_fields = (leased.lease.worker, leased.lease.token, leased.running.since) if leased else ()
             tasks.append(StoredTask(queued.arrival, queued.task, queued.pushed, dict(queued.returned), *lease_fields))
-        return RequestRow(entry.context, tuple(entry.tasks), tuple(tasks), entry.history.lasting(), entry.history.last)
+        return RequestRow(
+            entry.context, tuple(entry.tasks), tuple(tasks), entry.history.undroppable(), entry.history.last
+        )
 
     def _restore(self, number: int, row: RequestRow) -> None:
         """Restore a stored request and its leases.
@@ -270,8 +272,8 @@ class SqliteQueue(MemoryQueue):
         """
         context = row.context
         now = self._clock.now()
-        last = row.last if context.over else max(row.last, self._journal.start * EVENTS_A_START)
-        appended = self._journal.appended.pop(context.id, {})
+        last = row.last_event if context.is_over else max(row.last_event, self._journal.start * EVENTS_A_START)
+        appended = self._journal.deltas.pop(context.id, {})
         entry = IndexEntry(
             context, number, dict.fromkeys(row.stages), EventHistory(row.events, last), appended=appended
         )
@@ -283,7 +285,7 @@ class SqliteQueue(MemoryQueue):
             entry.tasks[stored.task.stage] = queued
             if stored.token:
                 lease = Lease(stored.task, stored.worker, stored.token, now)
-                self._leases.give(queued, lease, now, stored.since)
+                self._leases.add(queued, lease, now, stored.since)
                 self._restored.add(lease.claim)
             else:
                 self._put(queued)

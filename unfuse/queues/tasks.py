@@ -15,7 +15,7 @@ import msgspec
 
 from unfuse.core.request import RunningStage
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import MOST_RETURNS, PREFERENCE_AMONG, PREFERENCE_S, LeaseRequest, RenewalResult
+from unfuse.queues.base import MAX_REFUSALS, PREFERENCE_S, PREFERENCE_TASKS, LeaseRequest, RenewalResult
 
 
 @dataclass(eq=False, slots=True)
@@ -33,7 +33,7 @@ class QueuedTask:
     ready_since: float | None = None
 
     @property
-    def rank(self) -> Rank:
+    def sort_key(self) -> SortKey:
         """The sort key in its pool, followed by the task.
 
         The task is never compared, since arrivals differ.
@@ -42,11 +42,11 @@ class QueuedTask:
 
     def excludes(self, worker: str) -> bool:
         """Return whether this worker may not lease the task any more."""
-        return self.returned.get(worker, 0) >= MOST_RETURNS
+        return self.returned.get(worker, 0) >= MAX_REFUSALS
 
 
 #: Negative priority, order, arrival and the task.
-Rank = tuple[float, float, int, QueuedTask]
+SortKey = tuple[float, float, int, QueuedTask]
 
 
 class PoolQueues:
@@ -57,7 +57,7 @@ class PoolQueues:
     """
 
     def __init__(self) -> None:
-        self._queues: defaultdict[str, list[Rank]] = defaultdict(list)
+        self._queues: defaultdict[str, list[SortKey]] = defaultdict(list)
         self._delayed: list[tuple[float, int, QueuedTask]] = []
         self._sizes = Counter[str]()
 
@@ -94,7 +94,7 @@ class PoolQueues:
         if queued.ready_since is None:
             del self._delayed[bisect_left(self._delayed, (queued.task.not_before, queued.arrival, queued))]
         else:
-            del self._queues[pool][bisect_left(self._queues[pool], queued.rank)]
+            del self._queues[pool][bisect_left(self._queues[pool], queued.sort_key)]
 
     def size(self, pool: str) -> int:
         """Return the number of waiting tasks of a pool, delayed ones included."""
@@ -106,7 +106,7 @@ class PoolQueues:
 
     def position(self, queued: QueuedTask) -> int:
         """Return the number of tasks of its pool that are ahead of this one."""
-        return bisect_left(self._queues[queued.task.planned.pool], queued.rank)
+        return bisect_left(self._queues[queued.task.planned.pool], queued.sort_key)
 
     def next(self, worker: str, wanted: LeaseRequest, now: float, used: Mapping[str, int]) -> QueuedTask | None:
         """Return the next task that a worker may lease, or None.
@@ -118,23 +118,23 @@ class PoolQueues:
         pools = [
             pool
             for pool, offer in wanted.pools.items()
-            if pool in self._queues and all(self._sizes[fed] <= most for fed, most in offer.behind.items())
+            if pool in self._queues and all(self._sizes[fed] <= most for fed, most in offer.backpressure.items())
         ]
         while (queued := self._first(worker, wanted, pools, now)) is not None:
             offer = wanted.pools[queued.task.planned.pool]
-            lacking = offer.lacks(queued.task.resources, used)
+            lacking = offer.missing_resources(queued.task.resources, used)
             if not lacking:
                 return queued
             pools = [
                 pool
                 for pool in pools
-                if wanted.pools[pool].later > offer.later or lacking.isdisjoint(wanted.pools[pool].amounts)
+                if wanted.pools[pool].stage_depth > offer.stage_depth or lacking.isdisjoint(wanted.pools[pool].amounts)
             ]
         return None
 
     def _insert(self, queued: QueuedTask, since: float) -> None:
         """Add a task to its pool's queue of ready tasks."""
-        insort(self._queues[queued.task.planned.pool], queued.rank)
+        insort(self._queues[queued.task.planned.pool], queued.sort_key)
         queued.ready_since = since
 
     def _first(self, worker: str, wanted: LeaseRequest, pools: list[str], now: float) -> QueuedTask | None:
@@ -146,21 +146,21 @@ class PoolQueues:
         for pool in pools:
             head = next((rank for rank in self._queues[pool] if not rank[3].excludes(worker)), None)
             if head is not None:
-                heads.append((head[0], -wanted.pools[pool].later, head))
+                heads.append((head[0], -wanted.pools[pool].stage_depth, head))
         if not heads:
             return None
 
         negative_priority, negative_later, (*_, first) = min(heads)
-        if wanted.above is not None and -negative_priority <= wanted.above:
+        if wanted.priority_above is not None and -negative_priority <= wanted.priority_above:
             return None
-        if not (wanted.near or wanted.affinity) or now - (first.ready_since or 0.0) >= PREFERENCE_S:
+        if not (wanted.preferred_node or wanted.affinity) or now - (first.ready_since or 0.0) >= PREFERENCE_S:
             return first
 
-        equally_late = [pool for pool in pools if -wanted.pools[pool].later == negative_later]
-        front = heapq.merge(*(self._queues[pool][:PREFERENCE_AMONG] for pool in equally_late))
+        equally_late = [pool for pool in pools if -wanted.pools[pool].stage_depth == negative_later]
+        front = heapq.merge(*(self._queues[pool][:PREFERENCE_TASKS] for pool in equally_late))
         candidates = [
             queued
-            for priority, _, _, queued in islice(front, PREFERENCE_AMONG)
+            for priority, _, _, queued in islice(front, PREFERENCE_TASKS)
             if priority == negative_priority and not queued.excludes(worker)
         ]
         return max(candidates, key=lambda queued: _preference(wanted, queued.task))
@@ -171,7 +171,7 @@ def _preference(wanted: LeaseRequest, task: Task) -> int:
 
     2 for inputs on its node, 1 for its affinity, else 0.
     """
-    if wanted.near and task.near == wanted.near:
+    if wanted.preferred_node and task.preferred_node == wanted.preferred_node:
         return 2
     return int(bool(wanted.affinity) and task.affinity == wanted.affinity)
 
@@ -184,7 +184,7 @@ class LeasedTask:
     lease: Lease
     running: RunningStage
     #: The reading of `Leases`' time-limit clock when the task was leased, in seconds.
-    began: float
+    started: float
 
 
 class Leases:
@@ -203,7 +203,7 @@ class Leases:
         #: Most seconds that it may advance until the next call.
         self._most_between = 0.0
 
-    def give(self, queued: QueuedTask, lease: Lease, now: float, since: float) -> None:
+    def add(self, queued: QueuedTask, lease: Lease, now: float, since: float) -> None:
         """Lease a task. `since` is the same time as `now`, in Unix seconds."""
         running = RunningStage(lease.task.stage, lease.task.attempt, lease.worker, since)
         self._leased[lease.task.key] = LeasedTask(queued, lease, running, self._worked_at(now))
@@ -212,13 +212,13 @@ class Leases:
         """Return the running attempts of the leased ones among these tasks."""
         worked = self._worked_at(now)
         leased_tasks = [leased for key in keys if (leased := self._leased.get(key))]
-        return tuple(msgspec.structs.replace(leased.running, ran_s=worked - leased.began) for leased in leased_tasks)
+        return tuple(msgspec.structs.replace(leased.running, ran_s=worked - leased.started) for leased in leased_tasks)
 
-    def of(self, key: tuple[str, str]) -> LeasedTask | None:
+    def get(self, key: tuple[str, str]) -> LeasedTask | None:
         """Return the leased task of this key, or None."""
         return self._leased.get(key)
 
-    def held(self, claim: Claim) -> LeasedTask | None:
+    def find(self, claim: Claim) -> LeasedTask | None:
         """Return the leased task of this claim, or None if the claim holds no lease."""
         leased = self._leased.get(claim.key)
         return leased if leased is not None and leased.lease.claim == claim else None
@@ -232,7 +232,7 @@ class Leases:
         renewed: list[Claim] = []
         ended: list[Claim] = []
         for claim in claims:
-            leased = self.held(claim)
+            leased = self.find(claim)
             if leased is None:
                 ended.append(claim)
             else:
@@ -240,7 +240,7 @@ class Leases:
                 leased.lease = msgspec.structs.replace(leased.lease, expires=expires)
         return RenewalResult(tuple(renewed), tuple(ended))
 
-    def lapse(self, worker: str, now: float) -> None:
+    def expire_worker(self, worker: str, now: float) -> None:
         """Expire all leases of a worker."""
         for leased in self._leased.values():
             if leased.lease.worker == worker:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.messages import WorkerInfo
-from unfuse.core.plan import ExecutionPlan, PlannedStage, declared
+from unfuse.core.plan import ExecutionPlan, PlannedStage, declared_pool
 from unfuse.core.request import RequestContext
 from unfuse.queues.base import QueueBackend, RegisteredWorker, RequestFilter
 
@@ -29,7 +29,7 @@ BLOCK = 4096
 MIB = 1 << 20
 
 
-async def place(order: Order, queue: QueueBackend, context: RequestContext) -> float:
+async def compute_order(order: Order, queue: QueueBackend, context: RequestContext) -> float:
     """Return the order of a new request; requests with a lower one are served first.
 
     `context.cost` must be set. Under "fair", the order is when the request would end if its tenant had its own machine
@@ -45,7 +45,7 @@ async def place(order: Order, queue: QueueBackend, context: RequestContext) -> f
         return now + NO_HURRY_S
     if order == "shortest":
         return now + PATIENCE * context.cost
-    newest = await queue.list(RequestFilter(over=False, tenant=context.caller.tenant), limit=1)
+    newest = await queue.list(RequestFilter(is_over=False, tenant=context.caller.tenant), limit=1)
     entries = {stage.pool for stage in context.plan.stages if not stage.after}
     first_orders = [task.order for pool in entries for task in await queue.peek(pool, 1)]
     return max([min(first_orders, default=now), *(record.context.order for record in newest)]) + context.cost
@@ -102,16 +102,16 @@ class PoolArenas:
         """Raise InvalidParameter if these workers lack resources or room for the remaining stages."""
         live_workers = list(live)
         stages_to_run = [stage for stage in plan.stages if stage.name not in done]
-        outputs = [stage for stage in stages_to_run if stage.room]
+        outputs = [stage for stage in stages_to_run if stage.output_size]
         self._require_resources(stages_to_run, live_workers)
 
         serving = {stage.pool: self._serving(stage.pool, live_workers) for stage in outputs}
         bounded = [stage for stage in outputs if _are_bounded(serving[stage.pool])]
         for stage in bounded:
-            most = max(worker.room for worker in serving[stage.pool])
-            if stage.room > most:
+            most = max(worker.arena_bytes for worker in serving[stage.pool])
+            if stage.output_size > most:
                 what = f"the output of stage {stage.name} needs"
-                raise _too_large(what, stage.room, "an arena has at most", most, stage.room)
+                raise _too_large(what, stage.output_size, "an arena has at most", most, stage.output_size)
         if not self._spills:
             for stages in _group_by_arenas(bounded, serving):
                 _require_sum(stages, serving)
@@ -119,12 +119,12 @@ class PoolArenas:
     def _serving(self, pool: str, live: Iterable[WorkerInfo]) -> list[WorkerInfo]:
         """Return the live workers of a pool, or the expected ones if none is live."""
         serving = [worker for worker in live if pool in worker.pools]
-        return serving or [worker for worker in self.expected if declared(pool) in worker.pools]
+        return serving or [worker for worker in self.expected if declared_pool(pool) in worker.pools]
 
 
 def _are_bounded(workers: Sequence[WorkerInfo]) -> bool:
     """Return whether there are workers, and all have arenas of a known size."""
-    return bool(workers) and all(worker.room for worker in workers)
+    return bool(workers) and all(worker.arena_bytes for worker in workers)
 
 
 def _group_by_arenas(outputs: Sequence[PlannedStage], serving: dict[str, list[WorkerInfo]]) -> list[list[PlannedStage]]:
@@ -145,18 +145,18 @@ def _require_sum(stages: Sequence[PlannedStage], serving: dict[str, list[WorkerI
 
     The outputs of one pool must fit without splitting one over two arenas.
     """
-    arenas = {worker.id: worker.room for stage in stages for worker in serving[stage.pool]}
-    needed = sum(-(-stage.room // BLOCK) * BLOCK for stage in stages)  # each rounded up to pages
+    arenas = {worker.id: worker.arena_bytes for stage in stages for worker in serving[stage.pool]}
+    needed = sum(-(-stage.output_size // BLOCK) * BLOCK for stage in stages)  # each rounded up to pages
     available = sum(arenas.values())
     if needed > available:
         arena = -(-needed // len(arenas))
         raise _too_large("the outputs of the request need", needed, "the arenas together have", available, arena)
 
     for pool in {stage.pool for stage in stages}:
-        output_sizes = [stage.room for stage in stages if stage.pool == pool]
+        output_sizes = [stage.output_size for stage in stages if stage.pool == pool]
         smallest = min(output_sizes)
         count = len(output_sizes)
-        if smallest * count > sum(worker.room // smallest * smallest for worker in serving[pool]):
+        if smallest * count > sum(worker.arena_bytes // smallest * smallest for worker in serving[pool]):
             needed_arena = -(-count // len(serving[pool])) * smallest
             outputs = f"the {count} outputs of stage kind {pool.partition(':')[0]} need"
             split = "none can be split over the arenas, which together have"

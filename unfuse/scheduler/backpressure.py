@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from unfuse.core.messages import RequestTasks, WorkerInfo
 from unfuse.core.model_spec import ModelSpec
-from unfuse.core.plan import declared
+from unfuse.core.plan import declared_pool
 from unfuse.core.request import RequestContext
 from unfuse.core.task import ARENA, SLOTS
 from unfuse.queues.base import LeaseRequest, PoolOffer, RegisteredWorker
@@ -37,22 +37,22 @@ class InFlight(Observer):
         self._seen: set[str] = set()
 
     @override
-    def announced(self, context: RequestContext) -> None:
+    def on_announced(self, context: RequestContext) -> None:
         """Add an active request, or update its lost outputs."""
         self._seen.add(context.id)
         if context.id not in self._requests:
             sizes = self._requests[context.id] = Counter()
             for stage in context.plan.stages:
-                sizes[declared(stage.pool)] += stage.room
-        if lost := [state.lost for state in context.stages.values() if state.lost]:
+                sizes[declared_pool(stage.pool)] += stage.output_size
+        if lost := [state.lost_output_id for state in context.stages.values() if state.lost_output_id]:
             self._lost[context.id] = lost
 
     @override
-    def ended(self, context: RequestContext) -> None:
+    def on_ended(self, context: RequestContext) -> None:
         self._requests.pop(context.id, None)
         self._lost.pop(context.id, None)
 
-    refused = ended
+    on_refused = on_ended
 
     def sweep(self) -> None:
         """Drop requests that were not announced since the last sweep: another scheduler ended them."""
@@ -62,10 +62,10 @@ class InFlight(Observer):
 
     def largest(self, pools: Collection[str]) -> int:
         """Return the most bytes that one active request puts into these pools together."""
-        names = {declared(pool) for pool in pools}
+        names = {declared_pool(pool) for pool in pools}
         return max((sum(sizes[name] for name in names) for sizes in self._requests.values()), default=0)
 
-    def lost(self, requests: Iterable[str]) -> list[str]:
+    def lost_outputs(self, requests: Iterable[str]) -> list[str]:
         """Return the ids of these requests' lost outputs. Their owners may free them."""
         return [id for request in requests for id in self._lost.get(request, ())]
 
@@ -91,17 +91,17 @@ class Backpressure(msgspec.Struct, frozen=True):
     #: By declared pool, the longest distance from a first stage of a pipeline.
     depth: dict[str, int]
     #: By declared pool, the later pools that it feeds, with the most tasks that may wait there.
-    behind: dict[str, dict[str, int]]
+    later_depths: dict[str, dict[str, int]]
     #: Declared pools whose tasks leave an object in the arena.
-    holding: frozenset[str]
+    stored_requests: frozenset[str]
     #: By declared pool, the further resources that its tasks use.
-    draws: dict[str, frozenset[str]] = {}
+    resource_amounts: dict[str, frozenset[str]] = {}
     #: Pools, by their full names, with more than one worker.
     several: frozenset[str] = frozenset()
 
     @classmethod
     def of(
-        cls, cards: Iterable[ModelSpec], members: Iterable[RegisteredWorker], asleep: Mapping[str, int] | None = None
+        cls, specs: Iterable[ModelSpec], members: Iterable[RegisteredWorker], asleep: Mapping[str, int] | None = None
     ) -> Backpressure:
         """Return the back-pressure between the pools of these models, as these workers serve them.
 
@@ -112,11 +112,11 @@ class Backpressure(msgspec.Struct, frozen=True):
         depth: dict[str, int] = {}
         fed: defaultdict[str, set[str]] = defaultdict(set)
         draws: dict[str, frozenset[str]] = {}
-        for card in cards:
-            pools = card.pools()
-            producers = card.pipeline.producers()
-            draws |= {pools[stage.name]: frozenset(stage.needs) for stage in card.pipeline.stages}
-            inputs = {stage.name: {producers[name].name for name in stage.inputs} for stage in card.pipeline.stages}
+        for spec in specs:
+            pools = spec.pools()
+            producers = spec.pipeline.producers()
+            draws |= {pools[stage.name]: frozenset(stage.needs) for stage in spec.pipeline.stages}
+            inputs = {stage.name: {producers[name].name for name in stage.inputs} for stage in spec.pipeline.stages}
             distance: dict[str, int] = {}
             for name in TopologicalSorter(inputs).static_order():
                 distance[name] = max((distance[producer] + 1 for producer in inputs[name]), default=0)
@@ -127,7 +127,7 @@ class Backpressure(msgspec.Struct, frozen=True):
         slots: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for member in members:
             for pool in member.info.pools:
-                slots[declared(pool)][pool] += member.info.slots
+                slots[declared_pool(pool)][pool] += member.info.slots
         behind = {
             pool: {
                 live_pool: AHEAD * count
@@ -141,7 +141,7 @@ class Backpressure(msgspec.Struct, frozen=True):
         several = frozenset(pool for pool, count in workers.items() if count > 1)
         return cls(depth, behind, frozenset(fed), draws, several)
 
-    def keep(self, worker: WorkerInfo, in_flight: InFlight) -> dict[str, int]:
+    def reserved_bytes(self, worker: WorkerInfo, in_flight: InFlight) -> dict[str, int]:
         """Return the arena bytes that each pool must leave free for the worker's later pools.
 
         That is the equal share of the later pools. The last pool may fill the arena: it ends requests, which frees all
@@ -150,15 +150,20 @@ class Backpressure(msgspec.Struct, frozen=True):
 
         Only pools whose tasks leave an object are included.
         """
-        depth = {pool: self.depth.get(declared(pool), 0) for pool in worker.pools if declared(pool) in self.holding}
+        depth = {
+            pool: self.depth.get(declared_pool(pool), 0)
+            for pool in worker.pools
+            if declared_pool(pool) in self.stored_requests
+        }
         levels = sorted(set(depth.values()), reverse=True)
         later_pools = {level: [pool for pool in depth if depth[pool] > level] for level in levels}
         largest = {level: in_flight.largest(pools) if pools else 0 for level, pools in later_pools.items()}
         return {
-            pool: max(worker.room * levels.index(level) // len(levels), largest[level]) for pool, level in depth.items()
+            pool: max(worker.arena_bytes * levels.index(level) // len(levels), largest[level])
+            for pool, level in depth.items()
         }
 
-    def wanted(
+    def lease_request(
         self, worker: WorkerInfo, ask: RequestTasks, keep: Mapping[str, int], dispatch: Dispatch = "locality"
     ) -> LeaseRequest:
         """Return the lease request for a worker that requests tasks.
@@ -170,25 +175,25 @@ class Backpressure(msgspec.Struct, frozen=True):
         keep: arena bytes to leave free, by pool, as `keep` returns them.
         """
         # A request without a bound of room cannot leave bytes free, so it gets one task, of any size.
-        is_unbounded = ask.room is None and any(keep.values())
+        is_unbounded = ask.free_arena_bytes is None and any(keep.values())
         slots = 1 if is_unbounded else min(ask.slots, worker.slots)
         is_local = dispatch == "locality"
-        last_depth = self.depth.get(declared(ask.after), -1)
+        last_depth = self.depth.get(declared_pool(ask.after_pool), -1)
 
         offers = {}
-        for pool in worker.sets.get(ask.holds, ()) if worker.sets else worker.pools:
-            name = declared(pool)
+        for pool in worker.swappable_models.get(ask.loaded_model, ()) if worker.swappable_models else worker.pools:
+            name = declared_pool(pool)
             if self.depth.get(name, 0) <= last_depth:
                 continue
-            arena = {} if ask.room is None else {ARENA: ask.room - keep.get(pool, 0)}
-            resources = {resource: ask.amounts.get(resource, 0) for resource in self.draws.get(name, ())}
+            arena = {} if ask.free_arena_bytes is None else {ARENA: ask.free_arena_bytes - keep.get(pool, 0)}
+            resources = {resource: ask.amounts.get(resource, 0) for resource in self.resource_amounts.get(name, ())}
             amounts = {SLOTS: min(slots, 1) if pool in self.several else slots} | arena | resources
-            offers[pool] = PoolOffer(amounts, self.depth.get(name, 0), self.behind.get(name, {}))
+            offers[pool] = PoolOffer(amounts, self.depth.get(name, 0), self.later_depths.get(name, {}))
 
         return LeaseRequest(
             offers,
-            ask.above,
-            near=worker.node if is_local else "",
+            ask.min_priority,
+            preferred_node=worker.node if is_local else "",
             affinity=ask.affinity if is_local else "",
             rank=RANKS[dispatch](worker.slots, min(ask.slots, worker.slots)) + is_local * ordinal(worker.node),
         )

@@ -31,16 +31,16 @@ from unfuse.core.request import (
     StageState,
     Timings,
     UnreportedAttempt,
-    believable,
-    newest,
+    clamp_to_elapsed,
+    merge_timings,
 )
 from unfuse.core.task import TASK_MOVES, Claim, Task, TaskStatus
 
 #: Most attempts of one stage for which a last report of the worker is awaited. Older ones keep their known timings.
-MOST_UNREPORTED = 16
+MAX_UNREPORTED = 16
 
 #: A report on an attempt is ignored if its number exceeds the stage's current attempt by more than this.
-MOST_HAND_BACKS = 1000
+MAX_TRACKED_HAND_BACKS = 1000
 
 
 def account(state: StageState, run: RunningStage, *, is_billed: bool, is_final: bool) -> StageState:
@@ -48,24 +48,30 @@ def account(state: StageState, run: RunningStage, *, is_billed: bool, is_final: 
 
     is_final: whether `run.timings` are complete. If not, a later report of its worker is awaited.
     """
-    if run.attempt <= state.accounted:
+    if run.attempt <= state.accounted_attempt:
         return state
     unreported = dict(state.unreported)
     if not is_final:
         unreported[run.attempt] = UnreportedAttempt(run.worker, run.timings, not is_billed)
-    newest_attempts = dict(list(unreported.items())[-MOST_UNREPORTED:])
+    newest_attempts = dict(list(unreported.items())[-MAX_UNREPORTED:])
     steps = {"step": run.step, "steps": run.steps} if run.steps else {}
-    state = replace(state, accounted=run.attempt, begun=state.begun + 1, unreported=newest_attempts, **steps)
+    state = replace(
+        state,
+        accounted_attempt=run.attempt,
+        attempts_started=state.attempts_started + 1,
+        unreported=newest_attempts,
+        **steps,
+    )
     if is_billed:
         return replace(state, timings=run.timings)
     return _lost(state, run.timings.device, run.timings.device_s)
 
 
-def account_not_begun(state: StageState, attempt: int) -> StageState:
+def account_not_started(state: StageState, attempt: int) -> StageState:
     """Return the stage with an attempt counted that ended before it began, without device time."""
-    if attempt <= state.accounted:
+    if attempt <= state.accounted_attempt:
         return state
-    return replace(state, accounted=attempt, unbegun=state.unbegun + 1)
+    return replace(state, accounted_attempt=attempt, attempts_not_started=state.attempts_not_started + 1)
 
 
 def lose_output(state: StageState) -> StageState:
@@ -82,23 +88,27 @@ def account_report(context: RequestContext, stopped: TaskStopped, worker: str, w
     state = context.stages.get(claim.stage)
     if state is None:
         return None
-    timings = believable(stopped.timings, wall - context.created_at)
+    timings = clamp_to_elapsed(stopped.timings, wall - context.created_at)
     known = state.unreported.get(claim.attempt)
     if known is not None and known.worker != worker:
         return None
     if known is not None:
-        timings = newest(known.timings, timings)
+        timings = merge_timings(known.timings, timings)
         others = {number: attempt for number, attempt in state.unreported.items() if number != claim.attempt}
         state = replace(state, unreported=others)
         if known.lost:
             return _lost(state, timings.device, timings.device_s - known.timings.device_s)
         return replace(state, timings=timings)
-    if not state.accounted < claim.attempt <= max(state.attempt, state.accounted) + MOST_HAND_BACKS:
+    if (
+        not state.accounted_attempt
+        < claim.attempt
+        <= max(state.attempt, state.accounted_attempt) + MAX_TRACKED_HAND_BACKS
+    ):
         return None
 
     # The attempt started after the transition that ended it was decided, so the stage does not list it.
     run = RunningStage(claim.stage, claim.attempt, worker, 0.0, timings=timings)
-    is_billed = context.over and not state.timings.share_s and claim.attempt >= state.attempt
+    is_billed = context.is_over and not state.timings.share_s and claim.attempt >= state.attempt
     return account(state, run, is_billed=is_billed, is_final=True)
 
 
@@ -140,7 +150,7 @@ class ChangeBuilder:
         self.push: list[Task] = []
         self.events: list[Event] = []
 
-    def move(self, stage: str, status: TaskStatus, **fields: Any) -> None:
+    def move_stage(self, stage: str, status: TaskStatus, **fields: Any) -> None:
         """Set a stage's status and these fields.
 
         Raises IllegalMove for a move that is not in TASK_MOVES.
@@ -160,8 +170,8 @@ class ChangeBuilder:
         not_before: earliest time of its lease, in seconds of the queue's clock.
         queued_at: Unix seconds; None: now.
         """
-        attempt = max(self.stages[stage].attempt, self.stages[stage].accounted) + 1
-        self.move(stage, "queued", attempt=attempt, queued_at=self._wall if queued_at is None else queued_at)
+        attempt = max(self.stages[stage].attempt, self.stages[stage].accounted_attempt) + 1
+        self.move_stage(stage, "queued", attempt=attempt, queued_at=self._wall if queued_at is None else queued_at)
         context = self._before
         planned = context.plan.stage(stage)
         outputs = [self.stages[name].output for name in planned.after]
@@ -180,23 +190,23 @@ class ChangeBuilder:
                 order=context.order,
                 not_before=not_before,
                 deadline=context.deadline,
-                near=_nearest(inputs),
+                preferred_node=_nearest(inputs),
                 affinity=_affinity(context, params),
                 alone=self.stages[stage].alone,
-                several=sum(stage.kind == planned.kind for stage in context.plan.stages) > 1,
-                avoids=self.stages[stage].avoids,
+                has_siblings=sum(stage.kind == planned.kind for stage in context.plan.stages) > 1,
+                avoid_worker=self.stages[stage].avoid_worker,
             )
         )
 
-    def take(self, stage: str, output: ObjectRef) -> None:
+    def complete_from_cache(self, stage: str, output: ObjectRef) -> None:
         """Complete a stage with a cached output.
 
         Its attempt is 0, its worker the object's owner.
         """
-        self.move(stage, "done", output=output, worker=output.owner, follows="")
+        self.move_stage(stage, "done", output=output, worker=output.owner, shares_with_request="")
         self.publish("stage_completed", stage, "cached")
 
-    def withdraw(self, stage: str, running: Collection[str] = ()) -> None:
+    def drop_output(self, stage: str, running: Collection[str] = ()) -> None:
         """Drop the output of a stage. Its queued readers wait again, and so do theirs.
 
         running: readers that already run and may finish.
@@ -206,18 +216,18 @@ class ChangeBuilder:
         self.stages[stage] = replace(self.stages[stage], output=None)
         for reader in self._before.plan.consumers(stage):
             if self.stages[reader.name].status in ("queued", "announced") and reader.name not in running:
-                self.withdraw(reader.name)
+                self.drop_output(reader.name)
                 for run in self.running:
                     if run.stage == reader.name:
                         self.account(run, is_billed=False)
-                self.move(reader.name, "waiting")
+                self.move_stage(reader.name, "waiting")
                 self.close.append((self._before.id, reader.name))
 
     def queue_ready(self) -> None:
         """Queue every waiting stage whose inputs exist and that follows no other request's encoder."""
         for stage in self._before.plan.stages:
             state = self.stages[stage.name]
-            if state.status == "waiting" and not state.follows and self.inputs_exist(stage.name):
+            if state.status == "waiting" and not state.shares_with_request and self.inputs_exist(stage.name):
                 self.queue(stage.name)
 
     def inputs_exist(self, stage: str) -> bool:
@@ -230,7 +240,7 @@ class ChangeBuilder:
 
         Its device time is limited to the seconds since the request was accepted.
         """
-        run = replace(run, timings=believable(run.timings, self._wall - self._before.created_at))
+        run = replace(run, timings=clamp_to_elapsed(run.timings, self._wall - self._before.created_at))
         self.stages[run.stage] = account(self.stages[run.stage], run, is_billed=is_billed, is_final=is_final)
 
     def charge(self, charge: Charge, stage: str, message: str, evidence: str = "") -> ChangeBuilder:
@@ -252,15 +262,15 @@ class ChangeBuilder:
         If an input is being computed again, the stage waits for it.
         """
         if self.error is not None:
-            return self.end("failed", self.error, claim, dead=True)
-        self.withdraw(claim.stage)
+            return self.end_request("failed", self.error, claim, is_dead_letter=True)
+        self.drop_output(claim.stage)
         if self.inputs_exist(claim.stage):
             self.queue(claim.stage, not_before)
         else:
-            self.move(claim.stage, "waiting")
-        return self.change(claim)
+            self.move_stage(claim.stage, "waiting")
+        return self.build(claim)
 
-    def end(
+    def end_request(
         self, status: RequestStatus, error: ErrorInfo | None = None, claim: Claim | None = None, **fields: Any
     ) -> Change:
         """Return the change that ends the request: it cancels unfinished stages and releases all objects."""
@@ -270,15 +280,15 @@ class ChangeBuilder:
             if claim is None or run.stage != claim.stage:
                 self.account(run, is_billed=True)
                 state = self.stages[run.stage]
-                reached = max(state.reached, run.step / run.steps if run.steps else 0.0)
-                self.stages[run.stage] = replace(state, attempt=run.attempt, worker=run.worker, reached=reached)
+                reached = max(state.max_progress, run.step / run.steps if run.steps else 0.0)
+                self.stages[run.stage] = replace(state, attempt=run.attempt, worker=run.worker, max_progress=reached)
         for name, state in self.stages.items():
             if state.status != "done":
-                self.move(name, "cancelled")
+                self.move_stage(name, "cancelled")
             self.stages[name] = replace(self.stages[name], output=None, checkpoint=None)
-        return self.change(claim, status, completed_at=self._wall, error=error, **fields)
+        return self.build(claim, status, completed_at=self._wall, error=error, **fields)
 
-    def change(self, claim: Claim | None, status: RequestStatus = "in_progress", **fields: Any) -> Change:
+    def build(self, claim: Claim | None, status: RequestStatus = "in_progress", **fields: Any) -> Change:
         """Return the change, with these fields of the context set. Raises IllegalMove."""
         if status != self._before.status:
             _check(REQUEST_MOVES, f"request {self._before.id}", self._before.status, status)
@@ -309,5 +319,5 @@ def _nearest(inputs: Sequence[ObjectRef]) -> str:
 
 def _affinity(context: RequestContext, params: Params) -> str:
     """Return the affinity of tasks that can share a batch: model, size and LoRA adapter."""
-    size = [params[name] for name in context.medium.size if name in params]
+    size = [params[name] for name in context.modality.size if name in params]
     return f"{context.request.model} {size} {context.request.derived.lora_id}".rstrip() if size else ""

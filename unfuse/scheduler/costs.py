@@ -25,8 +25,8 @@ from typing_extensions import override
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.modalities import Work
-from unfuse.core.plan import ExecutionPlan, declared
-from unfuse.core.request import RequestContext, RequestRecord, Waking
+from unfuse.core.plan import ExecutionPlan, declared_pool
+from unfuse.core.request import ColdStart, RequestContext, RequestRecord
 from unfuse.scheduler.observer import Observer
 
 log = structlog.get_logger(__name__)
@@ -40,7 +40,7 @@ Array = NDArray[np.float64]
 SIZES, EACH = 64, 8
 
 #: Factor on the weight of a measurement with each newer one.
-FORGET = 0.98
+DECAY = 0.98
 
 #: MAIN is the index of the main coefficient (c). Every other one has a penalty, with the weight SIMPLE of one
 #: measurement if its feature grows FAR + 1 times as much as the main one over the measurements. The penalty is larger
@@ -99,7 +99,7 @@ class TimeModel:
             return
         features = np.array([_features(work) for work in self.times])
         medians = np.array([median_low(seconds for _, seconds in times) for times in self.times.values()])
-        ages = np.array([sum(FORGET ** (self._seen - number) for number, _ in times) for times in self.times.values()])
+        ages = np.array([sum(DECAY ** (self._seen - number) for number, _ in times) for times in self.times.values()])
 
         predicted = medians
         weights = ages
@@ -149,7 +149,7 @@ LEARNED = 1024
 POOLS = 256
 
 #: The completion rate covers the requests that ended in the last RECENT_S seconds, at most REMEMBERED of them.
-RECENT_S, REMEMBERED = 60.0, 64
+RECENT_S, MAX_RECENT = 60.0, 64
 
 #: Bounds of the seconds that a refused client is asked to wait.
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
@@ -169,7 +169,7 @@ class _Saved(msgspec.Struct):
     #: By pool and device, the measurements of each amount of work.
     times: dict[str, dict[str, list[tuple[tuple[Some, Some], Annotated[list[tuple[int, Some]], Meta(min_length=1)]]]]]
     #: By declared pool, its last cold start.
-    woken: dict[str, Waking]
+    woken: dict[str, ColdStart]
 
 
 class Costs(Observer):
@@ -195,9 +195,9 @@ class Costs(Observer):
         #: Ids of requests, in order; a dict as an ordered set.
         self._learned: dict[str, None] = {}
         #: Time and cost of each request that ended lately.
-        self._ended: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
+        self._ended: deque[tuple[float, float]] = deque(maxlen=MAX_RECENT)
         #: The last cold start of each declared pool.
-        self.woken: dict[str, Waking] = {}
+        self.cold_starts: dict[str, ColdStart] = {}
 
         if saved and saved.exists():
             try:
@@ -206,11 +206,11 @@ class Costs(Observer):
                 log.warning("saved stage costs cannot be read, learning again", file=str(saved), reason=str(error))
                 return
             self._learned = dict.fromkeys(stored.learned)
-            self.woken = stored.woken
+            self.cold_starts = stored.woken
             for pool, devices in stored.times.items():
                 self._models[pool] = {device: TimeModel(times) for device, times in devices.items()}
 
-    async def settle(self) -> None:
+    async def update_models(self) -> None:
         """Fit all models, and write the file if anything was learned.
 
         The file is replaced atomically.
@@ -223,7 +223,7 @@ class Costs(Observer):
                 pool: {device: list(model.times.items()) for device, model in devices.items()}
                 for pool, devices in self._models.items()
             }
-            data = msgspec.json.encode(_Saved(1, list(self._learned), times, self.woken))
+            data = msgspec.json.encode(_Saved(1, list(self._learned), times, self.cold_starts))
             await asyncio.to_thread(_write, self._path, data)
 
     def learn(self, context: RequestContext) -> None:
@@ -241,9 +241,9 @@ class Costs(Observer):
 
         for stage in context.plan.stages:
             state = context.stages[stage.name]
-            name = declared(stage.pool)
-            if state.slept[1]:
-                self.woken[name] = last_waking(self.woken.get(name), state.slept)
+            name = declared_pool(stage.pool)
+            if state.cold_start[1]:
+                self.cold_starts[name] = last_cold_start(self.cold_starts.get(name), state.cold_start)
 
             timings = state.timings
             seconds = timings.run_s / max(1.0, timings.batch)
@@ -259,12 +259,12 @@ class Costs(Observer):
                 devices.setdefault(device, TimeModel()).add((forwards * share, size), seconds)
 
     @override
-    def ended(self, context: RequestContext) -> None:
+    def on_ended(self, context: RequestContext) -> None:
         self._ended.append((self._clock.now(), context.cost))
         if context.status == "completed":
             self.learn(context)
 
-    def priced(self, context: RequestContext) -> RequestContext:
+    def with_cost(self, context: RequestContext) -> RequestContext:
         """Return the request with predicted seconds of compute, of each stage and in all."""
         stages = tuple(
             replace(stage, cost=self.seconds(stage.pool, stage.work) or UNMEASURED_S * prod(stage.work))
@@ -272,11 +272,11 @@ class Costs(Observer):
         )
         return replace(context, plan=ExecutionPlan(stages), cost=sum(stage.cost for stage in stages))
 
-    def known(self, context: RequestContext) -> bool:
+    def is_measured(self, context: RequestContext) -> bool:
         """Return whether the pool of each stage was measured, so that the prediction is meaningful."""
         return all(self.seconds(stage.pool, stage.work) is not None for stage in context.plan.stages)
 
-    def until_room(self, cost: float) -> float:
+    def seconds_until_admitted(self, cost: float) -> float:
         """Return the seconds after which a refused request of this cost should be sent again.
 
         They follow from the recent rate of completions.
@@ -291,7 +291,7 @@ class Costs(Observer):
         """
         context = record.context
         stages_s = 0.0
-        if context.over:
+        if context.is_over:
             return None
         progress = {run.stage: run.step / run.steps for run in record.running if run.steps}
         for stage in context.plan.stages:
@@ -322,7 +322,7 @@ class Costs(Observer):
         """
         models = self._models.get(pool)
         if not models:
-            others = (models for other, models in self._models.items() if declared(other) == declared(pool))
+            others = (models for other, models in self._models.items() if declared_pool(other) == declared_pool(pool))
             measured = [model for models in others for model in models.values()]
         else:
             devices = [worker.device for worker in self._workers.values() if pool in worker.pools]
@@ -343,7 +343,7 @@ def _write(path: Path, data: bytes) -> None:
         log.warning("stage costs cannot be saved", file=str(path), reason=str(error))
 
 
-def last_waking(known: Waking | None, waking: Waking) -> Waking:
+def last_cold_start(known: ColdStart | None, waking: ColdStart) -> ColdStart:
     """Return the last cold start of a pool, including one that another request waited for.
 
     Overlapping ones are merged, since each request only knows the part that it waited for.

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from unfuse import __version__
 from unfuse.core import messages
-from unfuse.core.errors import Damaged, LeaseLost, NotFound, TransientError
+from unfuse.core.errors import LeaseLost, NotFound, RecordDamaged, TransientError
 from unfuse.core.plan import readable_pool
 from unfuse.core.request import Event, EventType, RequestContext, Timings
 from unfuse.core.supervisor import Supervisor
@@ -31,7 +31,7 @@ MAX_WAIT_S = 30.0
 MAX_STEPS = 512
 
 #: Heartbeat intervals without a message after which a worker's connection is dropped. The worker registers again.
-BEATS_MISSED = 3
+MISSED_HEARTBEATS = 3
 
 #: Seconds for which a computed Backpressure is used.
 BACKPRESSURE_S = 1.0
@@ -91,7 +91,7 @@ class _Peer:
 
     def count_tasks(self, request: messages.RequestTasks) -> None:
         """Store how many tasks the worker runs, by the free slots that it reports."""
-        self.task_count = self.worker.slots - (request.slots if request.above is None else 0)
+        self.task_count = self.worker.slots - (request.slots if request.min_priority is None else 0)
 
     def cancel_request(self) -> None:
         """Answer the waiting RequestTasks message with no lease."""
@@ -130,8 +130,8 @@ class Dispatcher(Observer):
             tuple(models),
             places,
             scheduler.lease_ttl,
-            beat=min(1.0, scheduler.lease_ttl / 4),
-            outcome=dict(outcome or {}),
+            heartbeat_s=min(1.0, scheduler.lease_ttl / 4),
+            required_numerics=dict(outcome or {}),
             version=__version__,
         )
         self._peers: dict[bytes, _Peer] = {}
@@ -146,11 +146,11 @@ class Dispatcher(Observer):
         self._is_withholding = False
         scheduler.observers.add(self)
 
-    def offer(self, models: Sequence[tuple[str, str, str]]) -> None:
+    def set_offered_models(self, models: Sequence[tuple[str, str, str]]) -> None:
         """Replace the models that are offered to workers that register without models."""
         self._registered_reply = msgspec.structs.replace(self._registered_reply, models=tuple(models))
 
-    def withhold(self) -> None:
+    def stop_granting(self) -> None:
         """Grant no more leases, because this scheduler is about to stop, and notify all workers."""
         self._is_withholding = True
         for peer in self._peers.values():
@@ -183,13 +183,13 @@ class Dispatcher(Observer):
                 return await self._read_output(known, message.claim, message.after)
             case messages.Unregister():
                 self._drop_peer(peer)
-                await self._queue.bye(known.worker.id)
+                await self._queue.unregister(known.worker.id)
                 return messages.Accepted()
             case _:
                 return await self._report(known, message)
 
     @override
-    def announced(self, context: RequestContext) -> None:
+    def on_announced(self, context: RequestContext) -> None:
         """Cancel waiting task requests that leave less arena space free than is needed now.
 
         Their workers send the next request at once, and then lease with the new reserve.
@@ -197,13 +197,13 @@ class Dispatcher(Observer):
         for peer in self._peers.values():
             if peer.pending_lease and (
                 not self._backpressure
-                or self._backpressure.keep(peer.worker, self.scheduler.in_flight) != peer.reserved_bytes
+                or self._backpressure.reserved_bytes(peer.worker, self.scheduler.in_flight) != peer.reserved_bytes
             ):
                 peer.cancel_request()
 
     @override
-    def ended(self, context: RequestContext) -> None:
-        self.announced(context)
+    def on_ended(self, context: RequestContext) -> None:
+        self.on_announced(context)
         if context.status != "completed":  # workers may still run it
             self._wake_heartbeats()
 
@@ -212,10 +212,10 @@ class Dispatcher(Observer):
         self._news.set()
         self._news = asyncio.Event()
 
-    async def undelivered(self, peer: bytes, reply: messages.ToWorker) -> None:
+    async def handle_undelivered(self, peer: bytes, reply: messages.ToWorker) -> None:
         """Hand back the leases of an undelivered reply, and drop the broken connection."""
         if known := self._peers.get(peer):
-            self.scheduler.upkeep.disconnected(known.worker.id)
+            self.scheduler.maintenance.on_client_disconnected(known.worker.id)
         self._drop_peer(peer)
         if isinstance(reply, messages.LeasesGranted):
             await self._return_leases(reply.leases)
@@ -223,7 +223,7 @@ class Dispatcher(Observer):
     async def _return_leases(self, leases: Sequence[Lease]) -> None:
         """Hand back leased tasks that no worker received."""
         for lease in leases:
-            with self._background.besides("handing back an undelivered task"):
+            with self._background.log_errors("handing back an undelivered task"):
                 await self._queue.hand_back(lease.claim)
 
     async def _register(self, peer: bytes, request: messages.Register) -> messages.Registered | messages.Rejected:
@@ -232,16 +232,18 @@ class Dispatcher(Observer):
         Each worker has one connection, the newest. A worker without pools only gets the models to serve.
         """
         proof = blake2b(request.secret, digest_size=16).digest() if request.secret else b""
-        worker = msgspec.structs.replace(request.worker, proof=proof)
+        worker = msgspec.structs.replace(request.worker, secret_hash=proof)
         reply = msgspec.structs.replace(self._registered_reply, now=self._clock.wall())
         if not worker.pools and not worker.changed:
             return reply
-        if any(member.info.id == worker.id and member.info.proof != proof for member in await self._queue.workers()):
+        if any(
+            member.info.id == worker.id and member.info.secret_hash != proof for member in await self._queue.workers()
+        ):
             log.warning("rejected a worker with the id of another one", worker=worker.id)
             return messages.Rejected(
                 f"worker {worker.id} is registered with another secret: start this one with another id"
             )
-        await self._queue.hello(worker, request.cards)
+        await self._queue.register(worker, request.model_specs)
         if peer not in self._peers:
             joined = {"worker": worker.id, "role": worker.role, "node": worker.node, "slots": worker.slots}
             (log.debug if worker.node == self._node else log.info)("worker joined", **joined)
@@ -252,12 +254,12 @@ class Dispatcher(Observer):
         self._note_contact(self._peers[peer])
         self._check_contact(peer)
         self._backpressure = None
-        await self.scheduler.upkeep.joined()
+        await self.scheduler.maintenance.on_worker_registered()
         return reply
 
     def _note_contact(self, peer: _Peer) -> None:
         """Move the time at which the connection is dropped for silence."""
-        peer.silent_at = self._clock.now() + BEATS_MISSED * self._registered_reply.beat
+        peer.silent_at = self._clock.now() + MISSED_HEARTBEATS * self._registered_reply.heartbeat_s
 
     def _check_contact(self, identity: bytes) -> None:
         """Drop a connection without recent messages, else check it again later."""
@@ -281,8 +283,8 @@ class Dispatcher(Observer):
         A newer request replaces a waiting one, which is answered with no lease.
         """
         backpressure = await self._current_backpressure()
-        reserved_bytes = backpressure.keep(peer.worker, self.scheduler.in_flight)
-        wanted = backpressure.wanted(peer.worker, request, reserved_bytes, self._dispatch)
+        reserved_bytes = backpressure.reserved_bytes(peer.worker, self.scheduler.in_flight)
+        wanted = backpressure.lease_request(peer.worker, request, reserved_bytes, self._dispatch)
         peer.cancel_request()
         if peer.is_draining:
             return NOTHING
@@ -309,7 +311,7 @@ class Dispatcher(Observer):
         The answer is empty, so that the worker sends a separate request, if the dispatch policy ranks waiting workers,
         or if a waiting worker with fewer tasks could take the next ones.
         """
-        request = done.ask
+        request = done.next_request
         worker = peer.worker
         if request is not None:
             peer.count_tasks(request)
@@ -319,8 +321,8 @@ class Dispatcher(Observer):
             return NOTHING if request else messages.Accepted()
 
         backpressure = await self._current_backpressure()
-        reserved_bytes = backpressure.keep(worker, self.scheduler.in_flight)
-        wanted = backpressure.wanted(worker, request, reserved_bytes, self._dispatch)
+        reserved_bytes = backpressure.reserved_bytes(worker, self.scheduler.in_flight)
+        wanted = backpressure.lease_request(worker, request, reserved_bytes, self._dispatch)
         peer.cancel_request()
         _, leases = await self.scheduler.complete(done, worker.id, wanted)
         return await self._grant(peer, leases)
@@ -337,7 +339,7 @@ class Dispatcher(Observer):
         If that fails, the tasks are handed back and the error is raised.
         """
         try:
-            leases = [await self.scheduler.resumed(lease) for lease in leases]
+            leases = [await self.scheduler.add_resume_data(lease) for lease in leases]
             owners = await self.scheduler.registry.owners(leases)
         except BaseException:
             await self._return_leases(leases)
@@ -345,8 +347,8 @@ class Dispatcher(Observer):
         addresses = {id: (owner.node, owner.arena) for id, owner in owners.items()}
         peer.claims.update(lease.claim for lease in leases)
         for lease in leases:
-            self.scheduler.observers.tell(Observer.dispatched, lease.task.planned.pool)
-            self.scheduler.swaps.worked(peer.worker.id)
+            self.scheduler.observers.notify(Observer.on_dispatched, lease.task.planned.pool)
+            self.scheduler.model_swaps.note_activity(peer.worker.id)
             task, pool = lease.task, readable_pool(lease.task.planned.pool)
             about = {"request": task.request, "stage": task.stage, "attempt": task.attempt, "pool": pool}
             log.debug("task leased", **about, worker=peer.worker.id)
@@ -357,15 +359,15 @@ class Dispatcher(Observer):
         async with self._backpressure_lock:
             now = self._clock.now()
             if self._backpressure is None or now > self._backpressure_until:
-                cards = (await self.scheduler.registry.cards()).values()
+                specs = (await self.scheduler.registry.model_specs()).values()
                 members = await self.scheduler.registry.workers()
-                self._backpressure = Backpressure.of(cards, members, self.scheduler.registry.asleep())
+                self._backpressure = Backpressure.of(specs, members, self.scheduler.registry.scaled_to_zero())
                 self._backpressure_until = now + BACKPRESSURE_S
             return self._backpressure
 
     async def _owns_claim(self, peer: _Peer, claim: Claim) -> bool:
         """Return whether this task is leased to the worker, by any scheduler of the queue."""
-        if claim not in peer.claims and await self.scheduler.holds(peer.worker.id, claim):
+        if claim not in peer.claims and await self.scheduler.is_leased_to(peer.worker.id, claim):
             peer.claims.add(claim)
         return claim in peer.claims
 
@@ -381,26 +383,28 @@ class Dispatcher(Observer):
         Without news for the worker, the answer waits, for one heartbeat interval at most.
         """
         registration = peer.registration
-        worker = self.scheduler.swaps.heard(msgspec.structs.replace(registration.worker, status=beat.status))
-        await self._queue.hello(worker, registration.cards)
-        for engine, moved in beat.moved.items():
-            self.scheduler.observers.tell(Observer.moved, engine, moved)
+        worker = self.scheduler.model_swaps.on_heartbeat(
+            msgspec.structs.replace(registration.worker, status=beat.status)
+        )
+        await self._queue.register(worker, registration.model_specs)
+        for engine, moved in beat.transfers.items():
+            self.scheduler.observers.notify(Observer.on_transfer, engine, moved)
         if beat.retracted:
-            self.scheduler.observers.tell(Observer.retracted, beat.retracted)
-        for memory, nbytes in beat.leaked.items():
-            self.scheduler.observers.tell(Observer.leaked, worker.role, memory, nbytes)
+            self.scheduler.observers.notify(Observer.on_retracted, beat.retracted)
+        for memory, nbytes in beat.leaks.items():
+            self.scheduler.observers.notify(Observer.on_leaked, worker.role, memory, nbytes)
 
         news = self._news  # read before the leases are: an event that is set meanwhile is not missed
         claims = [claim for claim in beat.claims if await self._may_own_claim(peer, claim)]
-        renewed = set((await self._queue.renew(claims, self.scheduler.lease_ttl)).held)
+        renewed = set((await self._queue.renew(claims, self.scheduler.lease_ttl)).renewed)
         peer.claims &= renewed
-        load, soon = await self.scheduler.swaps.next(worker, bool(renewed))
+        load, soon = await self.scheduler.model_swaps.decide_swap(worker, bool(renewed))
         ended = tuple(claim for claim in beat.claims if claim not in renewed)
-        over = await self.scheduler.over(beat.holding)
+        over = await self.scheduler.releasable(beat.stored_requests)
         if not (ended or over or load):
             with suppress(TimeoutError):
-                await asyncio.wait_for(news.wait(), min(beat.wait, self._registered_reply.beat))
-        lost = tuple(self.scheduler.in_flight.lost(beat.holding))
+                await asyncio.wait_for(news.wait(), min(beat.wait, self._registered_reply.heartbeat_s))
+        lost = tuple(self.scheduler.in_flight.lost_outputs(beat.stored_requests))
         return messages.HeartbeatReply(ended, tuple(over), lost, load, soon, self._is_withholding)
 
     async def _report(
@@ -412,7 +416,7 @@ class Dispatcher(Observer):
         """
         claim = message.claim
         worker = peer.worker.id
-        self.scheduler.swaps.worked(worker)
+        self.scheduler.model_swaps.note_activity(worker)
         about = {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt, "worker": worker}
         if isinstance(message, messages.TaskFailed) and message.reason == "drain":
             log.info("task handed back", reason=message.message, **about)
@@ -423,7 +427,7 @@ class Dispatcher(Observer):
             try:
                 recorded = await self._record(peer, message)
                 return refused or recorded
-            except (LeaseLost, NotFound, Damaged) as error:
+            except (LeaseLost, NotFound, RecordDamaged) as error:
                 log.info("report refused", reason=str(error), **about)
                 refused = messages.Rejected(str(error), lease_lost=True)
                 if not isinstance(message, messages.TaskCompleted | messages.TaskFailed):
@@ -439,34 +443,36 @@ class Dispatcher(Observer):
             message = msgspec.structs.replace(message, timings=_on_devices(message.timings, peer.worker))
         match message:
             case messages.OutputAnnounced():
-                await self.scheduler.announce(message, worker)
+                await self.scheduler.announce_output(message, worker)
             case messages.CheckpointSaved():
-                await self.scheduler.save(message, worker)
+                await self.scheduler.save_checkpoint(message, worker)
             case messages.CachePrefix():
-                await self.scheduler.keep(message, worker)
+                await self.scheduler.cache_prefix(message, worker)
             case messages.TaskCompleted():
                 return await self._complete(peer, message)
             case messages.TaskFailed():
                 peer.is_draining |= message.reason == "drain"
                 await self.scheduler.fail(message, worker)
             case messages.TaskStopped():
-                await self.scheduler.stopped(message, worker)
+                await self.scheduler.account_stopped(message, worker)
         return messages.Accepted()
 
     async def _append_output(self, peer: _Peer, message: messages.AppendOutput) -> messages.HeartbeatReply:
         """Record new output chunks. The answer names the claims whose chunks cannot be recorded."""
-        deltas = [delta for delta in message.grown if await self._owns_claim(peer, delta.claim)]
-        recorded = await self.scheduler.growing.append(deltas)
-        return messages.HeartbeatReply(tuple(delta.claim for delta in message.grown if delta.claim not in recorded), ())
+        deltas = [delta for delta in message.deltas if await self._owns_claim(peer, delta.claim)]
+        recorded = await self.scheduler.output_rates.append(deltas)
+        return messages.HeartbeatReply(
+            tuple(delta.claim for delta in message.deltas if delta.claim not in recorded), ()
+        )
 
     async def _read_output(self, peer: _Peer, claim: Claim, after: int) -> messages.RecordedOutput | messages.Rejected:
         """Return the recorded output chunks of a task from number `after` on.
 
         Rejected if the task is not leased to this worker.
         """
-        with suppress(NotFound, Damaged):
+        with suppress(NotFound, RecordDamaged):
             if await self._owns_claim(peer, claim):
-                return messages.RecordedOutput(tuple(await self._queue.appended(claim.request, claim.stage, after)))
+                return messages.RecordedOutput(tuple(await self._queue.read_deltas(claim.request, claim.stage, after)))
         return NOT_LEASED
 
     async def _publish_steps(self, peer: _Peer, message: messages.StepProgress) -> bool:
@@ -491,7 +497,7 @@ class Dispatcher(Observer):
         try:
             used = _on_devices(Timings(share_s=message.share_s), peer.worker)
             return await self._owns_claim(peer, claim) and await self._queue.progress(claim, events, used)
-        except (NotFound, Damaged):
+        except (NotFound, RecordDamaged):
             return False
         except TransientError:
             return True

@@ -12,12 +12,12 @@ from contextlib import suppress
 from functools import partial
 from itertools import takewhile
 
-from unfuse.core.errors import Damaged, NotFound, TransientError
+from unfuse.core.errors import NotFound, RecordDamaged, TransientError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import ExecutionPlan, PlannedStage
 from unfuse.core.request import RequestContext, StageState
 from unfuse.core.supervisor import Supervisor
-from unfuse.core.task import CACHED, cached_as
+from unfuse.core.task import CACHED, cache_owner_name
 from unfuse.queues.base import MAX_CACHED
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.transitions import Transitions
@@ -55,54 +55,54 @@ class EncoderCache:
 
         Entries of workers that are not live are evicted.
         """
-        keys = {stage.name: stage.cache for stage in plan.stages if stage.cache and self._room}
-        cached = await self._queue.cached(list(keys.values())) if keys else {}
+        keys = {stage.name: stage.cache_key for stage in plan.stages if stage.cache_key and self._room}
+        cached = await self._queue.find_encoding(list(keys.values())) if keys else {}
         live = {member.info.id for member in await self._workers()} if cached else set()
         for key, ref in cached.items():
             if ref.owner not in live:
                 with suppress(TransientError):
-                    await self._queue.uncache(key, ref.id)
+                    await self._queue.remove_encoding(key, ref.id)
         hits = {name: cached[key] for name, key in keys.items() if key in cached and cached[key].owner in live}
         return hits, len(keys) - len(hits)
 
     async def prefix(self, keys: Sequence[str]) -> tuple[ObjectRef, ...]:
         """Return the cached prefix blocks of these keys, up to the first missing one."""
         # In reverse, so that the last blocks of a prefix count as the least recently used ones.
-        cached = await self._queue.cached(keys[::-1]) if self._room else {}
+        cached = await self._queue.find_encoding(keys[::-1]) if self._room else {}
         live = {member.info.id for member in await self._workers()} if cached else set()
         refs = [cached.get(key) for key in keys]
         return tuple(ref for ref in takewhile(lambda ref: ref is not None and ref.owner in live, refs) if ref)
 
-    async def keep(self, key: str, output: ObjectRef) -> None:
+    async def add(self, key: str, output: ObjectRef) -> None:
         """Add a stage's output to the cache, if the stage has a key.
 
         Nothing is cached while the queue is unreachable.
         """
         if key and self._room:
             with suppress(TransientError):
-                await self._queue.cache(key, output, self._room)
+                await self._queue.put_encoding(key, output, self._room)
 
-    async def lost(self, plan: ExecutionPlan, reader: str, id: str) -> None:
+    async def evict_lost(self, plan: ExecutionPlan, reader: str, id: str) -> None:
         """Evict an object that the stage `reader` could not read, if it is cached.
 
         id: the object's id.
         """
         with suppress(TransientError):
             for name in plan.stage(reader).after:
-                if key := plan.stage(name).cache:
-                    await self._queue.uncache(key, id)
+                if key := plan.stage(name).cache_key:
+                    await self._queue.remove_encoding(key, id)
 
-    async def over(self, names: Sequence[str]) -> list[str]:
+    async def evicted(self, names: Sequence[str]) -> list[str]:
         """Return those of these names whose objects were evicted.
 
-        For the names, see `cached_as`. Empty while the queue is unreachable.
+        For the names, see `cache_owner_name`. Empty while the queue is unreachable.
         """
         keys = [name.removeprefix(CACHED).partition(":")[0] for name in names]
         try:
-            cached = await self._queue.cached(keys, use=False) if keys else {}
+            cached = await self._queue.find_encoding(keys, use=False) if keys else {}
         except TransientError:
             return []
-        cached_names = {cached_as(key, ref.id) for key, ref in cached.items()}
+        cached_names = {cache_owner_name(key, ref.id) for key, ref in cached.items()}
         return [name for name in names if name not in cached_names]
 
     async def leaders(self, context: RequestContext, hits: Mapping[str, ObjectRef]) -> dict[str, str]:
@@ -115,33 +115,33 @@ class EncoderCache:
         """
         leaders: dict[str, str] = {}
         for stage in context.plan.stages:
-            leader = self._leaders.get(stage.cache) if stage.cache and stage.name not in hits else None
-            leading, state = await self._load_state(stage.cache, leader) if leader else (None, StageState())
+            leader = self._leaders.get(stage.cache_key) if stage.cache_key and stage.name not in hits else None
+            leading, state = await self._load_state(stage.cache_key, leader) if leader else (None, StageState())
             if leader and leading and not _is_ahead(context, leading) and (_is_first_try(state) or state.output):
                 leaders[stage.name] = leader
         return leaders
 
-    def submitted(self, context: RequestContext) -> None:
+    def on_submitted(self, context: RequestContext) -> None:
         """Register the encodes of an accepted request, and watch the leaders of its waiting stages."""
         for stage in context.plan.stages:
-            if leader := context.stages[stage.name].follows:
+            if leader := context.stages[stage.name].shares_with_request:
                 follow = partial(self._follow, context.id, stage, leader)
-                self._background.once("waiting for the encode of another request", follow)
+                self._background.start("waiting for the encode of another request", follow)
             else:
                 self._register_leader(context, stage)
 
     async def review(self, context: RequestContext) -> None:
         """Continue the stages of a request that wait for a leader which no longer encodes."""
         for stage in context.plan.stages:
-            leader = context.stages[stage.name].follows
-            if leader and not context.over and not await self._is_leading(stage.cache, leader):
+            leader = context.stages[stage.name].shares_with_request
+            if leader and not context.is_over and not await self._is_leading(stage.cache_key, leader):
                 await self._end_wait(context.id, stage, leader)
 
     def _register_leader(self, context: RequestContext, stage: PlannedStage) -> None:
         """Register a request as the leader of a queued stage with a cache key."""
-        if stage.cache and context.stages[stage.name].status == "queued":
-            self._leaders.pop(stage.cache, None)
-            self._leaders[stage.cache] = context.id
+        if stage.cache_key and context.stages[stage.name].status == "queued":
+            self._leaders.pop(stage.cache_key, None)
+            self._leaders[stage.cache_key] = context.id
             if len(self._leaders) > MAX_CACHED:
                 del self._leaders[next(iter(self._leaders))]
 
@@ -152,17 +152,19 @@ class EncoderCache:
         """
         with suppress(NotFound):
             async for event in self._queue.watch(leader):
-                if event.type in ("stage_completed", "retrying") and not await self._is_leading(stage.cache, leader):
+                if event.type in ("stage_completed", "retrying") and not await self._is_leading(
+                    stage.cache_key, leader
+                ):
                     break
         await self._end_wait(request, stage, leader)
 
     async def _end_wait(self, request: str, stage: PlannedStage, leader: str) -> None:
         """Complete a waiting stage with its leader's output, or queue it if there is none."""
         hits, _ = await self.find(ExecutionPlan((stage,)))
-        output = hits.get(stage.name) or (await self._load_state(stage.cache, leader))[1].output
+        output = hits.get(stage.name) or (await self._load_state(stage.cache_key, leader))[1].output
         with suppress(NotFound):
             record, _ = await self._apply(
-                request, lambda record, wall: lifecycle.followed(record.context, stage.name, output, wall)
+                request, lambda record, wall: lifecycle.share_encoding(record.context, stage.name, output, wall)
             )
             self._register_leader(record.context, stage)
 
@@ -176,10 +178,10 @@ class EncoderCache:
 
         None and an empty state if the request is unknown or damaged, or no stage of it has the key.
         """
-        with suppress(NotFound, Damaged):
+        with suppress(NotFound, RecordDamaged):
             context = (await self._queue.load(request)).context
             for stage in context.plan.stages:
-                if stage.cache == key:
+                if stage.cache_key == key:
                     return context, context.stages[stage.name]
         return None, StageState()
 

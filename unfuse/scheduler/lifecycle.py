@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from unfuse.core.errors import LeaseLost
 from unfuse.core.messages import (
-    REFUSED,
+    CLIENT_ERROR,
     ChangedFile,
     CheckpointSaved,
     OutputAnnounced,
@@ -31,7 +31,7 @@ from unfuse.core.messages import (
     TaskStopped,
 )
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import ExecutionPlan, PlannedStage, declared, readable_pool
+from unfuse.core.plan import ExecutionPlan, PlannedStage, readable_pool
 from unfuse.core.request import (
     MODERATION_BLOCKED,
     Change,
@@ -42,28 +42,29 @@ from unfuse.core.request import (
     RunningStage,
     StageState,
     Timings,
-    Waking,
-    believable,
-    newest,
+    clamp_to_elapsed,
+    merge_timings,
 )
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import EXACT
-from unfuse.scheduler.change_builder import ChangeBuilder, account_not_begun, account_report, lose_output
+from unfuse.queues.base import MAX_SAFE_INTEGER
+from unfuse.scheduler.change_builder import ChangeBuilder, account_not_started, account_report, lose_output
+from unfuse.scheduler.cold_starts import latest_end, record_cold_starts
 
 #: `(pool, worker) -> bool`: whether the pool has another live worker than this one.
 HasOther = Callable[[str, str], bool]
 
-BEGUN = ("queued", "announced")  # the statuses that a leased stage can have in its context
-BLAMELESS = frozenset({"drain", "preempted", "full", "producer", "compute"})  # reasons of hand-backs without a limit
+LEASED_STATUSES = ("queued", "announced")  # the statuses that a leased stage can have in its context
+UNLIMITED_HAND_BACKS = frozenset(
+    {"drain", "preempted", "full", "producer", "compute"}
+)  # reasons of hand-backs without a limit
 ALL_FLAGGED = "the model's safety checker flagged all results: change the prompt, or try another seed"
-GIVEN_UP = 3  # workers that may hand a task back too often before its request becomes a dead letter
+MAX_HAND_BACK_WORKERS = 3  # workers that may hand a task back too often before its request becomes a dead letter
 WEIGHTS_CHANGED = "weights_changed"  # error code: the model's files have changed since they were loaded
 MODEL_FAILED = "model_failed"  # error code: a model that was added while servers ran cannot be served
-USUAL_WAKING_S = 300.0  # predicted seconds of a pool's first cold start: the chart's `coldStartSeconds`
 BACKOFF_S = 0.5  # seconds before the first retry of a transient failure; they double with each further one
 
 
-def admitted(
+def admit(
     context: RequestContext,
     wall: float,
     cached: Mapping[str, ObjectRef] | None = None,
@@ -74,38 +75,40 @@ def admitted(
     cached: outputs from the encoder cache, by stage. These stages are done without running.
     leaders: requests that encode the same, by stage. These stages wait for their output.
     """
-    stages = {stage.name: StageState(follows=(leaders or {}).get(stage.name, "")) for stage in context.plan.stages}
+    stages = {
+        stage.name: StageState(shares_with_request=(leaders or {}).get(stage.name, "")) for stage in context.plan.stages
+    }
     builder = ChangeBuilder(replace(context, stages=stages), wall)
     builder.publish("queued")
     for name, output in (cached or {}).items():
-        builder.take(name, output)
+        builder.complete_from_cache(name, output)
     builder.queue_ready()
     return Change(builder.context(version=context.version), push=tuple(builder.push), events=tuple(builder.events))
 
 
-def reused(context: RequestContext, result: tuple[ResultFile, ...], wall: float) -> Change:
+def complete_from_results(context: RequestContext, result: tuple[ResultFile, ...], wall: float) -> Change:
     """Complete a new request with the results of an equal one, without running any stage."""
     stages = {stage.name: StageState("done") for stage in context.plan.stages}
     done = replace(context, stages=stages, status="completed", result=result, created_at=wall, completed_at=wall)
     return Change(done, events=(Event("queued", wall), Event("completed", wall, message="reused")))
 
 
-def followed(context: RequestContext, stage: str, output: ObjectRef | None, wall: float) -> Change | None:
+def share_encoding(context: RequestContext, stage: str, output: ObjectRef | None, wall: float) -> Change | None:
     """End a stage's wait for an equal encode of another request.
 
     None if it did not wait. With an output, the stage is done. Without one (None), it runs itself.
     """
-    if context.over or not context.stages[stage].follows:
+    if context.is_over or not context.stages[stage].shares_with_request:
         return None
     builder = ChangeBuilder(context, wall)
-    builder.stages[stage] = replace(builder.stages[stage], follows="")
+    builder.stages[stage] = replace(builder.stages[stage], shares_with_request="")
     if output is not None:
-        builder.take(stage, output)
+        builder.complete_from_cache(stage, output)
     builder.queue_ready()
-    return builder.change(None, context.status)
+    return builder.build(None, context.status)
 
 
-def completed(
+def complete_stage(
     context: RequestContext, done: TaskCompleted, worker: str, wall: float, running: Sequence[RunningStage] = ()
 ) -> Change:
     """Complete a stage and queue its readers, or complete the request if nothing is left.
@@ -124,14 +127,14 @@ def completed(
     if not _as_declared(context.plan.stage(claim.stage), done, worker):
         builder.account(run, is_billed=False, is_final=True)
         message = f"worker {worker} returned the wrong kind of output for stage {claim.stage}: check its version"
-        return builder.end("failed", ErrorInfo("stage_failed", message, claim.stage), claim)
+        return builder.end_request("failed", ErrorInfo("stage_failed", message, claim.stage), claim)
 
     queued_at = builder.stages[claim.stage].queued_at
     queued_s = sum(max(0.0, run.since - queued_at) for run in running if run.stage == claim.stage)
     steps = done.timings.steps + done.timings.resumed or run.steps
     builder.account(replace(run, step=steps, steps=steps), is_billed=True, is_final=True)
-    timings = replace(believable(run.timings, wall - context.created_at), queued_s=queued_s)
-    builder.move(
+    timings = replace(clamp_to_elapsed(run.timings, wall - context.created_at), queued_s=queued_s)
+    builder.move_stage(
         claim.stage, "done", output=done.output, token=claim.token, timings=timings, checkpoint=None, checkpoint_step=0
     )
     builder.publish("stage_completed", claim.stage)
@@ -139,13 +142,13 @@ def completed(
     if all(builder.stages[stage.name].status == "done" for stage in context.plan.stages if stage.final):
         if all(file.flagged for file in result):
             error = ErrorInfo(MODERATION_BLOCKED, ALL_FLAGGED, claim.stage)
-            return builder.end("failed", error, claim, result=result)
-        return builder.end("completed", None, claim, result=result)
+            return builder.end_request("failed", error, claim, result=result)
+        return builder.end_request("completed", None, claim, result=result)
     builder.queue_ready()
-    return builder.change(claim, result=result)
+    return builder.build(claim, result=result)
 
 
-def saved(
+def save_checkpoint(
     context: RequestContext, saved: CheckpointSaved, worker: str, running: Sequence[RunningStage] = ()
 ) -> Change | None:
     """Record a checkpoint of a running stage.
@@ -165,7 +168,7 @@ def saved(
     return Change(replace(context, version=context.version + 1, stages=stages))
 
 
-def announced(
+def announce_output(
     context: RequestContext, news: OutputAnnounced, worker: str, wall: float, running: Sequence[RunningStage] = ()
 ) -> Change | None:
     """Queue the readers of an output that is still being written. The stage's lease stays.
@@ -175,19 +178,19 @@ def announced(
     claim = news.claim
     ref = news.output
     state = _current(context, claim, worker, running)
-    if not held_by(worker, claim, running) or not _made_by(ref, claim, worker):
+    if not is_held_by(worker, claim, running) or not _made_by(ref, claim, worker):
         raise LeaseLost(f"worker {worker} announced an output of {claim.stage} that is not from its lease")
     if state.output is not None and state.output.id == ref.id:
         return None
     builder = _claimed(context, claim, worker, wall)
     builder.running = running
-    builder.withdraw(claim.stage)
-    builder.move(claim.stage, "announced", output=ref)
+    builder.drop_output(claim.stage)
+    builder.move_stage(claim.stage, "announced", output=ref)
     builder.queue_ready()
-    return builder.change(None)
+    return builder.build(None)
 
 
-def handed_back(
+def hand_back(
     context: RequestContext,
     claim: Claim,
     worker: str,
@@ -200,30 +203,30 @@ def handed_back(
     The device time of the attempt is lost. None if all that is recorded already.
     """
     state = context.stages.get(claim.stage)
-    if state is None or context.over or not held_by(worker, claim, running):
+    if state is None or context.is_over or not is_held_by(worker, claim, running):
         return None
     run = _attempt(claim, worker, timings or Timings(), running)
-    if state.status != "announced" and claim.attempt <= state.accounted:
+    if state.status != "announced" and claim.attempt <= state.accounted_attempt:
         return None
     builder = ChangeBuilder(context, wall, running)
     _lose(builder, run)
     if state.status == "announced":
-        builder.move(claim.stage, "queued")
-        builder.withdraw(claim.stage)
-    return builder.change(None, context.status)
+        builder.move_stage(claim.stage, "queued")
+        builder.drop_output(claim.stage)
+    return builder.build(None, context.status)
 
 
-def began(context: RequestContext, running: Sequence[RunningStage]) -> Change | None:
+def record_start(context: RequestContext, running: Sequence[RunningStage]) -> Change | None:
     """Record when the first stage was leased, since leases may end without a change.
 
     None if the time is recorded, or no stage runs.
     """
-    if context.over or context.started_at is not None or not running:
+    if context.is_over or context.started_at is not None or not running:
         return None
-    return ChangeBuilder(context, 0.0, running).change(None, context.status)
+    return ChangeBuilder(context, 0.0, running).build(None, context.status)
 
 
-def stopped(
+def account_stopped(
     context: RequestContext, stopped: TaskStopped, worker: str, wall: float, running: Sequence[RunningStage] = ()
 ) -> Change | None:
     """Account for the device time of an attempt whose lease has ended.
@@ -240,7 +243,7 @@ def stopped(
     return Change(replace(context, version=context.version + 1, stages=stages))
 
 
-def failed(
+def fail_stage(
     context: RequestContext,
     failed: TaskFailed,
     worker: str,
@@ -262,7 +265,7 @@ def failed(
     stage = claim.stage
     builder = _claimed(context, claim, worker, wall, running)
     run = _attempt(claim, worker, failed.timings, running)
-    is_refused = failed.reason == REFUSED
+    is_refused = failed.reason == CLIENT_ERROR
     if failed.kind == "object_lost":
         _lose(builder, run)
     else:
@@ -273,7 +276,7 @@ def failed(
         case "transient":
             backoff = BACKOFF_S * 2 ** builder.stages[stage].failures
             return builder.charge("failures", stage, failed.message, failed.evidence).retry(claim, queue_now + backoff)
-        case "crash" if failed.company and not builder.stages[stage].alone:
+        case "crash" if failed.had_companions and not builder.stages[stage].alone:
             builder.stages[stage] = replace(builder.stages[stage], alone=True)
             builder.publish("retrying", stage, failed.message)
             return builder.retry(claim)
@@ -282,25 +285,30 @@ def failed(
         case "object_lost":
             return _object_lost(builder, failed, {run.stage for run in running})
         case "permanent":
-            code = "invalid_parameter" if failed.reason == REFUSED else "stage_failed"
-            return builder.end("failed", ErrorInfo(code, failed.message, stage, failed.evidence), claim)
+            code = "invalid_parameter" if failed.reason == CLIENT_ERROR else "stage_failed"
+            return builder.end_request("failed", ErrorInfo(code, failed.message, stage, failed.evidence), claim)
     raise ValueError("a task is handed back to the queue, not failed")
 
 
-def turned_down(
+def dead_letter_handed_back(
     context: RequestContext, stage: str, message: str, wall: float, running: Sequence[RunningStage] = ()
 ) -> Change | None:
     """Make a request a dead letter after GIVEN_UP workers handed back one of its stages.
 
     None if the stage is not queued.
     """
-    if context.over or context.stages[stage].status != "queued":
+    if context.is_over or context.stages[stage].status != "queued":
         return None
-    reason = f"{GIVEN_UP} workers repeatedly handed back {stage} without starting it; the last reason: {message}"
-    return ChangeBuilder(context, wall, running).end("failed", ErrorInfo("handed_back", reason, stage), dead=True)
+    reason = (
+        f"{MAX_HAND_BACK_WORKERS} workers repeatedly handed back {stage} without starting it; "
+        f"the last reason: {message}"
+    )
+    return ChangeBuilder(context, wall, running).end_request(
+        "failed", ErrorInfo("handed_back", reason, stage), is_dead_letter=True
+    )
 
 
-def unavailable(
+def fail_unavailable(
     context: RequestContext,
     changed: Callable[[str], ChangedFile | None],
     wall: float,
@@ -311,23 +319,25 @@ def unavailable(
     None for other requests. Running stages do not count: they may complete. `changed` returns the file of such a pool.
     """
     leased = {run.stage for run in running}
-    pending = [] if context.over else [stage for stage in context.plan.stages if stage.name not in leased]
+    pending = [] if context.is_over else [stage for stage in context.plan.stages if stage.name not in leased]
     for stage in pending:
         if context.stages[stage.name].status != "done" and (file := changed(stage.pool)) and file.compared:
             error = ErrorInfo(WEIGHTS_CHANGED, str(file), stage.name)
-            return ChangeBuilder(context, wall, running).end("failed", error, dead=True)
+            return ChangeBuilder(context, wall, running).end_request("failed", error, is_dead_letter=True)
     return None
 
 
-def unserved(context: RequestContext, reason: str, wall: float, running: Sequence[RunningStage] = ()) -> Change | None:
+def fail_unserved(
+    context: RequestContext, reason: str, wall: float, running: Sequence[RunningStage] = ()
+) -> Change | None:
     """Fail a request whose model cannot be served. None if it is over."""
-    if context.over:
+    if context.is_over:
         return None
     error = ErrorInfo(MODEL_FAILED, f"the model cannot be served: {reason}")
-    return ChangeBuilder(context, wall, running).end("failed", error, dead=True)
+    return ChangeBuilder(context, wall, running).end_request("failed", error, is_dead_letter=True)
 
 
-def expired_lease(
+def expire_lease(
     context: RequestContext, lease: Lease, wall: float, running: Sequence[RunningStage] = ()
 ) -> Change | None:
     """Charge a failure to a stage whose lease expired, and retry it at once.
@@ -344,20 +354,20 @@ def expired_lease(
     return builder.charge("failures", claim.stage, message).retry(claim)
 
 
-def cancelled(context: RequestContext, wall: float, running: Sequence[RunningStage] = ()) -> Change | None:
+def cancel(context: RequestContext, wall: float, running: Sequence[RunningStage] = ()) -> Change | None:
     """Cancel a request. None if it is over."""
-    return None if context.over else ChangeBuilder(context, wall, running).end("cancelled")
+    return None if context.is_over else ChangeBuilder(context, wall, running).end_request("cancelled")
 
 
-def client_disconnected(context: RequestContext, wall: float, running: Sequence[RunningStage] = ()) -> Change | None:
+def disconnect_client(context: RequestContext, wall: float, running: Sequence[RunningStage] = ()) -> Change | None:
     """Cancel a disconnected client's request if it has `cancel_on_disconnect`, else return None."""
-    if context.over or not context.caller.cancel_on_disconnect:
+    if context.is_over or not context.caller.cancel_on_disconnect:
         return None
     error = ErrorInfo("cancelled", "its client disconnected")
-    return ChangeBuilder(context, wall, running).end("cancelled", error)
+    return ChangeBuilder(context, wall, running).end_request("cancelled", error)
 
 
-def timed_out(
+def expire_deadline(
     context: RequestContext,
     wall: float,
     queue_now: float = math.inf,
@@ -365,64 +375,23 @@ def timed_out(
     running: Sequence[RunningStage] = (),
 ) -> Change | None:
     """Expire a request at its deadline, or return None before its `latest_end`."""
-    if context.over or (latest_end(context, wake_limit) or queue_now) > queue_now:
+    if context.is_over or (latest_end(context, wake_limit) or queue_now) > queue_now:
         return None
-    asleep = [readable_pool(stage.pool) for stage in context.plan.stages if context.stages[stage.name].sleeps]
-    why = f"; {asleep[0]} was scaled to zero, and not ready in the {wake_limit:.0f} s of --wake-limit" if asleep else ""
+    asleep = [
+        readable_pool(stage.pool) for stage in context.plan.stages if context.stages[stage.name].waits_for_cold_start
+    ]
+    why = f"; {asleep[0]} was not ready within the {wake_limit:.0f} s of --cold-start-timeout" if asleep else ""
     error = ErrorInfo("expired", f"the request did not complete before its deadline: increase its timeout{why}")
-    return ChangeBuilder(context, wall, running).end("expired", error)
+    return ChangeBuilder(context, wall, running).end_request("expired", error)
 
 
-def await_waking(context: RequestContext, asleep: Collection[str], wall: float, limit_s: float = 0.0) -> RequestContext:
-    """Return the request with its stages' cold starts recorded, or itself if nothing changed.
-
-    The deadline moves by the longest cold start that has ended, up to `limit_s`; with an order by deadline, the order
-    moves too. A stage that waits for a second cold start moves them only by the seconds beyond the first one.
-
-    asleep: declared pools that are scaled to zero.
-    """
-    changed: dict[str, StageState] = {}
-    for stage in () if context.over else context.plan.stages:
-        state = context.stages[stage.name]
-        sleeps = state.status != "done" and declared(stage.pool) in asleep
-        if sleeps != state.sleeps:
-            changed[stage.name] = replace(state, slept=(wall, 0.0) if sleeps else (state.slept[0], wall))
-    if not changed:
-        return context
-    stages = context.stages | changed
-    waits_s = (state.slept[1] - state.slept[0] for state in stages.values() if state.slept[1])
-    more_s = max(0.0, min(limit_s, max(waits_s, default=0.0)) - context.moved)
-    order = context.order + more_s if context.order == context.deadline else context.order
-    deadline = context.deadline and context.deadline + more_s
-    return replace(context, stages=stages, deadline=deadline, order=order, moved=context.moved + more_s)
-
-
-def latest_end(context: RequestContext, limit_s: float) -> float | None:
-    """Return the deadline (queue clock), plus the rest of `limit_s` during a cold start."""
-    waits = any(state.sleeps for state in context.stages.values())
-    return context.deadline and context.deadline + (max(0.0, limit_s - context.moved) if waits else 0.0)
-
-
-def seconds_until_awake(context: RequestContext, took: Mapping[str, Waking], wall: float) -> float | None:
-    """Return the predicted seconds until the request's last cold start ends, or None.
-
-    None if it waits for no cold start. took: the last cold start of each declared pool.
-    """
-    remaining_s: list[float] = []
-    for stage in () if context.over else context.plan.stages:
-        if (state := context.stages[stage.name]).sleeps:
-            started, ended = took.get(declared(stage.pool), (0.0, USUAL_WAKING_S))
-            remaining_s.append(max(0.0, state.slept[0] + ended - started - wall))
-    return max(remaining_s, default=None)
-
-
-def overran(context: RequestContext, wall: float, running: Sequence[RunningStage] = ()) -> Change | None:
+def enforce_time_limit(context: RequestContext, wall: float, running: Sequence[RunningStage] = ()) -> Change | None:
     """Expire a request whose stages were leased for longer than its time limit.
 
     The longest chain of stages counts, so that parallel stages count once. Not counted are the time in queues, gaps
-    without a scheduler, and clock changes: see `TaskQueue.expired`. None if the limit is not exceeded.
+    without a scheduler, and clock changes: see `TaskQueue.sweep_expired`. None if the limit is not exceeded.
     """
-    if context.over or context.request.time_limit_s is None:
+    if context.is_over or context.request.time_limit_s is None:
         return None
     chain_s: dict[str, float] = {}  # by stage, the leased seconds of the longest chain that ends with it
     for stage in context.plan.stages:  # inputs come before their readers
@@ -433,15 +402,17 @@ def overran(context: RequestContext, wall: float, running: Sequence[RunningStage
         return None
     reason = f"the stages of the request ran for more than its limit of {context.request.time_limit_s:.0f} s"
     error = ErrorInfo("expired", f"{reason}: request less, or increase the server's time limit")
-    return ChangeBuilder(context, wall, running).end("expired", error)
+    return ChangeBuilder(context, wall, running).end_request("expired", error)
 
 
-def retried(context: RequestContext) -> Change | None:
+def clear_dead_letter(context: RequestContext) -> Change | None:
     """Clear the dead-letter mark of a request. None if it has none."""
-    return Change(replace(context, version=context.version + 1, dead=False)) if context.dead else None
+    return (
+        Change(replace(context, version=context.version + 1, is_dead_letter=False)) if context.is_dead_letter else None
+    )
 
 
-def placed(change: Change, home: Callable[[str], str]) -> Change:
+def set_order(change: Change, home: Callable[[str], str]) -> Change:
     """Return the change with its tasks queued in the pools that `home` returns for theirs.
 
     Tasks that change their pool lose their checkpoint, since workers of another pool compute other bytes.
@@ -451,18 +422,18 @@ def placed(change: Change, home: Callable[[str], str]) -> Change:
         return change
     context = change.context
     fresh = {name: replace(context.stages[name], checkpoint=None, checkpoint_step=0) for name in pools}
-    context = replace(context, plan=context.plan.moved(pools), stages=context.stages | fresh)
+    context = replace(context, plan=context.plan.with_pools(pools), stages=context.stages | fresh)
     push = tuple(_replanned(task, context.plan) for task in change.push)
     return replace(change, context=context, push=push)
 
 
 def _replanned(task: Task, plan: ExecutionPlan) -> Task:
     """Return the task with the plan's stage, except for `room`, which may have been learned."""
-    planned = replace(plan.stage(task.stage), room=task.planned.room)
+    planned = replace(plan.stage(task.stage), output_size=task.planned.output_size)
     return replace(task, planned=planned)
 
 
-def moved(
+def requeue_waiting(
     context: RequestContext,
     home: Callable[[str], str],
     wall: float,
@@ -479,23 +450,27 @@ def moved(
     """
     states = context.stages
     leased = {run.stage for run in running}
-    awaiting = await_waking(context, asleep, wall, wake_limit)
+    awaiting = record_cold_starts(context, asleep, wall, wake_limit)
     queued = [stage for stage in context.plan.stages if states[stage.name].status == "queued"]
     moves = [stage for stage in queued if home(stage.pool) != stage.pool or awaiting.order != context.order]
-    alone = {stage.name for stage in queued if (id := states[stage.name].avoids) and not has_other(stage.pool, id)}
+    alone = {
+        stage.name for stage in queued if (id := states[stage.name].avoid_worker) and not has_other(stage.pool, id)
+    }
     requeued = [stage.name for stage in queued if stage.name not in leased and (stage in moves or stage.name in alone)]
-    if context.over or (awaiting is context and not requeued):
+    if context.is_over or (awaiting is context and not requeued):
         return None
 
     builder = ChangeBuilder(awaiting, wall)
     for name in requeued:
         before = states[name]
-        builder.move(name, "waiting", attempt=before.attempt - 1, avoids="" if name in alone else before.avoids)
+        builder.move_stage(
+            name, "waiting", attempt=before.attempt - 1, avoid_worker="" if name in alone else before.avoid_worker
+        )
         builder.queue(name, queued_at=before.queued_at)
-    return placed(builder.change(None, context.status), home)
+    return set_order(builder.build(None, context.status), home)
 
 
-def held_by(worker: str, claim: Claim, running: Sequence[RunningStage]) -> bool:
+def is_held_by(worker: str, claim: Claim, running: Sequence[RunningStage]) -> bool:
     """Return whether the record's running stages show this claim's attempt leased to this worker."""
     return any((run.stage, run.attempt, run.worker) == (claim.stage, claim.attempt, worker) for run in running)
 
@@ -507,9 +482,11 @@ def _claimed(
     state = _current(context, claim, worker, running)
     builder = ChangeBuilder(context, wall, running)
     runs = [run for run in running if run.stage == claim.stage]
-    reached = max([state.reached, *(run.step / run.steps for run in runs if run.steps)])
+    reached = max([state.max_progress, *(run.step / run.steps for run in runs if run.steps)])
     leased_s = state.leased_s + sum(run.ran_s for run in runs)
-    builder.move(claim.stage, "leased", attempt=claim.attempt, worker=worker, reached=reached, leased_s=leased_s)
+    builder.move_stage(
+        claim.stage, "leased", attempt=claim.attempt, worker=worker, max_progress=reached, leased_s=leased_s
+    )
     return builder
 
 
@@ -517,7 +494,7 @@ def _attempt(claim: Claim, worker: str, timings: Timings, running: Sequence[Runn
     """Return an ending attempt with the newest timings of its report and of the record."""
     recorded = [run for run in running if (run.stage, run.attempt) == (claim.stage, claim.attempt)]
     run = recorded[0] if recorded else RunningStage(claim.stage, claim.attempt, worker, 0.0)
-    return replace(run, timings=newest(run.timings, timings))
+    return replace(run, timings=merge_timings(run.timings, timings))
 
 
 def _lose(builder: ChangeBuilder, run: RunningStage) -> None:
@@ -525,15 +502,15 @@ def _lose(builder: ChangeBuilder, run: RunningStage) -> None:
     if run.step > 0 or run.timings.device_s > 0:
         builder.account(run, is_billed=False, is_final=True)
     else:
-        builder.stages[run.stage] = account_not_begun(builder.stages[run.stage], run.attempt)
+        builder.stages[run.stage] = account_not_started(builder.stages[run.stage], run.attempt)
 
 
 def _current(context: RequestContext, claim: Claim, worker: str, running: Sequence[RunningStage]) -> StageState:
     """Return the claimed stage's state. Raises LeaseLost if it cannot be leased under this claim."""
     state = context.stages.get(claim.stage)
-    if context.over or state is None or state.status not in BEGUN or claim.attempt < state.attempt:
+    if context.is_over or state is None or state.status not in LEASED_STATUSES or claim.attempt < state.attempt:
         raise LeaseLost(f"attempt {claim.attempt} of {claim.stage} of {context.id} is not current: discard its output")
-    if any(run.stage == claim.stage for run in running) and not held_by(worker, claim, running):
+    if any(run.stage == claim.stage for run in running) and not is_held_by(worker, claim, running):
         raise LeaseLost(f"stage {claim.stage} of {context.id} is not leased to {worker}: discard its output")
     return state
 
@@ -558,19 +535,19 @@ def _object_lost(builder: ChangeBuilder, failed: TaskFailed, running: set[str]) 
     else:
         builder.charge("recomputes", lost or consumer, failed.message, failed.evidence)
     if builder.error is not None:
-        return builder.end("failed", builder.error, failed.claim, dead=True)
+        return builder.end_request("failed", builder.error, failed.claim, is_dead_letter=True)
 
-    builder.withdraw(consumer)
-    builder.move(consumer, "waiting")
+    builder.drop_output(consumer)
+    builder.move_stage(consumer, "waiting")
     if lost is not None and is_announced:
-        builder.move(lost, "queued")
-        builder.withdraw(lost)
+        builder.move_stage(lost, "queued")
+        builder.drop_output(lost)
     elif lost is not None:
         builder.stages[lost] = lose_output(builder.stages[lost])
-        builder.move(lost, "waiting", token=b"", reached=1.0, lost=failed.object_id)
-        builder.withdraw(lost, running)
+        builder.move_stage(lost, "waiting", token=b"", max_progress=1.0, lost_output_id=failed.object_id)
+        builder.drop_output(lost, running)
     builder.queue_ready()
-    return builder.change(failed.claim)
+    return builder.build(failed.claim)
 
 
 def _unknown_error(builder: ChangeBuilder, failed: TaskFailed, worker: str, has_other: bool) -> Change:
@@ -580,9 +557,9 @@ def _unknown_error(builder: ChangeBuilder, failed: TaskFailed, worker: str, has_
     if state.failed_with == failed.error:
         message = f"failed twice, on {state.failed_on} and {worker}: {failed.message}"
         error = ErrorInfo("model_error", message, stage, failed.evidence)
-        return builder.end("failed", error, failed.claim, dead=True)
+        return builder.end_request("failed", error, failed.claim, is_dead_letter=True)
     avoids = worker if has_other else ""
-    builder.stages[stage] = replace(state, failed_with=failed.error, failed_on=worker, avoids=avoids)
+    builder.stages[stage] = replace(state, failed_with=failed.error, failed_on=worker, avoid_worker=avoids)
     return builder.charge("failures", stage, failed.message, failed.evidence).retry(failed.claim)
 
 
@@ -596,4 +573,4 @@ def _as_declared(stage: PlannedStage, done: TaskCompleted, worker: str) -> bool:
 def _made_by(ref: ObjectRef, claim: Claim, worker: str) -> bool:
     """Return whether this attempt on this worker can have created the object."""
     origin = ref.request, ref.stage, ref.attempt, ref.owner
-    return 0 <= ref.nbytes <= EXACT and origin == (claim.request, claim.stage, claim.attempt, worker)
+    return 0 <= ref.nbytes <= MAX_SAFE_INTEGER and origin == (claim.request, claim.stage, claim.attempt, worker)

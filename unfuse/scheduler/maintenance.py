@@ -16,7 +16,7 @@ from unfuse.core.request import Change, RequestContext, RequestRecord
 from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Lease
 from unfuse.queues.base import RequestFilter
-from unfuse.scheduler import lifecycle
+from unfuse.scheduler import cold_starts, lifecycle
 from unfuse.scheduler.backpressure import InFlight
 from unfuse.scheduler.costs import Costs
 from unfuse.scheduler.encoder_cache import EncoderCache
@@ -72,66 +72,69 @@ class Maintenance(Observer):
 
     def start(self) -> None:
         """Start the loops that expire leases and review the queue."""
-        self._background.forever("expiring leases", self._sweep)
-        self._background.forever("reviewing the queue", self._review)
+        self._background.start_loop("expiring leases", self._sweep)
+        self._background.start_loop("reviewing the queue", self._review)
 
     async def close(self) -> None:
         """Stop the loops and save the learned costs."""
         for _, cancel in self._deadlines.values():
             cancel()
         await self._background.close()
-        with self._background.besides("saving learned costs"):
-            await self._costs.settle()
+        with self._background.log_errors("saving learned costs"):
+            await self._costs.update_models()
 
-    def arm(self, context: RequestContext, now: float) -> None:
+    def set_deadline_timer(self, context: RequestContext, now: float) -> None:
         """Start or move the timer that expires a request at its deadline.
 
         `now` is the queue's time.
         """
-        due = lifecycle.latest_end(context, self._registry.wake_limit)
+        due = cold_starts.latest_end(context, self._registry.cold_start_limit)
         previous, cancel = self._deadlines.get(context.id, NO_ALARM)
-        if due is not None and due != previous and not context.over:
+        if due is not None and due != previous and not context.is_over:
             cancel()
-            end = partial(self._background.once, "expiring a request at its deadline", partial(self.expire, context.id))
+            end = partial(
+                self._background.start, "expiring a request at its deadline", partial(self.expire_deadline, context.id)
+            )
             clock = self._transitions.clock
             self._deadlines[context.id] = due, clock.call_at(clock.now() + due - now, end)
 
     @override
-    def ended(self, context: RequestContext) -> None:
+    def on_ended(self, context: RequestContext) -> None:
         _, cancel = self._deadlines.pop(context.id, NO_ALARM)
         cancel()
 
-    async def joined(self) -> None:
+    async def on_worker_registered(self) -> None:
         """Move waiting tasks after a worker registered: it may serve pools that were not live."""
         await self._registry.workers()
-        self._background.once("moving waiting tasks to live pools", self._move_waiting_tasks)
+        self._background.start("moving waiting tasks to live pools", self._move_waiting_tasks)
 
-    def disconnected(self, worker: str) -> None:
+    def on_client_disconnected(self, worker: str) -> None:
         """Remove a worker whose connection broke, unless it reconnects within RETURN_S."""
-        self._background.once("waiting for a worker to reconnect", partial(self._await_return, worker))
+        self._background.start("waiting for a worker to reconnect", partial(self._await_return, worker))
 
-    async def end(self, lease: Lease) -> None:
+    async def expire_lease(self, lease: Lease) -> None:
         """Retry the task of an expired lease."""
         task = lease.task
         with suppress(LeaseLost, NotFound):
             _, is_changed = await self._transitions.apply(
-                task.request, lambda record, wall: lifecycle.expired_lease(record.context, lease, wall, record.running)
+                task.request, lambda record, wall: lifecycle.expire_lease(record.context, lease, wall, record.running)
             )
             if is_changed:
                 about = {"request": task.request, "stage": task.stage, "attempt": task.attempt}
                 log.warning("lease expired", **about, worker=lease.worker, pool=readable_pool(task.planned.pool))
-                self._transitions.observers.tell(Observer.lease_expired, task.planned.pool)
+                self._transitions.observers.notify(Observer.on_lease_expired, task.planned.pool)
 
-    async def expire(self, request: str) -> None:
+    async def expire_deadline(self, request: str) -> None:
         """Expire a request at its deadline, or start a new timer if the deadline moved."""
         self._deadlines.pop(request, None)
         now = await self._queue.now()
-        wake_limit = self._registry.wake_limit
+        wake_limit = self._registry.cold_start_limit
         with suppress(NotFound):
             record, _ = await self._transitions.apply(
-                request, lambda record, wall: lifecycle.timed_out(record.context, wall, now, wake_limit, record.running)
+                request,
+                lambda record, wall: lifecycle.expire_deadline(record.context, wall, now, wake_limit, record.running),
             )
-            self.arm(record.context, now)
+            self.set_deadline_timer(record.context, now)
 
     async def workers(self) -> None:
         """Refresh the registry and remove workers without heartbeats.
@@ -141,13 +144,13 @@ class Maintenance(Observer):
         """
         horizon = await self._queue.now() - GONE * self._lease_ttl
         now = self._transitions.clock.now()
-        await self._registry.cards()
-        silent = {member.info.id for member in await self._queue.workers() if member.seen < horizon}
+        await self._registry.model_specs()
+        silent = {member.info.id for member in await self._queue.workers() if member.last_heartbeat < horizon}
         self._silent_workers = {worker: self._silent_workers.get(worker, now) for worker in silent}
         for worker in [worker for worker, noticed in self._silent_workers.items() if now - noticed > self._lease_ttl]:
-            await self._queue.bye(worker)
+            await self._queue.unregister(worker)
 
-    async def learn(self) -> None:
+    async def learn_costs(self) -> None:
         """Learn costs from completed requests: once, or on each call if the queue is shared."""
         if self._has_learned and not self._queue.shared:
             return
@@ -157,18 +160,18 @@ class Maintenance(Observer):
 
     async def requests(self) -> None:
         """Review active requests: set timers, move waiting tasks, and enforce time limits."""
-        async for page in self._transitions.pages(RequestFilter(over=False)):
+        async for page in self._transitions.pages(RequestFilter(is_over=False)):
             now = await self._queue.now()
             for record in page:
-                self._in_flight.announced(record.context)
+                self._in_flight.on_announced(record.context)
                 await self._cache.review(record.context)
                 moved = await self._move_tasks(record)
-                self.arm(moved.context, now)
+                self.set_deadline_timer(moved.context, now)
                 started = await self._transitions.apply_if_due(
-                    moved, lambda record, _: lifecycle.began(record.context, record.running)
+                    moved, lambda record, _: lifecycle.record_start(record.context, record.running)
                 )
                 await self._transitions.apply_if_due(
-                    started, lambda record, wall: lifecycle.overran(record.context, wall, record.running)
+                    started, lambda record, wall: lifecycle.enforce_time_limit(record.context, wall, record.running)
                 )
             if len(page) == PAGE:
                 await asyncio.sleep(REVIEW_PAUSE_S)
@@ -178,17 +181,17 @@ class Maintenance(Observer):
         """Remove a worker that sends no heartbeat for RETURN_S from now."""
         since = await self._queue.now()
         await asyncio.sleep(RETURN_S)
-        if any(member.info.id == worker and member.seen <= since for member in await self._queue.workers()):
+        if any(member.info.id == worker and member.last_heartbeat <= since for member in await self._queue.workers()):
             log.warning("worker did not reconnect, its tasks are retried", worker=worker)
-            await self._queue.bye(worker)
+            await self._queue.unregister(worker)
             await self._registry.workers()
 
     async def _move_waiting_tasks(self) -> None:
         """Move the waiting tasks of all active requests."""
-        async for page in self._transitions.pages(RequestFilter(over=False)):
+        async for page in self._transitions.pages(RequestFilter(is_over=False)):
             now = await self._queue.now()
             for record in page:
-                self.arm((await self._move_tasks(record)).context, now)
+                self.set_deadline_timer((await self._move_tasks(record)).context, now)
 
     async def _move_tasks(self, record: RequestRecord) -> RequestRecord:
         """Move a request's waiting tasks to live pools.
@@ -197,16 +200,16 @@ class Maintenance(Observer):
         """
 
         def fail(record: RequestRecord, wall: float) -> Change | None:
-            return lifecycle.unavailable(record.context, self._registry.changed_file, wall, record.running)
+            return lifecycle.fail_unavailable(record.context, self._registry.changed_file, wall, record.running)
 
-        return await self._transitions.apply_if_due(await self._transitions.settled(record), fail)
+        return await self._transitions.apply_if_due(await self._transitions.move_waiting(record), fail)
 
     async def _sweep(self) -> None:
         """Wait for SWEEP_S, then end all expired leases."""
         await asyncio.sleep(SWEEP_S)
-        for lease in await self._queue.expired(self._lease_ttl):
-            with self._background.besides("retrying an expired lease"):
-                await self.end(lease)
+        for lease in await self._queue.sweep_expired(self._lease_ttl):
+            with self._background.log_errors("retrying an expired lease"):
+                await self.expire_lease(lease)
 
     async def _review(self) -> None:
         """Refresh workers, learn costs, review active requests and save costs; then wait for REVIEW_S.
@@ -215,10 +218,10 @@ class Maintenance(Observer):
         """
         for what, work in (
             ("refreshing workers", self.workers),
-            ("learning costs", self.learn),
+            ("learning costs", self.learn_costs),
             ("reviewing active requests", self.requests),
-            ("saving learned costs", self._costs.settle),
+            ("saving learned costs", self._costs.update_models),
         ):
-            with self._background.besides(what):
+            with self._background.log_errors(what):
                 await work()
         await asyncio.sleep(REVIEW_S)

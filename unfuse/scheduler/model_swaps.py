@@ -34,7 +34,7 @@ class ModelBacklog(msgspec.Struct, frozen=True):
     loading: bool = False
 
 
-def stay(load_s: float) -> float:
+def min_stay_s(load_s: float) -> float:
     """Return the least seconds for which a busy worker keeps a loaded model.
 
     load_s: seconds that loading the model takes.
@@ -42,7 +42,7 @@ def stay(load_s: float) -> float:
     return load_s * (1 - LOADING_SHARE) / LOADING_SHARE
 
 
-def next_set(held: str, lines: Mapping[str, ModelBacklog], load_s: float, stayed_s: float, idle_s: float) -> str:
+def choose_model(held: str, lines: Mapping[str, ModelBacklog], load_s: float, stayed_s: float, idle_s: float) -> str:
     """Return the model that a worker should have: `held`, or one to swap to.
 
     A worker keeps its model for `stay` seconds, unless it is idle: without a task for `load_s` seconds. Then:
@@ -60,14 +60,14 @@ def next_set(held: str, lines: Mapping[str, ModelBacklog], load_s: float, stayed
     idle_s: seconds since the worker last had a task.
     """
     is_idle = idle_s >= load_s
-    if not is_idle and stayed_s < stay(load_s):
+    if not is_idle and stayed_s < min_stay_s(load_s):
         return held
 
     current = lines[held]
     candidates = {name: backlog for name, backlog in lines.items() if name != held and backlog.waiting}
 
     def is_worth_loading(backlog: ModelBacklog) -> bool:
-        return is_idle or backlog.left_s >= load_s or backlog.oldest_s >= stay(load_s)
+        return is_idle or backlog.left_s >= load_s or backlog.oldest_s >= min_stay_s(load_s)
 
     def needs_more_workers(backlog: ModelBacklog) -> bool:
         if backlog.loading or not (is_idle or current.others):
@@ -118,23 +118,23 @@ class ModelSwaps:
         #: By model, the seconds that it took to load.
         self._load_s: dict[str, float] = {}
 
-    def worked(self, worker: str) -> None:
+    def note_activity(self, worker: str) -> None:
         """Note that a worker has tasks now."""
         if model := self._workers.get(worker):
             model.worked_at = self._clock.now()
 
-    def heard(self, worker: WorkerInfo) -> WorkerInfo:
+    def on_heartbeat(self, worker: WorkerInfo) -> WorkerInfo:
         """Record a heartbeat, and return the worker with its swap target, to be registered.
 
         A worker that failed to load its target reports the model that it had before.
         """
-        if not worker.sets:
+        if not worker.swappable_models:
             return worker
         now = self._clock.now()
         model = self._workers.get(worker.id)
         status = worker.status
         if model and status.loaded not in (model.name, ""):
-            self._observers.tell(Observer.swapped, status.loaded, status.load_s)
+            self._observers.notify(Observer.on_swapped, status.loaded, status.load_s)
         if model is None or status.loaded not in (model.name, ""):
             model = self._workers[worker.id] = _WorkerModel(status.loaded, now, now)
             self._load_s[status.loaded] = status.load_s
@@ -142,10 +142,10 @@ class ModelSwaps:
         if status.target:
             model.target = status.target
             model.is_ordered = True
-        self._registry.known[worker.id] = worker = _with_target(worker, model.target)
+        self._registry.known_workers[worker.id] = worker = _with_target(worker, model.target)
         return worker
 
-    async def next(self, worker: WorkerInfo, works: bool) -> tuple[str, str]:
+    async def decide_swap(self, worker: WorkerInfo, works: bool) -> tuple[str, str]:
         """Return the model that a worker should load now, and the likely next one.
 
         The next one is what would be decided if its model had been loaded longer, by the seconds of loading. Each is ""
@@ -166,7 +166,7 @@ class ModelSwaps:
             if model.target and worker.id < min(rivals, default=""):
                 break  # keep the registered target: the others withdraw theirs, or will have loaded them soon
             model.target = to_load
-            await self._queue.hello(_with_target(worker, to_load))
+            await self._queue.register(_with_target(worker, to_load))
         return model.target if model.is_ordered else "", likely_next
 
     async def _decide(self, worker: WorkerInfo, model: _WorkerModel) -> tuple[str, str, list[str]]:
@@ -174,12 +174,12 @@ class ModelSwaps:
         stats = (await self._queue.stats(worker.pools)).pools
         others = [member.info for member in await self._registry.workers() if member.info.id != worker.id]
         self._workers = {info.id: self._workers[info.id] for info in (*others, worker) if info.id in self._workers}
-        lines = {name: self._backlog(worker, name, stats, others) for name in worker.sets}
-        load_s = max(self._load_s.get(name, worker.status.load_s) for name in worker.sets)
+        lines = {name: self._backlog(worker, name, stats, others) for name in worker.swappable_models}
+        load_s = max(self._load_s.get(name, worker.status.load_s) for name in worker.swappable_models)
         now = self._clock.now()
         stayed_s = now - model.loaded_at
         idle_s = now - max(model.loaded_at, model.worked_at)
-        decided = [next_set(model.name, lines, load_s, at, idle_s) for at in (stayed_s, stayed_s + load_s)]
+        decided = [choose_model(model.name, lines, load_s, at, idle_s) for at in (stayed_s, stayed_s + load_s)]
         to_load, likely_next = ("" if name == model.name else name for name in decided)
         return to_load, likely_next, [other.id for other in others if other.status.target]
 
@@ -188,8 +188,8 @@ class ModelSwaps:
 
         None if a worker has loaded it, or no worker serves the pool.
         """
-        workers = [worker for worker in self._registry.known.values() if pool in worker.pools]
-        if not workers or any(pool in worker.open for worker in workers):
+        workers = [worker for worker in self._registry.known_workers.values() if pool in worker.pools]
+        if not workers or any(pool in worker.available_pools for worker in workers):
             return None
         return min(self._predict_load(worker, pool) for worker in workers)
 
@@ -197,10 +197,10 @@ class ModelSwaps:
         self, worker: WorkerInfo, name: str, stats: Mapping[str, PoolStats], others: Sequence[WorkerInfo]
     ) -> ModelBacklog:
         """Return the backlog of a model, without pools that the worker's loaded model serves too."""
-        pools = {*worker.sets[name]}
-        pool_stats = [stats[pool] for pool in pools - {*worker.open} or pools if pool in stats]
+        pools = {*worker.swappable_models[name]}
+        pool_stats = [stats[pool] for pool in pools - {*worker.available_pools} or pools if pool in stats]
         targets = [other.status.target for other in others]
-        loaded_count = sum(pools <= {*other.open} for other in others if not other.status.target)
+        loaded_count = sum(pools <= {*other.available_pools} for other in others if not other.status.target)
         return ModelBacklog(
             waiting=sum(pool.waiting for pool in pool_stats),
             oldest_s=max((pool.oldest_s for pool in pool_stats), default=0.0),
@@ -213,12 +213,12 @@ class ModelSwaps:
         """Return the predicted seconds until a worker has loaded the model of a pool."""
         now = self._clock.now()
         model = self._workers.get(worker.id)
-        models = [name for name, pools in worker.sets.items() if pool in pools]
+        models = [name for name, pools in worker.swappable_models.items() if pool in pools]
         load_s = min(self._load_s.get(name, worker.status.load_s) for name in models)
         if model is None or model.target:
             return load_s
         idle_until = max(model.loaded_at, model.worked_at) + load_s
-        return load_s + max(0.0, min(model.loaded_at + stay(load_s), idle_until) - now)
+        return load_s + max(0.0, min(model.loaded_at + min_stay_s(load_s), idle_until) - now)
 
 
 def _with_target(worker: WorkerInfo, target: str) -> WorkerInfo:

@@ -15,59 +15,59 @@ class Observer:
     seconds.
     """
 
-    def announced(self, context: RequestContext) -> None:
+    def on_announced(self, context: RequestContext) -> None:
         """A request is about to be queued. None of its tasks can be leased yet."""
 
-    def refused(self, context: RequestContext) -> None:
+    def on_refused(self, context: RequestContext) -> None:
         """An announced request was refused by admission control."""
 
-    def submitted(self, context: RequestContext) -> None:
+    def on_submitted(self, context: RequestContext) -> None:
         """A new request was accepted. Repeats of an earlier request are not reported."""
 
-    def ended(self, context: RequestContext) -> None:
+    def on_ended(self, context: RequestContext) -> None:
         """A request has ended: its status is terminal."""
 
-    def billed(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
+    def on_billed(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
         """Device seconds, by device, were added to the bill of a request that had ended."""
 
-    def written_off(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
+    def on_lost_device_time(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
         """Lost attempts at a request used device seconds, by device, which are not billed."""
 
-    def dispatched(self, pool: str) -> None:
+    def on_dispatched(self, pool: str) -> None:
         """A task of this pool was leased to a worker."""
 
-    def lease_expired(self, pool: str) -> None:
+    def on_lease_expired(self, pool: str) -> None:
         """A lease on a task of this pool expired because its worker sent no heartbeat.
 
         The task is retried, or its request fails if the task has no retries left.
         """
 
-    def moved(self, engine: str, moved: TransferStats) -> None:
+    def on_transfer(self, engine: str, moved: TransferStats) -> None:
         """A worker pulled objects from another node with this transfer engine."""
 
-    def began_to_grow(self, model: str, pieces: int, seconds: float) -> None:
+    def on_first_delta(self, model: str, pieces: int, seconds: float) -> None:
         """The first `pieces` chunks of an output were recorded, `seconds` after its request was accepted."""
 
-    def grew(self, model: str, pieces: int, seconds: float | None) -> None:
+    def on_deltas(self, model: str, pieces: int, seconds: float | None) -> None:
         """Another `pieces` chunks of an output were recorded, `seconds` after the previous ones.
 
         `seconds` is None if another scheduler recorded the previous chunks.
         """
 
-    def swapped(self, holds: str, seconds: float) -> None:
+    def on_swapped(self, holds: str, seconds: float) -> None:
         """A worker loaded the model `holds` in place of another one. Loading took `seconds`."""
 
-    def retracted(self, times: int) -> None:
+    def on_retracted(self, times: int) -> None:
         """A worker retracted texts `times` times: it freed their KV cache for other texts."""
 
-    def leaked(self, role: str, memory: Memory, nbytes: int) -> None:
+    def on_leaked(self, role: str, memory: Memory, nbytes: int) -> None:
         """An idle worker of this role reported a memory leak of `nbytes` bytes."""
 
-    def told(self, outcome: str) -> None:
+    def on_webhook_attempt(self, outcome: str) -> None:
         """A webhook was called, with this outcome of the delivery attempt.
 
-        `outcome`: "heard" (delivered), "failed" (to be retried) or "given_up" (failed for good).
+        `outcome`: "delivered", "failed" (to be retried) or "given_up" (failed for good).
         """
 
-    def looked_up(self, hits: int, misses: int) -> None:
+    def on_cache_lookup(self, hits: int, misses: int) -> None:
         """The encoder cache was searched for an accepted request: the numbers of hits and misses."""

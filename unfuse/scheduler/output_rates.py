@@ -9,7 +9,7 @@ import structlog
 from typing_extensions import override
 
 from unfuse.core.clock import Clock
-from unfuse.core.errors import Damaged, NotFound, ProtocolError
+from unfuse.core.errors import NotFound, ProtocolError, RecordDamaged
 from unfuse.core.request import RequestContext
 from unfuse.core.supervisor import Observers
 from unfuse.core.task import Claim, OutputDeltas
@@ -17,7 +17,7 @@ from unfuse.queues.base import RequestStore
 from unfuse.scheduler.observer import Observer
 
 #: Most outputs that are tracked at one time. The one that is tracked longest is dropped first.
-MOST = 4096
+MAX_RATES = 4096
 
 log = structlog.get_logger(__name__)
 
@@ -61,7 +61,7 @@ class OutputRates(Observer):
         if not grown:
             return set()
         try:
-            are_leased = await self._store.append_all(grown)
+            are_leased = await self._store.append_deltas(grown)
         except ProtocolError as error:
             if len(grown) > 1:  # try each alone
                 return {claim for deltas in grown for claim in await self.append([deltas])}
@@ -73,7 +73,7 @@ class OutputRates(Observer):
         return {deltas.claim for deltas in recorded}
 
     @override
-    def ended(self, context: RequestContext) -> None:
+    def on_ended(self, context: RequestContext) -> None:
         for stage in context.stages:
             self._outputs.pop((context.id, stage), None)
 
@@ -82,17 +82,17 @@ class OutputRates(Observer):
         output = self._outputs.get(deltas.claim.key) or await self._track_output(deltas)
         if output is None:
             return
-        count = deltas.offset + len(deltas.pieces) - output.chunks
+        count = deltas.offset + len(deltas.deltas) - output.chunks
         now = self._clock.now()
         if count <= 0:
             return
 
         if output.chunks:
             since = None if output.recorded_at is None else now - output.recorded_at
-            self._observers.tell(Observer.grew, output.model, count, since)
+            self._observers.notify(Observer.on_deltas, output.model, count, since)
         else:
             seconds = max(0.0, self._clock.wall() - output.created_at)
-            self._observers.tell(Observer.began_to_grow, output.model, count, seconds)
+            self._observers.notify(Observer.on_first_delta, output.model, count, seconds)
         output.chunks += count
         output.recorded_at = now
 
@@ -102,11 +102,11 @@ class OutputRates(Observer):
         None if its request is deleted or damaged.
         """
         try:
-            record = self._store.known(deltas.claim) or await self._store.load(deltas.claim.request)
-        except (NotFound, Damaged):
+            record = self._store.cached_record(deltas.claim) or await self._store.load(deltas.claim.request)
+        except (NotFound, RecordDamaged):
             return None
         context = record.context
         self._outputs[deltas.claim.key] = output = _Output(context.request.model, context.created_at, deltas.offset)
-        if len(self._outputs) > MOST:
+        if len(self._outputs) > MAX_RATES:
             del self._outputs[next(iter(self._outputs))]
         return output

@@ -13,7 +13,15 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from unfuse.core.clock import Clock, SystemClock
-from unfuse.core.errors import Damaged, LeaseLost, LimitReached, NotFound, Overloaded, ShuttingDown, WeightsChanged
+from unfuse.core.errors import (
+    LeaseLost,
+    LimitReached,
+    NotFound,
+    Overloaded,
+    RecordDamaged,
+    ShuttingDown,
+    WeightsChanged,
+)
 from unfuse.core.messages import CachePrefix, CheckpointSaved, OutputAnnounced, TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.modalities import Work
 from unfuse.core.model_spec import ModelSpec
@@ -21,7 +29,6 @@ from unfuse.core.parameters import nth_seed
 from unfuse.core.paths import without_paths
 from unfuse.core.plan import Params, PlannedStage, compile_plan, prefix_key
 from unfuse.core.request import (
-    Awaiting,
     Caller,
     Change,
     Delivery,
@@ -29,13 +36,14 @@ from unfuse.core.request import (
     RequestContext,
     RequestRecord,
     TenantLimits,
+    WaitReason,
     request_ids,
 )
 from unfuse.core.supervisor import Observers, Supervisor
 from unfuse.core.task import CACHED, Claim, Lease
-from unfuse.queues.base import EXACT, LeaseRequest, QueueBackend, QueueLimits
-from unfuse.scheduler import lifecycle
-from unfuse.scheduler.admission import Order, PoolArenas, place
+from unfuse.queues.base import MAX_SAFE_INTEGER, LeaseRequest, QueueBackend, QueueLimits
+from unfuse.scheduler import cold_starts, lifecycle
+from unfuse.scheduler.admission import Order, PoolArenas, compute_order
 from unfuse.scheduler.backpressure import InFlight
 from unfuse.scheduler.costs import Costs
 from unfuse.scheduler.encoder_cache import EncoderCache
@@ -47,7 +55,7 @@ from unfuse.scheduler.registry import Registry
 from unfuse.scheduler.transitions import Transitions, WebhookDeliveries
 
 #: Queue limits of a request that is complete when it is submitted.
-UNLIMITED = QueueLimits(EXACT, EXACT)
+UNLIMITED = QueueLimits(MAX_SAFE_INTEGER, MAX_SAFE_INTEGER)
 
 #: Tenant limits of a request that counts against no allowance.
 ANY_NUMBER = TenantLimits()
@@ -75,7 +83,7 @@ class Scheduler:
         *,
         limits: QueueLimits | None = None,
         lease_ttl: float = 15.0,
-        cards: Sequence[ModelSpec] = (),
+        specs: Sequence[ModelSpec] = (),
         clock: Clock | None = None,
         order: Order = "fifo",
         cache_bytes: int = 0,
@@ -93,33 +101,33 @@ class Scheduler:
         self._order: Order = order
         self._arenas = arenas or PoolArenas()
         self.in_flight = InFlight()
-        self.registry = Registry(queue, lease_ttl, cards, asleep or {}, wake_limit)
+        self.registry = Registry(queue, lease_ttl, specs, asleep or {}, wake_limit)
 
-        self._costs = Costs(costs, self.clock, self.registry.known)
+        self._costs = Costs(costs, self.clock, self.registry.known_workers)
         self._background = Supervisor()
         self.observers = Observers[Observer](self._background)
         self._transitions = Transitions(queue, self.registry, self.clock, self.observers)
         self._apply = self._transitions.apply
         self._cache = EncoderCache(self._transitions, cache_bytes, self._background)
-        self.upkeep = Maintenance(
+        self.maintenance = Maintenance(
             self._transitions, self._costs, self.in_flight, self._cache, lease_ttl, self._background
         )
         self.webhook_deliveries = WebhookDeliveries(self._transitions)
-        self.swaps = ModelSwaps(queue, self.registry, self.clock, self.observers)
-        self.growing = OutputRates(queue, self.clock, self.observers)
-        self.observers.add(self.in_flight, self.upkeep, self._costs, self.growing)
+        self.model_swaps = ModelSwaps(queue, self.registry, self.clock, self.observers)
+        self.output_rates = OutputRates(queue, self.clock, self.observers)
+        self.observers.add(self.in_flight, self.maintenance, self._costs, self.output_rates)
 
     async def start(self) -> None:
         """Start background maintenance: learn costs, watch deadlines and expire leases."""
-        self.upkeep.start()
+        self.maintenance.start()
 
     async def close(self) -> None:
         """Stop background maintenance. The queue stays open."""
-        await self.upkeep.close()
+        await self.maintenance.close()
 
     async def submit(
         self,
-        card: ModelSpec,
+        spec: ModelSpec,
         request: GenerationRequest,
         caller: Caller,
         delivery: Delivery,
@@ -142,14 +150,14 @@ class Scheduler:
 
         samples: list[Params] = [{"seed": nth_seed(seed, index), "index": index} for index in range(request.n)]
         size_params = params | request.derived.values()
-        works = {stage.name: stage.work.of(size_params) for stage in card.pipeline.stages}
-        if (file := self.registry.changed_file(*card.pools().values())) and file.compared:
+        works = {stage.name: stage.work.of(size_params) for stage in spec.pipeline.stages}
+        if (file := self.registry.changed_file(*spec.pools().values())) and file.compared:
             raise WeightsChanged(f"the model is unavailable: {file}")
 
-        pools = await self._choose_pools({name: (pool, works[name]) for name, pool in card.pools().items()})
+        pools = await self._choose_pools({name: (pool, works[name]) for name, pool in spec.pools().items()})
         shared_by = self._cache.shared_by(caller.tenant, delivery.cache)
-        plan = compile_plan(card.pipeline, pools, params, samples, shared_by, prefixes, request.derived)
-        id = request.id or self.queue.placed(request_ids(), caller)
+        plan = compile_plan(spec.pipeline, pools, params, samples, shared_by, prefixes, request.derived)
+        id = request.id or self.queue.choose_id(request_ids(), caller)
         request = replace(request, id=id)
         return await self._submit(RequestContext(request, caller, delivery, plan, {}))
 
@@ -164,45 +172,45 @@ class Scheduler:
         metadata = delivery.metadata | {"reuse_of": source.id}
         delivery = replace(delivery, metadata=metadata)
         context = RequestContext(request, caller, delivery, source.plan, {})
-        change = lifecycle.reused(context, source.result, self.clock.wall())
-        limits = replace(UNLIMITED, tenant=replace(caller.allowance, concurrent=0))
+        change = lifecycle.complete_from_results(context, source.result, self.clock.wall())
+        limits = replace(UNLIMITED, tenant=replace(caller.limits, concurrent=0))
         record = await self.queue.submit(change.context, (), change.events, limits)
         if record.context == change.context:
-            self.observers.tell(Observer.submitted, record.context)
-            self.observers.tell(Observer.ended, record.context)
+            self.observers.notify(Observer.on_submitted, record.context)
+            self.observers.notify(Observer.on_ended, record.context)
         return record
 
     async def retry(self, request: str, id: str = "", allowance: TenantLimits = ANY_NUMBER) -> RequestRecord:
         """Submit a dead letter again, without a deadline, and return the new request.
 
-        The old request is no longer a dead letter. `id` is that of the new request ("": `retried_as`).
+        The old request is no longer a dead letter. `id` is that of the new request ("": `choose_retry_id`).
         Raises NotFound if the request is not a dead letter, and Overloaded.
         """
         old = (await self.queue.load(request)).context
-        if not old.dead:
+        if not old.is_dead_letter:
             raise NotFound(f"request {request} is not a dead letter")
-        id = id or self.retried_as(old, allowance)
+        id = id or self.choose_retry_id(old, allowance)
         metadata = old.delivery.metadata | {"retry_of": request}
         stages = {stage.name: (stage.pool, stage.work) for stage in old.plan.stages}
-        plan = old.plan.moved(await self._choose_pools(stages))
+        plan = old.plan.with_pools(await self._choose_pools(stages))
         fresh = RequestContext(
             replace(old.request, id=id, result_cache_key=""),
-            Caller(old.caller.tenant, allowance=allowance, base_url=old.caller.base_url),
+            Caller(old.caller.tenant, limits=allowance, base_url=old.caller.base_url),
             replace(old.delivery, metadata=metadata, timeout=None),
             plan,
             {},
         )
         record = await self._submit(fresh)
-        await self._apply(request, lambda record, _: lifecycle.retried(record.context))
+        await self._apply(request, lambda record, _: lifecycle.clear_dead_letter(record.context))
         return record
 
-    def retried_as(self, old: RequestContext, allowance: TenantLimits) -> str:
+    def choose_retry_id(self, old: RequestContext, allowance: TenantLimits) -> str:
         """Return the id of the request that retries a dead letter.
 
         It is the same each time, so that a repeated retry returns the same request.
         """
-        caller = Caller(old.caller.tenant, old.id, allowance=allowance)
-        return self.queue.placed(request_ids(old.medium, old.id), caller)
+        caller = Caller(old.caller.tenant, old.id, limits=allowance)
+        return self.queue.choose_id(request_ids(old.modality, old.id), caller)
 
     async def _submit(self, context: RequestContext) -> RequestRecord:
         """Price, order, admit and queue a request."""
@@ -211,37 +219,37 @@ class Scheduler:
         timeout = context.delivery.timeout
         now = 0.0 if timeout is None else await self.queue.now()
 
-        context = self._costs.priced(context)
-        limit_s = context.request.time_limit_s if self._costs.known(context) else None
+        context = self._costs.with_cost(context)
+        limit_s = context.request.time_limit_s if self._costs.is_measured(context) else None
         limit_s = limit_s and max(limit_s, PATIENCE * context.cost)
         request = replace(context.request, time_limit_s=limit_s)
         deadline = timeout and now + timeout
         context = replace(context, request=request, created_at=self.clock.wall(), deadline=deadline)
 
-        order = await place(self._order, self.queue, context)
+        order = await compute_order(self._order, self.queue, context)
         hits, misses = await self._cache.find(context.plan)
-        await self._arenas.require_room(context.plan, hits, self.registry.known.values(), self.registry.workers)
+        await self._arenas.require_room(context.plan, hits, self.registry.known_workers.values(), self.registry.workers)
         context = replace(context, order=order)
         leaders = await self._cache.leaders(context, hits)
-        admitted = lifecycle.admitted(context, self.clock.wall(), hits, leaders)
-        push = self._transitions.output_sizes.given(admitted.push)
+        admitted = lifecycle.admit(context, self.clock.wall(), hits, leaders)
+        push = self._transitions.output_sizes.with_learned_sizes(admitted.push)
 
-        self.observers.tell(Observer.announced, context)
+        self.observers.notify(Observer.on_announced, context)
         try:
-            limits = replace(self._limits, tenant=context.caller.allowance)
+            limits = replace(self._limits, tenant=context.caller.limits)
             record = await self.queue.submit(admitted.context, push, admitted.events, limits)
         except Overloaded as error:
-            self.observers.tell(Observer.refused, context)
+            self.observers.notify(Observer.on_refused, context)
             if not (isinstance(error, LimitReached) and error.retry_after):
-                error.retry_after = self._costs.until_room(context.cost)
+                error.retry_after = self._costs.seconds_until_admitted(context.cost)
             raise
 
         if record.context == admitted.context:  # else it is the record of an earlier, equal request
-            self.observers.tell(Observer.submitted, record.context)
-            self.observers.tell(Observer.looked_up, len(hits) + len(leaders), misses - len(leaders))
-            self._cache.submitted(record.context)
-            record = await self._transitions.settled(record)
-            self.upkeep.arm(record.context, now)
+            self.observers.notify(Observer.on_submitted, record.context)
+            self.observers.notify(Observer.on_cache_lookup, len(hits) + len(leaders), misses - len(leaders))
+            self._cache.on_submitted(record.context)
+            record = await self._transitions.move_waiting(record)
+            self.maintenance.set_deadline_timer(record.context, now)
         return record
 
     async def _choose_pools(self, stages: Mapping[str, tuple[str, Work]]) -> dict[str, str]:
@@ -252,7 +260,7 @@ class Scheduler:
 
         stages: the declared pool and the work of each stage, by name.
         """
-        candidates = {name: self.registry.manned(pool) for name, (pool, _) in stages.items()}
+        candidates = {name: self.registry.live_pools(pool) for name, (pool, _) in stages.items()}
         compared = sorted({pool for pools in candidates.values() if len(pools) > 1 for pool in pools})
         backlogs = (await self.queue.stats(compared)).pools if compared else {}
 
@@ -265,22 +273,22 @@ class Scheduler:
     async def cancel(self, request: str) -> RequestRecord:
         """Cancel a request. A request that has ended stays as it is. Raises NotFound."""
         record, _ = await self._apply(
-            request, lambda record, wall: lifecycle.cancelled(record.context, wall, record.running)
+            request, lambda record, wall: lifecycle.cancel(record.context, wall, record.running)
         )
         return record
 
-    async def give_up(self, request: str, reason: str) -> None:
+    async def fail_unserved(self, request: str, reason: str) -> None:
         """Fail a request whose model cannot be served, unless it has ended or is unknown."""
         with suppress(NotFound):
             await self._apply(
-                request, lambda record, wall: lifecycle.unserved(record.context, reason, wall, record.running)
+                request, lambda record, wall: lifecycle.fail_unserved(record.context, reason, wall, record.running)
             )
 
     async def client_disconnected(self, request: str) -> None:
         """Cancel a request because its client disconnected, unless it has ended or is unknown."""
         with suppress(NotFound):
             await self._apply(
-                request, lambda record, wall: lifecycle.client_disconnected(record.context, wall, record.running)
+                request, lambda record, wall: lifecycle.disconnect_client(record.context, wall, record.running)
             )
 
     async def complete(
@@ -301,52 +309,53 @@ class Scheduler:
 
         record, _ = await self._apply(
             claim.request,
-            lambda record, wall: lifecycle.completed(record.context, done, worker, wall, record.running),
+            lambda record, wall: lifecycle.complete_stage(record.context, done, worker, wall, record.running),
             commit,
-            self.queue.known(claim),
+            self.queue.cached_record(claim),
         )
         # An error from here on is only logged: the task is recorded as completed.
         if done.output and record.context.stages[claim.stage].output == done.output:
             stage = record.context.plan.stage(claim.stage)
-            with self._background.besides("learning the size of an output"):
+            with self._background.log_errors("learning the size of an output"):
                 self._transitions.output_sizes.learn(stage.pool, done.output.nbytes)
-            with self._background.besides("caching an output"):
-                await self._cache.keep(stage.cache, done.output)
+            with self._background.log_errors("caching an output"):
+                await self._cache.add(stage.cache_key, done.output)
         return record, leases
 
-    async def save(self, saved: CheckpointSaved, worker: str) -> None:
+    async def save_checkpoint(self, saved: CheckpointSaved, worker: str) -> None:
         """Record a checkpoint. Raises LeaseLost if the task is not leased to this worker."""
         await self._apply(
-            saved.claim.request, lambda record, _: lifecycle.saved(record.context, saved, worker, record.running)
+            saved.claim.request,
+            lambda record, _: lifecycle.save_checkpoint(record.context, saved, worker, record.running),
         )
 
-    async def announce(self, news: OutputAnnounced, worker: str) -> None:
+    async def announce_output(self, news: OutputAnnounced, worker: str) -> None:
         """Queue the readers of an output that is still being written.
 
         Raises LeaseLost as `save` does.
         """
         await self._apply(
             news.claim.request,
-            lambda record, wall: lifecycle.announced(record.context, news, worker, wall, record.running),
+            lambda record, wall: lifecycle.announce_output(record.context, news, worker, wall, record.running),
         )
 
-    async def keep(self, kept: CachePrefix, worker: str) -> None:
+    async def cache_prefix(self, kept: CachePrefix, worker: str) -> None:
         """Add a running task's prefix to the prefix cache. Raises LeaseLost as `save` does."""
         claim = kept.claim
         record = await self.queue.load(claim.request)
         is_allowed = claim.stage in record.context.stages and _may_cache(record.context.plan.stage(claim.stage), kept)
-        if not is_allowed or kept.output.owner != worker or not lifecycle.held_by(worker, claim, record.running):
+        if not is_allowed or kept.output.owner != worker or not lifecycle.is_held_by(worker, claim, record.running):
             raise LeaseLost(f"worker {worker} may not cache this prefix for {claim.stage} of {claim.request}")
-        await self._cache.keep(kept.key, kept.output)
+        await self._cache.add(kept.key, kept.output)
 
-    async def resumed(self, lease: Lease) -> Lease:
+    async def add_resume_data(self, lease: Lease) -> Lease:
         """Return the lease with an earlier attempt's checkpoint and the cached prefix, if any."""
         task = lease.task
         if task.planned.prefixes:
             lease = replace(lease, prefix=await self._cache.prefix(task.planned.prefixes))
         if task.attempt == 1:
             return lease
-        with suppress(NotFound, Damaged):
+        with suppress(NotFound, RecordDamaged):
             state = (await self.queue.load(task.request)).context.stages[task.stage]
             return replace(lease, checkpoint=state.checkpoint)
         return lease
@@ -365,16 +374,16 @@ class Scheduler:
             stages = record.context.stages.keys()
             pool = record.context.plan.stage(claim.stage).pool if claim.stage in stages else ""
             has_other = self.registry.has_other(pool, worker)
-            return lifecycle.failed(record.context, failure, worker, wall, queue_now, record.running, has_other)
+            return lifecycle.fail_stage(record.context, failure, worker, wall, queue_now, record.running, has_other)
 
         record, _ = await self._apply(claim.request, decide)
         if failed.object_id:
-            self.in_flight.announced(record.context)
-            with self._background.besides("removing a lost output from the cache"):
-                await self._cache.lost(record.context.plan, claim.stage, failed.object_id)
+            self.in_flight.on_announced(record.context)
+            with self._background.log_errors("removing a lost output from the cache"):
+                await self._cache.evict_lost(record.context.plan, claim.stage, failed.object_id)
         return record
 
-    async def stopped(self, stopped: TaskStopped, worker: str) -> None:
+    async def account_stopped(self, stopped: TaskStopped, worker: str) -> None:
         """Account for the device time of an attempt that its worker dropped.
 
         Each attempt is counted once.
@@ -384,10 +393,10 @@ class Scheduler:
             return
         if await self.queue.progress(claim, (), stopped.timings):
             return  # the lease is still valid: the attempt is counted when it ends
-        with suppress(NotFound, Damaged):
+        with suppress(NotFound, RecordDamaged):
             await self._apply(
                 claim.request,
-                lambda record, wall: lifecycle.stopped(record.context, stopped, worker, wall, record.running),
+                lambda record, wall: lifecycle.account_stopped(record.context, stopped, worker, wall, record.running),
             )
 
     async def _hand_back(self, failed: TaskFailed, worker: str) -> RequestRecord:
@@ -397,29 +406,29 @@ class Scheduler:
         back too often, the request becomes a dead letter. Raises LeaseLost.
         """
         claim = failed.claim
-        is_blameless = failed.reason in lifecycle.BLAMELESS
+        is_blameless = failed.reason in lifecycle.UNLIMITED_HAND_BACKS
         await self._apply(
             claim.request,
-            lambda record, wall: lifecycle.handed_back(
+            lambda record, wall: lifecycle.hand_back(
                 record.context, claim, worker, wall, record.running, failed.timings
             ),
         )
-        if not await self.holds(worker, claim) or (is_blameless and not await self.queue.hand_back(claim)):
+        if not await self.is_leased_to(worker, claim) or (is_blameless and not await self.queue.hand_back(claim)):
             raise LeaseLost(f"stage {claim.stage} of {claim.request} is not leased to {worker}")
-        if not is_blameless and await self.queue.turn_down(claim) >= lifecycle.GIVEN_UP:
+        if not is_blameless and await self.queue.refuse(claim) >= lifecycle.MAX_HAND_BACK_WORKERS:
             await self._apply(
                 claim.request,
-                lambda record, wall: lifecycle.turned_down(
+                lambda record, wall: lifecycle.dead_letter_handed_back(
                     record.context, claim.stage, failed.message, wall, record.running
                 ),
             )
         return await self.queue.load(claim.request)
 
-    async def holds(self, worker: str, claim: Claim) -> bool:
+    async def is_leased_to(self, worker: str, claim: Claim) -> bool:
         """Return whether the task is leased to this worker. Commits check the lease token."""
         try:
-            return lifecycle.held_by(worker, claim, (await self.queue.load(claim.request)).running)
-        except (NotFound, Damaged):
+            return lifecycle.is_held_by(worker, claim, (await self.queue.load(claim.request)).running)
+        except (NotFound, RecordDamaged):
             return False
 
     def eta(self, record: RequestRecord) -> float | None:
@@ -427,31 +436,32 @@ class Scheduler:
 
         None if it has ended, or if a stage of it was never measured.
         """
-        _, wait_s = self.awaited(record)
+        _, wait_s = self.awaited_condition(record)
         compute_s = self._costs.eta(record)
         return compute_s if wait_s is None else wait_s + (compute_s or record.context.cost)
 
-    def awaited(self, record: RequestRecord) -> tuple[Awaiting, float | None]:
+    def awaited_condition(self, record: RequestRecord) -> tuple[WaitReason, float | None]:
         """Return what a request waits for before it runs, and the predicted seconds.
 
-        It waits for a cold start ("waking") or a model swap ("loading"). The seconds are None if it waits for neither.
+        It waits for a cold start ("cold_start") or a model swap ("loading"). The seconds are None if it waits for
+        neither.
         """
         context = record.context
-        waking_s = lifecycle.seconds_until_awake(context, self._costs.woken, self.clock.wall())
-        if waking_s is not None or context.over or record.running:
-            return "waking", waking_s
+        waking_s = cold_starts.seconds_until_started(context, self._costs.cold_starts, self.clock.wall())
+        if waking_s is not None or context.is_over or record.running:
+            return "cold_start", waking_s
         pools = {stage.pool for stage in context.plan.stages if context.stages[stage.name].status != "done"}
-        loading_s = (seconds for pool in pools if (seconds := self.swaps.until_loaded(pool)) is not None)
+        loading_s = (seconds for pool in pools if (seconds := self.model_swaps.until_loaded(pool)) is not None)
         return "loading", max(loading_s, default=None)
 
-    async def over(self, names: Sequence[str]) -> list[str]:
+    async def releasable(self, names: Sequence[str]) -> list[str]:
         """Return the requests among `names` that have ended, and the cached objects that were evicted.
 
         Objects of these names may be freed. Names of cached objects are those of `task.cached_as`.
         """
         cached = [name for name in names if name.startswith(CACHED)]
         requests = [name for name in names if not name.startswith(CACHED)]
-        return await self.queue.over(requests) + await self._cache.over(cached)
+        return await self.queue.ended_among(requests) + await self._cache.evicted(cached)
 
 
 def _may_cache(stage: PlannedStage, prefix: CachePrefix) -> bool:
@@ -459,5 +469,7 @@ def _may_cache(stage: PlannedStage, prefix: CachePrefix) -> bool:
 
     It may add the prefixes of its plan, and a prefix block with a digest in the space that it extends.
     """
-    extends = bool(stage.extends and prefix.digest) and prefix.key == prefix_key(stage.extends, prefix.digest)
+    extends = bool(stage.extends_prefix_of and prefix.digest) and prefix.key == prefix_key(
+        stage.extends_prefix_of, prefix.digest
+    )
     return extends or prefix.key in stage.prefixes

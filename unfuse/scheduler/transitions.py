@@ -14,14 +14,14 @@ from msgspec.structs import replace
 
 from unfuse.core.clock import Clock
 from unfuse.core.errors import Conflict, LeaseLost, NotFound
-from unfuse.core.plan import declared
+from unfuse.core.plan import declared_pool
 from unfuse.core.request import (
     Change,
     RequestContext,
     RequestRecord,
     WebhookDelivery,
     billed_seconds,
-    increase,
+    device_seconds_since,
     lost_seconds,
 )
 from unfuse.core.supervisor import Observers
@@ -58,17 +58,19 @@ class OutputSizes:
 
     def learn(self, pool: str, nbytes: int) -> None:
         """Record the size of an output."""
-        self._sizes[declared(pool)].append(nbytes)
+        self._sizes[declared_pool(pool)].append(nbytes)
 
     def of(self, pool: str) -> int:
         """Return the bytes that fit SHARE of a pool's outputs, or 0 without a record."""
-        sizes = sorted(self._sizes.get(declared(pool), ()))
+        sizes = sorted(self._sizes.get(declared_pool(pool), ()))
         return sizes[ceil(SHARE * len(sizes)) - 1] if sizes else 0
 
-    def given(self, tasks: Iterable[Task]) -> tuple[Task, ...]:
+    def with_learned_sizes(self, tasks: Iterable[Task]) -> tuple[Task, ...]:
         """Return the tasks with the learned room where their pipelines declare none."""
         return tuple(
-            task if task.planned.room else replace(task, planned=replace(task.planned, room=self.of(task.planned.pool)))
+            task
+            if task.planned.output_size
+            else replace(task, planned=replace(task.planned, output_size=self.of(task.planned.pool)))
             for task in tasks
         )
 
@@ -129,8 +131,8 @@ class Transitions:
             if change is None:
                 return before, False
 
-            change = replace(change, push=self.output_sizes.given(change.push))
-            change = lifecycle.placed(change, self.registry.home)
+            change = replace(change, push=self.output_sizes.with_learned_sizes(change.push))
+            change = lifecycle.set_order(change, self.registry.waiting_pool)
             with suppress(Conflict):
                 record = await (commit or self.queue.commit)(change)
                 is_changed = record.context == change.context and change.context.version > before.context.version
@@ -142,12 +144,12 @@ class Transitions:
 
     def _notify_observers(self, before: RequestContext, after: RequestContext) -> None:
         """Notify observers of a request's end, later additions to its bill, and lost device time."""
-        if lost := increase(lost_seconds(before), lost_seconds(after)):
-            self.observers.tell(Observer.written_off, after, lost)
-        if after.over and not before.over:
-            self.observers.tell(Observer.ended, after)
-        elif after.over and (billed := increase(billed_seconds(before), billed_seconds(after))):
-            self.observers.tell(Observer.billed, after, billed)
+        if lost := device_seconds_since(lost_seconds(before), lost_seconds(after)):
+            self.observers.notify(Observer.on_lost_device_time, after, lost)
+        if after.is_over and not before.is_over:
+            self.observers.notify(Observer.on_ended, after)
+        elif after.is_over and (billed := device_seconds_since(billed_seconds(before), billed_seconds(after))):
+            self.observers.notify(Observer.on_billed, after, billed)
 
     async def apply_if_due(self, record: RequestRecord, decide: Decide) -> RequestRecord:
         """Apply a transition to a listed request, if `decide` returns one for the listed record.
@@ -159,22 +161,22 @@ class Transitions:
                 record, _ = await self.apply(record.context.id, decide)
         return record
 
-    async def settled(self, record: RequestRecord) -> RequestRecord:
+    async def move_waiting(self, record: RequestRecord) -> RequestRecord:
         """Move waiting tasks to live pools, and record the cold starts that they wait for.
 
         Returns the record after that.
         """
         registry = self.registry
-        asleep = registry.asleep()
+        asleep = registry.scaled_to_zero()
 
         def move(record: RequestRecord, wall: float) -> Change | None:
-            return lifecycle.moved(
+            return lifecycle.requeue_waiting(
                 record.context,
-                registry.home,
+                registry.waiting_pool,
                 wall,
                 record.running,
                 asleep,
-                registry.wake_limit,
+                registry.cold_start_limit,
                 registry.has_other,
             )
 
@@ -194,11 +196,11 @@ class WebhookDeliveries:
     async def pending(self) -> AsyncIterator[RequestContext]:
         """Yield the ended requests with a pending webhook delivery, oldest first."""
         with suppress(NotFound):  # requests behind a deleted one are found by the next call
-            async for page in self._transitions.pages(RequestFilter(unheard=True)):
+            async for page in self._transitions.pages(RequestFilter(webhook_pending=True)):
                 for record in page:
                     yield record.context
 
-    async def take(self, request: str) -> tuple[RequestContext, bool]:
+    async def claim(self, request: str) -> tuple[RequestContext, bool]:
         """Claim the next delivery attempt for ATTEMPT_S. Returns the request, and whether it was claimed."""
 
         def claim(webhook: WebhookDelivery, wall: float) -> WebhookDelivery | None:
@@ -208,12 +210,12 @@ class WebhookDeliveries:
 
         return await self._change(request, claim)
 
-    async def heard(self, request: str) -> RequestContext:
+    async def record_delivered(self, request: str) -> RequestContext:
         """Record that the webhook was delivered."""
-        context, _ = await self._change(request, lambda webhook, _: replace(webhook, state="heard", reason=""))
+        context, _ = await self._change(request, lambda webhook, _: replace(webhook, state="delivered", reason=""))
         return context
 
-    async def failed(self, request: str, reason: str, *, for_good: bool = False) -> RequestContext:
+    async def record_failed(self, request: str, reason: str, *, for_good: bool = False) -> RequestContext:
         """Record that a delivery attempt failed.
 
         There is no next attempt if it failed `for_good`, or after the last pause.
@@ -234,7 +236,7 @@ class WebhookDeliveries:
 
         def change(record: RequestRecord, wall: float) -> Change | None:
             context = record.context
-            webhook = decide(context.webhook, wall) if context.unheard else None
+            webhook = decide(context.webhook, wall) if context.webhook_pending else None
             if webhook is None:
                 return None
             return Change(replace(context, version=context.version + 1, webhook=webhook))

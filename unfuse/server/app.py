@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unfuse import __version__
 from unfuse.core.errors import UnfuseError
-from unfuse.edge.access import AccessGuard, AccessPolicy, Refusal, ResponseAborted, envelope
+from unfuse.edge.access import AccessGuard, AccessPolicy, ApiError, ResponseAborted, envelope
 from unfuse.edge.connections import ConnectionLimits, HttpServer, Throttle
 from unfuse.edge.keys import ApiKeys
 from unfuse.server import chat, dead_letters, images, models, monitoring, requests, videos
@@ -65,7 +65,7 @@ def create_app(gateway: Gateway, access: AccessPolicy | None = None) -> FastAPI:
             Middleware(RequestIds),
             Middleware(Throttle),
             Middleware(AccessGuard, access=access or AccessPolicy(), keyed=keyed),
-            Middleware(KeyWithdrawal, keys=gateway.keys),
+            Middleware(KeyRevocation, keys=gateway.keys),
             Middleware(Methods),
         ],
     )
@@ -176,7 +176,7 @@ def _without_ranges(scope: Scope) -> list[tuple[bytes, bytes]]:
     return [header for header in scope["headers"] if header[0] not in RANGES]
 
 
-class KeyWithdrawal:
+class KeyRevocation:
     """Ends calls in progress whose API key is withdrawn.
 
     A call without a response so far gets 401. An event stream gets an error event. Any other response is aborted, so
@@ -199,7 +199,7 @@ class KeyWithdrawal:
         try:
             # The timeout has no deadline until `ApiKeys` sets one, when it withdraws the key.
             async with asyncio.timeout(None) as withdrawal:
-                with self._keys.lasting(key_in(Headers(scope=scope)), withdrawal):
+                with self._keys.end_when_withdrawn(key_in(Headers(scope=scope)), withdrawal):
                     await self._app(scope, receive, send_and_note_start)
         except TimeoutError as error:
             if not withdrawal.expired():
@@ -257,9 +257,9 @@ class HttpFrontend:
         """Answer a call during startup. Raises Refusal (503) unless the path is in ANSWERS."""
         retry_later = {"retry-after": "2"}
         if scope["path"] == "/ready":
-            raise Refusal(503, "not_ready", self._reason, headers=retry_later)
+            raise ApiError(503, "not_ready", self._reason, headers=retry_later)
         if scope["path"] not in ANSWERS:
-            raise Refusal(
+            raise ApiError(
                 503, "starting", "the server is starting and waits for its queue: try again soon", headers=retry_later
             )
         await JSONResponse(ANSWERS[scope["path"]])(scope, receive, send)

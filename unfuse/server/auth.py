@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from unfuse.core.errors import TransientError
-from unfuse.edge.access import STRANGER, Refusal
+from unfuse.edge.access import STRANGER, ApiError
 from unfuse.edge.keys import DEFAULT_TENANT, ApiKey
 from unfuse.server.gateway import gateway_of
 
@@ -32,7 +32,7 @@ class Principal(ApiKey, frozen=True):
     """The caller of a call, with the rights of its key."""
 
     #: The tenant whose requests it may see and cancel; None is all tenants.
-    sees: str | None = None
+    visible_tenant: str | None = None
 
     def may_use(self, model: str) -> bool:
         """Return whether it may use the model with this public name."""
@@ -48,18 +48,18 @@ async def caller_of(request: Request) -> Principal:
     """
     gateway = await gateway_of(request)
     if not gateway.keys:
-        return Principal(DEFAULT_TENANT, admin=True, sees=DEFAULT_TENANT)
+        return Principal(DEFAULT_TENANT, admin=True, visible_tenant=DEFAULT_TENANT)
 
     sent_key = key_in(request.headers)
-    key = gateway.keys.of(sent_key)
+    key = gateway.keys.find(sent_key)
     # A link that is wrong or cannot be verified does not matter for a call with a known key.
-    with suppress(*((Refusal, TransientError) if key else ())):
+    with suppress(*((ApiError, TransientError) if key else ())):
         if await gateway.links.opens(request):
             return Principal(DEFAULT_TENANT)  # the link is for this one result, of any tenant
     if key is None:
         raise unauthorized(UNKNOWN_KEY if sent_key else NO_KEY)
-    if key.only_reads and request.method not in ("GET", "HEAD", "OPTIONS"):
-        raise Refusal(403, "read_only", "the API key is read-only: ask the server's operator for one without read=yes")
+    if key.read_only and request.method not in ("GET", "HEAD", "OPTIONS"):
+        raise ApiError(403, "read_only", "the API key is read-only: ask the server's operator for one without read=yes")
     return _principal(key)
 
 
@@ -72,15 +72,15 @@ async def visitor_of(request: Request) -> Principal | None:
     keys = (await gateway_of(request)).keys
     if not keys:
         return None if request.scope.get(STRANGER) else await caller_of(request)
-    key = keys.of(key_in(request.headers))
+    key = keys.find(key_in(request.headers))
     return None if key is None else _principal(key)
 
 
 #: The type of a route's parameter that gets the caller, or None for a stranger.
-Visitor = Annotated[Principal | None, Depends(visitor_of)]
+VisitorDep = Annotated[Principal | None, Depends(visitor_of)]
 
 
-async def reader_of(request: Request, visitor: Visitor) -> Principal | None:
+async def reader_of(request: Request, visitor: VisitorDep) -> Principal | None:
     """Return the caller of /metrics, which has fewer metrics for strangers; None for a stranger.
 
     Raises Refusal (401) for an unknown key, so that a program with an outdated key does not get fewer metrics
@@ -93,17 +93,17 @@ async def reader_of(request: Request, visitor: Visitor) -> Principal | None:
 
 
 def _principal(key: ApiKey) -> Principal:
-    return Principal(**asdict(key), sees=None if key.admin else key.tenant)
+    return Principal(**asdict(key), visible_tenant=None if key.admin else key.tenant)
 
 
 #: The type of a route's parameter that gets the caller.
-Known = Annotated[Principal, Depends(caller_of)]
+CallerDep = Annotated[Principal, Depends(caller_of)]
 
 
-async def admin_only(caller: Known) -> None:
+async def admin_only(caller: CallerDep) -> None:
     """Raise Refusal (401, 403) unless the caller is an admin, if keys are configured."""
     if not caller.admin:
-        raise Refusal(
+        raise ApiError(
             403,
             "admin_only",
             "this call needs an admin key: one with admin=yes in the server's --api-keys FILE, or its only --api-key",
@@ -116,6 +116,6 @@ def key_in(headers: Headers) -> str:
     return credentials.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
 
 
-def unauthorized(message: str) -> Refusal:
+def unauthorized(message: str) -> ApiError:
     """Return the refusal (401) of a call without a known key."""
-    return Refusal(401, "invalid_api_key", message, headers={"www-authenticate": "Bearer"})
+    return ApiError(401, "invalid_api_key", message, headers={"www-authenticate": "Bearer"})

@@ -21,9 +21,9 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from unfuse.core.errors import InvalidParameter
-from unfuse.core.modalities import IMAGE, MASK, REFERENCES, UPLOAD, VIDEO
+from unfuse.core.modalities import IMAGE, IMAGE_UPLOADS, MASK, UPLOAD, VIDEO
 from unfuse.core.pixels import check_picture, has_transparency, size_of
-from unfuse.edge.access import Refusal
+from unfuse.edge.access import ApiError
 
 #: The most bytes of a body without pictures.
 MAX_BODY = 2 * 1024 * 1024
@@ -32,7 +32,7 @@ MAX_BODY = 2 * 1024 * 1024
 MAX_TEXT = 8 * 1024 * 1024
 
 #: The most bytes of a JSON body that may contain pictures: of a chat, an edit, a video.
-MAX_SHOWN_BODY = 32 * 1024 * 1024
+MAX_MEDIA_BODY = 32 * 1024 * 1024
 
 #: The most commas and opening brackets in a JSON body, outside of strings: decoding many values is slow.
 MAX_VALUES = 50_000
@@ -56,7 +56,7 @@ MAX_BYTES = 20 * 1024 * 1024
 EXAMPLES = {"image": "image/png", "video": "video/mp4"}
 
 #: Types of content parts with a picture: of chat completions, of transformers, of the Responses API.
-PICTURE_PARTS = ("image_url", "image", "input_image")
+IMAGE_PART_TYPES = ("image_url", "image", "input_image")
 
 #: Media types that clients send if they do not know the type. The format is then detected from the bytes.
 UNKNOWN_TYPES = ("", "application/octet-stream", "binary/octet-stream")
@@ -85,7 +85,7 @@ async def read_json(request: Request, limit: int = MAX_BODY) -> dict[str, object
     Raises Refusal for another content type (415) or a large body (413), InvalidParameter for malformed JSON.
     """
     if _plain_type(request) != "application/json":
-        raise Refusal(415, "unsupported_media_type", "send the body as JSON, with 'Content-Type: application/json'")
+        raise ApiError(415, "unsupported_media_type", "send the body as JSON, with 'Content-Type: application/json'")
     body = bytearray()
     async for chunk in _bounded(request, limit):
         body += chunk
@@ -104,7 +104,7 @@ async def read_body(request: Request) -> dict[str, object]:
     Files of a form are bytes. Raises as `read_json` does.
     """
     if _plain_type(request) != "multipart/form-data":
-        return await read_json(request, MAX_SHOWN_BODY)
+        return await read_json(request, MAX_MEDIA_BODY)
     async with aclosing(_bounded(request, MAX_FORM)) as stream:
         parser = _Form(request.headers, stream, max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=MAX_TEXT)
         try:
@@ -199,7 +199,7 @@ def _plain_type(request: Request) -> str:
     """
     coding = request.headers.get("content-encoding", "").strip().lower()
     if coding in CODINGS:
-        raise Refusal(
+        raise ApiError(
             415,
             "unsupported_media_type",
             f"the body is compressed ({coding}), which is not supported: send it without Content-Encoding",
@@ -220,7 +220,7 @@ async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
     try:
         async for chunk in request.stream():
             if state.body_bytes + len(chunk) > MAX_READING:
-                raise Refusal(
+                raise ApiError(
                     503,
                     "too_many_bodies",
                     "too many large request bodies are being read: try again",
@@ -229,13 +229,13 @@ async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
             state.body_bytes += len(chunk)
             size += len(chunk)
             if size > limit:
-                raise Refusal(413, "body_too_large", f"the body is larger than the limit of {limit} bytes")
+                raise ApiError(413, "body_too_large", f"the body is larger than the limit of {limit} bytes")
             yield chunk
     finally:
         state.body_bytes -= size
 
 
-def read_picture(name: str, value: object) -> bytes:
+def read_image(name: str, value: object) -> bytes:
     """Return the bytes of the picture in a field.
 
     The value is a file or a data: URL.
@@ -263,17 +263,17 @@ def read_picture(name: str, value: object) -> bytes:
     return data
 
 
-def read_pictures(given: Mapping[str, object], field: str) -> dict[str, bytes]:
+def read_images(given: Mapping[str, object], field: str) -> dict[str, bytes]:
     """Return the bytes of a request's pictures, by the attachments that they become.
 
     given: the value of each picture, by the name of its attachment. The start picture comes before its mask.
     field: the name of the field for all pictures to start from, for errors.
 
-    Like `read_picture`, it is too slow for the event loop. Raises InvalidParameter.
+    Like `read_image`, it is too slow for the event loop. Raises InvalidParameter.
     """
     pictures = dict[str, bytes]()
     for name, value in given.items():
-        pictures[name] = read_picture(field if name in REFERENCES else name, value)
+        pictures[name] = read_image(field if name in IMAGE_UPLOADS else name, value)
         if name == MASK:
             _check_mask(pictures[MASK], pictures[UPLOAD])
     return pictures
@@ -318,7 +318,7 @@ def as_image_url(part: Any) -> Any:
 
     The other forms are `{"type": "image", "image": ADDRESS}` (or `url`, `image_url`) and `input_image`.
     """
-    if not isinstance(part, Mapping) or part.get("type") not in PICTURE_PARTS[1:]:
+    if not isinstance(part, Mapping) or part.get("type") not in IMAGE_PART_TYPES[1:]:
         return part
     address = next((part[name] for name in ("image_url", "image", "url") if part.get(name) is not None), None)
     image_url = dict(address) if isinstance(address, Mapping) else {"url": address}

@@ -16,10 +16,10 @@ from msgspec.structs import replace as replace_struct
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from unfuse.core.checking import check, check_delivery, size_from
+from unfuse.core.checking import check_delivery, check_request, size_from
 from unfuse.core.derived_facts import GRAMMAR, DerivedFacts, expected_tokens
 from unfuse.core.errors import InvalidParameter, KeyUnavailable, NotFound, TransientError, UnfuseError
-from unfuse.core.modalities import LAST_FRAME, MASK, MEDIA, UPLOAD, Modality
+from unfuse.core.modalities import LAST_FRAME, MASK, MODALITIES, UPLOAD, Modality
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.parameters import Params
 from unfuse.core.pixels import size_of
@@ -33,11 +33,11 @@ from unfuse.core.request import (
     request_ids,
 )
 from unfuse.core.text_parameters import PromptTokens
-from unfuse.edge.access import Refusal, envelope
+from unfuse.edge.access import ApiError, envelope
 from unfuse.language.grammars import grammar_digest
 from unfuse.queues.base import RequestFilter
 from unfuse.server.auth import Principal
-from unfuse.server.body import read_pictures
+from unfuse.server.body import read_images
 from unfuse.server.errors import refusal_of
 from unfuse.server.gateway import Gateway
 from unfuse.server.responses import sse_event, sse_response
@@ -64,7 +64,7 @@ class RequestInputs:
     #: The tokens of the prompt, for the check of the parameters; None if the request is no chat.
     tokens: PromptTokens | None = None
     #: Digests of the prompt's prefixes, for prefix caching: the shortest first.
-    begins: tuple[str, ...] = ()
+    prefix_digests: tuple[str, ...] = ()
     #: Packed grammars of the answer, the strictest first. The first that can be compiled is used.
     grammars: tuple[bytes, ...] = ()
     #: The parameter that sets the format of the answer.
@@ -72,29 +72,29 @@ class RequestInputs:
 
 
 @dataclass(frozen=True)
-class CreatingCall:
+class GenerationCall:
     """A call that creates a request of one modality."""
 
     gateway: Gateway
     request: Request
     caller: Principal
     #: The fields of the body, by name.
-    given: dict[str, object]
+    fields: dict[str, object]
     #: The modality of the result.
-    medium: Modality
+    modality: Modality
     #: The name of the field for the pictures to start from; "" if there is none.
-    upload: str = ""
+    image_field: str = ""
     #: Whether the result is the answer. The client may prefer not to wait for it.
-    waits: bool = False
+    waits_for_result: bool = False
     #: The name of the field for a second picture: the mask, or the last frame; "" if there is none.
-    beside: str = ""
+    second_image_field: str = ""
     #: Reads the prompt of a chat out of the fields; None for other requests. It is run in a thread.
-    read: Callable[[ModelSpec, Mapping[str, object]], RequestInputs] | None = None
+    read_prompt: Callable[[ModelSpec, Mapping[str, object]], RequestInputs] | None = None
 
     @property
     def files(self) -> list[str]:
         """The names of the fields for pictures."""
-        return [name for name in (self.upload, self.beside) if name]
+        return [name for name in (self.image_field, self.second_image_field) if name]
 
     @property
     def prefers_not_to_wait(self) -> bool:
@@ -109,8 +109,8 @@ class CreatingCall:
         was used with another body.
         """
         gateway = self.gateway
-        with gateway.refusals_logged(self.caller.tenant, self.given.get("model")):
-            delivery = check_delivery(self.given, self.medium)
+        with gateway.log_refusals(self.caller.tenant, self.fields.get("model")):
+            delivery = check_delivery(self.fields, self.modality)
             if delivery.webhook:
                 gateway.webhooks.http.require(delivery.webhook)
             key = self.request.headers.get("idempotency-key", "")
@@ -118,23 +118,25 @@ class CreatingCall:
                 raise InvalidParameter(
                     f"Idempotency-Key must be 1 to {MAX_KEY} characters long, not {len(key)}", "Idempotency-Key"
                 )
-            fingerprint = await to_thread.run_sync(_fingerprint, self.request.scope["path"], self.given)
+            fingerprint = await to_thread.run_sync(_fingerprint, self.request.scope["path"], self.fields)
             # Without a key or a webhook, nobody else learns of the result: it is useless once the client is gone.
-            only_client_can_use_it = self.waits and not self.prefers_not_to_wait and not key and not delivery.webhook
+            only_client_can_use_it = (
+                self.waits_for_result and not self.prefers_not_to_wait and not key and not delivery.webhook
+            )
             caller = Caller(
                 tenant=self.caller.tenant,
                 idempotency_key=key,
                 fingerprint=fingerprint,
                 cancel_on_disconnect=gateway.cancels and only_client_can_use_it,
-                allowance=self.caller.allowance,
-                base_url=gateway.base_of(self.request),
+                limits=self.caller.limits,
+                base_url=gateway.base_url(self.request),
             )
-            id = gateway.queue.placed(request_ids(self.medium), caller)
+            id = gateway.queue.choose_id(request_ids(self.modality), caller)
             record = await self._earlier(key, id) or await self._submit(id, caller, delivery)
             if key and record.context.caller.fingerprint != fingerprint:
                 message = f"Idempotency-Key {key!r} was used with another body: repeat that body, or send another key"
                 headers = {"x-should-retry": "false"}
-                raise Refusal(409, "idempotency_conflict", message, "Idempotency-Key", headers)
+                raise ApiError(409, "idempotency_conflict", message, "Idempotency-Key", headers)
             return record, delivery
 
     async def _earlier(self, key: str, id: str) -> RequestRecord | None:
@@ -159,16 +161,16 @@ class CreatingCall:
         """
         queue = self.gateway.queue
         try:
-            if queue.answers(id):
+            if queue.is_reachable(id):
                 await queue.load(id)
         except NotFound:
             return
         except TransientError:
-            if queue.answers(id):
+            if queue.is_reachable(id):
                 raise
-        if not queue.answers(id):
+        if not queue.is_reachable(id):
             # All requests of a tenant with limits are on one shard, so another key would not help it.
-            other_key_helps = self.caller.allowance == TenantLimits()
+            other_key_helps = self.caller.limits == TenantLimits()
             raise (KeyUnavailable if other_key_helps else TransientError)(
                 "the queue shard for this call does not respond: repeat the call later"
             )
@@ -180,16 +182,16 @@ class CreatingCall:
         """
         gateway = self.gateway
         pictures = self._pictures()
-        fields = {name: value for name, value in self.given.items() if name not in self.files}
+        fields = {name: value for name, value in self.fields.items() if name not in self.files}
         public_name, spec = await self._model(fields.get("model"), pictures)
         prompt = await self._read_prompt(spec, fields)
 
         # Errors of the checks name the model as clients do: its internal name may be a folder of this machine.
         public_spec = replace_struct(spec, name=public_name)
-        params, n = check(
+        params, n = check_request(
             public_spec,
             fields,
-            self.medium,
+            self.modality,
             strict=gateway.strict,
             uploads=pictures,
             files=self.files,
@@ -206,12 +208,12 @@ class CreatingCall:
             params=params,
             n=n,
             alias=public_name,
-            time_limit_s=gateway.time_limits.get(self.medium.name, 0.0) or None,
-            result_cache_key=result_key(spec, self.given, params, inputs.derived, n, delivery),
+            time_limit_s=gateway.time_limits.get(self.modality.name, 0.0) or None,
+            result_cache_key=result_key(spec, self.fields, params, inputs.derived, n, delivery),
             hint=spec.vocabulary.hint(public_name, str(params.get("prompt", ""))) if spec.vocabulary else "",
             derived=inputs.derived,
         )
-        if gateway.result_cache and (record := await gateway.result_cache.answer(request, caller, delivery)):
+        if gateway.result_cache and (record := await gateway.result_cache.find(request, caller, delivery)):
             return record
         return await self._store_and_submit(spec, request, caller, delivery, inputs)
 
@@ -224,7 +226,7 @@ class CreatingCall:
         try:
             for name, data in inputs.files.items():
                 await to_thread.run_sync(gateway.results.attach, request.id, name, data)
-            record = await gateway.scheduler.submit(spec, request, caller, delivery, inputs.begins)
+            record = await gateway.scheduler.submit(spec, request, caller, delivery, inputs.prefix_digests)
             unused = unused and record.context.id != request.id  # it is a repeat of an earlier request
         except TransientError:
             unused = False  # an unreachable queue may have accepted the request
@@ -236,10 +238,10 @@ class CreatingCall:
 
     async def _read_prompt(self, spec: ModelSpec, fields: Mapping[str, object]) -> RequestInputs:
         """Return the inputs that come of a chat's prompt; none for other requests. Raises InvalidParameter."""
-        if self.read is None:
+        if self.read_prompt is None:
             return RequestInputs()
         fields = await self.gateway.image_fetcher.fetched(spec, fields)
-        return await to_thread.run_sync(self.read, spec, fields, limiter=self.gateway.decoding)
+        return await to_thread.run_sync(self.read_prompt, spec, fields, limiter=self.gateway.decoding)
 
     async def _read_inputs(
         self, spec: ModelSpec, params: Params, pictures: Mapping[str, object], prompt: RequestInputs
@@ -257,18 +259,20 @@ class CreatingCall:
         if "lora" in params:
             derived = replace_struct(derived, lora_id=await gateway.lora_ids(spec, str(params["lora"])))
         if pictures:
-            uploads = await to_thread.run_sync(read_pictures, pictures, self.upload, limiter=gateway.decoding)
+            uploads = await to_thread.run_sync(read_images, pictures, self.image_field, limiter=gateway.decoding)
             hashes = {name: hashlib.sha256(data).hexdigest() for name, data in uploads.items()}
             files |= uploads
-            derived = replace_struct(derived, pictures=hashes)
+            derived = replace_struct(derived, image_hashes=hashes)
         return replace(prompt, files=files, derived=derived)
 
     def _pictures(self) -> dict[str, object]:
         """Return the values of the picture fields, by the names of their attachments."""
-        uploads, second = (self.given.get(name) if name else None for name in (self.upload, self.beside))
+        uploads, second = (
+            self.fields.get(name) if name else None for name in (self.image_field, self.second_image_field)
+        )
         values = [value for value in (uploads if isinstance(uploads, list) else [uploads]) if value is not None]
         pictures = {f"{UPLOAD}_{number}" if number > 1 else UPLOAD: value for number, value in enumerate(values, 1)}
-        return pictures if second is None else {**pictures, self.beside: second}
+        return pictures if second is None else {**pictures, self.second_image_field: second}
 
     async def _model(self, name: object, pictures: Mapping[str, object]) -> tuple[str, ModelSpec]:
         """Return the public name and the spec of the requested model.
@@ -276,25 +280,27 @@ class CreatingCall:
         Raises UnknownModel, and InvalidParameter if the model does not support the modality or the pictures.
         """
         public_name, spec = await self.gateway.model(name, self.caller.models)
-        medium = self.medium
-        if not medium.made_by(spec.limits):
-            others = " or ".join(other.plural for other in MEDIA if other.made_by(spec.limits))
+        modality = self.modality
+        if not modality.is_supported_by(spec.limits):
+            others = " or ".join(other.plural for other in MODALITIES if other.is_supported_by(spec.limits))
             hint = f": request {others} instead" if others else ""
-            raise InvalidParameter(f"model {public_name} does not generate {medium.plural}{hint}", "model")
-        if spec.accepted(UPLOAD).min and UPLOAD not in pictures:
-            where = self.upload or "image to /v1/images/edits, or as input_reference to /v1/videos"
+            raise InvalidParameter(f"model {public_name} does not generate {modality.plural}{hint}", "model")
+        if spec.accepted_input(UPLOAD).min and UPLOAD not in pictures:
+            where = self.image_field or "image to /v1/images/edits, or as input_reference to /v1/videos"
             raise InvalidParameter(
-                f"model {public_name} needs a picture to start from: send one as {where}", self.upload or "model"
+                f"model {public_name} needs a picture to start from: send one as {where}", self.image_field or "model"
             )
         for param, action, is_able in self._required_abilities(pictures):
             if not is_able(spec):
                 served = await self.gateway.models(self.caller.models)
                 able = [
-                    name for name, other in sorted(served.items()) if medium.made_by(other.limits) and is_able(other)
+                    name
+                    for name, other in sorted(served.items())
+                    if modality.is_supported_by(other.limits) and is_able(other)
                 ]
                 hint = f"{', '.join(able)} can" if able else "no served model can"
                 raise InvalidParameter(f"model {public_name} cannot {action}; {hint}", param)
-        if spec.accepted(LAST_FRAME).min and LAST_FRAME not in pictures:
+        if spec.accepted_input(LAST_FRAME).min and LAST_FRAME not in pictures:
             between = f"model {public_name} generates a video between two pictures"
             raise InvalidParameter(f"{between}: send the last one as {LAST_FRAME}", LAST_FRAME)
         return public_name, spec
@@ -308,19 +314,19 @@ class CreatingCall:
         """
         count = len(pictures.keys() - {MASK, LAST_FRAME})
         if MASK in pictures:
-            yield MASK, "use a mask", lambda spec: spec.accepted(MASK).max > 0
+            yield MASK, "use a mask", lambda spec: spec.accepted_input(MASK).max > 0
         if count:
             action = "start from a picture" if count == 1 else f"start from {count} pictures"
-            yield self.upload, action, lambda spec: spec.accepted(UPLOAD).max >= count
+            yield self.image_field, action, lambda spec: spec.accepted_input(UPLOAD).max >= count
         if LAST_FRAME in pictures:
-            yield LAST_FRAME, f"end with a {LAST_FRAME}", lambda spec: spec.accepted(LAST_FRAME).max > 0
+            yield LAST_FRAME, f"end with a {LAST_FRAME}", lambda spec: spec.accepted_input(LAST_FRAME).max > 0
 
 
-async def respond_async(call: CreatingCall, record: RequestRecord) -> JSONResponse | None:
+async def respond_async(call: GenerationCall, record: RequestRecord) -> JSONResponse | None:
     """Return a response 202 with the request object, or None if the client waits."""
     if not call.prefers_not_to_wait:
         return None
-    location = f"{call.gateway.base_of(call.request)}/v1/requests/{record.context.id}"
+    location = f"{call.gateway.base_url(call.request)}/v1/requests/{record.context.id}"
     headers = {"location": location, "preference-applied": "respond-async"}
     return JSONResponse(await call.gateway.view(call.request, record), 202, headers)
 
@@ -335,7 +341,7 @@ def _fingerprint(path: str, fields: dict[str, object]) -> str:
 
 
 async def answer_call(
-    call: CreatingCall,
+    call: GenerationCall,
     events: Callable[[RequestRecord], AsyncIterator[bytes]],
     reply: Callable[[RequestContext, Delivery], bytes],
 ) -> Response:
@@ -368,8 +374,8 @@ class WaitingClient:
         self._request = request
         self._id = record.context.id
         self.is_answered = False  # whether the result or an error is ready: then a disconnect cancels nothing
-        if record.context.caller.cancel_on_disconnect and not record.context.over:
-            gateway.background.once("waiting for a client to disconnect", self._await_disconnect)
+        if record.context.caller.cancel_on_disconnect and not record.context.is_over:
+            gateway.background.start("waiting for a client to disconnect", self._await_disconnect)
 
     async def events(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield the events of the answer. An error becomes the last event."""

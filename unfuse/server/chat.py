@@ -23,18 +23,18 @@ from unfuse.core.modalities import TEXT
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.request import RequestContext, RequestRecord
 from unfuse.core.text import (
-    CHUNK,
+    PREFILL_CHUNK_TOKENS,
     Answer,
     AnswerParsing,
     CallFormat,
     ReasoningFormat,
     TokenDelta,
-    beginnings,
-    packed,
+    pack_ids,
+    prefix_digests,
     token_name,
 )
 from unfuse.core.text_parameters import UNBOUNDED, PromptTokens, read_bad_words, template_kwargs
-from unfuse.core.vision import MediaItem, places_of
+from unfuse.core.vision import MediaItem, media_positions
 from unfuse.edge.access import ResponseAborted
 from unfuse.language.answer_reader import ReasoningReader
 from unfuse.language.grammars import pack_grammar
@@ -42,14 +42,14 @@ from unfuse.language.structured_outputs import FORMAT, AnswerFormat, answer_form
 from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.language.tools import Tools, grammar_of, read_tools
 from unfuse.models import resolve_source
-from unfuse.server.auth import Known
-from unfuse.server.body import MAX_SHOWN_BODY, read_json
-from unfuse.server.calls import CreatingCall, RequestInputs, answer_call
-from unfuse.server.chat_formats import OutputParsers, reading_of, without_special_tokens
-from unfuse.server.chat_stream import StreamedMessage, output_stream, whole
-from unfuse.server.gateway import Gateway, Served
-from unfuse.server.multimodal_messages import read_shown
-from unfuse.server.openapi_schemas import CHAT, CHATTED
+from unfuse.server.auth import CallerDep
+from unfuse.server.body import MAX_MEDIA_BODY, read_json
+from unfuse.server.calls import GenerationCall, RequestInputs, answer_call
+from unfuse.server.chat_formats import OutputParsers, parsing_of, without_special_tokens
+from unfuse.server.chat_stream import StreamedMessage, output_stream, whole_message
+from unfuse.server.gateway import Gateway, GatewayDep
+from unfuse.server.multimodal_messages import read_messages
+from unfuse.server.openapi_schemas import CHAT, CHAT_RESPONSE
 from unfuse.server.responses import sse_event
 from unfuse.stores.results import ResultStore
 
@@ -58,7 +58,7 @@ router = APIRouter(tags=["chat"])
 _COUNTS = re.compile(r"[0-9]{1,9}(,[0-9]{1,9})*")
 
 #: The marks by which reasoning tokens are counted if the model's reasoning is not parsed, but sent as content.
-USUAL_REASONING = ReasoningFormat("usual")
+DEFAULT_REASONING = ReasoningFormat("usual")
 
 #: The number of models whose tokenizers a gateway caches.
 TOKENIZERS = 8
@@ -70,15 +70,15 @@ class StreamUsage(NamedTuple):
     #: Whether a last event has the usage of the whole answer.
     at_end: bool
     #: Whether each event has the usage so far.
-    each: bool
+    in_each_event: bool
 
 
-@router.post("/chat/completions", openapi_extra=CHAT, responses=CHATTED)
-async def complete(request: Request, gateway: Served, asker: Known) -> Response:
+@router.post("/chat/completions", openapi_extra=CHAT, responses=CHAT_RESPONSE)
+async def complete(request: Request, gateway: GatewayDep, asker: CallerDep) -> Response:
     """Create a chat completion. With `stream`, tokens are sent as they are generated."""
-    fields = await read_json(request, MAX_SHOWN_BODY)
+    fields = await read_json(request, MAX_MEDIA_BODY)
     read = partial(_read_prompt, gateway.parsers)
-    call = CreatingCall(gateway, request, asker, fields, TEXT, waits=True, read=read)
+    call = GenerationCall(gateway, request, asker, fields, TEXT, waits_for_result=True, read_prompt=read)
     value = fields.get("stream_options")
     options = value if isinstance(value, dict) else {}
     usage = StreamUsage(bool(options.get("include_usage")), bool(options.get("continuous_usage_stats")))
@@ -104,7 +104,7 @@ def _read_prompt(parsers: OutputParsers, spec: ModelSpec, fields: Mapping[str, o
         raise InvalidParameter("messages must be a list of at least one chat message", "messages")
     tokenizer = _tokenizer(spec.source)
     tools = read_tools(fields)
-    template_inputs = tokenizer.told(messages, tools.shown if tools else None)
+    template_inputs = tokenizer.simplify(messages, tools.template_functions if tools else None)
     kwargs = template_kwargs(fields)
 
     # The prompt: its token ids, and the pictures and videos in it.
@@ -114,8 +114,8 @@ def _read_prompt(parsers: OutputParsers, spec: ModelSpec, fields: Mapping[str, o
     if spec.vision is None:
         ids = tokenizer.prompt(*template_inputs, kwargs)
     else:
-        ids, media, uploads = read_shown(spec.vision, tokenizer, *template_inputs, kwargs)
-        places = places_of(spec.vision, ids, media)
+        ids, media, uploads = read_messages(spec.vision, tokenizer, *template_inputs, kwargs)
+        places = media_positions(spec.vision, ids, media)
     ids = _truncated(ids, spec, fields, media)
 
     # What may be generated.
@@ -130,14 +130,14 @@ def _read_prompt(parsers: OutputParsers, spec: ModelSpec, fields: Mapping[str, o
     reasoning = parsers.format_of_reasoning(tokenizer.reasoning)
     start = partial(tokenizer.start_of_answer, *template_inputs, kwargs)
     continues = bool(kwargs.get("continue_final_message") and start())
-    parsing = reading_of(tools, calls, reasoning, start, format is not None, continues)
+    parsing = parsing_of(tools, calls, reasoning, start, format is not None, continues)
     if parsing and str(fields.get("include_reasoning")).lower() == "false":
-        parsing = msgspec.structs.replace(parsing, hidden=True)
+        parsing = msgspec.structs.replace(parsing, hides_reasoning=True)
 
     return RequestInputs(
-        {PROMPT: packed(ids), **uploads},
-        begins=beginnings(ids, places),
-        derived=DerivedFacts(prompt_tokens=len(ids), shown=media, continues=continues, reading=parsing),
+        {PROMPT: pack_ids(ids), **uploads},
+        prefix_digests=prefix_digests(ids, places),
+        derived=DerivedFacts(prompt_tokens=len(ids), media=media, continues=continues, parsing=parsing),
         tokens=PromptTokens(len(ids), special_stops, bad_words),
         grammars=grammars,
         grammar_param="tools" if tools else format.param if format else "",
@@ -209,7 +209,7 @@ async def _events(
             yield chunk(context, offsets, index, {"role": "assistant", "content": ""})
 
     # Parsers and logprobs need an answer from its beginning: then known deltas are read again, but not sent.
-    looks_back = context.request.params.get("logprobs") is not None or any(message.looks_back for message in messages)
+    looks_back = context.request.params.get("logprobs") is not None or any(message.is_parsed for message in messages)
     counts = [0] * len(offsets) if looks_back else [*offsets]
     async for index, token in _token_deltas(gateway, context, counts):
         counts[index] += 1
@@ -223,10 +223,10 @@ async def _events(
         *earlier_deltas, last_delta = messages[index].finish(answer.finish_reason)
         for delta in earlier_deltas:
             yield chunk(context, counts, index, delta)
-        reason = messages[index].reason(answer.finish_reason)
+        reason = messages[index].finish_reason(answer.finish_reason)
         yield chunk(context, counts, index, last_delta, reason, stop_reason=answer.stop_reason)
 
-    if usage.at_end or usage.each:
+    if usage.at_end or usage.in_each_event:
         total = _usage(context, sum(len(answer.pieces) for answer in answers), answers)
         yield sse_event({**_head(context, "chat.completion.chunk"), "choices": [], "usage": total})
     yield b"data: [DONE]\n\n"
@@ -282,8 +282,8 @@ def _chunk(
     choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
     choice |= {"stop_reason": stop_reason} if finish_reason else {}
     event = {**_head(context, "chat.completion.chunk"), "choices": [choice]}
-    if usage.at_end or usage.each:
-        event["usage"] = _usage(context, sum(counts)) if usage.each else None
+    if usage.at_end or usage.in_each_event:
+        event["usage"] = _usage(context, sum(counts)) if usage.in_each_event else None
     return sse_event(event, id=",".join(map(str, counts)))
 
 
@@ -313,7 +313,7 @@ def _reply(results: ResultStore, context: RequestContext) -> bytes:
     answers = _answers(results, context)
     choices = []
     for index, answer in enumerate(answers):
-        message, reason = whole(context, index, answer)
+        message, reason = whole_message(context, index, answer)
         choice = {"index": index, "logprobs": logprobs_of(answer.pieces), "finish_reason": reason}
         choice["stop_reason"] = answer.stop_reason
         choices.append({**choice, "message": {"role": "assistant", "refusal": None, **message}})
@@ -328,8 +328,8 @@ def _usage(context: RequestContext, completion_tokens: int, answers: Sequence[An
     `cached_tokens` are those whose KV came of prefix caching.
     """
     prompt_tokens = context.request.derived.prompt_tokens
-    details = {"cached_tokens": CHUNK * context.spared}
-    if media := context.request.derived.shown:
+    details = {"cached_tokens": PREFILL_CHUNK_TOKENS * context.cached_prefix_blocks}
+    if media := context.request.derived.media:
         details["image_tokens"] = sum(item.tokens for item in media if not item.images)
         details["video_tokens"] = sum(item.tokens for item in media if item.images)
     usage = {
@@ -339,7 +339,7 @@ def _usage(context: RequestContext, completion_tokens: int, answers: Sequence[An
         "prompt_tokens_details": details,
     }
     if answers:
-        parsing = context.request.derived.reading or AnswerParsing()
+        parsing = context.request.derived.parsing or AnswerParsing()
         reasoning = sum(reasoning_tokens(answer, parsing) for answer in answers)
         usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     return usage
@@ -350,7 +350,7 @@ def reasoning_tokens(answer: Answer, reading: AnswerParsing) -> int:
 
     If the reasoning of the model is not parsed, the marks are those of USUAL_REASONING, such as `<think>`.
     """
-    reader = ReasoningReader(reading.reasoning or USUAL_REASONING, reading.opened)
+    reader = ReasoningReader(reading.reasoning or DEFAULT_REASONING, reading.starts_in_reasoning)
     for count, token in enumerate(answer.pieces, 1):
         state_before = reader.state
         reader.feed(token.text)
@@ -372,10 +372,10 @@ class StreamedLogprobs:
 
     def add(self, piece: TokenDelta) -> dict[str, Any] | None:
         """Add a token. Returns the entries that became final, or None if there are none."""
-        if piece.own is None:
+        if piece.token_bytes is None:
             return None
         self._tokens.append(piece)
-        final_tokens = self._tokens[self._sent : piece.own.certain]
+        final_tokens = self._tokens[self._sent : piece.token_bytes.final_tokens]
         self._sent += len(final_tokens)
         return _entries(final_tokens) if final_tokens else None
 
@@ -385,8 +385,8 @@ def logprobs_of(pieces: Sequence[TokenDelta]) -> dict[str, Any] | None:
 
     As in OpenAI's API, the token that ended the answer, and the tokens of a stop string, have no entry.
     """
-    last = pieces[-1].own if pieces else None
-    return None if last is None else _entries(pieces[: last.certain])
+    last = pieces[-1].token_bytes if pieces else None
+    return None if last is None else _entries(pieces[: last.final_tokens])
 
 
 def _entries(tokens: Sequence[TokenDelta]) -> dict[str, Any]:
@@ -394,10 +394,10 @@ def _entries(tokens: Sequence[TokenDelta]) -> dict[str, Any]:
 
 
 def _entry(token: TokenDelta) -> dict[str, Any]:
-    assert token.own
-    candidates = zip(token.top, token.own.top, strict=True)
+    assert token.token_bytes
+    candidates = zip(token.top, token.token_bytes.top, strict=True)
     top = [_token(data, logprob) for (_, _, logprob), data in candidates]
-    return {**_token(token.own.data, token.logprob), "top_logprobs": top}
+    return {**_token(token.token_bytes.data, token.logprob), "top_logprobs": top}
 
 
 def _token(data: bytes, logprob: float | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from unfuse.server.metrics import Metrics
 GRAMMARS_AT_ONCE = 2
 
 #: The most grammars whose result is cached.
-MAX_KNOWN = 1024
+MAX_CACHED_GRAMMARS = 1024
 
 #: A word in the grammar engine's error for a schema that nothing matches. Then no less strict grammar is tried.
 UNSATISFIABLE = "Unsatisfiable"
@@ -63,7 +63,7 @@ def without_special_tokens(format: CallFormat, tokenizer: ChatTokenizer) -> Call
     return msgspec.structs.replace(format, written=BARE) if any(mark in text for mark in special_marks) else format
 
 
-def reading_of(
+def parsing_of(
     tools: Tools | None,
     calls: CallFormat,
     reasoning: ReasoningFormat | None,
@@ -86,12 +86,16 @@ def reading_of(
     if tools:
         forced = tools.choice == "required"
         format = calls.as_written if by_grammar or forced else calls
-        parsing = AnswerParsing(msgspec.structs.replace(format, written=None), tools.types, tools.several, forced)
+        parsing = AnswerParsing(
+            msgspec.structs.replace(format, written=None), tools.types, tools.allows_several_calls, forced
+        )
     if reasoning:
         text_before = start()
         is_open = opened(reasoning, text_before, continues=continues)
-        reasoned = not is_open and reasoning.end in text_before
-        parsing = msgspec.structs.replace(parsing, reasoning=reasoning, opened=is_open, reasoned=reasoned)
+        reasoned = not is_open and reasoning.end_mark in text_before
+        parsing = msgspec.structs.replace(
+            parsing, reasoning=reasoning, starts_in_reasoning=is_open, has_reasoning=reasoned
+        )
     return parsing
 
 
@@ -132,7 +136,7 @@ class GrammarChecker:
             finally:
                 self._metrics.grammars -= 1
             self._refusals[key] = refusal
-            if len(self._refusals) > MAX_KNOWN:
+            if len(self._refusals) > MAX_CACHED_GRAMMARS:
                 self._refusals.popitem(last=False)
         self._refusals.move_to_end(key)
         return self._refusals[key]

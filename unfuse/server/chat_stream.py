@@ -7,7 +7,7 @@ from hashlib import blake2b
 from typing import Any
 
 from unfuse.core.request import Event, RequestContext
-from unfuse.core.task import PIECES_AT_ONCE
+from unfuse.core.task import MAX_DELTAS_PER_MESSAGE
 from unfuse.core.text import Answer
 from unfuse.language.answer_reader import AnswerPart, AnswerReader
 from unfuse.queues.base import RequestStore
@@ -26,9 +26,9 @@ async def output_stream(
     counts = dict(offsets)
     async for stages in _stages_with_news(queue.watch(request), counts):
         for stage in stages:
-            size = PIECES_AT_ONCE
-            while size == PIECES_AT_ONCE:
-                chunks = await queue.appended(request, stage, counts[stage])
+            size = MAX_DELTAS_PER_MESSAGE
+            while size == MAX_DELTAS_PER_MESSAGE:
+                chunks = await queue.read_deltas(request, stage, counts[stage])
                 size = len(chunks)
                 for chunk in chunks:
                     counts[stage] += 1
@@ -50,13 +50,13 @@ async def _stages_with_news(events: AsyncIterator[Event], counts: Mapping[str, i
 class StreamedMessage:
     """Converts the text of one choice to deltas of the streaming API.
 
-    A parsed answer (`looks_back`) must be added from its beginning, also if the client has a part of it.
+    A parsed answer (`is_parsed`) must be added from its beginning, also if the client has a part of it.
     """
 
     def __init__(self, context: RequestContext, index: int) -> None:
-        parsing = context.request.derived.reading
+        parsing = context.request.derived.parsing
         self._reader = AnswerReader(parsing) if parsing else None
-        self._hidden_kind = "reasoning" if parsing and parsing.hidden else ""
+        self._hidden_kind = "reasoning" if parsing and parsing.hides_reasoning else ""
         self._answer_id = f"{context.id}:{index}"
         # Arguments of the last call that belong into the next delta: the first delta of a call has only id and name.
         self._later_arguments = ""
@@ -64,7 +64,7 @@ class StreamedMessage:
         self.calls = 0
 
     @property
-    def looks_back(self) -> bool:
+    def is_parsed(self) -> bool:
         """Whether the answer is parsed, so that it has to be added from its beginning."""
         return self._reader is not None
 
@@ -86,7 +86,7 @@ class StreamedMessage:
             deltas.append(self._delta([]))
         return deltas
 
-    def reason(self, ended: str) -> str:
+    def finish_reason(self, ended: str) -> str:
         """Return the `finish_reason` of the choice: `tool_calls` for an answer that ended with calls."""
         return "tool_calls" if ended == "stop" and self.calls else ended
 
@@ -137,7 +137,7 @@ class StreamedMessage:
             self._later_arguments = ""
 
 
-def whole(context: RequestContext, index: int, answer: Answer) -> tuple[dict[str, Any], str]:
+def whole_message(context: RequestContext, index: int, answer: Answer) -> tuple[dict[str, Any], str]:
     """Return the whole message of a choice, and its `finish_reason`."""
     message = StreamedMessage(context, index)
     texts = {"reasoning_content": "", "content": ""}
@@ -155,4 +155,4 @@ def whole(context: RequestContext, index: int, answer: Answer) -> tuple[dict[str
         fields["reasoning_content"] = texts["reasoning_content"]
     if calls:
         fields["tool_calls"] = calls
-    return fields, message.reason(answer.finish_reason)
+    return fields, message.finish_reason(answer.finish_reason)

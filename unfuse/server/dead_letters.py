@@ -10,21 +10,21 @@ from starlette.requests import Request
 
 from unfuse.core.errors import NotFound, UnknownModel
 from unfuse.core.request import TenantLimits
-from unfuse.edge.access import Refusal
+from unfuse.edge.access import ApiError
 from unfuse.queues.base import RequestFilter
-from unfuse.server.auth import Known
-from unfuse.server.gateway import Served
-from unfuse.server.openapi_schemas import DAMAGE, FORGOTTEN, REQUEST, one, several
+from unfuse.server.auth import CallerDep
+from unfuse.server.gateway import GatewayDep
+from unfuse.server.openapi_schemas import DAMAGE, DEAD_DELETED_RESPONSE, REQUEST, list_response, object_response
 from unfuse.server.requests import listed
 
 router = APIRouter(prefix="/dead", tags=["dead"])
 
 
-@router.get("", responses=several({"anyOf": [REQUEST, DAMAGE]}))
+@router.get("", responses=list_response({"anyOf": [REQUEST, DAMAGE]}))
 async def page(
     request: Request,
-    gateway: Served,
-    caller: Known,
+    gateway: GatewayDep,
+    caller: CallerDep,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: str | None = None,
 ) -> dict[str, object]:
@@ -32,7 +32,9 @@ async def page(
 
     An admin also gets unreadable records of the queue, before them.
     """
-    records = await gateway.queue.list(RequestFilter(tenant=caller.sees, dead=True), after=after, limit=limit + 1)
+    records = await gateway.queue.list(
+        RequestFilter(tenant=caller.visible_tenant, is_dead_letter=True), after=after, limit=limit + 1
+    )
     views = await gateway.views(request, records, evidence=True)
 
     # The tenant of an unreadable record is unknown, so only admins see it.
@@ -50,40 +52,40 @@ async def page(
     return requests_page | {"data": [*entries, *requests_page["data"]]}
 
 
-@router.get("/{id}", responses=one(REQUEST))
-async def show(id: str, request: Request, gateway: Served, caller: Known) -> dict[str, object]:
+@router.get("/{id}", responses=object_response(REQUEST))
+async def show(id: str, request: Request, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
     """One dead request, with the evidence."""
-    record = await gateway.load(id, caller.sees)
-    if not record.context.dead:
+    record = await gateway.load(id, caller.visible_tenant)
+    if not record.context.is_dead_letter:
         raise NotFound(f"request {id} is not a dead letter: see /v1/requests/{id}")
     return await gateway.view(request, record, evidence=True)
 
 
-@router.delete("/{id}", responses=FORGOTTEN)
-async def delete(id: str, gateway: Served, caller: Known) -> dict[str, object]:
+@router.delete("/{id}", responses=DEAD_DELETED_RESPONSE)
+async def delete(id: str, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
     """Delete a dead request and its files, or an unreadable record of the queue.
 
     Only an admin can delete unreadable records.
     """
     if caller.admin and any(entry.id == id for entry in await gateway.queue.damaged()):
         await gateway.queue.discard(id)
-    elif (await gateway.load(id, caller.sees)).context.dead:
+    elif (await gateway.load(id, caller.visible_tenant)).context.is_dead_letter:
         await gateway.delete(id)
     else:
         raise NotFound(f"request {id} is not a dead letter: see /v1/requests/{id}")
     return {"id": id, "object": "request", "deleted": True}
 
 
-@router.post("/{id}/retry", status_code=202, responses=one(REQUEST, 202))
-async def retry(id: str, request: Request, gateway: Served, caller: Known) -> dict[str, object]:
+@router.post("/{id}/retry", status_code=202, responses=object_response(REQUEST, 202))
+async def retry(id: str, request: Request, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
     """Retry a dead request, as a new request with the same seed.
 
     The old one is no longer a dead letter. The new one's id follows from the old one's: a repeat of an interrupted call
     creates no second request.
     """
-    old = await gateway.load(id, caller.sees)
-    if not old.context.dead:
-        raise Refusal(
+    old = await gateway.load(id, caller.visible_tenant)
+    if not old.context.is_dead_letter:
+        raise ApiError(
             409,
             "not_dead",
             f"request {id} is not a dead letter, it is {old.context.status}: only dead letters can be retried",
@@ -94,12 +96,12 @@ async def retry(id: str, request: Request, gateway: Served, caller: Known) -> di
     await gateway.model(model, caller.models)  # a request for a model that is not served now would wait for ever
 
     # An admin may retry another tenant's request: then the admin's limits do not apply.
-    limits = caller.allowance if caller.tenant == old.context.caller.tenant else TenantLimits()
-    new_id = gateway.scheduler.retried_as(old.context, limits)
+    limits = caller.limits if caller.tenant == old.context.caller.tenant else TenantLimits()
+    new_id = gateway.scheduler.choose_retry_id(old.context, limits)
     for name in old.context.request.derived.attachments:
         data = await to_thread.run_sync(gateway.results.attached, id, name)
         await to_thread.run_sync(gateway.results.attach, new_id, name, data)
-    with gateway.refusals_logged(old.context.caller.tenant, old.context.request.model):
+    with gateway.log_refusals(old.context.caller.tenant, old.context.request.model):
         record = await gateway.scheduler.retry(id, new_id, limits)
-    gateway.release(old.context)
+    gateway.delete_attachments(old.context)
     return await gateway.view(request, record)

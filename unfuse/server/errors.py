@@ -16,7 +16,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from unfuse.core import errors
-from unfuse.edge.access import Refusal, envelope
+from unfuse.edge.access import ApiError, envelope
 
 #: The methods that routes are declared with.
 ROUTED = ("GET", "POST", "PUT", "PATCH", "DELETE")
@@ -34,10 +34,10 @@ async def answer_error(request: Request, error: Exception) -> JSONResponse:
     refusal = refusal_of(error)
     path = request.scope["path"]
     if isinstance(error, HTTPException) and refusal.status == HTTPStatus.NOT_FOUND:
-        refusal = Refusal(404, refusal.code, f"nothing is served at {path[:80]}: {_hint_at(request.scope)}")
+        refusal = ApiError(404, refusal.code, f"nothing is served at {path[:80]}: {_hint_at(request.scope)}")
     if refusal.status == HTTPStatus.METHOD_NOT_ALLOWED and (allowed := allowed_methods(request.scope)):
         message = f"{request.method} is not allowed at {path[:80]}: send {allowed.removesuffix(', OPTIONS')}"
-        refusal = Refusal(405, refusal.code, message, headers={"allow": allowed})
+        refusal = ApiError(405, refusal.code, message, headers={"allow": allowed})
     return response_of(refusal)
 
 
@@ -52,61 +52,61 @@ def _hint_at(scope: Scope) -> str:
     return f"did you mean {served[0][:80]}?" if served else "see /docs"
 
 
-def response_of(refusal: Refusal) -> JSONResponse:
+def response_of(refusal: ApiError) -> JSONResponse:
     """Return the error response for a refusal."""
     return JSONResponse(envelope(refusal), refusal.status, refusal.headers)
 
 
-def refusal_of(error: Exception) -> Refusal:
+def refusal_of(error: Exception) -> ApiError:
     """Return the refusal that a client gets for an exception.
 
     Errors of the server are logged here.
     """
     match error:
-        case Refusal():
+        case ApiError():
             return error
         case errors.UnknownModel():
-            return Refusal(404, "model_not_found", str(error), error.param or "model")
+            return ApiError(404, "model_not_found", str(error), error.param or "model")
         case errors.ContextLengthExceeded():
-            return Refusal(400, "context_length_exceeded", str(error), error.param)
+            return ApiError(400, "context_length_exceeded", str(error), error.param)
         case errors.InvalidParameter():
-            return Refusal(400, "invalid_parameter", str(error), error.param)
+            return ApiError(400, "invalid_parameter", str(error), error.param)
         case errors.NotFound():
-            return Refusal(404, "not_found", str(error))
+            return ApiError(404, "not_found", str(error))
         case errors.Overloaded():
             return _overload_refusal(error)
         case errors.WeightsChanged():
-            return Refusal(503, "weights_changed", str(error), headers={"x-should-retry": "false"})
+            return ApiError(503, "weights_changed", str(error), headers={"x-should-retry": "false"})
         case HTTPException():
             code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-            return Refusal(error.status_code, code, f"{error.detail}: see /docs", headers=error.headers)
+            return ApiError(error.status_code, code, f"{error.detail}: see /docs", headers=error.headers)
         case RequestValidationError():
             first = error.errors()[0]
             name = str(first["loc"][-1])
-            return Refusal(400, "invalid_parameter", f"{name}: {first['msg']}", name)
+            return ApiError(400, "invalid_parameter", f"{name}: {first['msg']}", name)
     return _server_refusal(error)
 
 
-def _overload_refusal(error: errors.Overloaded) -> Refusal:
+def _overload_refusal(error: errors.Overloaded) -> ApiError:
     """Return the refusal by admission control, with `Retry-After` in seconds."""
     headers = {"retry-after": str(max(1, ceil(error.retry_after)))}
     if isinstance(error, errors.ShuttingDown):
-        return Refusal(503, "stopping", str(error), headers=headers)
+        return ApiError(503, "stopping", str(error), headers=headers)
     code = "rate_limit_exceeded" if isinstance(error, errors.LimitReached) else "overloaded"
-    return Refusal(429, code, str(error), headers=headers)
+    return ApiError(429, code, str(error), headers=headers)
 
 
-def _server_refusal(error: Exception) -> Refusal:
+def _server_refusal(error: Exception) -> ApiError:
     """Log an error that the client did not cause, and return its refusal.
 
     The reason may contain local paths. It is only logged, except for Damaged.
     """
     match error:
-        case errors.Damaged():
-            return Refusal(500, "damaged", str(error), headers={"x-should-retry": "false"})
+        case errors.RecordDamaged():
+            return ApiError(500, "damaged", str(error), headers={"x-should-retry": "false"})
         case errors.ResultsUnavailable() | OSError(errno=errno.ENOSPC | errno.EDQUOT):
             log.error("storage is full or unreachable", reason=str(error.__cause__ or error))
-            return Refusal(
+            return ApiError(
                 503,
                 "no_room",
                 "the server's storage is full or unreachable: try again later",
@@ -114,7 +114,7 @@ def _server_refusal(error: Exception) -> Refusal:
             )
         case errors.KeyUnavailable():
             log.info("unavailable", reason=str(error))
-            return Refusal(
+            return ApiError(
                 503,
                 "key_unavailable",
                 "the queue shard for requests with this Idempotency-Key does not respond, so nothing was queued: "
@@ -124,7 +124,7 @@ def _server_refusal(error: Exception) -> Refusal:
             )
         case errors.TransientError():
             log.error("unavailable", reason=str(error))
-            return Refusal(
+            return ApiError(
                 503,
                 "unavailable",
                 "the server cannot process the call now: try again soon; the server's log has the reason under this "
@@ -132,7 +132,7 @@ def _server_refusal(error: Exception) -> Refusal:
                 headers={"retry-after": "2"},
             )
     log.error("request failed", exc_info=error)
-    return Refusal(500, "internal_error", "the server failed: its log has the reason under this x-request-id")
+    return ApiError(500, "internal_error", "the server failed: its log has the reason under this x-request-id")
 
 
 def allowed_methods(scope: Scope) -> str:

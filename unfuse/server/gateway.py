@@ -19,20 +19,20 @@ from starlette.requests import Request
 from typing_extensions import override
 
 from unfuse.core.errors import (
-    Damaged,
     InvalidParameter,
     NotFound,
     Overloaded,
+    RecordDamaged,
     ResultsUnavailable,
     TransientError,
     UnknownModel,
-    Unsuitable,
+    UnsupportedRequest,
 )
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Params
 from unfuse.core.request import MODERATION_BLOCKED, TERMINAL_EVENTS, RequestContext, RequestRecord, billed_seconds
 from unfuse.core.supervisor import Supervisor
-from unfuse.edge.access import Refusal
+from unfuse.edge.access import ApiError
 from unfuse.edge.keys import DEFAULT_TENANT, ApiKeys
 from unfuse.queues.base import DeclaredModels
 from unfuse.scheduler.lifecycle import MODEL_FAILED, WEIGHTS_CHANGED
@@ -45,9 +45,9 @@ from unfuse.server.metrics import Metrics
 from unfuse.server.multimodal_messages import ImageFetcher
 from unfuse.server.request_objects import FREE, Prices, request_object
 from unfuse.server.result_cache import ResultCache
-from unfuse.server.served_models import AddModel, ModelNames
+from unfuse.server.served_models import ModelAdder, ModelNames
 from unfuse.server.webhooks import Webhooks
-from unfuse.stores.results import PART, ResultStore
+from unfuse.stores.results import FRAGMENT, ResultStore
 from unfuse.weights.adapters import AdapterFolder
 
 #: The HTTP status for a failed request by its error code; 500 for any other code.
@@ -103,7 +103,7 @@ class Gateway(Observer):
         webhooks: Webhooks | None = None,
         prices: Prices = FREE,
         image_fetcher: ImageFetcher | None = None,
-        joining: AddModel | None = None,
+        joining: ModelAdder | None = None,
         public_url: str = "",
         parsers: OutputParsers | None = None,
         open_metrics: bool = False,
@@ -122,13 +122,13 @@ class Gateway(Observer):
         self._prices = prices
         self._public_url = public_url
 
-        self.metrics = Metrics(store, self.names.shown)
+        self.metrics = Metrics(store, self.names.public_name)
         self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
         self.grammar_checker = GrammarChecker(self.metrics)
         self.image_fetcher = image_fetcher or ImageFetcher()
         self.result_cache = ResultCache(scheduler, results) if reuses else None
         self.loras = AdapterFolder(loras) if loras else None
-        self.joining = joining or AddModel()
+        self.joining = joining or ModelAdder()
         self.parsers = parsers or OutputParsers()
         self.background = Supervisor()
         self.webhooks = webhooks or Webhooks()
@@ -140,9 +140,9 @@ class Gateway(Observer):
 
     async def models(self, only: frozenset[str] | None = None) -> dict[str, ModelSpec]:
         """Return the served models by public name; with `only`, just these."""
-        specs = await self.scheduler.registry.cards()
+        specs = await self.scheduler.registry.model_specs()
         specs = {name: replace(spec, defaults=spec.defaults | self._default_params) for name, spec in specs.items()}
-        return {name: spec for name, spec in self.names.of(specs).items() if only is None or name in only}
+        return {name: spec for name, spec in self.names.by_public_name(specs).items() if only is None or name in only}
 
     async def model(self, name: object, only: frozenset[str] | None = None) -> tuple[str, ModelSpec]:
         """Return the public name and spec of a served model; for None the default.
@@ -152,28 +152,28 @@ class Gateway(Observer):
         """
         served = await self.models(only)
         known = ", ".join(sorted(served))
-        if isinstance(name, str) and (failed := self.failed(only).get(name)):
-            raise Refusal(
+        if isinstance(name, str) and (failed := self.failed_models(only).get(name)):
+            raise ApiError(
                 503,
                 MODEL_FAILED,
-                f"model {name!r} cannot be served: {failed.failed}",
+                f"model {name!r} cannot be served: {failed.failure}",
                 "model",
                 {"x-should-retry": "false"},
             )
         if not served and only is not None:
             raise UnknownModel("no served model is available to this API key", "model")
         if not served:
-            raise Refusal(503, "no_model", "no model is served yet: start a worker", headers={"retry-after": "2"})
+            raise ApiError(503, "no_model", "no model is served yet: start a worker", headers={"retry-after": "2"})
         if name is None:
-            if default := self.default(served):
+            if default := self.default_model(served):
                 return default, served[default]
             raise InvalidParameter(f"model is missing: send one of {known}", "model")
-        public_name = self.names.asked(name) if isinstance(name, str) else ""
+        public_name = self.names.resolve(name) if isinstance(name, str) else ""
         if public_name not in served:
             raise UnknownModel(f"model {_loggable(name)!r} is not served: send one of {known}", "model")
         return public_name, served[public_name]
 
-    def default(self, served: Mapping[str, ModelSpec]) -> str | None:
+    def default_model(self, served: Mapping[str, ModelSpec]) -> str | None:
         """Return the name of the model for requests without one, or None.
 
         It is the first of the `served` models that the server was started with. If there is none, it is the only
@@ -184,62 +184,62 @@ class Gateway(Observer):
             return configured_names[0]
         return next(iter(served)) if len({spec.name for spec in served.values()}) == 1 else None
 
-    def failed(self, only: frozenset[str] | None = None) -> dict[str, DeclaredModels]:
+    def failed_models(self, only: frozenset[str] | None = None) -> dict[str, DeclaredModels]:
         """Return the added models that cannot be served, by public name, restricted as in `models`.
 
         They are as of the registry's last refresh.
         """
-        failures = {self.names.shown(name): models for name, models in self.scheduler.registry.failed.items()}
+        failures = {self.names.public_name(name): models for name, models in self.scheduler.registry.failed.items()}
         return {name: models for name, models in failures.items() if only is None or name in only}
 
-    async def lora_ids(self, card: ModelSpec, named: str) -> str:
+    async def lora_ids(self, spec: ModelSpec, named: str) -> str:
         """Return the content hashes of the LoRA adapters in the parameter `lora`.
 
         Workers use them to load the same contents. Raises InvalidParameter if the model takes no adapters, if no
         adapters are served, or if one is unknown or does not fit.
         """
-        if not card.takes_lora:
-            raise InvalidParameter(f"model {card.name} does not support LoRA adapters: leave lora out", "lora")
+        if not spec.takes_lora:
+            raise InvalidParameter(f"model {spec.name} does not support LoRA adapters: leave lora out", "lora")
         if self.loras is None:
             raise InvalidParameter("the server has no LoRA adapters: start it with --loras FOLDER", "lora")
         try:
             return await to_thread.run_sync(self.loras.ids_of, named, limiter=self.decoding)
-        except (NotFound, Unsuitable) as error:
+        except (NotFound, UnsupportedRequest) as error:
             raise InvalidParameter(str(error), "lora") from error
 
     @override
-    def submitted(self, context: RequestContext) -> None:
+    def on_submitted(self, context: RequestContext) -> None:
         log.info("accepted", request=context.id, model=context.request.model, tenant=context.caller.tenant)
 
     @override
-    def ended(self, context: RequestContext) -> None:
+    def on_ended(self, context: RequestContext) -> None:
         """Log a request that this scheduler ended, count its costs, and delete its attachments.
 
         Any gateway may have accepted the request. A dead letter keeps its uploads for a retry.
         """
-        self.billed(context, billed_seconds(context))
+        self.on_billed(context, billed_seconds(context))
 
         fields: dict[str, object] = {"model": context.request.model, "tenant": context.caller.tenant}
-        fields |= {"status": context.status, "dead": context.dead}
+        fields |= {"status": context.status, "dead": context.is_dead_letter}
         if context.error:
             fields |= {"code": context.error.code, "stage": context.error.stage}
         seconds = round((context.completed_at or 0.0) - context.created_at, 3)
         log.info("ended", request=context.id, **fields, seconds=seconds)
 
-        self.release(context, PART if context.dead else "")
+        self.delete_attachments(context, FRAGMENT if context.is_dead_letter else "")
 
     @override
-    def billed(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
+    def on_billed(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
         """Count the device seconds of a request for its tenant.
 
         A tenant that has no key any more is counted as `other`.
         """
         known = {DEFAULT_TENANT, *(key.tenant for key in self.keys.all())}
         tenant = context.caller.tenant if context.caller.tenant in known else "other"
-        self.metrics.charged(self.names.shown(context.request.model), tenant, seconds, self._prices)
+        self.metrics.count_device_seconds(self.names.public_name(context.request.model), tenant, seconds, self._prices)
 
     @contextmanager
-    def refusals_logged(self, tenant: str, model: object) -> Iterator[None]:
+    def log_refusals(self, tenant: str, model: object) -> Iterator[None]:
         """Log each refusal of a creating call, and count those by admission control.
 
         The error is raised again.
@@ -248,7 +248,7 @@ class Gateway(Observer):
         """
         try:
             yield
-        except (InvalidParameter, Overloaded, Refusal) as error:
+        except (InvalidParameter, Overloaded, ApiError) as error:
             refusal = refusal_of(error)
             fields = {"model": _loggable(model), "tenant": tenant}
             if isinstance(error, Overloaded):
@@ -268,17 +268,17 @@ class Gateway(Observer):
         self, request: Request, records: Sequence[RequestRecord], *, evidence: bool = False
     ) -> list[dict[str, object]]:
         """Return the request objects of records, as the caller sees them. See `request_object` for `evidence`."""
-        base, sign = self.base_of(request), await self.links.signer()
+        base, sign = self.base_url(request), await self.links.signer()
         wall = self.scheduler.clock.wall()
         views = []
         for record in records:
             eta = self.scheduler.eta(record)
-            state, seconds_left = self.scheduler.awaited(record)
+            state, seconds_left = self.scheduler.awaited_condition(record)
             view = request_object(record, base, eta, evidence=evidence, prices=self._prices, sign=sign, wall=wall)
             views.append(view if seconds_left is None else view | {"state": state})
         return views
 
-    def release(self, context: RequestContext, beginning: str = "") -> None:
+    def delete_attachments(self, context: RequestContext, beginning: str = "") -> None:
         """Delete attachments of an ended request in the background.
 
         These are all whose names start with `beginning`.
@@ -289,10 +289,10 @@ class Gateway(Observer):
             self._releasing[request].add_done_callback(lambda _: self._releasing.pop(request, None))
 
     async def _delete_attachments(self, request: str, beginning: str) -> None:
-        with self.background.besides("deleting attachments"):
+        with self.background.log_errors("deleting attachments"):
             await to_thread.run_sync(self.results.detach, request, beginning)
 
-    def base_of(self, request: Request) -> str:
+    def base_url(self, request: Request) -> str:
         """Return the base of links in responses: `public_url`, or the address that the client used."""
         return self._public_url or str(request.base_url).rstrip("/")
 
@@ -315,7 +315,7 @@ class Gateway(Observer):
         await to_thread.run_sync(self.results.delete, request)
         await self.queue.drop(request)
 
-    async def unwritten(self) -> tuple[bool, int]:
+    async def results_writable(self) -> tuple[bool, int]:
         """Return whether results can be stored, and how many tasks wait for that.
 
         Results cannot be stored if this gateway's check fails, or if a task of any worker waits. A new reason is
@@ -352,12 +352,12 @@ class Gateway(Observer):
         for id in list(self.awaited):
             try:
                 record = await self.queue.load(id)
-            except (NotFound, Damaged):
+            except (NotFound, RecordDamaged):
                 continue
             except TransientError:
                 return True
             eta = self.scheduler.eta(record)
-            if record.context.over or eta is None or eta <= seconds:
+            if record.context.is_over or eta is None or eta <= seconds:
                 return True
         return False
 
@@ -375,10 +375,10 @@ class Gateway(Observer):
         Raises NotFound if the request was deleted after its end.
         """
         retry_later = {"retry-after": "2"}
-        stopping = Refusal(
+        stopping = ApiError(
             503, "stopping", f"the server is stopping; request {id} may still be completed", headers=retry_later
         )
-        lost = Refusal(503, "lost", f"the queue has lost request {id}: repeat the call", headers=retry_later)
+        lost = ApiError(503, "lost", f"the queue has lost request {id}: repeat the call", headers=retry_later)
 
         has_ended = False
         try:
@@ -393,12 +393,12 @@ class Gateway(Observer):
 
         if context.status == "completed":
             return context
-        if not context.over:  # the queue was closed, which ends `watch`
+        if not context.is_over:  # the queue was closed, which ends `watch`
             raise stopping
         message = context.error.message if context.error else f"the request was {context.status}"
         code = context.error.code if context.error else context.status
         status = {"cancelled": 409, "expired": 504}.get(context.status, STATUSES.get(code, 500))
-        raise Refusal(status, code, f"{id}: {message}", headers={"x-should-retry": "false"})
+        raise ApiError(status, code, f"{id}: {message}", headers={"x-should-retry": "false"})
 
 
 def _loggable(name: object) -> str:
@@ -421,4 +421,4 @@ async def gateway_of(request: Request) -> Gateway:
 
 
 #: The type of a route's parameter that gets the gateway.
-Served = Annotated[Gateway, Depends(gateway_of)]
+GatewayDep = Annotated[Gateway, Depends(gateway_of)]

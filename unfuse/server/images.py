@@ -19,11 +19,11 @@ from unfuse.core.errors import InvalidParameter, NotFound
 from unfuse.core.modalities import IMAGE, MASK
 from unfuse.core.parameters import nth_seed
 from unfuse.core.request import Delivery, RequestContext, RequestRecord, ResultFile
-from unfuse.server.auth import Known
+from unfuse.server.auth import CallerDep
 from unfuse.server.body import read_body, read_json
-from unfuse.server.calls import CreatingCall, answer_call
-from unfuse.server.gateway import Gateway, Served
-from unfuse.server.openapi_schemas import DRAWN, EDIT, GENERATE
+from unfuse.server.calls import GenerationCall, answer_call
+from unfuse.server.gateway import Gateway, GatewayDep
+from unfuse.server.openapi_schemas import EDIT, GENERATE, IMAGES_RESPONSE
 from unfuse.server.request_objects import result_path, size_of
 from unfuse.server.responses import sse_event
 from unfuse.stores.results import ResultStore
@@ -42,19 +42,19 @@ _USAGE = {
 _FLAGGED: dict[str, object] = {"b64_json": None, "flagged": True}
 
 
-@router.post("/images/generations", openapi_extra=GENERATE, responses=DRAWN)
-async def generate(request: Request, gateway: Served, asker: Known) -> Response:
+@router.post("/images/generations", openapi_extra=GENERATE, responses=IMAGES_RESPONSE)
+async def generate(request: Request, gateway: GatewayDep, asker: CallerDep) -> Response:
     """Generate images from a prompt, and return them when they are complete.
 
     If the client disconnects first, the request is cancelled, except with an idempotency key, a webhook or
     `--on-disconnect continue`.
     """
-    call = CreatingCall(gateway, request, asker, await read_json(request), IMAGE, waits=True)
+    call = GenerationCall(gateway, request, asker, await read_json(request), IMAGE, waits_for_result=True)
     return await _answer(call, "image_generation")
 
 
-@router.post("/images/edits", openapi_extra=EDIT, responses=DRAWN)
-async def edit(request: Request, gateway: Served, asker: Known) -> Response:
+@router.post("/images/edits", openapi_extra=EDIT, responses=IMAGES_RESPONSE)
+async def edit(request: Request, gateway: GatewayDep, asker: CallerDep) -> Response:
     """Generate images that start from other images, and return them when they are complete.
 
     A served model must support this.
@@ -66,17 +66,19 @@ async def edit(request: Request, gateway: Served, asker: Known) -> Response:
         fields["image"] = fields.pop("images")
     if fields.get("image") in (None, [], [None]):
         raise InvalidParameter("image is missing: send the picture to start from", "image")
-    call = CreatingCall(gateway, request, asker, fields, IMAGE, "image", waits=True, beside=MASK)
+    call = GenerationCall(
+        gateway, request, asker, fields, IMAGE, "image", waits_for_result=True, second_image_field=MASK
+    )
     return await _answer(call, "image_edit")
 
 
-async def _answer(call: CreatingCall, kind: str) -> Response:
+async def _answer(call: GenerationCall, kind: str) -> Response:
     """Return the response of a call for pictures.
 
     `kind` begins the types of its events if it streams.
     """
     gateway = call.gateway
-    base = gateway.base_of(call.request)
+    base = gateway.base_url(call.request)
     sign = await gateway.links.signer()
 
     def reply(context: RequestContext, delivery: Delivery) -> bytes:

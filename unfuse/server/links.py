@@ -14,14 +14,14 @@ from starlette.requests import Request
 
 from unfuse.core.clock import Clock
 from unfuse.core.errors import TransientError, UsageError
-from unfuse.edge.access import Refusal
+from unfuse.edge.access import ApiError
 from unfuse.queues.base import WorkerRegistry
 
 #: Lifetime in seconds of a link in a response.
-LASTS_S = 3600
+LINK_TTL_S = 3600
 
 #: Lifetime in seconds of a link in a webhook message, which may wait in the receiver's queue.
-WEBHOOK_LASTS_S = 24 * 3600
+WEBHOOK_LINK_TTL_S = 24 * 3600
 
 _RESULT = re.compile(r"/v1/requests/[^/]+/result/[0-9]+")
 _EXPIRES = re.compile(r"[0-9]{1,12}")
@@ -41,7 +41,7 @@ class SignedLinks:
         self._signs = signs
         self._secret = b""  # "" until it is loaded
 
-    async def signer(self, lasts_s: int = LASTS_S) -> Callable[[str], str]:
+    async def signer(self, lasts_s: int = LINK_TTL_S) -> Callable[[str], str]:
         """Return a function that signs the path of a result for `lasts_s` seconds.
 
         While the queue with the secret is unavailable, it returns paths unchanged: they still open with a key.
@@ -71,11 +71,11 @@ class SignedLinks:
         expected = _signature(await self._load_secret(), path, expires)
         is_ours = hmac.compare_digest(expected.encode(), query["signature"].encode())
         if not is_ours or not _EXPIRES.fullmatch(expires) or request.method != "GET":
-            raise Refusal(
+            raise ApiError(
                 403, "invalid_link", "the signature of this link is wrong: get a new link with GET /v1/requests/{id}"
             )
         if int(expires) <= self._clock.wall():
-            raise Refusal(
+            raise ApiError(
                 403, "link_expired", "this link has expired: get a new link with GET /v1/requests/{id}, or send a key"
             )
         return True

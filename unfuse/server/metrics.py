@@ -14,9 +14,9 @@ from prometheus_client.core import GaugeMetricFamily
 from typing_extensions import override
 
 from unfuse.core.messages import Memory, TransferStats
-from unfuse.core.plan import outcome_of
+from unfuse.core.plan import numerics_of
 from unfuse.core.request import RequestContext
-from unfuse.core.text import CHUNK
+from unfuse.core.text import PREFILL_CHUNK_TOKENS
 from unfuse.queues.base import QueueBackend, RegisteredWorker
 from unfuse.scheduler.observer import Observer
 from unfuse.server.metrics_table import METRICS, Scrape, pool_labels
@@ -24,7 +24,7 @@ from unfuse.server.request_objects import Prices
 from unfuse.transfer import PREFERENCE
 
 #: The number of pools without workers whose statistics are still read: tasks may wait there for the next worker.
-REMEMBERED = 1024
+MAX_LABEL_VALUES = 1024
 
 #: Labels that a stranger sees. A sample with any other label is hidden, so that a new label is hidden by default.
 PUBLIC_LABELS = frozenset(
@@ -37,7 +37,7 @@ PUBLIC_LABELS = frozenset(
         "memory",
         "node",
         "of",
-        "outcome",
+        "numerics",
         "pool",
         "rank",
         "role",
@@ -59,7 +59,7 @@ class Audience:
         self._sees_models = sees_models
         self.sees_all = sees_all
 
-    def sees(self, labels: Mapping[str, str]) -> bool:
+    def may_see(self, labels: Mapping[str, str]) -> bool:
         """Return whether a sample with these labels is shown."""
         if self.sees_all:
             return True
@@ -86,7 +86,7 @@ class VisibleMetrics:
         for metric in self._metrics:
             if self._audience.sees_all:
                 yield metric
-            elif samples := [sample for sample in metric.samples if self._audience.sees(sample.labels)]:
+            elif samples := [sample for sample in metric.samples if self._audience.may_see(sample.labels)]:
                 visible = Metric(metric.name, metric.documentation, metric.type, metric.unit)
                 visible.samples = samples
                 yield visible
@@ -119,7 +119,7 @@ class Metrics(Observer):
         self._remembered_pools: dict[str, None] = {}  # pools that had workers, in the order they were first seen
 
     @override
-    def submitted(self, context: RequestContext) -> None:
+    def on_submitted(self, context: RequestContext) -> None:
         self.count("unfuse_requests_submitted_total")
         self.count("requests_submitted_total")
         if tokens := context.request.derived.prompt_tokens:
@@ -128,7 +128,7 @@ class Metrics(Observer):
             self.count("unfuse_tokens_total", self._public_name(context.request.model), "cached", by=0)
 
     @override
-    def ended(self, context: RequestContext) -> None:
+    def on_ended(self, context: RequestContext) -> None:
         match context.status:
             case "completed":
                 self.count("unfuse_requests_completed_total")
@@ -139,62 +139,62 @@ class Metrics(Observer):
             case "failed" | "expired":
                 self.count("unfuse_requests_failed_total")
                 self.count("requests_failed_total")
-        if cached_blocks := context.spared:
-            tokens = CHUNK * cached_blocks
+        if cached_blocks := context.cached_prefix_blocks:
+            tokens = PREFILL_CHUNK_TOKENS * cached_blocks
             self.count("unfuse_tokens_total", self._public_name(context.request.model), "cached", by=tokens)
 
     @override
-    def began_to_grow(self, model: str, pieces: int, seconds: float) -> None:
+    def on_first_delta(self, model: str, pieces: int, seconds: float) -> None:
         self._observe("unfuse_time_to_first_token_seconds", seconds, self._public_name(model))
         self.count("unfuse_tokens_total", self._public_name(model), "completion", by=pieces)
 
     @override
-    def grew(self, model: str, pieces: int, seconds: float | None) -> None:
+    def on_deltas(self, model: str, pieces: int, seconds: float | None) -> None:
         self.count("unfuse_tokens_total", self._public_name(model), "completion", by=pieces)
         for _ in range(pieces if seconds is not None else 0):
             self._observe("unfuse_inter_token_seconds", (seconds or 0.0) / pieces, self._public_name(model))
 
     @override
-    def retracted(self, times: int) -> None:
+    def on_retracted(self, times: int) -> None:
         self.count("unfuse_retractions_total", by=times)
 
     @override
-    def swapped(self, holds: str, seconds: float) -> None:
+    def on_swapped(self, holds: str, seconds: float) -> None:
         self.count("unfuse_swaps_total", self._public_name(holds))
         self.count("unfuse_loading_seconds_total", self._public_name(holds), by=seconds)
 
     @override
-    def leaked(self, role: str, memory: Memory, nbytes: int) -> None:
+    def on_leaked(self, role: str, memory: Memory, nbytes: int) -> None:
         self.count("unfuse_leaked_bytes_total", role, memory, by=nbytes)
 
     @override
-    def dispatched(self, pool: str) -> None:
+    def on_dispatched(self, pool: str) -> None:
         self.count("unfuse_tasks_dispatched_total", *pool_labels(pool))
 
     @override
-    def lease_expired(self, pool: str) -> None:
+    def on_lease_expired(self, pool: str) -> None:
         self.count("unfuse_lease_expired_total", *pool_labels(pool))
 
     @override
-    def moved(self, engine: str, moved: TransferStats) -> None:
+    def on_transfer(self, engine: str, moved: TransferStats) -> None:
         for name, count in msgspec.structs.asdict(moved).items():
             self.count(f"unfuse_transfer_{name}_total", engine if engine in PREFERENCE else "other", by=count)
 
     @override
-    def told(self, outcome: str) -> None:
+    def on_webhook_attempt(self, outcome: str) -> None:
         self.count("unfuse_webhooks_total", outcome)
 
     @override
-    def looked_up(self, hits: int, misses: int) -> None:
+    def on_cache_lookup(self, hits: int, misses: int) -> None:
         self.count("unfuse_cache_hits_total", by=hits)
         self.count("unfuse_cache_misses_total", by=misses)
 
     @override
-    def written_off(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
+    def on_lost_device_time(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
         for device, used in seconds.items():
             self.count("unfuse_lost_device_seconds_total", self._public_name(context.request.model), device, by=used)
 
-    def charged(self, model: str, tenant: str, seconds: Mapping[str, float], prices: Prices) -> None:
+    def count_device_seconds(self, model: str, tenant: str, seconds: Mapping[str, float], prices: Prices) -> None:
         """Count device seconds that a tenant has used, and their price.
 
         `model` is a public name. `seconds` are by device.
@@ -204,7 +204,7 @@ class Metrics(Observer):
         if (money := prices.money(seconds)) is not None:
             self.count("unfuse_money_total", model, tenant, by=money)
 
-    async def page(
+    async def render(
         self,
         queue: QueueBackend,
         members: Sequence[RegisteredWorker],
@@ -224,8 +224,8 @@ class Metrics(Observer):
         results: whether results can be stored now, and how many tasks wait to store theirs.
         """
         stats = await queue.stats([*pools, *(pool for pool in self._remembered_pools if pool not in pools)])
-        self._remembered_pools |= dict.fromkeys(pool for pool in pools if outcome_of(pool))
-        for pool in list(self._remembered_pools)[:-REMEMBERED]:
+        self._remembered_pools |= dict.fromkeys(pool for pool in pools if numerics_of(pool))
+        for pool in list(self._remembered_pools)[:-MAX_LABEL_VALUES]:
             del self._remembered_pools[pool]
 
         scrape = Scrape(
@@ -233,7 +233,7 @@ class Metrics(Observer):
             all_pools=stats.pools,
             pools={pool: line for pool, line in stats.pools.items() if pool in pools or line.left_s},
             roles=roles or {},
-            asleep=asleep,
+            scaled_to_zero=asleep,
             requests=stats.active,
             store=self._store,
             cached_bytes=await queue.cached_bytes(),

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Literal, NamedTuple
 
 from unfuse.core.messages import WorkerInfo
-from unfuse.core.plan import declared, outcome_of, readable_pool
+from unfuse.core.plan import declared_pool, numerics_of, readable_pool
 from unfuse.core.text import TextStats
 from unfuse.queues.base import PoolStats, RegisteredWorker
 from unfuse.stages.specs import DECODE, PREFILL
@@ -37,7 +37,7 @@ class Scrape:
     #: The role and the component of workers, by declared pool.
     roles: Mapping[str, tuple[str, str]]
     #: The declared pools that are scaled to zero.
-    asleep: Collection[str]
+    scaled_to_zero: Collection[str]
     #: The number of requests that are not over.
     requests: int
     #: The backend of the workers' tensor stores.
@@ -88,10 +88,10 @@ class MetricSpec(NamedTuple):
 
 def pool_labels(pool: str) -> Labels:
     """Return the values of the labels POOL for a pool."""
-    return readable_pool(pool), outcome_of(pool)
+    return readable_pool(pool), numerics_of(pool)
 
 
-def _one(value: Callable[[Scrape], float]) -> Callable[[Scrape], Samples]:
+def _single_sample(value: Callable[[Scrape], float]) -> Callable[[Scrape], Samples]:
     """Read one sample without labels."""
     return lambda scrape: [((), value(scrape))]
 
@@ -121,7 +121,7 @@ def _grouped(by: str, value: Callable[[list[WorkerInfo]], float]) -> Callable[[S
 
 def _of_arenas(value: Callable[[WorkerInfo], float]) -> Callable[[Scrape], Samples]:
     """Read a sample of each role: the largest value of its workers' arenas."""
-    return _grouped("role", lambda infos: max((value(info) for info in infos if info.room), default=0.0))
+    return _grouped("role", lambda infos: max((value(info) for info in infos if info.arena_bytes), default=0.0))
 
 
 def _of_roles(value: Callable[[PoolStats], float]) -> Callable[[Scrape], Samples]:
@@ -129,8 +129,8 @@ def _of_roles(value: Callable[[PoolStats], float]) -> Callable[[Scrape], Samples
 
     def read(scrape: Scrape) -> Samples:
         roles = scrape.roles
-        stats = {pool: pool_stats for pool, pool_stats in scrape.all_pools.items() if declared(pool) in roles}
-        samples = [(roles[declared(pool)], value(pool_stats)) for pool, pool_stats in stats.items()]
+        stats = {pool: pool_stats for pool, pool_stats in scrape.all_pools.items() if declared_pool(pool) in roles}
+        samples = [(roles[declared_pool(pool)], value(pool_stats)) for pool, pool_stats in stats.items()]
         return _summed([*((role, 0.0) for role in roles.values()), *samples])
 
     return read
@@ -169,7 +169,7 @@ def _waiting(scrape: Scrape, kind: str) -> int:
 
 
 #: The labels of a pool: its readable name, and the hash of its numerics.
-POOL = ("pool", "outcome")
+POOL = ("pool", "numerics")
 
 # The buckets of histograms, in seconds.
 _LATENCY_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -217,22 +217,24 @@ METRICS = (
     _gauge(
         "unfuse_prefill_queue",
         "Prompts whose KV is not complete: they wait for a worker, or are in prefill",
-        _one(lambda scrape: _waiting(scrape, PREFILL.kind) + sum(load.prompts for _, load in scrape.text_loads)),
+        _single_sample(
+            lambda scrape: _waiting(scrape, PREFILL.kind) + sum(load.prompts for _, load in scrape.text_loads)
+        ),
     ),
     _gauge(
         "unfuse_grammar_queue",
         "Text requests that wait for the compilation of their grammar, before they are accepted or in a worker",
-        _one(lambda scrape: scrape.grammars + sum(load.grammars for _, load in scrape.text_loads)),
+        _single_sample(lambda scrape: scrape.grammars + sum(load.grammars for _, load in scrape.text_loads)),
     ),
     _gauge(
         "unfuse_decode_prealloc_queue",
         "Text requests that wait for a decode worker with room in its KV cache and a free slot",
-        _one(lambda scrape: _waiting(scrape, DECODE.kind)),
+        _single_sample(lambda scrape: _waiting(scrape, DECODE.kind)),
     ),
     _gauge(
         "unfuse_decode_transfer_queue",
         "Text requests with reserved room in the KV cache of a decode worker, whose KV has not arrived completely",
-        _one(lambda scrape: sum(info.status.waiting_for_inputs for info, _ in scrape.text_loads)),
+        _single_sample(lambda scrape: sum(info.status.waiting_for_inputs for info, _ in scrape.text_loads)),
     ),
     _gauge(
         "unfuse_worker_busy_ratio",
@@ -337,7 +339,7 @@ METRICS = (
         "device",
     ),
     _counter("unfuse_webhooks_total", "Attempts of webhook deliveries", "state"),
-    _gauge("unfuse_requests_active", "Active requests", _one(lambda scrape: scrape.requests)),
+    _gauge("unfuse_requests_active", "Active requests", _single_sample(lambda scrape: scrape.requests)),
     _gauge(
         "unfuse_store_bytes",
         "Bytes of stage outputs in the stores of live workers",
@@ -347,7 +349,7 @@ METRICS = (
     _gauge(
         "unfuse_arena_occupancy",
         "Used share of the arena, in the fullest healthy worker",
-        _of_arenas(lambda info: info.status.arena_used / info.room),
+        _of_arenas(lambda info: info.status.arena_used / info.arena_bytes),
         "role",
     ),
     _gauge(
@@ -359,7 +361,7 @@ METRICS = (
     _gauge(
         "unfuse_arena_high_water",
         "Highest share of the arena that was ever used, in any healthy worker",
-        _of_arenas(lambda info: info.status.arena_high_water / info.room),
+        _of_arenas(lambda info: info.status.arena_high_water / info.arena_bytes),
         "role",
     ),
     _gauge(
@@ -373,7 +375,7 @@ METRICS = (
     _gauge(
         "unfuse_cache_bytes",
         "Bytes of encoder outputs in the encoder cache",
-        _one(lambda scrape: scrape.cached_bytes),
+        _single_sample(lambda scrape: scrape.cached_bytes),
     ),
     _gauge(
         "unfuse_pool_predicted_seconds",
@@ -398,12 +400,12 @@ METRICS = (
     _gauge(
         "unfuse_results_writable",
         "Whether results can be stored now, 0 or 1",
-        _one(lambda scrape: scrape.results_writable),
+        _single_sample(lambda scrape: scrape.results_writable),
     ),
     _gauge(
         "unfuse_results_waiting",
         "Tasks that wait because their results cannot be stored",
-        _one(lambda scrape: scrape.results_waiting),
+        _single_sample(lambda scrape: scrape.results_waiting),
     ),
     _gauge(
         "unfuse_queue_size",
@@ -430,9 +432,9 @@ METRICS = (
         *POOL,
     ),
     _gauge(
-        "unfuse_pool_asleep",
+        "unfuse_pool_scaled_to_zero",
         "Whether the pool is scaled to zero, 0 or 1",
-        _of_pools(lambda scrape, pool: declared(pool) in scrape.asleep),
+        _of_pools(lambda scrape, pool: declared_pool(pool) in scrape.scaled_to_zero),
         *POOL,
     ),
 )

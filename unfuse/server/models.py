@@ -15,29 +15,31 @@ from unfuse.core.errors import ConfigError, InvalidParameter, UnknownModel
 from unfuse.core.modalities import LAST_FRAME, TEXT, UPLOAD, VIDEO
 from unfuse.core.model_spec import MAX_NAME, ModelSpec, is_name, name_of, without_source
 from unfuse.core.plan import readable_pool
-from unfuse.edge.access import Refusal
-from unfuse.server.auth import Known, Principal, admin_only
+from unfuse.edge.access import ApiError
+from unfuse.server.auth import CallerDep, Principal, admin_only
 from unfuse.server.body import read_json
-from unfuse.server.gateway import Gateway, Served
-from unfuse.server.openapi_schemas import ADD, MAX_SOURCE, MODEL, REMOVED, one, several
+from unfuse.server.gateway import Gateway, GatewayDep
+from unfuse.server.openapi_schemas import ADD, MAX_SOURCE, MODEL, REMOVED, list_response, object_response
 
 router = APIRouter(prefix="/models", tags=["models"])
 
 
-@router.get("", responses=several(MODEL, paged=False))
-async def page(gateway: Served, caller: Known) -> dict[str, object]:
+@router.get("", responses=list_response(MODEL, paged=False))
+async def page(gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
     """Every served model that the caller may use.
 
     They are in the order in which the server was given them. Requests without a model go to the one that is marked as
     default. An admin also gets those that were added and cannot be served.
     """
-    views = await ModelViews.of(gateway, caller)
-    failed = gateway.failed(caller.models) if caller.admin else {}
+    views = await ModelViews.snapshot(gateway, caller)
+    failed = gateway.failed_models(caller.models) if caller.admin else {}
     return {"object": "list", "data": [*map(views.served, views.cards), *map(views.failed, failed)]}
 
 
-@router.post("", status_code=202, openapi_extra=ADD, responses=one(MODEL, 202), dependencies=[Depends(admin_only)])
-async def add(request: Request, gateway: Served, caller: Known) -> dict[str, object]:
+@router.post(
+    "", status_code=202, openapi_extra=ADD, responses=object_response(MODEL, 202), dependencies=[Depends(admin_only)]
+)
+async def add(request: Request, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
     """Serve another model, from a folder of the server's machine or from the hub.
 
     You may choose its name. The response does not wait until the model has loaded: then its `state` is `ready`. Before,
@@ -45,51 +47,51 @@ async def add(request: Request, gateway: Served, caller: Known) -> dict[str, obj
     """
     source, name = _parse_addition(await read_json(request))
     if not caller.may_use(name):
-        raise Refusal(
+        raise ApiError(
             403,
             "not_yours",
             f"this API key may not use a model {name!r}: the key has a models= list without it",
             "model",
         )
     names = gateway.names
-    if name in await gateway.models() or (names.is_given(name) and source != name):
-        raise Refusal(409, "model_exists", f"a model {name!r} is served already: send another name", "name")
-    if names.is_given(name):  # a configured model that was removed: its internal name is its source
-        source = name = names.own(name)
-    names.free(name)
+    if name in await gateway.models() or (names.is_configured(name) and source != name):
+        raise ApiError(409, "model_exists", f"a model {name!r} is served already: send another name", "name")
+    if names.is_configured(name):  # a configured model that was removed: its internal name is its source
+        source = name = names.internal_name(name)
+    names.release(name)
     try:
         await gateway.joining.add(name, source)
     except ConfigError as error:
         raise InvalidParameter(without_source(str(error), source, name), "model") from error
     except OSError as error:
         raise InvalidParameter(f"model {name!r} cannot be inspected: {error.strerror or error}", "model") from error
-    return await show(names.shown(name), gateway, caller)
+    return await show(names.public_name(name), gateway, caller)
 
 
 @router.delete("/{name:path}", responses=REMOVED, dependencies=[Depends(admin_only)])
-async def remove(name: str, gateway: Served, caller: Known) -> dict[str, object]:
+async def remove(name: str, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
     """Stop accepting requests for a model.
 
     Its workers stop when its accepted requests have ended.
     """
     model = await show(name, gateway, caller)
     registry = gateway.scheduler.registry
-    internal_name = gateway.names.own(str(model["id"]))
+    internal_name = gateway.names.internal_name(str(model["id"]))
     await (registry.withdraw(internal_name) if model["state"] == "failed" else registry.dismiss(internal_name))
     return {"id": model["id"], "object": "model", "deleted": True}
 
 
-@router.get("/{name:path}", responses=one(MODEL))
-async def show(name: str, gateway: Served, caller: Known) -> dict[str, object]:
+@router.get("/{name:path}", responses=object_response(MODEL))
+async def show(name: str, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
     """One served model, or one that was added and cannot be served.
 
     Its name may contain slashes.
     """
-    views = await ModelViews.of(gateway, caller)
-    public_name = gateway.names.asked(name)
+    views = await ModelViews.snapshot(gateway, caller)
+    public_name = gateway.names.resolve(name)
     if public_name in views.cards:
         return views.served(public_name)
-    if public_name in gateway.failed(caller.models):
+    if public_name in gateway.failed_models(caller.models):
         return views.failed(public_name)
     raise UnknownModel(f"model {name[:80]!r} is not served: send one of {', '.join(sorted(views.cards))}", "model")
 
@@ -128,10 +130,10 @@ class ModelViews:
     loras: list[str]
 
     @classmethod
-    async def of(cls, gateway: Gateway, caller: Principal) -> ModelViews:
+    async def snapshot(cls, gateway: Gateway, caller: Principal) -> ModelViews:
         """Take a snapshot of the models now."""
         loras = [*await to_thread.run_sync(gateway.loras.files)] if gateway.loras else []
-        missing = await gateway.scheduler.registry.missing()
+        missing = await gateway.scheduler.registry.unavailable_pools()
         return cls(gateway, await gateway.models(caller.models), missing, loras)
 
     def served(self, name: str) -> dict[str, object]:
@@ -146,18 +148,18 @@ class ModelViews:
             "state": state,
             "reason": str(changed_file) if changed_file else None,
             "progress": msgspec.to_builtins(progress),
-            "default": name == gateway.default(self.cards),
+            "default": name == gateway.default_model(self.cards),
         }
 
     def failed(self, name: str) -> dict[str, object]:
         """Return the model object of a model that was added and cannot be served."""
-        declared = self.gateway.failed()[name]
-        state = {"state": "failed", "reason": declared.failed, "progress": None, "default": False}
-        return self._facts(name, declared.cards[0]) | state
+        declared = self.gateway.failed_models()[name]
+        state = {"state": "failed", "reason": declared.failure, "progress": None, "default": False}
+        return self._facts(name, declared.models[0]) | state
 
     def _facts(self, name: str, spec: ModelSpec) -> dict[str, object]:
         """Return the fields of a model object that do not depend on the model's state."""
-        picture, last_frame = spec.accepted(UPLOAD), spec.accepted(LAST_FRAME)
+        picture, last_frame = spec.accepted_input(UPLOAD), spec.accepted_input(LAST_FRAME)
         registry = self.gateway.scheduler.registry
         return {
             "id": name,
@@ -165,9 +167,9 @@ class ModelViews:
             "created": spec.created,
             "owned_by": "unfuse",
             "root": name_of(spec.source or spec.name).partition("@")[0],
-            "max_model_len": int(spec.limits["max_tokens"]) if TEXT.made_by(spec.limits) else None,
+            "max_model_len": int(spec.limits["max_tokens"]) if TEXT.is_supported_by(spec.limits) else None,
             "input_modalities": ["text", *(["image", "video"] if spec.vision else ["image"] if picture.max else [])],
-            "makes_video": VIDEO.made_by(spec.limits),
+            "makes_video": VIDEO.is_supported_by(spec.limits),
             "takes_image": picture.min > 0,
             "starts_from": spec.strengths,
             "references": picture.max if picture.mode == "reference" else 0,
@@ -176,5 +178,5 @@ class ModelViews:
             "limits": spec.limits,
             "defaults": spec.defaults,
             "quality": spec.quality,
-            "stages": {stage: readable_pool(registry.home(pool)) for stage, pool in spec.pools().items()},
+            "stages": {stage: readable_pool(registry.waiting_pool(pool)) for stage, pool in spec.pools().items()},
         }

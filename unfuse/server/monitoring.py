@@ -19,14 +19,14 @@ from starlette.responses import JSONResponse, Response
 
 from unfuse import __version__
 from unfuse.core.errors import TransientError
-from unfuse.core.messages import ExactBatchStats
-from unfuse.core.plan import manned, readable_pool
-from unfuse.edge.access import Refusal, envelope
+from unfuse.core.messages import BatchInvarianceStats
+from unfuse.core.plan import pool_with_numerics, readable_pool
+from unfuse.edge.access import ApiError, envelope
 from unfuse.queues.base import RegisteredWorker
-from unfuse.server.auth import Principal, Visitor, admin_only, reader_of
-from unfuse.server.gateway import Gateway, Served
+from unfuse.server.auth import Principal, VisitorDep, admin_only, reader_of
+from unfuse.server.gateway import Gateway, GatewayDep
 from unfuse.server.metrics import Audience
-from unfuse.server.openapi_schemas import POOL, READY, WORKER, several
+from unfuse.server.openapi_schemas import POOL, READY, WORKER, list_response
 
 router = APIRouter(tags=["health"])
 workers_router = APIRouter(tags=["workers"], dependencies=[Depends(admin_only)])
@@ -41,7 +41,7 @@ async def health() -> dict[str, str]:
 
 
 @router.get("/ready", responses=READY)
-async def ready(gateway: Served, visitor: Visitor) -> JSONResponse:
+async def ready(gateway: GatewayDep, visitor: VisitorDep) -> JSONResponse:
     """200 if all pools of served models are live or scaled to zero, else 503.
 
     `missing` in the 503 lists the other pools by model. Models that were added while the server ran do not count: those
@@ -51,13 +51,13 @@ async def ready(gateway: Served, visitor: Visitor) -> JSONResponse:
     has no names and no reason.
     """
     if gateway.scheduler.draining:
-        raise Refusal(503, "not_ready", "the server is shutting down", headers={"retry-after": "5"})
+        raise ApiError(503, "not_ready", "the server is shutting down", headers={"retry-after": "5"})
     try:
         answer = await _readiness(gateway)
-    except Refusal as error:
+    except ApiError as error:
         if visitor:
             raise
-        raise Refusal(503, "not_ready", WITHHELD, headers={"retry-after": "2"}) from error
+        raise ApiError(503, "not_ready", WITHHELD, headers={"retry-after": "2"}) from error
     if visitor:
         return answer
     if answer.status_code == HTTPStatus.OK:
@@ -73,10 +73,10 @@ async def _readiness(gateway: Gateway) -> JSONResponse:
     try:
         await gateway.queue.check()
     except TransientError as error:
-        raise Refusal(503, "not_ready", str(error), headers={"retry-after": "2"}) from error
-    can_store_results, waiting = await gateway.unwritten()
+        raise ApiError(503, "not_ready", str(error), headers={"retry-after": "2"}) from error
+    can_store_results, waiting = await gateway.results_writable()
     if not can_store_results:
-        raise Refusal(
+        raise ApiError(
             503,
             "not_ready",
             f"results cannot be stored: free space in the result store (--results), or make it reachable; {waiting} "
@@ -86,9 +86,9 @@ async def _readiness(gateway: Gateway) -> JSONResponse:
 
     # Pools without a live worker, by public model name. Those of models that were added at run time do not count.
     registry = gateway.scheduler.registry
-    public_name = gateway.names.shown
+    public_name = gateway.names.public_name
     served = await gateway.models()
-    pools_without_worker = await registry.missing()
+    pools_without_worker = await registry.unavailable_pools()
     missing = {
         public_name(model): [*map(readable_pool, pools)]
         for model, pools in pools_without_worker.items()
@@ -97,12 +97,12 @@ async def _readiness(gateway: Gateway) -> JSONResponse:
 
     # Models that cannot be served: added ones that failed, and ones whose weights files were changed.
     changed_files = {public_name(model): registry.changed_file(*pools) for model, pools in pools_without_worker.items()}
-    failed = {name: declared.failed for name, declared in gateway.failed().items()}
+    failed = {name: declared.failure for name, declared in gateway.failed_models().items()}
     failed |= {model: str(file) for model, file in changed_files.items() if file and model not in missing}
 
     if served and not missing:
         loading = sorted(model for model, file in changed_files.items() if not file)
-        details = {"away": [*gateway.queue.away()], "loading": loading, "failed": failed}
+        details = {"away": [*gateway.queue.unreachable_parts()], "loading": loading, "failed": failed}
         present_details = {key: value for key, value in details.items() if value}
         return JSONResponse({"ready": True, "models": sorted(served), **present_details})
 
@@ -116,7 +116,7 @@ async def _readiness(gateway: Gateway) -> JSONResponse:
 
 def _not_ready(body: dict[str, object], message: str) -> JSONResponse:
     """Return the response 503 with these fields and an error in OpenAI's format."""
-    return JSONResponse(body | envelope(Refusal(503, "not_ready", message)), 503, {"retry-after": "2"})
+    return JSONResponse(body | envelope(ApiError(503, "not_ready", message)), 503, {"retry-after": "2"})
 
 
 @router.get("/version")
@@ -126,7 +126,7 @@ async def version() -> dict[str, str]:
 
 
 @router.get("/metrics", response_class=Response)
-async def metrics(gateway: Served, reader: Annotated[Principal | None, Depends(reader_of)]) -> Response:
+async def metrics(gateway: GatewayDep, reader: Annotated[Principal | None, Depends(reader_of)]) -> Response:
     """Metrics in the text format of Prometheus.
 
     A key with `admin=yes` or `read=yes` gets all metrics, as does every client with --open-metrics or if no keys are
@@ -134,7 +134,7 @@ async def metrics(gateway: Served, reader: Annotated[Principal | None, Depends(r
     of other tenants.
     """
     registry = gateway.scheduler.registry
-    results = await gateway.unwritten()
+    results = await gateway.results_writable()
     workers, models = await registry.workers(), await gateway.models()
     roles = {
         spec.pools()[stage.name]: (stage.role, stage.components[0])
@@ -144,19 +144,21 @@ async def metrics(gateway: Served, reader: Annotated[Principal | None, Depends(r
     pools = sorted(registry.pools(models))
     audience = Audience(sees_all=gateway.open_metrics)
     if reader:
-        sees_all = gateway.open_metrics or reader.admin or reader.only_reads
+        sees_all = gateway.open_metrics or reader.admin or reader.read_only
         audience = Audience(reader.tenant, sees_models=reader.models is None, sees_all=sees_all)
-    page = await gateway.metrics.page(gateway.queue, workers, pools, roles, registry.asleep(), audience, results)
+    page = await gateway.metrics.render(
+        gateway.queue, workers, pools, roles, registry.scaled_to_zero(), audience, results
+    )
     return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 
-@workers_router.get("/workers", responses=several(WORKER, paged=False))
-async def workers(gateway: Served) -> dict[str, object]:
+@workers_router.get("/workers", responses=list_response(WORKER, paged=False))
+async def workers(gateway: GatewayDep) -> dict[str, object]:
     """The registered workers and their state.
 
     A worker that sent no heartbeat for one lease time is not healthy until it sends another.
     """
-    public_name = gateway.names.shown
+    public_name = gateway.names.public_name
     now = await gateway.queue.now()
     healthy = {member.info.id for member in await gateway.scheduler.registry.workers()}
     members = await gateway.queue.workers()
@@ -177,32 +179,34 @@ def _worker_view(
         "role": info.role,
         "device": info.device,
         "pools": [*map(readable_pool, info.pools)],
-        "outcome": info.outcome,
+        "numerics": info.numerics,
         "slots": info.slots,
         "pid": info.pid,
-        "room": info.room,
+        "arena_bytes": info.arena_bytes,
         "used": status.arena_used,
         "high_water": status.arena_high_water,
         "unwritten": status.waiting_for_results,
         "engines": info.engines,
-        "holds": (public_name(status.loaded) if status.loaded else None) if info.sets else "all",
+        "loaded_model": (public_name(status.loaded) if status.loaded else None) if info.swappable_models else "all",
         "leased": member.leased,
-        "models": sorted(public_name(spec.name) for spec in member.cards),
+        "models": sorted(public_name(spec.name) for spec in member.models),
         "fragmentation": round(status.arena_fragmentation, 3),
         "ranks": [{key: round(seconds, 3) for key, seconds in asdict(rank).items()} for rank in status.ranks],
-        "changed": {readable_pool(manned(pool, info.outcome)): str(file) for pool, file in info.changed.items()},
+        "changed": {
+            readable_pool(pool_with_numerics(pool, info.numerics)): str(file) for pool, file in info.changed.items()
+        },
         "healthy": healthy,
-        "seen_s": round(max(0.0, now - member.seen), 3),
+        "seen_s": round(max(0.0, now - member.last_heartbeat), 3),
     }
 
 
-@workers_router.get("/pools", responses=several(POOL, paged=False))
-async def pools(gateway: Served) -> dict[str, object]:
+@workers_router.get("/pools", responses=list_response(POOL, paged=False))
+async def pools(gateway: GatewayDep) -> dict[str, object]:
     """The pools of the served models, with their models, healthy workers and waiting tasks.
 
     `leased` counts all tasks of the pool's workers, including those of their other pools. `oldest_s` is the longest
-    wait of the first few tasks in the queue. `shares` has the batch invariance: `largest`, the largest batch that
-    changed no byte of any result, and `blame`, the function that changed bytes, for each batch size where one did.
+    wait of the first few tasks in the queue. `batch_invariance` has `largest`, the largest batch
+    that changed no byte of any result, and `variant_functions`, by batch size the function that changed bytes.
     """
     registry = gateway.scheduler.registry
     members = await registry.workers()
@@ -211,7 +215,7 @@ async def pools(gateway: Served) -> dict[str, object]:
     data = []
     for pool, names in models.items():
         pool_members = [member for member in members if pool in member.info.pools]
-        invariance = [member.info.status.batch_invariance.get(pool, ExactBatchStats()) for member in pool_members]
+        invariance = [member.info.status.batch_invariance.get(pool, BatchInvarianceStats()) for member in pool_members]
         data.append(
             {
                 "id": readable_pool(pool),
@@ -224,7 +228,7 @@ async def pools(gateway: Served) -> dict[str, object]:
                 "leased": sum(member.leased for member in pool_members),
                 "waiting": stats.pools[pool].waiting,
                 "oldest_s": round(stats.pools[pool].oldest_s, 3),
-                "shares": msgspec.to_builtins(reduce(or_, invariance, ExactBatchStats()), str_keys=True),
+                "batch_invariance": msgspec.to_builtins(reduce(or_, invariance, BatchInvarianceStats()), str_keys=True),
             }
         )
     return {"object": "list", "data": data}

@@ -19,20 +19,20 @@ from unfuse.core.parameters import choice, number, printable
 from unfuse.core.pixels import MAX_SIDE, size_of
 from unfuse.core.vision import Grid, MediaItem, VisionConfig
 from unfuse.language.tokenizer import ChatTokenizer
-from unfuse.server.body import MAX_BYTES, as_image_url, decode_data_url, read_picture
+from unfuse.server.body import MAX_BYTES, as_image_url, decode_data_url, read_image
 from unfuse.server.outbound_http import OutboundHttp
 
 #: The most pictures and videos of one chat.
-MAX_SHOWN = 64
+MAX_MEDIA = 64
 
 #: The most pixels of all pictures, including those of videos that are lists of pictures. Each is decoded to check it.
 MAX_PIXELS = 400_000_000
 
 #: The most frames of a video file, and pixels of all of them: encoders decode all frames up to the last sampled one.
-MAX_FRAMES, MAX_FILM = 10_000, 10_000_000_000
+MAX_FRAMES, MAX_VIDEO_PIXELS = 10_000, 10_000_000_000
 
 #: The types of content parts for which chat templates write placeholder tokens.
-SHOWS = ("image", "video")
+PLACEHOLDER_TYPES = ("image", "video")
 
 #: OpenAI's values of `detail`. They are accepted without effect: the processor of the model decides the resolution.
 DETAILS = ("auto", "low", "high", "original")
@@ -50,7 +50,7 @@ PATH = (b"moov", b"trak", b"mdia")
 MAX_BOXES = 10_000
 
 
-def read_shown(
+def read_messages(
     vision: VisionConfig,
     tokenizer: ChatTokenizer,
     messages: Sequence[Any],
@@ -69,8 +69,8 @@ def read_shown(
     reader = _MessageReader(vision)
     template_messages = [reader.message(message, index) for index, message in enumerate(messages)]
     edit = partial(_with_timestamps, vision, tokenizer, reader.moments)
-    ids = tokenizer.prompt(template_messages, tools, template_kwargs, shows=SHOWS, edit=edit)
-    ids = vision.expanded(ids, reader.media)
+    ids = tokenizer.prompt(template_messages, tools, template_kwargs, shows=PLACEHOLDER_TYPES, edit=edit)
+    ids = vision.expand_placeholders(ids, reader.media)
     return ids, tuple(reader.media), reader.uploads
 
 
@@ -81,10 +81,10 @@ def _with_timestamps(
 
     Models without timestamps have one placeholder for each video. `moments` are the seconds of the groups of each.
     """
-    begin, video, end = (tokenizer.piece(id).decode() for id in (vision.begin, vision.video, vision.end))
+    begin, video, end = (tokenizer.piece(id).decode() for id in (vision.begin_id, vision.video, vision.end_id))
     parts = text.split(begin + video + end)
     if not vision.timed or len(parts) != len(moments) + 1:
-        return text  # a wrong number of placeholders is refused by `VisionConfig.expanded`
+        return text  # a wrong number of placeholders is refused by `VisionConfig.expand_placeholders`
     timed_text = parts[0]
     for group_moments, part in zip(moments, parts[1:], strict=True):
         timed_text += "".join(f"<{moment:.1f} seconds>{begin}{video}{end}" for moment in group_moments) + part
@@ -116,8 +116,8 @@ class _MessageReader:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in self._readers:
             return part
-        if len(self.media) == MAX_SHOWN:
-            raise InvalidParameter(f"messages have more than {MAX_SHOWN} pictures and videos", "messages")
+        if len(self.media) == MAX_MEDIA:
+            raise InvalidParameter(f"messages have more than {MAX_MEDIA} pictures and videos", "messages")
         try:
             self._readers[kind](f"{name}.{kind}", part)
         except InvalidParameter as error:
@@ -135,7 +135,7 @@ class _MessageReader:
 
     def _read_picture(self, name: str, url: object) -> tuple[bytes, tuple[int, int]]:
         """Return the bytes of a picture, and its width and height in pixels."""
-        data = read_picture(name, _data_url(name, url))
+        data = read_image(name, _data_url(name, url))
         width, height = size_of(data)
         self._pixels += width * height
         if self._pixels > MAX_PIXELS:
@@ -147,7 +147,7 @@ class _MessageReader:
 
         `fps` is their number a second.
         """
-        urls, most = part.get("video"), self._vision.images.most
+        urls, most = part.get("video"), self._vision.images.max_pixels
         if not isinstance(urls, list) or not 2 <= len(urls) <= most:
             raise InvalidParameter(f"{name} must be a list of 2 to {most} frames, or send a file as video_url")
         rate = number(f"{name}.fps", part.get("fps", self._vision.rate), 0.01, 1000)
@@ -162,17 +162,17 @@ class _MessageReader:
         """Add a video that is an MP4 file, from which frames are sampled."""
         data = decode_data_url(f"{name}.url", _data_url(f"{name}.url", _url(part.get("video_url"))), "video")
         try:
-            video = film_of(data)
+            video = read_video_info(data)
         except ValueError as error:
             raise InvalidParameter(f"{name}.url is not an MP4 file that can be read: {error}") from error
-        if video.frames > MAX_FRAMES or video.frames * video.width * video.height > MAX_FILM:
+        if video.frames > MAX_FRAMES or video.frames * video.width * video.height > MAX_VIDEO_PIXELS:
             has = f"{video.frames} frames of {video.width}x{video.height} pixels"
             raise InvalidParameter(
-                f"{name}.url has {has}: it may have {MAX_FRAMES} frames, and {MAX_FILM} pixels in all frames"
+                f"{name}.url has {has}: it may have {MAX_FRAMES} frames, and {MAX_VIDEO_PIXELS} pixels in all frames"
             )
         if max(video.width, video.height) > MAX_SIDE or video.frames < 2:
             raise InvalidParameter(f"{name}.url must have 2 frames or more, of at most {MAX_SIDE} pixels a side")
-        sampled = self._vision.picked(video.frames, video.rate)
+        sampled = self._vision.sample_frames(video.frames, video.rate)
         numbers = ",".join(map(str, sampled))
         size = video.width, video.height
         self._add_video(data, size, sampled, video.rate, video.rate * len(sampled) / video.frames, numbers)
@@ -190,8 +190,8 @@ class _MessageReader:
         """
         vision = self._vision
         grid = vision.video_grid(*size, len(sampled))
-        self.moments.append(vision.moments(sampled, rate))
-        self._add(data, grid, images=len(sampled), picked=numbers, seconds=vision.group / sample_rate)
+        self.moments.append(vision.frame_times(sampled, rate))
+        self._add(data, grid, images=len(sampled), frame_indexes=numbers, seconds=vision.group / sample_rate)
 
     def _add(self, data: bytes, grid: Grid, **video: Any) -> None:
         """Add a picture, or a video with these further fields of its MediaItem.
@@ -233,13 +233,13 @@ class ImageFetcher:
         self._http = OutboundHttp(hosts, "messages", "--image-hosts", "fetched from")
         self._limit = asyncio.Semaphore(FETCHES)
 
-    async def fetched(self, card: ModelSpec, fields: Mapping[str, object]) -> Mapping[str, object]:
+    async def fetched(self, spec: ModelSpec, fields: Mapping[str, object]) -> Mapping[str, object]:
         """Return the fields of a chat with the bytes of pictures instead of their URLs.
 
         Each URL is fetched once. Raises InvalidParameter for a URL that is not allowed or cannot be fetched.
         """
         messages = fields.get("messages")
-        if card.vision is None or not self._http or not isinstance(messages, list):
+        if spec.vision is None or not self._http or not isinstance(messages, list):
             return fields
         urls = dict.fromkeys(url for message in messages for part in _parts(message) if (url := _http_url(part)))
         if len(urls) > MAX_FETCHED:
@@ -303,7 +303,7 @@ class VideoInfo(NamedTuple):
     rate: float
 
 
-def film_of(data: bytes) -> VideoInfo:
+def read_video_info(data: bytes) -> VideoInfo:
     """Return the size of the first video in an MP4 file.
 
     Raises ValueError for another or a damaged file, and for a fragmented one, whose header does not list its frames.

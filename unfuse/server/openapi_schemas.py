@@ -12,8 +12,8 @@ import msgspec
 
 from unfuse.core import modalities
 from unfuse.core.model_spec import MAX_NAME, NAME
-from unfuse.core.parameters import MAX_SCALED, MAX_TEXTS, Modality, Parameter
-from unfuse.core.request import Awaiting, Event, RequestStatus
+from unfuse.core.parameters import MAX_SCALED_NAMES, MAX_TEXTS, Modality, Parameter
+from unfuse.core.request import Event, RequestStatus, WaitReason
 from unfuse.server.served_models import Phase
 
 Schema = dict[str, Any]
@@ -27,7 +27,7 @@ SECONDS = {**NUMBER, "description": "seconds"}
 BYTES = {**INTEGER, "description": "bytes"}
 
 
-def perhaps(schema: Schema) -> Schema:
+def nullable(schema: Schema) -> Schema:
     """Return a schema for this or null."""
     return {"anyOf": [schema, {"type": "null"}]}
 
@@ -37,17 +37,17 @@ def array(items: Schema) -> Schema:
     return {"type": "array", "items": items}
 
 
-def table(values: Schema) -> Schema:
+def map_of(values: Schema) -> Schema:
     """Return the schema of an object that maps names to these values."""
     return {"type": "object", "additionalProperties": values}
 
 
-def thing(fields: Schema, **optional: Schema) -> Schema:
+def object_of(fields: Schema, **optional: Schema) -> Schema:
     """Return the schema of an object with these required fields, and with the optional ones."""
     return {"type": "object", "required": list(fields), "properties": fields | optional}
 
 
-STAGE = thing(
+STAGE = object_of(
     {
         "name": TEXT,
         "pool": TEXT,
@@ -72,37 +72,37 @@ STAGE = thing(
         "devices": INTEGER,
     }
 )
-ERROR = thing({"code": TEXT, "message": TEXT}, stage=TEXT, evidence=TEXT)
-REQUEST = thing(
+ERROR = object_of({"code": TEXT, "message": TEXT}, stage=TEXT, evidence=TEXT)
+REQUEST = object_of(
     {
         "id": TEXT,
         "object": {"const": "request"},
         "model": TEXT,
-        "medium": {"enum": [medium.name for medium in modalities.MEDIA]},
-        "prompt": perhaps(TEXT),
-        "params": table(ANY),
+        "modality": {"enum": [medium.name for medium in modalities.MODALITIES]},
+        "prompt": nullable(TEXT),
+        "params": map_of(ANY),
         "tenant": TEXT,
         "priority": INTEGER,
         "status": {"enum": list(get_args(RequestStatus))},
-        "state": {"enum": [*get_args(RequestStatus), *get_args(Awaiting)]},
-        "stage": perhaps(TEXT),
+        "state": {"enum": [*get_args(RequestStatus), *get_args(WaitReason)]},
+        "stage": nullable(TEXT),
         "step": INTEGER,
         "steps": INTEGER,
         "progress": {**INTEGER, "minimum": 0, "maximum": 100, "description": "percent of the predicted seconds"},
-        "queue_position": perhaps(INTEGER),
-        "eta_s": perhaps(SECONDS),
-        "seed": perhaps(INTEGER),
-        "cost": thing({"predicted_s": SECONDS, "device_s": table(SECONDS), "money": perhaps(NUMBER)}),
+        "queue_position": nullable(INTEGER),
+        "eta_s": nullable(SECONDS),
+        "seed": nullable(INTEGER),
+        "cost": object_of({"predicted_s": SECONDS, "device_s": map_of(SECONDS), "money": nullable(NUMBER)}),
         "created_at": UNIX,
-        "started_at": perhaps(UNIX),
-        "completed_at": perhaps(UNIX),
+        "started_at": nullable(UNIX),
+        "completed_at": nullable(UNIX),
         "attempts": INTEGER,
         "stages": array(STAGE),
-        "result": array(thing({"url": TEXT, "content_type": TEXT, "bytes": BYTES}, flagged=FLAG)),
-        "error": perhaps(ERROR),
-        "metadata": table(TEXT),
-        "webhook": perhaps(thing({"url": TEXT, "state": TEXT, "attempts": INTEGER, "reason": TEXT})),
-        "hint": perhaps(
+        "result": array(object_of({"url": TEXT, "content_type": TEXT, "bytes": BYTES}, flagged=FLAG)),
+        "error": nullable(ERROR),
+        "metadata": map_of(TEXT),
+        "webhook": nullable(object_of({"url": TEXT, "state": TEXT, "attempts": INTEGER, "reason": TEXT})),
+        "hint": nullable(
             {
                 **TEXT,
                 "description": (
@@ -112,29 +112,29 @@ REQUEST = thing(
         ),
     }
 )
-DAMAGE = thing({"id": TEXT, "object": {"const": "damaged"}, "kind": TEXT, "error": ERROR})
-VIDEO = thing(
+DAMAGE = object_of({"id": TEXT, "object": {"const": "damaged"}, "kind": TEXT, "error": ERROR})
+VIDEO = object_of(
     {
         "id": TEXT,
         "object": {"const": "video"},
         "created_at": INTEGER,
-        "completed_at": perhaps(INTEGER),
+        "completed_at": nullable(INTEGER),
         "status": {"enum": ["queued", "in_progress", "completed", "failed"]},
         "progress": INTEGER,
         "prompt": TEXT,
         "model": TEXT,
         "seconds": TEXT,
         "size": TEXT,
-        "error": perhaps(thing({"code": TEXT, "message": TEXT})),
+        "error": nullable(object_of({"code": TEXT, "message": TEXT})),
         "num_frames": INTEGER,
         "fps": ANY,
         "seed": INTEGER,
         "output_format": TEXT,
-        "metadata": table(TEXT),
+        "metadata": map_of(TEXT),
     },
     hint=TEXT,
 )
-MODEL = thing(
+MODEL = object_of(
     {
         "id": TEXT,
         "object": {"const": "model"},
@@ -142,24 +142,24 @@ MODEL = thing(
         "owned_by": TEXT,
         "makes_video": FLAG,
         "root": TEXT,
-        "max_model_len": perhaps(INTEGER),
+        "max_model_len": nullable(INTEGER),
         "input_modalities": array(TEXT),
         "takes_image": FLAG,
-        "starts_from": table(NUMBER),
+        "starts_from": map_of(NUMBER),
         "references": INTEGER,
         "last_frame": {"enum": ["", "may", "must"]},
         "loras": array(TEXT),
-        "limits": table(NUMBER),
-        "defaults": table(ANY),
-        "quality": table(table(ANY)),
-        "stages": table(TEXT),
+        "limits": map_of(NUMBER),
+        "defaults": map_of(ANY),
+        "quality": map_of(map_of(ANY)),
+        "stages": map_of(TEXT),
         "state": {"enum": ["ready", "loading", "unavailable", "failed"]},
-        "reason": perhaps(TEXT),
+        "reason": nullable(TEXT),
         "default": FLAG,
-        "progress": perhaps(thing({"phase": {"enum": [*get_args(Phase)]}, "done": BYTES, "total": BYTES})),
+        "progress": nullable(object_of({"phase": {"enum": [*get_args(Phase)]}, "done": BYTES, "total": BYTES})),
     }
 )
-WORKER = thing(
+WORKER = object_of(
     {
         "id": TEXT,
         "object": {"const": "worker"},
@@ -167,24 +167,24 @@ WORKER = thing(
         "role": TEXT,
         "device": TEXT,
         "pools": array(TEXT),
-        "holds": perhaps(TEXT),
-        "outcome": table(TEXT),
+        "loaded_model": nullable(TEXT),
+        "numerics": map_of(TEXT),
         "slots": INTEGER,
         "leased": INTEGER,
         "models": array(TEXT),
         "pid": INTEGER,
-        "room": BYTES,
+        "arena_bytes": BYTES,
         "used": BYTES,
         "high_water": BYTES,
         "fragmentation": NUMBER,
-        "engines": table(TEXT),
-        "ranks": array(thing({"compute_s": SECONDS, "exchange_s": SECONDS})),
-        "changed": table(TEXT),
+        "engines": map_of(TEXT),
+        "ranks": array(object_of({"compute_s": SECONDS, "exchange_s": SECONDS})),
+        "changed": map_of(TEXT),
         "healthy": FLAG,
         "seen_s": SECONDS,
     }
 )
-POOL = thing(
+POOL = object_of(
     {
         "id": TEXT,
         "object": {"const": "pool"},
@@ -195,11 +195,11 @@ POOL = thing(
         "waiting": INTEGER,
         "oldest_s": SECONDS,
         "state": TEXT,
-        "reason": perhaps(TEXT),
-        "shares": thing({"largest": INTEGER, "blame": table(TEXT)}),
+        "reason": nullable(TEXT),
+        "batch_invariance": object_of({"largest": INTEGER, "variant_functions": map_of(TEXT)}),
     }
 )
-PICTURES = thing(
+PICTURES = object_of(
     {
         "created": INTEGER,
         "id": TEXT,
@@ -207,9 +207,9 @@ PICTURES = thing(
         "size": TEXT,
         "quality": TEXT,
         "background": TEXT,
-        "data": array(thing({"seed": INTEGER}, b64_json=perhaps(TEXT), url=TEXT, flagged=FLAG)),
+        "data": array(object_of({"seed": INTEGER}, b64_json=nullable(TEXT), url=TEXT, flagged=FLAG)),
         "output_format": TEXT,
-        "usage": table(ANY),
+        "usage": map_of(ANY),
     },
     hint=TEXT,
 )
@@ -219,7 +219,7 @@ _LATER = {"location": {"description": "URL of the request", "schema": TEXT}}
 _LATER |= {"preference-applied": {"schema": {"const": "respond-async"}}}
 
 
-def answer(says: str, schema: Schema, kind: str = "application/json", headers: Schema | None = None) -> Schema:
+def response(says: str, schema: Schema, kind: str = "application/json", headers: Schema | None = None) -> Schema:
     """Return the documentation of one response.
 
     says: its description. schema: the schema of its body. kind: its content type. headers: its further headers.
@@ -227,38 +227,40 @@ def answer(says: str, schema: Schema, kind: str = "application/json", headers: S
     return {"description": says, "content": {kind: {"schema": schema}}, "headers": _HEADERS | (headers or {})}
 
 
-def one(schema: Schema, status: int = 200) -> Answers:
+def object_response(schema: Schema, status: int = 200) -> Answers:
     """Return the documentation of a route that responds with one object."""
-    return {status: answer("Successful response", schema)}
+    return {status: response("Successful response", schema)}
 
 
-def several(schema: Schema, paged: bool = True) -> Answers:
+def list_response(schema: Schema, paged: bool = True) -> Answers:
     """Return the documentation of a route that lists objects, in pages if `paged`."""
-    page = {"has_more": FLAG, "first_id": perhaps(TEXT), "last_id": perhaps(TEXT)} if paged else {}
-    return one(thing({"object": {"const": "list"}, "data": array(schema), **page}))
+    page = {"has_more": FLAG, "first_id": nullable(TEXT), "last_id": nullable(TEXT)} if paged else {}
+    return object_response(object_of({"object": {"const": "list"}, "data": array(schema), **page}))
 
 
 #: One server-sent event: in OpenAPI 3.1, the schema of an event stream describes each event.
-SENT = thing({"data": TEXT}, event=TEXT, id=TEXT)
+SENT = object_of({"data": TEXT}, event=TEXT, id=TEXT)
 
-_TOKEN = thing({"token": TEXT, "logprob": NUMBER, "bytes": array(INTEGER)})
-_LOGPROBS = thing({"content": array({**_TOKEN, "properties": _TOKEN["properties"] | {"top_logprobs": array(_TOKEN)}})})
-_CALL = thing({"id": TEXT, "type": {"const": "function"}, "function": thing({"name": TEXT, "arguments": TEXT})})
-_MESSAGE = thing(
-    {"role": {"const": "assistant"}, "content": perhaps(TEXT), "refusal": ANY},
+_TOKEN = object_of({"token": TEXT, "logprob": NUMBER, "bytes": array(INTEGER)})
+_LOGPROBS = object_of(
+    {"content": array({**_TOKEN, "properties": _TOKEN["properties"] | {"top_logprobs": array(_TOKEN)}})}
+)
+_CALL = object_of({"id": TEXT, "type": {"const": "function"}, "function": object_of({"name": TEXT, "arguments": TEXT})})
+_MESSAGE = object_of(
+    {"role": {"const": "assistant"}, "content": nullable(TEXT), "refusal": ANY},
     tool_calls=array(_CALL),
     reasoning_content=TEXT,
 )
-CHOICE = thing(
+CHOICE = object_of(
     {
         "index": INTEGER,
         "message": _MESSAGE,
-        "logprobs": perhaps(_LOGPROBS),
+        "logprobs": nullable(_LOGPROBS),
         "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
         "stop_reason": {"anyOf": [TEXT, INTEGER, {"type": "null"}]},
     }
 )
-ANSWERED = thing(
+ANSWERED = object_of(
     {
         "id": TEXT,
         "object": {"const": "chat.completion"},
@@ -270,30 +272,32 @@ ANSWERED = thing(
         "system_fingerprint": TEXT,
     }
 )
-ACCEPTED: Answers = {202: answer("With `Prefer: respond-async`: the request", REQUEST, headers=_LATER)}
-DRAWN = ACCEPTED | one(PICTURES)
-DRAWN[200]["content"] |= {"text/event-stream": {"schema": SENT}}
-FILMED = ACCEPTED | one(VIDEO)
-CHATTED = ACCEPTED | one(ANSWERED)
-CHATTED[200]["content"] |= {"text/event-stream": {"schema": SENT}}
-DELETED = one(thing({"id": TEXT, "object": {"const": "video.deleted"}, "deleted": FLAG}))
-REMOVED = one(thing({"id": TEXT, "object": {"const": "model"}, "deleted": FLAG}))
-HAPPENED: Answers = {200: answer("Each event's data is an Event", SENT, "text/event-stream")}
+ACCEPTED: Answers = {202: response("With `Prefer: respond-async`: the request", REQUEST, headers=_LATER)}
+IMAGES_RESPONSE = ACCEPTED | object_response(PICTURES)
+IMAGES_RESPONSE[200]["content"] |= {"text/event-stream": {"schema": SENT}}
+VIDEO_RESPONSE = ACCEPTED | object_response(VIDEO)
+CHAT_RESPONSE = ACCEPTED | object_response(ANSWERED)
+CHAT_RESPONSE[200]["content"] |= {"text/event-stream": {"schema": SENT}}
+DELETED = object_response(object_of({"id": TEXT, "object": {"const": "video.deleted"}, "deleted": FLAG}))
+REMOVED = object_response(object_of({"id": TEXT, "object": {"const": "model"}, "deleted": FLAG}))
+EVENTS_RESPONSE: Answers = {200: response("Each event's data is an Event", SENT, "text/event-stream")}
 EVENT: Schema = msgspec.json.schema(Event)["$defs"]["Event"]  # the schema of each event's data, listed by this name
 
-FORGOTTEN = one(thing({"id": TEXT, "object": {"const": "request"}, "deleted": FLAG}))
-READY = one(
-    thing({"ready": {"const": True}}, models=array(TEXT), away=array(TEXT), loading=array(TEXT), failed=table(TEXT))
+DEAD_DELETED_RESPONSE = object_response(object_of({"id": TEXT, "object": {"const": "request"}, "deleted": FLAG}))
+READY = object_response(
+    object_of(
+        {"ready": {"const": True}}, models=array(TEXT), away=array(TEXT), loading=array(TEXT), failed=map_of(TEXT)
+    )
 )
 
-_ERROR = thing({"message": TEXT, "type": TEXT, "param": perhaps(TEXT), "code": perhaps(TEXT)})
+_ERROR = object_of({"message": TEXT, "type": TEXT, "param": nullable(TEXT), "code": nullable(TEXT)})
 _ENVELOPE: Schema = {
     "description": "The error, and how to correct it",
-    "content": {"application/json": {"schema": thing({"error": _ERROR})}},
+    "content": {"application/json": {"schema": object_of({"error": _ERROR})}},
 }
 DOCUMENTED: Answers = {"4XX": _ENVELOPE, "5XX": _ENVELOPE}  # the error replies of every route
 
-_SCALED = thing({"name": TEXT}, scale=NUMBER) | {"additionalProperties": False}
+_SCALED = object_of({"name": TEXT}, scale=NUMBER) | {"additionalProperties": False}
 TYPES: dict[str, Schema] = {
     "text": TEXT,
     "integer": INTEGER,
@@ -301,8 +305,8 @@ TYPES: dict[str, Schema] = {
     "choice": ANY,
     "flag": FLAG,
     "form": TEXT,
-    "texts": table(TEXT | {"maxLength": 512}) | {"maxProperties": MAX_TEXTS},
-    "scaled": {"anyOf": [TEXT, array({"anyOf": [TEXT, _SCALED]}) | {"maxItems": MAX_SCALED}]},
+    "texts": map_of(TEXT | {"maxLength": 512}) | {"maxProperties": MAX_TEXTS},
+    "scaled": {"anyOf": [TEXT, array({"anyOf": [TEXT, _SCALED]}) | {"maxItems": MAX_SCALED_NAMES}]},
     "any": ANY,
 }
 BOUNDS = {"text": ("minLength", "maxLength"), "integer": ("minimum", "maximum"), "number": ("minimum", "maximum")}
@@ -318,12 +322,12 @@ def schema_of(parameter: Parameter) -> Schema:
     return TYPES[parameter.kind] | bounds | allowed | default | {"description": parameter.description}
 
 
-def _fields(medium: Modality, required: bool = False) -> Schema:
+def _fields(modality: Modality, required: bool = False) -> Schema:
     """Return the schemas of a modality's required or optional parameters.
 
     Parameters that are always refused are left out.
     """
-    parameters = (parameter for parameter in medium.parameters if parameter.required is required)
+    parameters = (parameter for parameter in modality.parameters if parameter.required is required)
     return {parameter.name: schema_of(parameter) for parameter in parameters if parameter.use != "refused"}
 
 
@@ -335,19 +339,19 @@ GRAY = (
 
 _FILE = {**TEXT, "format": "binary"}
 _URL = {**TEXT, "pattern": "^[Dd][Aa][Tt][Aa]:image/"}
-_IMAGE = {"anyOf": [_URL, thing({"image_url": _URL})]}
-_IMAGES = {"anyOf": [_IMAGE, array(_IMAGE) | {"minItems": 1, "maxItems": len(modalities.REFERENCES)}]}
+_IMAGE = {"anyOf": [_URL, object_of({"image_url": _URL})]}
+_IMAGES = {"anyOf": [_IMAGE, array(_IMAGE) | {"minItems": 1, "maxItems": len(modalities.IMAGE_UPLOADS)}]}
 
 
 def _body(required: Schema, optional: Schema) -> Schema:
     """Return the schema of a body, which has no other fields than these."""
     description = "Bounds that depend on the model are in GET /v1/models; numbers may also be sent as text."
-    return thing(required, **optional) | {"additionalProperties": False, "description": description}
+    return object_of(required, **optional) | {"additionalProperties": False, "description": description}
 
 
 def _nullable(fields: Schema) -> Schema:
     """Return the schemas of these fields, each of which may also be null."""
-    return {name: perhaps(schema) for name, schema in fields.items()}
+    return {name: nullable(schema) for name, schema in fields.items()}
 
 
 def _bodies(json: Schema, form: Schema | None = None, *, example: Mapping[str, object]) -> Schema:
@@ -360,26 +364,26 @@ def _bodies(json: Schema, form: Schema | None = None, *, example: Mapping[str, o
     return {"requestBody": {"required": True, "content": content}}
 
 
-SAID, PICTURE = _fields(modalities.IMAGE, True), _fields(modalities.IMAGE)
+IMAGE_FIELDS, PICTURE = _fields(modalities.IMAGE, True), _fields(modalities.IMAGE)
 CLIP = _fields(modalities.VIDEO)
 CHAT = _bodies(
     _body(_fields(modalities.TEXT, True), _nullable(_fields(modalities.TEXT))),
     example={"messages": [{"role": "user", "content": "What is the capital of France?"}]},
 )
-GENERATE = _bodies(_body(SAID, _nullable(PICTURE)), example={"prompt": "a red circle on white"})
+GENERATE = _bodies(_body(IMAGE_FIELDS, _nullable(PICTURE)), example={"prompt": "a red circle on white"})
 EDIT = _bodies(
-    _body(SAID, _nullable({**PICTURE, "image": _IMAGES, "images": _IMAGES, "mask": _IMAGE}))
+    _body(IMAGE_FIELDS, _nullable({**PICTURE, "image": _IMAGES, "images": _IMAGES, "mask": _IMAGE}))
     | {"anyOf": [{"required": ["image"]}, {"required": ["images"]}]},
-    _body({**SAID, "image": _FILE}, {**PICTURE, "image[]": array(_FILE), "mask": _FILE}),
+    _body({**IMAGE_FIELDS, "image": _FILE}, {**PICTURE, "image[]": array(_FILE), "mask": _FILE}),
     example={"prompt": "a red circle on white", "image": GRAY},
 )
 MAX_SOURCE = 1024
 _SOURCE = "A folder or GGUF file on the server's machine, or a hub name such as owner/model."
 _NAME = "Name that clients use; by default the hub name, or the last part of the path."
 ADD = _bodies(
-    thing(
+    object_of(
         {"model": {**TEXT, "minLength": 1, "maxLength": MAX_SOURCE, "description": _SOURCE}},
-        name=perhaps({**TEXT, "maxLength": MAX_NAME, "pattern": f"^{NAME}$", "description": _NAME}),
+        name=nullable({**TEXT, "maxLength": MAX_NAME, "pattern": f"^{NAME}$", "description": _NAME}),
     )
     | {"additionalProperties": False},
     example={"model": "unfuse/shapes"},

@@ -11,11 +11,11 @@ from msgspec.structs import asdict
 from unfuse.core.errors import UsageError
 from unfuse.core.modalities import seconds_of
 from unfuse.core.plan import PlannedStage, readable_pool
-from unfuse.core.registry import nearest
+from unfuse.core.registry import nearest_name
 from unfuse.core.request import UNKNOWN_DEVICE, RequestContext, RequestRecord, ResultFile, RunningStage, billed_seconds
 
 #: Kinds of devices that can have a price. A device with any other name is a GPU, and of the kind cuda.
-KINDS = ("cpu", "cuda", "xpu", "mps")
+DEVICE_KINDS = ("cpu", "cuda", "xpu", "mps")
 
 _PRICE = re.compile(r"([a-z]+)=([0-9]{1,9}(?:\.[0-9]{1,9})?)/h")
 
@@ -32,13 +32,13 @@ class Prices:
             if not (match := _PRICE.fullmatch(entry)):
                 raise UsageError(f"--price {entry}: write KIND=AMOUNT/h, like cuda=1.20/h")
             kind, amount = match.groups()
-            if kind not in KINDS:
-                close = nearest(kind, KINDS, 0.5)
-                hint = f"did you mean {close}?" if close else f"kinds are {', '.join(KINDS)}"
+            if kind not in DEVICE_KINDS:
+                close = nearest_name(kind, DEVICE_KINDS, 0.5)
+                hint = f"did you mean {close}?" if close else f"kinds are {', '.join(DEVICE_KINDS)}"
                 raise UsageError(f"--price {entry}: unknown device kind {kind}; {hint}")
             self._by_kind[kind] = float(amount)
 
-    def unseen(self, devices: Sequence[str]) -> list[str]:
+    def unused_kinds(self, devices: Sequence[str]) -> list[str]:
         """Return the kinds that have a price, but no device among these."""
         return sorted(self._by_kind.keys() - {device.partition(":")[0] for device in devices})
 
@@ -61,7 +61,7 @@ def kind_of(device: str) -> str:
     The kind of an unknown device is UNKNOWN_DEVICE.
     """
     kind = device.partition(":")[0]
-    return kind if kind in (*KINDS, UNKNOWN_DEVICE) else "cuda"
+    return kind if kind in (*DEVICE_KINDS, UNKNOWN_DEVICE) else "cuda"
 
 
 def request_object(
@@ -97,7 +97,7 @@ def request_object(
         "id": context.id,
         "object": "request",
         "model": request.requested_model,
-        "medium": context.medium.name,
+        "modality": context.modality.name,
         "prompt": request.params.get("prompt"),
         "params": {
             **{name: value for name, value in request.params.items() if name != "prompt"},
@@ -188,7 +188,7 @@ def progress(record: RequestRecord) -> int:
     context = record.context
     if context.status == "completed":
         return 100
-    fractions = {name: 1.0 if state.status == "done" else state.reached for name, state in context.stages.items()}
+    fractions = {name: 1.0 if state.status == "done" else state.max_progress for name, state in context.stages.items()}
     for run in record.running:
         fractions[run.stage] = max(fractions[run.stage], run.step / run.steps if run.steps else 0.0)
     costs = {stage.name: stage.cost or 1.0 for stage in context.plan.stages}
@@ -238,7 +238,11 @@ def _attempts(record: RequestRecord) -> int:
     attempts = {name: state.attempt if state.status == "done" else 0 for name, state in record.context.stages.items()}
     attempts |= {run.stage: run.attempt for run in record.running}
     return max(
-        (max(state.begun, attempts[name] - state.unbegun) for name, state in record.context.stages.items()), default=0
+        (
+            max(state.attempts_started, attempts[name] - state.attempts_not_started)
+            for name, state in record.context.stages.items()
+        ),
+        default=0,
     )
 
 

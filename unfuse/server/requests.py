@@ -13,51 +13,53 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 
 from unfuse.core.errors import NotFound
 from unfuse.core.request import MODERATION_BLOCKED, Event, RequestStatus
-from unfuse.edge.access import Refusal
+from unfuse.edge.access import ApiError
 from unfuse.queues.base import RequestFilter
-from unfuse.server.auth import Known
-from unfuse.server.gateway import Served
-from unfuse.server.openapi_schemas import HAPPENED, REQUEST, one, several
+from unfuse.server.auth import CallerDep
+from unfuse.server.gateway import GatewayDep
+from unfuse.server.openapi_schemas import EVENTS_RESPONSE, REQUEST, list_response, object_response
 from unfuse.server.responses import file_response, sse_event, sse_response
 
 router = APIRouter(prefix="/requests", tags=["requests"])
 
 
-@router.get("", responses=several(REQUEST))
+@router.get("", responses=list_response(REQUEST))
 async def page(
     request: Request,
-    gateway: Served,
-    caller: Known,
+    gateway: GatewayDep,
+    caller: CallerDep,
     status: RequestStatus | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: str | None = None,
 ) -> dict[str, object]:
     """List requests, newest first. The next page starts `after` the last ID of this one."""
-    records = await gateway.queue.list(RequestFilter(tenant=caller.sees, status=status), after=after, limit=limit + 1)
+    records = await gateway.queue.list(
+        RequestFilter(tenant=caller.visible_tenant, status=status), after=after, limit=limit + 1
+    )
     return listed(await gateway.views(request, records), limit)
 
 
-@router.get("/{id}", responses=one(REQUEST))
-async def show(id: str, request: Request, gateway: Served, caller: Known) -> dict[str, object]:
+@router.get("/{id}", responses=object_response(REQUEST))
+async def show(id: str, request: Request, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
     """One request, with the evidence of what went wrong."""
-    return await gateway.view(request, await gateway.load(id, caller.sees), evidence=True)
+    return await gateway.view(request, await gateway.load(id, caller.visible_tenant), evidence=True)
 
 
-@router.post("/{id}/cancel", responses=one(REQUEST))
-async def cancel(id: str, request: Request, gateway: Served, caller: Known) -> dict[str, object]:
+@router.post("/{id}/cancel", responses=object_response(REQUEST))
+async def cancel(id: str, request: Request, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
     """Cancel a request. A request that has ended does not change."""
-    await gateway.load(id, caller.sees)
+    await gateway.load(id, caller.visible_tenant)
     return await gateway.view(request, await gateway.scheduler.cancel(id))
 
 
 @router.get("/{id}/result/{index}", response_class=FileResponse)
-async def result(id: str, index: int, request: Request, gateway: Served, caller: Known) -> Response:
+async def result(id: str, index: int, request: Request, gateway: GatewayDep, caller: CallerDep) -> Response:
     """Return one picture or video of a request, or ranges of its bytes."""
-    files = {file.index: file for file in (await gateway.load(id, caller.sees)).context.result}
+    files = {file.index: file for file in (await gateway.load(id, caller.visible_tenant)).context.result}
     if index not in files:
         raise NotFound(f"request {id} has no result {index}: it has {len(files)}")
     if files[index].flagged:
-        raise Refusal(
+        raise ApiError(
             400,
             MODERATION_BLOCKED,
             f"the model's safety checker flagged result {index} of {id}, so it is not delivered",
@@ -67,12 +69,12 @@ async def result(id: str, index: int, request: Request, gateway: Served, caller:
 
 
 @router.get("/{id}/preview/{index}/{step}", response_class=Response, responses={200: {"content": {"image/jpeg": {}}}})
-async def preview(id: str, index: int, step: int, gateway: Served, caller: Known) -> Response:
+async def preview(id: str, index: int, step: int, gateway: GatewayDep, caller: CallerDep) -> Response:
     """The preview of an image or video after a step of its running request.
 
     Only requests with `preview_every` or `partial_images` have previews.
     """
-    plan = (await gateway.load(id, caller.sees)).context.plan
+    plan = (await gateway.load(id, caller.visible_tenant)).context.plan
     for stage in plan.stages:
         if stage.params.get("index") == index:
             with suppress(NotFound):
@@ -81,12 +83,12 @@ async def preview(id: str, index: int, step: int, gateway: Served, caller: Known
     raise NotFound(f"request {id} has no preview of picture {index} after step {step}")
 
 
-@router.get("/{id}/events", response_class=StreamingResponse, responses=HAPPENED)
+@router.get("/{id}/events", response_class=StreamingResponse, responses=EVENTS_RESPONSE)
 async def events(
-    id: str, gateway: Served, caller: Known, last_event_id: Annotated[int, Header(ge=0, lt=2**63)] = 0
+    id: str, gateway: GatewayDep, caller: CallerDep, last_event_id: Annotated[int, Header(ge=0, lt=2**63)] = 0
 ) -> StreamingResponse:
     """The events of a request after `Last-Event-ID`, until its end, as server-sent events."""
-    await gateway.load(id, caller.sees)
+    await gateway.load(id, caller.visible_tenant)
     return sse_response(written(gateway.queue.watch(id, last_event_id)))
 
 

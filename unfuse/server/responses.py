@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 
 from unfuse.core.errors import NotFound, TransientError
-from unfuse.edge.access import Refusal
+from unfuse.edge.access import ApiError
 
 #: Seconds of silence after which a comment is sent, so that no proxy closes the stream.
 COMMENT_EVERY_S = 15.0
@@ -88,7 +88,7 @@ async def file_response(request: Request, path: Path, media_type: str, sha256: s
     etag = f'"{sha256}"'
     response = FileResponse(path, media_type=media_type, headers={"etag": etag}, stat_result=stat)
     if _header_matches(request, "if-match", etag) is False:
-        raise Refusal(
+        raise ApiError(
             412,
             "precondition_failed",
             "the file is not the one in If-Match: send the call without that header",
@@ -102,7 +102,7 @@ async def file_response(request: Request, path: Path, media_type: str, sha256: s
     is_unchanged = request.headers.get("if-range") in (None, etag, modified)
     ranges = parse_ranges(requested[0], stat.st_size) if len(requested) == 1 and is_unchanged else None
     if ranges == []:
-        raise Refusal(
+        raise ApiError(
             416,
             "range_not_satisfiable",
             f"the file has {stat.st_size} bytes, and the requested ranges begin after its end",

@@ -12,7 +12,7 @@ from anyio import to_thread
 
 from unfuse import __version__
 from unfuse.core.derived_facts import DerivedFacts
-from unfuse.core.errors import Damaged, NotFound, TransientError
+from unfuse.core.errors import NotFound, RecordDamaged, TransientError
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.parameters import RANDOM_SEED
 from unfuse.core.plan import Params, cache_key
@@ -22,11 +22,11 @@ from unfuse.scheduler.scheduler import Scheduler
 from unfuse.stores.results import ResultStore
 
 #: The most earlier requests with the same body that are considered, the newest first.
-LOOKED_AT = 8
+MAX_CANDIDATES = 8
 
 
 def result_key(
-    card: ModelSpec, given: Mapping[str, object], params: Params, derived: DerivedFacts, n: int, delivery: Delivery
+    spec: ModelSpec, given: Mapping[str, object], params: Params, derived: DerivedFacts, n: int, delivery: Delivery
 ) -> str:
     """Return a hash of everything that results depend on, except the pools.
 
@@ -37,8 +37,8 @@ def result_key(
     if given.get("seed") in (None, RANDOM_SEED, str(RANDOM_SEED)) or not delivery.cache or params.get("preview_every"):
         return ""
     inputs = params | derived.values()
-    weights, dtypes = sorted(card.weights.items()), sorted(card.dtypes.items())
-    return cache_key(__version__, card.name, card.family, card.pipeline, weights, dtypes, sorted(inputs.items()), n)
+    weights, dtypes = sorted(spec.weights.items()), sorted(spec.dtypes.items())
+    return cache_key(__version__, spec.name, spec.family, spec.pipeline, weights, dtypes, sorted(inputs.items()), n)
 
 
 class ResultCache:
@@ -51,7 +51,7 @@ class ResultCache:
         self._scheduler = scheduler
         self._results = results
 
-    async def answer(self, request: GenerationRequest, caller: Caller, delivery: Delivery) -> RequestRecord | None:
+    async def find(self, request: GenerationRequest, caller: Caller, delivery: Delivery) -> RequestRecord | None:
         """Return the record of a request completed with cached results, or None.
 
         A repeat with the same idempotency key gets the record of the first request. Only requests of the same tenant
@@ -60,7 +60,7 @@ class ResultCache:
         if not request.result_cache_key:
             return None
         same_body = RequestFilter(tenant=caller.tenant, fingerprint=caller.fingerprint)
-        for source in [record.context for record in await self._scheduler.queue.list(same_body, limit=LOOKED_AT)]:
+        for source in [record.context for record in await self._scheduler.queue.list(same_body, limit=MAX_CANDIDATES)]:
             if self._is_equal(request, source) and await self._copy_results(source, request.id):
                 record = await self._scheduler.reuse(request, caller, delivery, source)
                 if record.context.id != request.id:  # a repeat of an earlier request: the copies are not used
@@ -82,7 +82,7 @@ class ResultCache:
 
         It fails if a result is damaged, or if `source` is deleted meanwhile. Then the copies are deleted.
         """
-        with suppress(NotFound, Damaged, TransientError):
+        with suppress(NotFound, RecordDamaged, TransientError):
             copies = await to_thread.run_sync(self._copy, source, request)
             await self._scheduler.queue.load(source.id)
             if copies == source.result:

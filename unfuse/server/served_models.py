@@ -34,14 +34,14 @@ class ModelNames:
         for public_name, internal_name in given.items():
             self._public.setdefault(internal_name, public_name)
 
-    def own(self, name: str) -> str:
+    def internal_name(self, name: str) -> str:
         """Return the internal name of a model by its public name.
 
         Unknown names are returned unchanged.
         """
         return self._internal.get(name, name)
 
-    def shown(self, own: str) -> str:
+    def public_name(self, own: str) -> str:
         """Return the (first) public name of a model by its internal name `own`."""
         public_name = self._public.get(own)
         if public_name is None:
@@ -52,14 +52,14 @@ class ModelNames:
             self._internal[public_name] = own
         return public_name
 
-    def is_given(self, name: str) -> bool:
+    def is_configured(self, name: str) -> bool:
         """Return whether the server was started with this name for a model.
 
         That is a public name for a model with another internal name.
         """
         return self._configured.get(name, name) != name
 
-    def free(self, name: str) -> None:
+    def release(self, name: str) -> None:
         """Remove an automatic public name, so that a model can be added by it.
 
         No served model may have the name. Names that the server was started with stay.
@@ -69,16 +69,16 @@ class ModelNames:
             del self._internal[name]
             del self._public[internal_name]
 
-    def of(self, cards: Mapping[str, ModelSpec]) -> dict[str, ModelSpec]:
+    def by_public_name(self, specs: Mapping[str, ModelSpec]) -> dict[str, ModelSpec]:
         """Return models by all their public names, the configured names first.
 
         cards: the models by internal name.
         """
-        configured = {public: cards[internal] for public, internal in self._configured.items() if internal in cards}
-        others = {name: spec for name, spec in cards.items() if name not in self._configured.values()}
-        return configured | {self.shown(name): spec for name, spec in others.items()}
+        configured = {public: specs[internal] for public, internal in self._configured.items() if internal in specs}
+        others = {name: spec for name, spec in specs.items() if name not in self._configured.values()}
+        return configured | {self.public_name(name): spec for name, spec in others.items()}
 
-    def asked(self, name: str) -> str:
+    def resolve(self, name: str) -> str:
         """Return the public name for a model's name in a request.
 
         That may be the internal name too.
@@ -99,7 +99,7 @@ class AddModelProgress(msgspec.Struct, frozen=True):
     total: int = 0
 
 
-class AddModel:
+class ModelAdder:
     """Adds models at run time. This base class adds none: its gateway starts no workers."""
 
     async def add(self, name: str, source: str) -> None:

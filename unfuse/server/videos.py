@@ -21,18 +21,25 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from unfuse.core.errors import InvalidParameter, NotFound, ResultsUnavailable, UnfuseError
 from unfuse.core.modalities import LAST_FRAME, VIDEO
 from unfuse.core.request import Event, RequestContext, RequestRecord
-from unfuse.edge.access import Refusal, ResponseAborted
+from unfuse.edge.access import ApiError, ResponseAborted
 from unfuse.queues.base import RequestFilter
-from unfuse.server.auth import Known
+from unfuse.server.auth import CallerDep
 from unfuse.server.body import read_body
-from unfuse.server.calls import CreatingCall, respond_async
-from unfuse.server.gateway import Gateway, Served
-from unfuse.server.openapi_schemas import CREATE, DELETED, FILMED, VIDEO as VIDEO_OBJECT, one, several
+from unfuse.server.calls import GenerationCall, respond_async
+from unfuse.server.gateway import Gateway, GatewayDep
+from unfuse.server.openapi_schemas import (
+    CREATE,
+    DELETED,
+    VIDEO as VIDEO_OBJECT,
+    VIDEO_RESPONSE,
+    list_response,
+    object_response,
+)
 from unfuse.server.request_objects import video_object
 from unfuse.server.requests import listed
 from unfuse.server.responses import file_response
 from unfuse.stages.fragments import streamed
-from unfuse.stores.results import part_name
+from unfuse.stores.results import fragment_name
 
 #: About how many bytes of a finished file are read at a time.
 CHUNK_BYTES = 256 * 1024
@@ -109,7 +116,7 @@ class VideoStream:
         self._attempt = attempt
 
     async def _read(self, attempt: int, step: int) -> bytes:
-        return await to_thread.run_sync(self._gateway.results.attached, self._request, part_name(attempt, step))
+        return await to_thread.run_sync(self._gateway.results.attached, self._request, fragment_name(attempt, step))
 
     def _unsent(self, path: Path) -> Iterator[bytes]:
         """Yield the bytes of the finished file, as fragmented MP4, after those that were sent.
@@ -145,22 +152,24 @@ def _read_chunk(rest: Iterator[bytes]) -> bytes:
     return bytes(chunk)
 
 
-@router.post("", openapi_extra=CREATE, responses=FILMED)
-@router.post("/generations", openapi_extra=CREATE, responses=FILMED)
-async def create(request: Request, gateway: Served, asker: Known) -> Response:
+@router.post("", openapi_extra=CREATE, responses=VIDEO_RESPONSE)
+@router.post("/generations", openapi_extra=CREATE, responses=VIDEO_RESPONSE)
+async def create(request: Request, gateway: GatewayDep, asker: CallerDep) -> Response:
     """Create a video from a prompt, and from an image where the model takes one.
 
     The response does not wait for the video: it is available once its status is completed.
     """
-    call = CreatingCall(gateway, request, asker, await read_body(request), VIDEO, "input_reference", beside=LAST_FRAME)
+    call = GenerationCall(
+        gateway, request, asker, await read_body(request), VIDEO, "input_reference", second_image_field=LAST_FRAME
+    )
     record, _ = await call.accept()
     return await respond_async(call, record) or _answer(record)
 
 
-@router.get("", responses=several(VIDEO_OBJECT))
+@router.get("", responses=list_response(VIDEO_OBJECT))
 async def page(
-    gateway: Served,
-    caller: Known,
+    gateway: GatewayDep,
+    caller: CallerDep,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
@@ -169,21 +178,21 @@ async def page(
 
     The next page starts `after` the last id of this one.
     """
-    videos = RequestFilter(tenant=caller.sees, video=True)
+    videos = RequestFilter(tenant=caller.visible_tenant, video=True)
     records = await gateway.queue.list(videos, after=after, limit=limit + 1, oldest_first=order == "asc")
     return listed([video_object(record) for record in records], limit)
 
 
-@router.get("/{id}", responses=one(VIDEO_OBJECT))
-async def show(id: str, gateway: Served, caller: Known) -> JSONResponse:
+@router.get("/{id}", responses=object_response(VIDEO_OBJECT))
+async def show(id: str, gateway: GatewayDep, caller: CallerDep) -> JSONResponse:
     """One video."""
-    return _answer(await _load(gateway, id, caller.sees))
+    return _answer(await _load(gateway, id, caller.visible_tenant))
 
 
 @router.delete("/{id}", responses=DELETED)
-async def delete(id: str, gateway: Served, caller: Known) -> dict[str, object]:
+async def delete(id: str, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
     """Cancel a video if it has not ended, and delete it."""
-    await _load(gateway, id, caller.sees)
+    await _load(gateway, id, caller.visible_tenant)
     await gateway.delete(id)
     return {"id": id, "object": "video.deleted", "deleted": True}
 
@@ -192,8 +201,8 @@ async def delete(id: str, gateway: Served, caller: Known) -> dict[str, object]:
 async def content(
     id: str,
     request: Request,
-    gateway: Served,
-    caller: Known,
+    gateway: GatewayDep,
+    caller: CallerDep,
     variant: Literal["video", "thumbnail", "spritesheet"] = "video",
     stream: bool = False,
 ) -> Response:
@@ -201,18 +210,18 @@ async def content(
 
     With `stream`, the video is sent as fragmented MP4, even while it is generated: frames are sent as they are decoded.
     """
-    record = await _load(gateway, id, caller.sees)
+    record = await _load(gateway, id, caller.visible_tenant)
     if variant == "spritesheet":
         raise InvalidParameter("variant must be video or thumbnail: spritesheets are not supported", "variant")
     if stream and (variant != "video" or record.context.request.params["output_format"] != "mp4"):
         raise InvalidParameter("only a video in mp4 can be streamed: leave stream out", "stream")
-    if stream and (record.context.status == "completed" or not record.context.over):
+    if stream and (record.context.status == "completed" or not record.context.is_over):
         stream_bytes = VideoStream(gateway, record.context).content()
         return StreamingResponse(stream_bytes, media_type="video/mp4", headers={"cache-control": "no-store"})
 
     if record.context.status != "completed":
         message = f"{id} has no content, because it is {record.status}: repeat the call when it is completed"
-        raise Refusal(409, "not_completed", message, headers={"x-should-retry": "false"})
+        raise ApiError(409, "not_completed", message, headers={"x-should-retry": "false"})
     path = await to_thread.run_sync(gateway.results.path, id, 0)
     file = record.context.result[0]
     if variant == "thumbnail":
@@ -248,7 +257,7 @@ def _answer(record: RequestRecord) -> JSONResponse:
 
     It has a polling interval while the video is not done.
     """
-    headers = {} if record.context.over else {"openai-poll-after-ms": str(POLL_MS)}
+    headers = {} if record.context.is_over else {"openai-poll-after-ms": str(POLL_MS)}
     return JSONResponse(video_object(record), headers=headers)
 
 

@@ -26,7 +26,7 @@ from unfuse.core.supervisor import Supervisor
 from unfuse.edge.keys import is_path_like
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server.links import WEBHOOK_LASTS_S, SignedLinks
+from unfuse.server.links import WEBHOOK_LINK_TTL_S, SignedLinks
 from unfuse.server.outbound_http import OutboundHttp, host_of
 from unfuse.server.request_objects import FREE, Prices, request_object
 
@@ -34,13 +34,13 @@ from unfuse.server.request_objects import FREE, Prices, request_object
 REVIEW_S = 10.0
 
 #: The most deliveries that one gateway has in progress, including their pauses. A later search finds the others.
-MOST = 1024
+MAX_DELIVERIES = 1024
 
 #: The most calls at one time, in all and to one host, so that a slow host does not block the others.
-AT_ONCE, AT_ONCE_EACH = 64, 4
+MAX_CALLS, MAX_CALLS_PER_HOST = 64, 4
 
 #: The fewest bytes of a secret, as Standard Webhooks specifies.
-LEAST_SECRET = 24
+MIN_SECRET_BYTES = 24
 
 #: The status by which a receiver refuses all further attempts.
 GONE = 410
@@ -66,7 +66,7 @@ class Webhooks(Observer):
             raise UsageError("--webhook-hosts needs --webhook-secret: make one by `openssl rand -base64 32`")
         self._deliveries_in_progress: dict[str, asyncio.Task[None]] = {}  # by request id
         self._background = Supervisor()
-        self._call_limit = asyncio.Semaphore(AT_ONCE)
+        self._call_limit = asyncio.Semaphore(MAX_CALLS)
         self._host_limits = WeakValueDictionary[str, asyncio.Semaphore]()
 
     def start(self, scheduler: Scheduler, links: SignedLinks) -> None:
@@ -79,24 +79,24 @@ class Webhooks(Observer):
             self._deliveries = scheduler.webhook_deliveries
             self._links = links
             scheduler.observers.add(self)
-            self._background.forever("starting pending webhook deliveries", self._deliver_pending)
+            self._background.start_loop("starting pending webhook deliveries", self._deliver_pending)
 
     async def close(self) -> None:
         """Stop all deliveries. Other gateways, or this one after a restart, continue them."""
         await self._background.close()
         await self.http.close()
 
-    def ended(self, context: RequestContext) -> None:
+    def on_ended(self, context: RequestContext) -> None:
         """Start the delivery of the webhook of a request, if it is pending."""
         in_progress = self._deliveries_in_progress
-        if context.unheard and context.id not in in_progress and len(in_progress) < MOST:
-            in_progress[context.id] = self._background.once("delivering a webhook", lambda: self._deliver(context))
+        if context.webhook_pending and context.id not in in_progress and len(in_progress) < MAX_DELIVERIES:
+            in_progress[context.id] = self._background.start("delivering a webhook", lambda: self._deliver(context))
             in_progress[context.id].add_done_callback(lambda _: in_progress.pop(context.id, None))
 
     async def _deliver_pending(self) -> None:
         """Start all pending deliveries once, then pause."""
         async for context in self._deliveries.pending():
-            self.ended(context)
+            self.on_ended(context)
         await asyncio.sleep(REVIEW_S)
 
     async def _deliver(self, context: RequestContext) -> None:
@@ -105,12 +105,12 @@ class Webhooks(Observer):
         Attempts that other gateways make are left to them.
         """
         with suppress(NotFound):
-            while context.unheard:
+            while context.webhook_pending:
                 await asyncio.sleep(max(0.0, context.webhook.next_at - self._scheduler.clock.wall()))
                 host = host_of(context.delivery.webhook)
-                host_limit = self._host_limits.setdefault(host, asyncio.Semaphore(AT_ONCE_EACH))
+                host_limit = self._host_limits.setdefault(host, asyncio.Semaphore(MAX_CALLS_PER_HOST))
                 async with host_limit, self._call_limit:
-                    context, is_ours = await self._deliveries.take(context.id)
+                    context, is_ours = await self._deliveries.claim(context.id)
                     if is_ours:
                         context = await self._attempt(context)
 
@@ -128,16 +128,16 @@ class Webhooks(Observer):
         fields = {"request": context.id, "host": host_of(url), "attempt": context.webhook.attempts}
         if 200 <= status < 300:
             log.info("webhook delivered", **fields)
-            self._scheduler.observers.tell(Observer.told, "heard")
-            return await self._deliveries.heard(context.id)
+            self._scheduler.observers.notify(Observer.on_webhook_attempt, "delivered")
+            return await self._deliveries.record_delivered(context.id)
 
         reason = reason or f"the receiver responded with status {status}" + " (redirects are not followed)" * (
             300 <= status < 400
         )
-        context = await self._deliveries.failed(context.id, reason, for_good=status == GONE)
+        context = await self._deliveries.record_failed(context.id, reason, for_good=status == GONE)
         state = context.webhook.state
         log.warning("webhook failed", **fields, reason=reason, state=state)
-        self._scheduler.observers.tell(Observer.told, "given_up" if state == "given_up" else "failed")
+        self._scheduler.observers.notify(Observer.on_webhook_attempt, "given_up" if state == "given_up" else "failed")
         return context
 
     async def _message(self, context: RequestContext) -> tuple[dict[str, str], bytes]:
@@ -147,7 +147,7 @@ class Webhooks(Observer):
         """
         ending = context.status if context.status in ("completed", "cancelled") else "failed"
         ended_at = datetime.fromtimestamp(context.completed_at or 0.0, UTC).isoformat()
-        sign = await self._links.signer(WEBHOOK_LASTS_S)
+        sign = await self._links.signer(WEBHOOK_LINK_TTL_S)
         data = request_object(RequestRecord(context), context.caller.base_url, prices=self._prices, sign=sign)
         body = msgspec.json.encode({"type": f"request.{ending}", "timestamp": ended_at, "data": data})
 
@@ -176,12 +176,12 @@ def _signer(secret: str) -> Signer:
     try:
         text = Path(secret).read_text().strip() if is_file else secret
         encoded = text.removeprefix("whsec_")
-        if len(base64.b64decode(encoded + "=" * (-len(encoded) % 4), validate=True)) >= LEAST_SECRET:
+        if len(base64.b64decode(encoded + "=" * (-len(encoded) % 4), validate=True)) >= MIN_SECRET_BYTES:
             return Signer(text)
     except (OSError, ValueError) as error:
         raise UsageError(
             "--webhook-secret cannot be read as base64: create it with `openssl rand -base64 32`"
         ) from error
     raise UsageError(
-        f"--webhook-secret is shorter than {LEAST_SECRET} bytes: create one with `openssl rand -base64 32`"
+        f"--webhook-secret is shorter than {MIN_SECRET_BYTES} bytes: create one with `openssl rand -base64 32`"
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import structlog
 
 from unfuse.core.errors import ConfigError, InvalidParameter, UsageError
-from unfuse.core.paths import expanded
+from unfuse.core.paths import expand_path
 from unfuse.core.registry import resolve
 from unfuse.service.groups import Settings, Transfer
 from unfuse.transfer import BACKENDS, open_engine
@@ -21,9 +21,11 @@ from unfuse.wire.keys import SHARED, make_once, read
 from unfuse.wire.unix_socket import server_socket, servers
 
 #: Seconds between two checks for a server or a key.
-LOOK_S = 0.2
+CHECK_INTERVAL_S = 0.2
 
-AT_RISK = "anyone who can connect can act as a worker, read prompts and pictures, and forge results (--insecure-listen)"
+EXPOSURE_RISK = (
+    "anyone who can connect can act as a worker, read prompts and pictures, and forge results (--insecure-listen)"
+)
 
 #: Transfer engines that need a library of the same name. The extra that installs it also has that name.
 EXTRAS = ("mooncake", "nixl")
@@ -31,7 +33,7 @@ EXTRAS = ("mooncake", "nixl")
 log = structlog.get_logger(__name__)
 
 
-def own_keys(settings: Settings) -> Path:
+def default_keys_folder(settings: Settings) -> Path:
     """Return the folder of generated keys, which are used unless `keys` is set."""
     return Path(settings.data_dir, "keys")
 
@@ -43,12 +45,12 @@ def keys_folder(settings: Settings, side: str) -> str:
 
     `side`: "scheduler" or "worker".
     """
-    if settings.keys or settings.insecure_listen or not (own_keys(settings) / f"{side}.key").exists():
+    if settings.keys or settings.insecure_listen or not (default_keys_folder(settings) / f"{side}.key").exists():
         return settings.keys
-    return str(own_keys(settings))
+    return str(default_keys_folder(settings))
 
 
-def trust(settings: Settings, side: str) -> Trust:
+def trusted_keys(settings: Settings, side: str) -> Trust:
     """Return the keys that this side trusts over TCP.
 
     Without keys, INSECURE if `insecure_listen` is set, else None. Raises ConfigError for keys that cannot be used.
@@ -56,23 +58,23 @@ def trust(settings: Settings, side: str) -> Trust:
     return read(keys_folder(settings, side), side) or (INSECURE if settings.insecure_listen else None)
 
 
-def worker_trust(settings: Settings, addresses: Iterable[str]) -> Trust:
+def worker_trusted_keys(settings: Settings, addresses: Iterable[str]) -> Trust:
     """Return the keys that workers of these schedulers trust.
 
     Raises ConfigError if a key is missing or cannot be used.
     """
-    trusted = trust(settings, "worker")
+    trusted = trusted_keys(settings, "worker")
     for address in addresses:
         if trusted is None and not unix_path(address):
             raise ConfigError(
                 "this machine has no worker key: copy worker.key from the scheduler's machine to "
-                f"{own_keys(settings)}/worker.key (chmod 600); `unfuse serve` prints its path when it starts"
+                f"{default_keys_folder(settings)}/worker.key (chmod 600); `unfuse serve` prints its path when it starts"
             )
         keys_for(address, trusted)
     return trusted
 
 
-def listens(settings: Settings) -> tuple[str, ...]:
+def listen_addresses(settings: Settings) -> tuple[str, ...]:
     """Return the addresses where `serve` listens in addition to its unix socket.
 
     Keys for TCP addresses are generated if there are none. Raises ConfigError.
@@ -84,7 +86,7 @@ def listens(settings: Settings) -> tuple[str, ...]:
             "connect"
         )
     if any(not unix_path(address) for address in addresses) and not (settings.keys or settings.insecure_listen):
-        make_once(own_keys(settings))
+        make_once(default_keys_folder(settings))
     return addresses
 
 
@@ -115,10 +117,10 @@ def await_scheduler(settings: Settings) -> None:
     if not settings.worker.scheduler and not servers(settings.run_dir):
         log.warning("no server of this user runs on this machine yet: waiting for one", run_dir=settings.run_dir)
         while not servers(settings.run_dir):
-            time.sleep(LOOK_S)
+            time.sleep(CHECK_INTERVAL_S)
 
     needs_key = not (settings.keys or settings.insecure_listen or all(map(unix_path, schedulers(settings))))
-    key = own_keys(settings) / "worker.key"
+    key = default_keys_folder(settings) / "worker.key"
     if needs_key and not key.exists():
         log.warning(
             "this machine has no worker key yet: waiting for it",
@@ -129,7 +131,7 @@ def await_scheduler(settings: Settings) -> None:
             ),
         )
         while not key.exists():
-            time.sleep(LOOK_S)
+            time.sleep(CHECK_INTERVAL_S)
 
 
 def running(folder: str) -> list[str]:
@@ -153,10 +155,10 @@ def _absolute(address: str) -> str:
     """Return an address with an absolute path, if it is a unix socket."""
     if not address.startswith(UNIX):
         return address
-    return f"{UNIX}{expanded(address.removeprefix(UNIX)).absolute()}"
+    return f"{UNIX}{expand_path(address.removeprefix(UNIX)).absolute()}"
 
 
-def invitations(trusted: Trust, folder: str, addresses: Iterable[str]) -> list[str]:
+def connect_instructions(trusted: Trust, folder: str, addresses: Iterable[str]) -> list[str]:
     """Return lines on how workers of other machines connect, or warnings that anybody can.
 
     `trusted`: the keys that the scheduler trusts.
@@ -165,17 +167,17 @@ def invitations(trusted: Trust, folder: str, addresses: Iterable[str]) -> list[s
     """
     tcp_addresses = [address for address in addresses if not unix_path(address)]
     if trusted == INSECURE:
-        return [f"WARNING: {address} is open: {AT_RISK}" for address in tcp_addresses]
-    key_files = [path for name in ("worker.key", SHARED) if folder and (path := expanded(folder) / name).exists()]
+        return [f"WARNING: {address} is open: {EXPOSURE_RISK}" for address in tcp_addresses]
+    key_files = [path for name in ("worker.key", SHARED) if folder and (path := expand_path(folder) / name).exists()]
     key = key_files[0] if key_files else "the worker.key that was made together with this server's scheduler.key"
     return [
         f"workers on other machines: copy {key}, which is secret, to a folder of its own there (chmod 600), and run: "
-        f"unfuse worker --workers auto --keys FOLDER --scheduler {from_elsewhere(address)}"
+        f"unfuse worker --workers auto --keys FOLDER --scheduler {external_address(address)}"
         for address in tcp_addresses
     ]
 
 
-def from_elsewhere(address: str) -> str:
+def external_address(address: str) -> str:
     """Return a TCP address as other machines reach it; HOST stands for an unknown host."""
     with suppress(ConfigError):
         return address.replace("0.0.0.0", host_towards(address))

@@ -15,15 +15,15 @@ from typing import Any, Self
 import msgspec
 
 from unfuse.client import Client
-from unfuse.core.checking import check, size_from
+from unfuse.core.checking import check_request, size_from
 from unfuse.core.errors import PermanentError
-from unfuse.core.modalities import medium_for
+from unfuse.core.modalities import modality_for
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.pixels import size_of
-from unfuse.launch.base import Hear
+from unfuse.launch.base import LineSink
 from unfuse.launch.local import OutputPump
 from unfuse.models.undivided import Undivided
-from unfuse.planning.machine import gpus
+from unfuse.planning.machine import find_gpus
 from unfuse.scheduler.costs import Costs
 from unfuse.service.plan import ServingPlan
 
@@ -68,11 +68,11 @@ class UndividedPipeline:
     `made`: called after each request.
     """
 
-    def __init__(self, plan: ServingPlan, image: Path | None, hear: Hear, made: Callable[[], object]) -> None:
+    def __init__(self, plan: ServingPlan, image: Path | None, hear: LineSink, made: Callable[[], object]) -> None:
         model = plan.models[0]
-        device = next(worker.device for worker in plan.workers if plan.wanted.goes_first(worker.role))
+        device = next(worker.device for worker in plan.workers if plan.worker_plan.goes_first(worker.role))
         dtypes = dict(part.split("=", 1) for part in model.dtypes.split(","))
-        self._card = model.card
+        self._card = model.spec
         self._on_request_done = made
         self._thread_counts = threads_to_try(plan)
         #: The number of threads with which requests are fastest; 0 until it is measured.
@@ -99,7 +99,7 @@ class UndividedPipeline:
         self._process.communicate()
         self._output.close()
 
-    def make(self, requests: Sequence[Request], alike: bool = False) -> list[Digests]:
+    def generate(self, requests: Sequence[Request], alike: bool = False) -> list[Digests]:
         """Run these requests, and return the digests of their results.
 
         `alike`: use as many CPU threads as a worker of the plan, instead of the fastest number.
@@ -118,7 +118,7 @@ class UndividedPipeline:
 
     def _run_request(self, threads: int, request: Request) -> Digests:
         """Run one request, and return the digests of its result."""
-        digests = self._call((threads, check(self._card, request, medium_for(request))[0]))
+        digests = self._call((threads, check_request(self._card, request, modality_for(request))[0]))
         self._on_request_done()
         return digests
 
@@ -149,7 +149,7 @@ class ComparedPools:
         self._on_request_done = made
         self._uploads: dict[str, Any] = {} if image is None else {"image": image}
 
-    def make(self, requests: Sequence[Request], alike: bool = False) -> list[Digests]:
+    def generate(self, requests: Sequence[Request], alike: bool = False) -> list[Digests]:
         """Run these requests concurrently, and return the digests of their results."""
         digests = []
         for request in [self._client.submit(**params, **self._uploads, cache=False) for params in requests]:
@@ -163,7 +163,7 @@ class ComparedPools:
         parents = [int(worker["pid"]) for worker in workers]
         children = [Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in parents]
         pids = [*parents, *(int(pid) for line in children for pid in line)]
-        return [_peak(pid) for pid in pids], sum(int(worker["room"]) for worker in workers)
+        return [_peak(pid) for pid in pids], sum(int(worker["arena_bytes"]) for worker in workers)
 
 
 def threads_to_try(plan: ServingPlan) -> list[int]:
@@ -172,7 +172,7 @@ def threads_to_try(plan: ServingPlan) -> list[int]:
     The first is that of each worker of the plan, the other one all cores.
     """
     cores = len(os.sched_getaffinity(0))
-    worker_threads = plan.wanted.compute.threads or max(1, cores // len(plan.workers))
+    worker_threads = plan.worker_plan.compute.threads or max(1, cores // len(plan.workers))
     return list(dict.fromkeys((worker_threads, cores)))
 
 
@@ -189,20 +189,20 @@ def predicted_s(plan: ServingPlan, asked: dict[str, Any], costs: Path | None) ->
 
     None if a stage never ran on this machine.
     """
-    card = plan.models[0].card
+    spec = plan.models[0].spec
     recorded = Costs(costs)
-    params, _ = check(card, asked, medium_for(asked))
-    pools = card.pools()
-    stage_seconds = [recorded.seconds(pools[stage.name], stage.work.of(params)) for stage in card.pipeline.stages]
+    params, _ = check_request(spec, asked, modality_for(asked))
+    pools = spec.pools()
+    stage_seconds = [recorded.seconds(pools[stage.name], stage.work.of(params)) for stage in spec.pipeline.stages]
     return None if None in stage_seconds else sum(seconds or 0.0 for seconds in stage_seconds)
 
 
-def sized(card: ModelSpec, asked: dict[str, Any], image: Path | None) -> dict[str, Any]:
+def with_duration(spec: ModelSpec, asked: dict[str, Any], image: Path | None) -> dict[str, Any]:
     """Return the parameters with the size that follows from the reference image.
 
     Both sides then generate the same size.
     """
-    return asked if image is None else asked | size_from(card, asked, card.defaults, size_of(image.read_bytes()))
+    return asked if image is None else asked | size_from(spec, asked, spec.defaults, size_of(image.read_bytes()))
 
 
 def measure(
@@ -223,11 +223,11 @@ def measure(
     def seconds(first: int, count: int) -> float:
         """Return the seconds of `count` concurrent requests with consecutive seeds."""
         started_at = time.perf_counter()
-        side.make(requests(first, count))
+        side.generate(requests(first, count))
         return time.perf_counter() - started_at
 
     free = _free_gpu_memory()
-    digests = side.make(requests(0, rounds), alike=True)
+    digests = side.generate(requests(0, rounds), alike=True)
     seconds(0, 1)  # warm up
     latency = median(seconds(seed, 1) for seed in range(rounds))
     throughput = {count: count / seconds(0, count) for count in counts}
@@ -246,7 +246,7 @@ def _peak(pid: int) -> int:
 
 def _free_gpu_memory() -> int:
     """Return the free bytes of all GPUs."""
-    return sum(gpu.free for gpu in gpus())
+    return sum(gpu.free for gpu in find_gpus())
 
 
 class ComparisonProgress:
@@ -285,13 +285,13 @@ class ComparisonProgress:
         estimate = f"about {duration(total_s)}, estimated from earlier measurements on this machine"
         say(f"{requests}: {estimate if total_s else 'an estimate follows after the first request'}")
 
-    def begin(self, side: str) -> None:
+    def start_side(self, side: str) -> None:
         """Start counting the requests of this side."""
         self._side = side
         self._done = 0
         self._started_at = self._now()
 
-    def made(self) -> None:
+    def count_finished(self) -> None:
         """Count a finished request of the running side."""
         self._done += 1
         now = self._now()
@@ -302,10 +302,10 @@ class ComparisonProgress:
             self._each_s = (now - self._first_done_at) / (self._done - 1)
         if not self._is_known:
             self._is_known = True
-            self._say(f"estimate: about {duration(self.left_s)}, at {self._each_s:.2g} s a request")
+            self._say(f"estimate: about {duration(self.remaining_s)}, at {self._each_s:.2g} s a request")
 
     @property
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Estimated seconds until all requests are done, by the mean of the running side."""
         left = self._totals.get(self._side, 0) - self._done + sum(self._totals[side] for side in self._later_sides)
         return max(0, left) * self._each_s
@@ -319,7 +319,7 @@ class ComparisonProgress:
     def __str__(self) -> str:
         if self._done == self._totals.get(self._side, 0):
             return f"starting {self._later_sides[0]}" if self._later_sides else "done"
-        left = f", about {duration(self.left_s)} left" if self._is_known else ""
+        left = f", about {duration(self.remaining_s)} left" if self._is_known else ""
         return f"measuring {self._side}: {self._done} of {self._totals[self._side]} requests{left}"
 
 
@@ -331,7 +331,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def verdict(whole: ComparisonFigures, split: ComparisonFigures, workers: int) -> str:
+def comparison_summary(whole: ComparisonFigures, split: ComparisonFigures, workers: int) -> str:
     """Return a sentence that compares the figures of diffusers and unfuse.
 
     `whole`: the figures of diffusers.

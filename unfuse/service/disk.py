@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from unfuse.arena.protocol import is_refused
-from unfuse.core.modalities import MEDIA
-from unfuse.core.paths import expanded
+from unfuse.core.modalities import MODALITIES
+from unfuse.core.paths import expand_path
 from unfuse.service.groups import Settings
 from unfuse.service.settings import ByteSize
 from unfuse.stores import COPIES
 
 #: Prefixes of the names of result folders.
-REQUESTS = tuple(medium.prefix for medium in MEDIA)
+REQUESTS = tuple(medium.prefix for medium in MODALITIES)
 
-RESULTS_GO = "ended requests after --retention, the oldest ones earlier above --results-limit"
+RESULTS_CLEANUP = "ended requests after --retention, the oldest ones earlier above --results-limit"
 
 
 def disk_use(settings: Settings) -> list[dict[str, Any]]:
@@ -39,7 +39,7 @@ def disk_use(settings: Settings) -> list[dict[str, Any]]:
         url.replace("DATA_DIR", settings.data_dir) for url in (serve.results, serve.queue, serve.durable, serve.store)
     )
     spill = store.partition("+")[2] if store.startswith("spill:") else store if store.startswith("disk:") else ""
-    rows = [_row("results", results, RESULTS_GO, REQUESTS)]
+    rows = [_row("results", results, RESULTS_CLEANUP, REQUESTS)]
     rows += [_row("queue", queue, "nothing: it stores the requests that wait or are retained")]
     if durable != "none":
         rows += [_row("copies of outputs", durable, "nothing: they are deleted with their requests")]
@@ -68,7 +68,7 @@ def _row(what: str, url: str, may_go: str, prefixes: tuple[str, ...] = ()) -> di
     kind, _, place = url.partition(":")
     if kind not in ("disk", "sqlite") or not place:
         return {"what": what, "path": url.rpartition("@")[2], "bytes": None, "files": None, "may go": may_go}
-    path = expanded(place.partition("?")[0])
+    path = expand_path(place.partition("?")[0])
     if kind == "sqlite":
         return {"what": what, "path": str(path), **_sums(path.parent.glob(f"{path.name}*")), "may go": may_go}
     files = (file for file in _files(path) if not prefixes or _top(file, path).startswith(prefixes))
@@ -160,7 +160,7 @@ def clean(settings: Settings) -> list[Remain]:
 def _disk_folder(url: str, settings: Settings) -> Path | None:
     """Return the folder of a store, or None if it is not on disk."""
     kind, path = url.rpartition("+")[2].partition("?")[0].split(":", 1) if ":" in url else ("", "")
-    folder = expanded(path.replace("DATA_DIR", settings.data_dir))
+    folder = expand_path(path.replace("DATA_DIR", settings.data_dir))
     return folder if kind == "disk" and folder.is_dir() else None
 
 

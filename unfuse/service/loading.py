@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PHASES: tuple[Phase, ...] = ("starting", "fetching", "importing", "loading")
 
 EVERY_S = 5.0  # seconds between two lines
-LOOK_S = 0.2  # seconds between two checks whether all workers have loaded
+CHECK_INTERVAL_S = 0.2  # seconds between two checks whether all workers have loaded
 
 
 class RankProgress(NamedTuple):
@@ -66,14 +66,14 @@ class LoadingProgress:
         #: Whether all workers were ready once. Some may have been restarted since.
         self._was_over = False
 
-    def expect(self, roles: Sequence[str], ready: Callable[[], object] = bool) -> None:
+    def expect_workers(self, roles: Sequence[str], ready: Callable[[], object] = bool) -> None:
         """Expect workers with these roles. `ready` is called once, when all of them have loaded."""
         self._roles = list(roles)
         self._on_ready = ready
         self._ranks = [{"": RankProgress("starting")} for _ in roles]
         self._check_ready()
 
-    def hear(self, worker: int, record: Mapping[str, Any]) -> bool:
+    def record(self, worker: int, record: Mapping[str, Any]) -> bool:
         """Record the progress that a worker's log record reports.
 
         Returns whether the record belongs to the first start, and so is shown as progress; False for other records.
@@ -169,7 +169,7 @@ class LoadLines(AbstractContextManager["LoadLines"]):
         self._closed.set()
         self._thread.join()
 
-    def look(self) -> bool:
+    def write_if_due(self) -> bool:
         """Write a line if one is due. Returns False after the last line."""
         now, state = self._clock(), str(self._loading)
         if not state:
@@ -183,5 +183,5 @@ class LoadLines(AbstractContextManager["LoadLines"]):
     def _run(self) -> None:
         """Write lines until the last one, or until this is closed."""
         is_closed = False
-        while self.look() and not is_closed:
-            is_closed = self._closed.wait(LOOK_S)
+        while self.write_if_due() and not is_closed:
+            is_closed = self._closed.wait(CHECK_INTERVAL_S)

@@ -26,7 +26,7 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 PLAIN = ("dumb", "unknown")
 
 
-def harmless(text: str) -> str:
+def escape_control(text: str) -> str:
     """Return text with control characters and line breaks escaped, since clients may have sent it."""
     return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
@@ -50,7 +50,7 @@ class Logs:
         self.text = log.format == "text" or (log.format == "auto" and self.interactive)
 
         #: Called with each worker's number and log record, logged or not. Returns whether progress shows the record.
-        self.heard: Callable[[int, Record], bool] = lambda worker, record: False
+        self.on_record: Callable[[int, Record], bool] = lambda worker, record: False
         self._level = ("error" if quiet else usual) if log.level == "auto" else log.level
 
     @property
@@ -83,19 +83,19 @@ class Logs:
 
         record = read_record(line)
         if record:
-            in_progress = self.heard(worker, record)
+            in_progress = self.on_record(worker, record)
             if LEVELS[record["level"]] < LEVELS[self._level] or record.get("passing"):  # not shown, or only as progress
                 return
             if in_progress and not self.is_detailed:
                 return
         text = line.decode(errors="replace").rstrip("\r\n")
         if self.text:
-            text = self._render(record) if record else harmless(text)
+            text = self._render(record) if record else escape_control(text)
         elif record is None:
             text = json.dumps({"event": text, "level": "warning", "worker": worker})
         self.write(f"{text}\n")
 
-    def say(self, text: str) -> None:
+    def write_line(self, text: str) -> None:
         """Write a line that is not part of the log, unless quiet."""
         if not self.quiet:
             self.write(f"{text}\n")
@@ -118,7 +118,7 @@ class Logs:
         import structlog
 
         fields = {name: round(value, 2) if isinstance(value, float) else value for name, value in record.items()}
-        fields["event"] = harmless(record["event"])
+        fields["event"] = escape_control(record["event"])
         with suppress(KeyError, TypeError, ValueError):
             fields["timestamp"] = f"{datetime.fromisoformat(record['timestamp']).astimezone():%H:%M:%S}"
         colours = self.interactive and not os.environ.get("NO_COLOR")

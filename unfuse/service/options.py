@@ -9,39 +9,39 @@ from typing import Any
 import msgspec
 import structlog
 
-from unfuse.core.checking import check
-from unfuse.core.errors import ConfigError, InvalidParameter, NotFound, Unsuitable, UsageError
+from unfuse.core.checking import check_request
+from unfuse.core.errors import ConfigError, InvalidParameter, NotFound, UnsupportedRequest, UsageError
 from unfuse.core.messages import StorageLocations
 from unfuse.core.modalities import IMAGE, UPLOADS, VIDEO
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Params, StageSelector, StageSpec, roles_of
 from unfuse.edge.access import AccessPolicy
 from unfuse.edge.keys import ApiKeys
-from unfuse.launch import opener
+from unfuse.launch import resolve_launcher
 from unfuse.launch.base import OpenLauncher
-from unfuse.planning.machine import devices
+from unfuse.planning.machine import usable_devices
 from unfuse.planning.placement import NONE, WorkerPlan
 from unfuse.server.chat_formats import OutputParsers
 from unfuse.server.links import parse_public_url
 from unfuse.server.request_objects import Prices
-from unfuse.service.addresses import listens, require_engines, trust
+from unfuse.service.addresses import listen_addresses, require_engines, trusted_keys
 from unfuse.service.groups import ServeSettings, Settings
 from unfuse.service.plan import (
     COSTS,
     ServingPlan,
-    counts,
     device_memory,
-    means,
-    plan_for,
+    host_resources,
+    parse_counts,
+    plan_models,
     resources,
     slots_by_role,
-    wanted,
+    worker_plan,
 )
 from unfuse.service.settings import LoadedSettings
 from unfuse.stages import specs
 from unfuse.weights.adapters import AdapterFolder, require_peft
 from unfuse.weights.fingerprints import FINGERPRINTS
-from unfuse.weights.gguf_model import files_of
+from unfuse.weights.gguf_model import open_files
 from unfuse.weights.quantized import library
 from unfuse.weights.source import parse_component_sources
 from unfuse.wire.address import Trust
@@ -69,7 +69,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     queue: str
 
     #: Where workers store stage outputs, copies and results.
-    places: StorageLocations
+    storage: StorageLocations
 
     #: Control addresses for workers. Without a unix socket among them, there is also one in the run folder.
     listen: tuple[str, ...]
@@ -84,7 +84,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     device_memory: Mapping[str, int]
 
     #: Slots by role whose pools may scale to zero: those that their workers would have in all.
-    asleep: Mapping[str, int]
+    scale_to_zero: Mapping[str, int]
 
     #: Amounts of named resources of each worker.
     resources: Mapping[str, int]
@@ -93,7 +93,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     costs: Path | None
 
     #: Default parameters, which take precedence over the models' own defaults.
-    standard: Params
+    default_params: Params
 
     #: Starts workers on other machines; None starts them here.
     launcher: OpenLauncher | None
@@ -110,15 +110,15 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.settings.serve
 
 
-def plan(options: ServeOptions, models: Mapping[str, str] | None = None) -> ServingPlan:
+def plan_service(options: ServeOptions, models: Mapping[str, str] | None = None) -> ServingPlan:
     """Return the plan for these options: which worker serves which stages on which device.
 
     `models`: the source of each model by name, in place of the models of the options.
 
     Raises ConfigError for models that cannot be served, or do not fit.
     """
-    present = devices(options.device_memory, elsewhere=options.launcher is not None)
-    for kind in options.prices.unseen([device.name for device in present]):
+    present = usable_devices(options.device_memory, elsewhere=options.launcher is not None)
+    for kind in options.prices.unused_kinds([device.name for device in present]):
         log.warning(
             "a price is set for devices that are not on this machine", kind=kind, counts="workers on other machines"
         )
@@ -128,25 +128,27 @@ def plan(options: ServeOptions, models: Mapping[str, str] | None = None) -> Serv
     names = serve.models if models is None else models
     if sources and len(names) > 1:
         raise UsageError("--component-source needs a single model: serve the others by another server")
-    planned = plan_for(names, serve.revision, options.workers, present, means(options.settings), sources=sources)
+    planned = plan_models(
+        names, serve.revision, options.workers, present, host_resources(options.settings), sources=sources
+    )
     if planned.refusal:
         raise ConfigError(planned.refusal)
-    cards = [model.card for model in planned.models]
-    check_stage_kinds(serve, cards)
+    specs = [model.spec for model in planned.models]
+    check_stage_kinds(serve, specs)
     for worker in planned.workers:
-        pools_of(cards, StageSelector(roles_of(worker.role)), options.resources)
+        pools_of(specs, StageSelector(roles_of(worker.role)), options.resources)
     if options.launcher is None:
-        require_libraries(planned, options.places.loras)
+        require_libraries(planned, options.storage.adapters)
     return planned
 
 
-def options(loaded: LoadedSettings) -> ServeOptions:
+def serve_options(loaded: LoadedSettings) -> ServeOptions:
     """Return the options of a service for these settings.
 
     From now on fingerprints of weights are cached in the data folder. Raises ConfigError.
     """
     settings, serve = loaded.settings, loaded.settings.serve
-    FINGERPRINTS.remember_in(Path(settings.data_dir))
+    FINGERPRINTS.cache_in(Path(settings.data_dir))
     slots_by_role(settings)  # raises for malformed entries before anything starts
     serve_options = ServeOptions(
         settings=settings,
@@ -155,16 +157,16 @@ def options(loaded: LoadedSettings) -> ServeOptions:
         access=AccessPolicy(serve.allowed_hosts, serve.allowed_origins, serve.trusted_proxies),
         prices=Prices(serve.price),
         queue=serve.queue.replace("DATA_DIR", settings.data_dir),
-        places=places(settings),
-        listen=listens(settings),
-        launcher=opener(serve.launcher),
-        trust=trust(settings, "scheduler"),
-        workers=wanted(settings),
+        storage=storage_locations(settings),
+        listen=listen_addresses(settings),
+        launcher=resolve_launcher(serve.launcher),
+        trust=trusted_keys(settings, "scheduler"),
+        workers=worker_plan(settings),
         device_memory=device_memory(settings),
-        asleep=counts("--asleep", serve.asleep, "ROLE=N, like denoiser=2"),
+        scale_to_zero=parse_counts("--scale-to-zero", serve.scale_to_zero, "ROLE=N, like denoiser=2"),
         resources=resources(settings),
         costs=Path(settings.data_dir, COSTS),
-        standard=standard(settings),
+        default_params=default_params(settings),
         parsers=OutputParsers(serve.tool_call_parser, serve.reasoning_parser),
     )
     if serve_options.trust is not None and serve.workers != NONE and serve_options.launcher is None:
@@ -172,7 +174,7 @@ def options(loaded: LoadedSettings) -> ServeOptions:
     return serve_options
 
 
-def standard(settings: Settings) -> Params:
+def default_params(settings: Settings) -> Params:
     """Return the default parameters of requests. Raises UsageError if pools cannot use them."""
     threshold = settings.serve.feature_cache
     if threshold and settings.compute.parallel:
@@ -186,7 +188,7 @@ def standard(settings: Settings) -> Params:
     return {}
 
 
-def places(settings: Settings) -> StorageLocations:
+def storage_locations(settings: Settings) -> StorageLocations:
     """Return where workers store stage outputs, copies and results. Raises ConfigError.
 
     DATA_DIR in a URL stands for the data folder.
@@ -226,15 +228,15 @@ def require_libraries(plan: ServingPlan, loras: str) -> None:
     """
     if not plan.workers:
         return
-    adapts = any(plan.wanted.goes_first(worker.role) for worker in plan.workers)
-    if loras and adapts and any(model.card.takes_lora for model in plan.models):
+    adapts = any(plan.worker_plan.goes_first(worker.role) for worker in plan.workers)
+    if loras and adapts and any(model.spec.takes_lora for model in plan.models):
         require_peft()
     for model in plan.models:
-        files = files_of(model.folder)
+        files = open_files(model.folder)
         library(files.quantization(component) for component in model.components)
 
 
-def check_request(plan: ServingPlan, asked: Mapping[str, Any], loras: str) -> None:
+def check_first_model(plan: ServingPlan, asked: Mapping[str, Any], loras: str) -> None:
     """Check a request for a plan's first model, as a gateway does. Raises InvalidParameter.
 
     `asked`: the arguments of `Client.submit`.
@@ -242,24 +244,24 @@ def check_request(plan: ServingPlan, asked: Mapping[str, Any], loras: str) -> No
 
     A modality that the model does not generate is not checked here: the gateway refuses it.
     """
-    card = plan.models[0].card
-    medium = VIDEO if asked.get("video") else IMAGE
-    if not medium.made_by(card.limits):
+    spec = plan.models[0].spec
+    modality = VIDEO if asked.get("video") else IMAGE
+    if not modality.is_supported_by(spec.limits):
         return
 
     fields = {name: value for name, value in asked.items() if name not in (*UPLOADS, "video")}
-    params, _ = check(card, fields, medium, uploads=[name for name in UPLOADS if name in asked])
+    params, _ = check_request(spec, fields, modality, uploads=[name for name in UPLOADS if name in asked])
     if "lora" not in params:
         return
-    if not card.takes_lora:
-        raise InvalidParameter(f"model {card.name} does not support LoRA adapters: leave lora out", "lora")
+    if not spec.takes_lora:
+        raise InvalidParameter(f"model {spec.name} does not support LoRA adapters: leave lora out", "lora")
     if not loras:
         raise InvalidParameter(
             "--lora names a file in the folder of LoRA adapters: set that folder by --loras FOLDER", "lora"
         )
     try:
         AdapterFolder(loras).check(str(params["lora"]))
-    except (NotFound, Unsuitable) as error:
+    except (NotFound, UnsupportedRequest) as error:
         raise InvalidParameter(str(error), "lora") from error
 
 
@@ -267,9 +269,9 @@ def check_request(plan: ServingPlan, asked: Mapping[str, Any], loras: str) -> No
 BUILT_IN = frozenset(spec.kind for spec in vars(specs).values() if isinstance(spec, StageSpec))
 
 
-def check_stage_kinds(serve: ServeSettings, cards: Sequence[ModelSpec]) -> None:
+def check_stage_kinds(serve: ServeSettings, specs: Sequence[ModelSpec]) -> None:
     """Raise UsageError if --encode or --durable-stages names an unknown stage kind."""
-    known = BUILT_IN | {stage.kind for card in cards for stage in card.pipeline.stages}
+    known = BUILT_IN | {stage.kind for spec in specs for stage in spec.pipeline.stages}
     entries = [("--encode", entry, entry.partition("=")[0]) for entry in serve.encode]
     entries += [("--durable-stages", kind, kind) for kind in serve.durable_stages]
     for flag, entry, kind in entries:

@@ -14,18 +14,18 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict, replace
 
-from unfuse.core.compute_options import SHARD, fewer, own_spreads, parse_parallel, refuse
+from unfuse.core.compute_options import SHARD, parse_parallel, refuse, smaller_layouts, worker_parallelism
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import DTYPES
-from unfuse.core.plan import ALL, Pipeline, StageSpec, roles_of
+from unfuse.core.plan import ALL_STAGES, Pipeline, StageSpec, roles_of
 from unfuse.core.task import ARENA, SLOTS
 from unfuse.launch.base import WorkerSpec
 from unfuse.launch.local import ForkServers, InheritedForks
-from unfuse.models import card_of, find, resolve_source
-from unfuse.models.encoders import shared_of
-from unfuse.planning.layout import HostResources, LayoutSearch, layouts
-from unfuse.planning.machine import CONTROL_GROUP, cpus
+from unfuse.models import find, read_model_spec, resolve_source
+from unfuse.models.encoders import sharded_elements
+from unfuse.planning.layout import HostResources, LayoutSearch, search_layouts
+from unfuse.planning.machine import CONTROL_GROUP, usable_cpus
 from unfuse.planning.placement import (
     AUTO,
     ComponentMemory,
@@ -33,19 +33,19 @@ from unfuse.planning.placement import (
     PlacedWorker,
     WorkerPlan,
     devices_of,
-    numbered,
-    only_cpu,
+    is_cpu_only,
     parse_place,
     parse_workers,
-    place,
-    taken,
+    place_workers,
+    taken_bytes,
+    with_index,
 )
 from unfuse.service.addresses import keys_folder
 from unfuse.service.groups import SHARED_ARENA, Settings
 from unfuse.service.settings import FIELDS, ByteSize
 from unfuse.stages.specs import PREFILL
 from unfuse.weights.folder import STORED, ModelFolder, choose_dtypes, parse_dtypes
-from unfuse.weights.gguf_model import files_of
+from unfuse.weights.gguf_model import open_files
 from unfuse.weights.source import with_components
 
 
@@ -73,14 +73,14 @@ class PlannedComponent(msgspec.Struct, frozen=True):
     mapped: bool = False
 
     #: Those bytes of `memory` that tensor parallel ranks can divide among each other.
-    shared: int = 0
+    tensor_parallel_bytes: int = 0
 
 
 class PlannedModel(msgspec.Struct, frozen=True):
     """A model and its components, as workers will load it."""
 
     #: The model spec.
-    card: ModelSpec
+    spec: ModelSpec
 
     #: The folder, or file, of its weights.
     folder: Path
@@ -101,7 +101,7 @@ class ServingPlan(msgspec.Struct, frozen=True):
     needs: dict[str, tuple[ComponentMemory, ...]]
 
     #: The workers that were wanted; with the chosen layout filled in.
-    wanted: WorkerPlan
+    worker_plan: WorkerPlan
 
     #: The devices that were planned for. The first is the host.
     devices: tuple[Device, ...]
@@ -146,7 +146,7 @@ class ServingPlan(msgspec.Struct, frozen=True):
 
         Processes and arenas of the workers are included; activations are not.
         """
-        used = taken(self.workers, self.wanted)
+        used = taken_bytes(self.workers, self.worker_plan)
         return [
             {"device": device.name, "takes": ByteSize(used[device.name]), "free": ByteSize(device.free)}
             for device in self.devices
@@ -154,7 +154,7 @@ class ServingPlan(msgspec.Struct, frozen=True):
         ]
 
 
-def wanted(settings: Settings) -> WorkerPlan:
+def worker_plan(settings: Settings) -> WorkerPlan:
     """Return the workers that these settings want. Raises ConfigError."""
     workers = settings.serve.workers
     parallel = settings.compute.parallel
@@ -162,14 +162,14 @@ def wanted(settings: Settings) -> WorkerPlan:
     devices = parse_place(settings.serve.place)
     auto = workers == AUTO and not (devices or parallel)
     counts = None if workers == AUTO else parse_workers(workers)
-    whole = auto or (counts is not None and not counts.keys() - {ALL})
+    whole = auto or (counts is not None and not counts.keys() - {ALL_STAGES})
     if loaded == "1" and (parallel or not whole):
         raise UsageError("--max-loaded-models 1 needs workers of all stages: write --workers all=1 without --parallel")
     arena = settings.arena.bytes or SHARED_ARENA
     return WorkerPlan(counts, devices, settings.compute, arena, auto=auto, max_loaded_models=loaded)
 
 
-def plan_for(
+def plan_models(
     names: Iterable[str],
     revision: str,
     wanted: WorkerPlan,
@@ -193,40 +193,41 @@ def plan_for(
     No weights are loaded. Raises ConfigError for models that cannot be served. If they do not fit, the plan has a
     refusal.
     """
-    models = look_into(names, revision, wanted, devices, sources)
+    models = read_models(names, revision, wanted, devices, sources)
     if not results:
         models = _without_results(models)
-    needed = needs(models)
-    stages = [stage for model in models for stage in model.card.pipeline.stages]
+    needed = components_by_role(models)
+    stages = [stage for model in models for stage in model.spec.pipeline.stages]
     wanted = replace(
         wanted,
         first=frozenset(stage.role for stage in stages if stage.work.forwards),
-        parted=frozenset(stage.role for stage in stages if SHARD in stage.spreads),
+        shardable_roles=frozenset(stage.role for stage in stages if SHARD in stage.parallelism),
     )
-    wanted.numbers(needed)
+    wanted.worker_counts(needed)
     refuse(parse_parallel(wanted.compute.parallel), stages, wanted.compute.offload)
     search = None
     if wanted.auto:
-        search = layouts([model.card for model in models], needed, wanted, devices, means or HostResources())
-        wanted = search.chosen.of(wanted)
+        search = search_layouts([model.spec for model in models], needed, wanted, devices, means or HostResources())
+        wanted = search.chosen.apply_to(wanted)
 
     try:
-        workers = place(needed, wanted, devices)
+        workers = place_workers(needed, wanted, devices)
         if not results:
             workers = tuple(
-                replace(worker, role="+".join(needed) if worker.role == ALL else worker.role) for worker in workers
+                replace(worker, role="+".join(needed) if worker.role == ALL_STAGES else worker.role)
+                for worker in workers
             )
         return ServingPlan(models, needed, wanted, devices, workers, layouts=search)
     except ConfigError as error:
         return ServingPlan(models, needed, wanted, devices, (), str(error), search)
 
 
-def roles_apart(cards: Iterable[ModelSpec]) -> tuple[str, ...]:
+def roles_apart(specs: Iterable[ModelSpec]) -> tuple[str, ...]:
     """Return the roles that can run where the result store cannot be reached.
 
     None of their stages needs it.
     """
-    stages = [stage for card in cards for stage in card.pipeline.stages]
+    stages = [stage for spec in specs for stage in spec.pipeline.stages]
     roles_with_results = {stage.role for stage in stages if stage.needs_results}
     return tuple(dict.fromkeys(stage.role for stage in stages if stage.role not in roles_with_results))
 
@@ -237,13 +238,13 @@ def _without_results(models: Iterable[PlannedModel]) -> tuple[PlannedModel, ...]
     Models without such stages are left out. Raises ConfigError if none is left.
     """
     models = tuple(models)
-    roles = roles_apart(model.card for model in models)
+    roles = roles_apart(model.spec for model in models)
     reduced = []
     for model in models:
-        stages = tuple(stage for stage in model.card.pipeline.stages if stage.role in roles)
-        reduced.append(replace(model, card=replace(model.card, pipeline=Pipeline(stages))))
+        stages = tuple(stage for stage in model.spec.pipeline.stages if stage.role in roles)
+        reduced.append(replace(model, spec=replace(model.spec, pipeline=Pipeline(stages))))
 
-    remaining = tuple(model for model in reduced if model.card.pipeline.stages)
+    remaining = tuple(model for model in reduced if model.spec.pipeline.stages)
     if not remaining:
         raise ConfigError(
             "every stage of these models needs the result folder of the scheduler's machine, which this machine "
@@ -252,7 +253,7 @@ def _without_results(models: Iterable[PlannedModel]) -> tuple[PlannedModel, ...]
     return remaining
 
 
-def look_into(
+def read_models(
     names: Iterable[str],
     revision: str,
     wanted: WorkerPlan,
@@ -261,7 +262,7 @@ def look_into(
 ) -> tuple[PlannedModel, ...]:
     """Read the models' metadata, with the dtypes that the wanted workers would load.
 
-    The parameters are those of `plan_for`.
+    The parameters are those of `plan_models`.
     Raises ConfigError, also for a `--dtype` that names a component that no model has.
     """
     spec = wanted.compute.dtype
@@ -270,22 +271,24 @@ def look_into(
         name: resolve_source(with_components(source, sources), revision or None, ())
         for name, source in source_of.items()
     }
-    cards = {name: card_of(name, folder) for name, folder in folders.items()}
-    choose_dtypes(spec, sorted({component for card in cards.values() for component in card.dtypes}))
+    specs = {name: read_model_spec(name, folder) for name, folder in folders.items()}
+    choose_dtypes(spec, sorted({component for model_spec in specs.values() for component in model_spec.dtypes}))
 
-    roles = dict.fromkeys(stage.role for card in cards.values() for stage in card.pipeline.stages)
+    roles = dict.fromkeys(stage.role for model_spec in specs.values() for stage in model_spec.pipeline.stages)
     gpu_workers = [
-        roles_of(worker) for worker in wanted.numbers(roles) if not only_cpu(devices_of(worker, wanted, devices))
+        roles_of(worker)
+        for worker in wanted.worker_counts(roles)
+        if not is_cpu_only(devices_of(worker, wanted, devices))
     ]
     on_gpu = {role for role in roles if any(worker is None or role in worker for worker in gpu_workers)}
 
     models = []
     for name, folder in folders.items():
-        dtypes = explicit_dtypes(cards[name], spec, on_gpu)
-        files = files_of(folder)
+        dtypes = explicit_dtypes(specs[name], spec, on_gpu)
+        files = open_files(folder)
         text = ",".join(f"{component}={dtype}" for component, dtype in dtypes.items())
         components = {component: _component(files, component, dtype) for component, dtype in dtypes.items()}
-        models.append(PlannedModel(card_of(name, folder, text), folder, text, components))
+        models.append(PlannedModel(read_model_spec(name, folder, text), folder, text, components))
     return tuple(models)
 
 
@@ -295,9 +298,9 @@ def _component(files: ModelFolder, name: str, dtype: str) -> PlannedComponent:
     kind = files.class_of(name)
     width = DTYPES[dtype]
     elements = {tensor: number for tensor, (_, number) in tensors.items()}
-    shared = shared_of(name, kind, find(files.path).cut, elements)
+    shared = sharded_elements(name, kind, find(files.path).parallel_plans, elements)
     parameters = sum(elements.values())
-    mapped = files.has(name, dtype)
+    mapped = files.stores_dtype(name, dtype)
 
     memory = parameters * width
     if files.is_quantized(name):  # as in its files, except floats that are loaded in a wider dtype
@@ -308,7 +311,7 @@ def _component(files: ModelFolder, name: str, dtype: str) -> PlannedComponent:
     return PlannedComponent(name, kind, parameters, files.size(name), dtype, memory, mapped, shared * width)
 
 
-def explicit_dtypes(card: ModelSpec, spec: str, on_gpu: Collection[str]) -> dict[str, str]:
+def explicit_dtypes(model_spec: ModelSpec, spec: str, on_gpu: Collection[str]) -> dict[str, str]:
     """Return the dtype of each component by `--dtype`.
 
     "auto" is bfloat16 for roles on GPUs, but float32 for VAEs and on CPUs. The result must be the same in the gateway
@@ -316,29 +319,30 @@ def explicit_dtypes(card: ModelSpec, spec: str, on_gpu: Collection[str]) -> dict
     """
     default, named = parse_dtypes(spec)
     gpu_components = {
-        component for stage in card.pipeline.stages if stage.role in on_gpu for component in stage.components
+        component for stage in model_spec.pipeline.stages if stage.role in on_gpu for component in stage.components
     }
     automatic = {
-        name: "bfloat16" if name in gpu_components and not name.startswith("vae") else "float32" for name in card.dtypes
+        name: "bfloat16" if name in gpu_components and not name.startswith("vae") else "float32"
+        for name in model_spec.dtypes
     }
-    defaults = automatic if default == "auto" else dict.fromkeys(card.dtypes, default)
-    return {name: named.get(name, defaults[name]) for name in card.dtypes}
+    defaults = automatic if default == "auto" else dict.fromkeys(model_spec.dtypes, default)
+    return {name: named.get(name, defaults[name]) for name in model_spec.dtypes}
 
 
-def needs(models: Iterable[PlannedModel]) -> dict[str, tuple[ComponentMemory, ...]]:
+def components_by_role(models: Iterable[PlannedModel]) -> dict[str, tuple[ComponentMemory, ...]]:
     """Return the components that a worker of each role loads.
 
     A pool that several models share is loaded once.
     """
     pools: dict[str, dict[str, tuple[StageSpec, PlannedModel]]] = {}
     for model in models:
-        for stage in model.card.pipeline.stages:
-            pools.setdefault(model.card.pools()[stage.name], {})[model.card.name] = (stage, model)
+        for stage in model.spec.pipeline.stages:
+            pools.setdefault(model.spec.pools()[stage.name], {})[model.spec.name] = (stage, model)
 
     needed: dict[str, tuple[ComponentMemory, ...]] = {}
     for users in pools.values():
         stage, model = next(iter(users.values()))
-        once = files_of(model.folder).is_whole
+        once = open_files(model.folder).is_transformers_model
         components = (model.components[name] for name in stage.components)
         parts = tuple(
             ComponentMemory(
@@ -347,7 +351,7 @@ def needs(models: Iterable[PlannedModel]) -> dict[str, tuple[ComponentMemory, ..
                 component.memory,
                 tuple(users),
                 component.mapped,
-                component.shared,
+                component.tensor_parallel_bytes,
                 once,
             )
             for component in components
@@ -361,10 +365,12 @@ def _kv_cache(stage: StageSpec, model: PlannedModel, users: tuple[str, ...]) -> 
     """Yield the least KV cache of a stage: room for the longest text."""
     for name in PREFILL.outputs:
         if name in (*stage.inputs, *stage.outputs):
-            producer = model.card.pipeline.producers()[name]
-            size = producer.room.bytes({"prompt_tokens": int(model.card.limits["max_tokens"])})
+            producer = model.spec.pipeline.producers()[name]
+            size = producer.output_size.bytes({"prompt_tokens": int(model.spec.limits["max_tokens"])})
             dtype = model.components[stage.components[0]].dtype
-            yield ComponentMemory("keys and values", dtype, size, users, shared=size, once=True)
+            yield ComponentMemory(
+                "keys and values", dtype, size, users, tensor_parallel_bytes=size, shared_by_stages=True
+            )
 
 
 #: The file in the data folder with measured stage costs.
@@ -373,7 +379,7 @@ COSTS = "costs.json"
 
 def resources(settings: Settings) -> dict[str, int]:
     """Return the amount of each named resource of a worker. Raises UsageError."""
-    amounts = counts("--resources", settings.worker.resources, "NAME=N, like kv_blocks=4096")
+    amounts = parse_counts("--resources", settings.worker.resources, "NAME=N, like kv_blocks=4096")
     if reserved := sorted(amounts.keys() & {SLOTS, ARENA}):
         raise UsageError(
             f"--resources {reserved[0]}: every worker has this resource already, set its amount by --{reserved[0]}"
@@ -387,18 +393,20 @@ def device_memory(settings: Settings) -> dict[str, int]:
     for entry in settings.serve.device_memory:
         name, _, size = entry.partition("=")
         try:
-            limits[numbered(name)] = ByteSize.parse(size)
+            limits[with_index(name)] = ByteSize.parse(size)
         except ValueError as error:
             raise UsageError(f"--device-memory {entry}: write DEVICE=SIZE, like cuda:0=20GiB: {error}") from error
     return limits
 
 
-def means(settings: Settings) -> HostResources:
+def host_resources(settings: Settings) -> HostResources:
     """Return the host's CPU cores, memory limit per process, and file of stage costs."""
-    return HostResources(max(1, int(cpus(CONTROL_GROUP))), settings.worker.memory_limit, Path(settings.data_dir, COSTS))
+    return HostResources(
+        max(1, int(usable_cpus(CONTROL_GROUP))), settings.worker.memory_limit, Path(settings.data_dir, COSTS)
+    )
 
 
-def counts(flag: str, given: tuple[str, ...], example: str) -> dict[str, int]:
+def parse_counts(flag: str, given: tuple[str, ...], example: str) -> dict[str, int]:
     """Parse the NAME=N entries of a flag. Raises UsageError with the example."""
     numbers = {}
     for entry in given:
@@ -411,7 +419,7 @@ def counts(flag: str, given: tuple[str, ...], example: str) -> dict[str, int]:
 
 def slots_by_role(settings: Settings) -> dict[str, int]:
     """Return the set slots of a worker by role. Raises UsageError for a malformed entry."""
-    return counts("--slots", settings.serve.slots, "ROLE=N, like denoiser=2")
+    return parse_counts("--slots", settings.serve.slots, "ROLE=N, like denoiser=2")
 
 
 def environment_of(settings: Settings) -> dict[str, str]:
@@ -450,7 +458,7 @@ def forked(
     return begun or ForkServers([str(model.folder) for model in planned.models])
 
 
-def specs_of(
+def worker_specs(
     planned: ServingPlan,
     settings: Settings,
     told: Mapping[str, object],
@@ -468,10 +476,10 @@ def specs_of(
 
     The workers of a plan share the CPU cores. Each gets its dtypes from the scheduler, since these differ by model.
     """
-    wanted, workers = planned.wanted, planned.workers
+    wanted, workers = planned.worker_plan, planned.workers
     ranks = sum(len(worker.devices) for worker in workers)
     slots = slots_by_role(settings)
-    threads = wanted.compute.threads or max(1, means(settings).cores // max(1, ranks))
+    threads = wanted.compute.threads or max(1, host_resources(settings).cores // max(1, ranks))
     common = asdict(wanted.compute) | {
         "threads": threads,
         "dtype": "auto",
@@ -499,7 +507,7 @@ def specs_of(
         flags = {name.replace("_", "-"): str(value) for name, value in options.items()}
         smaller = tuple(
             WorkerSpec(worker.role, device, flags | {"parallel": parallel}, environment, models=models)
-            for device, parallel in fewer(worker.device, own_spreads(wanted.compute.parallel, roles))
+            for device, parallel in smaller_layouts(worker.device, worker_parallelism(wanted.compute.parallel, roles))
         )
         specs.append(WorkerSpec(worker.role, worker.device, flags, environment, smaller, models))
     return specs

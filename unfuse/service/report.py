@@ -13,7 +13,7 @@ from unfuse import __version__
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.modalities import IMAGE, UPLOAD, VIDEO
 from unfuse.core.model_spec import ModelSpec
-from unfuse.core.plan import declared, readable_pool
+from unfuse.core.plan import declared_pool, readable_pool
 from unfuse.core.text_parameters import TEXT
 from unfuse.planning.placement import CONTEXT, CPU, PROCESS
 from unfuse.server.served_models import ModelNames
@@ -36,12 +36,12 @@ class StartScreen:
     def __init__(self, plan: ServingPlan, names: dict[str, str], *, keyed: bool) -> None:
         self._plan = plan
         self._keyed = keyed
-        public_name = ModelNames(names).shown
-        self._served = {public_name(model.card.name): model.card for model in plan.models}
+        public_name = ModelNames(names).public_name
+        self._served = {public_name(model.spec.name): model.spec for model in plan.models}
 
     def opening(self) -> list[str]:
         """Return the lines on which models are served, and by which workers."""
-        models = [name if name == card.name else f"{name} ({card.name})" for name, card in self._served.items()]
+        models = [name if name == spec.name else f"{name} ({spec.name})" for name, spec in self._served.items()]
         return [f"serving {', '.join(models)} with unfuse {__version__}", *layout_lines(self._plan)]
 
     def ready(self, url: str, seconds: float) -> list[str]:
@@ -58,8 +58,8 @@ class StartScreen:
 
     def example(self, url: str) -> str:
         """Return a curl command for a request to the first model."""
-        name, card = next(iter(self._served.items()))
-        path, fields, is_form = _first_request(card)
+        name, spec = next(iter(self._served.items()))
+        path, fields, is_form = _first_request(spec)
         fields |= {"model": name} if len(self._served) > 1 else {}
         key = " -H 'authorization: Bearer KEY'" if self._keyed else ""
         if is_form:
@@ -69,27 +69,31 @@ class StartScreen:
         return f"curl {url}{path}{key} {body}"
 
 
-def _first_request(card: ModelSpec) -> tuple[str, dict[str, object], bool]:
+def _first_request(spec: ModelSpec) -> tuple[str, dict[str, object], bool]:
     """Return the path and fields of an example request, and whether it is a form."""
-    if TEXT.made_by(card.limits):
+    if TEXT.is_supported_by(spec.limits):
         return "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}, False
-    needs_picture = card.accepted(UPLOAD).min > 0
-    if needs_picture and VIDEO.made_by(card.limits):
+    needs_picture = spec.accepted_input(UPLOAD).min > 0
+    if needs_picture and VIDEO.is_supported_by(spec.limits):
         return "/v1/videos", {"prompt": PROMPT, "input_reference": "@FILE"}, True
     if needs_picture:
         return "/v1/images/edits", {"prompt": PROMPT, "image": "@FILE", "response_format": "url"}, True
-    if IMAGE.made_by(card.limits):
+    if IMAGE.is_supported_by(spec.limits):
         return "/v1/images/generations", {"prompt": PROMPT, "response_format": "url"}, False
     return "/v1/videos", {"prompt": PROMPT}, False
 
 
 def layout_lines(plan: ServingPlan) -> list[str]:
     """Return the lines on which workers start where, why, and their memory."""
-    lines = [f"{model.card.name} is not split: {model.card.undivided}" for model in plan.models if model.card.undivided]
+    lines = [
+        f"{model.spec.name} is not split: {model.spec.undivided_reason}"
+        for model in plan.models
+        if model.spec.undivided_reason
+    ]
     if not plan.workers:
         return [*lines, "no worker is started here: requests wait until one registers (unfuse worker)"]
     if plan.layouts:
-        lines.append(plan.layouts.why)
+        lines.append(plan.layouts.reason)
     counts = Counter(f"{worker.role} on {worker.device}" for worker in plan.workers)
     workers = ", ".join(f"{count} × {worker}" for worker, count in counts.items())
     memory = ", ".join(
@@ -99,7 +103,7 @@ def layout_lines(plan: ServingPlan) -> list[str]:
     return [*lines, f"workers: {workers}; memory: {memory}"]
 
 
-def gains(plan: ServingPlan) -> Iterator[tuple[str, int]]:
+def split_gains(plan: ServingPlan) -> Iterator[tuple[str, int]]:
     """Yield what serving in stages gains on this machine, as sentences with saved bytes.
 
     The bytes are 0 for gains that save no memory.
@@ -120,45 +124,45 @@ def gains(plan: ServingPlan) -> Iterator[tuple[str, int]]:
         if saved := part.bytes * (len(part.models) - 1):
             yield f"one {part.component} serves {len(part.models)} models: {readable_bytes(saved)} less memory", saved
     if (copies := _denoisers(plan)) > 1:
-        denoiser = sum(part.bytes for role in plan.wanted.first for part in plan.needs[role])
+        denoiser = sum(part.bytes for role in plan.worker_plan.first for part in plan.needs[role])
         saved = (copies - 1) * (whole - denoiser)
         less = f"{readable_bytes(saved)} less memory than as many undivided pipelines"
         yield f"{copies} denoisers share encoder and decoder: {less}", saved
 
 
-def layouts_of(plan: ServingPlan) -> list[dict[str, Any]]:
+def layout_rows(plan: ServingPlan) -> list[dict[str, Any]]:
     """Return a table row for each layout; the chosen one has the rate 1."""
     if plan.layouts is None:
         return []
     chosen_rate = plan.layouts.chosen.rate or 1.0
     return [
-        {"layout": layout.written, "rate": round(layout.rate / chosen_rate, 2), "refusal": layout.refusal}
-        for layout in plan.layouts.found
+        {"layout": layout.text, "rate": round(layout.rate / chosen_rate, 2), "refusal": layout.refusal}
+        for layout in plan.layouts.layouts
     ]
 
 
-def basis_of(plan: ServingPlan) -> str:
+def prediction_basis(plan: ServingPlan) -> str:
     """Return a sentence on the origin of the layouts' predicted rates."""
     measured = plan.layouts is not None and plan.layouts.measured
     return f"rates are {'based on measurements on this machine' if measured else 'estimates without measurements'}"
 
 
-def batches_of(plan: ServingPlan, data_dir: str) -> list[dict[str, Any]]:
+def invariance_rows(plan: ServingPlan, data_dir: str) -> list[dict[str, Any]]:
     """Return the batch invariance results of a plan's pools, one table row each.
 
     `exact_to`: the largest batch size that changes no byte.
     `not_from`: the smallest that does, or None.
     `because_of`: the function that makes the difference.
     """
-    pools = {pool for model in plan.models for pool in model.card.pools().values()}
+    pools = {pool for model in plan.models for pool in model.spec.pools().values()}
     results: defaultdict[str, list[InvarianceResult]] = defaultdict(list)
     for result in InvarianceResults(Path(data_dir, EXACTNESS)).all():
-        if declared(result.pool) in pools:
+        if declared_pool(result.pool) in pools:
             results[result.pool].append(result)
 
     rows = []
     for pool, of_pool in sorted(results.items()):
-        variant = (result for result in of_pool if result.blame)
+        variant = (result for result in of_pool if result.variant_function)
         smallest = min(variant, key=lambda result: result.size, default=InvarianceResult())
         largest = max((result.size for result in of_pool if result.is_trusted), default=1)
         rows.append(
@@ -166,13 +170,13 @@ def batches_of(plan: ServingPlan, data_dir: str) -> list[dict[str, Any]]:
                 "pool": readable_pool(pool),
                 "exact_to": largest,
                 "not_from": smallest.size or None,
-                "because_of": smallest.blame,
+                "because_of": smallest.variant_function,
             }
         )
     return rows
 
 
-def verdict(plan: ServingPlan) -> str:
+def split_recommendation(plan: ServingPlan) -> str:
     """Return a sentence on whether to split the models.
 
     Saved memory counts only if it exceeds the memory of the additional processes.
@@ -180,11 +184,11 @@ def verdict(plan: ServingPlan) -> str:
     if plan.refusal:
         return "nothing to split: serve would refuse this"
     if plan.layouts:
-        return plan.layouts.why
+        return plan.layouts.reason
     if len(plan.workers) < 2:
         return "not split: at most one worker runs here, and its stages run in turn"
     more = len(plan.workers) - max(1, _denoisers(plan))
-    saved = [size for _, size in gains(plan)]
+    saved = [size for _, size in split_gains(plan)]
     if 0 in saved or sum(saved) > more * PROCESS:
         return "split: it has the gains above"
     contexts = f" and {readable_bytes(more * CONTEXT)} of GPU memory" if plan.workers[0].device != CPU else ""
@@ -197,4 +201,4 @@ def verdict(plan: ServingPlan) -> str:
 
 def _denoisers(plan: ServingPlan) -> int:
     """Return the number of workers whose role is placed first."""
-    return sum(worker.role in plan.wanted.first for worker in plan.workers)
+    return sum(worker.role in plan.worker_plan.first for worker in plan.workers)

@@ -22,19 +22,18 @@ from typing import Any, TypeVar
 
 import msgspec
 import structlog
-from anyio import to_thread
 
 from unfuse import queues
 from unfuse.client import Client
-from unfuse.core.errors import ConfigError, NotFound, PermanentError, TransientError, UnfuseError, UsageError
-from unfuse.core.messages import AdapterBytes, FetchAdapter, Rejected, ToScheduler, ToWorker, WorkerInfo
+from unfuse.core.errors import ConfigError, TransientError, UnfuseError, UsageError
+from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import StageSelector, roles_of
-from unfuse.core.supervisor import Supervisor, first
+from unfuse.core.supervisor import Supervisor, first_completed
 from unfuse.edge.connections import ConnectionLimits
 from unfuse.edge.keys import ApiKeys as ApiKeys
 from unfuse.launch.base import Launcher
 from unfuse.launch.local import ForkServers, InheritedForks, LocalLauncher
-from unfuse.planning.machine import devices
+from unfuse.planning.machine import usable_devices
 from unfuse.queues.base import QueueBackend, QueueLimits, RequestStore
 from unfuse.scheduler.admission import PoolArenas
 from unfuse.scheduler.dispatcher import Dispatcher
@@ -43,19 +42,19 @@ from unfuse.server.app import HttpFrontend, create_app
 from unfuse.server.gateway import Gateway
 from unfuse.server.multimodal_messages import ImageFetcher
 from unfuse.server.webhooks import Webhooks
-from unfuse.service.addresses import from_elsewhere, running
+from unfuse.service.adapter_server import AdapterServer
+from unfuse.service.addresses import external_address, running
 from unfuse.service.disk import passing_folder
 from unfuse.service.groups import ServeSettings
 from unfuse.service.loading import LoadingProgress, LoadLines
 from unfuse.service.logs import Logs
-from unfuse.service.options import ServeOptions, options, plan
-from unfuse.service.plan import ServingPlan, forked, specs_of
+from unfuse.service.options import ServeOptions, plan_service, serve_options
+from unfuse.service.plan import ServingPlan, forked, worker_specs
 from unfuse.service.settings import DEFAULT, LoadedSettings, load
 from unfuse.service.stopping import Stoppable
 from unfuse.service.worker_groups import WorkerGroups
-from unfuse.stores.keyed import StoredObjects, remains_at
-from unfuse.stores.results import ResultStore, mark_of, open_results
-from unfuse.weights.adapters import AdapterFolder
+from unfuse.stores.keyed import StoredObjects, stored_objects
+from unfuse.stores.results import ResultStore, open_results, store_id
 from unfuse.wire.address import UNIX, host_towards, is_loopback, unix_path
 from unfuse.wire.keys import Keys
 from unfuse.wire.router import Router
@@ -109,7 +108,7 @@ class QueueStart:
             return queues.open(url)
 
         async def answers() -> None:
-            await queue.reach()
+            await queue.check_address()
             await queue.check()
 
         queue = await self.until_done(opened)
@@ -146,31 +145,10 @@ class QueueStart:
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of this work. Raises ServiceStopped if the service is stopped before."""
         working = asyncio.create_task(work)
-        await first(working, self._stop.wait())
+        await first_completed(working, self._stop.wait())
         if working.cancelled():
             raise ServiceStopped
         return working.result()
-
-
-class AdapterServer:
-    """Answers workers' messages: LoRA adapters from the folder `loras`, all else by the dispatcher."""
-
-    def __init__(self, dispatcher: Dispatcher, loras: str) -> None:
-        self._dispatcher = dispatcher
-        self._loras = AdapterFolder(loras) if loras else None
-
-    async def answer(self, peer: bytes, message: ToScheduler) -> ToWorker | None:
-        """Return the reply to one message; Rejected for an adapter that cannot be read."""
-        if not isinstance(message, FetchAdapter):
-            return await self._dispatcher.answer(peer, message)
-        if self._loras is None:
-            return Rejected("the server has no LoRA adapters: start it with --loras FOLDER")
-        try:
-            return AdapterBytes(*await to_thread.run_sync(self._loras.part, message.name, message.id, message.offset))
-        except (NotFound, PermanentError) as error:
-            return Rejected(str(error))
-        except OSError as error:
-            return Rejected(f"LoRA adapter {message.name!r} cannot be read: {error.strerror}")
 
 
 class Service(Stoppable):
@@ -210,7 +188,7 @@ class Service(Stoppable):
             port = listener.getsockname()[1]
             start = QueueStart(serve.queue_wait, self.stopping, front.wait)
             scheduler, dispatcher, groups = await stack.enter_async_context(self._open_scheduler(port, start))
-            results = open_results(options.places.results)
+            results = open_results(options.storage.results)
             webhooks = Webhooks(serve.webhook_hosts, serve.webhook_secret, options.prices)
             image_fetcher = ImageFetcher(serve.image_hosts)
             stack.push_async_callback(webhooks.close)
@@ -220,11 +198,11 @@ class Service(Stoppable):
                 results,
                 keys=options.keys,
                 names=names,
-                standard=options.standard,
-                loras=options.places.loras,
+                standard=options.default_params,
+                loras=options.storage.adapters,
                 strict=serve.strict_params,
                 time_limits={"image": serve.image_timeout, "video": serve.video_timeout},
-                store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
+                store=options.storage.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
                 cancels=serve.on_disconnect == "cancel",
                 reuses=serve.reuse_results,
                 webhooks=webhooks,
@@ -240,35 +218,42 @@ class Service(Stoppable):
             background = Supervisor()
             stack.push_async_callback(background.close)
             self._start_cleanup(background, scheduler, results)
-            background.forever("checking the API keys for changes", options.keys.look)
-            if options.keys.warning:
-                log.warning(options.keys.warning)
-            launcher = groups.begin(self._plan)
-            background.forever("updating the worker groups", groups.look)
+            background.start_loop("checking the API keys for changes", options.keys.reload_if_changed)
+            if warning := options.keys.warning:
+                log.warning(warning)
+            launcher = groups.start_group(self._plan)
+            background.start_loop("updating the worker groups", groups.check_once)
             host = f"[{serve.host}]" if ":" in serve.host else serve.host
             started(f"http://{host}:{port}")
             try:
-                await first(asyncio.shield(serving), self.stopping.wait(), _raise(launcher.failed))
+                await first_completed(asyncio.shield(serving), self.stopping.wait(), _raise(launcher.failed))
                 await self._await_callers(scheduler, gateway, groups)
             finally:
                 scheduler.draining = True  # callers who wait get no result, and their requests are not cancelled
                 if not self.stopping.is_set():
                     self.stop()
-                fate = "resumes after the next start" if options.places.copies != "none" else "finishes if time is left"
-                log.info("stopping the workers", what_runs=fate, within_s=round(self.budget.left(), 1))
-                dispatcher.withhold()
-                await groups.stop(self.budget.left(self.reserve), self.budget.hurry)
+                self._log_stop()
+                dispatcher.stop_granting()
+                await groups.stop(self.budget.remaining(self.reserve), self.budget.hurry)
                 await front.close()
+
+    def _log_stop(self) -> None:
+        """Log for how long the workers may stop, and what becomes of running tasks."""
+        is_durable = self._options.storage.durable_url != "none"
+        fate = "resumes after the next start" if is_durable else "finishes if time is left"
+        log.info("stopping the workers", what_runs=fate, within_s=round(self.budget.remaining(), 1))
 
     def _start_cleanup(self, background: Supervisor, scheduler: Scheduler, results: ResultStore) -> None:
         """Start the loops that delete expired requests, excess results and dead workers' objects."""
-        serve, places = self._options.serve, self._options.places
-        background.forever("deleting expired requests", partial(_forget, scheduler.queue, results, serve.retention_s))
+        serve, places = self._options.serve, self._options.storage
+        background.start_loop(
+            "deleting expired requests", partial(_forget, scheduler.queue, results, serve.retention_s)
+        )
         if serve.results_limit:
             bound = partial(_bound, scheduler.queue, results, serve.results_limit)
-            background.forever("enforcing the limit of results", bound)
-        remains = remains_at(places.store, places.copies)
-        background.forever("deleting objects of dead workers", partial(_drop_remains, scheduler, remains))
+            background.start_loop("enforcing the limit of results", bound)
+        remains = stored_objects(places.store, places.durable_url)
+        background.start_loop("deleting objects of dead workers", partial(_drop_remains, scheduler, remains))
 
     @contextlib.asynccontextmanager
     async def _open_scheduler(
@@ -276,36 +261,38 @@ class Service(Stoppable):
     ) -> AsyncIterator[tuple[Scheduler, Dispatcher, WorkerGroups]]:
         """Open the queue, the scheduler and the control addresses, and close them after the block."""
         options, serve = self._options, self._options.serve
-        cards = [model.card for model in self._plan.models]
-        settings, kind = options.settings, options.places.store.partition(":")[0]
-        offered = [(model.card.name, model.card.source, model.dtypes) for model in self._plan.models]
+        specs = [model.spec for model in self._plan.models]
+        settings, kind = options.settings, options.storage.store.partition(":")[0]
+        offered = [(model.spec.name, model.spec.source, model.dtypes) for model in self._plan.models]
         arenas = PoolArenas(spills=kind == "spill")
         queue = await start.open(options.queue)
         scheduler = Scheduler(
             queue,
             limits=QueueLimits(serve.max_active, serve.max_queue, serve.max_cost or None),
-            cards=cards,
+            specs=specs,
             lease_ttl=settings.lease.ttl_s,
             order=serve.order,
             cache_bytes=serve.encoder_cache if kind in ARENAS else 0,
             costs=options.costs,
             arenas=arenas,
-            asleep=options.asleep,
-            wake_limit=serve.wake_limit,
+            asleep=options.scale_to_zero,
+            wake_limit=serve.cold_start_timeout,
         )
-        places = msgspec.structs.replace(options.places, mark=mark_of(options.places.results))
+        places = msgspec.structs.replace(options.storage, results_store_id=store_id(options.storage.results))
         folder = open_run_folder(settings.run_dir)
         routers: list[Router] = []
         dispatcher = Dispatcher(
-            scheduler, offered, places, options.workers.compute.outcome, serve.dispatch, node=machine_id(folder)
+            scheduler, offered, places, options.workers.compute.numerics, serve.dispatch, node=machine_id(folder)
         )
-        adapter_server = AdapterServer(dispatcher, places.loras)
+        adapter_server = AdapterServer(dispatcher, places.adapters)
         default = [] if any(map(unix_path, options.listen)) else [f"{UNIX}{server_socket(settings.run_dir, port)}"]
         try:
             for address in sorted((*default, *options.listen), key=lambda address: not unix_path(address)):
-                routers.append(Router(address, adapter_server.answer, dispatcher.undelivered, options.trust, folder))
+                routers.append(
+                    Router(address, adapter_server.answer, dispatcher.handle_undelivered, options.trust, folder)
+                )
             self.addresses = [router.address for router in routers]
-            await start.until_done(partial(scheduler.registry.declare, cards))
+            await start.until_done(partial(scheduler.registry.declare, specs))
             await scheduler.start()
             drain, expect = serve.drain_timeout, partial(self._set_expected_arenas, arenas)
             name = f"{socket.gethostname()}:{serve.port}:{Path(settings.data_dir).absolute()}"
@@ -320,14 +307,14 @@ class Service(Stoppable):
     def _set_expected_arenas(self, arenas: PoolArenas, plans: Sequence[ServingPlan]) -> None:
         """Set the arenas of workers that are started here, for admission control before they register."""
         options = self._options
-        if options.places.store.partition(":")[0] in ARENAS:
+        if options.storage.store.partition(":")[0] in ARENAS:
             arenas.expected = [
                 WorkerInfo(
                     f"{index}-{number}",
                     "",
                     worker.role,
                     pools_of(
-                        [model.card for model in plan.models], StageSelector(roles_of(worker.role)), options.resources
+                        [model.spec for model in plan.models], StageSelector(roles_of(worker.role)), options.resources
                     ),
                     1,
                     "",
@@ -348,7 +335,7 @@ class Service(Stoppable):
         `coming`: those of these bytes that are not allocated yet, less those that will be freed.
         """
         options = self._options
-        present = devices(options.device_memory, elsewhere=options.launcher is not None)
+        present = usable_devices(options.device_memory, elsewhere=options.launcher is not None)
         free = {device.name: max(0, device.free - coming[device.name]) for device in present}
         free |= {name: max(0, min(free[name], most - taken[name])) for name, most in options.device_memory.items()}
         configured = models.keys() & {*options.serve.models}
@@ -358,7 +345,7 @@ class Service(Stoppable):
         sources = options.serve.component_source if configured else ()
         serve = msgspec.structs.replace(options.serve, revision=revision, component_source=sources)
         settings = msgspec.structs.replace(options.settings, serve=serve)
-        return plan(msgspec.structs.replace(options, settings=settings, device_memory=free), models)
+        return plan_service(msgspec.structs.replace(options, settings=settings, device_memory=free), models)
 
     def _launch(self, planned: ServingPlan, first: int) -> Launcher:
         """Start the workers of a plan, numbered from `first`, and return their launcher."""
@@ -366,9 +353,11 @@ class Service(Stoppable):
         reached_at = self.addresses if isinstance(options.trust, Keys) else ()
         flags = {"scheduler": self.addresses[0], "listen": host_towards(*reached_at)}
         if launcher:  # without "listen", each worker is reached at the address that schedulers see
-            flags = {"scheduler": next(from_elsewhere(address) for address in self.addresses if not unix_path(address))}
-        models = tuple(model.card.name for model in planned.models)
-        specs = specs_of(
+            flags = {
+                "scheduler": next(external_address(address) for address in self.addresses if not unix_path(address))
+            }
+        models = tuple(model.spec.name for model in planned.models)
+        specs = worker_specs(
             planned, options.settings, flags, self._logs.environment, models, elsewhere=launcher is not None
         )
         if launcher is None:
@@ -383,7 +372,7 @@ class Service(Stoppable):
     def _process_line(self, worker: int, line: bytes) -> None:
         """Read a log line of a worker, and show it. Any thread may call this."""
         if self._groups:
-            self._groups.hear(worker, line)
+            self._groups.process_line(worker, line)
         self._logs.relay(worker, line)
 
     async def _await_callers(self, scheduler: Scheduler, gateway: Gateway, groups: WorkerGroups) -> None:
@@ -397,10 +386,10 @@ class Service(Stoppable):
         reserve = budget.seconds / 2 if groups.has_workers else self.reserve
 
         async def waits() -> None:
-            while await gateway.awaited_within(budget.left(reserve)):
+            while await gateway.awaited_within(budget.remaining(reserve)):
                 await asyncio.sleep(DRAIN_CHECK_S)
 
-        await budget.within(budget.left(reserve), waits())
+        await budget.limited_to(budget.remaining(reserve), waits())
 
     async def _close_queue(self, queue: QueueBackend) -> None:
         """Close the queue; after `stop`, only within its budget, since an unreachable queue takes long."""
@@ -408,7 +397,7 @@ class Service(Stoppable):
             await queue.close()
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(CLOSE_S, self.budget.left(CLOSE_S))):
+            async with asyncio.timeout(max(CLOSE_S, self.budget.remaining(CLOSE_S))):
                 await queue.close()
 
 
@@ -417,7 +406,7 @@ async def _forget(requests: RequestStore, results: ResultStore, retention: float
     await asyncio.sleep(min(FORGET_S, retention))
     before = time.time() - retention
     with contextlib.suppress(TransientError):
-        await requests.forget(before)
+        await requests.drop_ended_before(before)
     await asyncio.to_thread(results.forget, before)
 
 
@@ -427,9 +416,9 @@ async def _bound(requests: RequestStore, results: ResultStore, limit: int) -> No
     A client that reads a result meanwhile gets all of it, since an open file stays readable.
     """
     await asyncio.sleep(BOUND_S)
-    stored = await asyncio.to_thread(results.kept)
+    stored = await asyncio.to_thread(results.stored_requests)
     excess = sum(nbytes for _, nbytes in stored.values()) - limit
-    for request in await requests.over(list(stored)) if excess > 0 else ():
+    for request in await requests.ended_among(list(stored)) if excess > 0 else ():
         if excess > 0:
             await asyncio.to_thread(results.delete, request)
             excess -= stored[request][1]
@@ -443,7 +432,7 @@ async def _drop_remains(scheduler: Scheduler, places: Sequence[StoredObjects]) -
     for place in places:
         with contextlib.suppress(TransientError):
             folders = await asyncio.to_thread(place.requests)
-            for request in await scheduler.over(tuple(folders)):
+            for request in await scheduler.releasable(tuple(folders)):
                 await asyncio.to_thread(place.drop, folders[request])
 
 
@@ -507,9 +496,9 @@ def local(model: str | None = None, *, threads: int | None = None) -> Iterator[C
         logs.open_log()
     lines: AbstractContextManager[object] = nullcontext()
     if say:
-        logs.heard = loading.hear
+        logs.on_record = loading.record
         lines = LoadLines(", ".join(loaded.settings.serve.models), loading, say)
-    with lines, own_pools(loaded, logs, loading) as client:
+    with lines, private_pools(loaded, logs, loading) as client:
         yield client
 
 
@@ -520,7 +509,7 @@ def _progress_writer(logs: Logs, level: str) -> Callable[[str], object] | None:
         return write
     if logging.getLogger(LOGGER).hasHandlers():
         return logging.getLogger(LOGGER).info
-    return (lambda line: logs.say(f"unfuse: {line}")) if level == "auto" else None
+    return (lambda line: logs.write_line(f"unfuse: {line}")) if level == "auto" else None
 
 
 def without_keys(loaded: LoadedSettings) -> LoadedSettings:
@@ -530,7 +519,7 @@ def without_keys(loaded: LoadedSettings) -> LoadedSettings:
 
 
 @contextmanager
-def own_pools(
+def private_pools(
     loaded: LoadedSettings,
     logs: Logs,
     loading: LoadingProgress | None = None,
@@ -545,17 +534,17 @@ def own_pools(
 
     Nothing is left behind: results are in a temporary folder that is deleted, and stage costs are not recorded.
     """
-    serve_options = options(without_keys(loaded))
-    planned = plan(serve_options)
+    options = serve_options(without_keys(loaded))
+    planned = plan_service(options)
     if check:
         check(planned)
     if loading:
-        loading.expect([worker.role for worker in planned.workers])
+        loading.expect_workers([worker.role for worker in planned.workers])
     with passing_folder() as folder:
-        places = msgspec.structs.replace(serve_options.places, results=f"disk:{folder}?fsync=no")
-        queue = "memory" if loaded.origins["serve.queue"] == DEFAULT else serve_options.queue
-        serve_options = msgspec.structs.replace(serve_options, places=places, costs=None, queue=queue)
-        with _served(serve_options, planned, logs) as client:
+        places = msgspec.structs.replace(options.storage, results=f"disk:{folder}?fsync=no")
+        queue = "memory" if loaded.origins["serve.queue"] == DEFAULT else options.queue
+        options = msgspec.structs.replace(options, storage=places, costs=None, queue=queue)
+        with _served(options, planned, logs) as client:
             yield client
 
 

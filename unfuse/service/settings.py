@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from unfuse.core.errors import UsageError
-from unfuse.core.registry import nearest
+from unfuse.core.registry import nearest_name
 from unfuse.service.groups import Settings
 
 #: The prefix of environment variables.
@@ -39,6 +39,8 @@ LAYOUTS = (
     "all=2` selects one"
 )
 COUNTS = "set the number of workers of each role in one plan: --workers encoder=1,denoiser=2,decoder=1"
+SCALE_TO_ZERO = "write --scale-to-zero"
+COLD_START = "write --cold-start-timeout"
 ONE_MODEL = "write --max-loaded-models 1 for one model at a time, or all"
 
 #: The advice for each removed flag, removed value of a flag ("--workers swap"), and beginning of a removed setting's
@@ -50,6 +52,8 @@ REMOVED: Mapping[str, str] = {
     "--no-workers": "write --workers none",
     **dict.fromkeys(("--encoders", "--denoisers", "--decoders"), COUNTS),
     "--hold": ONE_MODEL,
+    "--asleep": SCALE_TO_ZERO,
+    "--wake-limit": COLD_START,
     "--workers true": "write --workers split",
     "--workers false": "write --workers none",
     "--workers swap": "write --workers all=1 --max-loaded-models 1, with as many workers as there are devices",
@@ -61,6 +65,8 @@ REMOVED: Mapping[str, str] = {
     "compute.guidance_halves": GUIDANCE_HALVES,
     **dict.fromkeys(("serve.encoders", "serve.denoisers", "serve.decoders"), COUNTS),
     "worker.hold": ONE_MODEL,
+    "serve.asleep": SCALE_TO_ZERO,
+    "serve.wake_limit": COLD_START,
 }
 
 #: Bytes by unit, in lower case: k, kib and kb; m, mib and mb; and so on.
@@ -261,7 +267,7 @@ def _advice(name: str, written: str, known: Iterable[str]) -> str:
     for beginning, replacement in REMOVED.items():
         if name.startswith(beginning):
             return f" any more; {replacement}"
-    close = nearest(written, known, 0.5)
+    close = nearest_name(written, known, 0.5)
     return f"; did you mean {close}?" if close else "; `unfuse config show` lists them"
 
 

@@ -11,7 +11,7 @@ import structlog
 
 from unfuse.core.supervisor import StopBudget
 
-LEAST_S = 5.0  # seconds that a stop may always take, whatever its budget, since child processes have to exit, too
+MIN_STOP_S = 5.0  # seconds that a stop may always take, whatever its budget, since child processes have to exit, too
 AT_ONCE_S = 10.0  # seconds that a stop may take after a second signal
 ENDING_S = 3.0  # seconds reserved for closing after all workers have ended
 ENDING = 0.3  # the share of a short stop budget that is reserved instead
@@ -52,7 +52,7 @@ def end_after(seconds: float) -> None:
 
     Then a disk or a server hangs that it waits for. Processes that it started end with it.
     """
-    asyncio.get_running_loop().call_later(max(LEAST_S, seconds), _end, seconds)
+    asyncio.get_running_loop().call_later(max(MIN_STOP_S, seconds), _end, seconds)
 
 
 def _end(seconds: float) -> None:

@@ -21,28 +21,28 @@ from unfuse.core.compute_options import AUTO
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Register, Registered, Rejected, WorkerInfo
 from unfuse.core.model_spec import ModelSpec
-from unfuse.core.supervisor import first
-from unfuse.launch.local import HURRY, ForkServers, LocalLauncher
-from unfuse.models import card_of
-from unfuse.planning.machine import CONTROL_GROUP, cpus, devices
-from unfuse.planning.placement import CPU, WorkerPlan, devices_of, only_cpu
-from unfuse.service.addresses import schedulers, worker_trust
-from unfuse.service.groups import OWN_ARENA, Settings
+from unfuse.core.supervisor import first_completed
+from unfuse.launch.local import HURRY_SIGNAL, ForkServers, LocalLauncher
+from unfuse.models import read_model_spec
+from unfuse.planning.machine import CONTROL_GROUP, usable_cpus, usable_devices
+from unfuse.planning.placement import CPU, WorkerPlan, devices_of, is_cpu_only
+from unfuse.service.addresses import schedulers, worker_trusted_keys
+from unfuse.service.groups import STANDALONE_ARENA, Settings
 from unfuse.service.logs import Logs
 from unfuse.service.plan import (
     ServingPlan,
     device_memory,
     forked,
-    means,
-    plan_for,
+    host_resources,
+    plan_models,
     resources,
     roles_apart,
-    specs_of,
-    wanted,
+    worker_plan,
+    worker_specs,
 )
 from unfuse.service.settings import FIELDS
 from unfuse.service.stopping import AT_ONCE_S, Stoppable, end_after
-from unfuse.stores.results import sees
+from unfuse.stores.results import is_same_store
 from unfuse.transfer.base import TransferEngine, TransferOptions, threads_for
 from unfuse.weights.fingerprints import FINGERPRINTS
 from unfuse.weights.source import is_local, parse_component_sources, resolve_source
@@ -50,7 +50,7 @@ from unfuse.wire.address import Trust, host_towards, unix_path
 from unfuse.wire.dealer import Dealer
 from unfuse.wire.keys import Keys
 from unfuse.wire.run_folder import machine_id, open_run_folder
-from unfuse.worker.health import answering
+from unfuse.worker.health import health_server
 from unfuse.worker.link import SchedulerLink
 from unfuse.worker.registration import WorkerOptions
 from unfuse.worker.worker import Worker
@@ -62,12 +62,12 @@ def worker_options(settings: Settings) -> WorkerOptions:
     From now on fingerprints of weights are cached in the data folder.
     Raises ConfigError, and InvalidParameter if several servers run and none is named.
     """
-    FINGERPRINTS.remember_in(Path(settings.data_dir))
+    FINGERPRINTS.cache_in(Path(settings.data_dir))
     wanted = settings.worker
     compute = settings.compute
     run_folder = open_run_folder(settings.run_dir)
     addresses = schedulers(settings)
-    trusted = worker_trust(settings, addresses)
+    trusted = worker_trusted_keys(settings, addresses)
     secret = trusted.secret if isinstance(trusted, Keys) else ""
     transfer = msgspec.structs.asdict(settings.transfer)
     del transfer["engine"]
@@ -77,12 +77,12 @@ def worker_options(settings: Settings) -> WorkerOptions:
         components=wanted.component,
         schedulers=addresses,
         node=wanted.node or machine_id(run_folder),
-        trust=trusted,
+        trusted_keys=trusted,
         models=wanted.model,
         compute=msgspec.structs.replace(compute, threads=compute.threads or 1),
         slots=wanted.slots,
         resources=resources(settings),
-        arena=settings.arena.bytes or OWN_ARENA,
+        arena=settings.arena.bytes or STANDALONE_ARENA,
         kv=settings.kv.bytes,
         buffer=settings.buffer.tokens,
         stall_s=settings.lease.stall_s,
@@ -93,19 +93,19 @@ def worker_options(settings: Settings) -> WorkerOptions:
             host=wanted.listen or host_towards(*(addresses if secret or settings.insecure_listen else ())),
             secret=secret,
             insecure=settings.insecure_listen,
-            **(transfer | {"threads": transfer["threads"] or threads_for(cpus(CONTROL_GROUP))}),
+            **(transfer | {"threads": transfer["threads"] or threads_for(usable_cpus(CONTROL_GROUP))}),
         ),
         run_dir=str(run_folder),
         data_dir=settings.data_dir,
         health=wanted.health,
         component_sources=parse_component_sources(settings.serve.component_source),
-        gpus=sum(device.name != CPU for device in devices()) if compute.parallel == AUTO else 0,
+        gpus=sum(device.name != CPU for device in usable_devices()) if compute.parallel == AUTO else 0,
     )
 
 
 async def _run(worker: Worker, health: str) -> None:
     """Run a worker, and answer health probes at the address `health`, if there is one."""
-    async with answering(health, lambda: worker.lacking):
+    async with health_server(health, lambda: worker.unavailable_reason):
         await worker.run()
 
 
@@ -122,9 +122,9 @@ def _obey_signals(worker: Worker, drain_timeout: float, *, is_started_by_another
 
     def hurry() -> None:
         end_after(AT_ONCE_S)
-        worker.hurry()
+        worker.stop_now()
 
-    loop.add_signal_handler(HURRY, hurry)
+    loop.add_signal_handler(HURRY_SIGNAL, hurry)
     loop.add_signal_handler(signal.SIGTERM, stop, not is_started_by_another)
     if is_started_by_another:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -132,7 +132,7 @@ def _obey_signals(worker: Worker, drain_timeout: float, *, is_started_by_another
         loop.add_signal_handler(signal.SIGINT, stop, True)
 
 
-async def work(
+async def run_worker(
     options: WorkerOptions, engines: Mapping[str, TransferEngine], lifeline: int | None, fork_server: int | None
 ) -> None:
     """Run a worker until SIGTERM or SIGINT drains it, or `lifeline` closes.
@@ -158,12 +158,12 @@ async def work(
         compute = options.compute
         if compute.parallel == AUTO:  # not decided yet; it chooses among the same devices
             compute = msgspec.structs.replace(compute, parallel="")
-        if not often or not only_cpu(devices_of(options.role, WorkerPlan(compute=compute), devices())):
+        if not often or not is_cpu_only(devices_of(options.role, WorkerPlan(compute=compute), usable_devices())):
             return None
         servers = ForkServers(models)
         fork_launchers.append(LocalLauncher((), forks=servers))  # the launcher restarts the server when it dies
         fork_launchers[0].start()
-        return socket.socket(fileno=os.dup(servers.asks))
+        return socket.socket(fileno=os.dup(servers.socket_fd))
 
     worker = Worker(options, engines, forks)
     running = asyncio.create_task(_run(worker, options.health))
@@ -200,7 +200,7 @@ class MachineWorkers(Stoppable):
         `starting` is called with the plan before they start.
         """
         planning = asyncio.create_task(self._plan())
-        await first(planning, self.stopping.wait())
+        await first_completed(planning, self.stopping.wait())
         if self.stopping.is_set():
             return
         planned = planning.result()
@@ -210,22 +210,22 @@ class MachineWorkers(Stoppable):
         flags = {"node": settings.worker.node} if settings.worker.node else {}
         scheduler = FIELDS["worker.scheduler"]
         environment = {**self._logs.environment, scheduler.variable: scheduler.written(schedulers(settings))}
-        specs = specs_of(planned, settings, flags, environment)
+        specs = worker_specs(planned, settings, flags, environment)
         launcher = LocalLauncher(specs, self._logs.relay, forks=forked(planned))
         launcher.start()
         try:
-            await first(asyncio.shield(launcher.failed), self.stopping.wait())
+            await first_completed(asyncio.shield(launcher.failed), self.stopping.wait())
         finally:
             if not self.stopping.is_set():
                 self.stop()
-            await launcher.stop(self.budget.left(self.reserve), self.budget.hurry)
+            await launcher.stop(self.budget.remaining(self.reserve), self.budget.hurry)
 
     async def _plan(self) -> ServingPlan:
         """Plan this machine's workers for what a scheduler offers; wait until one answers."""
         addresses = schedulers(self._settings)
-        link = SchedulerLink(addresses, worker_trust(self._settings, addresses), lambda: None)
+        link = SchedulerLink(addresses, worker_trusted_keys(self._settings, addresses), lambda: None)
         try:
-            welcome = await link.hello(STRANGER)
+            welcome = await link.register(STRANGER)
         finally:
             await link.close()
         return await asyncio.to_thread(plan_here, self._settings, welcome)
@@ -238,19 +238,19 @@ def plan_here(settings: Settings, welcome: Registered) -> ServingPlan:
     """
     if not welcome.models:
         raise ConfigError("the scheduler serves no model yet: start it with one")
-    FINGERPRINTS.remember_in(Path(settings.data_dir))
+    FINGERPRINTS.cache_in(Path(settings.data_dir))
     compute = settings.compute
-    places = welcome.places
+    places = welcome.storage
     dtypes = ",".join(dict.fromkeys(",".join(dtype for _, _, dtype in welcome.models).split(",")))
     compute = compute if compute.dtype != "auto" else replace(compute, dtype=dtypes)
     serve = replace(settings.serve, workers=settings.worker.workers)
-    planned = plan_for(
+    planned = plan_models(
         [source for _, source, _ in welcome.models],
         "",
-        wanted(replace(settings, serve=serve, compute=compute)),
-        devices(device_memory(settings)),
-        means(settings),
-        results=sees(places.results, places.mark),
+        worker_plan(replace(settings, serve=serve, compute=compute)),
+        usable_devices(device_memory(settings)),
+        host_resources(settings),
+        results=is_same_store(places.results, places.results_store_id),
     )
     if planned.refusal:
         raise ConfigError(planned.refusal)
@@ -291,7 +291,7 @@ async def checks(settings: Settings) -> list[CheckResult]:
 
         sent_at = time.time()
         try:
-            welcome = await _register(address, worker_trust(settings, [address]))
+            welcome = await _register(address, worker_trusted_keys(settings, [address]))
         except (ConfigError, ConnectionError) as error:
             results.append(CheckResult("key", False, str(error)))
             continue
@@ -407,19 +407,19 @@ def _check_models(welcome: Registered) -> Iterator[CheckResult]:
 
 def _check_results(welcome: Registered) -> CheckResult:
     """Check which stages can run here, by whether the result store can be reached."""
-    places = welcome.places
-    if sees(places.results, places.mark):
+    places = welcome.storage
+    if is_same_store(places.results, places.results_store_id):
         return CheckResult("results", True, "this machine can run all stages")
 
-    cards: list[ModelSpec] = []
+    specs: list[ModelSpec] = []
     for _, source, _ in welcome.models:
         with suppress(ConfigError):  # the check of models reports it
-            cards.append(card_of(source, resolve_source(source, None, ())))
-    roles = roles_apart(cards)
+            specs.append(read_model_spec(source, resolve_source(source, None, ())))
+    roles = roles_apart(specs)
     advice = (
         "to run them here, mount that folder at the same path, or start the server with --results s3://BUCKET/PREFIX"
     )
-    if cards and not roles:
+    if specs and not roles:
         says = f"this machine cannot access {places.results}, which every stage of these models needs: {advice}"
         return CheckResult("results", False, says)
     runs = f" of the roles {', '.join(roles)} can run here, the others" if roles else " that need it"

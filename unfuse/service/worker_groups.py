@@ -15,20 +15,20 @@ from typing_extensions import override
 from unfuse.core.errors import ConfigError
 from unfuse.core.model_spec import ModelSpec, without_source
 from unfuse.core.request import RequestRecord
-from unfuse.core.supervisor import first, in_own_thread
-from unfuse.edge.access import Refusal
+from unfuse.core.supervisor import first_completed, run_in_thread
+from unfuse.edge.access import ApiError
 from unfuse.launch.base import Launcher
-from unfuse.planning.placement import taken
+from unfuse.planning.placement import taken_bytes
 from unfuse.queues.base import DeclaredModels, RequestFilter
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server.served_models import AddModel, AddModelProgress
+from unfuse.server.served_models import AddModelProgress, ModelAdder
 from unfuse.service.loading import LoadingProgress
 from unfuse.service.plan import PlannedModel, ServingPlan
-from unfuse.weights.gguf_model import files_of
+from unfuse.weights.gguf_model import open_files
 from unfuse.worker.records import read_record
 
-LOOK_S = 1.0  # seconds between two checks for added and removed models
+CHECK_INTERVAL_S = 1.0  # seconds between two checks for added and removed models
 LAST_WORDS = b"unfuse: "  # the beginning of the line in which a command reports why it ends
 LEAVING_S = 10.0  # seconds beyond the drain timeout for the workers of a removed model to stop
 
@@ -72,7 +72,7 @@ class _WorkerGroup:
         return _models(self.replacement or self.plan)
 
 
-class WorkerGroups(AddModel):
+class WorkerGroups(ModelAdder):
     """The worker groups of a service: of the configured models, and of added ones.
 
     `plan`: returns the plan for models beside other workers; raises ConfigError.
@@ -123,7 +123,7 @@ class WorkerGroups(AddModel):
         self._unservable: dict[str, tuple[int, str]] = {}
         self._has_warned = False
 
-    def begin(self, plan: ServingPlan) -> Launcher:
+    def start_group(self, plan: ServingPlan) -> Launcher:
         """Start the workers of a plan as a group, and return their launcher.
 
         If workers of the first group cannot start, it is up to the caller to stop the service.
@@ -131,13 +131,13 @@ class WorkerGroups(AddModel):
         number = self._next_number
         self._next_number += len(plan.workers) + 1
         group = _WorkerGroup(plan, self._start(plan, number), number, LoadingProgress(_models(plan)))
-        group.loading.expect([worker.role for worker in plan.workers])
+        group.loading.expect_workers([worker.role for worker in plan.workers])
         self._first = self._first or group
         self._groups.append(group)
         self._offer()
         return group.launcher
 
-    def hear(self, number: int, line: bytes) -> None:
+    def process_line(self, number: int, line: bytes) -> None:
         """Read a line that the worker of this number wrote. Any thread may call this."""
         for group in list(self._groups):
             if not 0 <= number - group.first <= len(group.plan.workers):
@@ -145,7 +145,7 @@ class WorkerGroups(AddModel):
             if line.startswith(LAST_WORDS):
                 group.reason = line.removeprefix(LAST_WORDS).decode(errors="replace").strip()
             elif record := read_record(line):
-                group.loading.hear(number - group.first, record)
+                group.loading.record(number - group.first, record)
 
     @override
     def progress(self, name: str) -> AddModelProgress | None:
@@ -159,33 +159,33 @@ class WorkerGroups(AddModel):
         async with self._changing:
             if self._scheduler.draining:
                 raise _refusal_stopping()
-            if name in await registry.cards():
+            if name in await registry.model_specs():
                 raise _refusal_exists(name)
             if any(name in group.models for group in self._groups):
                 message = f"model {name!r} is being removed: add it again when its requests and workers have ended"
-                raise Refusal(409, "model_leaves", message, "name", {"retry-after": "2"})
+                raise ApiError(409, "model_leaves", message, "name", {"retry-after": "2"})
             planned, group = await self._placed(name, source)
-            if not await registry.admit(planned.models[0].card, self._owner):
+            if not await registry.admit(planned.models[0].spec, self._owner):
                 del self._sources[name]
                 raise _refusal_exists(name)  # at another server, meanwhile
             self._restored.discard(name)
             self._start_added(planned, group)
             log.info("model added", model=name, workers=len(planned.workers), beside=_models(planned)[1:])
 
-    async def look(self) -> None:
+    async def check_once(self) -> None:
         """Check once: restore recorded models, and stop or replace groups of removed and failed models."""
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(CHECK_INTERVAL_S)
         async with self._changing:
             await self._restore_models()
             await self._warn_of_unserved()
-            gone = await self._scheduler.registry.gone()
+            gone = await self._scheduler.registry.dismissed_models()
             for group in list(self._groups):
                 if group.launcher.failed.done() and group is not self._first:
                     await self._fail_group(group)
                 elif group.replacement:
                     await group.launcher.stop(self._drain_timeout + LEAVING_S, self._stopping)
                     self._groups.remove(group)
-                    self.begin(group.replacement)
+                    self.start_group(group.replacement)
                 elif removed := gone.intersection(group.models):
                     group.idle_checks = 0 if await self._unfinished(removed) else group.idle_checks + 1
                     staying = set(group.models).difference(removed)
@@ -193,7 +193,7 @@ class WorkerGroups(AddModel):
                         await self._end_group(group, removed)
             self._ungrouped -= gone
             if self._ungrouped:
-                self.begin(await self._planned(sorted(self._ungrouped)))
+                self.start_group(await self._planned(sorted(self._ungrouped)))
                 self._ungrouped.clear()
             await self._fail_late_requests()
 
@@ -218,7 +218,7 @@ class WorkerGroups(AddModel):
 
         A model that failed without a server name was never served, and is not tried again.
         """
-        if record.failed and not record.server:
+        if record.failure and not record.server:
             return False
         return record.server == self._owner or not self._scheduler.queue.shared
 
@@ -226,12 +226,12 @@ class WorkerGroups(AddModel):
         """Serve models that were added before this start, or at another server without workers."""
         registry = self._scheduler.registry
         served = {name for group in self._groups for name in group.models}
-        for name, record in (await registry.recorded()).items():
+        for name, record in (await registry.admin_records()).items():
             if name in self._restored or not self._is_ours(record) or self._scheduler.draining:
                 continue
             if name in registry.configured:
                 await registry.withdraw(name)  # it is one of the configured models now
-            elif name not in served and not (record.gone and await self._forget_removed(name)):
+            elif name not in served and not (record.withdrawn and await self._forget_removed(name)):
                 await self._serve_again(record)
                 self._restored.add(name)
 
@@ -240,7 +240,10 @@ class WorkerGroups(AddModel):
         if self._has_warned:
             return
 
-        served = {*await self._scheduler.registry.cards(), *(name for group in self._groups for name in group.models)}
+        served = {
+            *await self._scheduler.registry.model_specs(),
+            *(name for group in self._groups for name in group.models),
+        }
         waiting = Counter[str]()
         async for page in self._pages():
             waiting.update(
@@ -255,7 +258,7 @@ class WorkerGroups(AddModel):
         """Delete the record of a removed model, and return True, unless it has unfinished requests."""
         if await self._unfinished([name]):
             return False
-        await self._scheduler.registry.left(name)
+        await self._scheduler.registry.delete_dismissed(name)
         return True
 
     async def _serve_again(self, record: DeclaredModels) -> None:
@@ -264,46 +267,46 @@ class WorkerGroups(AddModel):
         If it cannot be served, its requests fail with the reason.
         """
         registry = self._scheduler.registry
-        card, *_ = record.cards
+        spec, *_ = record.models
         try:
-            planned, group = await self._placed(card.name, card.source)
+            planned, group = await self._placed(spec.name, spec.source)
         except (ConfigError, OSError) as error:
             if self._owner or not self._scheduler.queue.shared:
-                await self._fail_model(card, str(error), self._server)
+                await self._fail_model(spec, str(error), self._server)
             else:
-                log.warning("a model that was added cannot be offered to workers", model=card.name, reason=str(error))
+                log.warning("a model that was added cannot be offered to workers", model=spec.name, reason=str(error))
             return
-        current = planned.models[0].card
-        if current.pools() != card.pools():
-            await self._end_requests([card.name], "its files, or --dtype, have changed since the request was accepted")
-        if not record.gone and (record.failed or current != card):
+        current = planned.models[0].spec
+        if current.pools() != spec.pools():
+            await self._end_requests([spec.name], "its files, or --dtype, have changed since the request was accepted")
+        if not record.withdrawn and (record.failure or current != spec):
             await registry.admit(current, self._owner, again=True)
         self._start_added(planned, group)
-        log.info("a model that was added is served again", model=card.name, workers=len(planned.workers))
+        log.info("a model that was added is served again", model=spec.name, workers=len(planned.workers))
 
     def _start_added(self, planned: ServingPlan, replaced: _WorkerGroup | None) -> None:
         """Start the workers of a plan with one more model.
 
         If they replace a group, they start at the next check.
         """
-        self._unservable.pop(planned.models[0].card.name, None)
+        self._unservable.pop(planned.models[0].spec.name, None)
         if replaced:
             replaced.replacement = planned
         else:
-            self.begin(planned)
+            self.start_group(planned)
 
-    async def _fail_model(self, card: ModelSpec, reason: str, server: str) -> None:
+    async def _fail_model(self, spec: ModelSpec, reason: str, server: str) -> None:
         """Record why a model cannot be served, and fail its requests with that reason.
 
         The `server`, if any, tries the model again when it starts.
         """
-        reason = without_source(reason, card.source, card.name)
-        log.error("a model that was added cannot be served", model=card.name, reason=reason)
-        await self._scheduler.registry.fail(card, reason, server)
-        self._sources.pop(card.name, None)
-        self._unservable[card.name] = QUIET, reason
-        await self._end_requests([card.name], reason)
-        await self._scheduler.registry.left(card.name)
+        reason = without_source(reason, spec.source, spec.name)
+        log.error("a model that was added cannot be served", model=spec.name, reason=reason)
+        await self._scheduler.registry.fail_model(spec, reason, server)
+        self._sources.pop(spec.name, None)
+        self._unservable[spec.name] = QUIET, reason
+        await self._end_requests([spec.name], reason)
+        await self._scheduler.registry.delete_dismissed(spec.name)
 
     async def _fail_late_requests(self) -> None:
         """Fail requests that were accepted while their model turned out to be unservable."""
@@ -318,7 +321,10 @@ class WorkerGroups(AddModel):
         scheduler = self._scheduler
         while requests := await self._unfinished(models):
             await asyncio.gather(
-                *(scheduler.give_up(request, reason) if reason else scheduler.cancel(request) for request in requests)
+                *(
+                    scheduler.fail_unserved(request, reason) if reason else scheduler.cancel(request)
+                    for request in requests
+                )
             )
 
     async def _is_succeeded(self, group: _WorkerGroup, staying: Collection[str]) -> bool:
@@ -330,12 +336,12 @@ class WorkerGroups(AddModel):
             with contextlib.suppress(ConfigError):
                 planned = await self._planned(sorted(staying))
                 if len(planned.workers) >= len(group.plan.workers):
-                    self.begin(planned)
+                    self.start_group(planned)
                     group.successor = self._groups[-1]
         if group.successor is None or group.successor not in self._groups:
             return True
         workers = await self._scheduler.registry.workers()
-        registered = sum({card.name for card in worker.cards} <= set(staying) for worker in workers)
+        registered = sum({spec.name for spec in worker.models} <= set(staying) for worker in workers)
         return registered >= len(group.successor.plan.workers)
 
     async def _end_group(self, group: _WorkerGroup, removed: Collection[str]) -> None:
@@ -349,7 +355,7 @@ class WorkerGroups(AddModel):
         for name in removed:
             self._sources.pop(name, None)
             self._restored.discard(name)
-            await self._scheduler.registry.left(name)
+            await self._scheduler.registry.delete_dismissed(name)
         log.info("model removed", models=sorted(removed))
 
     async def _fail_group(self, group: _WorkerGroup) -> None:
@@ -359,7 +365,7 @@ class WorkerGroups(AddModel):
         other group has ended.
         """
         error = group.launcher.failed.exception()
-        models = {model.card.name: model.card for model in group.plan.models}
+        models = {model.spec.name: model.spec for model in group.plan.models}
         is_successor = any(other.successor is group for other in self._groups)
         await group.launcher.stop(0 if is_successor else self._drain_timeout + LEAVING_S)
         # All lines of the workers are read now, including the reason of the failure.
@@ -393,7 +399,7 @@ class WorkerGroups(AddModel):
     async def _pages(self) -> AsyncIterator[Sequence[RequestRecord]]:
         """Yield the unfinished requests of the queue, in pages."""
         after = None
-        while page := await self._scheduler.queue.list(RequestFilter(over=False), after=after, limit=500):
+        while page := await self._scheduler.queue.list(RequestFilter(is_over=False), after=after, limit=500):
             yield page
             after = page[-1].context.id
 
@@ -409,7 +415,7 @@ class WorkerGroups(AddModel):
         except BaseException:
             del self._sources[name]
             raise
-        self._sources[name] = planned.models[0].card.source
+        self._sources[name] = planned.models[0].spec.source
         return planned, group
 
     async def _plan_beside_or_with(self, name: str) -> tuple[ServingPlan, _WorkerGroup | None]:
@@ -437,18 +443,18 @@ class WorkerGroups(AddModel):
         The memory of the `replaced` group counts as free. Raises ConfigError, and Refusal as soon as all workers are to
         stop, even while a slow hub is read.
         """
-        missing = (await self._scheduler.registry.missing()).keys()
+        missing = (await self._scheduler.registry.unavailable_pools()).keys()
         others = [group for group in self._groups if group is not replaced]
         successors = [group.successor for group in self._groups]
         loading = [
             group for group in self._groups if group in successors or not missing.isdisjoint(_models(group.plan))
         ]
-        unallocated = _taken([group for group in loading if group is not replaced])
+        unallocated = _taken_bytes([group for group in loading if group is not replaced])
         if replaced and replaced not in loading:
-            unallocated.subtract(_taken([replaced]))  # these bytes will be free
+            unallocated.subtract(_taken_bytes([replaced]))  # these bytes will be free
         sources = {name: self._sources.get(name, name) for name in models}
-        planning = asyncio.create_task(in_own_thread(partial(self._plan, sources, _taken(others), unallocated)))
-        await first(planning, self._stopping.wait())
+        planning = asyncio.create_task(run_in_thread(partial(self._plan, sources, _taken_bytes(others), unallocated)))
+        await first_completed(planning, self._stopping.wait())
         if planning.cancelled():
             raise _refusal_stopping()
         return planning.result()
@@ -457,16 +463,16 @@ class WorkerGroups(AddModel):
         """Offer the models of all groups to workers, and report the changed plans."""
         plans = [group.plan for group in self._groups]
         models = [model for plan in plans for model in plan.models]
-        self._dispatcher.offer([(model.card.name, model.card.source, model.dtypes) for model in models])
+        self._dispatcher.set_offered_models([(model.spec.name, model.spec.source, model.dtypes) for model in models])
         self._changed(plans)
 
 
-def _refusal_exists(name: str) -> Refusal:
-    return Refusal(409, "model_exists", f"a model {name!r} is served already: send another name", "name")
+def _refusal_exists(name: str) -> ApiError:
+    return ApiError(409, "model_exists", f"a model {name!r} is served already: send another name", "name")
 
 
-def _refusal_stopping() -> Refusal:
-    return Refusal(503, "stopping", "the server is stopping", headers={"retry-after": "5"})
+def _refusal_stopping() -> ApiError:
+    return ApiError(503, "stopping", "the server is stopping", headers={"retry-after": "5"})
 
 
 def _is_here(model: PlannedModel) -> bool:
@@ -475,14 +481,14 @@ def _is_here(model: PlannedModel) -> bool:
     A group is replaced only then, so that no request of its models waits for a download.
     """
     with contextlib.suppress(ConfigError):
-        return bool([files_of(model.folder).weights(component) for component in model.components])
+        return bool([open_files(model.folder).weights(component) for component in model.components])
     return False
 
 
 def _models(plan: ServingPlan) -> list[str]:
-    return [model.card.name for model in plan.models]
+    return [model.spec.name for model in plan.models]
 
 
-def _taken(groups: Sequence[_WorkerGroup]) -> Counter[str]:
+def _taken_bytes(groups: Sequence[_WorkerGroup]) -> Counter[str]:
     """Return the bytes that these groups use together, by device."""
-    return sum((taken(group.plan.workers, group.plan.wanted) for group in groups), Counter())
+    return sum((taken_bytes(group.plan.workers, group.plan.worker_plan) for group in groups), Counter())

@@ -38,7 +38,7 @@ class StageInput(msgspec.Struct, frozen=True):
     tensors: Tensors
     #: The uploaded files that the stage reads, by name.
     uploads: Mapping[str, bytes] = {}
-    #: The chunks recorded from earlier attempts at this task, in order: see `Stage.grown`.
+    #: The chunks recorded from earlier attempts at this task, in order: see `Stage.new_chunks`.
     recorded: tuple[bytes, ...] = ()
     #: Tasks of a higher priority go first.
     priority: int = 0
@@ -46,7 +46,7 @@ class StageInput(msgspec.Struct, frozen=True):
     prefix: tuple[Tensors, ...] = ()
     #: The input that the stage received in chunks (`Stage.receive`), or None.
     received: Any = None
-    #: Whether the task extends the prefix blocks of another stage: see `StageSpec.extends`.
+    #: Whether the task extends the prefix blocks of another stage: see `StageSpec.extends_prefix_of`.
     extends: bool = False
     #: What the server derived from the request.
     derived: DerivedFacts = DerivedFacts()
@@ -81,7 +81,7 @@ class OpenOutput(Protocol):
     def tensors(self) -> Mapping[str, Any]:
         """The tensors to write into, by name."""
 
-    def due(self, name: str, elements: int) -> bool:
+    def completes_chunk(self, name: str, elements: int) -> bool:
         """Return whether readers gain data once this is written.
 
         `elements`: how many elements of tensor `name` would be written, and all of the tensors before it.
@@ -94,7 +94,7 @@ class OpenOutput(Protocol):
 class StreamedInput(Protocol):
     """Receives an input in chunks, before its task starts or is dropped."""
 
-    def take(self, piece: Any) -> None:
+    def write(self, piece: Any) -> None:
         """Consume the next bytes of the object, a uint8 tensor (bytes,).
 
         The caller reuses the tensor's memory afterwards.
@@ -112,7 +112,7 @@ class PrefixBlock:
     number: int
 
     #: Returns a copy of the block's tensors, which later steps do not change. Call it before the next step.
-    read: Callable[[], Tensors]
+    copy: Callable[[], Tensors]
 
     #: Identifies this block and all before it. Set only if the stage's spec `extends` the blocks of another stage.
     digest: str = ""
@@ -293,21 +293,21 @@ class Stage(ABC):
         output: StageOutput = state.output
         return output
 
-    def let_go(self, state: Any) -> None:  # noqa: B027
+    def release(self, state: Any) -> None:  # noqa: B027
         """Release the shared resources of a state. Called exactly once per state, also after errors."""
 
     def preview(self, state: Any) -> EncodedMedia | None:
         """Return a small picture of the current result; None from a stage without previews."""
         return None
 
-    def part(self, state: Any) -> bytes:
+    def video_fragment(self, state: Any) -> bytes:
         """Return the video fragment that the last step added to the result's stream, or b"".
 
         Called after each step except the last, after which the result itself is stored.
         """
         return b""
 
-    def grown(self, state: Any) -> Sequence[bytes]:
+    def new_chunks(self, state: Any) -> Sequence[bytes]:
         """Return the chunks, such as token deltas, that the last step added to the output.
 
         Called once after each step, before `progress` counts it. Chunks are numbered in order, after those in
@@ -319,7 +319,7 @@ class Stage(ABC):
     def prefix_blocks(self, state: Any) -> Sequence[PrefixBlock]:
         """Return the prefix blocks that the last step completed, in order.
 
-        A stage whose spec `goes_on` computes its output in such blocks. A task may get the first of them as its
+        A stage whose spec `prefix_cached` computes its output in such blocks. A task may get the first of them as its
         `prefix`, in order; it uses those that it has room for and computes the others.
         """
         return ()
@@ -373,10 +373,10 @@ class SteppedStage(Stage, Generic[State]):
                 if isinstance(following, Exception):
                     raise following
                 state = following
-                self.grown(state)
+                self.new_chunks(state)
 
             outputs.append(self.finish(state))
-            self.let_go(state)
+            self.release(state)
         return outputs
 
 
@@ -430,7 +430,7 @@ def need_tensor(task: StageInput, name: str, shape: Sequence[int | None], whole:
 NEGATIVE = "negative_"
 
 #: The halves of classifier-free guidance (CFG): the prediction for the prompt, and for the negative prompt.
-TOWARDS, AWAY = "towards", "away"
+CONDITIONAL, UNCONDITIONAL = "towards", "away"
 
 
 def guidance_scale(params: Params) -> float:

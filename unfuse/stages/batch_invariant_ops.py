@@ -47,13 +47,13 @@ POINTWISE = _functions_named(
     "sin cos tan sinh cosh atan"
 )
 #: Variants of pointwise functions that write into given memory. Concatenating the rows' results costs a third more.
-INTO: dict[Function, Function] = {
+IN_PLACE_VARIANTS: dict[Function, Function] = {
     getattr(functional, name): overloads.out
     for name in ("gelu", "silu", "mish", "softplus", "sigmoid", "tanh")
     if (overloads := getattr(torch.ops.aten, name, None)) and "out" in overloads.overloads()
 }
 #: Keyword arguments of these variants that are passed on.
-KEPT = {"approximate"}
+PASSED_KEYWORDS = {"approximate"}
 #: Functions with a constant base, so that the tensor is the exponent.
 BASES = _functions_named("__rpow__")
 #: Functions that compute powers.
@@ -110,7 +110,12 @@ class BatchInvariantOps(TorchFunctionMode):
         if "out" in kwargs or not self._depends(func, batch, args):
             return func(*args, **kwargs)
 
-        if (write_into := INTO.get(func)) and batch.is_contiguous() and not args[1:] and kwargs.keys() <= KEPT:
+        if (
+            (write_into := IN_PLACE_VARIANTS.get(func))
+            and batch.is_contiguous()
+            and not args[1:]
+            and kwargs.keys() <= PASSED_KEYWORDS
+        ):
             output = torch.empty_like(batch)
             for row_input, row_output in zip(batch.chunk(self._rows), output.chunk(self._rows), strict=True):
                 write_into(row_input, **kwargs, out=row_output)

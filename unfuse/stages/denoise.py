@@ -19,9 +19,9 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.parallel.group import Mesh
 from unfuse.stages.base import (
-    AWAY,
+    CONDITIONAL,
     NEGATIVE,
-    TOWARDS,
+    UNCONDITIONAL,
     Checkpoint,
     EncodedMedia,
     StageInput,
@@ -100,7 +100,7 @@ class Denoiser(Protocol):
     def guidance(self, params: Params) -> float:
         """Return the request's guidance scale."""
 
-    def draw(self, params: Params, generator: torch.Generator) -> Tensor:
+    def sample_noise(self, params: Params, generator: torch.Generator) -> Tensor:
         """Return noise as the request's first latents, (1, …), on the generator's device."""
 
     def constants(self, params: Params) -> Inputs:
@@ -129,10 +129,10 @@ class Denoiser(Protocol):
     def phase(self, timestep: Tensor) -> Hashable:
         """Return the key that timesteps must have in common for rows to share a forward."""
 
-    def parts(self, latents: Tensor) -> int:
+    def rows_per_latent(self, latents: Tensor) -> int:
         """Return how many rows some modules of the transformer make of one row of latents."""
 
-    def settle(self, latents: Tensor, inputs: Inputs) -> Tensor:
+    def finish_latents(self, latents: Tensor, inputs: Inputs) -> Tensor:
         """Return one request's latents after its last step as the stage's output, (1, …)."""
 
 
@@ -165,7 +165,7 @@ class FeatureCache:
             self._hooks.append((transformer, leader))
 
     @contextmanager
-    def remembering(self, memory: Memory | None, threshold: float, forward: str) -> Iterator[None]:
+    def use_memory(self, memory: Memory | None, threshold: float, forward: str) -> Iterator[None]:
         """Run the forward of this name, within the block, with a request's cached residuals.
 
         `memory`: None: no residuals are used or stored. `threshold`: the relative change of the first block's residual
@@ -200,9 +200,9 @@ class DenoiseState:
     #: The steps done, with those that were skipped at the start.
     step: int = 0
     #: The number of steps that were skipped at the start.
-    begin: int = 0
+    skipped_steps: int = 0
     #: What denoising must keep of a picture, or None.
-    kept: KeptLatents | None = None
+    kept_latents: KeptLatents | None = None
     #: The predicted final latents at the last step, (1, …), for previews.
     estimate: Tensor | None = None
     #: The cached residuals of the last forwards, if the request uses the feature cache.
@@ -300,13 +300,13 @@ class Denoise(SteppedStage[DenoiseState]):
         generator = torch.Generator(self._noise_device).manual_seed(need(params, "seed", int))
         moments, grid = task.tensors.get(MOMENTS), None
         if self._redraw and moments is not None:
-            grid = self._redraw.draw(moments.to(denoiser.device), generator)
-        noise = denoiser.draw(params, generator).to(denoiser.device)
+            grid = self._redraw.sample_latents(moments.to(denoiser.device), generator)
+        noise = denoiser.sample_noise(params, generator).to(denoiser.device)
         scheduler, guidance = denoiser.noise_scheduler(params, noise), denoiser.guidance(params)
 
         denoise_start = DenoiseStart(scaled(scheduler, noise))
         if self._redraw and grid is not None:
-            denoise_start = self._redraw.begin(task, grid, noise, scheduler)
+            denoise_start = self._redraw.start(task, grid, noise, scheduler)
 
         inputs, negative = self._inputs(task, ""), self._inputs(task, NEGATIVE) if applies(guidance) else None
         tokens = self._tokens(inputs), self._tokens(negative)
@@ -321,7 +321,7 @@ class Denoise(SteppedStage[DenoiseState]):
             tokens,
             denoise_start.step,
             denoise_start.step,
-            denoise_start.kept,
+            denoise_start.kept_latents,
         )
 
     @torch.no_grad()
@@ -380,23 +380,23 @@ class Denoise(SteppedStage[DenoiseState]):
             sigma, next_sigma = state.scheduler.sigmas[step : step + 2].tolist()
             estimate = latents - next_sigma * (latents - previous) / (next_sigma - sigma)
 
-        latents = state.kept.over(state.scheduler, latents, step + 1) if state.kept else latents
+        latents = state.kept_latents.apply_to(state.scheduler, latents, step + 1) if state.kept_latents else latents
         return replace(state, latents=latents, step=step + 1, estimate=estimate)
 
     def progress(self, state: DenoiseState) -> tuple[int, int]:
         """Return (steps done, total steps), without the steps that were skipped at the start."""
-        return state.step - state.begin, len(state.scheduler.timesteps) - state.begin
+        return state.step - state.skipped_steps, len(state.scheduler.timesteps) - state.skipped_steps
 
     @torch.no_grad()
     def preview(self, state: DenoiseState) -> EncodedMedia | None:
         """Return a small picture of the predicted final latents."""
         if self._preview is None or state.estimate is None:
             return None
-        return self._preview.picture(self._denoiser.settle(state.estimate, state.inputs), state.params)
+        return self._preview.preview(self._denoiser.finish_latents(state.estimate, state.inputs), state.params)
 
     def finish(self, state: DenoiseState) -> StageOutput:
         """Return the latents, (1, …). Raises PermanentError if they are not finite."""
-        latents = self._denoiser.settle(state.latents, state.inputs)
+        latents = self._denoiser.finish_latents(state.latents, state.inputs)
         if not bool(torch.isfinite(latents).all()):
             raise _not_finite(state, self._denoiser.dtype)
         return StageOutput({"latents": latents})
@@ -452,7 +452,7 @@ class Denoise(SteppedStage[DenoiseState]):
         `rows_per_request`: how many adjacent rows belong to one request.
         """
         requests = len(latents) // rows_per_request if self.exact else 1
-        with one_by_one(requests, rows_per_request * self._denoiser.parts(latents)):
+        with one_by_one(requests, rows_per_request * self._denoiser.rows_per_latent(latents)):
             return self._denoiser.predict(latents, timestep, inputs, params)
 
     def _predict(self, batch: Sequence[DenoiseState], fused: bool) -> Tensor:
@@ -464,7 +464,7 @@ class Denoise(SteppedStage[DenoiseState]):
         if len(batch) > 1 and (skipping or len({self._sizes(state) for state in batch}) > 1):
             return _concatenate([self._predict([state], fused) for state in batch])
         memory = batch[0].memory if skipping else None
-        remembering = partial(self._feature_cache.remembering, memory, batch[0].threshold)
+        remembering = partial(self._feature_cache.use_memory, memory, batch[0].threshold)
 
         latents = _concatenate([_scaled_input(state) for state in batch]).to(self._denoiser.dtype)
         timestep = torch.stack([state.scheduler.timesteps[state.step] for state in batch])
@@ -473,7 +473,7 @@ class Denoise(SteppedStage[DenoiseState]):
         negatives = [state.negative for state in batch if state.negative is not None]
 
         if negatives and fused:
-            is_away_first = self._denoiser.first == AWAY
+            is_away_first = self._denoiser.first == UNCONDITIONAL
             pairs = zip(negatives, (state.inputs for state in batch), strict=True)
             both = _concatenate_inputs([half for pair in pairs for half in (pair if is_away_first else reversed(pair))])
             doubled_latents = latents.repeat_interleave(2, 0).contiguous(memory_format=layout(latents))
@@ -488,13 +488,18 @@ class Denoise(SteppedStage[DenoiseState]):
                     return self._forward(latents, timestep, half_inputs, params)
 
             if not negatives:
-                return predict_half(TOWARDS, inputs)
+                return predict_half(CONDITIONAL, inputs)
             if self._cfg_axis is None:
-                towards, away = predict_half(TOWARDS, inputs), predict_half(AWAY, _concatenate_inputs(negatives))
+                towards, away = (
+                    predict_half(CONDITIONAL, inputs),
+                    predict_half(UNCONDITIONAL, _concatenate_inputs(negatives)),
+                )
             else:  # each half on a rank of its own, and both ranks get both
                 is_away = self._cfg_axis.rank > 0
                 own_half = (
-                    predict_half(AWAY, _concatenate_inputs(negatives)) if is_away else predict_half(TOWARDS, inputs)
+                    predict_half(UNCONDITIONAL, _concatenate_inputs(negatives))
+                    if is_away
+                    else predict_half(CONDITIONAL, inputs)
                 )
                 towards, away = self._cfg_axis.gather(own_half).unbind(0)
 

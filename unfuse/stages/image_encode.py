@@ -27,9 +27,9 @@ class ImageEncoder(Protocol):
     """What a model family provides for image encoding: an image encoder, a VAE, or both."""
 
     #: Uploads that a request may have besides `image`. The family's pipeline decides which it reads.
-    beside: Sequence[str]
+    extra_uploads: Sequence[str]
     #: Whether pictures are encoded one by one, in their own sizes, whatever size is requested.
-    each: bool
+    one_by_one: bool
 
     def verify(self, params: Params) -> None:
         """Raise PermanentError unless the parameters have what `encode` reads."""
@@ -51,11 +51,11 @@ class ImageEncode(Stage):
     @override
     def batch_key(self, task: StageInput) -> Hashable:
         uploads = self.uploads_of(task.derived)
-        return uploads if self._encoder.each else (uploads, super().batch_key(task))
+        return uploads if self._encoder.one_by_one else (uploads, super().batch_key(task))
 
     @override
     def uploads_of(self, derived: DerivedFacts) -> Sequence[str]:
-        return (UPLOAD, *(name for name in self._encoder.beside if name in derived.pictures))
+        return (UPLOAD, *(name for name in self._encoder.extra_uploads if name in derived.image_hashes))
 
     def __init__(self, encoder: ImageEncoder) -> None:
         self._encoder = encoder
@@ -69,11 +69,11 @@ class ImageEncode(Stage):
     @torch.no_grad()
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
         """Encode all requests in one call, or one by one if the family requires it."""
-        if self._encoder.each and len(batch) > 1:
+        if self._encoder.one_by_one and len(batch) > 1:
             return [output for task in batch for output in self.run([task])]
 
         names = [name for name in self.uploads_of(batch[0].derived) if name != MASK]
-        pictures = {name: [read_picture(task.uploads[name]) for task in batch] for name in names}
+        pictures = {name: [read_image(task.uploads[name]) for task in batch] for name in names}
         encoded = self._encoder.encode(pictures, batch[0].params)
 
         rows = [slice(row, row + 1) for row in range(len(batch))]
@@ -83,7 +83,7 @@ class ImageEncode(Stage):
         ]
 
 
-def read_picture(data: bytes) -> Image.Image:
+def read_image(data: bytes) -> Image.Image:
     """Return an upload as RGB, composited on white, with EXIF rotation applied.
 
     Raises PermanentError if it is not a complete picture.
@@ -92,7 +92,7 @@ def read_picture(data: bytes) -> Image.Image:
 
 
 def read_mask(data: bytes) -> Image.Image:
-    """Return the alpha channel of an upload (mode L). Raises PermanentError as `read_picture` does."""
+    """Return the alpha channel of an upload (mode L). Raises PermanentError as `read_image` does."""
     return _read_or_fail(read_alpha, data, "the mask")
 
 
@@ -121,7 +121,7 @@ class KeptLatents(NamedTuple):
     #: 1 where denoising changes the picture, else 0.
     mask: Tensor
 
-    def over(self, scheduler: Any, latents: Tensor, step: int) -> Tensor:
+    def apply_to(self, scheduler: Any, latents: Tensor, step: int) -> Tensor:
         """Return latents after a step, with the kept parts replaced by the picture's latents.
 
         `step`: the number of steps done. The picture's latents get as much noise as the next step expects, none after
@@ -142,7 +142,7 @@ class DenoiseStart(NamedTuple):
     #: How many steps are skipped.
     step: int = 0
     #: What denoising must keep of a picture, or None.
-    kept: KeptLatents | None = None
+    kept_latents: KeptLatents | None = None
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Redraw:
     #: Turns a grid, (1, channels, height, width), into the transformer's latents; None: they are the grid.
     pack: Callable[[Tensor], Tensor] | None = None
     #: Whether a fraction of a step is skipped; else it is computed as a whole step.
-    whole: bool = False
+    rounds_up: bool = False
     #: Whether the pipeline copies the latents if there is a mask, which changes their memory layout.
     repeats: bool = False
 
@@ -176,7 +176,7 @@ class Redraw:
             raise PermanentError("strength leaves no denoising step to run: send a larger strength")
         return shapes
 
-    def draw(self, moments: Tensor, generator: torch.Generator) -> Tensor:
+    def sample_latents(self, moments: Tensor, generator: torch.Generator) -> Tensor:
         """Sample a latent grid from the VAE's moments of a picture, shifted and scaled.
 
         `moments`: (1, 2 × channels, height, width). Returns (1, channels, height, width) in the transformer's dtype.
@@ -197,7 +197,7 @@ class Redraw:
         latents: Tensor = shifted_sample * scale
         return latents
 
-    def begin(self, task: StageInput, grid: Tensor, noise: Tensor, scheduler: Any) -> DenoiseStart:
+    def start(self, task: StageInput, grid: Tensor, noise: Tensor, scheduler: Any) -> DenoiseStart:
         """Return the start of denoising from a picture's latent grid.
 
         With a mask and a strength of 1, the first latents are noise only. Raises PermanentError if the picture's
@@ -227,7 +227,7 @@ class Redraw:
         """Return how many steps are skipped by the request's strength."""
         steps = need(params, "num_inference_steps", int)
         computed = min(steps * need(params, "strength", float), steps)
-        return steps - int(computed) if self.whole else int(steps - computed)
+        return steps - int(computed) if self.rounds_up else int(steps - computed)
 
 
 def noised(scheduler: Any, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from typing_extensions import override
 
-from unfuse.core.text import CHUNK
+from unfuse.core.text import PREFILL_CHUNK_TOKENS
 from unfuse.language.paged_kv import KvSequence
 from unfuse.stages.base import OpenOutput, Tensors
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 #: The names of the tensors: all full chunks (chunks, layers, heads, 2, CHUNK, width), and the last chunk if it is not
 #: full (layers, heads, 2, tokens, width).
-CHUNKS, REST = "chunks", "rest"
+CHUNKS, LAST_CHUNK = "chunks", "rest"
 #: All heads.
 ALL = slice(None)
 
@@ -56,24 +56,26 @@ class KvLayout:
 
     def outline(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Return names, dtypes and shapes of the tensors."""
-        chunks, rest = divmod(self.tokens, CHUNK)
+        chunks, rest = divmod(self.tokens, PREFILL_CHUNK_TOKENS)
         dtype = str(self.dtype).removeprefix("torch.")
         return [
-            (CHUNKS, dtype, (chunks, self.layers, *self.unit(CHUNK))),
-            (REST, dtype, (self.layers, *self.unit(rest))),
+            (CHUNKS, dtype, (chunks, self.layers, *self.unit(PREFILL_CHUNK_TOKENS))),
+            (LAST_CHUNK, dtype, (self.layers, *self.unit(rest))),
         ]
 
     def fits(self, tensors: Mapping[str, Tensor | None]) -> bool:
         """Return whether these tensors are an object of this layout."""
         types = [
-            (tensor.dtype, tuple(tensor.shape)) for tensor in map(tensors.get, (CHUNKS, REST)) if tensor is not None
+            (tensor.dtype, tuple(tensor.shape))
+            for tensor in map(tensors.get, (CHUNKS, LAST_CHUNK))
+            if tensor is not None
         ]
         return types == [(self.dtype, shape) for _, _, shape in self.outline()]
 
     def read(self, tensors: Mapping[str, Any]) -> Iterator[tuple[int, int, Tensor]]:
         """Yield the units in order: (first token, layer, KV of shape `unit`)."""
-        for chunk, layers in enumerate([*tensors[CHUNKS], tensors[REST]]):
-            yield from ((chunk * CHUNK, layer, unit) for layer, unit in enumerate(layers))
+        for chunk, layers in enumerate([*tensors[CHUNKS], tensors[LAST_CHUNK]]):
+            yield from ((chunk * PREFILL_CHUNK_TOKENS, layer, unit) for layer, unit in enumerate(layers))
 
 
 class KvBlocks(NamedTuple):
@@ -96,15 +98,15 @@ class KvReader:
         self._kv = kv
         self._layout = layout
         self._heads = heads
-        self._unit = torch.empty(prod(layout.unit(CHUNK)), dtype=layout.dtype)
+        self._unit = torch.empty(prod(layout.unit(PREFILL_CHUNK_TOKENS)), dtype=layout.dtype)
         self._done = self._filled = 0
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all of the object has been written and the sequence still has it."""
         return self._kv.length == self._layout.tokens and not self._unit_tokens()
 
-    def take(self, piece: Tensor) -> None:
+    def write(self, piece: Tensor) -> None:
         """Consume the next bytes, uint8 (bytes,). Does nothing once the sequence is retracted."""
         memory = self._unit.view(torch.uint8)
         while piece.numel() and (tokens := self._unit_tokens()) and self._kv.length == self._layout.tokens:
@@ -117,13 +119,13 @@ class KvReader:
             if self._filled == elements * self._layout.dtype.itemsize:
                 chunk, layer = divmod(self._done, self._layout.layers)
                 unit = self._unit[:elements].view(self._layout.unit(tokens))[self._heads]
-                self._kv.write(layer, unit[:, 0], unit[:, 1], chunk * CHUNK)
+                self._kv.write(layer, unit[:, 0], unit[:, 1], chunk * PREFILL_CHUNK_TOKENS)
                 self._done, self._filled = self._done + 1, 0
 
     def _unit_tokens(self) -> int:
         """Return the tokens of the next unit; 0 after the last one."""
-        remaining = self._layout.tokens - self._done // self._layout.layers * CHUNK
-        return max(0, min(CHUNK, remaining))
+        remaining = self._layout.tokens - self._done // self._layout.layers * PREFILL_CHUNK_TOKENS
+        return max(0, min(PREFILL_CHUNK_TOKENS, remaining))
 
 
 class KvWriter:
@@ -137,18 +139,20 @@ class KvWriter:
         self._done = first * layout.layers
         self._output: OpenOutput | None = None
 
-    def to(self, output: OpenOutput) -> None:
+    def redirect(self, output: OpenOutput) -> None:
         """Write into this output from now on."""
         self._output = output
 
     @property
     def written(self) -> KvBlocks | None:
         """The written KV, in whole chunks; None without any."""
-        chunks = min(self._done, self._layout.tokens // CHUNK * self._layout.layers) // self._layout.layers
+        chunks = (
+            min(self._done, self._layout.tokens // PREFILL_CHUNK_TOKENS * self._layout.layers) // self._layout.layers
+        )
         if not (self._output and chunks):
             return None
-        whole, rest = (self._output.tensors[name] for name in (CHUNKS, REST))
-        return KvBlocks(chunks * CHUNK, {CHUNKS: whole[:chunks], REST: rest[..., :0, :]})
+        whole, rest = (self._output.tensors[name] for name in (CHUNKS, LAST_CHUNK))
+        return KvBlocks(chunks * PREFILL_CHUNK_TOKENS, {CHUNKS: whole[:chunks], LAST_CHUNK: rest[..., :0, :]})
 
     def layer(self, layer: int) -> None:
         """Write a layer's KV of the sequence's last chunk, if readers gain data by it.
@@ -157,9 +161,9 @@ class KvWriter:
         """
         if not self._output:
             return
-        chunk, layers = (self._kv.length - 1) // CHUNK, self._layout.layers
+        chunk, layers = (self._kv.length - 1) // PREFILL_CHUNK_TOKENS, self._layout.layers
         units = chunk * layers + layer + 1
-        if units > self._done and (layer + 1 == layers or self._output.due(*self._end_of(units))):
+        if units > self._done and (layer + 1 == layers or self._output.completes_chunk(*self._end_of(units))):
             self._write(units, self._output.tensors)
             self._output.written(*self._end_of(units))
 
@@ -171,12 +175,12 @@ class KvWriter:
 
         Its only tensor is `kv`, (layers, 2, heads, CHUNK, width).
         """
-        span = number * CHUNK, (number + 1) * CHUNK
+        span = number * PREFILL_CHUNK_TOKENS, (number + 1) * PREFILL_CHUNK_TOKENS
         return {"kv": torch.stack([torch.stack(self._kv.read(layer, *span)) for layer in range(self._layout.layers)])}
 
     def finish(self) -> dict[str, Tensor]:
         """Return all tensors of a complete sequence; none if they were written into an output."""
-        units = -(-self._layout.tokens // CHUNK) * self._layout.layers
+        units = -(-self._layout.tokens // PREFILL_CHUNK_TOKENS) * self._layout.layers
         if self._output:
             if self._done < units:  # no step has computed what came last
                 self._write(units, self._output.tensors)
@@ -191,8 +195,8 @@ class KvWriter:
         """Write the remaining units up to this number."""
         for unit in range(self._done, units):
             chunk, layer = divmod(unit, self._layout.layers)
-            start = chunk * CHUNK
-            keys, values = self._kv.read(layer, start, min(start + CHUNK, self._layout.tokens))
+            start = chunk * PREFILL_CHUNK_TOKENS
+            keys, values = self._kv.read(layer, start, min(start + PREFILL_CHUNK_TOKENS, self._layout.tokens))
             target = self._chunk(tensors, chunk)[layer]
             target[:, 0].copy_(keys)
             target[:, 1].copy_(values)
@@ -205,15 +209,15 @@ class KvWriter:
 
     def _chunk(self, tensors: Mapping[str, Tensor], chunk: int) -> Tensor:
         """Return where all layers of a chunk are: (layers, heads, 2, tokens, width)."""
-        return tensors[CHUNKS][chunk] if chunk < self._layout.tokens // CHUNK else tensors[REST]
+        return tensors[CHUNKS][chunk] if chunk < self._layout.tokens // PREFILL_CHUNK_TOKENS else tensors[LAST_CHUNK]
 
     def _end_of(self, units: int) -> tuple[str, int]:
         """Return the position after this many units: the tensor, and elements of it."""
-        chunks, rest = divmod(self._layout.tokens, CHUNK)
+        chunks, rest = divmod(self._layout.tokens, PREFILL_CHUNK_TOKENS)
         full = chunks * self._layout.layers
         if units <= full:
-            return CHUNKS, units * prod(self._layout.unit(CHUNK))
-        return REST, (units - full) * prod(self._layout.unit(rest))
+            return CHUNKS, units * prod(self._layout.unit(PREFILL_CHUNK_TOKENS))
+        return LAST_CHUNK, (units - full) * prod(self._layout.unit(rest))
 
 
 class SharedKvWriter(KvWriter):
@@ -244,14 +248,16 @@ class SharedKvWriter(KvWriter):
     def stepped(self) -> None:
         """Gather and write the chunks that the last step completed."""
         layers, tokens = self._layout.layers, self._layout.tokens
-        while (start := self._done // layers * CHUNK) < tokens and self._kv.length >= min(start + CHUNK, tokens):
-            stop = min(start + CHUNK, tokens)
+        while (start := self._done // layers * PREFILL_CHUNK_TOKENS) < tokens and self._kv.length >= min(
+            start + PREFILL_CHUNK_TOKENS, tokens
+        ):
+            stop = min(start + PREFILL_CHUNK_TOKENS, tokens)
             own_heads = torch.stack([torch.stack(self._kv.read(layer, start, stop), 1) for layer in range(layers)])
             all_heads = self._axis.gather(own_heads).movedim(0, 1).flatten(1, 2)
 
             self._done += layers
             if self._axis.rank == 0:
-                self._chunk(self._tensors, start // CHUNK).copy_(all_heads)
+                self._chunk(self._tensors, start // PREFILL_CHUNK_TOKENS).copy_(all_heads)
 
             if self._output:
                 self._output.written(*self._end_of(self._done))

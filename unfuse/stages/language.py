@@ -22,7 +22,7 @@ from unfuse.core.codec import decode, encode
 from unfuse.core.derived_facts import GRAMMAR, PROMPT, DerivedFacts
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.core.text import CHUNK, MOST_SHARED, Answer, TokenDelta, unpacked
+from unfuse.core.text import MAX_PREFIX_BLOCKS, PREFILL_CHUNK_TOKENS, Answer, TokenDelta, unpack_ids
 from unfuse.core.vision import MediaItem
 from unfuse.language.detokenize import AnswerText, StopConditions
 from unfuse.language.grammars import ConstraintAfterReasoning, GrammarMatcher, Grammars
@@ -39,7 +39,7 @@ from unfuse.stages.base import (
     need,
     next_states,
 )
-from unfuse.stages.kv_transfer import CHUNKS, REST, KvBlocks, KvReader, KvWriter
+from unfuse.stages.kv_transfer import CHUNKS, LAST_CHUNK, KvBlocks, KvReader, KvWriter
 from unfuse.stages.sequence_pool import PromptStage, SequencePool, SequenceState
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 #: Tokens of the made-up prompt of a warm-up.
-MADE_UP = 16
+WARM_UP_TOKENS = 16
 #: Seconds that a step waits for a grammar if it has nothing else to compute.
 PATIENCE_S = 0.005
 
@@ -66,15 +66,15 @@ class PrefillState(SequenceState):
     """A prompt during prefill."""
 
     #: Tokens in the KV cache before the last step.
-    before: int = 0
+    cached_tokens: int = 0
     #: Writes the KV for decode.
-    handed: KvWriter = field(kw_only=True)
+    handed_tokens: KvWriter = field(kw_only=True)
 
     @property
     def blocks(self) -> list[PrefixBlock]:
         """The chunks that the last step completed."""
-        chunk_numbers = range(self.before // CHUNK, self.done // CHUNK)
-        return [PrefixBlock(number, partial(self.handed.prefix_block, number)) for number in chunk_numbers]
+        chunk_numbers = range(self.cached_tokens // PREFILL_CHUNK_TOKENS, self.done // PREFILL_CHUNK_TOKENS)
+        return [PrefixBlock(number, partial(self.handed_tokens.prefix_block, number)) for number in chunk_numbers]
 
 
 class Prefill(PromptStage[PrefillState]):
@@ -88,21 +88,23 @@ class Prefill(PromptStage[PrefillState]):
 
     @override
     def warm_up(self) -> None:
-        kv = self._sequences.begin(0)
-        self._sequences.forward([SequenceState(kv, [0] * MADE_UP)], exact=self.exact)
-        self._sequences.end(kv)
+        kv = self._sequences.start(0)
+        self._sequences.forward([SequenceState(kv, [0] * WARM_UP_TOKENS)], exact=self.exact)
+        self._sequences.free(kv)
 
     @override
     def start(self, task: StageInput) -> PrefillState:
-        ids = unpacked(task.uploads[PROMPT])
-        vision_inputs = self._sequences.sight(ids, task)
+        ids = unpack_ids(task.uploads[PROMPT])
+        vision_inputs = self._sequences.vision_inputs(ids, task)
 
-        with self._sequences.beginning(task.priority) as kv:
-            cached_tokens = self._sequences.take(kv, task.prefix, len(ids) - 1)
+        with self._sequences.common_prefix(task.priority) as kv:
+            cached_tokens = self._sequences.write_prefix_blocks(kv, task.prefix, len(ids) - 1)
             writer = self._sequences.writer(kv, len(ids) - 1)
 
         self._sequences.prompts += 1
-        return PrefillState(kv, ids[:-1], cached_tokens, sight=vision_inputs, before=cached_tokens, handed=writer)
+        return PrefillState(
+            kv, ids[:-1], cached_tokens, vision=vision_inputs, cached_tokens=cached_tokens, handed_tokens=writer
+        )
 
     @override
     def step(self, batch: Sequence[PrefillState]) -> list[int | Exception]:
@@ -116,7 +118,7 @@ class Prefill(PromptStage[PrefillState]):
 
     @override
     def advance(self, state: PrefillState, result: int) -> PrefillState:
-        return replace(state, done=result, before=state.done)
+        return replace(state, done=result, cached_tokens=state.done)
 
     @override
     def prefix_blocks(self, state: PrefillState) -> Sequence[PrefixBlock]:
@@ -124,8 +126,8 @@ class Prefill(PromptStage[PrefillState]):
 
     @override
     def progress(self, state: PrefillState) -> tuple[int, int]:
-        chunks = max(1, -(-len(state.ids) // CHUNK))
-        return (chunks if state.done == len(state.ids) else state.done // CHUNK), chunks
+        chunks = max(1, -(-len(state.ids) // PREFILL_CHUNK_TOKENS))
+        return (chunks if state.done == len(state.ids) else state.done // PREFILL_CHUNK_TOKENS), chunks
 
     @override
     def outline(self, state: PrefillState) -> Sequence[tuple[str, str, tuple[int, ...]]]:
@@ -133,16 +135,16 @@ class Prefill(PromptStage[PrefillState]):
 
     @override
     def write_to(self, state: PrefillState, output: OpenOutput) -> None:
-        state.handed.to(output)
+        state.handed_tokens.redirect(output)
 
     @override
     def finish(self, state: PrefillState) -> StageOutput:
-        return StageOutput(state.handed.finish())
+        return StageOutput(state.handed_tokens.finish())
 
     @override
-    def let_go(self, state: PrefillState) -> None:
+    def release(self, state: PrefillState) -> None:
         self._sequences.prompts -= 1
-        self._sequences.end(state.kv)
+        self._sequences.free(state.kv)
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class RecomputedChunks(PrefillState):
 
         None if a chunk did not fit: the remaining chunks are not computed.
         """
-        return replace(self, before=self.done, done=done) if done > self.done else None
+        return replace(self, cached_tokens=self.done, done=done) if done > self.done else None
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class DecodeState(SequenceState):
     #: Tokens of the prompt.
     prompt: int = 0
     #: How tokens are sampled.
-    how: SamplingParams = SamplingParams()
+    sampling: SamplingParams = SamplingParams()
     #: The text of the answer.
     words: AnswerText = field(kw_only=True)
     #: The token of the last step, or None.
@@ -190,19 +192,19 @@ class DecodeState(SequenceState):
     #: The grammar that the answer must match, or None.
     constraint: GrammarMatcher | None = None
     #: The pictures and videos of the prompt.
-    shown: tuple[MediaItem, ...] = ()
+    media: tuple[MediaItem, ...] = ()
     #: Whether the answer is added to the prefix cache.
     extends: bool = False
     #: Whether the last token has been drawn.
-    over: bool = False
+    is_over: bool = False
     #: Chunks of the answer to recompute for the prefix cache, after the last token is drawn; or None.
-    again: RecomputedChunks | None = None
+    recomputed: RecomputedChunks | None = None
 
     @property
     @override
-    def most(self) -> int:
+    def max_length(self) -> int:
         """The most tokens that the sequence may have."""
-        return self.prompt + self.words.most
+        return self.prompt + self.words.max_tokens
 
     @property
     def answer(self) -> list[int]:
@@ -228,23 +230,23 @@ class ReceivedKv(StreamedInput):
 
     def __init__(self, sequences: SequencePool, priority: int, tokens: int) -> None:
         self._sequences = sequences
-        with sequences.beginning(priority) as self.kv:
+        with sequences.common_prefix(priority) as self.kv:
             self._reader = KvReader(self.kv, sequences.layout(tokens), sequences.heads)
             with suppress(NoKvBlocks):
-                self.kv.grow(tokens)
+                self.kv.extend(tokens)
 
     @property
     def tokens(self) -> int:
         """The number of received tokens; 0 until all are received."""
-        return self.kv.length if self._reader.whole else 0
+        return self.kv.length if self._reader.is_complete else 0
 
     @override
-    def take(self, piece: Tensor) -> None:
-        self._reader.take(piece)
+    def write(self, piece: Tensor) -> None:
+        self._reader.write(piece)
 
     @override
     def drop(self) -> None:
-        self._sequences.end(self.kv)
+        self._sequences.free(self.kv)
 
 
 class Decode(PromptStage[DecodeState]):
@@ -270,19 +272,19 @@ class Decode(PromptStage[DecodeState]):
     @override
     def warm_up(self) -> None:
         """Decode one token of a made-up prompt, with a KV written as from prefill."""
-        layout = self._sequences.layout(MADE_UP - 1)
+        layout = self._sequences.layout(WARM_UP_TOKENS - 1)
         tensors = {name: torch.zeros(shape, dtype=layout.dtype) for name, _, shape in layout.outline()}
-        kv, kv_blocks = self._sequences.begin(0), self._kv_blocks(tensors, layout.tokens)
+        kv, kv_blocks = self._sequences.start(0), self._kv_blocks(tensors, layout.tokens)
         assert kv_blocks
-        done = self._sequences.put(kv, kv_blocks)
+        done = self._sequences.write_received_kv(kv, kv_blocks)
         words = AnswerText(self._tokenizer, StopConditions(), 1)
-        state = DecodeState(kv, [0] * (done + 1), done, given=kv_blocks, prompt=done + 1, words=words)
+        state = DecodeState(kv, [0] * (done + 1), done, received_kv=kv_blocks, prompt=done + 1, words=words)
 
         (next_state,) = next_states(self, [state])
-        self.let_go(state)
+        self.release(state)
         if isinstance(next_state, Exception):
             raise next_state
-        self.grown(next_state)
+        self.new_chunks(next_state)
 
     @override
     def uploads_of(self, derived: DerivedFacts) -> Sequence[str]:
@@ -290,7 +292,7 @@ class Decode(PromptStage[DecodeState]):
 
     @override
     def receive(self, derived: DerivedFacts, priority: int, names: Collection[str]) -> ReceivedKv | None:
-        if {*names} != {CHUNKS, REST}:
+        if {*names} != {CHUNKS, LAST_CHUNK}:
             return None
         return ReceivedKv(self._sequences, priority, derived.prompt_tokens - 1)
 
@@ -300,18 +302,18 @@ class Decode(PromptStage[DecodeState]):
 
         A KV that does not fit into the cache now is written once there is room.
         """
-        prompt = unpacked(task.uploads[PROMPT])
+        prompt = unpack_ids(task.uploads[PROMPT])
         max_tokens, derived = need(task.params, "max_tokens", int), task.derived
 
-        words = AnswerText(self._tokenizer, ending(task.params, derived), max_tokens, derived.reading)
+        words = AnswerText(self._tokenizer, ending(task.params, derived), max_tokens, derived.parsing)
         ids = [*prompt]
         for data in task.recorded:
             delta: TokenDelta = decode(data, TokenDelta)
             words.add(delta.id, delta.logprob, tuple((id, logprob) for id, _, logprob in delta.top))
             ids.append(delta.id)
 
-        vision_inputs = self._sequences.sight(prompt, task)
-        sampling_params = msgspec.structs.replace(sampling(task.params), ends=tuple(words.ends))
+        vision_inputs = self._sequences.vision_inputs(prompt, task)
+        sampling_params = msgspec.structs.replace(sampling(task.params), end_ids=tuple(words.end_ids))
 
         if isinstance(task.received, ReceivedKv):
             kv = task.received.kv
@@ -319,26 +321,26 @@ class Decode(PromptStage[DecodeState]):
             kv_blocks = None
         else:
             kv_blocks = self._kv_blocks(task.tensors, len(prompt) - 1)
-            with self._sequences.beginning(task.priority) as kv:
-                done = self._sequences.put(kv, kv_blocks) if kv_blocks else 0
+            with self._sequences.common_prefix(task.priority) as kv:
+                done = self._sequences.write_received_kv(kv, kv_blocks) if kv_blocks else 0
 
         state = DecodeState(
             kv,
             ids,
             done,
-            sight=vision_inputs,
-            given=kv_blocks,
+            vision=vision_inputs,
+            received_kv=kv_blocks,
             prompt=len(prompt),
-            how=sampling_params,
+            sampling=sampling_params,
             words=words,
-            shown=derived.shown,
+            media=derived.media,
             extends=task.extends,
         )
         try:
             state = replace(state, constraint=self._open_constraint(task))
-            return replace(state, over=bool(words.ended) or (bool(task.recorded) and _is_last(state)))
+            return replace(state, is_over=bool(words.finish_reason) or (bool(task.recorded) and _is_last(state)))
         except BaseException:
-            self.let_go(state)
+            self.release(state)
             raise
 
     def _open_constraint(self, task: StageInput) -> GrammarMatcher | None:
@@ -346,7 +348,7 @@ class Decode(PromptStage[DecodeState]):
         grammar = task.uploads.get(GRAMMAR)
         if grammar is None or (self._group and self._group.rank):
             return None
-        reading = task.derived.reading
+        reading = task.derived.parsing
         constraint: GrammarMatcher
         constraint = matcher = self._grammars.open(grammar)
         if reading and reading.reasoning:
@@ -356,7 +358,7 @@ class Decode(PromptStage[DecodeState]):
 
     @override
     def waits(self, state: DecodeState) -> bool:
-        return not state.over and state.constraint is not None and state.constraint.waits()
+        return not state.is_over and state.constraint is not None and state.constraint.waits()
 
     def _kv_blocks(self, tensors: Tensors, tokens: int) -> KvBlocks | None:
         """Return prefill's KV of the first `tokens` tokens; None if tensors do not fit."""
@@ -379,8 +381,8 @@ class Decode(PromptStage[DecodeState]):
         allowed tokens during the forward. If one is late, its state samples nothing and the step is wasted. Ranks
         compute every state, because only rank 0 knows which grammars are late.
         """
-        unfinished = [state for state in batch if not state.over]
-        recomputed = [state.again for state in batch if state.again]
+        unfinished = [state for state in batch if not state.is_over]
+        recomputed = [state.recomputed for state in batch if state.recomputed]
         constraints = [state.constraint for state in unfinished if state.constraint]
         if len(constraints) == len(batch) and all(constraint.waits() for constraint in constraints):
             constraints[0].waits(PATIENCE_S)
@@ -388,7 +390,7 @@ class Decode(PromptStage[DecodeState]):
         active = [state for state in unfinished if self._group or not self.waits(state)]
         for state in active:
             if state.constraint:
-                state.constraint.begin(state.answer)
+                state.constraint.query(state.answer)
 
         logits = self._sequences.forward([*active, *recomputed], exact=exact)[: len(active)]
 
@@ -424,45 +426,45 @@ class Decode(PromptStage[DecodeState]):
     @override
     def advance(self, state: DecodeState, result: tuple[int, SampledToken | None]) -> DecodeState:
         done, sampled = result
-        if state.over:
-            return replace(state, sampled=None, again=state.again and state.again.stepped(done))
+        if state.is_over:
+            return replace(state, sampled=None, recomputed=state.recomputed and state.recomputed.stepped(done))
         if sampled:
             state.ids.append(sampled.token)
 
         state = replace(state, done=done, sampled=sampled)
         if not (sampled and _is_last(state)):
             return state
-        return replace(state, over=True, again=self._recomputed_chunks(state))
+        return replace(state, is_over=True, recomputed=self._recomputed_chunks(state))
 
     def _recomputed_chunks(self, state: DecodeState) -> RecomputedChunks | None:
         """Return the chunks of a finished answer to recompute for the prefix cache.
 
         None if no later prompt would find them.
         """
-        first_chunk = (state.prompt - 1) // CHUNK
-        chunks = min((len(state.ids) - 1) // CHUNK, MOST_SHARED)
+        first_chunk = (state.prompt - 1) // PREFILL_CHUNK_TOKENS
+        chunks = min((len(state.ids) - 1) // PREFILL_CHUNK_TOKENS, MAX_PREFIX_BLOCKS)
         if not state.extends or first_chunk >= chunks or state.words.has_reasoning:
             return None
-        if state.sight and not state.sight.ends_in_text:
+        if state.vision and not state.vision.ends_in_text:
             return None
 
         self._sequences.step_back(state.kv)
-        digests = self._sequences.digests(state.ids[: state.prompt], state.answer, state.shown)
-        writer = self._sequences.writer(state.kv, chunks * CHUNK, first_chunk)
+        digests = self._sequences.digests(state.ids[: state.prompt], state.answer, state.media)
+        writer = self._sequences.writer(state.kv, chunks * PREFILL_CHUNK_TOKENS, first_chunk)
         return RecomputedChunks(
             state.kv,
-            state.ids[: chunks * CHUNK],
-            first_chunk * CHUNK,
-            before=first_chunk * CHUNK,
-            sight=state.sight,
-            handed=writer,
-            yields=True,
+            state.ids[: chunks * PREFILL_CHUNK_TOKENS],
+            first_chunk * PREFILL_CHUNK_TOKENS,
+            cached_tokens=first_chunk * PREFILL_CHUNK_TOKENS,
+            vision=state.vision,
+            handed_tokens=writer,
+            is_preemptible=True,
             digests=digests,
         )
 
     @override
     def prefix_blocks(self, state: DecodeState) -> Sequence[PrefixBlock]:
-        return state.again.blocks if state.again else ()
+        return state.recomputed.blocks if state.recomputed else ()
 
     @override
     def progress(self, state: DecodeState) -> tuple[int, int]:
@@ -471,12 +473,15 @@ class Decode(PromptStage[DecodeState]):
         While a finished answer still has chunks to recompute, one token less counts as done.
         """
         answer_tokens = len(state.ids) - state.prompt
-        is_over = state.over or state.words.ended or (answer_tokens and state.ids[-1] in state.words.ends)
-        has_chunks_left = state.again is not None and not state.again.complete
-        return answer_tokens - 1 if has_chunks_left else answer_tokens, answer_tokens if is_over else state.words.most
+        is_over = state.is_over or state.words.finish_reason or (answer_tokens and state.ids[-1] in state.words.end_ids)
+        has_chunks_left = state.recomputed is not None and not state.recomputed.complete
+        return (
+            answer_tokens - 1 if has_chunks_left else answer_tokens,
+            answer_tokens if is_over else state.words.max_tokens,
+        )
 
     @override
-    def grown(self, state: DecodeState) -> Sequence[bytes]:
+    def new_chunks(self, state: DecodeState) -> Sequence[bytes]:
         if state.sampled is None:
             return []
         sampled = state.sampled
@@ -485,12 +490,14 @@ class Decode(PromptStage[DecodeState]):
     @override
     def finish(self, state: DecodeState) -> StageOutput:
         words = state.words
-        answer = Answer("".join(delta.text for delta in words.made), words.ended, words.made, words.stop_reason)
+        answer = Answer(
+            "".join(delta.text for delta in words.deltas), words.finish_reason, words.deltas, words.stop_reason
+        )
         return StageOutput(media=(EncodedMedia("application/json", msgspec.json.encode(answer)),))
 
     @override
-    def let_go(self, state: DecodeState) -> None:
-        self._sequences.end(state.kv)
+    def release(self, state: DecodeState) -> None:
+        self._sequences.free(state.kv)
         if state.constraint:
             self._sequences.constraints.discard(state.constraint)
             state.constraint.close()
@@ -501,7 +508,7 @@ def _is_last(state: DecodeState) -> bool:
 
     It does by its number (the maximum length) or by its id.
     """
-    return len(state.answer) == state.words.most or state.ids[-1] in state.words.ends
+    return len(state.answer) == state.words.max_tokens or state.ids[-1] in state.words.end_ids
 
 
 def _sample_token(state: DecodeState, logits: Tensor) -> Drawn:
@@ -512,7 +519,7 @@ def _sample_token(state: DecodeState, logits: Tensor) -> Drawn:
             allowed = None if state.constraint.waits() else state.constraint.allowed(state.answer)
             if allowed is None:
                 return None
-        return sample(logits, state.how, len(state.ids), state.ids[: state.prompt], state.answer, allowed)
+        return sample(logits, state.sampling, len(state.ids), state.ids[: state.prompt], state.answer, allowed)
     except PermanentError as error:
         return error
 

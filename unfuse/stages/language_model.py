@@ -49,7 +49,7 @@ class VisionInputs:
         self, ids: Sequence[int], shown: Sequence[MediaItem], tensors: Tensors, vision: VisionConfig, layers: int
     ) -> None:
 
-        runs = [*vision.runs(ids, shown)]
+        runs = [*vision.token_runs(ids, shown)]
         self._positions = _token_positions(len(ids), runs, vision)
 
         suffixes = ["", *(f".{layer}" for layer in range(layers))]
@@ -72,7 +72,7 @@ class VisionInputs:
         steps_after_prompt = torch.arange(max(start, length), max(stop, length)) + 1 - length
         return torch.cat([self._positions[:, start:stop], self._positions[:, -1:] + steps_after_prompt], 1)
 
-    def seen(self, start: int, stop: int) -> VisionRows | None:
+    def visible_rows(self, start: int, stop: int) -> VisionRows | None:
         """Return the visible tokens from `start` to `stop`, or None. Their rows count from `start`."""
         rows, values = list[Tensor](), list[list[Tensor]]()
         for place, parts in self._runs:
@@ -92,9 +92,9 @@ def _run_features(tensors: Tensors, run: TokenRun, suffix: str, tokens: int) -> 
 
     `suffix`: "" for the embeddings, ".0" and so on for a deepstack layer.
     """
-    features = tensors.get(run.shown.shown + suffix)
-    if features is None or features.ndim != 2 or features.shape[0] != run.shown.tokens:
-        raise PermanentError(f"the features of picture {run.shown.shown[:12]} are missing or have the wrong size")
+    features = tensors.get(run.item.content_hash + suffix)
+    if features is None or features.ndim != 2 or features.shape[0] != run.item.tokens:
+        raise PermanentError(f"the features of picture {run.item.content_hash[:12]} are missing or have the wrong size")
     return features[run.first : run.first + tokens]
 
 
@@ -116,8 +116,8 @@ def _token_positions(length: int, runs: Sequence[TokenRun], vision: VisionConfig
         frames, rows, columns = (
             side // divisor for side, divisor in zip(run.grid, (1, vision.merge, vision.merge), strict=True)
         )
-        is_paced = run.shown.images and not vision.timed
-        pace = vision.pace * torch.tensor(run.shown.seconds) if is_paced else 1
+        is_paced = run.item.images and not vision.timed
+        pace = vision.pace * torch.tensor(run.item.seconds) if is_paced else 1
         frame_positions = (torch.arange(frames) * pace).long()
         axes = torch.meshgrid(frame_positions, torch.arange(rows), torch.arange(columns), indexing="ij")
         parts.append(torch.stack(axes).reshape(3, -1) + position)
@@ -136,7 +136,7 @@ LONG = 1 << 18
 OnLayer = Callable[[int], None]
 
 #: A sequence, the ids of its new tokens, and optionally the pictures and videos of its prompt.
-Part = tuple[KvSequence, Sequence[int]] | tuple[KvSequence, Sequence[int], VisionInputs | None]
+SequenceInput = tuple[KvSequence, Sequence[int]] | tuple[KvSequence, Sequence[int], VisionInputs | None]
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,9 @@ class LanguageModel:
         self._kv = kv
 
     @torch.no_grad()
-    def forward(self, parts: Sequence[Part], alone: bool = False, on_layer: OnLayer | None = None) -> list[Tensor]:
+    def forward(
+        self, parts: Sequence[SequenceInput], alone: bool = False, on_layer: OnLayer | None = None
+    ) -> list[Tensor]:
         """Compute KV of the new tokens of each sequence.
 
         Returns float32 logits (vocabulary,) after each last token.
@@ -204,7 +206,7 @@ class LanguageModel:
         )
         return [logits for (logits,) in forwards]
 
-    def _forward(self, parts: Sequence[Part], alone: bool, on_layer: OnLayer | None) -> list[Tensor]:
+    def _forward(self, parts: Sequence[SequenceInput], alone: bool, on_layer: OnLayer | None) -> list[Tensor]:
         """Compute one forward of all parts. Returns the logits of each part."""
         ids: list[int] = []
         positions: list[int] = []
@@ -250,7 +252,7 @@ class LanguageModel:
         for rows, start, vision_inputs in vision_parts:
             stop = start + rows.stop - rows.start
             rope_positions[:, 0, rows] = vision_inputs.positions(start, stop).to(rope_positions)
-            if seen := vision_inputs.seen(start, stop):
+            if seen := vision_inputs.visible_rows(start, stop):
                 visible.append((rows.start, seen))
 
         if not visible:

@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from unfuse.core.derived_facts import PROMPT
 from unfuse.core.errors import PermanentError
-from unfuse.core.text import CHUNK, TextStats, beginnings, unpacked
-from unfuse.core.vision import MediaItem, VisionConfig, places_of
+from unfuse.core.text import PREFILL_CHUNK_TOKENS, TextStats, prefix_digests, unpack_ids
+from unfuse.core.vision import MediaItem, VisionConfig, media_positions
 from unfuse.language.grammars import GrammarMatcher
 from unfuse.language.paged_kv import KvSequence, KvUsage, NoKvBlocks, PagedKvCache
 from unfuse.stages.base import StageInput, State, SteppedStage, Tensors
@@ -43,21 +43,21 @@ class SequenceState:
     #: How many of its tokens were in the KV cache before this step.
     done: int = 0
     #: The pictures and videos that its prompt shows, or None.
-    sight: VisionInputs | None = field(default=None, kw_only=True)
+    vision: VisionInputs | None = field(default=None, kw_only=True)
     #: Writes its KV for another worker; None if no worker needs it.
-    handed: KvWriter | None = field(default=None, kw_only=True)
+    handed_tokens: KvWriter | None = field(default=None, kw_only=True)
     #: Its KV from another worker, as long as that can be read.
-    given: KvBlocks | None = field(default=None, kw_only=True)
+    received_kv: KvBlocks | None = field(default=None, kw_only=True)
     #: Whether it stops when there is no room, instead of retracting others or waiting.
-    yields: bool = field(default=False, kw_only=True)
+    is_preemptible: bool = field(default=False, kw_only=True)
 
     @property
-    def elsewhere(self) -> KvBlocks | None:
+    def external_kv(self) -> KvBlocks | None:
         """The KV of its first tokens outside the KV cache, or None."""
-        return self.handed.written if self.handed else self.given
+        return self.handed_tokens.written if self.handed_tokens else self.received_kv
 
     @property
-    def most(self) -> int:
+    def max_length(self) -> int:
         """The most tokens that it may have."""
         return len(self.ids)
 
@@ -67,7 +67,7 @@ class SequenceState:
         `exact`: tokens that were computed before must be computed again in the same chunks.
         """
         start = self.kv.length
-        return self.ids[start : start - start % CHUNK + CHUNK]
+        return self.ids[start : start - start % PREFILL_CHUNK_TOKENS + PREFILL_CHUNK_TOKENS]
 
 
 class SequencePool:
@@ -143,11 +143,11 @@ class SequencePool:
         compiling = sum(constraint.compiling for constraint in self.constraints)
         return TextStats(usage.used, usage.free, self.prompts, compiling)
 
-    def sight(self, ids: Sequence[int], task: StageInput) -> VisionInputs | None:
+    def vision_inputs(self, ids: Sequence[int], task: StageInput) -> VisionInputs | None:
         """Return what a prompt of these token ids shows, or None. Raises PermanentError."""
-        if self._vision is None or not task.derived.shown:
+        if self._vision is None or not task.derived.media:
             return None
-        return VisionInputs(ids, task.derived.shown, task.tensors, self._vision, self._deep)
+        return VisionInputs(ids, task.derived.media, task.tensors, self._vision, self._deep)
 
     def leftovers(self) -> dict[str, int]:
         """Return leaked memory in bytes by owner: sequences, and blocks of no sequence.
@@ -166,19 +166,19 @@ class SequencePool:
     def end_all(self) -> None:
         """End every sequence. Call it only while no task has a state."""
         for sequence in [*self._order]:
-            self.end(sequence)
+            self.free(sequence)
 
     @contextmanager
-    def beginning(self, priority: int) -> Iterator[KvSequence]:
+    def common_prefix(self, priority: int) -> Iterator[KvSequence]:
         """Start a sequence for a state that is created in the block.
 
         It ends if the block raises.
         """
-        sequence = self.begin(priority)
+        sequence = self.start(priority)
         try:
             yield sequence
         except BaseException:
-            self.end(sequence)
+            self.free(sequence)
             raise
 
     def digests(self, prompt: Sequence[int], answer: Sequence[int], shown: Sequence[MediaItem]) -> tuple[str, ...]:
@@ -186,17 +186,17 @@ class SequencePool:
 
         Later prompts find the chunks of both under these digests. `shown`: the pictures and videos of the prompt.
         """
-        places = places_of(self._vision, prompt, shown) if self._vision and shown else ()
-        return beginnings([*prompt, *answer], places)
+        places = media_positions(self._vision, prompt, shown) if self._vision and shown else ()
+        return prefix_digests([*prompt, *answer], places)
 
-    def begin(self, priority: int) -> KvSequence:
+    def start(self, priority: int) -> KvSequence:
         """Start a sequence, the youngest of its priority."""
         sequence = self._kv.sequence()
         self._started += 1
         self._order[sequence] = -priority, self._started
         return sequence
 
-    def take(self, sequence: KvSequence, prefix: Sequence[Tensors], most: int) -> int:
+    def write_prefix_blocks(self, sequence: KvSequence, prefix: Sequence[Tensors], most: int) -> int:
         """Write cached prefix blocks (prefix caching) while there is room.
 
         Returns the tokens in the cache.
@@ -204,27 +204,27 @@ class SequencePool:
         `prefix`: consecutive blocks; their tensor `kv` is (layers, 2, heads, CHUNK, width).
         `most`: the most tokens to write.
         """
-        layout = self.layout(CHUNK)
+        layout = self.layout(PREFILL_CHUNK_TOKENS)
         for block in prefix:
             block_kv, start = block.get("kv"), sequence.length
-            shape = layout.layers, 2, layout.heads, CHUNK, layout.width
-            if block_kv is None or block_kv.shape != shape or start + CHUNK > most:
+            shape = layout.layers, 2, layout.heads, PREFILL_CHUNK_TOKENS, layout.width
+            if block_kv is None or block_kv.shape != shape or start + PREFILL_CHUNK_TOKENS > most:
                 break
             try:
-                sequence.grow(CHUNK)
+                sequence.extend(PREFILL_CHUNK_TOKENS)
             except NoKvBlocks:
                 break
             for layer, (keys, values) in enumerate(block_kv):
                 sequence.write(layer, keys[self.heads], values[self.heads], start)
         return sequence.length
 
-    def put(self, sequence: KvSequence, given: KvBlocks) -> int:
+    def write_received_kv(self, sequence: KvSequence, given: KvBlocks) -> int:
         """Write KV from another worker, if there is room now.
 
         Returns the tokens in the cache.
         """
         with suppress(NoKvBlocks):
-            sequence.grow(given.tokens)
+            sequence.extend(given.tokens)
             self._write(sequence, given)
         return sequence.length
 
@@ -233,7 +233,7 @@ class SequencePool:
         self._started += 1
         self._order[sequence] = LAST, self._started
 
-    def end(self, sequence: KvSequence) -> None:
+    def free(self, sequence: KvSequence) -> None:
         """Free a sequence."""
         sequence.free()
         self._order.pop(sequence, None)
@@ -249,8 +249,8 @@ class SequencePool:
         writers = list[KvWriter]()
         for state in sorted(states, key=lambda state: self._order[state.kv]):
             if chunk := self._next_chunk(state, exact):
-                parts[state.kv] = chunk, state.sight
-                writers += [state.handed] if state.handed else []
+                parts[state.kv] = chunk, state.vision
+                writers += [state.handed_tokens] if state.handed_tokens else []
 
         def on_layer(layer: int) -> None:
             for writer in writers:
@@ -266,8 +266,8 @@ class SequencePool:
             raise
 
         for state in states:
-            if state.handed:
-                state.handed.stepped()
+            if state.handed_tokens:
+                state.handed_tokens.stepped()
 
         logits = dict(zip(parts, logits_per_part, strict=True))
         return [logits.get(state.kv) if state.kv.length == len(state.ids) else None for state in states]
@@ -279,11 +279,11 @@ class SequencePool:
         """
         # A step that is repeated, to compare its results, has left tokens of the first time.
         state.kv.truncate(min(state.done, state.kv.length))
-        self._wanted_blocks[state.kv] = self._kv.blocks(state.most if exact else len(state.ids))
+        self._wanted_blocks[state.kv] = self._kv.blocks(state.max_length if exact else len(state.ids))
 
-        if state.yields and state.kv.length < state.done:
+        if state.is_preemptible and state.kv.length < state.done:
             return []
-        if not (state.kv.length or state.yields or self._may_start(state)):
+        if not (state.kv.length or state.is_preemptible or self._may_start(state)):
             return []
 
         chunk = state.chunk(exact=exact)
@@ -303,7 +303,7 @@ class SequencePool:
         if self._wanted_blocks[state.kv] + blocks_before > self.usage().blocks:
             return False
 
-        if stored_kv := state.elsewhere:
+        if stored_kv := state.external_kv:
             self._make_room(state.kv, stored_kv.tokens)
             self._write(state.kv, stored_kv)
         return True
@@ -321,7 +321,7 @@ class SequencePool:
         """
         while True:
             try:
-                sequence.grow(tokens)
+                sequence.extend(tokens)
                 return True
             except NoKvBlocks:
                 last = max(
@@ -344,7 +344,7 @@ class PromptStage(SteppedStage[State]):
     @override
     def verify(self, task: StageInput) -> None:
         """Raise PermanentError if the prompt has another length than the request states."""
-        if len(unpacked(task.uploads[PROMPT])) != task.derived.prompt_tokens:
+        if len(unpack_ids(task.uploads[PROMPT])) != task.derived.prompt_tokens:
             raise PermanentError("the prompt has another number of tokens than its request states")
 
     @override

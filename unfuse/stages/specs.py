@@ -33,9 +33,9 @@ REDRAW_ENCODE = StageSpec(
     role="decoder",
     slots=4,
     uploads=True,
-    reads=("image", "mask", *PIXELS),
-    spreads={"tiles": 0},
-    when="image",
+    depends_on_params=("image", "mask", *PIXELS),
+    parallelism={"tiles": 0},
+    only_with="image",
 )
 
 #: The denoiser: noise and embeddings to latents.
@@ -50,7 +50,7 @@ DENOISE = StageSpec(
 )
 
 #: The undivided pipeline as one stage.
-WHOLE = StageSpec(
+UNDIVIDED = StageSpec(
     "whole",
     "whole",
     (),
@@ -68,7 +68,7 @@ PREFILL = StageSpec(
     role="prefill",
     slots=32,
     work=Workload(size=("prompt_tokens",)),
-    goes_on=True,
+    prefix_cached=True,
     uploads=True,
 )
 
@@ -83,7 +83,7 @@ DECODE = StageSpec(
     slots=32,
     work=Workload("expected_tokens", size=()),
     uploads=True,
-    extends="kv",
+    extends_prefix_of="kv",
 )
 
 #: The vision encoder of a language model: one picture or video of a prompt to embeddings.
@@ -94,8 +94,8 @@ VISION_ENCODE = StageSpec(
     outputs=("seen",),
     role="vision",
     slots=4,
-    each="shown",
-    reads=("shown", "images", "picked", "frames", "rows", "columns"),
+    per_item="shown",
+    depends_on_params=("content_hash", "images", "frame_indexes", "frames", "rows", "columns"),
     work=Workload(size=("tokens",)),
     uploads=True,
 )
@@ -104,4 +104,4 @@ VISION_ENCODE = StageSpec(
 VAE_DECODE = StageSpec("vae_decode", "vae_decode", ("vae",), ("latents",), per_sample=True, role="decoder", slots=4)
 
 #: The kinds of stages that use LoRA adapters.
-ADAPTED = DENOISE.kind, WHOLE.kind
+ADAPTED = DENOISE.kind, UNDIVIDED.kind

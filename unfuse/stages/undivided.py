@@ -24,12 +24,12 @@ from PIL.Image import Image, Resampling
 from typing_extensions import override
 
 from unfuse.core.derived_facts import DerivedFacts
-from unfuse.core.errors import PermanentError, UnfuseError, Unsuitable
-from unfuse.core.modalities import REFERENCES, UPLOAD, UPLOADS
+from unfuse.core.errors import PermanentError, UnfuseError, UnsupportedRequest
+from unfuse.core.modalities import IMAGE_UPLOADS, UPLOAD, UPLOADS
 from unfuse.core.plan import Params
 from unfuse.core.request import FLAGGED_TYPE
 from unfuse.stages.base import EncodedMedia, StageInput, StageOutput, SteppedStage, need
-from unfuse.stages.image_encode import read_picture
+from unfuse.stages.image_encode import read_image
 from unfuse.stages.media import encode, need_format, remedy, to_bytes
 from unfuse.weights.adapters import LoadedAdapters
 
@@ -51,7 +51,7 @@ class PausedCall:
     """A call in its own thread that pauses at points of its own choice.
 
     `make`: the function to call. Its argument is a function that pauses the call.
-    The step loop calls `go_on` and `stop`, from one thread.
+    The step loop calls `advance` and `stop`, from one thread.
     """
 
     def __init__(self, make: Callable[[Callable[[], None]], Any]) -> None:
@@ -64,7 +64,7 @@ class PausedCall:
         self._paused_or_ended: SimpleQueue[BaseException | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Start or continue the call until its next pause or its end.
 
         Raises what the call raised.
@@ -94,7 +94,7 @@ class PausedCall:
         error: BaseException | None = None
         try:
             self.result = self._make(self._pause)
-        except BaseException as raised:  # `go_on` raises it again, in the thread of the step loop
+        except BaseException as raised:  # `advance` raises it again, in the thread of the step loop
             error = raised
         self.is_over = True
         self._paused_or_ended.put(error)
@@ -194,7 +194,7 @@ class UndividedStage(SteppedStage[RunningCall]):
 
     @override
     def uploads_of(self, derived: DerivedFacts) -> Sequence[str]:
-        return [name for name in UPLOADS if name in derived.pictures]
+        return [name for name in UPLOADS if name in derived.image_hashes]
 
     @override
     def verify(self, task: StageInput) -> None:
@@ -218,7 +218,7 @@ class UndividedStage(SteppedStage[RunningCall]):
         arguments: dict[str, Any] = {argument: value for argument, value in values if value is not None}
         pictures = {name: self._picture(data, params) for name, data in task.uploads.items()}
         arguments |= {argument: pictures[name] for argument, name in self._takes.items() if name in pictures}
-        if (references := [pictures[name] for name in REFERENCES if name in pictures])[1:]:
+        if (references := [pictures[name] for name in IMAGE_UPLOADS if name in pictures])[1:]:
             arguments[UPLOAD] = references
 
         generator = torch.Generator(self._generator_device).manual_seed(need(params, "seed", int))
@@ -257,7 +257,7 @@ class UndividedStage(SteppedStage[RunningCall]):
         return StageOutput(media=encode(self._pixels(result, state.params), state.params))
 
     @override
-    def let_go(self, state: RunningCall) -> None:
+    def release(self, state: RunningCall) -> None:
         """Stop the call if it has not ended."""
         state.call.stop()
 
@@ -269,14 +269,14 @@ class UndividedStage(SteppedStage[RunningCall]):
         try:
             if self._loras is not None:
                 self._loras.use(state.params, state.lora_id)
-            state.call.go_on()
+            state.call.advance()
         except REFUSALS as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            return Unsuitable(f"the pipeline does not accept this request: {reason}")
+            return UnsupportedRequest(f"the pipeline does not accept this request: {reason}")
         except AttributeError as error:
             if not hasattr(error.obj, "set_timesteps"):
                 return error
-            return Unsuitable(f"the pipeline does not work with the model's noise scheduler: {error}")
+            return UnsupportedRequest(f"the pipeline does not work with the model's noise scheduler: {error}")
         except Exception as error:  # the rest of the batch continues
             return error
         return state
@@ -330,7 +330,7 @@ class UndividedStage(SteppedStage[RunningCall]):
 
         It is resized if the call takes no size, because then the picture decides the result's size.
         """
-        picture = read_picture(upload)
+        picture = read_image(upload)
         if not self._picture_scale:
             return picture
         width, height = (need(params, side, int) // self._picture_scale for side in ("width", "height"))

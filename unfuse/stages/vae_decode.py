@@ -46,13 +46,13 @@ class VaeDecoder(Protocol):
 class CausalDecoder(VaeDecoder, Protocol):
     """A VAE decoder that can decode one request piece by piece, in frame order."""
 
-    def pieces(self, grid: Tensor) -> int:
+    def fragment_count(self, grid: Tensor) -> int:
         """Return the number of pieces of a request's pixels.
 
         `grid`: (1, channels, latent frames, latent height, latent width).
         """
 
-    def decode_pieces(self, grid: Tensor) -> Iterator[Tensor]:
+    def decode_fragments(self, grid: Tensor) -> Iterator[Tensor]:
         """Yield the pieces, (1, 3, frames, height, width).
 
         Joined along frames, they equal the result of `decode`, bit for bit. Pieces of other requests may be decoded in
@@ -69,13 +69,13 @@ class VaeDecodeState:
     #: The number of steps: one for each piece.
     steps: int
     #: The remaining pieces of pixels; empty for a VAE that decodes at once.
-    pieces: Iterator[Tensor]
+    fragments: Iterator[Tensor]
     #: The open file to which the frames are added.
     recording: MediaWriter
     #: The steps done.
     done: int = 0
     #: What the last step added to the stream of the file.
-    part: bytes = b""
+    new_bytes: bytes = b""
 
 
 class VaeDecode(SteppedStage[VaeDecodeState]):
@@ -103,15 +103,15 @@ class VaeDecode(SteppedStage[VaeDecodeState]):
         latents = need_tensor(task, "latents", self._decoder.latents)
         grid = self._decoder.unpack(latents, task.params)
         recording = record(task.params)
-        if isinstance(self._decoder, CausalDecoder) and (pieces := self._decoder.pieces(grid)) > 1:
-            return VaeDecodeState(grid, pieces, self._decoder.decode_pieces(grid), recording)
+        if isinstance(self._decoder, CausalDecoder) and (pieces := self._decoder.fragment_count(grid)) > 1:
+            return VaeDecodeState(grid, pieces, self._decoder.decode_fragments(grid), recording)
         return VaeDecodeState(grid, 1, iter(()), recording)
 
     @override
     @torch.no_grad()
     def step(self, batch: Sequence[VaeDecodeState]) -> list[VaeDecodeState | Exception]:
         if batch[0].steps > 1:
-            return [_add_frames(state, state.pieces) for state in batch]
+            return [_add_frames(state, state.fragments) for state in batch]
 
         decoded = iter(self._decoder.decode(torch.cat([state.grid for state in batch])).chunk(len(batch)))
         return [_add_frames(state, decoded) for state in batch]
@@ -121,8 +121,8 @@ class VaeDecode(SteppedStage[VaeDecodeState]):
         return state.done, state.steps
 
     @override
-    def part(self, state: VaeDecodeState) -> bytes:
-        return state.part
+    def video_fragment(self, state: VaeDecodeState) -> bytes:
+        return state.new_bytes
 
     @override
     def finish(self, state: VaeDecodeState) -> StageOutput:
@@ -135,7 +135,7 @@ def _add_frames(state: VaeDecodeState, pixels: Iterator[Tensor]) -> VaeDecodeSta
     `pixels`: yields (1, 3, frames, height, width) each. Returns the state, or the error of decoding or encoding.
     """
     try:
-        state.part = state.recording.add(to_pixels(next(pixels)[0]))
+        state.new_bytes = state.recording.add(to_pixels(next(pixels)[0]))
     except Exception as error:  # the rest of the batch continues
         return error
     state.done += 1
@@ -171,7 +171,7 @@ class PreviewDecoder:
         self._load = load
         self._decoder: VaeDecoder | None = None
 
-    def picture(self, latents: Tensor, params: Params) -> EncodedMedia:
+    def preview(self, latents: Tensor, params: Params) -> EncodedMedia:
         """Return a JPEG preview of a request's latents."""
         self._decoder = self._decoder or self._load()
         grid = self._decoder.unpack(latents, params)[:, :, :1]

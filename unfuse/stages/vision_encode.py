@@ -15,7 +15,7 @@ from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import PermanentError
 from unfuse.core.vision import Grid, MediaItem
 from unfuse.stages.base import OneStepState, Outline, Stage, StageInput, StageOutput
-from unfuse.stages.image_encode import read_picture
+from unfuse.stages.image_encode import read_image
 from unfuse.stages.media import read_frames
 
 
@@ -61,8 +61,8 @@ class VisionEncoder(Protocol):
 class VisionEncode(Stage):
     """The vision encoder stage: an upload in, its features out.
 
-    Features are named by the content of the upload (`MediaItem.shown`). Different uploads never share a batch: the
-    features of each are announced once they are computed, so that readers may fetch them without waiting for others.
+    Features are named by the content of the upload (`MediaItem.content_hash`). Different uploads never share a batch:
+    the features of each are announced once they are computed, so that readers need not wait for others.
     """
 
     kind = "vision_encode"
@@ -80,7 +80,7 @@ class VisionEncode(Stage):
 
     @override
     def batch_key(self, task: StageInput) -> Hashable:
-        return _media_item(task.derived).shown
+        return _media_item(task.derived).content_hash
 
     @override
     def outline(self, state: OneStepState) -> Outline:
@@ -112,24 +112,24 @@ def _media_item(derived: DerivedFacts) -> MediaItem:
 
     Raises PermanentError for any other number.
     """
-    if len(derived.shown) != 1:
-        raise PermanentError(f"a task of vision_encode must be for one picture or video, not {len(derived.shown)}")
-    return derived.shown[0]
+    if len(derived.media) != 1:
+        raise PermanentError(f"a task of vision_encode must be for one picture or video, not {len(derived.media)}")
+    return derived.media[0]
 
 
 def _tensor_names(task: StageInput, deep: int) -> list[str]:
     """Return the names of a task's output tensors: the embeddings, then each deepstack layer."""
-    name = _media_item(task.derived).shown
+    name = _media_item(task.derived).content_hash
     return [name, *(f"{name}.{layer}" for layer in range(deep))]
 
 
 def _decode_images(task: StageInput, item: MediaItem) -> Iterator[Image.Image]:
     """Yield the picture, or the shown frames of the video, of a task."""
     (data,) = task.uploads.values()
-    if item.picked:
-        yield from read_frames(data, [int(number) for number in item.picked.split(",")])
+    if item.frame_indexes:
+        yield from read_frames(data, [int(number) for number in item.frame_indexes.split(",")])
     elif item.images:
         pictures: list[bytes] = decode(data, list[bytes], MAX_UPLOAD_BYTES)
-        yield from map(read_picture, pictures)
+        yield from map(read_image, pictures)
     else:
-        yield read_picture(data)
+        yield read_image(data)

@@ -28,7 +28,7 @@ from unfuse.core.registry import resolve
 from unfuse.stores import BACKENDS
 
 #: Bytes that are written and then hashed before the next ones: a core still has them in its own cache.
-PIECE = 256 * 1024
+HASH_BYTES = 256 * 1024
 
 
 class Checksums:
@@ -40,7 +40,7 @@ class Checksums:
         self._hashed, self._next = 0, min(self._chunk, memory.nbytes)
         self._values: list[int] = []
 
-    def filled(self, end: int, least: int = PIECE) -> None:
+    def filled(self, end: int, least: int = HASH_BYTES) -> None:
         """Hash the new ones of the first `end` bytes, filled from front to back.
 
         Fewer than `least` new bytes are left for a later call.
@@ -57,7 +57,7 @@ class Checksums:
                 self._next = min(stop + self._chunk, self._bytes.nbytes)
 
     @property
-    def known(self) -> tuple[int, ...]:
+    def complete(self) -> tuple[int, ...]:
         """The checksums of the complete chunks."""
         return tuple(self._values)
 
@@ -187,7 +187,7 @@ class StorageBackend(ABC):
         assert self.arena
         return self.arena.create(nbytes, request)
 
-    def at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+    def memory(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
         """Return bytes of the objects' memory, whatever they are now."""
         raise NotImplementedError(f"{type(self).__name__} does not give access to its memory")
 
@@ -217,7 +217,7 @@ class StorageBackend(ABC):
         """Drop an object that is not sealed."""
 
     @abstractmethod
-    def hold(self, ref: ObjectRef) -> ObjectHold:
+    def open(self, ref: ObjectRef) -> ObjectHold:
         """Return a hold on an object, of any owner, to read it.
 
         Raises ObjectLost if the object cannot be reached, is not sealed, or has another key, generation or length
@@ -225,7 +225,7 @@ class StorageBackend(ABC):
         """
 
     @abstractmethod
-    def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
+    def register_owners(self, peers: Mapping[str, tuple[str, str]]) -> None:
         """Register the places of other owners, as {owner: (node, address)}.
 
         Their objects can be read from now on.
@@ -248,7 +248,7 @@ class StorageBackend(ABC):
         """Delete all objects of a request, also unsealed ones. Idempotent."""
 
     @abstractmethod
-    def holding(self) -> frozenset[str]:
+    def stored_requests(self) -> frozenset[str]:
         """Return the ids of the requests with objects of this owner that are not deleted."""
 
     def idle(self) -> Sequence[Extent]:
@@ -310,7 +310,7 @@ class TabledBackend(StorageBackend):
         self._objects.release(request)
 
     @override
-    def holding(self) -> frozenset[str]:
+    def stored_requests(self) -> frozenset[str]:
         return self._objects.requests()
 
     @override

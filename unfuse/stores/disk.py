@@ -14,7 +14,7 @@ from tempfile import TemporaryFile
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, NotFound, TransientError
-from unfuse.core.paths import expanded
+from unfuse.core.paths import expand_path
 from unfuse.stores.blobs import PART_BYTES, BlobStore, Data, StoredBlob
 
 #: Values of `fsync` in the URL. None syncs durable blobs only.
@@ -32,7 +32,7 @@ class DiskBlobs(BlobStore):
         path, _, fsync = url.partition(":")[2].partition("?fsync=")
         if not path or fsync not in FSYNC:
             raise ConfigError(f"{url!r} does not name a folder: use disk:PATH")
-        self._root, self._fsync = expanded(path).absolute(), FSYNC[fsync]
+        self._root, self._fsync = expand_path(path).absolute(), FSYNC[fsync]
         try:
             _make_folder(self._root)
         except OSError as error:

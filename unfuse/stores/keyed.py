@@ -70,7 +70,7 @@ class KeyedBackend(StorageBackend):
     def abort(self, id: str) -> None:
         self._writing.pop(id, None)
 
-    def keep(self, ref: ObjectRef | Extent, memory: NDArray[np.uint8], *, durable: bool = False) -> None:
+    def store(self, ref: ObjectRef | Extent, memory: NDArray[np.uint8], *, durable: bool = False) -> None:
         """Store a sealed object of another store.
 
         Raises ArenaFull, or TransientError if the blob store fails.
@@ -84,7 +84,7 @@ class KeyedBackend(StorageBackend):
         self._read(self._folder(self._owner, object.request), object, memory)
 
     @override
-    def hold(self, ref: ObjectRef) -> ObjectHold:
+    def open(self, ref: ObjectRef) -> ObjectHold:
         """Read an object into memory. Raises ObjectLost, also if its checksums do not match."""
         try:
             memory = self._read(self._folder(self._owner and ref.owner, ref.request), ref)
@@ -95,7 +95,7 @@ class KeyedBackend(StorageBackend):
         return ObjectHold(memory, partial(self._hold_lock.post, partial(self._end_hold, ref.nbytes)))
 
     @override
-    def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
+    def register_owners(self, peers: Mapping[str, tuple[str, str]]) -> None:
         """Do nothing: objects of other owners are in the same blob store."""
 
     @override
@@ -110,7 +110,7 @@ class KeyedBackend(StorageBackend):
         self._blobs.drop(self._folder(self._owner, request))
 
     @override
-    def holding(self) -> frozenset[str]:
+    def stored_requests(self) -> frozenset[str]:
         unsealed = {request for _, request in tuple(self._writing.values())}
         return frozenset(
             unsealed | {last_part(entry.folder) for entry in self._blobs.entries(self._folder(self._owner))}
@@ -214,7 +214,7 @@ class StoredObjects:
             self._blobs.drop(folder)
 
 
-def remains_at(*urls: str) -> list[StoredObjects]:
+def stored_objects(*urls: str) -> list[StoredObjects]:
     """Return the stored objects at those of these URLs that are blob stores. Raises ConfigError.
 
     The URLs are of tensor stores and durable copies; of a spill store, the slow part counts.

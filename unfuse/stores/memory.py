@@ -57,12 +57,12 @@ class MemoryBackend(TabledBackend):
         return ObjectDraft(extent.id, extent.key, extent.generation, self._heap.buffers[extent.offset])
 
     @override
-    def hold(self, ref: ObjectRef) -> ObjectHold:
+    def open(self, ref: ObjectRef) -> ObjectHold:
         extent = self._objects.hold(ref.id, ref.key, ref.generation, ref.nbytes)
         return ObjectHold(self._heap.buffers[extent.offset], partial(self._objects.unhold, ref.id))
 
     @override
-    def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
+    def register_owners(self, peers: Mapping[str, tuple[str, str]]) -> None:
         """Do nothing: no other owner's memory can be reached."""
 
     @override

@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, NotFound, ResultsUnavailable, TransientError
 from unfuse.core.messages import StorageLocations
-from unfuse.core.modalities import MEDIA
-from unfuse.core.paths import expanded
+from unfuse.core.modalities import MODALITIES
+from unfuse.core.paths import expand_path
 from unfuse.core.request import ResultFile
 from unfuse.stores import BLOB_STORES
 from unfuse.stores.blobs import BlobStore, StoredBlob, open_blobs
@@ -28,16 +28,16 @@ from unfuse.stores.disk import DiskBlobs
 
 #: Prefixes of blob names: of attachments, and of attachments with video fragments.
 ATTACHED = "attached-"
-PART = "part-"
+FRAGMENT = "part-"
 ATTACHMENT = re.compile(r"[a-z0-9_.-]{1,80}")
-PREFIXES = tuple(modality.prefix for modality in MEDIA)
+PREFIXES = tuple(modality.prefix for modality in MODALITIES)
 REQUEST_ID = re.compile(rf"({'|'.join(PREFIXES)})[0-9a-f]{{32}}")
 
 #: A disk with fewer free bytes than this, about a picture, counts as full.
-LEAST_ROOM = 1 << 20
+MIN_FREE_BYTES = 1 << 20
 
 #: The file in a result folder by whose content machines recognize the same folder.
-MARK = "results.mark"
+ID_FILE = "results.mark"
 
 #: Seconds that a local copy of a result is kept. No reader takes longer.
 COPY_S = 3600
@@ -92,7 +92,7 @@ class ResultStore(ABC):
         with _unavailable():
             self._blobs.drop(_folder(request))
 
-    def kept(self) -> dict[str, tuple[float, int]]:
+    def stored_requests(self) -> dict[str, tuple[float, int]]:
         """Return (Unix time of the last write, bytes) of each request here, oldest first."""
         stored: dict[str, tuple[float, int]] = {}
         with _unavailable():
@@ -107,7 +107,7 @@ class ResultStore(ABC):
 
         `before` is a Unix time in seconds.
         """
-        old = [request for request, (modified, _) in self.kept().items() if modified < before]
+        old = [request for request, (modified, _) in self.stored_requests().items() if modified < before]
         for request in old:
             self.delete(request)
         return old
@@ -136,7 +136,7 @@ class DiskResults(ResultStore):
     @override
     def check(self) -> None:
         with _unavailable():
-            self._blobs.require_room(LEAST_ROOM)
+            self._blobs.require_room(MIN_FREE_BYTES)
 
 
 class RemoteResults(ResultStore):
@@ -186,7 +186,7 @@ class _InaccessibleBlobs(BlobStore):
         return iter(())
 
 
-def mark_of(url: str) -> str:
+def store_id(url: str) -> str:
     """Return the mark by which `sees` recognizes a result folder; "" for other stores.
 
     The mark is written if it is missing. If it cannot be written, as on a full disk, it is "": then every machine
@@ -206,7 +206,7 @@ def mark_of(url: str) -> str:
         return ""
 
 
-def sees(url: str, mark: str) -> bool:
+def is_same_store(url: str, mark: str) -> bool:
     """Whether this machine sees the scheduler's result store at `url`, with that mark."""
     path = _mark_in(url)
     try:
@@ -217,27 +217,27 @@ def sees(url: str, mark: str) -> bool:
 
 def copies_here(places: StorageLocations) -> str:
     """Return the URL of durable copies of this machine's objects, or "none"."""
-    is_here = places.durable != "none" or sees(places.results, places.mark)
-    return places.copies if is_here else "none"
+    is_here = places.durable != "none" or is_same_store(places.results, places.results_store_id)
+    return places.durable_url if is_here else "none"
 
 
 def _mark_in(url: str) -> Path | None:
     """Return the path of the mark in a `disk:` URL's folder; None for other URLs."""
     kind, _, path = url.partition("?")[0].partition(":")
-    return expanded(path).absolute() / MARK if kind == "disk" and path else None
+    return expand_path(path).absolute() / ID_FILE if kind == "disk" and path else None
 
 
-def part_name(attempt: int, step: int) -> str:
+def fragment_name(attempt: int, step: int) -> str:
     """Return the name of the attachment with the video fragment of a step.
 
     Steps of an attempt count from 1.
     """
-    return f"{parts_of(attempt)}{step}"
+    return f"{fragment_prefix(attempt)}{step}"
 
 
-def parts_of(attempt: int) -> str:
+def fragment_prefix(attempt: int) -> str:
     """Return the prefix of the names of an attempt's video fragments."""
-    return f"{PART}{attempt}-"
+    return f"{FRAGMENT}{attempt}-"
 
 
 def open_results(url: str, mark: str = "") -> ResultStore:
@@ -252,7 +252,7 @@ def open_results(url: str, mark: str = "") -> ResultStore:
         raise ConfigError(
             f"--results {url!r} is not supported: use disk:PATH, s3://BUCKET/PREFIX or redis://HOST:PORT/DATABASE"
         )
-    if not sees(url, mark):
+    if not is_same_store(url, mark):
         return RemoteResults(_InaccessibleBlobs())
     blobs = open_blobs(url)
     return DiskResults(blobs) if isinstance(blobs, DiskBlobs) else RemoteResults(blobs)

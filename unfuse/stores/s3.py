@@ -28,7 +28,7 @@ URL = re.compile(r"s3://([a-z0-9.-]{3,63})(?:/([^?]*))?(?:\?endpoint=(https?://.
 TIMES: ClientConfig = {"connect_timeout": "5s", "read_timeout": "30s", "timeout": "600s"}
 
 #: Time for which a failed call is repeated (retry policy).
-AGAIN = timedelta(seconds=10)
+RETRY_TIMEOUT = timedelta(seconds=10)
 
 
 class S3Blobs(BlobStore):
@@ -47,7 +47,7 @@ class S3Blobs(BlobStore):
             prefix=match[2] or None,
             config={"endpoint": match[3]} if match[3] else {},
             client_options={"allow_http": True, **TIMES},
-            retry_config={"max_retries": 3, "retry_timeout": AGAIN},
+            retry_config={"max_retries": 3, "retry_timeout": RETRY_TIMEOUT},
         )
 
     @override

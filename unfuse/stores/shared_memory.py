@@ -45,7 +45,7 @@ class ArenaReaders:
         self._watcher = Thread(target=self._watch, name="arena-deaths", daemon=True)
         self._watcher.start()
 
-    def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
+    def register_owners(self, peers: Mapping[str, tuple[str, str]]) -> None:
         """Register the places of owners, as {owner: (node, address)}."""
         self._addresses.update({owner: address for owner, (_, address) in peers.items()})
 
@@ -135,7 +135,7 @@ class SharedMemoryBackend(TabledBackend):
         return ObjectDraft(extent.id, extent.key, extent.generation, self._home.writable(extent))
 
     @override
-    def at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+    def memory(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
         return self._home.memory[offset : offset + nbytes]
 
     @override
@@ -149,15 +149,15 @@ class SharedMemoryBackend(TabledBackend):
         return whole
 
     @override
-    def hold(self, ref: ObjectRef) -> ObjectHold:
+    def open(self, ref: ObjectRef) -> ObjectHold:
         reader = self._reader(ref)
         with _lost_if_unreachable(ref):
             extent = reader.hold(ref.id, ref.key, ref.generation, ref.nbytes)
         return ObjectHold(reader.view[extent.offset : extent.offset + extent.nbytes], partial(reader.unhold, ref.id))
 
     @override
-    def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
-        self._readers.learn(peers)
+    def register_owners(self, peers: Mapping[str, tuple[str, str]]) -> None:
+        self._readers.register_owners(peers)
 
     @override
     def reaches(self, owner: str) -> bool:

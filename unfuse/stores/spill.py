@@ -58,8 +58,8 @@ class SpillBackend(StorageBackend):
         return self._allocate(nbytes, partial(self.arena.create, nbytes, request))
 
     @override
-    def at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        return self._fast.at(offset, nbytes)
+    def memory(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        return self._fast.memory(offset, nbytes)
 
     @override
     def announce(self, id: str, written: tuple[int, ...]) -> None:
@@ -78,15 +78,15 @@ class SpillBackend(StorageBackend):
         self._fast.abort(id)
 
     @override
-    def hold(self, ref: ObjectRef) -> ObjectHold:
+    def open(self, ref: ObjectRef) -> ObjectHold:
         try:
-            return self._fast.hold(ref)
+            return self._fast.open(ref)
         except ObjectLost:
-            return self._slow.hold(ref)
+            return self._slow.open(ref)
 
     @override
-    def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
-        self._fast.learn(peers)
+    def register_owners(self, peers: Mapping[str, tuple[str, str]]) -> None:
+        self._fast.register_owners(peers)
 
     @override
     def reaches(self, owner: str) -> bool:
@@ -107,8 +107,8 @@ class SpillBackend(StorageBackend):
         self._slow.release(request)
 
     @override
-    def holding(self) -> frozenset[str]:
-        return self._fast.holding() | self._slow.holding()
+    def stored_requests(self) -> frozenset[str]:
+        return self._fast.stored_requests() | self._slow.stored_requests()
 
     @override
     def usage(self) -> MemoryUsage:
@@ -163,8 +163,8 @@ class SpillBackend(StorageBackend):
         ref = ObjectRef(
             id, self._options.owner, "", extent.request, "", 0, extent.generation, nbytes, (), (), extent.key, 0.0
         )
-        hold = self._fast.hold(ref)
-        self._slow.keep(ref, hold.bytes())
+        hold = self._fast.open(ref)
+        self._slow.store(ref, hold.bytes())
         hold.release()
         try:
             self._fast.spill(ref)

@@ -17,10 +17,10 @@ from unfuse.arena.extents import MemoryUsage
 from unfuse.arena.objects import Extent
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, TransientError
-from unfuse.core.object_ref import ALIGNMENT, DTYPES, PACKED, ObjectRef, TensorMeta, chunk_bytes, lay_out
+from unfuse.core.object_ref import ALIGNMENT, DTYPES, PACKED, ObjectRef, TensorMeta, chunk_bytes, layout_tensors
 from unfuse.stores.base import (
     DEFAULT_CAPACITY,
-    PIECE,
+    HASH_BYTES,
     SPILL_CAPACITY,
     Checksums,
     ObjectDraft,
@@ -44,7 +44,7 @@ from unfuse.stores.tensors import (
 )
 
 #: Seconds between two tries of a `put` that waits for room.
-LOOK_AGAIN_S = 0.005
+RECHECK_S = 0.005
 
 
 class UnsealedObject:
@@ -69,7 +69,7 @@ class UnsealedObject:
         """The tensors by name, to be written, as torch tensors."""
         return {meta.name: torch_over(self._memory, meta) for meta in self.ref.tensors}
 
-    def due(self, name: str, elements: int) -> bool:
+    def completes_chunk(self, name: str, elements: int) -> bool:
         """Whether readers gain a chunk once so many elements of a tensor are written.
 
         All tensors before it are written, too.
@@ -79,7 +79,7 @@ class UnsealedObject:
     def written(self, name: str, elements: int) -> None:
         """Note that so many elements of a tensor are written and will not change."""
         self._checksums.filled(self._offset_behind(name, elements), 1)
-        if len(self._checksums.known) > self._announced:
+        if len(self._checksums.complete) > self._announced:
             self.announce()
 
     def fill(self, tensors: Mapping[str, Any]) -> None:
@@ -104,8 +104,8 @@ class UnsealedObject:
             if value is not None and source is None:
                 copy_into(self._memory[meta.offset : end], value)
             elif source is not None:
-                for start in range(meta.offset, end, PIECE):
-                    stop = min(start + PIECE, end)
+                for start in range(meta.offset, end, HASH_BYTES):
+                    stop = min(start + HASH_BYTES, end)
                     self._memory[start:stop] = source[start - meta.offset : stop - meta.offset]
                     self._checksums.filled(stop)
 
@@ -134,9 +134,9 @@ class UnsealedObject:
         """Let readers see the complete chunks."""
         if self._lost:
             return
-        self._announced = len(self._checksums.known)
+        self._announced = len(self._checksums.complete)
         try:
-            self._backend.announce(self.ref.id, self._checksums.known)
+            self._backend.announce(self.ref.id, self._checksums.complete)
         except ObjectLost as error:
             self._lost = error
 
@@ -240,12 +240,12 @@ class TensorStore:
         """Allocate room in the arena for an object from another node. Raises ArenaFull."""
         return self._backend.reserve(nbytes, request)
 
-    def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
+    def register_owners(self, peers: Mapping[str, tuple[str, str]]) -> None:
         """Register the places of other owners, as {owner: (node, address)}.
 
         Their objects can be read from now on.
         """
-        self._backend.learn(peers)
+        self._backend.register_owners(peers)
 
     def reaches(self, owner: str) -> bool:
         """Whether another owner's memory can be mapped.
@@ -275,9 +275,9 @@ class TensorStore:
         wide = tensors
         if encoding != "none":
             tensors = {name: narrowed(value, encoding) for name, value in wide.items()}
-        metas, nbytes = lay_out((name, *describe(value)) for name, value in tensors.items())
+        metas, nbytes = layout_tensors((name, *describe(value)) for name, value in tensors.items())
         narrow = {name: describe(wide[name])[0] for name in tensors if tensors[name] is not wide[name]}
-        metas = tuple(replace(meta, wide=narrow[meta.name]) if narrow.get(meta.name) else meta for meta in metas)
+        metas = tuple(replace(meta, is_wide=narrow[meta.name]) if narrow.get(meta.name) else meta for meta in metas)
         output = self._new_unsealed(metas, nbytes, request, stage, attempt, wait)
         try:
             output.write(tensors)
@@ -286,7 +286,7 @@ class TensorStore:
             output.abort()
             raise
 
-    def begin(
+    def start_output(
         self,
         outline: Iterable[tuple[str, str, tuple[int, ...]]],
         *,
@@ -301,20 +301,20 @@ class TensorStore:
         it is whole: the store does not announce, or the output is a single chunk and not `small`. With `small`, such
         an output is announced, too. Raises ArenaFull, and ValueError for an outline that no object can have.
         """
-        metas, nbytes = lay_out(outline)
+        metas, nbytes = layout_tensors(outline)
         if not self._backend.announces or (nbytes <= chunk_bytes(nbytes) and not small):
             return None
         output = self._new_unsealed(metas, nbytes, request, stage, attempt)
         output.announce()
         return output
 
-    def at(self, offset: int, nbytes: int) -> Any:
+    def memory(self, offset: int, nbytes: int) -> Any:
         """Return bytes of the objects' memory, as a torch tensor of uint8."""
-        return torch_over(self._backend.at(offset, nbytes), TensorMeta("", "uint8", (nbytes,), 0, nbytes))
+        return torch_over(self._backend.memory(offset, nbytes), TensorMeta("", "uint8", (nbytes,), 0, nbytes))
 
     def is_whole(self, ref: ObjectRef) -> bool:
         """Whether an object that can be mapped is completely written. Raises ObjectLost."""
-        return ref.whole or self._backend.is_whole(ref)
+        return ref.is_whole or self._backend.is_whole(ref)
 
     def get(self, ref: ObjectRef, *, as_torch: bool = False, verify: bool = False, reader: str = "") -> HeldTensors:
         """Read an object without copying, as numpy arrays or torch tensors.
@@ -323,11 +323,11 @@ class TensorStore:
         another request's object. Raises ObjectLost if the object is gone or does not match the ref; with `verify`,
         also if its checksums do not match.
         """
-        hold = self.hold(ref, verify=verify, reader=reader)
+        hold = self.open(ref, verify=verify, reader=reader)
         over, memory = (torch_over if as_torch else numpy_over), hold.bytes(writable=as_torch)
         return HeldTensors({meta.name: over(memory, meta) for meta in ref.tensors}, hold)
 
-    def hold(self, ref: ObjectRef, *, verify: bool = False, reader: str = "") -> ObjectHold:
+    def open(self, ref: ObjectRef, *, verify: bool = False, reader: str = "") -> ObjectHold:
         """Return a hold on an object, or else on its durable copy.
 
         Raises ObjectLost, as `get`.
@@ -338,14 +338,14 @@ class TensorStore:
         self._holds[hold] = ref
         return hold
 
-    def held(self) -> list[ObjectRef]:
+    def open_refs(self) -> list[ObjectRef]:
         """Return the refs of the objects that were read here and are still held."""
         return [ref for hold, ref in list(self._holds.items()) if not hold.released]
 
     def _hold_object(self, ref: ObjectRef, verify: bool, reader: str) -> ObjectHold:
         """Return a hold on an object or its durable copy. Raises ObjectLost."""
         try:
-            hold = self._backend.hold(ref)
+            hold = self._backend.open(ref)
             if verify and checksums_of(hold.bytes()) != ref.checksums:
                 hold.release()
                 raise ObjectLost(f"object {ref.id} is damaged: its bytes do not match its checksums", ref.id)
@@ -365,7 +365,7 @@ class TensorStore:
         """
         if copies := self._copies():
             copy = replace(ref, request=reader or ref.request)
-            copies.keep(copy, self._backend.hold(ref).bytes(), durable=True)
+            copies.store(copy, self._backend.open(ref).bytes(), durable=True)
 
     def delete(self, ref: ObjectRef) -> None:
         """Delete an object of this owner.
@@ -399,9 +399,9 @@ class TensorStore:
         """
         self._backend.release(request)
 
-    def holding(self) -> frozenset[str]:
+    def stored_requests(self) -> frozenset[str]:
         """Return the ids of the requests with objects of this owner."""
-        return self._backend.holding()
+        return self._backend.stored_requests()
 
     def usage(self) -> MemoryUsage:
         """Return how full the store is, in bytes."""
@@ -428,7 +428,7 @@ class TensorStore:
             raise ObjectLost(f"object {ref.id} is lost: {error}", ref.id) from error
         if copies is None:
             raise ObjectLost(f"object {ref.id} is lost, and this worker has no durable copies", ref.id)
-        return copies.hold(ref)
+        return copies.open(ref)
 
     def _new_unsealed(
         self, metas: tuple[TensorMeta, ...], nbytes: int, request: str, stage: str, attempt: int, wait: float = 0.0
@@ -463,7 +463,7 @@ class TensorStore:
             except ArenaFull as full:
                 if nbytes > full.capacity or self._clock.now() >= until:
                     raise
-            time.sleep(LOOK_AGAIN_S)
+            time.sleep(RECHECK_S)
 
     def __enter__(self) -> TensorStore:
         return self
@@ -473,12 +473,12 @@ class TensorStore:
 
 
 def _is_consistent(ref: ObjectRef) -> bool:
-    """Whether a ref's tensors are where `lay_out` puts them, inside their object."""
+    """Whether a ref's tensors are where `layout_tensors` puts them, inside their object."""
     try:
-        narrow = (meta for meta in ref.tensors if meta.wide or meta.dtype == PACKED)
-        if any(meta.wide not in WIDE.get(meta.dtype, ()) for meta in narrow):
+        narrow = (meta for meta in ref.tensors if meta.is_wide or meta.dtype == PACKED)
+        if any(meta.is_wide not in WIDE.get(meta.dtype, ()) for meta in narrow):
             return False
-        stored = tuple(replace(meta, wide="") if meta.wide else meta for meta in ref.tensors)
-        return lay_out((meta.name, meta.dtype, meta.shape) for meta in stored) == (stored, ref.nbytes)
+        stored = tuple(replace(meta, is_wide="") if meta.is_wide else meta for meta in ref.tensors)
+        return layout_tensors((meta.name, meta.dtype, meta.shape) for meta in stored) == (stored, ref.nbytes)
     except ValueError:
         return False

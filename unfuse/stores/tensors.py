@@ -162,11 +162,11 @@ def numpy_over(memory: NDArray[np.uint8], meta: TensorMeta) -> NDArray[Any] | No
     part = memory[meta.offset : meta.offset + meta.nbytes]
     if meta.dtype == PACKED:
         wide = unpack(part, meta.shape)
-        return _bits_of_bfloat16(wide) if meta.wide in RAW else wide.astype(meta.wide, copy=False)
+        return _bits_of_bfloat16(wide) if meta.is_wide in RAW else wide.astype(meta.is_wide, copy=False)
     array = part.view(RAW.get(meta.dtype, meta.dtype)).reshape(meta.shape)
-    if meta.wide and meta.dtype in RAW:
+    if meta.is_wide and meta.dtype in RAW:
         return (array.astype(np.uint32) << 16).view(np.float32)
-    return array.astype(meta.wide) if meta.wide else array
+    return array.astype(meta.is_wide) if meta.is_wide else array
 
 
 def torch_over(memory: NDArray[np.uint8], meta: TensorMeta) -> Tensor | None:
@@ -180,9 +180,9 @@ def torch_over(memory: NDArray[np.uint8], meta: TensorMeta) -> Tensor | None:
     if meta.dtype == PACKED:
         import torch
 
-        return torch.from_numpy(unpack(part, meta.shape)).to(getattr(torch, meta.wide))
+        return torch.from_numpy(unpack(part, meta.shape)).to(getattr(torch, meta.is_wide))
     tensor = _torch_over(part, meta.dtype, meta.shape)
-    return tensor.float() if meta.wide else tensor
+    return tensor.float() if meta.is_wide else tensor
 
 
 def _floats(value: NDArray[Any] | Tensor) -> NDArray[np.float32]:

@@ -20,7 +20,7 @@ from unfuse.transfer.base import (
     TransferOptions,
     Watch,
     answer_watch,
-    hold_for,
+    hold_object,
 )
 
 #: Bytes that are copied at a time.
@@ -63,7 +63,7 @@ class FakeLink(PeerLink):
     @override
     def pull(self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         arena = self._owner().arena
-        extent = hold_for(arena, Pull(ref.id, ref.key, ref.generation, ref.nbytes, start, stop))
+        extent = hold_object(arena, Pull(ref.id, ref.key, ref.generation, ref.nbytes, start, stop))
         try:
             for done in range(start, stop, PIECE):
                 end = min(done + PIECE, stop)
@@ -78,7 +78,7 @@ class FakeLink(PeerLink):
         owner = self._owner()
         query = Watch(ref.id, ref.key, ref.generation, ref.nbytes, known, wait)
         answer = answer_watch(owner.arena, query, owner.options.heartbeat_s)
-        return answer.checksums, answer.whole
+        return answer.checksums, answer.is_whole
 
     @override
     def ping(self) -> None:

@@ -16,13 +16,13 @@ import msgspec
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Register, ToScheduler, ToWorker
-from unfuse.launch.base import Hear, Launcher, WorkerSpec
+from unfuse.launch.base import Launcher, LineSink, WorkerSpec
 from unfuse.wire.address import UNIX
 from unfuse.wire.router import Router
 from unfuse.wire.unix_socket import private_socket
 
 #: Returns a launcher of these workers, which passes the lines that they write to a callback.
-OpenLauncher = Callable[[Sequence[WorkerSpec], Hear], Launcher]
+OpenLauncher = Callable[[Sequence[WorkerSpec], LineSink], Launcher]
 
 #: Longest time for anything that must happen, in seconds: long enough for any machine.
 WITHIN_S = 120.0
@@ -90,7 +90,7 @@ class Meeting:
         flags = {"scheduler": self._router.address, "arena": "1MiB"}
         return WorkerSpec(role, flags=flags, environment=folders | logging | environment)
 
-    def hear(self, number: int, line: bytes) -> None:
+    def on_line(self, number: int, line: bytes) -> None:
         """Record a line that worker `number` has written."""
         self.lines.append((number, line))
 
@@ -160,7 +160,7 @@ async def each_spec_is_a_worker_that_is_asked_to_end(launch: OpenLauncher, place
     Lines that workers write are reported with their number.
     """
     specs = [place.spec("encoder"), place.spec("decoder")]
-    async with running(launch(specs, place.hear), DRAIN_S) as launcher:
+    async with running(launch(specs, place.on_line), DRAIN_S) as launcher:
         await until(partial(place.came, 2), "a worker did not start", within)
         assert {worker.role for worker in place.started} == {"encoder", "decoder"}, "a worker did not receive its role"
         assert not launcher.failed.done(), "`failed` is set, but no worker failed"
@@ -173,7 +173,7 @@ async def each_spec_is_a_worker_that_is_asked_to_end(launch: OpenLauncher, place
 async def one_that_is_killed_is_started_again(launch: OpenLauncher, place: Meeting, within: float) -> None:
     """A killed worker is restarted, repeatedly. The others run on."""
     specs = [place.spec("encoder"), place.spec("decoder")]
-    async with running(launch(specs, place.hear), 0):
+    async with running(launch(specs, place.on_line), 0):
         for came in (2, 3, 4):
             await until(partial(place.came, came), "a killed worker was not restarted", within)
             if came < 4:
@@ -184,7 +184,7 @@ async def one_that_is_killed_is_started_again(launch: OpenLauncher, place: Meeti
 async def one_that_cannot_start_is_a_failure(launch: OpenLauncher, place: Meeting, within: float) -> None:
     """A worker that cannot start sets `failed` and is not restarted. The others run on."""
     specs = [place.spec(), place.spec(**{UNKNOWN: "1"})]
-    async with running(launch(specs, place.hear), DRAIN_S) as launcher:
+    async with running(launch(specs, place.on_line), DRAIN_S) as launcher:
         await until(launcher.failed.done, "a worker that cannot start did not set `failed`", within)
         assert isinstance(launcher.failed.exception(), ConfigError), "`failed` is not a ConfigError"
         await until(partial(place.came, 1), "the other worker did not start", within)
@@ -194,7 +194,7 @@ async def one_that_cannot_start_is_a_failure(launch: OpenLauncher, place: Meetin
 
 async def one_that_does_not_hear_is_ended_by_force(launch: OpenLauncher, place: Meeting, within: float) -> None:
     """A worker that does not react to signals is killed by `stop`."""
-    async with running(launch([place.spec()], place.hear), 0):
+    async with running(launch([place.spec()], place.on_line), 0):
         await until(partial(place.came, 1), "a worker did not start", within)
         place.started[0].send(signal.SIGSTOP)
 
@@ -203,9 +203,9 @@ async def one_that_has_nothing_to_end_stops(launch: OpenLauncher, place: Meeting
     """`stop` works without workers, before they have started, and before `start`."""
     del within
     for specs in ([], [place.spec()]):
-        async with running(launch(specs, place.hear), 0):
+        async with running(launch(specs, place.on_line), 0):
             pass
-    await launch([place.spec()], place.hear).stop(0)
+    await launch([place.spec()], place.on_line).stop(0)
 
 
 CHECKS = (

@@ -8,7 +8,7 @@ import msgspec
 
 from unfuse.core.errors import NotFound, ProtocolError
 from unfuse.core.request import Event
-from unfuse.core.task import MOST_PIECES, PIECE_BYTES, PIECES_AT_ONCE, Claim, OutputDeltas
+from unfuse.core.task import MAX_DELTA_BYTES, MAX_DELTAS, MAX_DELTAS_PER_MESSAGE, Claim, OutputDeltas
 from unfuse.queues.base import QueueBackend
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import (
@@ -39,19 +39,19 @@ async def what_grows_is_read_from_any_number(queue: QueueBackend, clock: ManualC
     first, second = await leased(queue), await leased(queue)
     assert await append(queue, first.claim, 0, [b"\0\xff", b"", "é".encode()])
     assert await append(queue, second.claim, 0, [b"other"])
-    assert await append(queue, first.claim, 3, [bytes(PIECE_BYTES)])
+    assert await append(queue, first.claim, 3, [bytes(MAX_DELTA_BYTES)])
     assert await append(queue, first.claim, 4, [])
-    whole = [b"\0\xff", b"", "é".encode(), bytes(PIECE_BYTES)]
-    assert await queue.appended("a", "s") == whole
-    assert [await queue.appended("a", "s", after) for after in range(6)] == [whole[after:] for after in range(6)]
-    assert await queue.appended("a", "s", 1, limit=2) == whole[1:3]
-    assert (await queue.appended("a", "t"), await queue.appended("a", "u")) == ([b"other"], [])
-    await raised(NotFound, queue.appended("nobody", "s"))
+    whole = [b"\0\xff", b"", "é".encode(), bytes(MAX_DELTA_BYTES)]
+    assert await queue.read_deltas("a", "s") == whole
+    assert [await queue.read_deltas("a", "s", after) for after in range(6)] == [whole[after:] for after in range(6)]
+    assert await queue.read_deltas("a", "s", 1, limit=2) == whole[1:3]
+    assert (await queue.read_deltas("a", "t"), await queue.read_deltas("a", "u")) == ([b"other"], [])
+    await raised(NotFound, queue.read_deltas("nobody", "s"))
     many = [b"%d" % number for number in range(4, 3000)]
-    for at in range(0, len(many), PIECES_AT_ONCE):
-        assert await append(queue, first.claim, 4 + at, many[at : at + PIECES_AT_ONCE])
-    assert await queue.appended("a", "s", 2900, limit=50) == many[2896:2946]
-    assert len(await queue.appended("a", "s")) == PIECES_AT_ONCE
+    for at in range(0, len(many), MAX_DELTAS_PER_MESSAGE):
+        assert await append(queue, first.claim, 4 + at, many[at : at + MAX_DELTAS_PER_MESSAGE])
+    assert await queue.read_deltas("a", "s", 2900, limit=50) == many[2896:2946]
+    assert len(await queue.read_deltas("a", "s")) == MAX_DELTAS_PER_MESSAGE
 
 
 async def growing_needs_a_lease(queue: QueueBackend, clock: ManualClock) -> None:
@@ -64,7 +64,7 @@ async def growing_needs_a_lease(queue: QueueBackend, clock: ManualClock) -> None
     wrong = ({"token": bytes(16)}, {"token": b""}, {"attempt": 2}, {"stage": "t"}, {"request": "z"})
     for fields in wrong:
         assert not await append(queue, msgspec.structs.replace(lease.claim, **fields), 0, [b"forged"])
-    assert await queue.appended("a", "s") == await queue.appended("a", "t") == []
+    assert await queue.read_deltas("a", "s") == await queue.read_deltas("a", "t") == []
     assert await passing(queue, clock, TTL) == [lease]
     assert await append(queue, lease.claim, 0, [b"late"])
     record = await queue.commit(change(record, lease.claim, push=(task("a", attempt=2),)))
@@ -73,7 +73,7 @@ async def growing_needs_a_lease(queue: QueueBackend, clock: ManualClock) -> None
     again = await leased(queue)
     await queue.commit(done(record, again, status="completed", events=(Event("completed"),)))
     assert not await append(queue, again.claim, 1, [b"after the end"])
-    assert await queue.appended("a", "s") == [b"late"]
+    assert await queue.read_deltas("a", "s") == [b"late"]
     assert [event.step for event in await history(queue, "a") if event.type == "appended"] == [1]
 
 
@@ -84,15 +84,15 @@ async def what_was_recorded_first_stays(queue: QueueBackend, clock: ManualClock)
     """
     await submitted(queue, "a")
     lease = await leased(queue)
-    assert lease.appended == 0
+    assert lease.recorded_deltas == 0
     for offset, pieces in ((0, b"ab"), (0, b"ab"), (1, b"bc"), (0, b"xyzd"), (2, b"!"), (4, b"")):
         assert await append(queue, lease.claim, offset, [bytes([byte]) for byte in pieces])
-    assert b"".join(await queue.appended("a", "s")) == b"abcd"
+    assert b"".join(await queue.read_deltas("a", "s")) == b"abcd"
     await queue.hand_back(lease.claim)
     lease = await leased(queue)
-    assert (lease.task.attempt, lease.appended) == (2, 4)
+    assert (lease.task.attempt, lease.recorded_deltas) == (2, 4)
     assert await append(queue, lease.claim, 2, [b"C", b"D", b"e"])
-    assert b"".join(await queue.appended("a", "s")) == b"abcde"
+    assert b"".join(await queue.read_deltas("a", "s")) == b"abcde"
     counts = [event.step for event in await seen(queue, "a") if event.type == "appended"]
     assert counts == [5]
 
@@ -104,12 +104,12 @@ async def a_gap_is_refused(queue: QueueBackend, clock: ManualClock) -> None:
     first, second = await leased(queue), await leased(queue)
     await raised(ProtocolError, append(queue, first.claim, 1, [b"b"]))
     together = [OutputDeltas(first.claim, 0, (b"a",)), OutputDeltas(second.claim, 1, (b"b",))]
-    await raised(ProtocolError, queue.append_all(together))
-    await raised(ProtocolError, queue.append_all(together[::-1]))
-    assert await queue.appended("a", "s") == await queue.appended("b", "s") == []
+    await raised(ProtocolError, queue.append_deltas(together))
+    await raised(ProtocolError, queue.append_deltas(together[::-1]))
+    assert await queue.read_deltas("a", "s") == await queue.read_deltas("b", "s") == []
     assert await append(queue, first.claim, 0, [b"a"])
     await raised(ProtocolError, append(queue, first.claim, 2, [b"c"]))
-    assert await queue.appended("a", "s") == [b"a"]
+    assert await queue.read_deltas("a", "s") == [b"a"]
 
 
 async def growth_is_bounded(queue: QueueBackend, clock: ManualClock) -> None:
@@ -119,14 +119,14 @@ async def growth_is_bounded(queue: QueueBackend, clock: ManualClock) -> None:
     """
     await submitted(queue, "a")
     claim = (await leased(queue)).claim
-    await raised(ProtocolError, append(queue, claim, 0, [b"a", bytes(PIECE_BYTES + 1)]))
-    await raised(ProtocolError, append(queue, claim, 0, [b"a"] * (PIECES_AT_ONCE + 1)))
+    await raised(ProtocolError, append(queue, claim, 0, [b"a", bytes(MAX_DELTA_BYTES + 1)]))
+    await raised(ProtocolError, append(queue, claim, 0, [b"a"] * (MAX_DELTAS_PER_MESSAGE + 1)))
     await raised(ProtocolError, append(queue, claim, -1, [b"a"]))
-    await raised(ProtocolError, append(queue, claim, MOST_PIECES, [b"a"]))
-    await raised(ProtocolError, queue.append_all([OutputDeltas(claim, 0, (b"a",)), OutputDeltas(claim, 1, (b"b",))]))
-    assert await queue.appended("a", "s") == []
-    assert await append(queue, claim, 0, [bytes(PIECE_BYTES)] * PIECES_AT_ONCE)
-    assert await queue.append_all([]) == []
+    await raised(ProtocolError, append(queue, claim, MAX_DELTAS, [b"a"]))
+    await raised(ProtocolError, queue.append_deltas([OutputDeltas(claim, 0, (b"a",)), OutputDeltas(claim, 1, (b"b",))]))
+    assert await queue.read_deltas("a", "s") == []
+    assert await append(queue, claim, 0, [bytes(MAX_DELTA_BYTES)] * MAX_DELTAS_PER_MESSAGE)
+    assert await queue.append_deltas([]) == []
 
 
 async def several_grow_in_one_call(queue: QueueBackend, clock: ManualClock) -> None:
@@ -137,8 +137,8 @@ async def several_grow_in_one_call(queue: QueueBackend, clock: ManualClock) -> N
     await queue.hand_back(leases[1].claim)
     deltas = [OutputDeltas(lease.claim, 0, (lease.task.request.encode(), b"!")) for lease in leases[:3]]
     nobody = Claim("nobody", "s", 1, bytes(16))
-    assert await queue.append_all([*deltas, OutputDeltas(nobody, 0, (b"n",))]) == [True, False, True, False]
-    outputs = [b"".join(await queue.appended(name, "s")) for name in "abcd"]
+    assert await queue.append_deltas([*deltas, OutputDeltas(nobody, 0, (b"n",))]) == [True, False, True, False]
+    outputs = [b"".join(await queue.read_deltas(name, "s")) for name in "abcd"]
     assert outputs == [b"a!", b"", b"c!", b""]
 
 
@@ -170,7 +170,7 @@ async def of_a_stage_only_the_last_count_is_kept(queue: QueueBackend, clock: Man
     record = await queue.submit(request("a"), [task("a"), task("a", "t")], [Event("queued")], LIMITS)
     first, second = await leased(queue), await leased(queue)
     for number in range(600):
-        await queue.append_all([OutputDeltas(lease.claim, number, (b"x",)) for lease in (first, second)])
+        await queue.append_deltas([OutputDeltas(lease.claim, number, (b"x",)) for lease in (first, second)])
     await append(queue, first.claim, 600, [b"x"])
     record = await queue.commit(done(record, first, events=(Event("stage_completed", stage="s"),)))
     await queue.commit(done(record, second, status="completed", events=(Event("completed"),)))
@@ -198,18 +198,18 @@ async def what_has_grown_goes_with_its_request(queue: QueueBackend, clock: Manua
         record = await queue.commit(done(record, lease, push=(task(name, "t"),)))
         record = await queue.commit(change(record, push=(task(name, attempt=2),), close=((name, "t"),)))
         lease = await leased(queue)
-        assert lease.appended == 1
+        assert lease.recorded_deltas == 1
         assert await append(queue, lease.claim, 1, [b"more"])
-        await queue.turn_down(lease.claim)
+        await queue.refuse(lease.claim)
         await queue.commit(change(record, status="cancelled", completed_at=5.0))
-        assert await queue.appended(name, "s") == [b"kept", b"more"]
+        assert await queue.read_deltas(name, "s") == [b"kept", b"more"]
     await queue.drop("a")
-    assert await queue.forget(6.0) == ["b"]
+    assert await queue.drop_ended_before(6.0) == ["b"]
     for name in "ab":
-        await raised(NotFound, queue.appended(name, "s"))
+        await raised(NotFound, queue.read_deltas(name, "s"))
         await submitted(queue, name)
-        assert (await leased(queue)).appended == 0
-        assert await queue.appended(name, "s") == []
+        assert (await leased(queue)).recorded_deltas == 0
+        assert await queue.read_deltas(name, "s") == []
 
 
 async def who_grows_it_at_once_agrees(queue: QueueBackend, clock: ManualClock) -> None:
@@ -219,7 +219,7 @@ async def who_grows_it_at_once_agrees(queue: QueueBackend, clock: ManualClock) -
     assert await append(queue, claim, 0, [b"0 first", b"1 first", b"2 first"])
     calls = [(at, [b"%d of %d" % (number, at) for number in range(at, at + 4)]) for at in (3, 0, 1, 2, 3, 3, 0)]
     assert all(await asyncio.gather(*(append(queue, claim, at, pieces) for at, pieces in calls)))
-    output = await queue.appended("a", "s")
+    output = await queue.read_deltas("a", "s")
     assert [int(piece.split()[0]) for piece in output] == list(range(7))
     assert output[:3] == [b"0 first", b"1 first", b"2 first"]
 

@@ -6,7 +6,7 @@ import asyncio
 
 from unfuse.core.errors import LeaseLost
 from unfuse.core.request import Event
-from unfuse.queues.base import MOST_RETURNS, PREFERENCE_AMONG, PREFERENCE_S, QueueBackend
+from unfuse.queues.base import MAX_REFUSALS, PREFERENCE_S, PREFERENCE_TASKS, QueueBackend
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import (
     TTL,
@@ -66,10 +66,10 @@ async def no_more_than_slots_are_leased(queue: QueueBackend, clock: ManualClock)
 
 async def a_lease_says_what_it_is(queue: QueueBackend, clock: ManualClock) -> None:
     """A lease has its task, worker, expiry and a unique token of 128 bits."""
-    await submitted(queue, "a", room=7, deadline=5.0)
+    await submitted(queue, "a", output_size=7, deadline=5.0)
     await submitted(queue, "b")
     first, second = await queue.lease("worker", wanted("p", slots=2), TTL)
-    assert first.task == task("a", room=7, deadline=5.0)
+    assert first.task == task("a", output_size=7, deadline=5.0)
     assert (first.worker, first.expires) == ("worker", await queue.now() + TTL)
     assert len(first.token) == len(second.token) == 16
     assert first.token != second.token
@@ -83,21 +83,21 @@ async def what_is_known_of_a_lease_is_its_record(queue: QueueBackend, clock: Man
     record = await submitted(queue, "a")
     clock.advance(1.0)
     lease = await leased(queue)
-    assert queue.known(lease.claim) in (None, await queue.load("a"))
+    assert queue.cached_record(lease.claim) in (None, await queue.load("a"))
     clock.advance(1.0)
     record = await queue.commit(done(record, lease, push=(task("a", "t"), task("a", "u"))))
-    assert queue.known(lease.claim) is None
+    assert queue.cached_record(lease.claim) is None
     _, leases = await queue.commit_and_lease(change(record), "w", wanted("p", slots=2), TTL)
     for lease in leases:
-        assert queue.known(lease.claim) in (None, await queue.load("a"))
+        assert queue.cached_record(lease.claim) in (None, await queue.load("a"))
     await queue.commit(change(await queue.load("a"), status="cancelled"))
-    assert [queue.known(lease.claim) for lease in leases] == [None, None]
+    assert [queue.cached_record(lease.claim) for lease in leases] == [None, None]
 
 
 async def claiming_stops_where_room_ends(queue: QueueBackend, clock: ManualClock) -> None:
     """Leasing stops at the first task without room, even if a smaller one follows."""
     for name, room in (("a", 40), ("b", 50), ("c", 30), ("d", 1)):
-        await submitted(queue, name, room=room)
+        await submitted(queue, name, output_size=room)
     first = await queue.lease("w", wanted("p", slots=9, room=100), TTL)
     assert [lease.task.request for lease in first] == ["a", "b"]
     assert await queue.lease("w", wanted("p", slots=9, room=29), TTL) == []
@@ -112,10 +112,10 @@ async def a_lease_is_held_until_it_is_closed(queue: QueueBackend, clock: ManualC
     record = await submitted(queue, "a")
     lease = await leased(queue)
     assert await passing(queue, clock, TTL - 1) == []
-    assert await passing(queue, clock, 1) == await queue.expired(TTL) == [lease]
+    assert await passing(queue, clock, 1) == await queue.sweep_expired(TTL) == [lease]
     assert await drained(queue) == []
     assert (await queue.commit(done(record, lease))).context.stages["s"].status == "done"
-    assert await queue.expired(TTL) == []
+    assert await queue.sweep_expired(TTL) == []
 
 
 async def a_gap_in_sweeping_is_forgiven(queue: QueueBackend, clock: ManualClock) -> None:
@@ -134,7 +134,7 @@ async def a_gap_in_sweeping_is_forgiven(queue: QueueBackend, clock: ManualClock)
         (expired,) = await passing(queue, clock, 1)
         assert (expired.claim, expired.expires) == (lease.claim, await queue.now())
         clock.advance(TTL / 2 - 1)
-        assert await queue.expired(TTL) == [expired]
+        assert await queue.sweep_expired(TTL) == [expired]
     assert await passing(queue, clock, TTL + 1) == [expired]
     assert len(await passing(queue, clock, 1)) == 2
 
@@ -150,13 +150,13 @@ async def time_limits_leave_out_gaps_in_sweeping(queue: QueueBackend, clock: Man
         return run.ran_s
 
     await submitted(queue, "a")
-    await queue.expired(TTL)
+    await queue.sweep_expired(TTL)
     lease = await leased(queue)
     await passing(queue, clock, TTL)
     assert await ran_s() == TTL
     clock.advance(3600.0)
     assert await ran_s() == 1.5 * TTL
-    assert await queue.expired(TTL) == []
+    assert await queue.sweep_expired(TTL) == []
     assert await ran_s() == 1.5 * TTL
     clock.advance(1.0)
     assert await ran_s() == 1.5 * TTL + 1
@@ -176,7 +176,7 @@ async def renewing_extends_a_lease(queue: QueueBackend, clock: ManualClock) -> N
     other = type(lease.claim)("a", "s", stranger.attempt, lease.token)
     await passing(queue, clock, TTL + 1)
     renewal = await queue.renew([lease.claim, other], TTL)
-    assert (renewal.held, renewal.ended) == ((lease.claim,), (other,))
+    assert (renewal.renewed, renewal.ended) == ((lease.claim,), (other,))
     assert await passing(queue, clock, TTL - 1) == []
     assert [expired.claim for expired in await passing(queue, clock, 1)] == [lease.claim]
 
@@ -223,25 +223,25 @@ async def who_turns_a_task_down_for_ever_gets_it_no_more(queue: QueueBackend, cl
     """A worker that turns a task down MOST_RETURNS times is excluded from it.
 
     It gets later tasks, and others get the task in its old place. A task with a reported step, or handed back by
-    `hand_back`, is not counted. A task that is pushed again counts anew. `turn_down` returns the number of excluded
+    `hand_back`, is not counted. A task that is pushed again counts anew. `refuse` returns the number of excluded
     workers.
     """
     await submitted(queue, "a")
     await submitted(queue, "b")
-    for times in range(MOST_RETURNS):
+    for times in range(MAX_REFUSALS):
         lease = await leased(queue, worker="v")
         assert (lease.task.request, lease.task.attempt) == ("a", 1 + times)
-        assert await queue.turn_down(lease.claim) == (times == MOST_RETURNS - 1)
-    await raised(LeaseLost, queue.turn_down(lease.claim))
+        assert await queue.refuse(lease.claim) == (times == MAX_REFUSALS - 1)
+    await raised(LeaseLost, queue.refuse(lease.claim))
     assert [waiting.request for waiting in await queue.peek("p")] == ["a", "b"]
-    behind = await queue.lease("v", wanted("p", slots=9, affinity="x", near="n"), TTL)
+    behind = await queue.lease("v", wanted("p", slots=9, affinity="x", preferred_node="n"), TTL)
     assert [lease.task.request for lease in behind] == ["b"]
-    for _ in range(MOST_RETURNS):
+    for _ in range(MAX_REFUSALS):
         assert await queue.hand_back((await leased(queue, worker="w")).claim)
         lease = await leased(queue, worker="w")
         assert await queue.progress(lease.claim, [Event("progress", step=1, steps=2)])
-        assert await queue.turn_down(lease.claim) == 1
-    assert (await leased(queue, worker="w")).task == task("a", attempt=1 + 3 * MOST_RETURNS)
+        assert await queue.refuse(lease.claim) == 1
+    assert (await leased(queue, worker="w")).task == task("a", attempt=1 + 3 * MAX_REFUSALS)
     await queue.commit(change(await queue.load("a"), push=(task("a", attempt=99),)))
     assert (await leased(queue, worker="v")).task.attempt == 99
 
@@ -251,10 +251,10 @@ async def a_task_is_not_leased_to_the_worker_that_it_avoids(queue: QueueBackend,
 
     It is once it is pushed again without `avoids`.
     """
-    record = await submitted(queue, "a", avoids="w", near="here", affinity="red")
+    record = await submitted(queue, "a", avoid_worker="w", preferred_node="here", affinity="red")
     await submitted(queue, "b")
     assert await drained(queue) == ["b"]
-    assert await queue.lease("w", wanted("p", near="here", affinity="red"), TTL) == []
+    assert await queue.lease("w", wanted("p", preferred_node="here", affinity="red"), TTL) == []
     assert await count_waiting(queue, "p") == 1
     lease = await leased(queue, worker="other")
     assert await queue.hand_back(lease.claim)
@@ -269,12 +269,12 @@ async def a_preference_does_not_bring_back_what_was_turned_down(queue: QueueBack
 
     A task behind many of these is still leased.
     """
-    names = [f"{number:02}" for number in range(PREFERENCE_AMONG + 4)]
+    names = [f"{number:02}" for number in range(PREFERENCE_TASKS + 4)]
     for name in names:
         await submitted(queue, name, affinity="x")
-    for _ in range(MOST_RETURNS):
+    for _ in range(MAX_REFUSALS):
         for lease in await queue.lease("v", wanted("p", slots=len(names)), TTL):
-            await queue.turn_down(lease.claim)
+            await queue.refuse(lease.claim)
     assert await queue.lease("v", wanted("p", affinity="x"), TTL) == []
     await submitted(queue, "new", affinity="x")
     assert (await leased(queue, worker="v")).task.request == "new"
@@ -284,9 +284,9 @@ async def a_preference_does_not_bring_back_what_was_turned_down(queue: QueueBack
 async def a_preference_chooses_behind_what_was_turned_down(queue: QueueBackend, clock: ManualClock) -> None:
     """A preference applies behind an urgent task from which the worker is excluded."""
     await submitted(queue, "urgent", priority=1)
-    for _ in range(MOST_RETURNS):
+    for _ in range(MAX_REFUSALS):
         (lease,) = await queue.lease("v", wanted("p"), TTL)
-        await queue.turn_down(lease.claim)
+        await queue.refuse(lease.claim)
     await submitted(queue, "a")
     await submitted(queue, "b", affinity="x")
     assert [lease.task.request for lease in await queue.lease("v", wanted("p", affinity="x"), TTL)] == ["b"]
@@ -316,10 +316,13 @@ async def what_is_more_urgent_can_be_asked_for(queue: QueueBackend, clock: Manua
     """
     for name, priority in zip("abc", (0, 3, 7), strict=True):
         await submitted(queue, name, priority=priority)
-    assert await queue.lease("w", wanted("p", slots=9, above=7), TTL) == []
-    assert [lease.task.request for lease in await queue.lease("w", wanted("p", slots=9, above=0), TTL)] == ["c", "b"]
+    assert await queue.lease("w", wanted("p", slots=9, priority_above=7), TTL) == []
+    assert [lease.task.request for lease in await queue.lease("w", wanted("p", slots=9, priority_above=0), TTL)] == [
+        "c",
+        "b",
+    ]
     assert await drained(queue) == ["a"]
-    busy = await started(queue.lease("busy", wanted("p", above=0), TTL, wait=60.0))
+    busy = await started(queue.lease("busy", wanted("p", priority_above=0), TTL, wait=60.0))
     await submitted(queue, "d")
     assert not (await started(asyncio.wait({busy}))).done()
     assert await drained(queue) == ["d"]
@@ -335,16 +338,16 @@ async def a_preference_chooses_among_equals_for_a_moment(queue: QueueBackend, cl
 
     A task that has been ready for PREFERENCE_S is not passed over.
     """
-    await submitted(queue, "a", near="here")
+    await submitted(queue, "a", preferred_node="here")
     await submitted(queue, "b", affinity="alike")
-    await submitted(queue, "c", near="there", affinity="alike")
-    await submitted(queue, "d", near="there")
+    await submitted(queue, "c", preferred_node="there", affinity="alike")
+    await submitted(queue, "d", preferred_node="there")
     await submitted(queue, "e", priority=1)
-    query = wanted("p", near="there", affinity="alike")
+    query = wanted("p", preferred_node="there", affinity="alike")
     order = [(await queue.lease("w", query, TTL))[0].task.request for _ in range(5)]
     assert order == list("ecdba")
     for name in ("f", "g"):
-        await submitted(queue, name, near="there" if name == "g" else "here")
+        await submitted(queue, name, preferred_node="there" if name == "g" else "here")
     clock.advance(2 * PREFERENCE_S)
     assert [lease.task.request for lease in await queue.lease("w", query, TTL)] == ["f"]
     assert await drained(queue) == ["g"]
@@ -386,8 +389,8 @@ async def later_pools_go_first(queue: QueueBackend, clock: ManualClock) -> None:
 async def a_preference_does_not_reach_over_pools(queue: QueueBackend, clock: ManualClock) -> None:
     """A preference selects only among pools with the same `later`."""
     for name, pool, near in (("a", "p", "here"), ("b", "q", ""), ("c", "q", "here"), ("d", "r", "here")):
-        await submitted(queue, name, pool=pool, near=near)
-    query = wanted("p", "q", "r", slots=9, later={"q": 1, "r": 1}, near="here")
+        await submitted(queue, name, pool=pool, preferred_node=near)
+    query = wanted("p", "q", "r", slots=9, later={"q": 1, "r": 1}, preferred_node="here")
     assert [lease.task.request for lease in await queue.lease("w", query, TTL)] == list("cdba")
 
 
@@ -404,7 +407,7 @@ async def a_pool_that_has_no_room_lets_later_ones_go_on(queue: QueueBackend, clo
         ("e", "s", 30, 0),
         ("f", "r", 30, 0),
     ):
-        await submitted(queue, name, pool=pool, room=room, priority=priority)
+        await submitted(queue, name, pool=pool, output_size=room, priority=priority)
     later = {"q": 1, "s": 1, "r": 2}
     query = wanted("p", "q", "r", "s", slots=9, room=59, later=later)
     assert [lease.task.request for lease in await queue.lease("w", query, TTL)] == ["c"]
@@ -419,7 +422,7 @@ async def a_pool_keeps_room_for_others(queue: QueueBackend, clock: ManualClock) 
     Other pools may use the reserve.
     """
     for name, pool in (("a", "p"), ("b", "p"), ("c", "p"), ("d", "q"), ("e", "q"), ("f", "q")):
-        await submitted(queue, name, pool=pool, room=30)
+        await submitted(queue, name, pool=pool, output_size=30)
     query = wanted("p", "q", slots=9, room=120, keep={"p": 60}, later={"q": 1})
     assert [lease.task.request for lease in await queue.lease("w", query, TTL)] == list("def")
     query = wanted("p", slots=9, room=120, keep={"p": 60})

@@ -25,13 +25,13 @@ from unfuse.testing.queue_samples import (
 TENANTS = (None, "t", "nobody")
 #: The values by which each field is filtered, within each of TENANTS.
 ASKED: dict[str, tuple[Any, ...]] = {
-    "over": (True, False),
+    "is_over": (True, False),
     "idempotency_key": ("", "kk", "kkk"),
     "fingerprint": ("x", "w"),
     "status": tuple(REQUEST_MOVES),
-    "dead": (True, False),
+    "is_dead_letter": (True, False),
     "video": (True, False),
-    "unheard": (True, False),
+    "webhook_pending": (True, False),
 }
 
 
@@ -52,13 +52,13 @@ async def every_filter_finds_what_there_is(queue: QueueBackend, clock: ManualClo
     await queue.hand_back(leases[1].claim)
     await check_lists(queue)
     for name, status, dead in (("c", "failed", True), ("video_d", "cancelled", False), ("e", "completed", False)):
-        await queue.commit(change(await queue.load(name), status=status, dead=dead, completed_at=5.0))
+        await queue.commit(change(await queue.load(name), status=status, is_dead_letter=dead, completed_at=5.0))
     await check_lists(queue)
-    delivered = WebhookDelivery("heard", attempts=1)
-    await queue.commit(change(await queue.load("c"), dead=False, webhook=delivered))
+    delivered = WebhookDelivery("delivered", attempts=1)
+    await queue.commit(change(await queue.load("c"), is_dead_letter=False, webhook=delivered))
     await queue.drop("e")
     await check_lists(queue)
-    await queue.forget(6.0)
+    await queue.drop_ended_before(6.0)
     await check_lists(queue)
     assert {record.context.id for record in await queue.list(RequestFilter())} == {"a", "video_b", "video_f", "g", "h"}
 
@@ -93,7 +93,7 @@ async def a_page_begins_behind_what_its_tenant_has(queue: QueueBackend, clock: M
     for name in ("c", "g"):
         await queue.commit(change(await queue.load(name), status="failed"))
     await queue.drop("g")
-    assert await _ids(queue, RequestFilter(tenant="t", over=False), after="c") == ["a"]
+    assert await _ids(queue, RequestFilter(tenant="t", is_over=False), after="c") == ["a"]
     assert await _ids(queue, RequestFilter(), after="b") == ["a"]
     for which in (
         RequestFilter(tenant="t"),
@@ -120,7 +120,7 @@ async def check_lists(queue: QueueBackend) -> None:
     filters += [RequestFilter(tenant=t, **{name: value}) for t in TENANTS for name in ASKED for value in ASKED[name]]
     filters += [
         RequestFilter(tenant="t", status="queued", video=True),
-        RequestFilter(over=True, dead=False, fingerprint="z"),
+        RequestFilter(is_over=True, is_dead_letter=False, fingerprint="z"),
     ]
     await asyncio.gather(*(_check_list(queue, which, everything) for which in filters))
 
@@ -136,7 +136,7 @@ async def _check_list(queue: QueueBackend, which: RequestFilter, everything: lis
 
 def _matches(record: RequestRecord, which: RequestFilter) -> bool:
     values = {name: read(record.context) for name, read in INDEXED_FIELDS.items()} | {"status": record.status}
-    return all(values[name] == value for name, value in which.asked().items())
+    return all(values[name] == value for name, value in which.conditions().items())
 
 
 async def _ids(queue: QueueBackend, which: RequestFilter, after: str | None = None) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from unfuse.core.errors import Conflict, NotFound, Overloaded
 from unfuse.core.plan import readable_pool
 from unfuse.core.request import Event
-from unfuse.queues.base import FRONT, MAX_CACHED, PoolStats, QueueBackend, QueueLimits, QueueStats, RequestFilter
+from unfuse.queues.base import FRONT_TASKS, MAX_CACHED, PoolStats, QueueBackend, QueueLimits, QueueStats, RequestFilter
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
@@ -41,8 +41,8 @@ async def requests_are_listed_newest_first(queue: QueueBackend, clock: ManualClo
     assert await names(RequestFilter(), limit=2) == list("bd")
     assert await names(RequestFilter(), after="d", limit=2) == list("ac")
     assert await names(RequestFilter(), after="c") == []
-    assert (await names(RequestFilter(over=True)), await names(RequestFilter(over=False))) == (["d"], list("bac"))
-    assert await names(RequestFilter(tenant="t", over=False)) == list("bc")
+    assert (await names(RequestFilter(is_over=True)), await names(RequestFilter(is_over=False))) == (["d"], list("bac"))
+    assert await names(RequestFilter(tenant="t", is_over=False)) == list("bc")
     assert await names(RequestFilter(tenant="t", idempotency_key="k")) == ["c"]
     await raised(NotFound, queue.list(RequestFilter(), after="nobody"))
 
@@ -53,7 +53,7 @@ async def what_is_over_is_forgotten(queue: QueueBackend, clock: ManualClock) -> 
         await queue.submit(request(name, idempotency_key=name), [task(name)], [Event("queued")], LIMITS)
     for name, at in (("old", 99.0), ("new", 100.0)):
         await queue.commit(change(await queue.load(name), status="completed", completed_at=at))
-    assert await queue.forget(100.0) == ["old"]
+    assert await queue.drop_ended_before(100.0) == ["old"]
     await raised(NotFound, queue.load("old"))
     assert [record.context.id for record in await queue.list(RequestFilter())] == ["active", "new"]
     again = await queue.submit(request("old", idempotency_key="old"), [], [], LIMITS)
@@ -66,7 +66,7 @@ async def a_secret_is_the_one_that_was_proposed_first(queue: QueueBackend, clock
     secrets = await asyncio.gather(*(queue.secret("links", secret) for secret in proposed))
     assert len({*secrets}) == 1 and secrets[0] in proposed
     assert await queue.secret("other", "b" * 32) == "b" * 32
-    assert await queue.forget(1e12) == []
+    assert await queue.drop_ended_before(1e12) == []
     assert await queue.secret("links", "c" * 32) == secrets[0]
 
 
@@ -85,16 +85,16 @@ async def it_is_told_which_are_over(queue: QueueBackend, clock: ManualClock) -> 
     """`over` returns the ended and unknown ids of many, in the given order."""
     for name in ("completed", "failed", "running", "queued", "dropped"):
         await submitted(queue, name, pool="q" if name == "running" else "p")
-    assert await queue.over(["queued", "completed", "nobody", "running"]) == ["nobody"]
+    assert await queue.ended_among(["queued", "completed", "nobody", "running"]) == ["nobody"]
     await queue.lease("w", wanted("q"), TTL)
     for name in ("completed", "failed", "dropped"):
         await queue.commit(change(await queue.load(name), status="completed" if name == "completed" else "failed"))
     await queue.drop("dropped")
     names = ["dropped", "queued", "failed", "", "running", "completed", "failed"]
-    assert await queue.over(names) == ["dropped", "failed", "", "completed", "failed"]
-    assert await queue.over([]) == []
+    assert await queue.ended_among(names) == ["dropped", "failed", "", "completed", "failed"]
+    assert await queue.ended_among([]) == []
     many = [f"{number:04}" for number in range(1200)]
-    assert await queue.over([*many, "queued", *many, "failed"]) == [*many, *many, "failed"]
+    assert await queue.ended_among([*many, "queued", *many, "failed"]) == [*many, *many, "failed"]
 
 
 async def what_there_is_to_do_is_told(queue: QueueBackend, clock: ManualClock) -> None:
@@ -125,14 +125,14 @@ async def what_there_is_to_do_is_told(queue: QueueBackend, clock: ManualClock) -
     assert await queue.stats(["q", "p"]) == QueueStats(2, {"q": PoolStats(1, 0.0, 0.3), "p": PoolStats(1, 16.0, 1.7)})
     await queue.commit(change(await queue.load("b"), status="failed", completed_at=1.0))
     assert await queue.stats(["p", "q"]) == QueueStats(1, {"p": PoolStats(), "q": PoolStats(1, 0.0, 0.2)})
-    await queue.commit(change(await queue.load("b"), dead=False))
-    await queue.forget(2.0)
-    for number in range(FRONT + 1):
+    await queue.commit(change(await queue.load("b"), is_dead_letter=False))
+    await queue.drop_ended_before(2.0)
+    for number in range(FRONT_TASKS + 1):
         clock.advance(8)
         await submitted(queue, f"urgent{number}", pool="q", priority=1)
-    assert (await queue.stats(["q"])).pools["q"] == PoolStats(FRONT + 2, 8.0 * FRONT, 0.2)
+    assert (await queue.stats(["q"])).pools["q"] == PoolStats(FRONT_TASKS + 2, 8.0 * FRONT_TASKS, 0.2)
     await queue.commit(change(await queue.load("a"), status="cancelled"))
-    assert (await queue.stats(["q"])).pools["q"] == PoolStats(FRONT + 1, 8.0 * FRONT)
+    assert (await queue.stats(["q"])).pools["q"] == PoolStats(FRONT_TASKS + 1, 8.0 * FRONT_TASKS)
 
 
 async def a_prediction_that_is_no_time_counts_nothing(queue: QueueBackend, clock: ManualClock) -> None:
@@ -148,9 +148,9 @@ async def dead_ones_are_found(queue: QueueBackend, clock: ManualClock) -> None:
     """Dead letters are found among ended requests."""
     for name in "abc":
         await submitted(queue, name)
-        await queue.commit(change(await queue.load(name), status="failed", dead=name != "b"))
-    assert [record.context.id for record in await queue.list(RequestFilter(dead=True))] == ["c", "a"]
-    assert [record.context.id for record in await queue.list(RequestFilter(dead=False))] == ["b"]
+        await queue.commit(change(await queue.load(name), status="failed", is_dead_letter=name != "b"))
+    assert [record.context.id for record in await queue.list(RequestFilter(is_dead_letter=True))] == ["c", "a"]
+    assert [record.context.id for record in await queue.list(RequestFilter(is_dead_letter=False))] == ["b"]
 
 
 async def what_is_over_may_still_be_marked(queue: QueueBackend, clock: ManualClock) -> None:
@@ -159,19 +159,23 @@ async def what_is_over_may_still_be_marked(queue: QueueBackend, clock: ManualClo
     An example is a dead letter that was dealt with.
     """
     record = await submitted(queue, "a")
-    over = await queue.commit(change(record, status="failed", dead=True, completed_at=5.0, events=(Event("failed"),)))
-    await raised(Conflict, queue.commit(change(record, status="failed", dead=False)))
-    revised = await queue.commit(change(over, dead=False, push=(task("a", "t"),)))
-    assert (revised.context.version, revised.context.dead, revised.position) == (2, False, None)
+    over = await queue.commit(
+        change(record, status="failed", is_dead_letter=True, completed_at=5.0, events=(Event("failed"),))
+    )
+    await raised(Conflict, queue.commit(change(record, status="failed", is_dead_letter=False)))
+    revised = await queue.commit(change(over, is_dead_letter=False, push=(task("a", "t"),)))
+    assert (revised.context.version, revised.context.is_dead_letter, revised.position) == (2, False, None)
     assert (await queue.load("a")).context == revised.context
-    assert await queue.list(RequestFilter(dead=True)) == []
-    assert [record.context.id for record in await queue.list(RequestFilter(over=True, dead=False))] == ["a"]
+    assert await queue.list(RequestFilter(is_dead_letter=True)) == []
+    assert [record.context.id for record in await queue.list(RequestFilter(is_over=True, is_dead_letter=False))] == [
+        "a"
+    ]
     assert (await count_waiting(queue, "p"), list(await queue.peek("p"))) == (0, [])
     assert [event.type for event in await history(queue, "a")] == ["queued", "failed"]
     tight = QueueLimits(max_active=1)
     await queue.submit(request("b"), [], [], tight)
     await raised(Overloaded, queue.submit(request("c"), [], [], tight))
-    assert await queue.forget(5.1) == ["a"]
+    assert await queue.drop_ended_before(5.1) == ["a"]
 
 
 async def what_is_over_when_it_comes_stays_so(queue: QueueBackend, clock: ManualClock) -> None:
@@ -187,10 +191,10 @@ async def what_is_over_when_it_comes_stays_so(queue: QueueBackend, clock: Manual
     assert (await queue.submit(request("b", idempotency_key="k"), [], [], tight)).context.id == "a"
     assert [event.type for event in await history(queue, "a")] == ["queued", "completed"]
     assert await queue.stats(["p"]) == QueueStats(0, {"p": PoolStats()})
-    assert (await queue.over(["a"]), await queue.list(RequestFilter(over=False))) == (["a"], [])
+    assert (await queue.ended_among(["a"]), await queue.list(RequestFilter(is_over=False))) == (["a"], [])
     assert [record.context.id for record in await queue.list(RequestFilter(status="completed"))] == ["a"]
     await queue.submit(request("c"), [], [], tight)
-    assert await queue.forget(5.1) == ["a"]
+    assert await queue.drop_ended_before(5.1) == ["a"]
     await raised(NotFound, queue.load("a"))
 
 
@@ -203,7 +207,7 @@ async def overload_stores_nothing(queue: QueueBackend, clock: ManualClock) -> No
     await queue.submit(request("a"), [task("a", pool="q")], [], tight)
     refused = queue.submit(request("b"), [task("b", stage) for stage in "xyz"], [Event("queued")], tight)
     error = await raised(Overloaded, refused)
-    assert error.retry_after > 0 and f"tasks wait in pool {readable_pool('p')}, up to 2 may" in str(error)
+    assert error.retry_after > 0 and f"tasks wait in pool {readable_pool('p')}, the limit is 2" in str(error)
     await raised(NotFound, queue.load("b"))
     assert await count_waiting(queue, "p") == 0
     await queue.submit(request("b"), [task("b", stage) for stage in "xy"], [], tight)
@@ -232,12 +236,12 @@ async def what_costs_too_much_together_is_refused(queue: QueueBackend, clock: Ma
 async def what_was_encoded_is_found_by_its_key(queue: QueueBackend, clock: ManualClock) -> None:
     """The encoder index has the newest output of each key, until that object is removed."""
     for key, id in (("k", "a"), ("l", "b"), ("k", "c")):
-        await queue.cache(key, handle(id), 100)
-    assert await queue.cached(["nothing", "l", "k"]) == {"l": handle("b"), "k": handle("c")}
-    assert await queue.cached([]) == {}
+        await queue.put_encoding(key, handle(id), 100)
+    assert await queue.find_encoding(["nothing", "l", "k"]) == {"l": handle("b"), "k": handle("c")}
+    assert await queue.find_encoding([]) == {}
     for key, id in (("k", "a"), ("l", "b"), ("l", "b"), ("nothing", "c")):
-        await queue.uncache(key, id)
-    assert await queue.cached(["k", "l"]) == {"k": handle("c")}
+        await queue.remove_encoding(key, id)
+    assert await queue.find_encoding(["k", "l"]) == {"k": handle("c")}
 
 
 async def what_was_encoded_is_given_up_when_unused(queue: QueueBackend, clock: ManualClock) -> None:
@@ -247,27 +251,27 @@ async def what_was_encoded_is_given_up_when_unused(queue: QueueBackend, clock: M
     """
 
     async def indexed(*keys: str) -> list[str]:
-        return sorted(await queue.cached(keys, use=False))
+        return sorted(await queue.find_encoding(keys, use=False))
 
     assert await queue.cached_bytes() == 0
     for key, nbytes in (("a", 40), ("b", 30), ("c", 30)):
-        await queue.cache(key, handle(key, nbytes), 100)
+        await queue.put_encoding(key, handle(key, nbytes), 100)
     assert await queue.cached_bytes() == 100
-    await queue.cached(["b", "a"])
-    await queue.cached(["c"], use=False)
-    await queue.cache("d", handle("d", 1), 100)
+    await queue.find_encoding(["b", "a"])
+    await queue.find_encoding(["c"], use=False)
+    await queue.put_encoding("d", handle("d", 1), 100)
     assert await indexed("a", "b", "c", "d") == ["a", "b", "d"]
-    await queue.cache("e", handle("e", 31), 100)
+    await queue.put_encoding("e", handle("e", 31), 100)
     assert await indexed("a", "b", "d", "e") == ["a", "d", "e"]
-    await queue.cache("f", handle("f", 101), 100)
-    await queue.cache("d", handle("d2", 101), 100)
+    await queue.put_encoding("f", handle("f", 101), 100)
+    await queue.put_encoding("d", handle("d2", 101), 100)
     assert await indexed("a", "d", "e", "f") == ["a", "e"]
-    await queue.cache("g", handle("g", 100), 100)
+    await queue.put_encoding("g", handle("g", 100), 100)
     assert await indexed("a", "e", "g") == ["g"]
-    await queue.uncache("g", "g")
+    await queue.remove_encoding("g", "g")
     assert await queue.cached_bytes() == 0
-    await queue.cache("h", handle("h", 60), 100)
-    await queue.cache("i", handle("i", 40), 100)
+    await queue.put_encoding("h", handle("h", 60), 100)
+    await queue.put_encoding("i", handle("i", 40), 100)
     assert await indexed("h", "i") == ["h", "i"]
 
 
@@ -275,8 +279,8 @@ async def so_much_may_be_kept_of_what_was_encoded(queue: QueueBackend, clock: Ma
     """The encoder index has at most MAX_CACHED outputs, however small."""
     keys = [str(number) for number in range(MAX_CACHED + 1)]
     for key in keys:
-        await queue.cache(key, handle(key, 0), 100)
-    assert list(await queue.cached(keys)) == keys[1:]
+        await queue.put_encoding(key, handle(key, 0), 100)
+    assert list(await queue.find_encoding(keys)) == keys[1:]
 
 
 RECORD_RULES = (

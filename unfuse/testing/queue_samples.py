@@ -82,7 +82,7 @@ def task_of(
     planned = {
         name: fields.pop(name) for name in PlannedStage.__struct_fields__ if name in fields and name != "derived"
     }
-    stage_fields = {"after": (), "params": {}, "room": 0, "final": False, **planned}
+    stage_fields = {"after": (), "params": {}, "output_size": 0, "final": False, **planned}
     return Task(request, PlannedStage(stage, kind, pool, **stage_fields), attempt, model, params, inputs, **fields)
 
 
@@ -132,7 +132,7 @@ async def count_waiting(queue: QueueBackend, pool: str) -> int:
 
 async def append(queue: QueueBackend, claim: Claim, offset: int, pieces: Sequence[bytes]) -> bool:
     """Append output deltas to one task. Returns whether its lease is held."""
-    (has_lease,) = await queue.append_all([OutputDeltas(claim, offset, tuple(pieces))])
+    (has_lease,) = await queue.append_deltas([OutputDeltas(claim, offset, tuple(pieces))])
     return has_lease
 
 
@@ -155,11 +155,11 @@ def done(record: RequestRecord, lease: Lease, **fields: Any) -> Change:
 
 async def passing(queue: QueueBackend, clock: ManualClock, seconds: float) -> list[Lease]:
     """Advance the clock, calling `expired` regularly. Returns the leases expired at the end."""
-    expired = await queue.expired(TTL)
+    expired = await queue.sweep_expired(TTL)
     for _ in range(ceil(seconds / TTL * 4)):
         clock.advance(min(TTL / 4, seconds))
         seconds -= TTL / 4
-        expired = await queue.expired(TTL)
+        expired = await queue.sweep_expired(TTL)
     return expired
 
 

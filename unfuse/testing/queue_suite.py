@@ -133,10 +133,10 @@ async def a_claim_counts_as_a_whole(queue: QueueBackend, clock: ManualClock) -> 
             await raised(LeaseLost, queue.commit(change(record, claim)))
             assert not await queue.progress(claim, [Event("progress")])
             assert not await queue.hand_back(claim)
-        assert (await queue.renew(forged, TTL)).held == ()
+        assert (await queue.renew(forged, TTL)).renewed == ()
         if record.context.version == 0:
             record = await queue.commit(done(record, lease))
-    assert (await queue.renew([lease.claim, other.claim], TTL)).held == (other.claim,)
+    assert (await queue.renew([lease.claim, other.claim], TTL)).renewed == (other.claim,)
 
 
 async def a_commit_that_raises_has_no_effect(queue: QueueBackend, clock: ManualClock) -> None:
@@ -159,7 +159,7 @@ async def a_commit_that_raises_has_no_effect(queue: QueueBackend, clock: ManualC
         await raised(error, queue.commit(bad))
     assert (await queue.load("a")).context == record.context
     assert [waiting.key for waiting in await queue.peek("p")] == [("a", "u")]
-    assert (await queue.renew([lease.claim], TTL)).held == (lease.claim,)
+    assert (await queue.renew([lease.claim], TTL)).renewed == (lease.claim,)
     await queue.commit(good)
     assert [waiting.key for waiting in await queue.peek("p")] == [("a", "t")]
     await queue.commit(change(await queue.load("a"), status="cancelled", events=(Event("cancelled"),)))
@@ -201,7 +201,7 @@ async def a_request_moves_with_its_deadline(queue: QueueBackend, clock: ManualCl
     """
     record = await submitted(queue, "a", order=10.0)
     await submitted(queue, "b", order=60.0)
-    slept = {"s": msgspec.structs.replace(record.context.stages["s"], slept=(0.5, 60.5))}
+    slept = {"s": msgspec.structs.replace(record.context.stages["s"], cold_start=(0.5, 60.5))}
     moved = change(record, push=(task("a", order=70.0),), stages=slept, order=70.0, deadline=70.0)
     assert (await queue.commit(moved)).context == moved.context == (await queue.load("a")).context
     assert [waiting.request for waiting in await queue.peek("p")] == ["b", "a"]
@@ -234,7 +234,7 @@ async def the_end_of_a_request_takes_everything(queue: QueueBackend, clock: Manu
         ended = await queue.commit(change(record, status="cancelled", push=push, events=(Event("cancelled"),)))
         assert (ended.running, ended.position) == ((), None)
         clock.advance(6)
-        assert (await count_waiting(queue, "p"), await drained(queue), await queue.expired(TTL)) == (0, [], [])
+        assert (await count_waiting(queue, "p"), await drained(queue), await queue.sweep_expired(TTL)) == (0, [], [])
         for lease in leases:
             assert (await queue.renew([lease.claim], TTL)).ended == (lease.claim,)
             await raised(LeaseLost, queue.commit(done(ended, lease)))
@@ -335,16 +335,16 @@ async def old_progress_is_dropped_first(queue: QueueBackend, clock: ManualClock)
 
 async def what_is_declared_outlives_who_works(queue: QueueBackend, clock: ManualClock) -> None:
     """The last declaration of each name is stored, independently of workers."""
-    card = ModelSpec("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
-    assert await queue.declared() == {}
-    await queue.declare("serve", DeclaredModels((card,)))
-    sleepy = DeclaredModels((card,), {"p": 3}, ("gone",))
+    spec = ModelSpec("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
+    assert await queue.declarations() == {}
+    await queue.declare("serve", DeclaredModels((spec,)))
+    sleepy = DeclaredModels((spec,), {"p": 3}, ("gone",))
     await queue.declare("operator", sleepy)
-    await queue.hello(worker("v"), [card])
-    await queue.bye("v")
-    assert await queue.declared() == {"serve": DeclaredModels((card,)), "operator": sleepy}
+    await queue.register(worker("v"), [spec])
+    await queue.unregister("v")
+    assert await queue.declarations() == {"serve": DeclaredModels((spec,)), "operator": sleepy}
     await queue.declare("serve", DeclaredModels(()))
-    assert await queue.declared() == {"serve": DeclaredModels(()), "operator": sleepy}
+    assert await queue.declarations() == {"serve": DeclaredModels(()), "operator": sleepy}
 
 
 async def a_new_declaration_replaces_no_current_one(queue: QueueBackend, clock: ManualClock) -> None:
@@ -352,20 +352,20 @@ async def a_new_declaration_replaces_no_current_one(queue: QueueBackend, clock: 
 
     Of two at the same time one is refused. A declaration that is gone, failed or empty is replaced.
     """
-    card = ModelSpec("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
-    first = DeclaredModels((card,), source="admin", server="one")
+    spec = ModelSpec("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
+    first = DeclaredModels((spec,), source="admin", server="one")
     second = msgspec.structs.replace(first, server="two")
     stored = await gather(*(queue.declare("model m", declaration, new=True) for declaration in (first, second)))
     assert sorted(stored) == [False, True]
-    assert await queue.declared() == {"model m": (first, second)[stored.index(True)]}
-    gone = DeclaredModels((card,), gone=("m",))
-    failed = DeclaredModels((card,), failed="no room")
+    assert await queue.declarations() == {"model m": (first, second)[stored.index(True)]}
+    gone = DeclaredModels((spec,), withdrawn=("m",))
+    failed = DeclaredModels((spec,), failure="no room")
     empty = DeclaredModels(())
     for other in (gone, failed, empty):
         assert await queue.declare("model m", other)
         assert await queue.declare("model m", first, new=True)
         assert not await queue.declare("model m", second, new=True)
-    assert await queue.declared() == {"model m": first}
+    assert await queue.declarations() == {"model m": first}
 
 
 async def workers_come_and_go(queue: QueueBackend, clock: ManualClock) -> None:
@@ -373,26 +373,26 @@ async def workers_come_and_go(queue: QueueBackend, clock: ManualClock) -> None:
 
     After `bye`, the worker's leases, and no others, are returned as expired until a commit closes them.
     """
-    card = ModelSpec("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
-    await queue.hello(worker("v"), [card])
-    await queue.hello(worker("w"))
+    spec = ModelSpec("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
+    await queue.register(worker("v"), [spec])
+    await queue.register(worker("w"))
     await submitted(queue, "a")
     await leased(queue, worker="w")
-    assert await queue.expired(TTL) == []
+    assert await queue.sweep_expired(TTL) == []
     clock.advance(3)
-    await queue.hello(worker("v", pid=7))
+    await queue.register(worker("v", pid=7))
     members = {member.info.id: member for member in await queue.workers()}
     assert sorted(members) == ["v", "w"]
-    assert (members["v"].info, members["v"].cards) == (worker("v", pid=7), (card,))
-    assert members["v"].seen == members["w"].seen + 3
+    assert (members["v"].info, members["v"].models) == (worker("v", pid=7), (spec,))
+    assert members["v"].last_heartbeat == members["w"].last_heartbeat + 3
     assert (members["v"].leased, members["w"].leased) == (0, 1)
-    await queue.bye("w")
-    await queue.bye("w")
+    await queue.unregister("w")
+    await queue.unregister("w")
     assert [member.info.id for member in await queue.workers()] == ["v"]
     await submitted(queue, "b")
     await leased(queue, worker="v")
     for _ in range(2):
-        assert [(lease.worker, lease.task.request) for lease in await queue.expired(TTL)] == [("w", "a")]
+        assert [(lease.worker, lease.task.request) for lease in await queue.sweep_expired(TTL)] == [("w", "a")]
         clock.advance(1)
 
 
@@ -416,7 +416,7 @@ async def what_is_stored_comes_back_equal(queue: QueueBackend, clock: ManualCloc
     caller = {"tenant": "ü", "fingerprint": "f"}
     fields = {"deadline": 1.5, "metadata": {"k": "v"}, "created_at": 0.1, "order": 0.3}
     context = request("a", params=params, stages=stages, **caller, **fields)
-    sent = task("a", final=True, room=2**40, priority=-3, order=0.1, deadline=2.5, affinity="é", alone=True)
+    sent = task("a", final=True, output_size=2**40, priority=-3, order=0.1, deadline=2.5, affinity="é", alone=True)
     await queue.submit(context, [sent], [], LIMITS)
     assert (await queue.load("a")).context == context
     assert (await leased(queue)).task == sent

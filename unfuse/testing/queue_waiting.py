@@ -31,11 +31,11 @@ async def a_push_wakes_who_waits(queue: QueueBackend, clock: ManualClock) -> Non
     elsewhere = await started(queue.lease("elsewhere", wanted("q"), TTL, wait=60.0))
     small = await started(queue.lease("small", wanted("p", room=1), TTL, wait=60.0))
     waiting = await started(queue.lease("w", wanted("p", room=100), TTL, wait=60.0))
-    await submitted(queue, "a", room=10)
+    await submitted(queue, "a", output_size=10)
     assert [(lease.worker, lease.task.request) for lease in await waiting] == [("w", "a")]
     assert not elsewhere.done()
     assert not small.done()
-    await submitted(queue, "b", room=1)
+    await submitted(queue, "b", output_size=1)
     assert [lease.task.request for lease in await small] == ["b"]
     await submitted(queue, "c", pool="q")
     assert [lease.task.request for lease in await elsewhere] == ["c"]
@@ -59,8 +59,8 @@ async def time_and_hand_backs_wake_too(queue: QueueBackend, clock: ManualClock) 
     waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
     await queue.hand_back(lease.claim)
     assert [again.task.attempt for again in await waiting] == [2]
-    await submitted(queue, "large", room=100)
-    await submitted(queue, "b", room=1)
+    await submitted(queue, "large", output_size=100)
+    await submitted(queue, "b", output_size=1)
     waiting = await started(queue.lease("w", wanted("p", room=1), TTL, wait=60.0))
     assert (await leased(queue)).task.request == "large"
     assert [lease.task.request for lease in await waiting] == ["b"]
@@ -76,7 +76,7 @@ async def who_waits_is_served_by_rank(queue: QueueBackend, clock: ManualClock) -
         "fourth": (2.0, None),
     }
     waiting = [
-        await started(queue.lease(name, wanted("p", rank=rank, above=above), TTL, wait=60.0))
+        await started(queue.lease(name, wanted("p", rank=rank, priority_above=above), TTL, wait=60.0))
         for name, (rank, above) in ranks.items()
     ]
     for number, name in enumerate(("first", "second", "third", "fourth", "last")):

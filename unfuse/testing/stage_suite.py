@@ -9,7 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from unfuse.core.errors import PermanentError
-from unfuse.core.object_ref import lay_out
+from unfuse.core.object_ref import layout_tensors
 from unfuse.stages.base import Stage, StageInput, StageOutput, SteppedStage, next_states
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.stores.tensors import describe
@@ -60,7 +60,7 @@ def _runs_alone(stage: Stage, task: StageInput) -> Bits:
     first = _bits(output.tensors), [media.data for media in output.media]
     assert _bits(task.tensors) == before, "the stage changed an input"
     assert bool(output.tensors) != bool(output.media), "an output must have either tensors or media"
-    lay_out((name, *describe(tensor)) for name, tensor in output.tensors.items())
+    layout_tensors((name, *describe(tensor)) for name, tensor in output.tensors.items())
     for name, tensor in output.tensors.items():
         assert not getattr(tensor, "requires_grad", False), f"output {name} requires a gradient"
         for input_name, input_tensor in task.tensors.items():

@@ -37,7 +37,7 @@ def lost(ref: ObjectRef) -> Iterator[None]:
         raise AssertionError("an object that does not exist was read")
 
 
-def begin(store: TensorStore, request: str, nbytes: int = 5000) -> tuple[ObjectDraft, ObjectRef]:
+def start_output(store: TensorStore, request: str, nbytes: int = 5000) -> tuple[ObjectDraft, ObjectRef]:
     """Create a draft with a known pattern. Returns it with its future ref."""
     draft = store._backend.create(nbytes, request)
     draft.memory[:] = np.arange(nbytes) % 251
@@ -52,17 +52,17 @@ def check_drafts(store: TensorStore) -> None:
     That ends when it is aborted. A sealed one can be read, and a hold may be released twice.
     """
     backend, request = store._backend, new_request_id()
-    draft, ref = begin(store, request)
-    assert backend.holding() == {request} and store.usage().used >= 5000
+    draft, ref = start_output(store, request)
+    assert backend.stored_requests() == {request} and store.usage().used >= 5000
     with lost(ref):
-        backend.hold(ref)
+        backend.open(ref)
     backend.abort(draft.id)
-    assert not backend.holding() and store.usage().used == 0
+    assert not backend.stored_requests() and store.usage().used == 0
     with lost(ref):
-        backend.hold(ref)
-    draft, ref = begin(store, request)
+        backend.open(ref)
+    draft, ref = start_output(store, request)
     backend.seal(draft.id)
-    hold = backend.hold(ref)
+    hold = backend.open(ref)
     assert (hold.bytes() == np.arange(5000) % 251).all()
     hold.release()
     hold.release()
@@ -76,16 +76,16 @@ def check_overtaken(store: TensorStore) -> None:
     Drafts of other requests are not affected.
     """
     over, alive = new_request_id(), new_request_id()
-    draft, ref = begin(store, over)
-    other_draft, other_ref = begin(store, alive)
+    draft, ref = start_output(store, over)
+    other_draft, other_ref = start_output(store, alive)
     store.release(over)
-    assert store.holding() == {alive}
+    assert store.stored_requests() == {alive}
     with lost(ref):
         store._backend.seal(draft.id)
     with lost(ref):
-        store._backend.hold(ref)
+        store._backend.open(ref)
     store._backend.seal(other_draft.id)
-    store._backend.hold(other_ref).release()
+    store._backend.open(other_ref).release()
     store.release(alive)
     assert store.usage().used == 0
 
@@ -93,7 +93,7 @@ def check_overtaken(store: TensorStore) -> None:
 def check_idle(store: TensorStore) -> None:
     """`idle` returns sealed objects without holds, the least recently used first, or none."""
     refs = [put(store, {"x": np.full(100, value)}) for value in range(4)]
-    draft, _ = begin(store, refs[0].request)
+    draft, _ = start_output(store, refs[0].request)
     with store.get(refs[1]):
         store.get(refs[0]).close()
         idle = [extent.id for extent in store._backend.idle()]
@@ -109,7 +109,7 @@ def check_peers(store: TensorStore, join: Join) -> None:
         for ref in refs:
             other.delete(ref)
         other.release(refs[0].request)
-        assert not other.holding() and len(store.holding()) == 3
+        assert not other.stored_requests() and len(store.stored_requests()) == 3
         for value, ref in enumerate(refs):
             with other.get(ref, verify=True) as tensors:
                 assert (tensors["x"] == value).all() and not tensors["x"].flags.writeable

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from unfuse.core.errors import ArenaFull, UnfuseError
-from unfuse.core.object_ref import CHUNK_BYTES, DTYPES, ObjectRef, lay_out
+from unfuse.core.object_ref import CHUNK_BYTES, DTYPES, ObjectRef, layout_tensors
 from unfuse.core.request import new_request_id
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.stores.tensors import RAW
@@ -50,7 +50,7 @@ def check_store(open: Open, overwrite: Overwrite | None = None, join: Join | Non
                 check(store)
             except UnfuseError as error:
                 raise AssertionError(f"{name}: {error}") from error
-            for request in store.holding():
+            for request in store.stored_requests():
                 store.release(request)
             assert store.usage().used == 0, f"{name} did not free all memory: {store.usage()}"
     check_closed(open)
@@ -130,7 +130,7 @@ def check_refusals(store: TensorStore) -> None:
         except error:
             continue
         raise AssertionError(f"{value!r} was stored")
-    assert store.usage().used == 0 and not store.holding()
+    assert store.usage().used == 0 and not store.stored_requests()
 
 
 def check_ref(store: TensorStore) -> None:
@@ -189,7 +189,7 @@ def check_delete(store: TensorStore) -> None:
         store.delete(ref)
         with lost(ref):
             store.get(ref)
-        assert not store.holding() and store.usage().used == before
+        assert not store.stored_requests() and store.usage().used == before
         others = [put(store, {"x": np.zeros(5000)}) for _ in range(3)]
         assert (loaded["x"] == 7).all()
         for other in others:
@@ -214,10 +214,10 @@ def check_release(store: TensorStore) -> None:
     first, second = new_request_id(), new_request_id()
     refs = [put(store, {"x": np.ones(10)}, first) for _ in range(3)]
     second_ref = put(store, {"x": np.ones(10)}, second)
-    assert store.holding() == {first, second}
+    assert store.stored_requests() == {first, second}
     store.release(first)
     store.release(first)
-    assert store.holding() == {second}
+    assert store.stored_requests() == {second}
     for ref in refs:
         with lost(ref):
             store.get(ref)
@@ -235,7 +235,7 @@ def check_full(store: TensorStore) -> None:
     except ArenaFull as error:
         assert error.needed == piece.nbytes and error.free < error.capacity
     assert 4 <= len(refs) <= 8, f"{len(refs)} objects of an eighth of the capacity were stored"
-    assert len(store.holding()) == len(refs)
+    assert len(store.stored_requests()) == len(refs)
     store.delete(refs.pop())
     refs.append(put(store, {"x": piece}))
     for ref in refs:
@@ -260,7 +260,7 @@ def check_forged(store: TensorStore) -> None:
         {"tensors": (x, msgspec.structs.replace(y, offset=1 << 40))},
         {"tensors": (msgspec.structs.replace(x, shape=(1 << 50,)), y)},
         {"tensors": (msgspec.structs.replace(x, dtype="object"), y)},
-        dict(zip(("tensors", "nbytes"), lay_out([("x", "uint8", (1 << 50,))]), strict=True)),
+        dict(zip(("tensors", "nbytes"), layout_tensors([("x", "uint8", (1 << 50,))]), strict=True)),
     ]
     for change in changed:
         forged = msgspec.structs.replace(ref, **change)
@@ -335,7 +335,7 @@ def check_flips(store: TensorStore, overwrite: Overwrite) -> None:
     rng = np.random.default_rng(5)
     for nbytes, flips in ((40_000, FLIPS - 10), (2 * CHUNK_BYTES + 999, 10)):
         ref = put(store, {"x": rng.integers(0, 255, nbytes, np.uint8)})
-        stored = bytearray(store.hold(ref).bytes())
+        stored = bytearray(store.open(ref).bytes())
         for bit in rng.choice(len(stored) * 8, flips, replace=False).tolist():
             stored[bit // 8] ^= 1 << bit % 8
             overwrite(ref, bytes(stored))
@@ -352,7 +352,7 @@ def check_wreckage(store: TensorStore, overwrite: Overwrite) -> None:
     Once its bytes are restored, it can be read again.
     """
     ref = put(store, {"x": np.arange(CHUNK_BYTES // 8 + 500)})
-    stored = bytes(store.hold(ref).bytes())
+    stored = bytes(store.open(ref).bytes())
     for wreck in (b"", stored[:1], stored[:-1], stored[:CHUNK_BYTES], stored + b"x", stored * 2, None):
         overwrite(ref, wreck)
         with lost(ref):
@@ -362,7 +362,7 @@ def check_wreckage(store: TensorStore, overwrite: Overwrite) -> None:
     overwrite(ref, None)
     store.delete(ref)
     store.release(ref.request)
-    assert not store.holding() and store.usage().used == 0
+    assert not store.stored_requests() and store.usage().used == 0
 
 
 CHECKS = (

@@ -58,7 +58,7 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.01
 
     @classmethod
-    def told(cls) -> Faults:
+    def from_environment(cls) -> Faults:
         """Return the faults of the variable TRANSFER_FAULTS, or the usual ones. Raises ConfigError."""
         text = os.environ.get(VARIABLE, USUAL)
         values = dict(part.strip().partition("=")[::2] for part in text.split(",") if part.strip())
@@ -117,14 +117,14 @@ class FaultyTcp(FaultyEngine):
     """
 
     def __init__(self, options: TransferOptions) -> None:
-        super().__init__(open_engine("tcp", options), Faults.told())
+        super().__init__(open_engine("tcp", options), Faults.from_environment())
 
 
 class FaultyZmq(FaultyEngine):
     """The `zmq` engine with the faults of TRANSFER_FAULTS."""
 
     def __init__(self, options: TransferOptions) -> None:
-        super().__init__(open_engine("zmq", options), Faults.told())
+        super().__init__(open_engine("zmq", options), Faults.from_environment())
 
 
 class FaultyLink(PeerLink):

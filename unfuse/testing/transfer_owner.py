@@ -44,7 +44,7 @@ class ServingEnd(Protocol):
         """Return a sealed object."""
         ...
 
-    def begin(self, seed: int, nbytes: int) -> ObjectRef:
+    def start_output(self, seed: int, nbytes: int) -> ObjectRef:
         """Return an unsealed object, whose ref has no checksums."""
         ...
 
@@ -92,14 +92,14 @@ class ArenaOwner(ServingEnd):
 
     @override
     def put(self, seed: int, nbytes: int) -> ObjectRef:
-        ref = self.begin(seed, nbytes)
+        ref = self.start_output(seed, nbytes)
         extent, data = self._extents[ref.id]
         self.arena.memory[extent.offset : extent.offset + nbytes] = data
         self.arena.seal(ref.id)
         return msgspec.structs.replace(ref, checksums=checksums_of(data))
 
     @override
-    def begin(self, seed: int, nbytes: int) -> ObjectRef:
+    def start_output(self, seed: int, nbytes: int) -> ObjectRef:
         extent = self.arena.create(nbytes, request := new_request_id())
         self._extents[extent.id] = extent, pattern(seed, nbytes)
         return ObjectRef(

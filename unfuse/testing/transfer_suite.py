@@ -129,7 +129,7 @@ def check_refs(pair: Pair, link: PeerLink, address: str) -> None:
 
 def check_unsealed(pair: Pair, link: PeerLink, address: str) -> None:
     """An object that is neither announced nor sealed is refused."""
-    ref = pair.owner.begin(1, 5000)
+    ref = pair.owner.start_output(1, 5000)
     refused(pair, link, ref, 0, 1)
     pair.owner.abort(ref)
     refused(pair, link, ref, 0, 1)
@@ -142,7 +142,7 @@ def check_growing(pair: Pair, link: PeerLink, address: str) -> None:
     """
     nbytes = 3 * CHUNK_BYTES - 7
     whole, data = checksums_of(pattern(4, nbytes)), bytes(pattern(4, nbytes))
-    ref = pair.owner.begin(4, nbytes)
+    ref = pair.owner.start_output(4, nbytes)
     pair.owner.write(ref, 0)
     refused(pair, link, ref, 0, 1)
     for chunks in (1, 3):
@@ -156,13 +156,13 @@ def check_growing(pair: Pair, link: PeerLink, address: str) -> None:
     assert link.written(ref, 3, 0) == (whole, True)
     pair.owner.delete(ref)
     with ThreadPoolExecutor(1) as pool:
-        ref = pair.owner.begin(4, nbytes)
+        ref = pair.owner.start_output(4, nbytes)
         pair.owner.write(ref, 1)
         written = pool.submit(until_written, link, ref, 1)
         pair.owner.write(ref, 2)
         assert written.result(WITHIN_S) == whole[:2], "it does not wait for more chunks than known"
         pair.owner.abort(ref)
-    broken = pair.owner.begin(5, nbytes)
+    broken = pair.owner.start_output(5, nbytes)
     pair.owner.write(broken, 1)
     pair.owner.abort(broken)
     with raises(ObjectLost, "the writer aborted the object"):
@@ -256,7 +256,7 @@ def check_whole(pair: Pair, link: PeerLink, address: str) -> None:
                 with raises(ObjectLost, "the bytes do not match the checksums of the ref"):
                     transfers.fetch(damaged, ArenaSink(pair.arena, damaged)).result(WITHIN_S)
             pair.owner.delete(ref)
-        ref = pair.owner.begin(9, 2 * CHUNK_BYTES + 5)
+        ref = pair.owner.start_output(9, 2 * CHUNK_BYTES + 5)
         pair.owner.write(ref, 0)
         session = transfers.fetch(ref, sink := ArenaSink(pair.arena, ref))
         for chunks in (1, 2, 3):

@@ -15,12 +15,12 @@ from typing_extensions import override
 from unfuse.core.clock import Clock
 
 #: The loop's time at its start, in seconds.
-BEGIN = 1_000.0
+START = 1_000.0
 #: The Unix time at its start, in seconds.
 WALL = 1_700_000_000.0
 
-Taken = ParamSpec("Taken")
-Made = TypeVar("Made")
+Argument = ParamSpec("Argument")
+Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
 
@@ -30,7 +30,7 @@ class _Selector(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         #: The virtual time, in seconds.
-        self.now = BEGIN
+        self.now = START
         #: Number of threads that work for the loop.
         self.working = 0
 
@@ -62,13 +62,13 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     @override
     def time(self) -> float:
-        """Return the virtual time in seconds, from BEGIN on."""
+        """Return the virtual time in seconds, from START on."""
         return self._virtual.now
 
     @override
     def run_in_executor(
-        self, executor: Executor | None, func: Callable[[*Arguments], Made], *args: *Arguments
-    ) -> asyncio.Future[Made]:
+        self, executor: Executor | None, func: Callable[[*Arguments], Result], *args: *Arguments
+    ) -> asyncio.Future[Result]:
         future = super().run_in_executor(executor, func, *args)
         self._virtual.working += 1
         future.add_done_callback(self._count_end)
@@ -90,18 +90,18 @@ class VirtualClock(Clock):
 
     @override
     def wall(self) -> float:
-        return WALL + self._loop.time() - BEGIN
+        return WALL + self._loop.time() - START
 
     @override
     def call_at(self, when: float, callback: Callable[[], object]) -> Callable[[], None]:
         return self._loop.call_at(when, callback).cancel
 
 
-def in_virtual_time(function: Callable[Taken, Coroutine[Any, Any, Made]]) -> Callable[Taken, Made]:
+def in_virtual_time(function: Callable[Argument, Coroutine[Any, Any, Result]]) -> Callable[Argument, Result]:
     """Return a synchronous function that runs the coroutine function on its own VirtualTimeLoop."""
 
     @wraps(function)
-    def run(*args: Taken.args, **named: Taken.kwargs) -> Made:
+    def run(*args: Argument.args, **named: Argument.kwargs) -> Result:
         with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
             return runner.run(function(*args, **named))
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from unfuse.arena.objects import Extent
-from unfuse.arena.protocol import Lost, ShownRef, Written
+from unfuse.arena.protocol import ObjectUnavailable, ShownRef, Written
 from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef, chunk_bytes
 
@@ -266,7 +266,7 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     """Request a Pong, which shows that the owner is there."""
 
 
-class Coming(msgspec.Struct, frozen=True, tag=True):
+class Ready(msgspec.Struct, frozen=True, tag=True):
     """The bytes follow."""
 
     #: Offset in the arena of the first byte, if the reader reads the memory itself.
@@ -286,24 +286,28 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 
 ToOwner = Pull | Watch | Got | Ping
-FromOwner = Coming | Written | Lost | Full | Pong
+FromOwner = Ready | Written | ObjectUnavailable | Full | Pong
 
 
-def refusal(error: ObjectLost | ArenaFull) -> Lost | Full:
+def refusal(error: ObjectLost | ArenaFull) -> ObjectUnavailable | Full:
     """Return the reply for an error of the owner."""
-    return Full(error.needed, error.free, error.capacity) if isinstance(error, ArenaFull) else Lost(str(error))
+    return (
+        Full(error.needed, error.free, error.capacity)
+        if isinstance(error, ArenaFull)
+        else ObjectUnavailable(str(error))
+    )
 
 
 def check_refusal(reply: FromOwner, id: str) -> None:
     """Raise ObjectLost or ArenaFull if the owner's reply refuses object `id`."""
     match reply:
-        case Lost(message):
+        case ObjectUnavailable(message):
             raise ObjectLost(message, id)
         case Full(needed, free, capacity):
             raise ArenaFull(needed, free, capacity, "the owner's arena has no contiguous room")
 
 
-def hold_for(arena: Arena, pull: Pull) -> Extent:
+def hold_object(arena: Arena, pull: Pull) -> Extent:
     """Retain the object of a Pull in the arena, and return its extent.
 
     Raises ObjectLost for bytes that the object does not have, or not yet, and ArenaFull.

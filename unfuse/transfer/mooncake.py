@@ -92,7 +92,7 @@ class MooncakeEngine(OneSidedEngine):
             addresses, targets, counts = map(list, zip(*ranges, strict=True))
             code = library.batch_transfer_sync_read(owner, targets, addresses, counts)
         else:
-            codes = (library.transfer_sync_read(owner, item.to, item.address, item.nbytes) for item in ranges)
+            codes = (library.transfer_sync_read(owner, item.destination, item.address, item.nbytes) for item in ranges)
             code = next((code for code in codes if code != 0), 0)
         if code != 0:
             raise LinkBroken(f"Mooncake could not read from {owner}: code {code}")

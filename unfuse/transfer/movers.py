@@ -13,7 +13,7 @@ from threading import Condition, Lock, Thread, current_thread
 from typing import Protocol
 
 #: Seconds that an idle thread waits for a session. Starting a thread delays a pull by a third of a millisecond.
-SPARE_S = 10.0
+IDLE_THREAD_S = 10.0
 
 
 class SteppedSession(Protocol):
@@ -94,7 +94,7 @@ class SessionThreads:
                 now, due = time.monotonic(), threads.due[0][0] if threads.due else inf
                 if due <= now:
                     return heappop(threads.due)[2]
-                ends = min(ends, now + SPARE_S) if len(threads.running) > threads.sessions else inf
+                ends = min(ends, now + IDLE_THREAD_S) if len(threads.running) > threads.sessions else inf
                 if ends <= now:
                     break
                 threads.changed.wait(None if due == ends == inf else min(due, ends) - now)

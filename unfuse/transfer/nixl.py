@@ -57,7 +57,7 @@ class NixlEngine(OneSidedEngine):
     def read(self, name: bytes, ranges: Sequence[CopyRange]) -> None:
         try:
             owner = self._agent.add_remote_agent(name)
-            ours = self._agent.get_xfer_descs([(item.to, item.nbytes, 0) for item in ranges], "DRAM")
+            ours = self._agent.get_xfer_descs([(item.destination, item.nbytes, 0) for item in ranges], "DRAM")
             theirs = self._agent.get_xfer_descs([(item.address, item.nbytes, 0) for item in ranges], "DRAM")
             handle = self._agent.initialize_xfer("READ", ours, theirs, owner)
             try:

@@ -19,10 +19,10 @@ from unfuse.transfer.base import Got, LinkBroken, PeerLink
 from unfuse.transfer.tcp import ChannelLink, OwnerClient, OwnerEngine, OwnerServer, read, send
 
 #: Most bytes of a range.
-PIECE = 16 * 1024 * 1024
+MAX_RANGE_BYTES = 16 * 1024 * 1024
 
 #: Number of ranges that are read in one call of the library.
-AT_ONCE = 4
+RANGES_PER_CALL = 4
 
 
 class CopyRange(NamedTuple):
@@ -32,7 +32,7 @@ class CopyRange(NamedTuple):
     address: int
 
     #: Address in this process.
-    to: int
+    destination: int
 
     nbytes: int
 
@@ -88,24 +88,25 @@ class _OneSidedLink(ChannelLink):
 
     def __init__(self, address: str, engine: OneSidedEngine) -> None:
         super().__init__(address, engine.options)
-        self._engine, self._at_once = engine, AT_ONCE
+        self._engine, self._at_once = engine, RANGES_PER_CALL
 
     @override
-    def bring(self, connection: OwnerClient, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
+    def receive_into(self, connection: OwnerClient, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         owner = msgspec.msgpack.decode(connection.about, type=OwnerInfo)
         start = 0
         at = owner.base + offset
         target = into.ctypes.data
         while start < into.nbytes:
-            stop = min(start + self._at_once * PIECE, into.nbytes)
-            starts = range(start, stop, PIECE)
+            stop = min(start + self._at_once * MAX_RANGE_BYTES, into.nbytes)
+            starts = range(start, stop, MAX_RANGE_BYTES)
             try:
                 self._engine.read(
-                    owner.name, [CopyRange(at + begin, target + begin, min(PIECE, stop - begin)) for begin in starts]
+                    owner.name,
+                    [CopyRange(at + begin, target + begin, min(MAX_RANGE_BYTES, stop - begin)) for begin in starts],
                 )
             except LinkBroken:
                 self._at_once = 1
                 raise
-            self._at_once, start = AT_ONCE, stop
+            self._at_once, start = RANGES_PER_CALL, stop
             yield stop
         send(connection.socket, Got())

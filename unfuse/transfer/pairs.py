@@ -25,7 +25,7 @@ from unfuse.transfer.base import PeerLink, ProcessPairs, Pull, TransferOptions
 from unfuse.transfer.tcp import ChannelLink, OwnerClient, OwnerEngine, OwnerServer, read, write
 
 #: Bytes moved at a time. These must arrive within the seconds after which a peer counts as gone.
-PIECE = 4 * 1024 * 1024
+MOVE_BYTES = 4 * 1024 * 1024
 
 
 class PairsEngine(OwnerEngine):
@@ -92,8 +92,8 @@ class PairsEngine(OwnerEngine):
         Both ends cut them at the same places.
         """
         try:
-            for done in range(0, count, PIECE):
-                stop = min(done + PIECE, count)
+            for done in range(0, count, MOVE_BYTES):
+                stop = min(done + MOVE_BYTES, count)
                 self._pairs.move(pair, start + done, start + stop)
                 yield stop
         except BaseException:
@@ -127,7 +127,7 @@ class _PairsLink(ChannelLink):
         self._engine = engine
 
     @override
-    def bring(self, connection: OwnerClient, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
+    def receive_into(self, connection: OwnerClient, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         if into.nbytes:
             for done in self._engine.receive(connection, self._address, into):
                 yield done

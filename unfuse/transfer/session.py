@@ -41,7 +41,7 @@ class TransferSink(Protocol):
     One thread at a time calls it; the last call is `finish` or `fail`.
     """
 
-    def room(self, start: int) -> Sequence[NDArray[np.uint8]]:
+    def buffers(self, start: int) -> Sequence[NDArray[np.uint8]]:
         """Return memory for the bytes from `start` on, in order. Raises ArenaFull.
 
         It is empty if there is no room now.
@@ -80,7 +80,7 @@ class ArenaSink(TransferSink):
         self._create = create or arena.create
 
     @override
-    def room(self, start: int) -> Sequence[NDArray[np.uint8]]:
+    def buffers(self, start: int) -> Sequence[NDArray[np.uint8]]:
         if self.extent is None:
             self.extent = self._create(self._ref.nbytes, self._ref.request)
         return (self._arena.writable(self.extent)[start:],)
@@ -123,7 +123,7 @@ class RingBuffer(TransferSink):
         self._moved = Condition()
 
     @override
-    def room(self, start: int) -> Sequence[NDArray[np.uint8]]:
+    def buffers(self, start: int) -> Sequence[NDArray[np.uint8]]:
         with self._moved:
             free, size = self._buffer.nbytes - (start - self._consumed), self._buffer.nbytes
         if not size:
@@ -172,7 +172,7 @@ class TransferCounters:
         with self._lock:
             self._moved[engine] = self._moved.get(engine, TransferStats()) + moved
 
-    def take(self) -> dict[str, TransferStats]:
+    def take_counts(self) -> dict[str, TransferStats]:
         """Return the sums and reset them."""
         with self._lock:
             sums, self._moved = self._moved, {}
@@ -203,7 +203,7 @@ MAX_BACKOFF_S = 2.0
 MAX_PULL = 64 * 1024 * 1024
 
 #: Seconds between two checks of a session that waits for room, or for its object to be written.
-LOOK_AGAIN_S = 0.01
+RECHECK_S = 0.01
 
 #: Returns the known engines of an owner with their addresses, as in {"tcp": "tcp://…"}.
 Peers = Callable[[str], Mapping[str, str]]
@@ -257,7 +257,7 @@ class TransferSession:
         return self._checksums[: -(-self.good // self._chunk)]
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all bytes are here."""
         return self.good == self.ref.nbytes
 
@@ -308,7 +308,7 @@ class TransferSession:
         """Pull the next chunks, as far as there is room and they are written."""
         pieces = self._free_memory()
         if not pieces:
-            return LOOK_AGAIN_S
+            return RECHECK_S
         self._move("transferring")
         began, good_before = time.monotonic(), self.good
         try:
@@ -318,7 +318,7 @@ class TransferSession:
             raise
         finally:
             self._links.counters.add(self._engine, TransferStats(self.good - good_before, time.monotonic() - began))
-        if self.whole:
+        if self.is_complete:
             self._sink.finish()
             return self._end(None)
         self._move("waiting_for_input")
@@ -340,7 +340,7 @@ class TransferSession:
         """Return memory for the bytes that can be pulled now: whole chunks with known checksums."""
         written = self._readable_bytes()
         self._skip_kept(written)
-        room = self._sink.room(self.good)
+        room = self._sink.buffers(self.good)
         budget = min(sum(piece.nbytes for piece in room), max(MAX_PULL, self._chunk))
         stop = min(self.good + budget, written)
         if stop < self.ref.nbytes:
@@ -366,7 +366,7 @@ class TransferSession:
     def _readable_bytes(self) -> int:
         """Return the number of bytes that can be pulled: all, or those written so far."""
         if len(self._checksums) * self._chunk < self.ref.nbytes:
-            checksums, whole = self._link.written(self.ref, len(self._checksums), LOOK_AGAIN_S)
+            checksums, whole = self._link.written(self.ref, len(self._checksums), RECHECK_S)
             known = len(self._checksums)
             if checksums[:known] != self._checksums or (whole and len(checksums) * self._chunk < self.ref.nbytes):
                 raise ObjectLost(f"object {self.ref.id} does not match the announced one", self.ref.id)
@@ -408,7 +408,7 @@ class TransferSession:
             return self._end(error)
         if self.state != "waiting_for_input":
             self._move("waiting_for_input")
-        return LOOK_AGAIN_S
+        return RECHECK_S
 
     def _is_stalled(self) -> bool:
         """Whether no chunk was verified for `bootstrap_s` seconds."""

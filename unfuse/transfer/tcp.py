@@ -26,20 +26,20 @@ from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, ProtocolError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.transfer.base import (
     MAX_MESSAGE,
-    Coming,
     FromOwner,
     LinkBroken,
     PeerLink,
     Ping,
     Pong,
     Pull,
+    Ready,
     ToOwner,
     TransferEngine,
     TransferOptions,
     Watch,
     answer_watch,
     check_refusal,
-    hold_for,
+    hold_object,
     refusal,
 )
 
@@ -53,7 +53,7 @@ MAX_PEERS = 1024
 MAX_STRANGERS = 64
 
 #: Bytes received between two reports of progress.
-PIECE = 256 * 1024
+RECEIVE_BYTES = 256 * 1024
 
 Reply = TypeVar("Reply", bound=FromOwner)
 
@@ -64,7 +64,7 @@ Deliver = Callable[[socket.socket, Extent, Pull], object]
 class OwnerConnection(Protocol):
     """One connection to an owner. It fails with the `errors` of its link."""
 
-    def ask(self, message: ToOwner, kind: type[Reply], id: str = "") -> Reply:
+    def call(self, message: ToOwner, kind: type[Reply], id: str = "") -> Reply:
         """Send a message about object `id`. Returns the answer.
 
         Raises ObjectLost or ArenaFull if the owner answers so.
@@ -128,14 +128,14 @@ class PooledLink(PeerLink, Generic[C]):
     @override
     def written(self, ref: ObjectRef, known: int, wait: float) -> tuple[tuple[int, ...], bool]:
         with self.connection() as connection:
-            answer = connection.ask(Watch(ref.id, ref.key, ref.generation, ref.nbytes, known, wait), Written, ref.id)
-        return answer.checksums, answer.whole
+            answer = connection.call(Watch(ref.id, ref.key, ref.generation, ref.nbytes, known, wait), Written, ref.id)
+        return answer.checksums, answer.is_whole
 
     @override
     def ping(self) -> None:
         if len(self._busy) < self._queues:
             with self.connection() as connection:
-                connection.ask(Ping(), Pong)
+                connection.call(Ping(), Pong)
 
     @override
     def close(self) -> None:
@@ -267,10 +267,10 @@ class OwnerServer:
 
     def _serve_pull(self, peer: socket.socket, pull: Pull) -> None:
         """Deliver the bytes of a Pull while the object is retained."""
-        extent = hold_for(self._arena, pull)
+        extent = hold_object(self._arena, pull)
         together = self._sends and pull.stop > pull.start  # so that the reader is woken once, when bytes are there
         try:
-            send(peer, Coming(extent.offset + pull.start), socket.MSG_MORE if together else 0)
+            send(peer, Ready(extent.offset + pull.start), socket.MSG_MORE if together else 0)
             self._deliver(peer, extent, pull)
         finally:
             self._arena.unhold(pull.id)
@@ -307,7 +307,7 @@ class OwnerClient(OwnerConnection):
             raise
 
     @override
-    def ask(self, message: ToOwner, kind: type[Reply], id: str = "") -> Reply:
+    def call(self, message: ToOwner, kind: type[Reply], id: str = "") -> Reply:
         send(self.socket, message)
         reply: FromOwner = decode(read(self.socket), FromOwner)
         check_refusal(reply, id)
@@ -359,7 +359,7 @@ class ChannelLink(PooledLink[OwnerClient]):
         super().__init__(lambda: OwnerClient(address, options), address, options)
 
     @abstractmethod
-    def bring(self, connection: OwnerClient, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
+    def receive_into(self, connection: OwnerClient, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         """Fill `into` with bytes at an `offset` of the owner's arena; yields their number.
 
         The owner retains the object meanwhile.
@@ -369,8 +369,8 @@ class ChannelLink(PooledLink[OwnerClient]):
     def pull(self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         pull = Pull(ref.id, ref.key, ref.generation, ref.nbytes, start, stop)
         with self.connection() as connection:
-            coming = connection.ask(pull, Coming, ref.id)
-            yield from self.bring(connection, coming.offset, into[: stop - start])
+            coming = connection.call(pull, Ready, ref.id)
+            yield from self.receive_into(connection, coming.offset, into[: stop - start])
 
 
 def prepare(connection: socket.socket, patience: float) -> None:
@@ -436,10 +436,10 @@ class TcpLink(ChannelLink):
     """Receives the bytes on the connection itself."""
 
     @override
-    def bring(self, connection: OwnerClient, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
+    def receive_into(self, connection: OwnerClient, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         view, done = into.data, 0
         while done < len(view):
-            got = connection.socket.recv_into(view[done : done + PIECE], 0, socket.MSG_WAITALL)
+            got = connection.socket.recv_into(view[done : done + RECEIVE_BYTES], 0, socket.MSG_WAITALL)
             if not got:
                 raise ConnectionResetError("the connection ended")
             done += got

@@ -22,19 +22,19 @@ from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, ProtocolError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.transfer.base import (
     MAX_MESSAGE,
-    Coming,
     FromOwner,
     PeerLink,
     Ping,
     Pong,
     Pull,
+    Ready,
     ToOwner,
     TransferEngine,
     TransferOptions,
     Watch,
     answer_watch,
     check_refusal,
-    hold_for,
+    hold_object,
     refusal,
 )
 from unfuse.transfer.tcp import OwnerConnection, PooledLink, Reply
@@ -42,7 +42,7 @@ from unfuse.transfer.tcp import OwnerConnection, PooledLink, Reply
 Context = zmq.Context[zmq.Socket[bytes]]
 
 #: Most bytes of an object in one message. A pull takes several messages.
-PIECE = 1024 * 1024
+MESSAGE_BYTES = 1024 * 1024
 
 #: Number of pieces that are requested ahead.
 IN_FLIGHT = 4
@@ -51,7 +51,9 @@ IN_FLIGHT = 4
 MAX_UNSENT = 64
 
 #: Events of a socket monitor that mean that the owner is gone.
-GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+OWNER_LOST_EVENTS = (
+    zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 #: Milliseconds between two checks of a waiting reader for interruption.
 LOOK_UP_MS = 100
@@ -158,12 +160,12 @@ class _Owner:
 
     def _send_piece(self, peer: bytes, pull: Pull) -> None:
         """Send the bytes of one pull. Raises ProtocolError for more than PIECE bytes."""
-        if pull.stop - pull.start > PIECE:
-            raise ProtocolError(f"a pull may have at most {PIECE} bytes")
-        extent = hold_for(self._arena, pull)
+        if pull.stop - pull.start > MESSAGE_BYTES:
+            raise ProtocolError(f"a pull may have at most {MESSAGE_BYTES} bytes")
+        extent = hold_object(self._arena, pull)
         try:
             piece = self._arena.view[extent.offset + pull.start : extent.offset + pull.stop]
-            self._socket.send_multipart([peer, encode(Coming(extent.offset)), piece.data], zmq.NOBLOCK)
+            self._socket.send_multipart([peer, encode(Ready(extent.offset)), piece.data], zmq.NOBLOCK)
         finally:
             self._arena.unhold(pull.id)
 
@@ -182,10 +184,10 @@ class _ZmqConnection(OwnerConnection):
 
         #: Number of requests whose answer was not read yet.
         self.waiting = 0
-        self._socket = _open(context, zmq.DEALER, options, PIECE + MAX_MESSAGE)  # encryption adds some bytes
+        self._socket = _open(context, zmq.DEALER, options, MESSAGE_BYTES + MAX_MESSAGE)  # encryption adds some bytes
         if options.secret:
             self._socket.set(zmq.CURVE_SERVERKEY, zmq.curve_public(options.secret.encode()))
-        self._monitor = self._socket.get_monitor_socket(GONE)
+        self._monitor = self._socket.get_monitor_socket(OWNER_LOST_EVENTS)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -196,7 +198,7 @@ class _ZmqConnection(OwnerConnection):
             raise
 
     @override
-    def ask(self, message: ToOwner, kind: type[Reply], id: str = "") -> Reply:
+    def call(self, message: ToOwner, kind: type[Reply], id: str = "") -> Reply:
         self.request(message)
         return self.answer(kind, id)[0]
 
@@ -245,7 +247,7 @@ class _ZmqLink(PooledLink[_ZmqConnection]):
 
     @override
     def pull(self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
-        ends = [*range(start + PIECE, stop, PIECE), stop]
+        ends = [*range(start + MESSAGE_BYTES, stop, MESSAGE_BYTES), stop]
         requests = iter(zip([start, *ends], ends, strict=False))
         with self.connection() as connection:
             done = start
@@ -254,7 +256,7 @@ class _ZmqLink(PooledLink[_ZmqConnection]):
                     connection.request(Pull(ref.id, ref.key, ref.generation, ref.nbytes, piece_start, piece_stop))
                     if connection.waiting == IN_FLIGHT:
                         break
-                _, frames = connection.answer(Coming, ref.id)
+                _, frames = connection.answer(Ready, ref.id)
                 if [len(frame) for frame in frames] != [end - done]:
                     raise ProtocolError("the owner sent an unexpected number of bytes")
                 into[done - start : end - start] = np.frombuffer(frames[0].buffer, np.uint8)

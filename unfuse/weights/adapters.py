@@ -19,8 +19,8 @@ from warnings import catch_warnings
 import xxhash
 from typing_extensions import override
 
-from unfuse.core.errors import ConfigError, NotFound, PermanentError, Unsuitable
-from unfuse.core.parameters import scales
+from unfuse.core.errors import ConfigError, NotFound, PermanentError, UnsupportedRequest
+from unfuse.core.parameters import split_scaled
 from unfuse.core.plan import Params
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ Value = TypeVar("Value")
 #: The largest file of an adapter in bytes. Adapters are far smaller than the models that they adapt.
 MAX_BYTES = 4 << 30
 #: The most names that an error lists.
-SHOWN = 20
+MAX_LISTED = 20
 #: The component for whose adapters other tools number the blocks differently.
 UNET = "unet"
 #: The prefix of the names of text encoders.
@@ -41,7 +41,7 @@ ENCODER = "text_encoder"
 COMPILED = "_orig_mod"
 #: The suffixes of the tensor names of a low-rank pair, after `lora_`.
 PAIRED = ("A.weight", "B.weight", "B.bias")
-#: Bytes of an adapter that `AdapterFolder.part` returns at once.
+#: Bytes of an adapter that `AdapterFolder.read_chunk` returns at once.
 CHUNK = 1 << 20
 #: Valid names of adapters.
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -84,16 +84,16 @@ class AdapterFolder:
 
     def check(self, named: str) -> None:
         """Check a request's adapters by their files' headers. Raises NotFound, and Unsuitable."""
-        for name, _ in scales(named):
+        for name, _ in split_scaled(named):
             if reason := _refusal(self._file(name)):
-                raise Unsuitable(f"lora {name!r} {reason}")
+                raise UnsupportedRequest(f"lora {name!r} {reason}")
 
     def _file(self, name: str) -> Path:
         """Return an adapter's file. Raises NotFound if it is missing or too large."""
         known = self.files()
         if name not in known:
-            listed = ", ".join([*known][:SHOWN]) or "none"
-            more = f" and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
+            listed = ", ".join([*known][:MAX_LISTED]) or "none"
+            more = f" and {len(known) - MAX_LISTED} more" if len(known) > MAX_LISTED else ""
             is_misnamed = not NAME.fullmatch(name) and name in {
                 file.stem for file in self._folder.glob("*.safetensors")
             }
@@ -125,11 +125,11 @@ class AdapterFolder:
 
         Raises NotFound, and Unsuitable if a file's header shows that no model can use it.
         """
-        read = {name: self._read(self._file(name)) for name, _ in scales(named)}
+        read = {name: self._read(self._file(name)) for name, _ in split_scaled(named)}
         ids = {name: id for name, (id, _) in read.items()}
         for name, (_, reason) in read.items():
             if reason:
-                raise Unsuitable(f"lora {name!r} {reason}")
+                raise UnsupportedRequest(f"lora {name!r} {reason}")
         for name, id in ids.items():
             if twin := next((other for other in ids if other != name and ids[other] == id), ""):
                 raise NotFound(f"loras {name!r} and {twin!r} are equal: send one of them, with the sum of scales")
@@ -137,26 +137,26 @@ class AdapterFolder:
 
     def file(self, name: str, id: str) -> Path:
         """Return an adapter's file with this id. Raises NotFound, and PermanentError for another id."""
-        if (fetched := self.kept(id)).is_file() and self._read(fetched)[0] == id:
+        if (fetched := self.fetched_path(id)).is_file() and self._read(fetched)[0] == id:
             return fetched
         if self.id_of(name) != id:
             raise PermanentError(f"lora {name!r} is not the requested one: its file on this machine has other content")
         return self.files()[name]
 
-    def has(self, name: str, id: str) -> bool:
+    def is_available(self, name: str, id: str) -> bool:
         """Return whether the adapter with this id is on this machine."""
         try:
             return bool(self.file(name, id))
         except (NotFound, PermanentError):
             return False
 
-    def kept(self, id: str) -> Path:
+    def fetched_path(self, id: str) -> Path:
         """Return the path of another machine's file by its id. Raises PermanentError."""
         if not ID.fullmatch(id):
             raise PermanentError(f"{id[:40]!r} is not the id of an adapter")
         return Path(self._fetched_folder or self._folder / ".kept", f"{id}.safetensors")
 
-    def part(self, name: str, id: str, offset: int) -> tuple[int, bytes]:
+    def read_chunk(self, name: str, id: str, offset: int) -> tuple[int, bytes]:
         """Return a file's size, and up to CHUNK bytes from `offset`. Raises as `file` does."""
         with self.file(name, id).open("rb") as stream:
             stream.seek(offset)
@@ -201,7 +201,7 @@ class LoadedAdapters:
 
         Without adapters, outputs are bit-identical to those of the unadapted model. Raises NotFound and PermanentError.
         """
-        named = scales(str(params.get("lora") or ""))
+        named = split_scaled(str(params.get("lora") or ""))
         default = float(params.get("lora_scale") or 0.0)
         ids = lora_id.split(",")
         wanted = {id: default if scale is None else scale for id, (_, scale) in zip(ids, named, strict=True) if id}
@@ -250,11 +250,11 @@ class LoadedAdapters:
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except SafetensorError as error:
-            raise Unsuitable(f"lora {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
+            raise UnsupportedRequest(f"lora {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
         except BROKEN as error:
             self._remove(id)
             reason = " ".join(str(error).split()) or repr(error)
-            raise Unsuitable(
+            raise UnsupportedRequest(
                 f"lora {name!r} cannot be loaded: it is for another model, or saved in a format that diffusers cannot "
                 f"read ({reason})"
             ) from error
@@ -276,19 +276,19 @@ class LoadedAdapters:
         from unfuse.weights.traced import sources_of, traced
 
         if reason := refusal(entries(file)):
-            raise Unsuitable(f"lora {name!r} {reason}")
+            raise UnsupportedRequest(f"lora {name!r} {reason}")
         tensors = load_file(file)
         if reason := not_finite(tensors):
-            raise Unsuitable(f"lora {name!r} {reason}")
+            raise UnsupportedRequest(f"lora {name!r} {reason}")
 
         copies, read = traced(tensors)
         converted, *alphas = self._pipeline().lora_state_dict(copies, **self._load_options())
         read_alphas = {key for key in read if key.endswith("alpha")}
-        if key := left_out(tensors, sources_of((converted, alphas)) | read_alphas):
-            raise Unsuitable(f"lora {name!r} {unapplied(key)}")
+        if key := unused_entry(tensors, sources_of((converted, alphas)) | read_alphas):
+            raise UnsupportedRequest(f"lora {name!r} {unapplied(key)}")
         renamed = self._convert_names(converted)
         if misfit := self._misfit(renamed):
-            raise Unsuitable(f"lora {name!r} {misfit}")
+            raise UnsupportedRequest(f"lora {name!r} {misfit}")
         return {_plain(key) for key in renamed}, self._alphas(alphas)
 
     def _alphas(self, read: Sequence[Mapping[str, Any] | None]) -> dict[str, float]:
@@ -322,10 +322,10 @@ class LoadedAdapters:
         """Raise Unsuitable if a converted tensor is not loaded, or another is not zero."""
         loaded = _adapted(self._parts(), id)
         if missing := sorted(set(wanted) - loaded.keys()):
-            raise Unsuitable(f"lora {name!r} contains {missing[0]}, which has no effect on this model: {REMEDY}")
+            raise UnsupportedRequest(f"lora {name!r} has {missing[0]}, which has no effect on this model: {REMEDY}")
         for key, tensor in loaded.items():  # peft does not initialize tensors that the file lacks
             if key not in wanted and (tensor.is_meta or bool(tensor.any())):
-                raise Unsuitable(f"lora {name!r} lacks {key}, which its other tensors need: save it again")
+                raise UnsupportedRequest(f"lora {name!r} lacks {key}, which its other tensors need: save it again")
 
     def _remove(self, id: str) -> None:
         """Remove the tensors of a failed load from the model."""
@@ -547,7 +547,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str:
     return ""
 
 
-def left_out(tensors: Mapping[str, Tensor], used: set[str]) -> str:
+def unused_entry(tensors: Mapping[str, Tensor], used: set[str]) -> str:
     """Return the first entry not in `used` that would have an effect; or "".
 
     A difference of zeros, a pair whose up half is zero, and an alpha equal to the rank have no effect.

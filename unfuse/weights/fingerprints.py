@@ -61,7 +61,7 @@ class FileState(NamedTuple):
     ctime_ns: int
 
     @classmethod
-    def of(cls, path: Path) -> FileState:
+    def read(cls, path: Path) -> FileState:
         """Return the present state of a file. Follows symbolic links. Raises OSError."""
         found = path.stat()
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
@@ -78,7 +78,7 @@ class FileState(NamedTuple):
 class Fingerprints:
     """Computes fingerprints of files when they are first needed, and caches them.
 
-    The cache is in memory and, after `remember_in`, in a file that several processes share. The file only saves time:
+    The cache is in memory and, after `cache_in`, in a file that several processes share. The file only saves time:
     if it cannot be read or written, or an entry is damaged, files are hashed again.
     """
 
@@ -87,7 +87,7 @@ class Fingerprints:
         self._known: dict[str, str] = {}
         self._lock = threading.Lock()
 
-    def remember_in(self, folder: Path) -> None:
+    def cache_in(self, folder: Path) -> None:
         """Share the cache with other and later processes, by a file in that data folder."""
         self._file = folder / FILE
 
@@ -96,21 +96,21 @@ class Fingerprints:
         """The data folder in which the cache is shared; None without one."""
         return self._file.parent if self._file else None
 
-    def of(self, path: Path, algorithm: Algorithm = "xxh3_128") -> str:
+    def hash_file(self, path: Path, algorithm: Algorithm = "xxh3_128") -> str:
         """Return a hash of all bytes of a file, as hexadecimal digits.
 
         Raises ConfigError if the file cannot be read, or keeps changing while it is hashed.
         """
         try:
             for _ in range(TRIES):
-                state, now = FileState.of(path), time.time()
+                state, now = FileState.read(path), time.time()
                 entry = " ".join((algorithm, *map(str, state)))
                 if known := self._find(entry, state):
                     return known
                 if state.size >= LOGGED_FROM:
                     log.info("hashing weights", file=str(path), size=readable_bytes(state.size))
                 digest = HASHES[algorithm](path, state.size)
-                if FileState.of(path) == state:
+                if FileState.read(path) == state:
                     if state.size >= REMEMBERED_FROM and state.is_settled(now):
                         self._add(entry, digest)
                     return digest
@@ -128,7 +128,7 @@ class Fingerprints:
                 return path.read_bytes()
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error.strerror}): download or save the model again") from error
-        return self.of(path).encode()
+        return self.hash_file(path).encode()
 
     def _find(self, entry: str, state: FileState) -> str:
         """Return the cached fingerprint of a file in that state; "" if there is none."""

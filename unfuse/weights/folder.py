@@ -25,7 +25,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.weights.fingerprints import FINGERPRINTS, Algorithm
 from unfuse.weights.gguf import GGUF, QUANTIZED, REPAIR, contents
 from unfuse.weights.quantized import SETTING, codes, is_whole_number, refusal
-from unfuse.weights.single import is_of, own_names, single_of, singles_of
+from unfuse.weights.single import may_be_class, single_of, singles_of, tensor_names
 
 #: The file with a model's defaults and limits.
 SERVING = "serving.json"
@@ -37,13 +37,13 @@ INDEX = "model_index.json"
 CONFIG = "config.json"
 
 #: The component of a model that has no other.
-WHOLE = "model"
+SINGLE_COMPONENT = "model"
 
 #: The components of a vision-language model of transformers: parts of one class, whose weights are in the same files.
 LANGUAGE, VISION = "language", "vision"
 
 #: The part of a tensor's name that marks those of the vision encoder.
-SEES = "visual."
+VISION_PREFIX = "visual."
 
 #: Configuration files of components that have no weights. A second one of a kind is called tokenizer_2, and so on.
 CONFIGS = {
@@ -168,25 +168,25 @@ class ModelFolder:
 
         0 for a model from the hub, where the time differs between machines.
         """
-        return 0 if self.hub else int((self.path / (CONFIG if self.is_whole else INDEX)).stat().st_mtime)
+        return 0 if self.hub else int((self.path / (CONFIG if self.is_transformers_model else INDEX)).stat().st_mtime)
 
     @cached_property
-    def is_whole(self) -> bool:
+    def is_transformers_model(self) -> bool:
         """Whether it is a model of transformers, not a pipeline."""
         config = self.path / CONFIG
-        return not (self.path / INDEX).exists() and config.exists() and "architectures" in self.beside(CONFIG)
+        return not (self.path / INDEX).exists() and config.exists() and "architectures" in self.optional_config(CONFIG)
 
     @property
     def kind(self) -> str:
         """The class in its configuration: of the pipeline, or of the model itself."""
-        if self.is_whole:
-            return str(next(iter(self.config(WHOLE).get("architectures") or ()), None))
+        if self.is_transformers_model:
+            return str(next(iter(self.config(SINGLE_COMPONENT).get("architectures") or ()), None))
         return str(self.index().get("_class_name"))
 
     def components(self) -> list[str]:
         """Return the names of its components."""
-        if self.is_whole:
-            return [LANGUAGE, VISION] if "vision_config" in self.config(WHOLE) else [WHOLE]
+        if self.is_transformers_model:
+            return [LANGUAGE, VISION] if "vision_config" in self.config(SINGLE_COMPONENT) else [SINGLE_COMPONENT]
         pairs = ((name, pair) for name, pair in self.index().items() if isinstance(pair, list) and len(pair) == 2)
         return [
             name for name, pair in pairs if not name.startswith("_") and all(isinstance(item, str) for item in pair)
@@ -194,9 +194,9 @@ class ModelFolder:
 
     def class_of(self, component: str) -> str:
         """Return the name of a component's class in its library."""
-        return self.kind if self.is_whole else str(self.index()[component][1])
+        return self.kind if self.is_transformers_model else str(self.index()[component][1])
 
-    def beside(self, name: str) -> dict[str, Any]:
+    def optional_config(self, name: str) -> dict[str, Any]:
         """Return an optional file of settings; empty if it does not exist."""
         return self._json(name, "its settings are unknown") if (self.path / name).exists() else {}
 
@@ -206,7 +206,7 @@ class ModelFolder:
 
     def config(self, component: str) -> dict[str, Any]:
         """Return the configuration of a component, in whichever file it is."""
-        name = f"{self.at(component)}{_config_name(component)}"
+        name = f"{self.component_path(component)}{_config_name(component)}"
         return self._json(name, f"component {component} is incomplete")
 
     @contextmanager
@@ -225,7 +225,7 @@ class ModelFolder:
 
         Raises ConfigError if one is not on this disk or is incomplete.
         """
-        files = [self.path / self.at(component) / name for name in self.weight_names(component)]
+        files = [self.path / self.component_path(component) / name for name in self.weight_names(component)]
         if missing := [file.name for file in files if not file.exists()]:
             raise self._missing_error(component, missing[0])
         return files
@@ -237,10 +237,10 @@ class ModelFolder:
         Raises ConfigError for weights that are not supported.
         """
         config = self.config(component)
-        files = self._list(self.at(component).rstrip("/"))
+        files = self._list(self.component_path(component).rstrip("/"))
         if _config_name(component) != CONFIG:
             return []
-        if (settings := config.get(SETTING)) and (reason := refusal(settings, self.is_whole)):
+        if (settings := config.get(SETTING)) and (reason := refusal(settings, self.is_transformers_model)):
             raise ConfigError(f"model {self.path}: component {component} is quantized ({SETTING}) {reason}")
 
         usual = next((name for name in WEIGHTS if name in files and ADAPTER not in files), "")
@@ -250,7 +250,9 @@ class ModelFolder:
 
         names = ["*.safetensors"] if not weights_file or weights_file.endswith(".json") else [weights_file]
         if weights_file.endswith(".json"):
-            listing = self._json(f"{self.at(component)}{weights_file}", f"component {component} is incomplete")
+            listing = self._json(
+                f"{self.component_path(component)}{weights_file}", f"component {component} is incomplete"
+            )
             shards = listing.get("weight_map")
             if shards and isinstance(shards, dict):
                 names = sorted({str(name) for name in shards.values()})
@@ -258,7 +260,7 @@ class ModelFolder:
         for name in names:
             if name not in files:
                 raise self._missing_error(component, name)
-            if (self.path / self.at(component) / name).exists():
+            if (self.path / self.component_path(component) / name).exists():
                 self._tensors(component, name)
         return names
 
@@ -269,7 +271,7 @@ class ModelFolder:
         """
         if len(several := singles_of(files)) > 1:
             both = " and ".join(several[:2])
-            place = self.at(component) or "the folder"
+            place = self.component_path(component) or "the folder"
             reason = f"{both}, each of which may have all weights: keep only one of them in {place}"
             return f"component {component} has {len(several)} weight files, {reason}"
         instead = unserved(files)
@@ -283,7 +285,9 @@ class ModelFolder:
         "" if the component is in its library's layout.
         """
         is_diffusers = "_class_name" in self.config(component)
-        return single_of(self._list(self.at(component).rstrip("/")), ADAPTER, *WEIGHTS) if is_diffusers else ""
+        return (
+            single_of(self._list(self.component_path(component).rstrip("/")), ADAPTER, *WEIGHTS) if is_diffusers else ""
+        )
 
     def is_quantized(self, component: str) -> bool:
         """Return whether a component stays quantized in memory: GGUF, or quantized by torchao."""
@@ -306,9 +310,9 @@ class ModelFolder:
         tensors = {name: tensor for file in files for name, tensor in self._tensors(component, file).items()}
         if component not in (LANGUAGE, VISION):
             return tensors
-        return {name: tensor for name, tensor in tensors.items() if (SEES in name) == (component == VISION)}
+        return {name: tensor for name, tensor in tensors.items() if (VISION_PREFIX in name) == (component == VISION)}
 
-    def has(self, component: str, dtype: str) -> bool:
+    def stores_dtype(self, component: str, dtype: str) -> bool:
         """Return whether the files store a component's floats in this dtype, as they are used.
 
         Processes can then map the files.
@@ -329,28 +333,34 @@ class ModelFolder:
         for component in components:
             for name, file in self._files(component).items():
                 digest.update(f"{name}\0{file.size}\0".encode())
-                digest.update(self._content(f"{self.at(component)}{name}", file))
+                digest.update(self._content(f"{self.component_path(component)}{name}", file))
         return digest.hexdigest()
 
     def files(self, component: str) -> dict[str, Path]:
         """Return the files that a component's identity covers, by path in the model's folder."""
-        names = (f"{self.at(component)}{name}" for name in self._files(component))
+        names = (f"{self.component_path(component)}{name}" for name in self._files(component))
         return {name: self.path / name for name in names}
 
-    def at(self, component: str) -> str:
+    def component_path(self, component: str) -> str:
         """Return the path of a component's files: "name/", or "" for the folder itself."""
-        return "" if component in (WHOLE, LANGUAGE, VISION) and self.is_whole else f"{component}/"
+        return (
+            "" if component in (SINGLE_COMPONENT, LANGUAGE, VISION) and self.is_transformers_model else f"{component}/"
+        )
 
-    def lacking(self, components: Iterable[str]) -> dict[str, HubFile]:
+    def missing_files(self, components: Iterable[str]) -> dict[str, HubFile]:
         """Return the weight files of these components that are not downloaded yet, by path."""
-        paths = (f"{self.at(component)}{name}" for component in components for name in self.weight_names(component))
+        paths = (
+            f"{self.component_path(component)}{name}"
+            for component in components
+            for name in self.weight_names(component)
+        )
         listed = self._tree or {}
         return {path: listed[path] for path in paths if path in listed and not (self.path / path).exists()}
 
     def _files(self, component: str) -> dict[str, HubFile]:
         """Return a component's files that its identity covers, by name."""
         weights = self.weight_names(component)
-        files = sorted(self._list(self.at(component).rstrip("/")).items())
+        files = sorted(self._list(self.component_path(component).rstrip("/")).items())
         plain = {name for name, _ in files if Path(name).suffix in PLAIN and ".index." not in name and name != SERVING}
         return {name: file for name, file in files if name in weights or name in plain}
 
@@ -360,10 +370,10 @@ class ModelFolder:
         Reads the header from this disk or the hub. Raises ConfigError if the file is of another class, or its dtypes
         are not supported.
         """
-        file = self.path / self.at(component) / name
+        file = self.path / self.component_path(component) / name
         if file.suffix == GGUF:
             gguf = contents(file)
-            self._refuse_other(component, name, gguf.tensors, str(gguf.said.get("general.architecture", "")))
+            self._refuse_other(component, name, gguf.tensors, str(gguf.metadata.get("general.architecture", "")))
             return {
                 key: (f"GGUF {QUANTIZED[tensor.kind][0]}", prod(tensor.shape)) for key, tensor in gguf.tensors.items()
             }
@@ -372,7 +382,7 @@ class ModelFolder:
             tensors = {key: (str(entry["dtype"]), prod(entry["shape"])) for key, entry in header(file).items()}
         else:
             try:
-                remote = _header_at_hub(*self.hub, f"{self.at(component)}{name}")
+                remote = _header_at_hub(*self.hub, f"{self.component_path(component)}{name}")
             except hub_errors() as error:
                 raise self._missing_error(component, name) from error
             tensors = {key: (str(entry.dtype), prod(entry.shape)) for key, entry in remote.items()}
@@ -380,7 +390,7 @@ class ModelFolder:
         if self.quantization(component):
             return tensors
         if name == self.single(component):
-            tensors = {key: tensors[key] for key in own_names(component, tensors)}
+            tensors = {key: tensors[key] for key in tensor_names(component, tensors)}
             self._refuse_other(component, name, tensors)
         if any(dtype.startswith("F8") for dtype, _ in tensors.values()):
             reason = "has 8-bit floats, which are not supported: use the model in its original precision"
@@ -392,8 +402,8 @@ class ModelFolder:
     def _refuse_other(self, component: str, name: str, tensors: Collection[str], architecture: str = "") -> None:
         """Raise ConfigError if a component's single file is of another class of models."""
         kind = self.class_of(component)
-        file = f"{self.at(component)}{name}"
-        if not is_of(kind, tensors, architecture):
+        file = f"{self.component_path(component)}{name}"
+        if not may_be_class(kind, tensors, architecture):
             by = f"architecture {architecture[:40]}" if architecture else "by its tensors"
             raise ConfigError(f"model {self.path}: {file} is of another model ({by}): use a file of a {kind}")
 
@@ -426,7 +436,7 @@ class ModelFolder:
             return listed.encode()
         if self._is_blob(local, listed) and local.stat().st_ctime_ns <= local.lstat().st_ctime_ns:
             return listed.encode()
-        return FINGERPRINTS.of(local, file.algorithm).encode()
+        return FINGERPRINTS.hash_file(local, file.algorithm).encode()
 
     def _is_blob(self, file: Path, name: str) -> bool:
         """Return whether a snapshot's file is a link to this blob in the cache."""

@@ -66,7 +66,7 @@ class GgufContents(NamedTuple):
     """The metadata and tensor table of a GGUF file."""
 
     #: The metadata: numbers, strings and lists of either, by key.
-    said: dict[str, Any]
+    metadata: dict[str, Any]
     #: The tensors by name.
     tensors: dict[str, StoredTensor]
     #: The position at which the tensors' data start.

@@ -100,12 +100,12 @@ class GgufModel(ModelFolder):
 
     @cached_property
     @override
-    def is_whole(self) -> bool:
+    def is_transformers_model(self) -> bool:
         return True
 
     @override
-    def beside(self, name: str) -> dict[str, Any]:
-        return ModelFolder(self.home).beside(name)
+    def optional_config(self, name: str) -> dict[str, Any]:
+        return ModelFolder(self.home).optional_config(name)
 
     @override
     def config(self, component: str) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class GgufModel(ModelFolder):
         In the file, rows that are half a head apart are adjacent. Other tensors are unchanged.
         """
         part = gguf_name.rpartition(".")[0].rpartition(".")[2]
-        if self._contents.said["general.architecture"] != "llama" or part not in ("attn_q", "attn_k"):
+        if self._contents.metadata["general.architecture"] != "llama" or part not in ("attn_q", "attn_k"):
             return tensor
         heads = self._config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
         return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
@@ -216,7 +216,7 @@ class GgufModel(ModelFolder):
         return {gguf_name: name for gguf_name, (name, _) in needed.items() if name}
 
 
-def files_of(path: Path) -> ModelFolder:
+def open_files(path: Path) -> ModelFolder:
     """Return the reader of the model at a path: a folder, or a GGUF file."""
     return GgufModel(path) if path.suffix == GGUF and path.is_file() else ModelFolder(path)
 
@@ -226,7 +226,7 @@ def config_of(found: GgufContents) -> dict[str, Any]:
 
     Raises ConfigError if it is not supported, ValueError or TypeError for invalid values.
     """
-    metadata = found.said
+    metadata = found.metadata
     stored = found.tensors
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:

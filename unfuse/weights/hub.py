@@ -28,7 +28,7 @@ from unfuse.weights.fingerprints import HASHES
 from unfuse.weights.folder import HubFile, ModelFolder, hub_errors
 
 #: The number of parallel downloads.
-AT_ONCE = 4
+PARALLEL_DOWNLOADS = 4
 
 #: Seconds before each further try if no byte was received since the last one. After these, the download fails.
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
@@ -36,16 +36,16 @@ PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 CHUNK = 1 << 20
 
 #: Seconds between two reports of progress.
-TELL_S = 1.5
+PROGRESS_INTERVAL_S = 1.5
 
 #: Seconds over which the download rate is averaged.
 RATE_S = 10.0
 
 #: Seconds between two checks of a file that another process downloads.
-LOOK_S = 0.5
+CHECK_INTERVAL_S = 0.5
 
 #: The suffix of partial files, after the hash of the content.
-PART = ".unfuse-part"
+PARTIAL_SUFFIX = ".unfuse-part"
 
 #: The errors of a full disk.
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -78,27 +78,29 @@ class DownloadProgress(msgspec.Struct, frozen=True):
 
 
 #: A callback for progress.
-Tell = Callable[[DownloadProgress], object]
+ProgressCallback = Callable[[DownloadProgress], object]
 
 
 class DownloadStopped(Exception):
     """The download was stopped, because another file failed or the caller was interrupted."""
 
 
-def bring(model: ModelFolder, components: Collection[str], tell: Tell | None = None) -> None:
+def download_weights(model: ModelFolder, components: Collection[str], tell: ProgressCallback | None = None) -> None:
     """Download the missing weights of these components.
 
     `tell`: called with the progress at the start and about every TELL_S seconds.
     Raises ConfigError with what was received, and what to do.
     """
-    if model.hub and (lacking := model.lacking(components)):
+    if model.hub and (lacking := model.missing_files(components)):
         _Download(model.hub, model.path, lacking, tell or bool).run()
 
 
 class _Download:
     """The download of some files of one commit."""
 
-    def __init__(self, hub: tuple[str, str], snapshot: Path, files: Mapping[str, HubFile], tell: Tell) -> None:
+    def __init__(
+        self, hub: tuple[str, str], snapshot: Path, files: Mapping[str, HubFile], tell: ProgressCallback
+    ) -> None:
         self._name, self._commit = hub
         self._blobs = snapshot.parent.parent / "blobs"
         self._files = files  # by path
@@ -116,11 +118,11 @@ class _Download:
 
         self._check_disk_space()
         self._report(self._progress())
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        with ThreadPoolExecutor(PARALLEL_DOWNLOADS) as pool:
             try:
                 pending = {pool.submit(self._download_file, path, file) for path, file in self._files.items()}
                 while pending:
-                    done, pending = wait(pending, TELL_S)
+                    done, pending = wait(pending, PROGRESS_INTERVAL_S)
                     for future in done:
                         future.result()
                     self._report(self._progress())
@@ -131,7 +133,7 @@ class _Download:
 
     def _partial_file(self, file: HubFile) -> Path:
         """Return the path of a file until it is complete."""
-        return self._blobs / f"{file.digest}{PART}"
+        return self._blobs / f"{file.digest}{PARTIAL_SUFFIX}"
 
     def _progress(self) -> DownloadProgress:
         """Return the progress of all files, and record it for the rate."""
@@ -184,7 +186,7 @@ class _Download:
                         yield stream
                         return
                 self._received[path] = os.fstat(stream.fileno()).st_size
-            if self._stopped.wait(LOOK_S):
+            if self._stopped.wait(CHECK_INTERVAL_S):
                 raise DownloadStopped
         yield None
 

@@ -16,7 +16,7 @@ from unfuse.core.compute_options import Offload
 from unfuse.parallel.devices import EXCHANGES
 
 
-def rest(model: torch.nn.Module, device: torch.device, how: Offload) -> torch.nn.Module:
+def offload_model(model: torch.nn.Module, device: torch.device, how: Offload) -> torch.nn.Module:
     """Offload a loaded model to host memory, to run on the device, and return it.
 
     With `model`, all its weights move to the device when it runs, and stay until another model runs there. With

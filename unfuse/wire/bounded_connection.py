@@ -213,7 +213,7 @@ class BoundedConnection:
             self._parts = self._parts + 1 if flags & MORE else 0
             if self._parts >= bounds.parts:
                 raise Unwelcome("a message has too many parts")
-        if not (self._frames.take(1, now) and self._bytes.take(length, now)):
+        if not (self._frames.try_acquire(1, now) and self._bytes.try_acquire(length, now)):
             raise Unwelcome("it sends too much in a second")
         heappush(self._unanswered, length)
         self._owe(length)

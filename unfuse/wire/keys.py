@@ -15,7 +15,7 @@ import zmq
 from zmq.utils import z85
 
 from unfuse.core.errors import ConfigError
-from unfuse.core.paths import expanded
+from unfuse.core.paths import expand_path
 from unfuse.core.supervisor import LogThrottle
 from unfuse.wire.mailbox import Mailbox
 
@@ -117,7 +117,7 @@ def read(folder: str, side: str) -> Keys | None:
     """
     if not folder:
         return None
-    path = _file(expanded(folder), side)
+    path = _file(expand_path(folder), side)
     if not path.exists() and (shared := path.with_name(SHARED)).exists():
         path = shared
     try:

@@ -87,7 +87,7 @@ class BoundedListener(Owner):
 
     def _accept(self) -> None:
         for _ in range(AT_ONCE):
-            if not self._pace.take(1, self._loop.time()):
+            if not self._pace.try_acquire(1, self._loop.time()):
                 self._pause()
                 return
             try:

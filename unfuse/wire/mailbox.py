@@ -57,7 +57,7 @@ class Mailbox:
             self._background.log(self._what, error)
             self._next = self._loop.call_later(PAUSE_S, self._read)
             return
-        with self._background.besides(self._what):
+        with self._background.log_errors(self._what):
             self._hear(message)
         if not self._socket.closed:
             self._look()

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from unfuse.core.errors import ConfigError
-from unfuse.core.paths import expanded
+from unfuse.core.paths import expand_path
 
 MAX_PATH = 100  # the most bytes of a socket's path; the kernel allows 107
 ROOM_FOR_NAMES = 32  # how many of these bytes are for the separator and the name of a socket
@@ -18,7 +18,7 @@ MACHINE = "machine"  # the name of the file with this machine's id
 
 def open_run_folder(path: str | Path) -> Path:
     """Make the folder if missing; return it. Raises ConfigError if its path is too long, or others could enter it."""
-    folder = expanded(path).absolute()
+    folder = expand_path(path).absolute()
     if len(os.fsencode(folder)) > MAX_PATH - ROOM_FOR_NAMES:
         raise ConfigError(
             f"the run folder {folder} has a path too long for the sockets in it: set UNFUSE_RUN_DIR to one of at most "

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from unfuse.core.errors import ConfigError
-from unfuse.core.paths import expanded
+from unfuse.core.paths import expand_path
 from unfuse.wire.run_folder import open_run_folder
 
 OURS = re.compile(r"(?:serve-(?P<port>\d+)|own-[0-9a-f]+)\.sock")
@@ -24,12 +24,12 @@ BACKLOG = 1024
 
 def server_socket(folder: str | Path, port: int) -> Path:
     """The path of the socket of the server with this HTTP port."""
-    return expanded(folder).absolute() / f"serve-{port}.sock"
+    return expand_path(folder).absolute() / f"serve-{port}.sock"
 
 
 def private_socket(folder: str | Path) -> Path:
     """A path for a socket that nobody can find by its name."""
-    return expanded(folder).absolute() / f"own-{secrets.token_hex(8)}.sock"
+    return expand_path(folder).absolute() / f"own-{secrets.token_hex(8)}.sock"
 
 
 def servers(folder: str | Path) -> dict[int, Path]:

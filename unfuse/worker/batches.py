@@ -20,23 +20,23 @@ import msgspec
 import numpy as np
 import structlog
 
-from unfuse.core.compute_options import USUAL_BATCH
-from unfuse.core.messages import ExactBatchStats
+from unfuse.core.compute_options import DEFAULT_MAX_BATCH
+from unfuse.core.messages import BatchInvarianceStats
 from unfuse.core.plan import readable_pool
 from unfuse.core.retries import MEMORY, rule_of
 from unfuse.stages.base import EncodedMedia, Stage
 from unfuse.weights.fingerprints import MAX_ENTRIES, add_entry
-from unfuse.worker.compute_messages import How
+from unfuse.worker.compute_messages import BatchMode
 from unfuse.worker.job import Job
 from unfuse.worker.ranks import Ranks
 
 log = structlog.get_logger(__name__)
 
 #: Number of comparisons without a difference after which a batch size is trusted and no longer compared each time.
-TRUSTED = 3
+TRUSTED_AFTER = 3
 
 #: One of this many batches of a trusted size is compared again: a difference may be rare.
-CHECKED_AGAIN = 512
+RECHECK_ONE_IN = 512
 
 #: What tasks must have in common to share a forward. The first element is the pool.
 Key = tuple[Hashable, ...]
@@ -74,7 +74,7 @@ class InvarianceResult(msgspec.Struct, frozen=True):
     equal: int = 0
 
     #: The function that made a difference. Empty if none did.
-    blame: str = ""
+    variant_function: str = ""
 
     #: The pool whose batches were compared.
     pool: str = ""
@@ -85,10 +85,10 @@ class InvarianceResult(msgspec.Struct, frozen=True):
     @property
     def is_trusted(self) -> bool:
         """Whether requests may share a forward of this size."""
-        return self.equal >= TRUSTED and not self.blame
+        return self.equal >= TRUSTED_AFTER and not self.variant_function
 
 
-UNSEEN = InvarianceResult()
+NOT_COMPARED = InvarianceResult()
 
 
 class InvarianceResults:
@@ -109,30 +109,30 @@ class InvarianceResults:
         """Return every result, of any scope."""
         return [*self._verdicts.values()]
 
-    def of(self, key: Key, size: int) -> InvarianceResult:
+    def find(self, key: Key, size: int) -> InvarianceResult:
         """Return the result for batches of this size; UNSEEN without one."""
-        return self._verdicts.get(self._name(key, size), UNSEEN)
+        return self._verdicts.get(self._name(key, size), NOT_COMPARED)
 
     def must_compare(self, key: Key, size: int) -> bool:
         """Whether the next batch of this size should be compared.
 
         Never, if it is known to differ.
         """
-        verdict = self.of(key, size)
-        return not verdict.blame and (not verdict.is_trusted or self._chance() * CHECKED_AGAIN < 1)
+        verdict = self.find(key, size)
+        return not verdict.variant_function and (not verdict.is_trusted or self._chance() * RECHECK_ONE_IN < 1)
 
     def largest(self, key: Key, size: int) -> int:
         """Return the largest of size, size/2, size/4, … not known to differ, or 0."""
-        while size and self.of(key, size).blame:
+        while size and self.find(key, size).variant_function:
             size //= 2
         return size
 
-    def learn(self, key: Key, size: int, blame: str) -> None:
+    def record(self, key: Key, size: int, blame: str) -> None:
         """Store the result of a comparison.
 
         `blame`: the function that made a difference, or the error of the shared forward; "" for equal results.
         """
-        before = self.of(key, size)
+        before = self.find(key, size)
         after = InvarianceResult(before.equal + (not blame), blame, str(key[0]), size)
         self._verdicts.pop(self._name(key, size), None)
         self._verdicts[self._name(key, size)] = after
@@ -166,13 +166,13 @@ class InvarianceResults:
             log.warning("the batch invariance results cannot be written", file=str(self._file), reason=str(error))
 
 
-def difference(alone: Sequence[Any], together: Sequence[Any]) -> int | None:
+def first_difference(alone: Sequence[Any], together: Sequence[Any]) -> int | None:
     """Return the first row whose result differs between alone and together, or None."""
     pairs = zip(alone, together, strict=True)
     return next((row for row, (single, shared) in enumerate(pairs) if not _equal(single, shared)), None)
 
 
-def culprit(stage: Stage, states: Sequence[Any], row: int) -> str:
+def variant_function(stage: Stage, states: Sequence[Any], row: int) -> str:
     """Return the function that makes this row differ. Computes both forwards once more."""
     from unfuse.stages.batch_invariant_ops import first_difference
 
@@ -328,14 +328,14 @@ class Batches:
     """
 
     def __init__(self, most: int, exactness: InvarianceResults | None, ranks: Ranks) -> None:
-        usual = most or USUAL_BATCH
+        usual = most or DEFAULT_MAX_BATCH
         few = 1 << (usual.bit_length() - 1)  # in an exact pool powers of two only, so that there are few comparisons
         self.sizes, self._most = BatchSizes(few if exactness else usual), most
         self._exactness, self._ranks = exactness, ranks
         self._turns, self._turn = dict[str, int](), 0
-        self.sharing: dict[str, ExactBatchStats] = {}
+        self.sharing: dict[str, BatchInvarianceStats] = {}
 
-    def pick(self, jobs: Collection[Job]) -> tuple[list[Job], How]:
+    def pick(self, jobs: Collection[Job]) -> tuple[list[Job], BatchMode]:
         """Return the next batch and how to compute it.
 
         The batch is the first task in order and the tasks that may share its forward. Tasks that wait for something
@@ -345,10 +345,10 @@ class Batches:
         first = min(jobs, key=self._sort_key)
         self._turn += 1
         self._turns[first.lease.task.planned.pool] = first.turn = self._turn
-        if first.alone:
+        if first.runs_alone:
             return [first], "alone"
         same = first.key, first.priority, False
-        mates = [job for job in jobs if (job.key, job.priority, job.alone) == same]
+        mates = [job for job in jobs if (job.key, job.priority, job.runs_alone) == same]
         if self._exactness is None and first.stage.all_together:
             return mates[: self.sizes.all(first.key, len(mates), self._most or LARGEST)], "together"
         if self._exactness is None:
@@ -356,16 +356,19 @@ class Batches:
         exact_key, size = first.key[-1], self.sizes.size(first.key, 1 << (len(mates).bit_length() - 1))
         best = 0 if exact_key is None else self._exactness.largest(first.key, size)
         if best < size and exact_key is not None:
-            self._record_sharing(first, ExactBatchStats(blame={size: self._exactness.of(first.key, size).blame}))
+            self._record_sharing(
+                first,
+                BatchInvarianceStats(variant_functions={size: self._exactness.find(first.key, size).variant_function}),
+            )
             self.sizes.too_large(first.key, size)
         if best == 0 or (best == 1 and not first.stage.differs_alone):
             return [first], "alone"
         if self._exactness.must_compare(first.key, best):
             return mates[:best], "compared"
-        self._record_sharing(first, ExactBatchStats(best))
+        self._record_sharing(first, BatchInvarianceStats(best))
         return mates[:best], "together"
 
-    def compute(self, batch: list[Job], how: How) -> list[tuple[Job, Any]]:
+    def compute(self, batch: list[Job], how: BatchMode) -> list[tuple[Job, Any]]:
         """Compute a step of a batch.
 
         Returns each job with the result for its stage, or an error.
@@ -391,7 +394,7 @@ class Batches:
         for job in batch:
             job.run_s = job.run_s + seconds
             job.steps = job.steps + 1
-            job.mates = job.mates + size
+            job.batch_size_sum = job.batch_size_sum + size
             job.share_s += seconds / len(batch)
             job.exchange_s += waited
         if how == "compared":
@@ -412,10 +415,10 @@ class Batches:
         own_turn = job.turn if self._exactness and job.stage.all_together else 0
         return -job.priority, steps > 1 or job.steps > 0, not soon, self._turns.get(task.planned.pool, 0), own_turn
 
-    def _record_sharing(self, job: Job, stats: ExactBatchStats) -> None:
+    def _record_sharing(self, job: Job, stats: BatchInvarianceStats) -> None:
         """Add to the invariance results of the job's pool."""
         pool = job.lease.task.planned.pool
-        known = self.sharing.get(pool, ExactBatchStats())
+        known = self.sharing.get(pool, BatchInvarianceStats())
         if known | stats != known:
             self.sharing[pool] = known | stats
 
@@ -437,16 +440,18 @@ class Batches:
         try:
             together = self._step(stage.step, states)
             self.sizes.measured(key, len(batch), time.monotonic() - began)
-            blame = self._ranks.blame(difference(alone, together), partial(culprit, stage, states))
+            blame = self._ranks.variant_function(
+                first_difference(alone, together), partial(variant_function, stage, states)
+            )
         except Exception as error:  # the tasks go on with their results alone
             if rule_of(error) is MEMORY:
                 self.sizes.too_large(key, len(batch))
                 return
             blame = f"{type(error).__name__}: {error}"
         if self._exactness:
-            self._exactness.learn(key, len(batch), blame)
+            self._exactness.record(key, len(batch), blame)
 
-    def _handle_failure(self, batch: list[Job], error: Exception, how: How) -> list[tuple[Job, Any]]:
+    def _handle_failure(self, batch: list[Job], error: Exception, how: BatchMode) -> list[tuple[Job, Any]]:
         """Handle a failed forward: limit the batch size, or run its jobs alone.
 
         Returns the error for a job that was alone already.
@@ -457,5 +462,5 @@ class Batches:
             self.sizes.too_large(batch[0].key, len(batch))
         else:
             for job in batch:
-                job.alone = True
+                job.runs_alone = True
         return []

@@ -32,7 +32,7 @@ UNKNOWN_S = 0.05
 #: Name of the tensor with a checkpoint's plain values, as bytes.
 VALUES = "unfuse.values"
 
-SPOKEN = re.compile(r"(?P<steps>[1-9]\d*)|(?P<seconds>\d+(\.\d+)?)s|auto|none")
+DURATION_UNITS = re.compile(r"(?P<steps>[1-9]\d*)|(?P<seconds>\d+(\.\d+)?)s|auto|none")
 
 
 @dataclass
@@ -58,7 +58,7 @@ class CheckpointPolicy:
     @classmethod
     def parse(cls, text: str) -> CheckpointPolicy:
         """Parse a policy: `10` (steps), `30s` (seconds), `auto` or `none`. Raises ConfigError."""
-        parsed = SPOKEN.fullmatch(text)
+        parsed = DURATION_UNITS.fullmatch(text)
         if parsed is None or float(parsed["seconds"] or 1) == 0:
             raise ConfigError(
                 f"--checkpoint {text} is not valid: use auto, none, a number of steps (10) or of seconds (30s)"
@@ -70,10 +70,10 @@ class CheckpointPolicy:
         """Whether no checkpoint is ever saved."""
         return not (self.steps or self.seconds or self.auto)
 
-    def due(self, unsaved_steps: int, unsaved_s: float, left_s: float) -> bool:
+    def is_due(self, unsaved_steps: int, unsaved_s: float, left_s: float) -> bool:
         """Whether to save now.
 
-        `unsaved_steps` and `unsaved_s` count from the last save; `left_s` are the predicted seconds until the task
+        `unsaved_steps` and `unsaved_s` count from the last save; `remaining_s` are the predicted seconds until the task
         ends.
         """
         if self.steps:
@@ -83,7 +83,7 @@ class CheckpointPolicy:
         interval = sqrt(2 * self.cost_s * FAILS_S)
         return self.auto and unsaved_s >= interval and left_s >= interval / 2
 
-    def took(self, seconds: float) -> None:
+    def record_cost(self, seconds: float) -> None:
         """Record the seconds that saving has just taken."""
         self.cost_s = (self.cost_s + seconds) / 2
 
@@ -115,17 +115,17 @@ class CheckpointWriter:
         self._shared = asyncio.Condition()
         self._lock = asyncio.Lock()
 
-    def begin(self, lease: Lease) -> None:
+    def start_task(self, lease: Lease) -> None:
         """Note that a task has started, perhaps from a checkpoint."""
         self._known[lease.claim] = lease.checkpoint
 
-    async def share(self, kept: CachePrefix) -> None:
+    async def record_prefix_block(self, kept: CachePrefix) -> None:
         """Have a prefix block recorded for other tasks (prefix caching), and retain it for them."""
         self._unshared[kept.claim] += 1
         try:
             answer = await self._link.call(kept)
             if isinstance(answer, Accepted):
-                self._objects.share(kept.key, kept.output)
+                self._objects.retain(kept.key, kept.output)
         finally:
             async with self._shared:
                 self._unshared -= Counter([kept.claim])
@@ -160,7 +160,7 @@ class CheckpointWriter:
         async with self._shared:
             await self._shared.wait_for(lambda: claim not in self._unshared)
 
-    async def end(self, claim: Claim, done: bool) -> None:
+    async def end_task(self, claim: Claim, done: bool) -> None:
         """Note that a task has ended. If it is `done`, its checkpoint is deleted.
 
         Otherwise the checkpoint stays, so that another worker can resume the task.

@@ -24,18 +24,18 @@ from msgspec.structs import replace
 from unfuse.arena.client import ArenaClient
 from unfuse.arena.protocol import peer_of
 from unfuse.core.codec import encode
-from unfuse.core.compute_options import own_spreads
+from unfuse.core.compute_options import worker_parallelism
 from unfuse.core.errors import ConfigError, PermanentError, UnfuseError
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import StageSpec
-from unfuse.models import card_of, find, resolve_source
+from unfuse.models import find, read_model_spec, resolve_source
 from unfuse.models.base import RuntimeOptions
 from unfuse.stages.base import Stage
 from unfuse.stores.results import copies_here, open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import ProcessPairs
 from unfuse.weights.fingerprints import FINGERPRINTS
-from unfuse.weights.gguf_model import files_of
+from unfuse.weights.gguf_model import open_files
 from unfuse.weights.quantized import library
 from unfuse.worker import compute_messages as messages
 from unfuse.worker.batches import InvarianceResults
@@ -56,7 +56,7 @@ class PairServer:
         self._lock = Lock()
         self._pairs: ProcessPairs | None = None
 
-    def take(self, call: messages.PairCall) -> None:
+    def serve(self, call: messages.PairCall) -> None:
         """Serve a call in a thread and answer it.
 
         A failure there does not end the process.
@@ -99,7 +99,7 @@ def compute(descriptor: int) -> None:
     except (UnfuseError, OSError, ValueError) as error:
         channel.send(messages.LoadFailed(str(error)))
         return
-    places = load.places
+    places = load.storage
     store = TensorStore.create(
         places.store,
         owner=load.owner,
@@ -120,7 +120,7 @@ def compute(descriptor: int) -> None:
     StepLoop(
         stages,
         store,
-        open_results(places.results, places.mark),
+        open_results(places.results, places.results_store_id),
         inbox,
         channel.send,
         load.compute.max_batch,
@@ -138,9 +138,9 @@ def device_memory(device: str) -> Callable[[], int]:
     """Return a function for this process's bytes on a GPU; 0 on a CPU."""
     if device.startswith("cpu"):
         return lambda: 0
-    from unfuse.parallel.devices import held
+    from unfuse.parallel.devices import reserved_bytes
 
-    return partial(held, device)
+    return partial(reserved_bytes, device)
 
 
 def _invariance_results(load: messages.LoadModels, numerics: Mapping[str, str]) -> InvarianceResults | None:
@@ -172,7 +172,7 @@ def _listen(
         if isinstance(message, messages.LoadModels):
             raise PermanentError("a compute process can load only once")
         if isinstance(message, messages.PairCall):
-            pairs.take(message)
+            pairs.serve(message)
         else:
             inbox.put(message)
 
@@ -210,24 +210,24 @@ def _stages_to_load(load: messages.LoadModels) -> dict[str, tuple[StageSpec, Mod
     have changed since then are left out.
     """
     models = [(name, resolve_source(source), dtype) for name, source, dtype in load.models]
-    only = {load.holds} & {name for name, _, _ in models}  # if the set is a model, no other model is read
+    only = {load.loaded_model} & {name for name, _, _ in models}  # if the set is a model, no other model is read
     pools, wanted = load.pools or load.registered, dict[str, tuple[StageSpec, ModelSpec, Path]]()
     refusal = ConfigError("the files of all models have changed since the worker started: restart the worker")
     for name, folder, dtype in models:
         if only and name not in only:
             continue
         try:
-            card = card_of(name, folder, dtype)
+            model_spec = read_model_spec(name, folder, dtype)
         except ConfigError as error:
             if not load.registered:
                 raise
             refusal = error
             continue
-        declared_pools = card.pools(load.choice)
-        for spec in card.pipeline.stages:
+        declared_pools = model_spec.pools(load.choice)
+        for spec in model_spec.pipeline.stages:
             pool = declared_pools.get(spec.name)
             if pool and (pool in pools or not pools):
-                wanted.setdefault(pool, (spec, card, folder))
+                wanted.setdefault(pool, (spec, model_spec, folder))
     if not wanted:
         raise refusal
     return wanted
@@ -241,7 +241,7 @@ def _load_stages(
     Returns the device, the numerics, the stages by declared pool, and the pools that take numpy arrays.
     """
     if load.data_dir:
-        FINGERPRINTS.remember_in(Path(load.data_dir))
+        FINGERPRINTS.cache_in(Path(load.data_dir))
     models, wanted = (
         [(name, resolve_source(source), dtype) for name, source, dtype in load.models],
         _stages_to_load(load),
@@ -250,19 +250,22 @@ def _load_stages(
     families = [find(folder) for _, folder, _ in models]
     libraries = {name for family in families if family.torch for name in ("torch", *family.libraries)}
     component_folders = {(folder, name) for spec, _, folder in wanted.values() for name in spec.components}
-    libraries |= library(files_of(folder).quantization(name) for folder, name in component_folders)
+    libraries |= library(open_files(folder).quantization(name) for folder, name in component_folders)
     device = _device(load, bool(libraries))
-    numerics, spreads = outcome_of(load, device, libraries), own_spreads(load.compute.parallel, load.choice.roles)
+    numerics, spreads = (
+        numerics_of(load, device, libraries),
+        worker_parallelism(load.compute.parallel, load.choice.roles),
+    )
     _check_agreement(group, numerics, wanted)
     stages: dict[str, Stage] = {}
     plain, shared = set[str](), dict[Hashable, Any]()
-    for pool, (spec, card, folder) in wanted.items():
+    for pool, (spec, model_spec, folder) in wanted.items():
         family, mesh = find(folder), group.mesh(spreads[spec.role]) if group and spec.role in spreads else None
-        adapter_folder = str(Path(load.data_dir, messages.KEPT_LORAS)) if load.data_dir else ""
+        adapter_folder = str(Path(load.data_dir, messages.ADAPTER_FOLDER)) if load.data_dir else ""
         runtime = RuntimeOptions(
-            device, card.dtypes, load.compute, load.places.loras, mesh, load.kv, shared, group, adapter_folder
+            device, model_spec.dtypes, load.compute, load.storage.adapters, mesh, load.kv, shared, group, adapter_folder
         )
-        progress.begin(card.name, spec, folder)
+        progress.start_stage(model_spec.name, spec, folder)
         stages[pool] = family.load(spec, folder, runtime, progress.loaded)
         plain |= set() if family.torch else {pool}
     return device, numerics, stages, plain
@@ -276,13 +279,17 @@ class LoadProgress:
         stages: Iterable[tuple[StageSpec, Path]],
         tell: Callable[[messages.LoadingStage | messages.ComponentLoaded], None],
     ) -> None:
-        paths = {(folder, name): files_of(folder).at(name) for spec, folder in stages for name in spec.components}
+        paths = {
+            (folder, name): open_files(folder).component_path(name)
+            for spec, folder in stages
+            for name in spec.components
+        }
         self._remaining = {key: _bytes_of(key[0] / path) for key, path in paths.items()}
         self._total = sum(self._remaining.values())
         self._send = tell
         self._folder = Path()
 
-    def begin(self, model: str, stage: StageSpec, folder: Path) -> None:
+    def start_stage(self, model: str, stage: StageSpec, folder: Path) -> None:
         """Report that this stage is loaded next."""
         self._folder = folder
         self._send(messages.LoadingStage(model, stage.name, self._total - sum(self._remaining.values()), self._total))
@@ -315,22 +322,22 @@ def _device(load: messages.LoadModels, with_torch: bool) -> str:
         return "cpu" if named == "auto" else named
     import torch
 
-    from unfuse.parallel.devices import found, present
+    from unfuse.parallel.devices import accelerators, is_present
 
     torch.set_num_threads(load.compute.threads)
     if named != "auto":
-        return present(named)
-    if (devices := found()) and load.ranks > len(devices):
+        return is_present(named)
+    if (devices := accelerators()) and load.ranks > len(devices):
         raise ConfigError(f"--parallel {load.compute.parallel} needs {load.ranks} GPUs, and there are {len(devices)}")
     best = devices[load.rank : load.rank + 1] or ["cpu"]
     return best[0].partition(":")[0] if load.ranks == 1 else best[0]
 
 
-def outcome_of(load: messages.LoadModels, device: str, libraries: Collection[str]) -> dict[str, str]:
+def numerics_of(load: messages.LoadModels, device: str, libraries: Collection[str]) -> dict[str, str]:
     """Return the numerics: settings, library versions and device, on which the bytes of results depend."""
-    spreads = own_spreads(load.compute.parallel, load.choice.roles)
-    settings = load.compute.outcome | {f"parallel-{role}": str(how) for role, how in spreads.items()}
-    settings |= {f"encode-{kind}": encoding for kind, encoding in load.places.encodings.items()}
+    spreads = worker_parallelism(load.compute.parallel, load.choice.roles)
+    settings = load.compute.numerics | {f"parallel-{role}": str(how) for role, how in spreads.items()}
+    settings |= {f"encode-{kind}": encoding for kind, encoding in load.storage.encodings.items()}
     numerics = settings | {name: version(name) for name in libraries}
     if not libraries or not device.startswith("cpu"):
         return numerics | {"device": _device_name(device)}

@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from unfuse.core.codec import HEADER_BYTES, MAX_BYTES, decode, encode, frame, length_of, read_message
+from unfuse.core.codec import HEADER_BYTES, MAX_BYTES, decode, encode, frame, read_length, read_message
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import NotFound, ObjectLost, PermanentError, UnfuseError
 from unfuse.core.messages import (
-    REFUSED,
+    CLIENT_ERROR,
+    BatchInvarianceStats,
     CachePrefix,
     CheckpointSaved,
-    ExactBatchStats,
     Memory,
     OutputAnnounced,
     RankTimes,
@@ -34,17 +34,17 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import StageSelector
 from unfuse.core.request import Timings
 from unfuse.core.retries import MEMORY, REQUEST, UNKNOWN, rule_of, type_name
-from unfuse.core.task import PIECES_AT_ONCE, Claim, Lease, OutputDeltas
+from unfuse.core.task import MAX_DELTAS_PER_MESSAGE, Claim, Lease, OutputDeltas
 from unfuse.core.text import TextStats
 
-How = Literal["together", "alone", "compared"]
+BatchMode = Literal["together", "alone", "compared"]
 """How a batch is computed: in one forward, each task alone, or both ways to compare the results."""
 
 #: The file in the data folder with the batch invariance results.
 EXACTNESS = "exactness.json"
 
 #: The folder in the data folder with the LoRA adapters fetched from the scheduler.
-KEPT_LORAS = "loras"
+ADAPTER_FOLDER = "loras"
 
 #: Most characters of a traceback in a failure report; the last ones are sent.
 EVIDENCE_CHARS = 4000
@@ -76,7 +76,7 @@ class LoadModels(msgspec.Struct, frozen=True, tag=True):
     write_token: bytes
 
     #: Addresses of the stores.
-    places: StorageLocations
+    storage: StorageLocations
 
     #: Folder with the sockets of the other arenas of this machine.
     run_dir: str = ""
@@ -97,7 +97,7 @@ class LoadModels(msgspec.Struct, frozen=True, tag=True):
     kv: int = 0
 
     #: Name of the set of weights to load. Empty without sets.
-    holds: str = ""
+    loaded_model: str = ""
 
     #: Declared pools of that set; only these are loaded. Empty means all.
     pools: frozenset[str] = frozenset()
@@ -163,7 +163,7 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True):
     admit: tuple[Claim, ...] = ()
 
     #: Tasks that waited for the result store and are tried again.
-    again: tuple[Claim, ...] = ()
+    retry: tuple[Claim, ...] = ()
 
     #: Tasks whose state is saved.
     save: tuple[Claim, ...] = ()
@@ -172,7 +172,7 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True):
     step: tuple[Claim, ...] = ()
 
     #: How the batch is computed. If both ways are compared, the results alone count.
-    how: How = "together"
+    batch_mode: BatchMode = "together"
 
     #: Inputs whose next chunk is received, as (task, object id). All ranks receive
     #: them in the same round, since they take memory of which all ranks must use the same.
@@ -181,7 +181,7 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True):
     @property
     def changes(self) -> bool:
         """Whether the plan does more than receive inputs and make a step."""
-        return bool(self.drop or self.admit or self.again or self.save)
+        return bool(self.drop or self.admit or self.retry or self.save)
 
 
 class PairCall(msgspec.Struct, frozen=True, tag=True):
@@ -251,13 +251,13 @@ class ModelsLoaded(msgspec.Struct, frozen=True, tag=True):
     device: str
 
     #: The numerics: what the bytes of results depend on beside weights, dtypes and parameters.
-    outcome: dict[str, str] = {}
+    numerics: dict[str, str] = {}
 
     #: Amounts of named resources that the process has found room for, for all its tasks together.
     resources: dict[str, int] = {}
 
     #: Registered pools that were not loaded, because the model's files have changed.
-    left_out: frozenset[str] = frozenset()
+    changed_pools: frozenset[str] = frozenset()
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):
@@ -282,7 +282,7 @@ class RankStatus(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     retracted: int = 0
 
     #: By pool, how requests of an exact pool share forwards. Known to the first rank.
-    batch_invariance: dict[str, ExactBatchStats] = {}
+    batch_invariance: dict[str, BatchInvarianceStats] = {}
 
 
 class Leak(msgspec.Struct, frozen=True):
@@ -358,7 +358,7 @@ class ComputeChannel:
     def receive(self) -> ToCompute:
         """Return the next message. Raises EOFError if the parent is gone."""
         while isinstance(message := self._receive_one(), OutputDeltas):
-            self._recorded.setdefault(message.claim, []).extend(message.pieces)
+            self._recorded.setdefault(message.claim, []).extend(message.deltas)
         if isinstance(message, RunTask):
             return msgspec.structs.replace(message, recorded=tuple(self._recorded.pop(message.lease.claim, ())))
         return message
@@ -395,8 +395,8 @@ class ParentChannel:
         Raises nothing if the process is gone: `receive` notices it.
         """
         if isinstance(message, RunTask):
-            for offset in range(0, len(message.recorded), PIECES_AT_ONCE):
-                pieces = message.recorded[offset : offset + PIECES_AT_ONCE]
+            for offset in range(0, len(message.recorded), MAX_DELTAS_PER_MESSAGE):
+                pieces = message.recorded[offset : offset + MAX_DELTAS_PER_MESSAGE]
                 self._writer.write(frame(encode(OutputDeltas(message.lease.claim, offset, pieces))))
             message = msgspec.structs.replace(message, recorded=())
         self._writer.write(frame(encode(message)))
@@ -405,7 +405,7 @@ class ParentChannel:
         """Return the next message. Raises EOFError if the compute process is gone."""
         try:
             header = await self._reader.readexactly(HEADER_BYTES)
-            return decode(await self._reader.readexactly(length_of(header, MAX_BYTES)), FromCompute)
+            return decode(await self._reader.readexactly(read_length(header, MAX_BYTES)), FromCompute)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise EOFError from error
 
@@ -432,7 +432,7 @@ def failure(claim: Claim, error: Exception, timings: Timings | None = None) -> T
         sendable(message),
         sendable(evidence),
         object_id=error.object_id if isinstance(error, ObjectLost) else "",
-        reason=REFUSED if rule is REQUEST else "",
+        reason=CLIENT_ERROR if rule is REQUEST else "",
         error=sendable(type_name(error)) if rule is UNKNOWN else "",
         timings=timings or Timings(),
     )

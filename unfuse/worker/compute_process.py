@@ -103,7 +103,7 @@ class StartedProcess(msgspec.Struct, frozen=True):
     log: int
 
 
-async def begin(environment: Mapping[str, str], fork_server: socket.socket | None = None) -> StartedProcess:
+async def start_process(environment: Mapping[str, str], fork_server: socket.socket | None = None) -> StartedProcess:
     """Start a compute process with this environment.
 
     It is forked by the fork server, for a short cold start. Without a server, or if that fails, it is a new
@@ -210,7 +210,7 @@ class ComputeProcess:
             structlog.contextvars.bind_contextvars(rank=self.load.rank)
         log.info("importing")
         environment = compute_environment(self.load.compute.threads, os.environ)
-        process = await begin(environment, self._fork_server)
+        process = await start_process(environment, self._fork_server)
         self._child, self._channel = process.child, await messages.ParentChannel.open(process.channel)
         self.killed_for = ""
         self.log = ""
@@ -262,7 +262,7 @@ class ComputeProcess:
             await self.last_words()
         self._logging.cancel()
 
-    def excess(self, limit: int) -> str:
+    def memory_excess(self, limit: int) -> str:
         """Return why to kill the process if its own memory exceeds `limit` bytes, else "".
 
         A limit of 0 means any memory is allowed.
@@ -318,7 +318,7 @@ class ComputeProcess:
         """Log the record in a line, or copy the line to standard error."""
         text = line.decode(errors="replace")
         self.log = (self.log + text)[-LOG_CHARS:]
-        with self._background.besides("relaying compute output"):  # reading must go on, or the process blocks
+        with self._background.log_errors("relaying compute output"):  # reading must go on, or the process blocks
             if record := read_record(line):
                 relog(record)
             else:

@@ -19,9 +19,9 @@ from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, ProtocolError, TransientError
 from unfuse.core.messages import (
+    BatchInvarianceStats,
     CachePrefix,
     CheckpointSaved,
-    ExactBatchStats,
     FailureKind,
     OutputAnnounced,
     StepProgress,
@@ -100,7 +100,7 @@ class ComputePairs(ProcessPairs):
         if not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._send_call(PairCall("part", pair)), self._loop)
 
-    def heard(self, answer: PairDone) -> None:
+    def finish_call(self, answer: PairDone) -> None:
         """Finish the call that the process has answered."""
         if future := self._waiting.pop(answer.pair, None):
             if answer.error:
@@ -108,7 +108,7 @@ class ComputePairs(ProcessPairs):
             else:
                 future.set_result(answer.port)
 
-    def lost(self) -> None:
+    def fail_all(self) -> None:
         """Fail all calls: the process is gone, and its pairs with it."""
         while self._waiting:
             self._waiting.popitem()[1].set_exception(ConnectionError("the compute process ended"))
@@ -124,7 +124,7 @@ class ComputePairs(ProcessPairs):
         if answer:
             self._waiting[message.pair] = answer
         if not await self._send(message):
-            self.heard(PairDone(message.pair, error="no compute process is running"))
+            self.finish_call(PairDone(message.pair, error="no compute process is running"))
 
 
 class BusyShare:
@@ -137,14 +137,14 @@ class BusyShare:
         self._now, self._at = now, now()
         self._share, self._busy = 0.0, False
 
-    def tell(self, busy: bool) -> None:
+    def set_busy(self, busy: bool) -> None:
         """Note that there are tasks from now on, or none."""
-        self._share = self.share
+        self._share = self.utilization
         self._at = self._now()
         self._busy = busy
 
     @property
-    def share(self) -> float:
+    def utilization(self) -> float:
         """The utilization, from 0 to 1."""
         target = float(self._busy)
         return target + (self._share - target) * exp((self._at - self._now()) / OVER_S)
@@ -219,7 +219,7 @@ class Executor:
         self.ready = False
         self._busy = BusyShare()
         self._statuses = [RankStatus()] * len(loads)
-        self._batch_invariance: dict[str, ExactBatchStats] = {}  # of earlier processes too
+        self._batch_invariance: dict[str, BatchInvarianceStats] = {}  # of earlier processes too
         self._previous_loads: list[LoadModels] = []
 
         #: Number of retracted texts that no heartbeat has reported yet.
@@ -232,7 +232,7 @@ class Executor:
         self.pairs = ComputePairs(self._send_if_ready)
 
         #: Passes inputs that are longer than the `buffer` on to the processes.
-        self.passing = InputStreams(buffer, self._send_if_ready, len(loads))
+        self.replies = InputStreams(buffer, self._send_if_ready, len(loads))
 
     @property
     def pids(self) -> list[int]:
@@ -242,7 +242,7 @@ class Executor:
     @property
     def loaded(self) -> tuple[str, float]:
         """The loaded set of weights, and the seconds that loading it took."""
-        return self._processes[0].load.holds, max(process.load_s for process in self._processes)
+        return self._processes[0].load.loaded_model, max(process.load_s for process in self._processes)
 
     @property
     def status(self) -> WorkerStatus:
@@ -253,7 +253,7 @@ class Executor:
         first = self._statuses[0]
         return WorkerStatus(
             memory=first.device_memory or resident(self.pids),
-            utilization=self._busy.share,
+            utilization=self._busy.utilization,
             waiting_for_results=len(self._waiting_for_results),
             ranks=tuple(rank.time for rank in self._statuses) if len(self._statuses) > 1 else (),
             texts=first.texts,
@@ -265,7 +265,7 @@ class Executor:
 
         Raises ConfigError if one cannot load.
         """
-        self._watching = self._watching or self._background.forever("watching the compute processes", self._watch)
+        self._watching = self._watching or self._background.start_loop("watching the compute processes", self._watch)
         meeting = Path(self._run_dir, f".ranks.{secrets.token_hex(8)}")
         starting = [asyncio.create_task(process.start(str(meeting))) for process in self._processes]
         try:
@@ -328,7 +328,7 @@ class Executor:
         `recorded` are the recorded pieces of its output. The task is handed back if a process that had received an
         input of it is gone.
         """
-        if not self.passing.begins(lease.claim):
+        if not self.replies.is_received(lease.claim):
             await self._report(
                 TaskFailed(
                     lease.claim, "hand_back", f"{ENDED}, which had received inputs of the task", reason="compute"
@@ -356,13 +356,13 @@ class Executor:
         if self._watching:
             self._watching.cancel()
         await self._end()
-        self.passing.close()
+        self.replies.close()
 
     async def _end(self) -> None:
         """End the processes, and fail the transfers that need them."""
         await asyncio.gather(*(process.close() for process in self._processes))
-        self.pairs.lost()
-        self.passing.lost()
+        self.pairs.fail_all()
+        self.replies.fail_all()
 
     async def _send_if_ready(self, message: InputArrived | CancelTask | PairCall) -> bool:
         """Send an input chunk to all processes, or another message to the first.
@@ -385,7 +385,7 @@ class Executor:
                 return
             self._progress_at = self._progress_at if self._sent else time.monotonic()
             self._sent[claim] = self._waiting.pop(claim)
-            self._busy.tell(True)
+            self._busy.set_busy(True)
             await self._send(run, self._processes)
 
     async def _wait_for_end(self) -> ComputeProcess:
@@ -423,7 +423,7 @@ class Executor:
                 case LeaksFound():
                     await self._report(message)
                 case InputTaken():
-                    self.passing.heard(message)
+                    self.replies.record_answer(message)
                 case _ if rank == 0:
                     await self._handle_message(message)
 
@@ -442,14 +442,14 @@ class Executor:
             case CheckpointSaved() | OutputAnnounced() | OutputDeltas() | CachePrefix():
                 await self._report(message)
             case PairDone():
-                self.pairs.heard(message)
+                self.pairs.finish_call(message)
             case TaskFailed(kind="crash"):  # killing the process reports this task and all others that it had begun
                 self._processes[0].kill(f"killed, because its device failed: {message.message}")
             case TaskStopped() | TaskCompleted() | TaskFailed():
                 self._started.discard(message.claim)
                 self._waiting_for_results.discard(message.claim)
                 if self._sent.pop(message.claim, None):
-                    self._busy.tell(bool(self._sent))
+                    self._busy.set_busy(bool(self._sent))
                     await self._report(message)
                     await self._send_runnable()
 
@@ -459,7 +459,7 @@ class Executor:
         await asyncio.sleep(WATCH_S)
         self._progress_at += max(0.0, time.monotonic() - slept - WATCH_S)  # time in which this process was stopped
         for process in self._processes:
-            busy = self._stalled() or process.excess(self._memory_limit) if self._sent else ""
+            busy = self._stalled() or process.memory_excess(self._memory_limit) if self._sent else ""
             if reason := process.halted(WATCH_S) or busy:
                 process.kill(reason)
 
@@ -481,11 +481,11 @@ class Executor:
         self._waiting = {}
         self._started = set()
         self._waiting_for_results = set()
-        self._busy.tell(False)
+        self._busy.set_busy(False)
         message, evidence = f"the compute process died: {cause}", f"{cause}\n{dead.log}".strip()
         for claim in claims:
             crashed = claim in started
             kind: FailureKind = "crash" if crashed else "hand_back"
             reason = "" if crashed else "compute"
             company = crashed and len(started) > 1
-            await self._report(TaskFailed(claim, kind, message, evidence, company=company, reason=reason))
+            await self._report(TaskFailed(claim, kind, message, evidence, had_companions=company, reason=reason))

@@ -19,11 +19,11 @@ HEAD_BYTES = 4096
 HEAD_S = 5.0
 
 #: Most requests at one time.
-AT_ONCE = 16
+MAX_REQUESTS = 16
 
 
 @asynccontextmanager
-async def answering(at: str, lacking: Callable[[], str]) -> AsyncIterator[None]:
+async def health_server(at: str, lacking: Callable[[], str]) -> AsyncIterator[None]:
     """Serve `/health` (200) and `/ready` at HOST:PORT within the block, for GET and HEAD.
 
     `/ready` is 200 unless `lacking` returns a reason, else 503 with that reason. With an empty address nothing is
@@ -35,7 +35,7 @@ async def answering(at: str, lacking: Callable[[], str]) -> AsyncIterator[None]:
     host, _, port = at.rpartition(":")
     if not (host and port.isdecimal()):
         raise ConfigError(f"--health {at!r} is not an address: use HOST:PORT, such as 0.0.0.0:8002")
-    free = asyncio.Semaphore(AT_ONCE)
+    free = asyncio.Semaphore(MAX_REQUESTS)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):

@@ -15,9 +15,9 @@ from unfuse.arena.limits import available_memory, readable_bytes
 from unfuse.core.errors import PermanentError, ProtocolError, ResultsUnavailable, TransientError
 from unfuse.core.messages import CachePrefix, OutputAnnounced
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import declared, prefix_key
+from unfuse.core.plan import declared_pool, prefix_key
 from unfuse.core.request import ResultFile, Timings
-from unfuse.core.task import Claim, Lease, OutputDeltas, check_growth
+from unfuse.core.task import Claim, Lease, OutputDeltas, check_deltas
 from unfuse.stages.base import EncodedMedia, Stage, StageInput, StageOutput, StreamedInput, Tensors, need
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import HeldTensors, TensorStore, UnsealedObject
@@ -58,7 +58,7 @@ class Job:
     share_s: float
 
     #: Whether the task shares no forward any more, because a batch with it failed.
-    alone: bool = False
+    runs_alone: bool = False
 
     #: The step of the checkpoint that the task started from.
     resumed: int = 0
@@ -70,7 +70,7 @@ class Job:
     turn: int = 0
 
     #: The number of tasks in its forwards, itself included, summed over its steps.
-    mates: int = 0
+    batch_size_sum: int = 0
 
     #: The last step that was to be saved; also if saving it failed.
     saved: int = 0
@@ -97,10 +97,10 @@ class Job:
     previews: list[int] = field(default_factory=list)
 
     #: The number of the next output delta.
-    grown: int = 0
+    next_delta: int = 0
 
     #: The last step whose video fragment is stored. None after one could not be stored: none can follow.
-    part: int | None = 0
+    last_fragment_step: int | None = 0
 
     #: Completed prefix blocks that are not stored yet: (key, digest, tensors), see `read_prefix_blocks`.
     prefix_blocks: list[tuple[str, str, Tensors]] = field(default_factory=list)
@@ -108,20 +108,20 @@ class Job:
     #: The object that the output is written into while the task runs, if it can be read meanwhile.
     output: UnsealedObject | None = None
 
-    def growth(self) -> OutputDeltas | None:
+    def new_deltas(self) -> OutputDeltas | None:
         """Return what the last step added to the output, or None.
 
         Raises PermanentError if that is too much to be recorded.
         """
-        pieces = tuple(self.stage.grown(self.state))
+        pieces = tuple(self.stage.new_chunks(self.state))
         if not pieces:
             return None
-        deltas = OutputDeltas(self.claim, self.grown, pieces)
+        deltas = OutputDeltas(self.claim, self.next_delta, pieces)
         try:
-            check_growth([deltas])
+            check_deltas([deltas])
         except ProtocolError as error:
             raise PermanentError(f"the output of stage {self.stage.kind} cannot be recorded: {error}") from error
-        self.grown += len(pieces)
+        self.next_delta += len(pieces)
         return deltas
 
     @property
@@ -131,7 +131,7 @@ class Job:
             get_s=self.get_s,
             run_s=self.run_s,
             steps=self.steps,
-            batch=self.mates / max(1, self.steps),
+            batch=self.batch_size_sum / max(1, self.steps),
             resumed=self.resumed,
             save_s=self.save_s,
             exchange_s=self.exchange_s,
@@ -169,7 +169,7 @@ class CollectedInput:
         self._memory = np.empty(ref.nbytes, np.uint8)
         self._filled = 0
 
-    def take(self, piece: Any) -> None:
+    def write(self, piece: Any) -> None:
         """Append the next bytes."""
         stop = self._filled + len(piece)
         self._memory[self._filled : stop] = piece
@@ -220,9 +220,9 @@ class JobFactory:
         try:
             inputs = self._receiving.setdefault(claim, {})
             if ref.id not in inputs:
-                stage, names = self._stages[declared(task.planned.pool)], [meta.name for meta in ref.tensors]
+                stage, names = self._stages[declared_pool(task.planned.pool)], [meta.name for meta in ref.tensors]
                 inputs[ref.id] = stage.receive(task.derived, task.priority, names) or CollectedInput(ref, self._ranks)
-            inputs[ref.id].take(self._store.at(arrived.offset, arrived.stop - arrived.start))
+            inputs[ref.id].write(self._store.memory(arrived.offset, arrived.stop - arrived.start))
         except Exception as error:  # an error of one task must not end the process
             return InputTaken(claim, ref.id, str(error) or type(error).__name__)
         return InputTaken(claim, ref.id)
@@ -232,11 +232,11 @@ class JobFactory:
         """Whether inputs of tasks that have not started are being received."""
         return bool(self._receiving)
 
-    def begun(self, claim: Claim) -> None:
+    def forget_received(self, claim: Claim) -> None:
         """Forget the received inputs of a started task: its state has them now."""
         self._receiving.pop(claim, None)
 
-    def drop_taken(self, claim: Claim) -> None:
+    def drop_streamed(self, claim: Claim) -> None:
         """Drop inputs that the stage of a task has received itself; the stage recomputes them.
 
         Inputs that were received into memory stay.
@@ -250,7 +250,7 @@ class JobFactory:
         for receiver in self._receiving.pop(claim, {}).values():
             receiver.drop()
 
-    def begin(self, run: RunTask) -> Job:
+    def start(self, run: RunTask) -> Job:
         """Return the job of a task.
 
         Raises ResultsUnavailable if an upload cannot be read now, and any error of the inputs or the stage.
@@ -260,14 +260,14 @@ class JobFactory:
         prefix = list[HeldTensors]()
         try:
             began = time.monotonic()
-            self._store.learn(run.peers)
+            self._store.register_owners(run.peers)
             inputs = [
                 opened.enter_context(self._store.get(ref, as_torch=self._as_torch(run.lease), reader=task.request))
                 for ref in task.inputs
             ]
             collected, received = self._received_inputs(run.lease)
             tensors = {name: tensor for input_tensors in inputs for name, tensor in input_tensors.items()} | collected
-            stage = self._stages[declared(task.planned.pool)]
+            stage = self._stages[declared_pool(task.planned.pool)]
             uploads = {name: self._results.attached(task.request, name) for name in stage.uploads_of(task.derived)}
             prefix += self._read_prefix(run.lease)
             stage_input = StageInput(
@@ -278,7 +278,7 @@ class JobFactory:
                 task.priority,
                 tuple(map(dict, prefix)),
                 received,
-                bool(task.planned.extends) and not _is_narrowed(run.lease),
+                bool(task.planned.extends_prefix_of) and not _is_narrowed(run.lease),
                 task.derived,
             )
             return self._make_job(run, stage, stage_input, opened, get_s=time.monotonic() - began)
@@ -301,7 +301,7 @@ class JobFactory:
             step, _ = stage.progress(state)
             key = run.lease.task.planned.pool, stage.batch_key(stage_input), self.exact_batch_key(stage, state)
         except BaseException:
-            stage.let_go(state)
+            stage.release(state)
             raise
         started_s = time.monotonic() - began
         return Job(
@@ -317,7 +317,7 @@ class JobFactory:
             saved=step,
             safe=step,
             reported=step,
-            grown=len(run.recorded),
+            next_delta=len(run.recorded),
         )
 
     def _received_inputs(self, lease: Lease) -> tuple[dict[str, Any], StreamedInput | None]:
@@ -362,15 +362,15 @@ class JobFactory:
             return None
 
     def _as_torch(self, lease: Lease) -> bool:
-        return declared(lease.task.planned.pool) not in self._plain
+        return declared_pool(lease.task.planned.pool) not in self._plain
 
 
 def _is_narrowed(lease: Lease) -> bool:
     """Whether an input is stored in fewer bits than its stage computed."""
-    return any(meta.wide for ref in lease.task.inputs for meta in ref.tensors)
+    return any(meta.is_wide for ref in lease.task.inputs for meta in ref.tensors)
 
 
-def start_of(run: RunTask, begun: Job | Exception) -> TaskStart:
+def start_result(run: RunTask, begun: Job | Exception) -> TaskStart:
     """Return this rank's start of a task: the first step, a failure or a wait."""
     if isinstance(begun, Job):
         return begun.resumed
@@ -391,8 +391,8 @@ def announce(
     if not outline or tell is None or task.planned.final or encodings.get(task.planned.kind, "none") != "none":
         return
     with suppress(TransientError):
-        job.output = store.begin(
-            outline, request=task.request, stage=task.stage, attempt=task.attempt, small=task.several
+        job.output = store.start_output(
+            outline, request=task.request, stage=task.stage, attempt=task.attempt, small=task.has_siblings
         )
     if job.output:
         job.opened.callback(job.output.abort)
@@ -400,7 +400,7 @@ def announce(
         tell(OutputAnnounced(job.claim, job.output.ref))
 
 
-def put(store: TensorStore, job: Job, output: StageOutput, encodings: Mapping[str, str]) -> ObjectRef | None:
+def store_output(store: TensorStore, job: Job, output: StageOutput, encodings: Mapping[str, str]) -> ObjectRef | None:
     """Store a task's output tensors, narrowed by the stage kind's entry in `encodings`.
 
     An output that was readable while it was written is only sealed. Returns None for a final stage, which has no
@@ -428,9 +428,9 @@ def read_prefix_blocks(job: Job) -> list[tuple[str, str, Tensors]]:
     try:
         for block in job.stage.prefix_blocks(job.state):
             if block.number < len(task.planned.prefixes):
-                blocks.append((task.planned.prefixes[block.number], "", block.read()))
-            elif task.planned.extends:
-                blocks.append((prefix_key(task.planned.extends, block.digest), block.digest, block.read()))
+                blocks.append((task.planned.prefixes[block.number], "", block.copy()))
+            elif task.planned.extends_prefix_of:
+                blocks.append((prefix_key(task.planned.extends_prefix_of, block.digest), block.digest, block.copy()))
     except Exception as error:  # the task itself goes on, on every rank; other tasks recompute a missing block
         log.info("prefix block not cached", request=task.request, stage=task.stage, reason=str(error))
     return blocks

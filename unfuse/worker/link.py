@@ -26,14 +26,18 @@ from unfuse.core.messages import (
     ReportProgress,
     RequestTasks,
     StepProgress,
+    TaskCompleted,
+    TaskFailed,
+    TaskStopped,
     ToScheduler,
     ToWorker,
     UnknownWorker,
 )
 from unfuse.core.supervisor import Supervisor
-from unfuse.core.task import PIECES_AT_ONCE, Claim, Lease, OutputDeltas
+from unfuse.core.task import MAX_DELTAS_PER_MESSAGE, Claim, Lease, OutputDeltas
 from unfuse.wire.address import Trust, keys_for
 from unfuse.wire.dealer import Dealer
+from unfuse.worker.compute_messages import about
 from unfuse.worker.objects import WorkerObjects
 
 log = structlog.get_logger(__name__)
@@ -57,7 +61,7 @@ WITHDRAW = RequestTasks(0, 0, 0.0)
 ANSWER_S = 10.0
 
 #: Seconds after which a heartbeat without an answer counts as missed.
-BEAT_S = 3.0
+HEARTBEAT_TIMEOUT_S = 3.0
 
 #: Number of missed heartbeats in a row after which the scheduler counts as gone.
 MISSES = 2
@@ -84,13 +88,13 @@ class ProgressReporter:
         """Report this progress within GATHER_S."""
         self._steps.append(progress)
         if len(self._steps) == 1:
-            self._background.once("reporting steps", self._flush_soon)
+            self._background.start("reporting steps", self._flush_soon)
 
     def flush(self) -> None:
         """Send all collected progress now, before the next message."""
         steps, self._steps = self._steps, []
         if steps:
-            self._background.once("reporting steps", partial(self._send, ReportProgress(tuple(steps))))
+            self._background.start("reporting steps", partial(self._send, ReportProgress(tuple(steps))))
 
     async def _flush_soon(self) -> None:
         await asyncio.sleep(GATHER_S)
@@ -98,7 +102,7 @@ class ProgressReporter:
 
     async def _send(self, message: ReportProgress) -> None:
         answer = await self._link.call(message)
-        for claim in answer.ended if isinstance(answer, HeartbeatReply) else ():
+        for claim in answer.ended_claims if isinstance(answer, HeartbeatReply) else ():
             await self._ended(claim)
 
 
@@ -130,10 +134,10 @@ class OutputRecorder:
 
     def add(self, message: OutputDeltas) -> None:
         """Have these pieces recorded soon."""
-        self._unrecorded.setdefault(message.claim, _UnrecordedOutput(message.offset)).pieces += message.pieces
+        self._unrecorded.setdefault(message.claim, _UnrecordedOutput(message.offset)).pieces += message.deltas
         if not self._sending:
             self._sending = True
-            self._background.once("recording new output", self._send)
+            self._background.start("recording new output", self._send)
 
     async def wait_until_recorded(self, claim: Claim) -> None:
         """Wait until all pieces of a task are recorded, or its lease is lost."""
@@ -144,7 +148,7 @@ class OutputRecorder:
     async def read(self, lease: Lease) -> tuple[bytes, ...] | None:
         """Return the recorded pieces of earlier attempts; None if the lease is lost."""
         output: list[bytes] = []
-        while len(output) < lease.appended:
+        while len(output) < lease.recorded_deltas:
             match await self._link.call(ReadOutput(lease.claim, len(output))):
                 case RecordedOutput(pieces) if pieces:
                     output += pieces
@@ -172,7 +176,7 @@ class OutputRecorder:
 
     def _next_batch(self) -> list[OutputDeltas]:
         """Return as many pieces as one message can have, those that have waited longest first."""
-        deltas, room = list[OutputDeltas](), PIECES_AT_ONCE
+        deltas, room = list[OutputDeltas](), MAX_DELTAS_PER_MESSAGE
         for claim, growth in self._unrecorded.items():
             deltas += [OutputDeltas(claim, growth.offset, tuple(growth.pieces[:room]))] if room else []
             room -= min(room, len(growth.pieces))
@@ -189,13 +193,13 @@ class OutputRecorder:
             return False
         for delta in deltas:
             growth = self._unrecorded.pop(delta.claim)
-            growth.offset += len(delta.pieces)
-            del growth.pieces[: len(delta.pieces)]
-            if growth.pieces and delta.claim not in answer.ended:
+            growth.offset += len(delta.deltas)
+            del growth.pieces[: len(delta.deltas)]
+            if growth.pieces and delta.claim not in answer.ended_claims:
                 self._unrecorded[delta.claim] = growth
             else:
                 growth.recorded.set()
-        for claim in answer.ended:
+        for claim in answer.ended_claims:
             await self._ended(claim)
         return True
 
@@ -218,21 +222,21 @@ class TaskSlots:
         """The number of tasks whose inputs are still being written or transferred."""
         return len(self._arriving)
 
-    def take(self, lease: Lease) -> None:
+    def add(self, lease: Lease) -> None:
         """Add a task that was leased to the worker."""
         self.leases[lease.claim] = lease
-        if lease.task.planned.needs and not all(ref.whole for ref in lease.task.inputs):
+        if lease.task.planned.needs and not all(ref.is_whole for ref in lease.task.inputs):
             self._arriving.add(lease.claim)
 
     def arrived(self, claim: Claim) -> None:
         """Note that all inputs of a task are here, or will not come."""
         self._arriving.discard(claim)
 
-    def placed(self, claim: Claim) -> None:
+    def mark_reserved(self, claim: Claim) -> None:
         """Note that a task has reserved its output's room in the arena and writes there."""
         self._placed |= {claim} & self.leases.keys()
 
-    def end(self, claim: Claim) -> Lease | None:
+    def remove(self, claim: Claim) -> Lease | None:
         """Free the slot of a task that has ended.
 
         Returns its lease, or None if it had ended before.
@@ -241,7 +245,7 @@ class TaskSlots:
         self._placed.discard(claim)
         return self.leases.pop(claim, None)
 
-    def room(self, free: int | None, used: int) -> int | None:
+    def free_bytes(self, free: int | None, used: int) -> int | None:
         """Return the bytes that new outputs may use; None means any.
 
         That is so if the arena is empty: then a task that is too large fails rather than waits.
@@ -249,9 +253,9 @@ class TaskSlots:
         if free is None or (not used and not self.leases):
             return None
         unplaced = self.leases.keys() - self._placed
-        return max(0, free - sum(self.leases[claim].task.planned.room for claim in unplaced))
+        return max(0, free - sum(self.leases[claim].task.planned.output_size for claim in unplaced))
 
-    def ask(self, room: int | None, loaded: str, holds: str = "", after: str = "") -> RequestTasks:
+    def next_request(self, room: int | None, loaded: str, holds: str = "", after: str = "") -> RequestTasks:
         """Return the next request: for the free slots, or one more urgent task.
 
         - `room`: bytes of the arena for new outputs.
@@ -294,14 +298,14 @@ class SchedulerLink:
         self._tried = 0
         self._missed = 0
         #: Number of answers so far, from all schedulers.
-        self.heard = 0
+        self.last_answer = 0
 
     @property
     def connected(self) -> bool:
         """Whether a scheduler has registered the worker and is not known to be gone."""
         return self._registered is not None
 
-    async def hello(self, hello: Register) -> Registered:
+    async def register(self, hello: Register) -> Registered:
         """Register the worker with this scheduler, and later with every other one."""
         self._hello, self._registered = hello, None
         _, welcome = await self._connected()
@@ -331,7 +335,7 @@ class SchedulerLink:
             await self._switch_from(dealer, str(error))
             raise
         self._missed = 0
-        self.heard += 1
+        self.last_answer += 1
         if isinstance(answer, UnknownWorker):
             if dealer is self._dealer:
                 self._registered = None
@@ -347,7 +351,7 @@ class SchedulerLink:
         async with self._lock:
             while self._registered is None:
                 try:
-                    answer = await self._dealer.call(self._hello, BEAT_S * MISSES)
+                    answer = await self._dealer.call(self._hello, HEARTBEAT_TIMEOUT_S * MISSES)
                 except OSError as error:
                     await self._switch(str(error) or "the scheduler does not answer")
                     continue
@@ -356,7 +360,7 @@ class SchedulerLink:
                     continue
                 self._registered = answer
                 self._tried = self._missed = 0
-                self.heard += 1
+                self.last_answer += 1
                 self._renewed()
             return self._dealer, self._registered
 
@@ -370,7 +374,7 @@ class SchedulerLink:
         """Close the connection, pause after a round of all schedulers, and use the next one."""
         address = self._dealer.address
         if self._tried < len(self._addresses):
-            event = "lost the connection to the scheduler" if self.heard else "waiting for the scheduler"
+            event = "lost the connection to the scheduler" if self.last_answer else "waiting for the scheduler"
             log.warning(event, scheduler=address, reason=reason)
         self._registered, self._missed = None, 0
         self._tried += 1
@@ -396,13 +400,26 @@ async def free_when_orphaned(
     """
     tick = min(TICK_S, orphan_s / 4)
     silent_s = 0.0
-    answers = link.heard
+    answers = link.last_answer
     while True:
         await sleep(tick)
-        silent_s = silent_s + tick if link.heard == answers else 0.0
-        answers = link.heard
-        if silent_s >= orphan_s and not busy() and (requests := objects.holding()):
+        silent_s = silent_s + tick if link.last_answer == answers else 0.0
+        answers = link.last_answer
+        if silent_s >= orphan_s and not busy() and (requests := objects.stored_requests()):
             log.warning(
                 "no scheduler answers, freeing the objects of its requests", requests=len(requests), seconds=silent_s
             )
             await objects.abandon()
+
+
+def log_outcome(message: TaskStopped | TaskCompleted | TaskFailed) -> None:
+    """Log how a task ended."""
+    match message:
+        case TaskCompleted():
+            log.debug("task done", run_s=message.timings.run_s, **about(message.claim))
+        case TaskFailed(reason="drain"):
+            log.info("task handed back", reason=message.message, **about(message.claim))
+        case TaskFailed():
+            log.warning("task failed", kind=message.kind, reason=message.message, **about(message.claim))
+        case TaskStopped():
+            log.info("task stopped", run_s=message.timings.run_s, **about(message.claim))

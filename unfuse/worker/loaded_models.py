@@ -21,14 +21,14 @@ from msgspec.structs import replace
 from unfuse.core.errors import ConfigError, NotFound, PermanentError, TransientError
 from unfuse.core.messages import AdapterBytes, ChangedFile, FetchAdapter, Rejected
 from unfuse.core.model_spec import ModelSpec
-from unfuse.core.parameters import scales
-from unfuse.core.plan import StageSelector, declared, manned
+from unfuse.core.parameters import split_scaled
+from unfuse.core.plan import StageSelector, declared_pool, pool_with_numerics
 from unfuse.core.task import Lease
-from unfuse.models import card_of
+from unfuse.models import read_model_spec
 from unfuse.stages.specs import ADAPTED
 from unfuse.weights.adapters import MAX_BYTES, AdapterFolder
 from unfuse.weights.fingerprints import COARSE_S, FileState
-from unfuse.weights.gguf_model import files_of
+from unfuse.weights.gguf_model import open_files
 from unfuse.weights.source import resolve_source
 from unfuse.worker.compute_messages import LoadModels
 from unfuse.worker.executor import Executor
@@ -49,17 +49,17 @@ States = Mapping[Path, FileState]
 PAUSE_S = 0.05
 
 #: Most bytes of fetched adapters on a machine. The least recently used ones are deleted first.
-KEPT_BYTES = 32 << 30
+MAX_ADAPTER_BYTES = 32 << 30
 
 #: Seconds after which an unfinished download counts as left over from a killed process.
-LEFT_S = 3600.0
+STALE_DOWNLOAD_S = 3600.0
 
 
 class LoadedModel(NamedTuple):
     """A registered model with its pools and files."""
 
     #: The model's spec.
-    card: ModelSpec
+    spec: ModelSpec
 
     #: The model's folder, or its single file.
     folder: Path
@@ -83,7 +83,7 @@ class WeightFiles:
     """
 
     def __init__(
-        self, models: Models, cards: Sequence[ModelSpec], choice: StageSelector, before: States, in_turns: bool = False
+        self, models: Models, specs: Sequence[ModelSpec], choice: StageSelector, before: States, in_turns: bool = False
     ) -> None:
         #: The changed files, by affected pool.
         self.changed: dict[str, ChangedFile] = {}
@@ -98,13 +98,13 @@ class WeightFiles:
         self._seen: dict[Path, tuple[FileState | None, float]] = {}
 
         known = set[str]()
-        for card, (_, folder, dtype) in zip(cards, models, strict=True):
-            model = _loaded_model(card, Path(folder), dtype, choice, frozenset() if in_turns else frozenset(known))
+        for spec, (_, folder, dtype) in zip(specs, models, strict=True):
+            model = _loaded_model(spec, Path(folder), dtype, choice, frozenset() if in_turns else frozenset(known))
             known.update(model.pools.values())
             self._models.append(model)
             self._loaded |= {path: before.get(path) or _state_of(path) for path in model.files}
 
-    def look(self) -> bool:
+    def refresh(self) -> bool:
         """Check size and times of all files, and update `changed`. Returns whether it differs.
 
         Pools of a modified file are in `changed` until its bytes are compared, and stay there if the bytes differ.
@@ -193,7 +193,7 @@ def states_of(folder: Path) -> dict[Path, FileState]:
     Only direct subfolders count.
     """
     if folder.is_file():
-        return {folder: FileState.of(folder)}
+        return {folder: FileState.read(folder)}
     paths = [path for pattern in ("*", "*/*") for path in folder.glob(pattern)]
     return {path: state for path in paths if (state := _state_of(path))}
 
@@ -201,7 +201,7 @@ def states_of(folder: Path) -> dict[Path, FileState]:
 def _state_of(path: Path) -> FileState | None:
     """Return the state of a file, or None if it is missing."""
     try:
-        return FileState.of(path)
+        return FileState.read(path)
     except OSError:
         return None
 
@@ -215,17 +215,17 @@ def _name_of(model: LoadedModel, path: Path) -> str:
 
 
 def _loaded_model(
-    card: ModelSpec, folder: Path, dtype: str, choice: StageSelector, known: frozenset[str]
+    spec: ModelSpec, folder: Path, dtype: str, choice: StageSelector, known: frozenset[str]
 ) -> LoadedModel:
     """Return the part of a model that is loaded: the chosen stages, without `known` pools."""
-    pools = card.pools(choice)
+    pools = spec.pools(choice)
     files = defaultdict[Path, set[str]](set)
-    reads = files_of(folder)
-    for stage in card.pipeline.stages:
+    reads = open_files(folder)
+    for stage in spec.pipeline.stages:
         if stage.name in pools and pools[stage.name] not in known:
             for path in chain.from_iterable(reads.files(component).values() for component in stage.components):
                 files[path].add(pools[stage.name])
-    return LoadedModel(card, folder, dtype, pools, {path: frozenset(named) for path, named in files.items()})
+    return LoadedModel(spec, folder, dtype, pools, {path: frozenset(named) for path, named in files.items()})
 
 
 def _pools_with_other_bytes(model: LoadedModel) -> frozenset[str]:
@@ -234,7 +234,7 @@ def _pools_with_other_bytes(model: LoadedModel) -> frozenset[str]:
     These are all pools if the files cannot be read.
     """
     try:
-        pools = card_of(model.card.name, model.folder, model.dtype).pools()
+        pools = read_model_spec(model.spec.name, model.folder, model.dtype).pools()
     except (ConfigError, OSError):
         pools = {}
     return frozenset(pool for stage, pool in model.pools.items() if pools.get(stage) != pool)
@@ -246,36 +246,36 @@ class ModelSwapper:
     Without sets, everything is loaded. `loads` is what each rank loads of all.
     """
 
-    def __init__(self, sets: Sets, loads: Sequence[LoadModels], cards: Sequence[ModelSpec] = ()) -> None:
+    def __init__(self, sets: Sets, loads: Sequence[LoadModels], specs: Sequence[ModelSpec] = ()) -> None:
         self.sets = sets
-        self._loads, self._cards = loads, cards
+        self._loads, self._cards = loads, specs
         self._read_ahead_set = ""
 
         #: The loaded set. Empty while another one loads, and without sets.
-        self.holds = next(iter(sets), "")
+        self.loaded_model = next(iter(sets), "")
 
         #: Seconds that loading took.
         self.load_s = 0.0
 
         #: The set that is to be loaded next. Empty if none is.
-        self.going = ""
+        self.target_model = ""
 
     def pools_of_sets(self, outcome: Mapping[str, str], changed: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
         """Return the pools of each set with these numerics, without those in `changed`."""
         return {
-            name: tuple(manned(pool, outcome) for pool in sorted(pools.difference(changed)))
+            name: tuple(pool_with_numerics(pool, outcome) for pool in sorted(pools.difference(changed)))
             for name, pools in self.sets.items()
         }
 
     def loads(self, name: str) -> list[LoadModels]:
         """Return what each rank loads for a set."""
-        return [replace(load, pools=self.sets.get(name, frozenset()), holds=name) for load in self._loads]
+        return [replace(load, pools=self.sets.get(name, frozenset()), loaded_model=name) for load in self._loads]
 
-    def fits(self, lease: Lease) -> bool:
+    def is_loaded(self, lease: Lease) -> bool:
         """Whether a task is of the loaded set."""
-        return not self.sets or pool_of(lease) in self.sets.get(self.holds, ())
+        return not self.sets or pool_of(lease) in self.sets.get(self.loaded_model, ())
 
-    async def to(
+    async def swap_to(
         self, name: str, executor: Executor, withdraw: Callable[[], Awaitable[object]], idle: asyncio.Event
     ) -> None:
         """Swap to another set once the running tasks have ended.
@@ -284,25 +284,25 @@ class ModelSwapper:
         another swap, or if the set is loaded or unknown.
         """
         # The scheduler repeats the order until the worker confirms it.
-        if self.going or name == self.holds or name not in self.sets:
+        if self.target_model or name == self.loaded_model or name not in self.sets:
             return
-        self.going = name
+        self.target_model = name
         await withdraw()
-        await self.ahead(name)
+        await self.read_ahead(name)
         await idle.wait()
         while not (executor.ready and idle.is_set()):  # a task may have arrived meanwhile, or compute may restart
             await asyncio.sleep(PAUSE_S)
-        log.info("swapping", out=self.holds, into=name)
-        self.holds = ""
+        log.info("swapping", out=self.loaded_model, into=name)
+        self.loaded_model = ""
         executor.swap(self.loads(name))
 
     def loaded(self, executor: Executor) -> None:
         """Note which set compute has loaded, which may be the previous one."""
         if executor.ready:
-            self.going = self.going if self.holds else ""
-            self.holds, self.load_s = executor.loaded
+            self.target_model = self.target_model if self.loaded_model else ""
+            self.loaded_model, self.load_s = executor.loaded
 
-    async def ahead(self, name: str) -> None:
+    async def read_ahead(self, name: str) -> None:
         """Read the next set's weights into the page cache, to shorten its cold start.
 
         Done once for each set. The kernel reads as much as there is room for.
@@ -312,22 +312,22 @@ class ModelSwapper:
             await asyncio.to_thread(_read_ahead, self._loads[0].models, self._cards, self.sets[name])
 
 
-def _read_ahead(models: Models, cards: Sequence[ModelSpec], pools: Collection[str]) -> None:
+def _read_ahead(models: Models, specs: Sequence[ModelSpec], pools: Collection[str]) -> None:
     """Advise the kernel to read the weight files of these declared pools ahead.
 
     Files that cannot be read are skipped: loading will report them.
     """
     folders = {name: source for name, source, _ in models}
     components = {
-        (card.name, component)
-        for card in cards
-        for stage in card.pipeline.stages
-        if card.pools()[stage.name] in pools
+        (spec.name, component)
+        for spec in specs
+        for stage in spec.pipeline.stages
+        if spec.pools()[stage.name] in pools
         for component in stage.components
     }
     for model, component in sorted(components):
         with suppress(OSError, ConfigError):
-            for path in files_of(resolve_source(folders[model])).weights(component):
+            for path in open_files(resolve_source(folders[model])).weights(component):
                 with path.open("rb") as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
@@ -346,7 +346,7 @@ class AdapterFetcher:
         self._has_adapters = bool(folder)
         self._lock = asyncio.Lock()
 
-    async def bring(self, lease: Lease) -> None:
+    async def fetch(self, lease: Lease) -> None:
         """Fetch the adapters of a task whose stage uses them.
 
         Raises NotFound, PermanentError or TransientError if one cannot be fetched.
@@ -354,14 +354,14 @@ class AdapterFetcher:
         task = lease.task
         if not task.derived.lora_id or task.planned.kind not in ADAPTED or not self._has_adapters:
             return
-        for (name, _), id in zip(scales(str(task.params["lora"])), task.derived.lora_id.split(","), strict=True):
+        for (name, _), id in zip(split_scaled(str(task.params["lora"])), task.derived.lora_id.split(","), strict=True):
             async with self._lock:
-                if not await asyncio.to_thread(self._loras.has, name, id):
+                if not await asyncio.to_thread(self._loras.is_available, name, id):
                     await self._download(name, id)
 
     async def _download(self, name: str, id: str) -> None:
         """Download an adapter and verify its content by its `id`, an XXH3 hash."""
-        target = self._loras.kept(id)
+        target = self._loras.fetched_path(id)
         partial_file = target.with_name(f".{id}.{secrets.token_hex(4)}")
         digest = xxhash.xxh3_128()
         offset = 0
@@ -400,11 +400,11 @@ class AdapterFetcher:
         """
         if not 0 < size <= MAX_BYTES:
             raise PermanentError(f"lora {name!r} has {size} bytes: adapters may have 1 to {MAX_BYTES}")
-        remaining, now = KEPT_BYTES - size, time.time()
+        remaining, now = MAX_ADAPTER_BYTES - size, time.time()
         files = sorted(((file, file.stat()) for file in self._kept.iterdir()), key=lambda entry: -entry[1].st_atime)
         for file, stat in files:
             remaining -= stat.st_size
-            if remaining < 0 or (file.name.startswith(".") and now - stat.st_mtime > LEFT_S):
+            if remaining < 0 or (file.name.startswith(".") and now - stat.st_mtime > STALE_DOWNLOAD_S):
                 file.unlink(missing_ok=True)
         if (free := shutil.disk_usage(self._kept).free) < size:
             raise TransientError(f"lora {name!r} needs {size} bytes, but {self._kept} has only {free} free")
@@ -413,4 +413,4 @@ class AdapterFetcher:
 
 def pool_of(lease: Lease) -> str:
     """Return the declared pool of a leased task."""
-    return declared(lease.task.planned.pool)
+    return declared_pool(lease.task.planned.pool)

@@ -15,7 +15,7 @@ from unfuse.arena.objects import Extent
 from unfuse.core.errors import ObjectLost, TransientError
 from unfuse.core.messages import Memory, StorageLocations, TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.task import CACHED, Lease, cached_as
+from unfuse.core.task import CACHED, Lease, cache_owner_name
 from unfuse.stores.results import copies_here
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine, TransferOptions
@@ -25,10 +25,10 @@ from unfuse.worker.remote_inputs import InputStreams, RemoteInputs
 log = structlog.get_logger(__name__)
 
 #: Most bytes of an object that a stopping worker copies.
-MOST_COPIED = 256 << 20
+MAX_COPIED_BYTES = 256 << 20
 
 #: Most leaks that are logged by name at a time.
-MOST_LINES = 32
+MAX_LOGGED_LEAKS = 32
 
 
 class WorkerObjects:
@@ -55,7 +55,7 @@ class WorkerObjects:
     ) -> None:
         self.store, self._arena = store, store.arena
         # The stage kinds whose outputs are copied as they are made. None if not even checkpoints are copied.
-        self._copies_as_made = frozenset(places.saved) if places.durable != "none" else None
+        self._copies_as_made = frozenset(places.durable_kinds) if places.durable != "none" else None
 
         self._can_copy = copies_here(places) != "none"
         self._writing: set[asyncio.Task[bool]] = set()
@@ -80,7 +80,7 @@ class WorkerObjects:
         """Bytes that outputs may use; None for a store without a fixed size."""
         return self._arena.usage().free if self._arena and self.store.bounded else None
 
-    def holding(self) -> frozenset[str]:
+    def stored_requests(self) -> frozenset[str]:
         """Return the ids of the requests with objects here or in durable copies."""
         return (self._arena.requests() if self._arena else frozenset()) | self._elsewhere
 
@@ -100,24 +100,24 @@ class WorkerObjects:
         Returns the report to send.
 
         Copies stay for a while if the compute process died or an input was lost, since the task may run here again;
-        and if its output is `read_here`, by a stage that may read the same inputs. If the report names a lost copy,
+        and if its output is `local_inputs`, by a stage that may read the same inputs. If the report names a lost copy,
         it gets the id of the original, which is the one that the scheduler knows.
         """
         if isinstance(message, TaskFailed) and message.object_id:
             message = msgspec.structs.replace(message, object_id=self.copies.original(message.object_id))
         elif isinstance(message, TaskCompleted):
-            self.made(message, lease.task.planned.kind)
+            self.add_output(message, lease.task.planned.kind)
         crashed = isinstance(message, TaskFailed) and (message.kind == "crash" or message.reason == "compute")
-        withdrawn = isinstance(message, TaskStopped) and not all(ref.whole for ref in lease.task.inputs)
+        withdrawn = isinstance(message, TaskStopped) and not all(ref.is_whole for ref in lease.task.inputs)
         if crashed or withdrawn or (isinstance(message, TaskFailed) and message.kind == "object_lost"):
-            self.copies.keep(message.claim)
+            self.copies.retain(message.claim)
         elif isinstance(message, TaskCompleted) and read_here:
-            self.copies.keep(message.claim, again=False)
+            self.copies.retain(message.claim, again=False)
         else:
-            self.copies.let_go(message.claim)
+            self.copies.drop_unused(message.claim)
         return message
 
-    def made(self, done: TaskCompleted, kind: str) -> None:
+    def add_output(self, done: TaskCompleted, kind: str) -> None:
         """Register a stage's stored output, and start its durable copy, if any."""
         if done.output is None:
             return
@@ -130,14 +130,14 @@ class WorkerObjects:
         if is_copied or not self.store.bounded:
             self._elsewhere.add(done.output.request)
 
-    def share(self, key: str, output: ObjectRef | None) -> None:
+    def retain(self, key: str, output: ObjectRef | None) -> None:
         """Retain an output that other tasks may read by that cache key.
 
         Does nothing without a key, an output or an arena.
         """
         if key and output and self._arena:
             with suppress(ObjectLost):
-                self._arena.share(output.id, cached_as(key, output.id))
+                self._arena.retain(output.id, cache_owner_name(key, output.id))
 
     @property
     def outlasts(self) -> bool:
@@ -199,7 +199,7 @@ class WorkerObjects:
                 await self._write_copy(ref, reader)
         refs_by_request = {request: list(refs.values()) for request, refs in self._made.items()}
         for request, refs in sorted(refs_by_request.items(), key=lambda item: sum(ref.nbytes for ref in item[1])):
-            small = [ref for ref in refs if ref.nbytes <= MOST_COPIED]
+            small = [ref for ref in refs if ref.nbytes <= MAX_COPIED_BYTES]
             copied = [await self._write_copy(ref) for ref in small if request in self._made]
             if all(copied) and len(small) == len(refs):
                 self._elsewhere.add(request)
@@ -295,31 +295,31 @@ class WorkerLeakCheck:
         self._suspects, self._reported = frozenset[str](), frozenset[str]()
         self._bytes = Counter[Memory]()
 
-    def look(self, objects: WorkerObjects, *, idle: bool) -> None:
+    def check(self, objects: WorkerObjects, *, idle: bool) -> None:
         """Look for leaks in the arena if the worker is `idle`.
 
         It is idle if it has no task and has reported the end of all.
         """
         unowned = objects.unowned() if idle else {}
         confirmed = unowned.keys() & self._suspects - self._reported
-        self.found(Leak("arena", name, unowned[name], objects.copies.free(name)) for name in sorted(confirmed))
+        self.record(Leak("arena", name, unowned[name], objects.copies.free(name)) for name in sorted(confirmed))
         self._reported = (self._reported | confirmed) & unowned.keys() if idle else self._reported
         self._suspects = frozenset(unowned)
 
-    def found(self, leaks: Iterable[Leak]) -> None:
+    def record(self, leaks: Iterable[Leak]) -> None:
         """Log leaks and count their bytes. All beyond MOST_LINES share one line."""
         new_leaks = [*leaks]
         for leak in new_leaks:
             self._bytes[leak.memory] += leak.bytes
-        for leak in new_leaks[:MOST_LINES]:
+        for leak in new_leaks[:MAX_LOGGED_LEAKS]:
             about = {"memory": leak.memory, "what": leak.name, "bytes": leak.bytes, "freed": leak.freed}
             log.warning("memory leak in a worker without tasks", **about)
-        if unlogged := new_leaks[MOST_LINES:]:
+        if unlogged := new_leaks[MAX_LOGGED_LEAKS:]:
             log.warning(
                 "more leaks in a worker without tasks", number=len(unlogged), bytes=sum(one.bytes for one in unlogged)
             )
 
-    def take(self) -> dict[Memory, int]:
+    def take_counts(self) -> dict[Memory, int]:
         """Return the bytes found since the last call, for a heartbeat."""
         leaked, self._bytes = dict(self._bytes), Counter[Memory]()
         return leaked

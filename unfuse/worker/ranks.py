@@ -57,12 +57,12 @@ class Ranks:
         """Seconds of steps and exchanges so far; zeros if there is one rank."""
         return RankTimes(self._stepped_s, self.exchange_s)
 
-    def tell(self, turn: StepPlan) -> None:
+    def send_plan(self, turn: StepPlan) -> None:
         """Send a step plan to the other ranks, if this is the first one."""
         if self._others and self.leads and turn != StepPlan():
             self._send(turn)
 
-    def agree(self, starts: Sequence[TaskStart]) -> Sequence[TaskStart]:
+    def receive_plan(self, starts: Sequence[TaskStart]) -> Sequence[TaskStart]:
         """Return the common starts: all ranks must start a task at the same step."""
         if not (self._others and starts):
             return starts
@@ -83,7 +83,7 @@ class Ranks:
         finally:
             self._stepped_s += time.monotonic() - began - self.exchange_s + waited
 
-    def blame(self, differing: int | None, look: Callable[[int], str]) -> str:
+    def variant_function(self, differing: int | None, look: Callable[[int], str]) -> str:
         """Return the function that makes a batch differ; "" if it differs on no rank.
 
         `look` finds the function of a differing row. With several ranks it is not called, because all ranks would

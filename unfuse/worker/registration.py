@@ -10,21 +10,21 @@ import structlog
 
 from unfuse.core.compute_options import (
     AUTO,
-    USUAL_BATCH,
+    DEFAULT_MAX_BATCH,
     ComputeOptions,
     MaxLoadedModels,
     choose_parallel,
-    own_spreads,
     parse_parallel,
-    ranked,
+    rank_devices,
     refuse,
+    worker_parallelism,
 )
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import Registered, StorageLocations
 from unfuse.core.model_spec import ModelSpec, is_path, name_of
-from unfuse.core.plan import StageSelector, StageSpec, manned, readable_pool, roles_of, slots_of
+from unfuse.core.plan import StageSelector, StageSpec, pool_with_numerics, readable_pool, roles_of, slots_of
 from unfuse.models import fetch
-from unfuse.stores.results import sees
+from unfuse.stores.results import is_same_store
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferOptions
 from unfuse.weights.hub import DownloadProgress
@@ -48,7 +48,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     #: Name of the worker's machine.
     node: str
 
-    trust: Trust
+    trusted_keys: Trust
 
     #: The models to serve. Empty means those that the scheduler names.
     models: tuple[str, ...]
@@ -114,7 +114,7 @@ class ServedStages(msgspec.Struct, frozen=True):
     models: Models
 
     #: The models' specs.
-    cards: tuple[ModelSpec, ...]
+    specs: tuple[ModelSpec, ...]
 
     #: The declared pools of the chosen stages.
     pools: tuple[str, ...]
@@ -126,7 +126,7 @@ class ServedStages(msgspec.Struct, frozen=True):
     devices: tuple[str, ...]
 
     #: Declared pools whose outputs are read by other stages of this worker.
-    read_here: frozenset[str] = frozenset()
+    local_inputs: frozenset[str] = frozenset()
 
     #: States of the models' files before the specs were made.
     states: States = {}
@@ -142,8 +142,8 @@ def decide_served(welcome: Registered, options: WorkerOptions, choice: StageSele
     store that this machine does not see.
     """
     compute = options.compute
-    if welcome.outcome not in ({}, compute.outcome):
-        wanted = " ".join(f"--{name} {value}" for name, value in welcome.outcome.items())
+    if welcome.required_numerics not in ({}, compute.numerics):
+        wanted = " ".join(f"--{name} {value}" for name, value in welcome.required_numerics.items())
         raise ConfigError(f"the workers of one scheduler must have equal settings: start this one with {wanted}")
     offered, dtype_here = {model[0]: model for model in welcome.models}, compute.dtype
     requested = [offered.get(name, (name, name, dtype_here)) for name in options.models]
@@ -164,28 +164,28 @@ def decide_served(welcome: Registered, options: WorkerOptions, choice: StageSele
     fetched = [
         (*fetch(name, choice, source, dtype=dtype, tell=_log_download), dtype) for name, source, dtype in sources
     ]
-    cards = tuple(card for card, _, _ in fetched)
-    models = tuple((card.name, str(folder), dtype) for card, folder, dtype in fetched)
-    stages = [stage for card in cards for stage in card.pipeline.stages if choice.takes(stage)]
+    specs = tuple(spec for spec, _, _ in fetched)
+    models = tuple((spec.name, str(folder), dtype) for spec, folder, dtype in fetched)
+    stages = [stage for spec in specs for stage in spec.pipeline.stages if choice.selects(stage)]
     device, parallel = choose_ranks(compute.device, compute.parallel, options.gpus, stages)
-    spreads = own_spreads(parallel, choice.roles)
-    refuse(spreads, [stage for card in cards for stage in card.pipeline.stages], compute.offload)
-    refuse_unseen(stages, welcome.places)
+    spreads = worker_parallelism(parallel, choice.roles)
+    refuse(spreads, [stage for spec in specs for stage in spec.pipeline.stages], compute.offload)
+    require_result_store(stages, welcome.storage)
     batch = (
-        (compute.max_batch or USUAL_BATCH)
-        if compute.batching == "batched" or any(stage.shares for stage in stages)
+        (compute.max_batch or DEFAULT_MAX_BATCH)
+        if compute.batching == "batched" or any(stage.batch_invariant for stage in stages)
         else 1
     )
     slots = max(options.slots or slots_of(stages), batch + 1)
-    devices = ranked(device, spreads)
-    pools = pools_of(cards, choice, options.resources)
-    return ServedStages(models, cards, pools, slots, devices, _read_here(cards, choice), states, parallel)
+    devices = rank_devices(device, spreads)
+    pools = pools_of(specs, choice, options.resources)
+    return ServedStages(models, specs, pools, slots, devices, _read_here(specs, choice), states, parallel)
 
 
 def names_of(served: ServedStages, numerics: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the names of the models and pools of a worker of these numerics."""
-    pools = [readable_pool(manned(pool, numerics)) for pool in served.pools]
-    return {"models": [card.name for card in served.cards], "pools": pools}
+    pools = [readable_pool(pool_with_numerics(pool, numerics)) for pool in served.pools]
+    return {"models": [spec.name for spec in served.specs], "pools": pools}
 
 
 def choose_ranks(device: str, parallel: str, gpus: int, stages: Sequence[StageSpec]) -> tuple[str, str]:
@@ -222,10 +222,10 @@ def _source_here(name: str, offered: str) -> str:
     return name if is_by_name else offered
 
 
-def refuse_unseen(stages: Sequence[StageSpec], places: StorageLocations) -> None:
+def require_result_store(stages: Sequence[StageSpec], places: StorageLocations) -> None:
     """Raise ConfigError if stages need a result store that this machine lacks."""
     needing = sorted({stage.role for stage in stages if stage.needs_results})
-    if needing and not sees(places.results, places.mark):
+    if needing and not is_same_store(places.results, places.results_store_id):
         raise ConfigError(
             f"role {needing[0]} needs the scheduler's results folder {places.results}, which this machine cannot "
             "access: mount it here at the same path, start the scheduler with --results s3://BUCKET/PREFIX, or run "
@@ -233,19 +233,19 @@ def refuse_unseen(stages: Sequence[StageSpec], places: StorageLocations) -> None
         )
 
 
-def _read_here(cards: Sequence[ModelSpec], choice: StageSelector) -> frozenset[str]:
+def _read_here(specs: Sequence[ModelSpec], choice: StageSelector) -> frozenset[str]:
     """Return the declared pools of the chosen stages whose outputs other chosen stages read."""
     read_pools = set[str]()
-    for card in cards:
-        pools, producers = card.pools(choice), card.pipeline.producers()
+    for spec in specs:
+        pools, producers = spec.pools(choice), spec.pipeline.producers()
         producers_read = {
-            producers[name].name for stage in card.pipeline.stages if choice.takes(stage) for name in stage.inputs
+            producers[name].name for stage in spec.pipeline.stages if choice.selects(stage) for name in stage.inputs
         }
         read_pools |= {pools[name] for name in producers_read & pools.keys()}
     return frozenset(read_pools)
 
 
-def loads_of(
+def loads_by_rank(
     served: ServedStages, choice: StageSelector, options: WorkerOptions, store: TensorStore, places: StorageLocations
 ) -> list[LoadModels]:
     """Return what each rank loads."""
@@ -267,16 +267,16 @@ def _log_download(progress: DownloadProgress) -> None:
     log.info("fetching", passing=True, **msgspec.structs.asdict(progress))
 
 
-def pools_of(cards: Sequence[ModelSpec], choice: StageSelector, resources: Collection[str] = ()) -> tuple[str, ...]:
+def pools_of(specs: Sequence[ModelSpec], choice: StageSelector, resources: Collection[str] = ()) -> tuple[str, ...]:
     """Return the declared pools of the chosen stages.
 
     Raises ConfigError for a role that no stage has, a choice without a stage, or a stage whose resource is missing.
     """
-    stages = [stage for card in cards for stage in card.pipeline.stages]
+    stages = [stage for spec in specs for stage in spec.pipeline.stages]
     known_roles = {stage.role for stage in stages}
     if unknown := sorted((choice.roles or set()) - known_roles):
         raise ConfigError(f"no stage has the role {unknown[0]}: roles are {', '.join(sorted(known_roles))}")
-    pools = tuple(dict.fromkeys(pool for card in cards for pool in card.pools(choice).values()))
+    pools = tuple(dict.fromkeys(pool for spec in specs for pool in spec.pools(choice).values()))
     if not pools:
         role, component_names = (
             "+".join(sorted(choice.roles or {"all"})),
@@ -285,8 +285,8 @@ def pools_of(cards: Sequence[ModelSpec], choice: StageSelector, resources: Colle
         raise ConfigError(
             f"no stage matches both --role {role} and --component: components are {', '.join(component_names)}"
         )
-    for stage in filter(choice.takes, stages):
-        if missing := sorted(stage.needs.keys() - resources - {*stage.brings}):
+    for stage in filter(choice.selects, stages):
+        if missing := sorted(stage.needs.keys() - resources - {*stage.provides}):
             raise ConfigError(
                 f"stage {stage.name} needs the resource {missing[0]}, which this worker does not have: "
                 f"start it with --resources {missing[0]}=N"
@@ -294,13 +294,13 @@ def pools_of(cards: Sequence[ModelSpec], choice: StageSelector, resources: Colle
     return pools
 
 
-def sets_of(served: ServedStages, options: WorkerOptions) -> Sets:
+def swappable_sets(served: ServedStages, options: WorkerOptions) -> Sets:
     """Return the sets of pools that a worker loads one at a time.
 
     A set is one model with `--max-loaded-models 1`, or one role of `a,b`. There are none if everything is loaded at
     once. Raises ConfigError if both are asked for.
     """
-    parts, cards = options.role.split(","), served.cards
+    parts, specs = options.role.split(","), served.specs
     one_model = options.max_loaded_models == "1"
     if one_model and len(parts) > 1:
         raise ConfigError(
@@ -308,11 +308,11 @@ def sets_of(served: ServedStages, options: WorkerOptions) -> Sets:
         )
     if one_model:
         choice = StageSelector(roles_of(options.role), options.components)
-        pools_of_sets = {card.name: {*card.pools(choice).values()} for card in cards}
+        pools_of_sets = {spec.name: {*spec.pools(choice).values()} for spec in specs}
     else:
         choices = {part.strip(): StageSelector(roles_of(part), options.components) for part in parts}
         pools_of_sets = {
-            name: {pool for card in cards for pool in card.pools(selector).values()}
+            name: {pool for spec in specs for pool in spec.pools(selector).values()}
             for name, selector in choices.items()
         }
     sets = {name: frozenset(pools) for name, pools in pools_of_sets.items() if pools}

@@ -26,24 +26,24 @@ from unfuse.worker.compute_messages import CancelTask, InputArrived, InputTaken
 log = structlog.get_logger(__name__)
 
 #: Most inputs that are streamed at one time.
-MOST = 64
+MAX_STREAMS = 64
 UNWANTED, ENDED = "the input is no longer needed", "the compute process ended"
 
 #: An input of a task, by the id of its object.
 Input = tuple[Claim, str]
 
 #: Seconds between two checks for room, or of the objects of one owner.
-LOOK_AGAIN_S = 0.01
+RECHECK_S = 0.01
 
 #: Number of objects that are checked in that time. More take longer, so that waiting for many costs no more.
-LOOKS = 8
+MAX_CHECKED = 8
 
 #: Most owners that are tested at one time for whether their memory can be mapped.
-MOST_LOOKED_AT = 64
+MAX_CHECKED_AT_ONCE = 64
 
 #: KEPT_S: seconds for which copies stay for the next attempt of a task that ended with its compute process or for lack
 #: of an input, and a partial copy for the next attempt at the object. NEXT_S: the same for the request's next stage.
-KEPT_S, NEXT_S = 30.0, 2.0
+RETAIN_S, NEXT_S = 30.0, 2.0
 
 
 @dataclass
@@ -79,7 +79,7 @@ class InputStreams:
         self._waiting: dict[Input, _Answers] = {}
         self._has_all: dict[Claim, bool] = {}  # streamed inputs: whether the processes still have all of them
         self._windows: dict[Extent, asyncio.Task[None]] = {}  # each with the asyncio task that frees it
-        self._drains = ThreadPoolExecutor(MOST, "input-window")
+        self._drains = ThreadPoolExecutor(MAX_STREAMS, "input-window")
 
     @property
     def extents(self) -> list[Extent]:
@@ -96,9 +96,7 @@ class InputStreams:
             return 0
         return max(ref.nbytes * self._tokens // tokens, min(chunk_bytes(ref.nbytes), ref.nbytes))
 
-    async def through(
-        self, lease: Lease, ref: ObjectRef, store: TensorStore, transfers: Transfers, wait: float
-    ) -> None:
+    async def ranks(self, lease: Lease, ref: ObjectRef, store: TensorStore, transfers: Transfers, wait: float) -> None:
         """Fetch an object and stream it into the processes as it arrives.
 
         Raises the transfer's error, ArenaFull if there is no room for the window within `wait` seconds, and
@@ -126,14 +124,14 @@ class InputStreams:
 
         Call this when no input of the task is streamed any more.
         """
-        self.begins(claim)
+        self.is_received(claim)
         await self._send(CancelTask(claim))
 
-    def begins(self, claim: Claim) -> bool:
+    def is_received(self, claim: Claim) -> bool:
         """Return whether the processes have everything that was streamed for a task, and forget it."""
         return self._has_all.pop(claim, True)
 
-    def heard(self, taken: InputTaken) -> None:
+    def record_answer(self, taken: InputTaken) -> None:
         """Note the answer of one process.
 
         A chunk's place is free once all have answered, also after an error.
@@ -145,7 +143,7 @@ class InputStreams:
             if not answers.left:
                 self._end(key, answers.error)
 
-    def lost(self) -> None:
+    def fail_all(self) -> None:
         """Fail all streams: the processes are gone, and with them all received chunks."""
         self._has_all = dict.fromkeys(self._has_all, False)
         for key in list(self._waiting):
@@ -153,7 +151,7 @@ class InputStreams:
 
     def close(self) -> None:
         """Stop all streams."""
-        self.lost()
+        self.fail_all()
         self._drains.shutdown(wait=False)
 
     def _end(self, key: Input, error: str) -> None:
@@ -183,7 +181,7 @@ class InputStreams:
             except ArenaFull as full:
                 if nbytes > full.capacity or self._loop.time() >= until:
                     raise
-            await asyncio.sleep(LOOK_AGAIN_S)
+            await asyncio.sleep(RECHECK_S)
 
     def _send_chunks(
         self, lease: Lease, ref: ObjectRef, extent: Extent, window: RingBuffer, session: TransferSession
@@ -225,9 +223,9 @@ class PendingInputs:
         self._waiting: dict[str, dict[asyncio.Future[None], ObjectRef]] = {}
         self._looking: set[asyncio.Task[None]] = set()
 
-    async def until_whole(self, ref: ObjectRef) -> None:
+    async def wait_until_written(self, ref: ObjectRef) -> None:
         """Wait until an object is completely written or lost. Its reader finds out which."""
-        if ref.whole:
+        if ref.is_whole:
             return
         if ref.owner not in self._waiting:
             self._waiting[ref.owner] = {}
@@ -249,7 +247,7 @@ class PendingInputs:
                     if not over.done():
                         over.set_result(None)
                 if waiting:
-                    await asyncio.sleep(LOOK_AGAIN_S * max(1.0, len(waiting) / LOOKS))
+                    await asyncio.sleep(RECHECK_S * max(1.0, len(waiting) / MAX_CHECKED))
         finally:
             del self._waiting[owner]
 
@@ -314,7 +312,7 @@ class RemoteInputs:
         self._retained = Counter[Claim]()  # ended tasks whose copies stay for a while
         self._fetching: dict[Claim, asyncio.Task[list[ObjectRef | None]]] = {}
         self._reach_tests: dict[str, asyncio.Future[bool]] = {}  # running tests of owners
-        self._lookers = ThreadPoolExecutor(MOST_LOOKED_AT, "owner-look")
+        self._lookers = ThreadPoolExecutor(MAX_CHECKED_AT_ONCE, "owner-look")
         self._unwritten = PendingInputs(store, self._lookers)
 
     @property
@@ -322,7 +320,7 @@ class RemoteInputs:
         """How much each engine has fetched."""
         return self._transfers.counters if "_transfers" in self.__dict__ else TransferCounters()
 
-    async def bring(self, lease: Lease, granted: LeasesGranted) -> Lease | None:
+    async def fetch(self, lease: Lease, granted: LeasesGranted) -> Lease | None:
         """Fetch the inputs that cannot be mapped. Returns the lease with copies in their place.
 
         Waits for inputs that are still being written, and fetches their chunks meanwhile. Inputs that are longer than
@@ -334,11 +332,13 @@ class RemoteInputs:
         transfers.
         """
         self._addresses.update(granted.engines)
-        self._store.learn(granted.peers)
+        self._store.register_owners(granted.peers)
         claim, task = lease.claim, lease.task
-        readable = [ref for ref in lease.reads if ref.owner in granted.peers or (claim.request, ref.id) in self._copies]
+        readable = [
+            ref for ref in lease.input_objects if ref.owner in granted.peers or (claim.request, ref.id) in self._copies
+        ]
         others = [ref for ref in readable if ref.owner != self._owner]
-        others += [ref for ref in lease.reads if ref.owner == self._owner and not ref.whole]
+        others += [ref for ref in lease.input_objects if ref.owner == self._owner and not ref.is_whole]
         if not others or not self._arena:
             return lease
         fetching = self._fetching[claim] = asyncio.create_task(self._fetch_all(lease, others))
@@ -364,25 +364,25 @@ class RemoteInputs:
         copies = (copy for copy in self._copies.values() if copy.sink.extent and copy.sink.extent.id == id)
         return next((copy.ref.id for copy in copies), id)
 
-    def keep(self, claim: Claim, again: bool = True) -> None:
+    def retain(self, claim: Claim, again: bool = True) -> None:
         """Keep an ended task's whole copies for a while; drop the unfinished ones.
 
         They stay KEPT_S seconds if the task may run here `again`, else NEXT_S for the next stage of its request.
         """
-        self.let_go(claim, but_whole=True)
+        self.drop_unused(claim, but_whole=True)
         self._retained[claim] += 1
-        asyncio.get_running_loop().call_later(KEPT_S if again else NEXT_S, self._end_retention, claim)
+        asyncio.get_running_loop().call_later(RETAIN_S if again else NEXT_S, self._end_retention, claim)
 
-    def let_go(self, claim: Claim, but_whole: bool = False) -> None:
+    def drop_unused(self, claim: Claim, but_whole: bool = False) -> None:
         """Drop an ended task's unused copies; with `but_whole`, unfinished ones only."""
         for key, copy in list(self._copies.items()):
-            if but_whole and copy.session.whole:
+            if but_whole and copy.session.is_complete:
                 continue
             copy.users.discard(claim)
             if not copy.users:
                 del self._copies[key]
                 copy.session.cancel()
-                if copy.sink.stays and copy.session.good and not copy.session.whole:
+                if copy.sink.stays and copy.session.good and not copy.session.is_complete:
                     self._keep_partial_copy((key[0], copy.ref.stage), copy)
                 else:
                     copy.over.add_done_callback(partial(self._drop, copy))
@@ -408,7 +408,7 @@ class RemoteInputs:
         """Free an unused copy. Returns whether there is one of that name."""
         copy = self.unused().get(name)
         for claim in [*copy.users] if copy else ():
-            self.let_go(claim)
+            self.drop_unused(claim)
         return copy is not None
 
     def forget(self, request: str) -> None:
@@ -463,10 +463,10 @@ class RemoteInputs:
         """Return the object to read in place of this one; None after streaming it."""
         claim = lease.claim
         if ref.owner == self._owner or await self._reaches(ref.owner):
-            await self._unwritten.until_whole(ref)
+            await self._unwritten.wait_until_written(ref)
             return ref
         if self._passing and ref in lease.task.inputs and self._passing.window(lease.task, ref):
-            await self._passing.through(lease, ref, self._store, self._transfers, self._options.bootstrap_s)
+            await self._passing.ranks(lease, ref, self._store, self._transfers, self._options.bootstrap_s)
             return None
         key = claim.request, ref.id
         if key not in self._copies and (part := self._partial_copies.get((claim.request, ref.stage))):
@@ -496,7 +496,7 @@ class RemoteInputs:
         """
         assert self._arena
         sink = ArenaSink(self._arena, msgspec.structs.replace(ref, request=key[0]), self._store.reserve)
-        sink.stays, verified = not ref.whole, tuple[int, ...]()
+        sink.stays, verified = not ref.is_whole, tuple[int, ...]()
         part = self._partial_copies.get((key[0], ref.stage))
         if part and part.over.done() and part.over.exception() and part.ref.tensors == ref.tensors:
             del self._partial_copies[key[0], ref.stage]
@@ -511,14 +511,14 @@ class RemoteInputs:
 
     def _end_retention(self, claim: Claim) -> None:
         self._retained -= Counter([claim])
-        self.let_go(claim)
+        self.drop_unused(claim)
 
     def _keep_partial_copy(self, key: tuple[str, str], copy: _Copy) -> None:
         """Keep the partial copy of an object that will be made again."""
         if before := self._partial_copies.get(key):
             self._drop_partial_copy(key, before)
         self._partial_copies[key] = copy
-        asyncio.get_running_loop().call_later(KEPT_S, self._drop_partial_copy, key, copy)
+        asyncio.get_running_loop().call_later(RETAIN_S, self._drop_partial_copy, key, copy)
 
     def _drop_partial_copy(self, key: tuple[str, str], copy: _Copy) -> None:
         if self._partial_copies.get(key) is copy:

@@ -6,10 +6,9 @@ a `StepPlan` of plain data, and `carry_out` executes it, the same on every rank.
 
 from __future__ import annotations
 
-import gc
 import queue
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,8 +22,6 @@ from unfuse.core.errors import ResultsUnavailable
 from unfuse.core.messages import (
     CachePrefix,
     CheckpointSaved,
-    ExactBatchStats,
-    Memory,
     StepProgress,
     TaskCompleted,
     TaskFailed,
@@ -33,15 +30,24 @@ from unfuse.core.messages import (
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim, OutputDeltas
-from unfuse.core.text import TextStats
-from unfuse.stages.base import EncodedMedia, ReportsTextStats, Stage
-from unfuse.stores.results import ResultStore, part_name, parts_of
+from unfuse.stages.base import EncodedMedia, Stage
+from unfuse.stores.results import ResultStore, fragment_name, fragment_prefix
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import compute_messages as messages
 from unfuse.worker.batches import Batches, InvarianceResults
 from unfuse.worker.checkpoints import CheckpointPolicy, pack
-from unfuse.worker.job import Job, JobFactory, announce, put, read_prefix_blocks, start_of, store_prefix_blocks, write
+from unfuse.worker.job import (
+    Job,
+    JobFactory,
+    announce,
+    read_prefix_blocks,
+    start_result,
+    store_output,
+    store_prefix_blocks,
+    write,
+)
 from unfuse.worker.ranks import Ranks
+from unfuse.worker.status_reporter import ComputeLeakCheck, StatusReporter
 
 log = structlog.get_logger(__name__)
 
@@ -51,8 +57,6 @@ PROGRESS_INTERVAL_S = 0.1
 #: The first and the longest pause, in seconds, of a task that waits for the result store.
 PAUSE_S, MOST_PAUSE_S = 0.25, 2.0
 
-#: Least seconds between two status reports of a busy process.
-REPORT_S = 0.25
 
 #: The timings of a task that has computed nothing yet.
 UNUSED = Timings()
@@ -109,14 +113,14 @@ class StepReporter:
     def _report_job(self, job: Job) -> Exception | None:
         """Report one step of a job. Returns the error of this task, or None."""
         try:
-            if deltas := job.growth():
+            if deltas := job.new_deltas():
                 self._send(deltas)
             for block in store_prefix_blocks(self._store, job):
                 self._send(block)
             step, steps = job.stage.progress(job.state)
             if step < steps and self._leads:
                 store_preview(self._results, job, step)
-                store_part(self._results, job, step)
+                store_fragment(self._results, job, step)
             self._report_progress(job, step, steps)
         except Exception as error:  # an error of one task must not end the process
             return error
@@ -147,129 +151,33 @@ def store_preview(results: ResultStore, job: Job, step: int) -> None:
         log.warning("preview not stored", request=task.request, stage=task.stage, step=step, reason=str(error))
 
 
-def store_part(results: ResultStore, job: Job, step: int) -> None:
+def store_fragment(results: ResultStore, job: Job, step: int) -> None:
     """Store the video fragment of a step before the step is reported.
 
     Errors are only logged. After a fragment that could not be stored none is stored: a gap would break the video.
     """
-    task, data = job.lease.task, job.stage.part(job.state)
-    if not data or job.part is None:
+    task, data = job.lease.task, job.stage.video_fragment(job.state)
+    if not data or job.last_fragment_step is None:
         return
     try:
-        results.attach(task.request, part_name(task.attempt, step), data, durable=False)
-        job.part = step
+        results.attach(task.request, fragment_name(task.attempt, step), data, durable=False)
+        job.last_fragment_step = step
     except Exception as error:
         log.warning("video fragment not stored", request=task.request, stage=task.stage, step=step, reason=str(error))
-        job.part = None
+        job.last_fragment_step = None
 
 
-def delete_parts(results: ResultStore, job: Job) -> None:
+def delete_fragments(results: ResultStore, job: Job) -> None:
     """Delete the video fragments of a task that ends early. Errors are only logged.
 
     Its request may be over already, and its attachments deleted.
     """
     task = job.lease.task
     try:
-        if job.part != 0:
-            results.detach(task.request, parts_of(task.attempt))
+        if job.last_fragment_step != 0:
+            results.detach(task.request, fragment_prefix(task.attempt))
     except Exception as error:
         log.warning("video fragments not deleted", request=task.request, stage=task.stage, reason=str(error))
-
-
-def texts_of(stages: Iterable[Stage]) -> list[ReportsTextStats]:
-    """Return the text statistics of these stages. Stages that share one object count once."""
-    return [*{id(texts): texts for stage in stages if (texts := stage.texts) is not None}.values()]
-
-
-class ComputeLeakCheck:
-    """Finds memory leaks of a compute process without tasks: KV cache blocks and mapped inputs.
-
-    `send` gets each leak once. With `frees`, the check ends leaked sequences, since no state exists that could use
-    them. Ranks must not free them: all ranks must have the same blocks, and one rank may lack what another one leaks.
-    Inputs stay mapped, because an array that is still used may lie there.
-    """
-
-    def __init__(
-        self,
-        stages: Iterable[Stage],
-        store: TensorStore,
-        send: Callable[[messages.LeaksFound], object],
-        *,
-        frees: bool,
-    ) -> None:
-        self._texts = texts_of(stages)
-        self._store = store
-        self._send = send
-        self._frees = frees
-        self._known = frozenset[tuple[int, str]]()
-
-    def look(self) -> None:
-        """Look for leaks, only while the process has no task and receives no input."""
-        new = self._leftovers().keys() - self._known
-        if not new:
-            return
-
-        gc.collect()  # garbage is no leak: it is only not freed yet
-        leftovers = {key: leftover for key, leftover in self._leftovers().items() if key in new}
-        for texts in self._texts if self._frees else ():
-            texts.end_all()
-        self._known = frozenset(self._leftovers())
-
-        leaks = [
-            messages.Leak(memory, key[1], nbytes, key not in self._known) for key, (memory, nbytes) in leftovers.items()
-        ]
-        if leaks:
-            self._send(messages.LeaksFound(tuple(leaks)))
-
-    def _leftovers(self) -> dict[tuple[int, str], tuple[Memory, int]]:
-        """Return kind and bytes of the memory in use, by owner and name.
-
-        The owner is the index of the text statistics, or -1 for the tensor store.
-        """
-        leftovers = dict[tuple[int, str], tuple[Memory, int]]()
-        for number, texts in enumerate(self._texts):
-            for name, nbytes in texts.leftovers().items():
-                leftovers[number, name] = "kv", nbytes
-        for ref in self._store.held():
-            leftovers[-1, f"input object {ref.id} of {ref.request}, {ref.stage}"] = "arena", ref.nbytes
-        return leftovers
-
-
-class StatusReporter:
-    """Sends the status of a compute process when it has changed.
-
-    `sharing` is `Batches.sharing`; `device_memory` returns bytes of a GPU. Only the first rank reports language
-    stages, because all ranks have the same KV blocks.
-    """
-
-    def __init__(
-        self,
-        stages: Iterable[Stage],
-        sharing: Mapping[str, ExactBatchStats],
-        ranks: Ranks,
-        device_memory: Callable[[], int],
-        send: Callable[[messages.RankStatus], object],
-    ) -> None:
-        self._texts = texts_of(stages) if ranks.leads else []
-        self._sharing, self._ranks = sharing, ranks
-        self._device_memory, self._send = device_memory, send
-        self._last, self._reported_at = messages.RankStatus(), 0.0
-
-    def report(self, *, busy: bool) -> None:
-        """Report now unless `busy`, else at most every REPORT_S seconds."""
-        now = time.monotonic()
-        if busy and now - self._reported_at < REPORT_S:
-            return
-        status = messages.RankStatus(
-            time=self._ranks.time,
-            device_memory=self._device_memory(),
-            texts=sum((texts.load() for texts in self._texts), TextStats()) if self._texts else None,
-            retracted=sum(texts.retracted for texts in self._texts),
-            batch_invariance=dict(self._sharing),
-        )
-        if status != self._last:
-            self._send(status)
-        self._last, self._reported_at = status, now
 
 
 @dataclass(eq=False)
@@ -345,10 +253,10 @@ class StepLoop:
         """Run tasks until the process ends."""
         while True:
             if not (self._jobs or self._arrived or self._factory.receives):
-                self._leaks.look()
+                self._leaks.check()
             self._status.report(busy=bool(self._jobs))
             plan = self.decide() if self._ranks.leads else self._receive_plan()
-            self._ranks.tell(plan)
+            self._ranks.send_plan(plan)
             self.carry_out(plan)
 
     def _receive_plan(self) -> messages.StepPlan:
@@ -378,7 +286,7 @@ class StepLoop:
         batch, how = self._batches.pick(self._jobs.values())
         saved = [job for job in self._jobs.values() if self._is_due(job, batch[0].priority)]
         save, step = tuple(job.claim for job in saved), tuple(job.claim for job in batch)
-        return messages.StepPlan(save=save, step=step, how=how, receive=pieces)
+        return messages.StepPlan(save=save, step=step, batch_mode=how, receive=pieces)
 
     def carry_out(self, turn: messages.StepPlan) -> None:
         """Carry out a step plan. Tasks that have ended since it was decided are skipped.
@@ -394,12 +302,12 @@ class StepLoop:
         self._start_tasks([self._arrived.pop(claim) for claim in turn.admit])
         for cancel in turn.drop:
             self._drop(cancel)
-        for claim in turn.again:
+        for claim in turn.retry:
             self._try_again(claim)
         for job in [self._jobs[claim] for claim in turn.save if claim in self._jobs]:
             self._save_checkpoint(job)
         if batch := [self._jobs[claim] for claim in turn.step if claim in self._jobs]:
-            computed = self._batches.compute(batch, turn.how)
+            computed = self._batches.compute(batch, turn.batch_mode)
             self._finish_reported(self._reporter.wait())
             advanced = [job for job, result in computed if job.claim in self._jobs and self._advance(job, result)]
             self._finish_reported(self._reporter.report(advanced))
@@ -432,11 +340,11 @@ class StepLoop:
     def _start_tasks(self, runs: Sequence[messages.RunTask]) -> None:
         """Start tasks. A task that one rank cannot start ends or waits on all ranks."""
         jobs = [self._start_task(run) for run in runs]
-        starts = self._ranks.agree([start_of(run, job) for run, job in zip(runs, jobs, strict=True)])
+        starts = self._ranks.receive_plan([start_result(run, job) for run, job in zip(runs, jobs, strict=True)])
         for run, job, start in zip(runs, jobs, starts, strict=True):
             claim = run.lease.claim
             if isinstance(job, Job) and start == job.resumed:
-                self._factory.begun(claim)
+                self._factory.forget_received(claim)
                 self._jobs[claim] = job
                 announce(self._store, job, self._encodings, self._send if self._ranks.leads else None)
                 continue
@@ -447,7 +355,7 @@ class StepLoop:
                 self._send(start)
                 continue
             if self._ranks.size > 1:  # another rank may have dropped the input that it had received
-                self._factory.drop_taken(claim)
+                self._factory.drop_streamed(claim)
             if isinstance(start, messages.TaskWaits):
                 self._park(claim, job, partial(self._start_tasks, [run]))
             else:  # not every rank could read the checkpoint
@@ -458,7 +366,7 @@ class StepLoop:
         """Return the job of a task that this rank has started, or the error."""
         self._send(StepProgress(run.lease.claim, 0, 0, 0))
         try:
-            return self._factory.begin(run)
+            return self._factory.start(run)
         except Exception as error:  # an error of one task must not end the process
             return error
 
@@ -495,7 +403,7 @@ class StepLoop:
         step, steps = job.stage.progress(job.state)
         left_s = (steps - step) * job.run_s / max(1, job.steps)
         return step > job.saved and (
-            job.priority < priority or self._policy.due(step - job.saved, time.monotonic() - job.saved_at, left_s)
+            job.priority < priority or self._policy.is_due(step - job.saved, time.monotonic() - job.saved_at, left_s)
         )
 
     def _is_safe(self, claim: Claim) -> bool:
@@ -535,7 +443,7 @@ class StepLoop:
     def _release(self, job: Job) -> None:
         """Release a job's inputs and its stage's state."""
         job.opened.close()
-        job.stage.let_go(job.state)
+        job.stage.release(job.state)
 
     def _save_checkpoint(self, job: Job) -> None:
         """Save a checkpoint if there are new steps. Errors are only logged."""
@@ -549,7 +457,7 @@ class StepLoop:
                 ref = self._store.put(pack(checkpoint), request=task.request, stage=task.stage, attempt=task.attempt)
                 self._send(CheckpointSaved(job.claim, ref, step))
                 job.safe = step
-                self._policy.took(time.monotonic() - began)
+                self._policy.record_cost(time.monotonic() - began)
         except Exception as error:  # an error of one task must not end the process
             log.warning("checkpoint not saved", request=task.request, stage=task.stage, step=step, reason=str(error))
         job.saved, job.saved_at = step, time.monotonic()
@@ -566,7 +474,7 @@ class StepLoop:
         finished = time.monotonic()
         job.run_s += finished - began
         job.share_s += finished - began
-        ref = put(self._store, job, output, self._encodings)
+        ref = store_output(self._store, job, output, self._encodings)
         self._release(job)
         del self._jobs[job.claim]
         self._store_results(job, ref, output.media, finished)
@@ -589,7 +497,7 @@ class StepLoop:
             if message.save:
                 self._save_checkpoint(job)
             if self._ranks.leads:
-                delete_parts(self._results, job)
+                delete_fragments(self._results, job)
             self._release(job)
             self._send(TaskStopped(message.claim, job.timings))
         elif parked := self._parked.pop(message.claim, None):

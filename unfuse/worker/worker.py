@@ -38,46 +38,47 @@ from unfuse.core.messages import (
     WorkerStatus,
 )
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import StageSelector, manned, roles_of
+from unfuse.core.plan import StageSelector, pool_with_numerics, roles_of
 from unfuse.core.supervisor import StopBudget, Supervisor
 from unfuse.core.task import Claim, Lease, OutputDeltas
 from unfuse.stores.results import copies_here
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine
 from unfuse.worker.checkpoints import CheckpointWriter
-from unfuse.worker.compute_messages import CANNOT_RUN, KEPT_LORAS, LeaksFound, ModelsLoaded, about, unfetched
+from unfuse.worker.compute_messages import ADAPTER_FOLDER, CANNOT_RUN, LeaksFound, ModelsLoaded, about, unfetched
 from unfuse.worker.executor import Executor
 from unfuse.worker.link import (
-    BEAT_S,
+    HEARTBEAT_TIMEOUT_S,
     WITHDRAW,
     OutputRecorder,
     ProgressReporter,
     SchedulerLink,
     TaskSlots,
     free_when_orphaned,
+    log_outcome,
 )
 from unfuse.worker.loaded_models import AdapterFetcher, ModelSwapper, WeightFiles, pool_of
 from unfuse.worker.objects import WorkerLeakCheck, WorkerObjects
-from unfuse.worker.registration import WorkerOptions, decide_served, loads_of, names_of, sets_of
+from unfuse.worker.registration import WorkerOptions, decide_served, loads_by_rank, names_of, swappable_sets
 
 log = structlog.get_logger(__name__)
 
 #: The least seconds between two heartbeats.
-BEAT_PAUSE_S = 0.02
+HEARTBEAT_PAUSE_S = 0.02
 
 #: Seconds that a stopping worker waits for one answer. Its last messages together get up to three times that.
-LEAVE_S = 1.0
+STOP_REPLY_S = 1.0
 
 #: The shares of the drain timeout for saving and handing back unfinished tasks, and for the last messages.
 SAVING, LAST = 0.25, 0.1
 
-LEAVES = "the worker stopped before the task was done"
+WORKER_STOPS = "the worker stopped before the task was done"
 
 #: Seconds to wait after the scheduler refused a message.
 PAUSE_S = 1.0
 
 #: Number of heartbeats without an answer after which a draining worker no longer waits for the scheduler.
-SILENT_BEATS = 3
+UNANSWERED_HEARTBEATS = 3
 
 
 class Worker:
@@ -101,7 +102,7 @@ class Worker:
         self._idle, self._released = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._budget = StopBudget(options.drain_timeout)  # `drain` starts it anew
-        self._link = SchedulerLink(options.schedulers, options.trust, self._changed.set)
+        self._link = SchedulerLink(options.schedulers, options.trusted_keys, self._changed.set)
         self._background, self._opened = Supervisor(), AsyncExitStack()
         self._progress = ProgressReporter(self._link, self._background, self._cancel)
         self._outputs = OutputRecorder(self._link, self._background, self._cancel)
@@ -136,7 +137,7 @@ class Worker:
         return self._draining.is_set()
 
     @property
-    def lacking(self) -> str:
+    def unavailable_reason(self) -> str:
         """Why the worker accepts no tasks now; "" if it accepts them."""
         if self.draining:
             return "the worker is draining"
@@ -155,7 +156,7 @@ class Worker:
             self._budget = StopBudget(self._options.drain_timeout)
         self._draining.set()
 
-    def hurry(self) -> None:
+    def stop_now(self) -> None:
         """Hand back running tasks at once, then let `run` return."""
         self.drain()
         self._budget.hurry.set()
@@ -163,25 +164,25 @@ class Worker:
     async def _serve(self) -> None:
         options = self._options
         await self._join()
-        self._background.forever("running the compute processes", self._executor.serve)
-        self._background.forever("sending heartbeats", self._send_heartbeat)
-        self._background.forever("watching model files", self._watch_files)
+        self._background.start_loop("running the compute processes", self._executor.serve)
+        self._background.start_loop("sending heartbeats", self._send_heartbeat)
+        self._background.start_loop("watching model files", self._watch_files)
         orphan = partial(free_when_orphaned, self._link, self._objects, lambda: bool(self._active), options.orphan_s)
-        self._background.forever("watching for schedulers", orphan)
+        self._background.start_loop("watching for schedulers", orphan)
         await asyncio.gather(self._background.repeat("requesting tasks", self._pull), self._executor.lost)
 
     async def _join(self) -> None:
         """Request what to serve from the scheduler, load it, and register the pools."""
         options = self._options
         info = WorkerInfo(self._id, options.node, options.role, (), options.slots, "", 0, os.getpid())
-        registered = await self._link.hello(Register(info, secret=self._secret))
-        self._beat_s, places = registered.beat, registered.places
+        registered = await self._link.register(Register(info, secret=self._secret))
+        self._beat_s, places = registered.heartbeat_s, registered.storage
         self._served = served = await asyncio.to_thread(decide_served, registered, options, self._choice)
-        sets = sets_of(served, options)
+        sets = swappable_sets(served, options)
         self._slots = TaskSlots(served.slots, options.resources)
         self._active = self._slots.leases
         self._weights = await asyncio.to_thread(
-            WeightFiles, served.models, served.cards, self._choice, served.states, in_turns=bool(sets)
+            WeightFiles, served.models, served.specs, self._choice, served.states, in_turns=bool(sets)
         )
         store = await asyncio.to_thread(
             TensorStore.create,
@@ -195,36 +196,36 @@ class Worker:
             copies=copies_here(places),
             run_dir=options.run_dir,
         )
-        self._swapper = ModelSwapper(sets, loads_of(served, self._choice, options, store, places), served.cards)
-        rank_loads, limits = self._swapper.loads(self._swapper.holds), (options.stall_s, options.memory_limit)
+        self._swapper = ModelSwapper(sets, loads_by_rank(served, self._choice, options, store, places), served.specs)
+        rank_loads, limits = self._swapper.loads(self._swapper.loaded_model), (options.stall_s, options.memory_limit)
         fork_server = self._forks and self._forks([folder for _, folder, _ in served.models], len(sets) > 1)
         self._executor = Executor(rank_loads, self._handle_message, *limits, fork_server, options.buffer)
         self._objects = await asyncio.to_thread(
-            WorkerObjects, store, places, self._engines, options.transfer, self._executor.passing
+            WorkerObjects, store, places, self._engines, options.transfer, self._executor.replies
         )
         self._opened.push_async_callback(self._objects.close)
         self._opened.push_async_callback(self._executor.close)
         self._checkpoints = CheckpointWriter(self._objects, self._link)
-        self._adapter_fetcher = AdapterFetcher(self._link, places.loras, Path(options.data_dir, KEPT_LORAS))
+        self._adapter_fetcher = AdapterFetcher(self._link, places.adapters, Path(options.data_dir, ADAPTER_FOLDER))
         self._started = await self._executor.start()
         self._record_loaded(self._started)
         for engine in self._engines.values():
             engine.use(self._executor.pairs, self._started.device)
-        await asyncio.to_thread(self._weights.look)  # files may have changed while they were loaded
+        await asyncio.to_thread(self._weights.refresh)  # files may have changed while they were loaded
         await self._register()
         self._joined = True
-        names = names_of(served, self._started.outcome)
+        names = names_of(served, self._started.numerics)
         log.info("ready", role=options.role, worker=self._id, **names, pulled_at=self._objects.copies.served_at)
 
     async def _register(self) -> None:
         """Register the worker's pools, except those whose model files have changed."""
         options, objects = self._options, self._objects
-        changed, numerics = self._weights.changed, self._started.outcome
+        changed, numerics = self._weights.changed, self._started.numerics
         info = WorkerInfo(
             self._id,
             options.node,
             options.role,
-            tuple(manned(pool, numerics) for pool in self._served.pools if pool not in changed),
+            tuple(pool_with_numerics(pool, numerics) for pool in self._served.pools if pool not in changed),
             self._served.slots,
             objects.store.address,
             objects.capacity,
@@ -232,12 +233,12 @@ class Worker:
             engines=objects.copies.served_at,
             device=self._started.device,
             resources=self._slots.resources,
-            outcome=numerics,
-            sets=self._swapper.pools_of_sets(numerics, changed),
+            numerics=numerics,
+            swappable_models=self._swapper.pools_of_sets(numerics, changed),
             changed=changed,
             status=self._status(),
         )
-        await self._link.hello(Register(info, self._served.cards, self._secret))
+        await self._link.register(Register(info, self._served.specs, self._secret))
 
     def _status(self) -> WorkerStatus:
         usage, swapper = self._objects.usage(), self._swapper
@@ -247,9 +248,9 @@ class Worker:
             arena_high_water=usage.high_water,
             arena_fragmentation=usage.fragmentation,
             waiting_for_inputs=self._slots.arriving,
-            loaded=swapper.holds,
+            loaded=swapper.loaded_model,
             load_s=swapper.load_s,
-            target=swapper.going,
+            target=swapper.target_model,
         )
 
     async def _watch_files(self) -> None:
@@ -264,7 +265,7 @@ class Worker:
 
     async def _withdraw_changed(self) -> None:
         """Register again if changed files alter which pools can be served."""
-        if await asyncio.to_thread(self._weights.look):
+        if await asyncio.to_thread(self._weights.refresh):
             await self._register()
             self._changed.set()
 
@@ -275,7 +276,7 @@ class Worker:
 
     def _record_loaded(self, started: ModelsLoaded) -> None:
         self._swapper.loaded(self._executor)
-        self._weights.left_out = started.left_out
+        self._weights.left_out = started.changed_pools
         self._slots.resources = {**self._options.resources, **started.resources}
 
     async def _pull(self) -> None:
@@ -284,7 +285,7 @@ class Worker:
         self._changed.clear()
         if not self.draining and not self._requests_with_report:
             self._request_id += 1
-            self._background.once(
+            self._background.start(
                 "requesting tasks", partial(self._send_request, self._request_id, self._next_request())
             )
 
@@ -294,13 +295,13 @@ class Worker:
         `ended` is the pool of a task that has just completed. While a model swap is pending, only a follow-up task of
         that pool is requested.
         """
-        after = ended if self._swapper.going else ""
-        if not self._executor.ready or self._swapper.going and not after:
+        after = ended if self._swapper.target_model else ""
+        if not self._executor.ready or self._swapper.target_model and not after:
             return WITHDRAW
         if self._weights.changed.keys() >= set(self._served.pools):
             return WITHDRAW  # the scheduler would answer a request without pools immediately, in a loop
-        room = self._slots.room(self._objects.free, self._objects.usage().used)
-        return self._slots.ask(room, self._affinity, self._swapper.holds, after)
+        room = self._slots.free_bytes(self._objects.free, self._objects.usage().used)
+        return self._slots.next_request(room, self._affinity, self._swapper.loaded_model, after)
 
     async def _send_request(self, number: int, request: RequestTasks) -> None:
         """Send one request for tasks, which replaces older ones, and start the leased tasks."""
@@ -319,35 +320,37 @@ class Worker:
     async def _start_leased(self, granted: LeasesGranted) -> None:
         """Start the leased tasks, or hand them back at once if the worker is draining."""
         for lease in granted.leases:
-            self._slots.take(lease)
+            self._slots.add(lease)
             self._affinity = lease.task.affinity if lease.task.derived.lora_id else self._affinity
             self._idle.clear()
-            self._checkpoints.begin(lease)
+            self._checkpoints.start_task(lease)
             if self.draining:
                 await self._end(TaskFailed(lease.claim, "hand_back", "the worker is draining", reason="drain"))
             else:
-                self._background.once("starting a task", partial(self._run, lease, granted))
+                self._background.start("starting a task", partial(self._run, lease, granted))
 
     async def _run(self, lease: Lease, granted: LeasesGranted) -> None:
         """Fetch the inputs that cannot be mapped, then run the task in the compute process."""
         try:
-            await self._adapter_fetcher.bring(lease)
+            await self._adapter_fetcher.fetch(lease)
             local_lease, recorded_output = (
-                await self._objects.copies.bring(lease, granted),
+                await self._objects.copies.fetch(lease, granted),
                 await self._outputs.read(lease),
             )
         except Exception as error:  # any error must end the task, or it would be lost
-            await self._executor.passing.drop(lease.claim)
+            await self._executor.replies.drop(lease.claim)
             await self._end(unfetched(lease.claim, error, self._executor.ready))
             if not isinstance(error, UnfuseError):
                 raise
             return
         self._slots.arrived(lease.claim)
-        can_run = self._executor.ready and self._swapper.fits(lease) and pool_of(lease) not in self._weights.left_out
+        can_run = (
+            self._executor.ready and self._swapper.is_loaded(lease) and pool_of(lease) not in self._weights.left_out
+        )
         if local_lease and recorded_output is not None and can_run:
             await self._executor.run(local_lease, granted.peers, recorded_output)
             return
-        await self._executor.passing.drop(lease.claim)
+        await self._executor.replies.drop(lease.claim)
         if local_lease is None or recorded_output is None:
             await self._end(TaskStopped(lease.claim))
         else:
@@ -359,7 +362,7 @@ class Worker:
         Not if the stage that reads it runs on this worker: early reading gains nothing there.
         """
         lease = self._active.get(announcement.claim)
-        if lease and pool_of(lease) not in self._served.read_here:
+        if lease and pool_of(lease) not in self._served.local_inputs:
             await self._link.call(announcement)
 
     async def _handle_message(
@@ -382,25 +385,27 @@ class Worker:
         match message:
             case ModelsLoaded():
                 self._record_loaded(message)
-                self._background.once("requesting tasks", self._resume_requests)
+                self._background.start("requesting tasks", self._resume_requests)
             case StepProgress(step=0):
                 log.debug("task began", **about(message.claim))
             case StepProgress():
                 self._progress.add(message)
             case CheckpointSaved():
-                self._background.once("recording a checkpoint", partial(self._checkpoints.save, message))
+                self._background.start("recording a checkpoint", partial(self._checkpoints.save, message))
             case CachePrefix():
-                self._background.once("recording a prefix block", partial(self._checkpoints.share, message))
+                self._background.start(
+                    "recording a prefix block", partial(self._checkpoints.record_prefix_block, message)
+                )
             case OutputAnnounced():
-                self._slots.placed(message.claim)
-                self._background.once("announcing an output", partial(self._announce, message))
+                self._slots.mark_reserved(message.claim)
+                self._background.start("announcing an output", partial(self._announce, message))
             case OutputDeltas():
                 self._outputs.add(message)
             case LeaksFound():
-                self._leaks.found(message.leaks)
+                self._leaks.record(message.leaks)
             case _:
                 self._progress.flush()
-                self._background.once("reporting the end of a task", partial(self._end, message))
+                self._background.start("reporting the end of a task", partial(self._end, message))
 
     async def _cancel(self, claim: Claim, save: bool = False, *, if_saved: bool = False) -> None:
         """Stop fetching a task's inputs, or drop it as `Executor.cancel` does."""
@@ -414,7 +419,7 @@ class Worker:
             if isinstance(message, TaskCompleted):
                 message = await self._unless_overwritten(message)
             await self._outputs.wait_until_recorded(message.claim)
-            await self._report_end(message, self._slots.end(message.claim))
+            await self._report_end(message, self._slots.remove(message.claim))
         finally:
             self._reporting -= 1
             if not self._active and not self._reporting:
@@ -437,22 +442,22 @@ class Worker:
     async def _report_end(self, message: TaskStopped | TaskCompleted | TaskFailed, lease: Lease | None) -> None:
         """Report the end of a task, with the next request for tasks."""
         if isinstance(message, TaskStopped) and self.draining:
-            message = TaskFailed(message.claim, "hand_back", LEAVES, reason="drain", timings=message.timings)
+            message = TaskFailed(message.claim, "hand_back", WORKER_STOPS, reason="drain", timings=message.timings)
         if isinstance(message, TaskFailed):
             await self._checkpoints.wait_until_saved()  # the next attempt resumes from there
-        if isinstance(message, TaskCompleted) and lease and lease.task.planned.extends:
+        if isinstance(message, TaskCompleted) and lease and lease.task.planned.extends_prefix_of:
             await self._checkpoints.wait_until_shared(message.claim)  # blocks are refused once the request is over
         if lease:
-            message = self._objects.end_task(lease, message, pool_of(lease) in self._served.read_here)
+            message = self._objects.end_task(lease, message, pool_of(lease) in self._served.local_inputs)
         log_outcome(message)
         if not self._executor.ready:
             await self._link.call(WITHDRAW)
-        requests_later = self.draining or (self._requests_with_report and not self._swapper.going)
+        requests_later = self.draining or (self._requests_with_report and not self._swapper.target_model)
         if requests_now := isinstance(message, TaskCompleted) and not requests_later:
             self._requests_with_report = True
             self._request_id += 1
-            with self._background.besides("requesting tasks"):
-                message = replace(message, ask=self._next_request(lease.task.planned.pool if lease else ""))
+            with self._background.log_errors("requesting tasks"):
+                message = replace(message, next_request=self._next_request(lease.task.planned.pool if lease else ""))
         self._changed.set()
         try:
             recorded = await self._send_end(message)
@@ -461,8 +466,8 @@ class Worker:
                 self._requests_with_report = False
                 self._changed.set()
         if recorded and lease and isinstance(message, TaskCompleted):
-            self._objects.share(lease.task.planned.cache, message.output)
-        await self._checkpoints.end(message.claim, recorded and isinstance(message, TaskCompleted))
+            self._objects.retain(lease.task.planned.cache_key, message.output)
+        await self._checkpoints.end_task(message.claim, recorded and isinstance(message, TaskCompleted))
 
     async def _send_end(self, message: TaskStopped | TaskCompleted | TaskFailed) -> bool:
         """Send the end of a task. Returns False if its lease is lost.
@@ -485,26 +490,26 @@ class Worker:
 
     async def _send_heartbeat(self) -> None:
         """Send one heartbeat and apply the reply."""
-        await asyncio.sleep(BEAT_PAUSE_S)
+        await asyncio.sleep(HEARTBEAT_PAUSE_S)
         objects, executor = self._objects, self._executor
-        self._leaks.look(objects, idle=self._idle.is_set() and executor.ready)
+        self._leaks.check(objects, idle=self._idle.is_set() and executor.ready)
         heartbeat = Heartbeat(
             claims=tuple(self._active.keys() - self._ended_claims),
-            holding=tuple(objects.holding()),
+            stored_requests=tuple(objects.stored_requests()),
             wait=self._beat_s,
             status=self._status(),
-            moved=objects.copies.counters.take(),
+            transfers=objects.copies.counters.take_counts(),
             retracted=executor.retracted,
-            leaked=self._leaks.take(),
+            leaks=self._leaks.take_counts(),
         )
         executor.retracted = 0
         try:
-            reply = await self._link.once(heartbeat, BEAT_S)
+            reply = await self._link.once(heartbeat, HEARTBEAT_TIMEOUT_S)
         except TimeoutError:
             return  # a scheduler that answers late has counted these numbers; they must not be counted twice
         except OSError:
-            objects.copies.counters.put_back(heartbeat.moved)
-            self._leaks.put_back(heartbeat.leaked)
+            objects.copies.counters.put_back(heartbeat.transfers)
+            self._leaks.put_back(heartbeat.leaks)
             executor.retracted += heartbeat.retracted
             return
         if isinstance(reply, HeartbeatReply):
@@ -514,21 +519,21 @@ class Worker:
 
     async def _apply_reply(self, reply: HeartbeatReply) -> None:
         """Apply the reply to a heartbeat: swap models, cancel tasks, free objects."""
-        if reply.load:
+        if reply.swap_to:
             withdraw = partial(self._link.call, WITHDRAW)
-            swap = partial(self._swapper.to, reply.load, self._executor, withdraw, self._idle)
-            self._background.once("swapping models", swap)
-        if reply.soon:
-            self._background.once("prefetching weights", partial(self._swapper.ahead, reply.soon))
-        self._ended_claims = (self._ended_claims | set(reply.ended)) & self._active.keys()
-        for claim in reply.ended:
+            swap = partial(self._swapper.swap_to, reply.swap_to, self._executor, withdraw, self._idle)
+            self._background.start("swapping models", swap)
+        if reply.swap_next:
+            self._background.start("prefetching weights", partial(self._swapper.read_ahead, reply.swap_next))
+        self._ended_claims = (self._ended_claims | set(reply.ended_claims)) & self._active.keys()
+        for claim in reply.ended_claims:
             await self._cancel(claim)
-        self._scheduler_stops = reply.stops and len(self._options.schedulers) == 1
-        if reply.over or reply.stops:
-            await self._objects.release(reply.over)
+        self._scheduler_stops = reply.is_stopping and len(self._options.schedulers) == 1
+        if reply.ended_requests or reply.is_stopping:
+            await self._objects.release(reply.ended_requests)
             self._changed.set()
             self._released.set()
-        if self._objects.drop(reply.lost):
+        if self._objects.drop(reply.lost_objects):
             self._changed.set()
 
     async def _shut_down(self) -> None:
@@ -536,16 +541,18 @@ class Worker:
         budget = self._budget
         active = self._active if self._joined else {}
         log.info("draining", running=len(active))
-        await budget.within(LEAVE_S, self._link.call(WITHDRAW))
+        await budget.limited_to(STOP_REPLY_S, self._link.call(WITHDRAW))
         if self._joined:
             await self._hand_over()
-        unfinished = (TaskFailed(claim, "hand_back", LEAVES, reason="drain") for claim in active)
+        unfinished = (TaskFailed(claim, "hand_back", WORKER_STOPS, reason="drain") for claim in active)
         last_messages: list[ToScheduler] = [*unfinished, Unregister()]
-        timeout_s = LEAVE_S if budget.hurry.is_set() else max(LEAVE_S, min(3 * LEAVE_S, budget.left() / 2))
+        timeout_s = (
+            STOP_REPLY_S if budget.hurry.is_set() else max(STOP_REPLY_S, min(3 * STOP_REPLY_S, budget.remaining() / 2))
+        )
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 for message in last_messages:
-                    await self._link.call(message, LEAVE_S)
+                    await self._link.call(message, STOP_REPLY_S)
 
     async def _hand_over(self) -> None:
         """Save and hand back running tasks, and wait until others have read the objects here."""
@@ -554,12 +561,12 @@ class Worker:
         if self._objects.outlasts:
             await self._save_all(if_saved=True)
         for reserve in (SAVING * budget.seconds, LAST * budget.seconds):
-            await budget.within(budget.left(reserve), self._wait_until_unneeded(inputs))
+            await budget.limited_to(budget.remaining(reserve), self._wait_until_unneeded(inputs))
             await self._save_all()
         with suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_S / 2):
+            async with asyncio.timeout(STOP_REPLY_S / 2):
                 while self._reporting:
-                    await asyncio.sleep(BEAT_PAUSE_S)
+                    await asyncio.sleep(HEARTBEAT_PAUSE_S)
 
     async def _save_all(self, *, if_saved: bool = False) -> None:
         """Save and hand back running tasks; with `if_saved`, only those that can be saved."""
@@ -578,22 +585,9 @@ class Worker:
         await self._idle.wait()
         await objects.wait_until_copied()
         await objects.copy_all(())
-        while objects.needed() and answers_before != self._link.heard and not self._scheduler_stops:
-            answers_before = self._link.heard
+        while objects.needed() and answers_before != self._link.last_answer and not self._scheduler_stops:
+            answers_before = self._link.last_answer
             self._released.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(SILENT_BEATS * self._beat_s):
+                async with asyncio.timeout(UNANSWERED_HEARTBEATS * self._beat_s):
                     await self._released.wait()
-
-
-def log_outcome(message: TaskStopped | TaskCompleted | TaskFailed) -> None:
-    """Log how a task ended."""
-    match message:
-        case TaskCompleted():
-            log.debug("task done", run_s=message.timings.run_s, **about(message.claim))
-        case TaskFailed(reason="drain"):
-            log.info("task handed back", reason=message.message, **about(message.claim))
-        case TaskFailed():
-            log.warning("task failed", kind=message.kind, reason=message.message, **about(message.claim))
-        case TaskStopped():
-            log.info("task stopped", run_s=message.timings.run_s, **about(message.claim))

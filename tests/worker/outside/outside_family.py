@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import asdict, replace
 
-from unfuse.core.errors import TransientError, Unsuitable
+from unfuse.core.errors import TransientError, UnsupportedRequest
 from unfuse.core.modalities import MediaLimits, OutputSize
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Pipeline, StageSpec
@@ -32,7 +32,7 @@ def no_torch() -> None:
 ERRORS: dict[str, Callable[[], Exception]] = {
     "fail": lambda: TransientError("it was asked to fail"),
     "raise": lambda: LookupError("/srv/models/secret/weights.bin is not as expected"),
-    "refuse": lambda: Unsuitable("this adapter is for another model: choose one for this model"),
+    "refuse": lambda: UnsupportedRequest("this adapter is for another model: choose one for this model"),
     "fault": lambda: RuntimeError("CUDA error: an illegal memory access was encountered"),
     "lose": lambda: FileNotFoundError(2, "No such file or directory", "/srv/models/secret/weights.bin"),
 }
@@ -99,7 +99,7 @@ class Turn(SteppedStage[tuple[StageInput, int]]):
     def progress(self, state: tuple[StageInput, int]) -> tuple[int, int]:
         return state[1], need(state[0].params, "num_inference_steps", int)
 
-    def grown(self, state: tuple[StageInput, int]) -> Sequence[bytes]:
+    def new_chunks(self, state: tuple[StageInput, int]) -> Sequence[bytes]:
         """Of one that is to speak, the number of the step, who made it, and behind how many pieces it began."""
         speaks = need(state[0].params, "prompt", str).startswith("speak")
         return [b"%d %d %d" % (state[1], os.getpid(), len(state[0].recorded))] if speaks else []
@@ -123,8 +123,16 @@ class Write(Stage):
 
 PIPELINE = Pipeline(
     (
-        replace(TEXT_ENCODE, components=("tokenizer",), outputs=("text",), room=OutputSize(65536), reads=("prompt",)),
-        replace(DENOISE, components=("tokenizer_2",), inputs=("text",), outputs=("turned",), room=OutputSize(65536)),
+        replace(
+            TEXT_ENCODE,
+            components=("tokenizer",),
+            outputs=("text",),
+            output_size=OutputSize(65536),
+            depends_on_params=("prompt",),
+        ),
+        replace(
+            DENOISE, components=("tokenizer_2",), inputs=("text",), outputs=("turned",), output_size=OutputSize(65536)
+        ),
         replace(VAE_DECODE, components=("tokenizer_3",), inputs=("turned",)),
     )
 )
@@ -133,7 +141,7 @@ PIPELINE = Pipeline(
 class Outside(Family):
     torch = False
 
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
+    def model_spec(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         weights = weights_ids(ModelFolder(folder), PIPELINE, "outside")
         defaults = {
             "width": 64, "height": 64, "num_frames": 1, "num_inference_steps": 3, "guidance_scale": 1.0,

@@ -16,7 +16,7 @@ local function give_up(key)
   if entry then call('HINCRBY', META, 'cached', 0 - entry.nbytes) end -- not -entry.nbytes: Redis refuses -0
 end
 
-function verbs.cache()
+function verbs.put_encoding()
   give_up(A.key)
   if A.nbytes > A.room then return end
   call('HSET', CACHED, A.key, cmsgpack.pack({id = A.id, nbytes = A.nbytes, ref = A.ref}))
@@ -28,7 +28,7 @@ function verbs.cache()
   end
 end
 
-function verbs.cached()
+function verbs.find_encoding()
   local refs = {}
   for i, key in ipairs(A.keys) do
     local entry = found(key)
@@ -40,7 +40,7 @@ end
 
 function verbs.cached_bytes() return tonumber(call('HGET', META, 'cached') or 0) end
 
-function verbs.uncache()
+function verbs.remove_encoding()
   local entry = found(A.key)
   if entry and entry.id == A.id then give_up(A.key) end
 end

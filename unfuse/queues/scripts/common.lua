@@ -103,9 +103,9 @@ local function push(id, tasks, is_new)
     call('ZADD', stages_key(id), 'NX', is_new and i - 1 or call('ZCARD', stages_key(id)), task.stage)
     local since = put(task.pool, member, task.not_before)
     call('HSET', task_key(name), 'request', id, 'stage', task.stage, 'attempt', task.attempt, 'pool', task.pool,
-      'member', member, 'room', task.room, 'priority', task.priority, 'near', task.near, 'affinity', task.affinity,
-      'task', task.task, 'pushed', exact(wall), 'since', since)
-    if task.avoids ~= '' then call('HSET', task_key(name), RETURNED .. task.avoids, A.most_returns) end
+      'member', member, 'room', task.room, 'priority', task.priority, 'preferred_node', task.preferred_node,
+      'affinity', task.affinity, 'task', task.task, 'pushed', exact(wall), 'since', since)
+    if task.avoid_worker ~= '' then call('HSET', task_key(name), RETURNED .. task.avoid_worker, A.most_returns) end
     if next(task.needs) then call('HSET', task_key(name), 'needs', cmsgpack.pack(task.needs)) end
     places[i] = {task.pool, member}
   end

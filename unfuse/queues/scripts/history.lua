@@ -12,19 +12,19 @@ end
 
 function verbs.events()
   if call('EXISTS', request_key(A.id)) == 0 then return unknown(A.id) end
-  local over = sound(call, 'HGET', request_key(A.id), 'over')
+  local over = sound(call, 'HGET', request_key(A.id), 'is_over')
   if not over then return damaged(A.id) end
   return {over, sound(call, 'ZRANGEBYSCORE', events_key(A.id), '(' .. A.after, '+inf') or {}}
 end
 
-function verbs.forget()
+function verbs.drop_ended_before()
   local old = call('ZRANGEBYSCORE', OVER, '-inf', '(' .. exact(A.before), 'LIMIT', 0, A.scan)
   for _, id in ipairs(old) do drop(id) end
   return old
 end
 
 function verbs.drop()
-  if sound(call, 'HGET', request_key(A.id), 'over') == '1' then drop(A.id) end
+  if sound(call, 'HGET', request_key(A.id), 'is_over') == '1' then drop(A.id) end
 end
 
 -- Removes all records of this id, even damaged ones: a request with its tasks and leases, a worker, a declaration.
@@ -48,19 +48,19 @@ function verbs.discard()
   call('ZREM', LEASES, id)
   call('HDEL', P .. ':declared', id)
   A.worker = id
-  verbs.bye()
+  verbs.unregister()
 end
 
 function verbs.damaged() return call('HGETALL', DAMAGED) end
 
-function verbs.hello()
+function verbs.register()
   call('ZADD', P .. ':joined', 'NX', call('HINCRBY', META, 'arrivals', 1), A.worker)
   call('HSET', P .. ':workers', A.worker, A.info)
   call('HSET', P .. ':seen', A.worker, now)
   if A.cards then call('HSET', P .. ':cards', A.worker, A.cards) end
 end
 
-function verbs.bye()
+function verbs.unregister()
   call('ZREM', P .. ':joined', A.worker)
   for _, kind in ipairs({':workers', ':seen', ':cards'}) do call('HDEL', P .. kind, A.worker) end
   for _, name in ipairs(call('ZRANGE', LEASES, 0, -1)) do
@@ -71,7 +71,7 @@ end
 -- Returns whether a stored declaration is current. Its first byte is the codec's version.
 local function is_current(stored)
   local one = sound(cmsgpack.unpack, string.sub(stored, 2))
-  return type(one) == 'table' and #(one.cards or {}) > 0 and #(one.gone or {}) == 0 and (one.failed or '') == ''
+  return type(one) == 'table' and #(one.models or {}) > 0 and #(one.withdrawn or {}) == 0 and (one.failure or '') == ''
 end
 
 function verbs.declare()
@@ -89,7 +89,7 @@ function verbs.secret()
   return A.proposed
 end
 
-function verbs.declared() return call('HGETALL', P .. ':declared') end
+function verbs.declarations() return call('HGETALL', P .. ':declared') end
 
 function verbs.workers()
   local found = {}

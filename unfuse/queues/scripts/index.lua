@@ -1,30 +1,30 @@
--- The index of requests: for each index key (`Heading` in base.py) a sorted set of ids by number of arrival.
+-- The index of requests: for each index key (`IndexKey` in base.py) a sorted set of ids by number of arrival.
 local ACTIVE, OVER, ALL, KEYED = P .. ':active', P .. ':over', P .. ':requests', P .. ':keyed'
 local LISTED = P .. ':listed' -- the facts by which each request is indexed now, packed
 
-local function heading_key(tenant, field, value)
+local function index_key(tenant, field, value)
   if not tenant and field == '' then return ALL end
-  if not tenant and field == 'over' then return ACTIVE end
+  if not tenant and field == 'is_over' then return ACTIVE end
   return P .. ':list:' .. (tenant and name_of(tenant, '') or '') .. '/' .. field .. '/' .. value
 end
 
--- Returns the keys of all `RequestFilter.heading`s that must find a request with these facts, except ALL and ACTIVE,
+-- Returns the keys of all `RequestFilter.index_key`s that must find a request with these facts, except ALL and ACTIVE,
 -- which `store` and `submit` maintain.
-local function headings(number, tenant, status, over, dead, video, fingerprint, unheard)
-  local fields, keys = {{'status', status}}, {heading_key(tenant, '', '')}
-  for field, value in pairs({dead = dead, video = video, unheard = unheard}) do
+local function index_keys(number, tenant, status, over, dead, video, fingerprint, webhook_pending)
+  local fields, keys = {{'status', status}}, {index_key(tenant, '', '')}
+  for field, value in pairs({is_dead_letter = dead, video = video, webhook_pending = webhook_pending}) do
     if value == '1' then fields[#fields + 1] = {field, '1'} end
   end
   for _, field in ipairs(fields) do
-    keys[#keys + 1] = heading_key(nil, field[1], field[2])
-    keys[#keys + 1] = heading_key(tenant, field[1], field[2])
+    keys[#keys + 1] = index_key(nil, field[1], field[2])
+    keys[#keys + 1] = index_key(tenant, field[1], field[2])
   end
-  if over == '0' then keys[#keys + 1] = heading_key(tenant, 'over', '0') end
-  if fingerprint ~= '' then keys[#keys + 1] = heading_key(tenant, 'fingerprint', fingerprint) end
+  if over == '0' then keys[#keys + 1] = index_key(tenant, 'is_over', '0') end
+  if fingerprint ~= '' then keys[#keys + 1] = index_key(tenant, 'fingerprint', fingerprint) end
   return keys
 end
 
-local FACTS = {'number', 'tenant', 'status', 'over', 'dead', 'fingerprint', 'idempotency_key', 'unheard'}
+local FACTS = {'number', 'tenant', 'status', 'is_over', 'is_dead_letter', 'fingerprint', 'idempotency_key', 'webhook_pending'}
 
 -- Returns the filterable fields of a request, as text; nil for an unknown or damaged one. The status is the displayed
 -- one: without `is_leased`, the request's tasks are read to find out.
@@ -44,13 +44,13 @@ end
 -- Updates the index of a request. A request without facts, because it was dropped, is removed.
 local function relist(id, is_leased)
   local fact, before, was = facts(id, is_leased), call('HGET', LISTED, id), {}
-  local after = fact and {fact.number, fact.tenant, fact.status, fact.over, fact.dead, fact.video, fact.fingerprint,
-    fact.unheard}
+  local after = fact and {fact.number, fact.tenant, fact.status, fact.is_over, fact.is_dead_letter, fact.video, fact.fingerprint,
+    fact.webhook_pending}
   local packed = after and cmsgpack.pack(after)
   if packed == before then return end
   local listed_by = before and sound(cmsgpack.unpack, before)
-  for _, key in ipairs(type(listed_by) == 'table' and sound(headings, unpack(listed_by)) or {}) do was[key] = true end
-  for _, key in ipairs(after and headings(unpack(after)) or {}) do
+  for _, key in ipairs(type(listed_by) == 'table' and sound(index_keys, unpack(listed_by)) or {}) do was[key] = true end
+  for _, key in ipairs(after and index_keys(unpack(after)) or {}) do
     if not was[key] then sound(call, 'ZADD', key, fact.number, id) end
     was[key] = nil
   end
@@ -68,7 +68,7 @@ local function listed(heading, from)
     if not number or number == start or (number < start) == A.oldest_first then return {} end
     return {id, number}
   end
-  local key = heading_key(tenant, field, value)
+  local key = index_key(tenant, field, value)
   if A.oldest_first then
     return call('ZRANGEBYSCORE', key, '(' .. from, '+inf', 'WITHSCORES', 'LIMIT', 0, A.scan)
   end

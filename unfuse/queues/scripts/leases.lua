@@ -2,7 +2,7 @@
 
 -- Returns whether pool a's first task precedes b's: by priority, then the later pool, then order and arrival.
 local function ahead(a, b)
-  if string.sub(a.head, 1, 8) == string.sub(b.head, 1, 8) and a.later ~= b.later then return a.later > b.later end
+  if string.sub(a.head, 1, 8) == string.sub(b.head, 1, 8) and a.stage_depth ~= b.stage_depth then return a.stage_depth > b.stage_depth end
   return before(a.head, b.head)
 end
 
@@ -11,25 +11,25 @@ end
 local function open_lines(wanted, seen)
   local full, lines = {}, {}
   for pool, offer in pairs(wanted.pools) do
-    for name, most in pairs(offer.behind) do
+    for name, most in pairs(offer.backpressure) do
       if (sound(size, name) or 0) > most then
         full[pool] = true
         call('SADD', AWAITED, name)
       end
     end
     local head = not full[pool] and sound(head_for, pool, seen)
-    if head then lines[#lines + 1] = {pool = pool, head = head, later = offer.later, amounts = offer.amounts} end
+    if head then lines[#lines + 1] = {pool = pool, head = head, stage_depth = offer.stage_depth, amounts = offer.amounts} end
   end
   return lines
 end
 
 -- Returns the task that the worker prefers, near inputs before equal affinity, and its pool. Candidates are the first
--- tasks with the first one's priority, in pools with the same `later`.
+-- tasks with the first one's priority, in pools with the same `stage_depth`.
 local function liked(wanted, lines, first, seen)
   local among, best, most = {}, {first.head, first}, -1
   local priority, drawn = string.sub(first.head, 1, 8), 0
   for _, line in ipairs(lines) do
-    if line.later == first.later then
+    if line.stage_depth == first.stage_depth then
       drawn = drawn + 1
       for _, member in ipairs(call('ZRANGE', ready_key(line.pool), 0, A.among - 1)) do
         among[#among + 1] = {member, line}
@@ -40,7 +40,7 @@ local function liked(wanted, lines, first, seen)
   for i = 1, math.min(A.among, #among) do
     local task = task_at(among[i][1], seen)
     local liking = wanted.affinity ~= '' and task.affinity == wanted.affinity and 1 or 0
-    if wanted.near ~= '' and task.near == wanted.near then liking = 2 end
+    if wanted.preferred_node ~= '' and task.preferred_node == wanted.preferred_node then liking = 2 end
     local is_fit = string.sub(among[i][1], 1, 8) == priority and task.is_whole and not task.is_kept
     if liking > most and is_fit then best, most = among[i], liking end
   end
@@ -85,8 +85,8 @@ local function next_for(wanted, used, seen)
       if ahead(other, line) then line = other end
     end
     local member, task = line.head, task_at(line.head, seen)
-    if wanted.above and tonumber(task.priority) <= wanted.above then return end
-    if (wanted.near ~= '' or wanted.affinity ~= '') and now - task.since < A.moment then
+    if wanted.priority_above and tonumber(task.priority) <= wanted.priority_above then return end
+    if (wanted.preferred_node ~= '' or wanted.affinity ~= '') and now - task.since < A.moment then
       member, line = liked(wanted, lines, line, seen)
     end
     local needs = needs_of(task_at(member, seen))
@@ -95,7 +95,7 @@ local function next_for(wanted, used, seen)
     call('SADD', AWAITED, line.pool)
     local others = {}
     for _, other in ipairs(lines) do
-      if other.later > line.later or not draws_on(other, missing) then others[#others + 1] = other end
+      if other.stage_depth > line.stage_depth or not draws_on(other, missing) then others[#others + 1] = other end
     end
     lines = others
   end
@@ -133,7 +133,7 @@ function verbs.commit_and_lease()
   local answer = verbs.commit()
   if answer.err then return answer end
   local claims, is_repeat = serve(A.ask), answer[1] -- a repeated commit returns the stored context
-  local stands = #claims > 0 and (is_repeat or not A.over) and sound(stored, A.id, answer[5]) or answer
+  local stands = #claims > 0 and (is_repeat or not A.is_over) and sound(stored, A.id, answer[5]) or answer
   return {{answer[1], stands[2], stands[3], answer[4], answer[5]}, exact(now), claims, exact(wall)}
 end
 

@@ -3,7 +3,7 @@ local function pieces_key(name) return P .. ':pieces:' .. name end
 
 local function count_pieces(name) return sound(call, 'LLEN', pieces_key(name)) or 0 end
 
-function verbs.append_all()
+function verbs.append_deltas()
   local answers, counts = {}, {}
   for i, one in ipairs(A.grown) do
     local name = held(one.claim)
@@ -24,7 +24,7 @@ function verbs.append_all()
   return answers
 end
 
-function verbs.appended()
+function verbs.read_deltas()
   if call('EXISTS', request_key(A.id)) == 0 then return unknown(A.id) end
   return sound(call, 'LRANGE', pieces_key(name_of(A.id, A.stage)), A.after, A.after + A.limit - 1) or {}
 end

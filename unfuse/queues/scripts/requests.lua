@@ -38,7 +38,7 @@ end
 
 -- Returns the record of a request: context, running stages, position, id, number of arrival.
 local function record(id)
-  local context, over, number = unpack(call('HMGET', request_key(id), 'context', 'over', 'number'))
+  local context, over, number = unpack(call('HMGET', request_key(id), 'context', 'is_over', 'number'))
   local running, position = IDLE, false
   if over == '0' then running, position = standing(id) end
   return {context, running, position, id, number}
@@ -49,7 +49,7 @@ end
 local function store(id, number, was, was_active)
   call('HSET', request_key(id), unpack(A.fields))
   local cost = tonumber(call('HGET', META, 'cost')) or 0
-  if A.over then
+  if A.is_over then
     call('ZREM', ACTIVE, id)
     call('ZADD', OVER, A.completed_at or 0, id)
     if was_active then cost = cost - A.cost end
@@ -93,7 +93,7 @@ end
 -- Refuses a request beyond the tenant's limits.
 local function beyond_allowance(may)
   if may.concurrent > 0 then
-    local has = sound(call, 'ZCARD', heading_key(A.tenant, 'over', '0')) or 0
+    local has = sound(call, 'ZCARD', index_key(A.tenant, 'is_over', '0')) or 0
     if has >= may.concurrent then
       return refuse('LIMITED 0 tenant %s has %d requests in progress, its key allows %d: try again when one has ended',
         A.tenant, has, may.concurrent)
@@ -135,7 +135,7 @@ end
 function verbs.commit()
   local id, claim = A.id, A.claim
   local version, over, done, number, share =
-    unpack(call('HMGET', request_key(id), 'version', 'over', 'done', 'number', 'left'))
+    unpack(call('HMGET', request_key(id), 'version', 'is_over', 'done', 'number', 'left'))
   local name
   if not version then return unknown(id) end
   if claim then
@@ -152,13 +152,13 @@ function verbs.commit()
   if name then remove(name) end
   for _, key in ipairs(A.close) do remove(name_of(key[1], key[2])) end
   push(id, A.push)
-  if A.over then
+  if A.is_over then
     for _, stage in ipairs(call('ZRANGE', stages_key(id), 0, -1)) do remove(name_of(id, stage)) end
     news[id] = true
   end
   for _, event in ipairs(A.events) do publish(id, event) end
   relist(id)
-  return A.over and {false, IDLE, false, id, number} or sound(stored, id, number) or damaged(id)
+  return A.is_over and {false, IDLE, false, id, number} or sound(stored, id, number) or damaged(id)
 end
 
 function verbs.load()
@@ -167,10 +167,10 @@ function verbs.load()
 end
 
 -- Returns for each request 1 if it is over or unknown, else 0.
-function verbs.over()
+function verbs.ended_among()
   local answers = {}
   for i, id in ipairs(A.ids) do
-    local over = sound(call, 'HGET', request_key(id), 'over') -- nil if it is no hash
+    local over = sound(call, 'HGET', request_key(id), 'is_over') -- nil if it is no hash
     local is_over = over == '1' or (over == false and call('EXISTS', request_key(id)) == 0)
     answers[i] = is_over and 1 or 0
   end

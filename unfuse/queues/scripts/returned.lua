@@ -1,4 +1,4 @@
-local WORDS = {'request', 'stage', 'pool', 'task', 'attempt', 'room', 'priority', 'since', 'near', 'affinity', 'needs'}
+local WORDS = {'request', 'stage', 'pool', 'task', 'attempt', 'room', 'priority', 'since', 'preferred_node', 'affinity', 'needs'}
 local NEEDED, TEXTS = 8, 4 -- so many fields are required; of these, all after the texts must be numbers
 
 -- Returns the fields of a queued task that leasing needs. `seen` caches them for one lease request.
@@ -50,7 +50,7 @@ local function put_back(name, id, undo)
   relist(id)
 end
 
-function verbs.turn_down()
+function verbs.refuse()
   local name, claim = held(A.claim), A.claim
   if not name then return lost(claim) end
   local key = task_key(name)

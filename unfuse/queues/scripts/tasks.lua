@@ -33,7 +33,7 @@ function verbs.hand_back()
 end
 
 -- After a gap, every lease lasts at least a full ttl from now; after the clock was set back, exactly that.
-function verbs.expired()
+function verbs.sweep_expired()
   local swept = tonumber(call('HGET', META, 'swept'))
   if not swept or math.abs(now - swept) > A.ttl / 2 then
     local most = swept and now < swept and '+inf' or '(' .. exact(now + A.ttl)
