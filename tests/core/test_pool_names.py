@@ -44,6 +44,7 @@ def test_the_name_has_stage_class_dtype_and_eight_digits_of_a_hash() -> None:
         ("CLIPTextModelWithProjection", "clip-text-model-with-projection"),
         ("Qwen2ForCausalLM", "qwen2-for-causal-lm"),
         ("Qwen2_5_VLForConditionalGeneration", "qwen2-5-vl-for-conditional-generation"),
+        ("UNet2DConditionModel", "unet-2d-condition"),
         ("StableDiffusionXLPipeline", "stable-diffusion-xl-pipeline"),
     ],
 )

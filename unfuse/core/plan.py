@@ -31,7 +31,7 @@ ROLE_GROUPS = {"language": ("prefill", "decode")}  # names for several roles
 
 MAX_LABEL = 63  # characters of a DNS label
 MAX_KIND, MAX_DTYPE = 24, 16  # characters of these parts of a readable name; the class may use the rest
-_WORDS = re.compile(  # of a class's name: Autoencoder KL, T5 Encoder, U Net 2D Condition
+_WORDS = re.compile(  # of a class's name: Autoencoder KL, T5 Encoder, Unet 2D Condition
     r"""\d+D(?![a-z])
     | (?: [A-Z]+(?![a-z]) | [A-Z]?[a-z]+ ) (?: \d+ (?! \d | D(?![a-z]) ) )?
     | \d+""",
@@ -232,7 +232,7 @@ def readable_pool(pool: str) -> str:
     """
     parts = declared_pool(pool).split(":")
     class_name = parts[1] if len(parts) == 4 else ""
-    words = _WORDS.findall(class_name.removesuffix("Model"))
+    words = _WORDS.findall(class_name.removesuffix("Model").replace("UNet", "Unet"))
     dtype = re.sub(r"^(b?)float(?=\d)", r"\1f", parts[-1] if len(parts) > 1 else "")
     digest = blake2b(pool.encode(errors="surrogatepass"), digest_size=4).hexdigest()
 
@@ -321,7 +321,7 @@ def compile_plan(
     - `samples`: for each sample, its own parameters.
     - `shared_by`: requests with equal values may share outputs of stages that read the same values, and prefix blocks
       of equal prompts. None: this request shares nothing.
-    - `begins`: digests of the prompt's prefix blocks, the shortest prefix first.
+    - `prefix_digests`: digests of the prompt's prefix blocks, the shortest prefix first.
     - `derived`: facts that the server derived from the request.
     """
     producers = pipeline.producers()
