@@ -81,6 +81,8 @@ def test_removed_flags_say_what_to_do(unfuse: Run, arguments: tuple[str, ...], a
         (("serve", "--workers", "swap"), "--workers all=1 --max-loaded-models 1"),
         (("worker", "--workers=swap"), "--workers all=1 --max-loaded-models 1"),
         (("worker", "--hold", "model"), "--max-loaded-models 1"),
+        (("serve", "--asleep", "denoiser=4"), "--scale-to-zero"),
+        (("serve", "--wake-limit=60"), "--cold-start-timeout"),
     ],
 )
 def test_a_removed_spelling_of_a_layout_names_the_new_one(

@@ -142,6 +142,8 @@ def test_a_removed_setting_says_what_to_do(tmp_path: Path) -> None:
         ("serve", "workers", "swap", "--workers all=1 --max-loaded-models 1"),
         ("worker", "workers", "swap", "--workers all=1 --max-loaded-models 1"),
         ("worker", "hold", "model", "--max-loaded-models 1"),
+        ("serve", "asleep", "denoiser=4", "--scale-to-zero"),
+        ("serve", "wake_limit", "60", "--cold-start-timeout"),
     ],
 )
 def test_removed_layout_settings_name_the_new_spelling(
