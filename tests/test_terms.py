@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from unfuse.core.retries import RULES
 
 ROOT = Path(__file__).parents[1]
 
@@ -168,6 +171,26 @@ def test_names_that_say_nothing_are_recognized() -> None:
         "held",
         "_take",
     ]
+
+
+def test_exceptions_that_docstrings_name_exist() -> None:
+    """Given "Raises X" in a docstring, or an error that a retry rule names, then X is a class that exists."""
+    trees = {path: ast.parse(path.read_text()) for path in (ROOT / "unfuse").rglob("*.py")}
+    nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
+    known = {node.name for _, node in nodes if isinstance(node, ast.ClassDef)} | {*dir(builtins)}
+    known |= {
+        alias.asname or alias.name for _, node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+
+    named = [
+        (f"{path.relative_to(ROOT)}: {node.name}", name)
+        for path, node in nodes
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        for name in re.findall(r"\bRaises? ([A-Z][a-z]\w+)", ast.get_docstring(node) or "")
+    ]
+    named += [(rule.cause, name) for rule in RULES for name in re.findall(r"`([A-Z][a-z]\w*)`", rule.errors)]
+    assert [(where, name) for where, name in named if name not in known] == []
+    assert len(named) > 500
 
 
 def test_spellings_are_those_of_the_field() -> None:

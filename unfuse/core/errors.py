@@ -5,13 +5,13 @@ An error's type decides whether the work is retried; its message is written for 
 UnfuseError
 ├── ConfigError                 the program cannot start
 │   └── UsageError
-│       └── InUse
+│       └── FileInUse
 ├── InvalidParameter            the client's mistake
 │   ├── ContextLengthExceeded
 │   └── UnknownModel
 ├── WeightsChanged
 ├── NotFound
-├── Damaged
+├── RecordDamaged
 ├── Overloaded                  the client may retry later
 │   ├── LimitReached
 │   └── ShuttingDown
@@ -21,7 +21,7 @@ UnfuseError
 │   ├── ResultsUnavailable
 │   └── ArenaFull
 ├── PermanentError              the task is not retried
-│   └── Unsuitable
+│   └── UnsupportedRequest
 ├── ProtocolError
 ├── Conflict
 ├── LeaseLost

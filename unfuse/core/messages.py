@@ -315,7 +315,7 @@ class ReportProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class AppendOutput(msgspec.Struct, frozen=True, tag=True):
-    """New output chunks of several tasks: at most PIECES_AT_ONCE chunks in all.
+    """New output chunks of several tasks: at most MAX_DELTAS_PER_MESSAGE chunks in all.
 
     The answer, HeartbeatReply, names the claims whose chunks can no longer be recorded. All other chunks are recorded.
     """
@@ -345,7 +345,7 @@ class FetchAdapter(msgspec.Struct, frozen=True, tag=True):
 class TaskCompleted(msgspec.Struct, frozen=True, tag=True):
     """A report that a task is complete, answered by Accepted or LeasesGranted.
 
-    The answer is LeasesGranted if the report has an `ask`.
+    The answer is LeasesGranted if the report has a `next_request`.
     """
 
     claim: Claim

@@ -173,7 +173,7 @@ def texts(name: str, value: object) -> dict[str, str]:
 
 
 def parse_scaled(name: str, value: object, low: float, high: float) -> str:
-    """Return up to MAX_SCALED names with optional scales, as one text that `scales` reads.
+    """Return up to MAX_SCALED names with optional scales, as one text for `split_scaled`.
 
     A client sends a text (`ink:0.8`, or several with commas between), an object with `name` and `scale`, or a list of
     these. Scales are from `low` to `high`.
@@ -199,7 +199,7 @@ def parse_scaled(name: str, value: object, low: float, high: float) -> str:
 
 
 def split_scaled(text: str) -> list[tuple[str, float | None]]:
-    """Return the names in the output of `scaled`, each with its scale or None."""
+    """Return the names in the output of `parse_scaled`, each with its scale or None."""
     return [(name, float(scale) if scale else None) for name, _, scale in _split_names(text)]
 
 
@@ -263,7 +263,7 @@ Work = tuple[float, float]  # number of forwards of a stage's network, and the s
 class OutputSize(msgspec.Struct, frozen=True):
     """A formula for the bytes of a stage's output.
 
-    It is `fixed` + `each` × the product of the parameters in `size`.
+    It is `fixed` + `per_unit` × the product of the parameters in `size`.
     """
 
     #: Bytes that do not depend on the parameters.

@@ -73,7 +73,7 @@ LOST = RetryRule(
 )
 REQUEST = RetryRule(
     cause="request",
-    errors="`Unsuitable`, `InvalidParameter`",
+    errors="`UnsupportedRequest`, `InvalidParameter`",
     result="not retried: the request is wrong (400)",
     code="invalid_parameter",
     kind="permanent",

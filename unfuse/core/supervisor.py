@@ -88,7 +88,7 @@ class Supervisor:
         return self._start_task(self._once(what, work))
 
     async def repeat(self, what: str, work: Callable[[], Awaitable[None]]) -> None:
-        """Repeat this work as `forever` does, in the caller's task."""
+        """Repeat this work as `start_loop` does, in the caller's task."""
         while True:
             failed = True
             with self.log_errors(what):

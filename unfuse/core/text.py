@@ -26,7 +26,7 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 
 def unpack_ids(data: bytes) -> list[int]:
-    """Return the token ids in the bytes that `packed` returned."""
+    """Return the token ids in the bytes that `pack_ids` returned."""
     return array("I", data).tolist()
 
 
@@ -80,7 +80,7 @@ class TokenBytes(msgspec.Struct, frozen=True, array_like=True):
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """One sampled token, and the text that became final with it.
 
-    `logprob`, `top` and `own` are set only if the client asked for log probabilities.
+    `logprob`, `top` and `token_bytes` are set only if the client asked for log probabilities.
     """
 
     #: Id of the token.

@@ -137,7 +137,7 @@ class AccessPolicy:
 class AccessGuard:
     """Middleware that refuses calls which the policy does not allow, and answers CORS preflights.
 
-    If API keys are required (`keyed`), hosts and origins are not checked. Raises Refusal.
+    If API keys are required (`keyed`), hosts and origins are not checked. Raises ApiError.
     """
 
     def __init__(self, app: ASGIApp, access: AccessPolicy, keyed: bool) -> None:

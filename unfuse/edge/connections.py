@@ -137,7 +137,7 @@ class _Http(h11.Connection):
         self._body_bytes = 0  # bytes of the current body
 
     def next_event(self) -> Any:
-        """Return the next event. Raises RemoteProtocolError; then `refusal` has the reason."""
+        """Return the next event. Raises h11.RemoteProtocolError; then `refusal` has the reason."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self.heads += 1

@@ -72,7 +72,7 @@ class ClusterClient:
     async def every(self, api: str, kind: str, namespace: str, query: str = "") -> dict[str, Object]:
         """Return all objects of a kind in a namespace, by name.
 
-        Raises as `ask` does.
+        Raises as `call` does.
         """
         answer = await self.call("GET", object_path(api, kind, namespace) + query) or {}
         return {item["metadata"]["name"]: item for item in answer.get("items", [])}
@@ -80,7 +80,7 @@ class ClusterClient:
     async def create(self, made: Object, namespace: str, owner: Object) -> None:
         """Create an object with this owner, unless one of its name exists.
 
-        Raises as `ask` does.
+        Raises as `call` does.
         """
         owned = made | {"metadata": made["metadata"] | {"ownerReferences": [owner]}}
         try:
@@ -92,7 +92,7 @@ class ClusterClient:
     async def apply(self, made: Object, namespace: str, owner: Object) -> Object:
         """Create or update an object by server-side apply, and return the stored object.
 
-        Raises as `ask` does, and InvalidSpec if an object of its name has another owner, or the kind is unknown.
+        Raises as `call` does, and InvalidSpec if an object of its name has another owner, or the kind is unknown.
         """
         api = made["apiVersion"]
         kind = made["kind"]

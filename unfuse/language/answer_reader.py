@@ -140,7 +140,7 @@ class CallReader:
     """Extracts tool calls from a text, incrementally.
 
     `functions`: the offered functions, each with the types of its parameters by name, for formats without types.
-    `several`: whether more than one call is parsed. If not, the text is `over` after the first.
+    `several`: whether more than one call is parsed. If not, `is_over` is true after the first.
     `forced`: whether the answer consists of calls, so that the rest of a truncated call is never content.
     """
 

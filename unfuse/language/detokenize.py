@@ -300,7 +300,7 @@ class AnswerText:
         """Add text.
 
         Returns the text that may be sent, and whether a stop string ended it.
-        Stop strings are ignored in the first `least` tokens.
+        Stop strings are ignored in the first `min_tokens` tokens.
         """
         self._length += len(text)
         if len(self._starts) <= self._ending.min_tokens:

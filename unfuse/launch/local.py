@@ -372,7 +372,7 @@ class ForkServers:
     Workers on CPUs use them, through a socket.
 
     The first fork server starts at once. A launcher runs it and restarts it when it dies. It ends when all copies of
-    the socket are closed: that of this object, and those that workers got as `asks`.
+    the socket are closed: that of this object, and those that workers got as `socket_fd`.
     """
 
     def __init__(self, models: Sequence[str]) -> None:

@@ -364,7 +364,7 @@ class RayWorker:
     async def stop(self, drain_timeout: float, why: str = "") -> None:
         """Stop the worker as a launcher does.
 
-        `why`: the reason that `heard` returns.
+        `why`: the reason that `read_lines` returns.
         """
         async with self._stop_lock:
             if self._launcher and self._end_reason is None:

@@ -304,7 +304,7 @@ class FlowDenoiser:
         return latents
 
     def _fresh(self, latents: Tensor, **timesteps: Any) -> NoiseScheduler:
-        """Return a new noise scheduler with these timesteps. Raises Unsuitable."""
+        """Return a new noise scheduler with these timesteps. Raises UnsupportedRequest."""
         fresh = type(self._scheduler).from_config(self._scheduler.config)
         try:
             fresh.set_timesteps(device=latents.device, **timesteps)

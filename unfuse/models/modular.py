@@ -150,7 +150,7 @@ class References(PictureEncoder):
         self._part = part
 
     def encode(self, pictures: Mapping[str, Sequence[Image]], params: Params) -> dict[str, Tensor]:
-        """SEEN and SIZES. Raises Unsuitable for pictures that the block refuses."""
+        """REFERENCE_INPUTS and SIZES. Raises UnsupportedRequest for pictures that the block refuses."""
         import torch
 
         try:

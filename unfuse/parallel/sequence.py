@@ -100,7 +100,7 @@ class SequenceShares:
         return wholes[0] if len(wholes) == 1 else torch.cat(wholes, axis)
 
     def split_segments(self, whole: Tensor, axis: int) -> Tensor:
-        """Split a whole tensor into padded shares, the inverse of `joined`.
+        """Split a whole tensor into padded shares, the inverse of `gather`.
 
         `whole` is (…, tokens, …) along `axis`. Returns (ranks, …, share of tokens, …).
         """

@@ -173,7 +173,7 @@ def predict_rate(
     most = float(len(gpus)) if gpus else float(means.cores)
 
     def speed(worker: PlacedWorker) -> float:
-        """Return the speed of a worker, in the unit of `rate`.
+        """Return the speed of a worker, in the unit of `predict_rate`.
 
         It is the worker's cores, or its share of its GPU, where workers take turns.
         """

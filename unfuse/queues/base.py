@@ -267,19 +267,19 @@ class TaskQueue(QueueClock):
         """Lease the first tasks in the queue that the worker can accept, for `ttl` seconds.
 
         Tasks are in order of (−priority, −later, order, arrival) over all pools that are not held back. Tasks whose
-        `not_before` is in the future are passed over. Among the first PREFERENCE_AMONG tasks with the priority and
-        `later` of the first one, a task near the worker is preferred, then one of its affinity, unless the first one
-        could have been leased for PREFERENCE_S already.
+        `not_before` is in the future are passed over. Among the first PREFERENCE_TASKS tasks with the priority and
+        `stage_depth` of the first one, a task near the worker is preferred, then one of its affinity, unless the first
+        one could have been leased for PREFERENCE_S already.
 
         When the next task needs more of a resource than its pool's offer has left, no more tasks of pools that use this
         resource are leased, so that small tasks do not starve a large one. Two kinds of pools are exempt: pools that do
         not use the resource, and later pools, since they complete requests, which frees the resource.
 
         Waits up to `wait` seconds for a first task. It is woken by a push, a hand-back, a `not_before` that passes, the
-        removal of a task ahead, and the end of back-pressure on a pool. Among waiting callers, those without `above`
-        are served first, then lower `rank`s, then longer waits. A caller that is cancelled while it waits leases
-        nothing. A lease publishes `stage_started` and appears in `RequestRecord.running`; the context does not change.
-        `Lease.recorded_deltas` is the number of recorded output deltas of the stage.
+        removal of a task ahead, and the end of back-pressure on a pool. Among waiting callers, those without
+        `priority_above` are served first, then lower `rank`s, then longer waits. A caller that is cancelled while it
+        waits leases nothing. A lease publishes `stage_started` and appears in `RequestRecord.running`; the context does
+        not change. `Lease.recorded_deltas` is the number of recorded output deltas of the stage.
         """
 
     @abstractmethod
@@ -331,8 +331,8 @@ class TaskQueue(QueueClock):
     async def refuse(self, claim: Claim) -> int:
         """Hand a leased task back, and count it as refused by its worker.
 
-        It is not counted if a step was reported under this lease. After MOST_RETURNS refusals, and if it is in the
-        task's `avoids`, a worker is excluded from the task until the task is pushed anew. Returns the number of
+        It is not counted if a step was reported under this lease. After MAX_REFUSALS refusals, and if it is in the
+        task's `avoid_worker`, a worker is excluded from the task until the task is pushed anew. Returns the number of
         excluded workers. Raises LeaseLost without the lease.
         """
 
@@ -359,7 +359,7 @@ class RequestStore(ABC):
 
     @abstractmethod
     async def load(self, request: str) -> RequestRecord:
-        """Return the record of a request. Raises NotFound, and Damaged if it cannot be read.
+        """Return the record of a request. Raises NotFound, and RecordDamaged if it cannot be read.
 
         Its position is the least number of tasks ahead of one of its queued tasks, in that task's pool. It is None if a
         stage runs, or no task is queued.
@@ -454,7 +454,7 @@ class WorkerRegistry(QueueClock):
     async def register(self, worker: WorkerInfo, specs: Sequence[ModelSpec] = ()) -> None:
         """Register a worker, or record its heartbeat.
 
-        `cards` are the specs of the models that it serves. Without any, the last ones stay registered.
+        `specs` are the specs of the models that it serves. Without any, the last ones stay registered.
         """
 
     @abstractmethod

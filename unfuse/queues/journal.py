@@ -270,7 +270,7 @@ class Journal:
 def _lock(path: Path, file: FileIO) -> None:
     """Lock the queue's lock file, and write our process id into it.
 
-    Raises InUse if it is locked.
+    Raises FileInUse if it is locked.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -197,7 +197,7 @@ class ShardedQueue(QueueBackend):
     All processes must name the same `shards` in the same order. Leases and the order of tasks are those of each shard;
     workers ask them round-robin. Each shard has an equal part of the limits. The worker registry and declarations are
     in all shards, the encoder index and secrets in the first. Times are the first reachable shard's, so the shards'
-    clocks must agree. `beside` are the unsharded queues at the same addresses: `reach` checks them too.
+    clocks must agree. `beside` are the unsharded queues at the same addresses: `check_address` checks them too.
     """
 
     async def _at_home(self, work: Work[T], subject: str | Claim | Change) -> T:

@@ -268,7 +268,7 @@ class SqliteQueue(MemoryQueue):
     def _restore(self, number: int, row: RequestRow) -> None:
         """Restore a stored request and its leases.
 
-        The first call of `expired` extends the leases, as after any gap.
+        The first call of `sweep_expired` extends the leases, as after any gap.
         """
         context = row.context
         now = self._clock.now()

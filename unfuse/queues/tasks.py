@@ -27,7 +27,7 @@ class QueuedTask:
     arrival: int
     #: When it was pushed, in Unix seconds.
     pushed: float
-    #: How often each worker has turned it down. A worker with MOST_RETURNS is excluded.
+    #: How often each worker has turned it down. A worker with MAX_REFUSALS is excluded.
     returned: dict[str, int] = field(default_factory=dict)
     #: Since when it may be leased, in seconds of the queue's clock. None while it is delayed.
     ready_since: float | None = None
@@ -190,8 +190,8 @@ class LeasedTask:
 class Leases:
     """All leases, by the task's request and stage. Times are seconds of the queue's clock.
 
-    Time limits are measured by a clock of their own (`_worked_at`): gaps between two calls of `expired`, in which no
-    scheduler ran, count for at most half a lease.
+    Time limits are measured by a clock of their own (`_worked_at`): gaps between two calls of `sweep_expired`, in which
+    no scheduler ran, count for at most half a lease.
     """
 
     def __init__(self) -> None:
@@ -263,7 +263,7 @@ class Leases:
     def _worked_at(self, now: float) -> float:
         """Return the reading of the time-limit clock.
 
-        Between two calls of `expired`, it advances ttl / 2 at most.
+        Between two calls of `sweep_expired`, it advances ttl / 2 at most.
         """
         return self._worked + min(max(0.0, now - self._swept), self._most_between)
 

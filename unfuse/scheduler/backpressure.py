@@ -169,10 +169,10 @@ class Backpressure(msgspec.Struct, frozen=True):
         """Return the lease request for a worker that requests tasks.
 
         From a pool with several workers, one task is leased at a time, and workers with fewer tasks are served first,
-        so that no worker queues tasks that another one could start. Before a model swap (`ask.after` is set), only
+        so that no worker queues tasks that another one could start. Before a model swap (`ask.after_pool` is set), only
         pools after that one are included.
 
-        keep: arena bytes to leave free, by pool, as `keep` returns them.
+        keep: arena bytes to leave free, by pool, as `reserved_bytes` returns them.
         """
         # A request without a bound of room cannot leave bytes free, so it gets one task, of any size.
         is_unbounded = ask.free_arena_bytes is None and any(keep.values())

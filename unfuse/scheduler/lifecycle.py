@@ -428,7 +428,7 @@ def set_order(change: Change, home: Callable[[str], str]) -> Change:
 
 
 def _replanned(task: Task, plan: ExecutionPlan) -> Task:
-    """Return the task with the plan's stage, except for `room`, which may have been learned."""
+    """Return the task with the plan's stage, except for `output_size`, which may have been learned."""
     planned = replace(plan.stage(task.stage), output_size=task.planned.output_size)
     return replace(task, planned=planned)
 

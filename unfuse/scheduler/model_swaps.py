@@ -45,7 +45,7 @@ def min_stay_s(load_s: float) -> float:
 def choose_model(held: str, lines: Mapping[str, ModelBacklog], load_s: float, stayed_s: float, idle_s: float) -> str:
     """Return the model that a worker should have: `held`, or one to swap to.
 
-    A worker keeps its model for `stay` seconds, unless it is idle: without a task for `load_s` seconds. Then:
+    A worker keeps its model for `min_stay_s` seconds, unless it is idle: without a task for `load_s` seconds. Then:
 
     1. A model that no other worker has is next, if its backlog takes longer than loading, or its oldest task has waited
        for a stay, or this worker is idle.
@@ -151,7 +151,7 @@ class ModelSwaps:
         The next one is what would be decided if its model had been loaded longer, by the seconds of loading. Each is ""
         if there is none.
 
-        worker: as `heard` returned it. works: whether it has tasks.
+        worker: as `on_heartbeat` returned it. works: whether it has tasks.
         """
         model = self._workers.get(worker.id)
         likely_next = ""
@@ -170,7 +170,7 @@ class ModelSwaps:
         return model.target if model.is_ordered else "", likely_next
 
     async def _decide(self, worker: WorkerInfo, model: _WorkerModel) -> tuple[str, str, list[str]]:
-        """Return the models of `next` by current backlogs, and the ids of other swapping workers."""
+        """Return the models of `decide_swap` by current backlogs, and the ids of other swapping workers."""
         stats = (await self._queue.stats(worker.pools)).pools
         others = [member.info for member in await self._registry.workers() if member.info.id != worker.id]
         self._workers = {info.id: self._workers[info.id] for info in (*others, worker) if info.id in self._workers}

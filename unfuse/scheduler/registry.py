@@ -29,7 +29,7 @@ class Registry:
     possibly stale.
 
     lease_ttl: seconds since the last heartbeat for which a worker counts as live.
-    cards: specs of the configured models.
+    specs: specs of the configured models.
     may_sleep: roles whose pools may scale to zero, with the number of slots that their workers have.
     wake_limit: most seconds by which cold starts move a request's deadline.
     """
@@ -198,7 +198,8 @@ class Registry:
     async def dismiss(self, name: str) -> None:
         """Stop serving a model on all schedulers until it is admitted or declared again.
 
-        A model that an admin added stays recorded until `left` is called, since its accepted requests are still served.
+        A model that an admin added stays recorded until `delete_dismissed` is called, since its accepted requests are
+        still served.
         """
         record = (await self.admin_records()).get(name, DeclaredModels(()))
         await self._queue.declare(ADMITTED + name, replace(record, withdrawn=(name,), failure=""))
@@ -248,7 +249,7 @@ class Registry:
 
         Pools are all live ones, and the declared ones without a live equivalent.
 
-        cards: the models to consider, by name.
+        specs: the models to consider, by name.
         """
         models: defaultdict[str, list[str]] = defaultdict(list)
         for name, spec in sorted(specs.items()):

@@ -69,7 +69,7 @@ class Scheduler:
 
     limits: admission control of the queue.
     lease_ttl: seconds after which a lease without a heartbeat expires.
-    cards: specs of the configured models. Workers may bring further ones.
+    specs: specs of the configured models. Workers may bring further ones.
     order: the order of tasks of equal priority, see `admission.Order`.
     cache_bytes: size of the encoder cache. 0 disables it.
     costs: file that stores the measured durations of stages. None: they are lost when the process ends.
@@ -332,7 +332,7 @@ class Scheduler:
     async def announce_output(self, news: OutputAnnounced, worker: str) -> None:
         """Queue the readers of an output that is still being written.
 
-        Raises LeaseLost as `save` does.
+        Raises LeaseLost as `save_checkpoint` does.
         """
         await self._apply(
             news.claim.request,
@@ -340,7 +340,7 @@ class Scheduler:
         )
 
     async def cache_prefix(self, kept: CachePrefix, worker: str) -> None:
-        """Add a running task's prefix to the prefix cache. Raises LeaseLost as `save` does."""
+        """Add a running task's prefix to the prefix cache. Raises LeaseLost as `save_checkpoint` does."""
         claim = kept.claim
         record = await self.queue.load(claim.request)
         is_allowed = claim.stage in record.context.stages and _may_cache(record.context.plan.stage(claim.stage), kept)
@@ -402,8 +402,8 @@ class Scheduler:
     async def _hand_back(self, failed: TaskFailed, worker: str) -> RequestRecord:
         """Return a leased task to its queue, so that another worker can lease it.
 
-        A hand-back for a reason that is not in `lifecycle.BLAMELESS` is counted. After GIVEN_UP workers that handed it
-        back too often, the request becomes a dead letter. Raises LeaseLost.
+        A hand-back for a reason that is not in `lifecycle.UNLIMITED_HAND_BACKS` is counted. After MAX_HAND_BACK_WORKERS
+        workers that handed it back too often, the request becomes a dead letter. Raises LeaseLost.
         """
         claim = failed.claim
         is_blameless = failed.reason in lifecycle.UNLIMITED_HAND_BACKS
@@ -457,7 +457,7 @@ class Scheduler:
     async def releasable(self, names: Sequence[str]) -> list[str]:
         """Return the requests among `names` that have ended, and the cached objects that were evicted.
 
-        Objects of these names may be freed. Names of cached objects are those of `task.cached_as`.
+        Objects of these names may be freed. Names of cached objects are those of `task.cache_owner_name`.
         """
         cached = [name for name in names if name.startswith(CACHED)]
         requests = [name for name in names if not name.startswith(CACHED)]

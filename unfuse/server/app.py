@@ -188,7 +188,7 @@ class KeyRevocation:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one call until its key is withdrawn. Raises Refusal, ResponseAborted."""
+        """Serve one call until its key is withdrawn. Raises ApiError, ResponseAborted."""
         response_start: Message | None = None
 
         async def send_and_note_start(message: Message) -> None:
@@ -254,7 +254,7 @@ class HttpFrontend:
         return self._serving
 
     async def _answer_starting(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a call during startup. Raises Refusal (503) unless the path is in ANSWERS."""
+        """Answer a call during startup. Raises ApiError (503) unless the path is in ANSWERS."""
         retry_later = {"retry-after": "2"}
         if scope["path"] == "/ready":
             raise ApiError(503, "not_ready", self._reason, headers=retry_later)

@@ -42,7 +42,7 @@ class Principal(ApiKey, frozen=True):
 async def caller_of(request: Request) -> Principal:
     """Return the caller of a call.
 
-    Raises Refusal: 401 for a missing or unknown key, 403 for a change with a read-only key.
+    Raises ApiError: 401 for a missing or unknown key, 403 for a change with a read-only key.
 
     Without configured keys, everyone is admitted. A valid signed link to a result needs no key, and works with any.
     """
@@ -83,7 +83,7 @@ VisitorDep = Annotated[Principal | None, Depends(visitor_of)]
 async def reader_of(request: Request, visitor: VisitorDep) -> Principal | None:
     """Return the caller of /metrics, which has fewer metrics for strangers; None for a stranger.
 
-    Raises Refusal (401) for an unknown key, so that a program with an outdated key does not get fewer metrics
+    Raises ApiError (401) for an unknown key, so that a program with an outdated key does not get fewer metrics
     unnoticed. With open metrics, the key does not matter.
     """
     gateway = await gateway_of(request)
@@ -101,7 +101,7 @@ CallerDep = Annotated[Principal, Depends(caller_of)]
 
 
 async def admin_only(caller: CallerDep) -> None:
-    """Raise Refusal (401, 403) unless the caller is an admin, if keys are configured."""
+    """Raise ApiError (401, 403) unless the caller is an admin, if keys are configured."""
     if not caller.admin:
         raise ApiError(
             403,

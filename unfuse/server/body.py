@@ -82,7 +82,7 @@ _DATA_URL = re.compile(r"data:(?P<kind>[^/;,]*)(?P<rest>[^,]*),", re.IGNORECASE)
 async def read_json(request: Request, limit: int = MAX_BODY) -> dict[str, object]:
     """Return the fields of the JSON object in a body of at most `limit` bytes.
 
-    Raises Refusal for another content type (415) or a large body (413), InvalidParameter for malformed JSON.
+    Raises ApiError for another content type (415) or a large body (413), InvalidParameter for malformed JSON.
     """
     if _plain_type(request) != "application/json":
         raise ApiError(415, "unsupported_media_type", "send the body as JSON, with 'Content-Type: application/json'")
@@ -195,7 +195,7 @@ def _count_strings(body: bytearray) -> int:
 def _plain_type(request: Request) -> str:
     """Return the content type of a body without its parameters.
 
-    Raises Refusal if the body is compressed.
+    Raises ApiError if the body is compressed.
     """
     coding = request.headers.get("content-encoding", "").strip().lower()
     if coding in CODINGS:
@@ -213,7 +213,7 @@ async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
 
     The bytes of all bodies that are being read are counted in `app.state.body_bytes`.
 
-    Raises Refusal: 413 for a larger body, 503 while all bodies that are being read have more than MAX_READING bytes.
+    Raises ApiError: 413 for a larger body, 503 while all bodies that are being read have more than MAX_READING bytes.
     """
     state = request.app.state
     size = 0

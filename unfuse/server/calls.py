@@ -105,8 +105,8 @@ class GenerationCall:
     async def accept(self) -> tuple[RequestRecord, Delivery]:
         """Submit the request, or return the earlier one with the same idempotency key.
 
-        Raises InvalidParameter, UnknownModel, Overloaded, TransientError, and Refusal (409) for an idempotency key that
-        was used with another body.
+        Raises InvalidParameter, UnknownModel, Overloaded, TransientError, and ApiError (409) for an idempotency key
+        that was used with another body.
         """
         gateway = self.gateway
         with gateway.log_refusals(self.caller.tenant, self.fields.get("model")):

@@ -99,7 +99,7 @@ def _overload_refusal(error: errors.Overloaded) -> ApiError:
 def _server_refusal(error: Exception) -> ApiError:
     """Log an error that the client did not cause, and return its refusal.
 
-    The reason may contain local paths. It is only logged, except for Damaged.
+    The reason may contain local paths. It is only logged, except for RecordDamaged.
     """
     match error:
         case errors.RecordDamaged():

@@ -148,7 +148,7 @@ class Gateway(Observer):
         """Return the public name and spec of a served model; for None the default.
 
         Raises UnknownModel for a name that is not served or not in `only`, InvalidParameter if no name is sent and
-        there is no default, and Refusal (503) while no model is served or if the added model has failed.
+        there is no default, and ApiError (503) while no model is served or if the added model has failed.
         """
         served = await self.models(only)
         known = ", ".join(sorted(served))
@@ -366,7 +366,7 @@ class Gateway(Observer):
 
         Cancelling this call does not affect the request.
 
-        Raises Refusal:
+        Raises ApiError:
 
         - 503 `stopping`, with Retry-After, if this server stops first.
         - 503 `lost`, with Retry-After, if the queue has lost the request. The call may be repeated.

@@ -62,7 +62,7 @@ class SignedLinks:
     async def opens(self, request: Request) -> bool:
         """Return whether the call has a valid signed link to a result.
 
-        Raises Refusal (403) if the link has expired or its signature is wrong.
+        Raises ApiError (403) if the link has expired or its signature is wrong.
         """
         path, query = request.scope["path"], request.query_params
         if not self._signs or "signature" not in query or not _RESULT.fullmatch(path):

@@ -68,7 +68,7 @@ async def ready(gateway: GatewayDep, visitor: VisitorDep) -> JSONResponse:
 async def _readiness(gateway: Gateway) -> JSONResponse:
     """Return the whole response of /ready.
 
-    Raises Refusal (503) if the queue or the result store does not work.
+    Raises ApiError (503) if the queue or the result store does not work.
     """
     try:
         await gateway.queue.check()

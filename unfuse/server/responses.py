@@ -77,7 +77,7 @@ async def file_response(request: Request, path: Path, media_type: str, sha256: s
 
     It is 304 if the client has the file already.
 
-    `sha256` becomes the ETag. Raises NotFound if the file was deleted, and Refusal if all ranges begin after its end
+    `sha256` becomes the ETag. Raises NotFound if the file was deleted, and ApiError if all ranges begin after its end
     (416) or the file does not match If-Match (412).
     """
     try:

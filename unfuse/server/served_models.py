@@ -72,7 +72,7 @@ class ModelNames:
     def by_public_name(self, specs: Mapping[str, ModelSpec]) -> dict[str, ModelSpec]:
         """Return models by all their public names, the configured names first.
 
-        cards: the models by internal name.
+        specs: the models by internal name.
         """
         configured = {public: specs[internal] for public, internal in self._configured.items() if internal in specs}
         others = {name: spec for name, spec in specs.items() if name not in self._configured.values()}
@@ -107,7 +107,7 @@ class ModelAdder:
 
         Returns once it is admitted. Its workers load it after that.
 
-        Raises ConfigError if the model cannot be served or does not fit, and Refusal (409) if the name is in use.
+        Raises ConfigError if the model cannot be served or does not fit, and ApiError (409) if the name is in use.
         """
         raise ConfigError("this gateway starts no workers: name the model when you start the server")
 

@@ -53,7 +53,7 @@ class RankProgress(NamedTuple):
 class LoadingProgress:
     """The loading progress of the workers of `models`, from their log records.
 
-    As text it is a line to show; "" once all workers are ready. `hear` may be called in another thread than the
+    As text it is a line to show; "" once all workers are ready. `record` may be called in another thread than the
     other methods.
     """
 

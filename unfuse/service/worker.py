@@ -110,7 +110,7 @@ async def _run(worker: Worker, health: str) -> None:
 
 
 def _obey_signals(worker: Worker, drain_timeout: float, *, is_started_by_another: bool) -> None:
-    """Install the signal handlers that drain the worker, and hurry it. `work` documents them."""
+    """Install the signal handlers that drain the worker, and hurry it. `run_worker` documents them."""
     loop = asyncio.get_running_loop()
 
     def stop(hurries: bool) -> None:

@@ -76,7 +76,8 @@ class WorkerGroups(ModelAdder):
     """The worker groups of a service: of the configured models, and of added ones.
 
     `plan`: returns the plan for models beside other workers; raises ConfigError.
-    `start`: starts the workers of a plan, numbered from the given number, and has their log lines passed to `hear`.
+    `start`: starts the workers of a plan, numbered from the given number, and has their log lines passed to
+    `process_line`.
     `changed`: called with all plans whenever they change.
     `drain_timeout`: seconds that workers get to finish or save their tasks when they are stopped.
     `server`: the name under which added models are recorded in the queue.
@@ -440,8 +441,8 @@ class WorkerGroups(ModelAdder):
     async def _planned(self, models: Sequence[str], replaced: _WorkerGroup | None = None) -> ServingPlan:
         """Return the serving plan for these models within the memory that running groups leave.
 
-        The memory of the `replaced` group counts as free. Raises ConfigError, and Refusal as soon as all workers are to
-        stop, even while a slow hub is read.
+        The memory of the `replaced` group counts as free. Raises ConfigError, and ApiError as soon as all workers are
+        to stop, even while a slow hub is read.
         """
         missing = (await self._scheduler.registry.unavailable_pools()).keys()
         others = [group for group in self._groups if group is not replaced]

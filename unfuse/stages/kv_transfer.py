@@ -131,7 +131,7 @@ class KvReader:
 class KvWriter:
     """A writer of a sequence's KV into an object while prefill computes it.
 
-    Each unit is written once. Before `to`, nothing is written. The `first` chunks are left out.
+    Each unit is written once. Before `redirect`, nothing is written. The `first` chunks are left out.
     """
 
     def __init__(self, kv: KvSequence, layout: KvLayout, first: int = 0) -> None:

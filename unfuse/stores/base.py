@@ -258,7 +258,7 @@ class StorageBackend(ABC):
     def spill(self, ref: ObjectRef) -> None:
         """Free the room of an object that was copied elsewhere, unless it is held.
 
-        `holding` still has its request. Raises ObjectLost if it was deleted meanwhile.
+        `stored_requests` still has its request. Raises ObjectLost if it was deleted meanwhile.
         """
         self.delete(ref)
 

@@ -187,7 +187,7 @@ class _InaccessibleBlobs(BlobStore):
 
 
 def store_id(url: str) -> str:
-    """Return the mark by which `sees` recognizes a result folder; "" for other stores.
+    """Return the mark by which `is_same_store` recognizes a result folder; "" for other stores.
 
     The mark is written if it is missing. If it cannot be written, as on a full disk, it is "": then every machine
     counts as seeing the folder.

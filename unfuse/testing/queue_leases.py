@@ -220,7 +220,7 @@ async def handing_back_keeps_the_place(queue: QueueBackend, clock: ManualClock) 
 
 
 async def who_turns_a_task_down_for_ever_gets_it_no_more(queue: QueueBackend, clock: ManualClock) -> None:
-    """A worker that turns a task down MOST_RETURNS times is excluded from it.
+    """A worker that turns a task down MAX_REFUSALS times is excluded from it.
 
     It gets later tasks, and others get the task in its old place. A task with a reported step, or handed back by
     `hand_back`, is not counted. A task that is pushed again counts anew. `refuse` returns the number of excluded

@@ -161,7 +161,7 @@ class RingBuffer(TransferSink):
 
 
 class TransferCounters:
-    """Transfer statistics by engine, summed since the last `take`. Thread-safe."""
+    """Transfer statistics by engine, summed since the last `take_counts`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()

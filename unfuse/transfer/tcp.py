@@ -353,7 +353,7 @@ class OwnerClient(OwnerConnection):
 
 
 class ChannelLink(PooledLink[OwnerClient]):
-    """A link that agrees on each pull over a connection; `bring` moves the bytes."""
+    """A link that agrees on each pull over a connection; `receive_into` moves the bytes."""
 
     def __init__(self, address: str, options: TransferOptions) -> None:
         super().__init__(lambda: OwnerClient(address, options), address, options)

@@ -83,7 +83,7 @@ class AdapterFolder:
         return self._read(self._file(name))[0]
 
     def check(self, named: str) -> None:
-        """Check a request's adapters by their files' headers. Raises NotFound, and Unsuitable."""
+        """Check a request's adapters by their files' headers. Raises NotFound, and UnsupportedRequest."""
         for name, _ in split_scaled(named):
             if reason := _refusal(self._file(name)):
                 raise UnsupportedRequest(f"lora {name!r} {reason}")
@@ -123,7 +123,7 @@ class AdapterFolder:
     def ids_of(self, named: str) -> str:
         """Return the ids of all adapters that a request names, separated by commas.
 
-        Raises NotFound, and Unsuitable if a file's header shows that no model can use it.
+        Raises NotFound, and UnsupportedRequest if a file's header shows that no model can use it.
         """
         read = {name: self._read(self._file(name)) for name, _ in split_scaled(named)}
         ids = {name: id for name, (id, _) in read.items()}
@@ -235,7 +235,7 @@ class LoadedAdapters:
         self._transformer.delete_adapters(id)
 
     def _load(self, name: str, id: str) -> None:
-        """Load an adapter. Raises Unsuitable if it does not fit the model."""
+        """Load an adapter. Raises UnsupportedRequest if it does not fit the model."""
         import torch
         from safetensors import SafetensorError
 
@@ -269,7 +269,7 @@ class LoadedAdapters:
     def _checked(self, name: str, file: Path) -> tuple[set[str], dict[str, float]]:
         """Return the names of a file's converted tensors, and its alphas by layer, if separate.
 
-        Raises Unsuitable if an entry would be dropped, does not fit the model, or contains NaN.
+        Raises UnsupportedRequest if an entry would be dropped, does not fit the model, or contains NaN.
         """
         from safetensors.torch import load_file
 
@@ -319,7 +319,7 @@ class LoadedAdapters:
             layer.scaling[id] = layer.lora_alpha[id] / rank
 
     def _verify(self, name: str, id: str, wanted: Collection[str]) -> None:
-        """Raise Unsuitable if a converted tensor is not loaded, or another is not zero."""
+        """Raise UnsupportedRequest if a converted tensor is not loaded, or another is not zero."""
         loaded = _adapted(self._parts(), id)
         if missing := sorted(set(wanted) - loaded.keys()):
             raise UnsupportedRequest(f"lora {name!r} has {missing[0]}, which has no effect on this model: {REMEDY}")

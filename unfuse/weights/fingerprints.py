@@ -121,7 +121,7 @@ class Fingerprints:
     def content(self, path: Path) -> bytes:
         """Return what a file contributes to the input of a component's hash.
 
-        It is all bytes of a small file, or the fingerprint of a large one. Raises ConfigError as `of` does.
+        It is all bytes of a small file, or the fingerprint of a large one. Raises ConfigError as `hash_file` does.
         """
         try:
             if path.stat().st_size <= WHOLE_BYTES:

@@ -144,9 +144,8 @@ class ModelFolder:
     """The folder of a model.
 
     Every method raises ConfigError if a file that it needs is missing.
-    A pipeline of diffusers has a folder per component. A model of transformers is one component, `WHOLE`, or `LANGUAGE`
-    and
-    `VISION` if it is a vision-language model; its files are in the folder itself.
+    A pipeline of diffusers has a folder per component. A model of transformers is one component, `SINGLE_COMPONENT`, or
+    `LANGUAGE` and `VISION` if it is a vision-language model; its files are in the folder itself.
     """
 
     def __init__(self, path: Path) -> None:

@@ -110,7 +110,7 @@ class InvarianceResults:
         return [*self._verdicts.values()]
 
     def find(self, key: Key, size: int) -> InvarianceResult:
-        """Return the result for batches of this size; UNSEEN without one."""
+        """Return the result for batches of this size; NOT_COMPARED without one."""
         return self._verdicts.get(self._name(key, size), NOT_COMPARED)
 
     def must_compare(self, key: Key, size: int) -> bool:

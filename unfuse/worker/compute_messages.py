@@ -153,7 +153,7 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True):
     """One round of the step loop, as plain data.
 
     The first rank decides it, and every compute process carries it out in the same way. The order is: `receive`,
-    `admit`, `drop`, `again`, `save`, `step`.
+    `admit`, `drop`, `retry`, `save`, `step`.
     """
 
     #: Tasks to drop.

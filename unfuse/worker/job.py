@@ -384,7 +384,7 @@ def announce(
     """Make a task's output readable while it is written, and announce it.
 
     `tell` receives the announcement. The output is stored only at its end if it is to be narrowed, if there is no room
-    yet, or if `tell` is None. The output of one of `several` tasks is announced however small it is: their reader
+    yet, or if `tell` is None. The output of one of several tasks is announced however small it is: their reader
     starts with those that are there.
     """
     task, outline = job.lease.task, job.stage.outline(job.state)
