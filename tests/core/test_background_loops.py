@@ -167,7 +167,7 @@ async def test_the_sweepers_of_serve_go_on(monkeypatch: pytest.MonkeyPatch) -> N
     background = Supervisor()
     with capture_logs():
         background.start_loop("forgetting", partial(service._forget, queue, results, 60.0))
-        background.start_loop("dropping", partial(service._drop_remains, SimpleNamespace(ended_among=over), [place]))  # type: ignore[arg-type]
+        background.start_loop("dropping", partial(service._drop_remains, SimpleNamespace(releasable=over), [place]))  # type: ignore[arg-type]
         await asyncio.gather(forgotten.wait(), dropped.wait())
         await background.close()
 

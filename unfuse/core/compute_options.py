@@ -249,7 +249,7 @@ def _common_spreads(ways: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _fitting_degrees(size: int, allowed: Mapping[str, int]) -> ParallelDegrees | None:
-    """Return the first of `_ways` that suits a stage with these values of `parallelism`, or None."""
+    """Return the first of `_ways` that `parallelism` allows, or None."""
     candidates = (ParallelDegrees(degrees) for degrees in _ways(size))
     return next((degrees for degrees in candidates if not degrees.refusal(allowed)), None)
 
