@@ -92,9 +92,14 @@ def hops(checkout: Path, queue: str, folder: Path) -> Measure:
 
     def measure() -> dict[str, float]:
         ran = subprocess.run(
-            command, cwd=folder, env=variables | of_checkout(checkout), stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True, check=True,
-        )  # fmt: skip
+            command,
+            cwd=folder,
+            env=variables | of_checkout(checkout),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            check=True,
+        )
         found: dict[str, float] = json.loads(ran.stdout.splitlines()[-1])
         return found
 
@@ -201,10 +206,11 @@ def row(of: Pairs) -> dict[str, object]:
         old, new = ([one[what] for one in of[name]] for name in ("old", "new"))
         spread = ratio(new, old)
         found |= {
-            f"{what}, old, ms": round(1e3 * median(old), 3), f"{what}, new, ms": round(1e3 * median(new), 3),
+            f"{what}, old, ms": round(1e3 * median(old), 3),
+            f"{what}, new, ms": round(1e3 * median(new), 3),
             f"{what}, new ÷ old": round(spread["p50"], 3),
             f"{what}, quartiles": f"{spread['p25']:.3f} to {spread['p75']:.3f}",
-        }  # fmt: skip
+        }
     return found
 
 

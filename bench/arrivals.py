@@ -58,8 +58,10 @@ class Arrival:
     @property
     def case(self) -> Case:
         return case(self.seed, self.steps) | {
-            "height": self.size, "width": self.size, "guidance_scale": self.guidance,
-        }  # fmt: skip
+            "height": self.size,
+            "width": self.size,
+            "guidance_scale": self.guidance,
+        }
 
     @property
     def call(self) -> dict[str, object]:

@@ -60,9 +60,11 @@ async def costs(url: str, pid: int, workers: int, calls: int = 1000) -> dict[str
     await scheduler.close()
     await queue.close()
     return {
-        "a heartbeat: scheduler ms": beats[0], "Redis ms": beats[1],
-        "a look at all: scheduler, ms": looks[0], "Redis, ms": looks[1],
-    }  # fmt: skip
+        "a heartbeat: scheduler ms": beats[0],
+        "Redis ms": beats[1],
+        "a look at all: scheduler, ms": looks[0],
+        "Redis, ms": looks[1],
+    }
 
 
 def main() -> None:

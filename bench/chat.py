@@ -146,9 +146,12 @@ def served(server: Server, chats: list[list[dict[str, str]]], tokens: int) -> di
     seconds, made = time.perf_counter() - began, sum(one.tokens for one in seen)
     gaps = [gap for one in seen for gap in one.gaps]
     return {
-        "tokens": made, "seconds": seconds, "cpu": cpu(server) - spent,
-        "first": [one.first for one in seen if one.came], "gaps": gaps,
-    }  # fmt: skip
+        "tokens": made,
+        "seconds": seconds,
+        "cpu": cpu(server) - spent,
+        "first": [one.first for one in seen if one.came],
+        "gaps": gaps,
+    }
 
 
 def rates(model: str, path: Path, rounds: int, tokens: int) -> dict[str, dict[str, Any]]:
@@ -164,9 +167,10 @@ def rates(model: str, path: Path, rounds: int, tokens: int) -> dict[str, dict[st
                 names = [*servers, "generate_batch", *(["generate"] if clients < 16 else [])]
                 for name in names[turn % len(names) :] + names[: turn % len(names)]:
                     one = (
-                        served(servers[name], asked, tokens) if name in servers
+                        served(servers[name], asked, tokens)
+                        if name in servers
                         else peer.make(name, [chats.ids(messages) for messages in asked], tokens)
-                    )  # fmt: skip
+                    )
                     if turn:  # the first round warms up
                         found[name, clients].append(one)
     rows = {}
@@ -212,16 +216,21 @@ def with_long(model: str, path: Path, rounds: int, tokens: int, words: int) -> d
     for name, of in found.items():
         gaps, quiet, first = ([v for one in of for v in one[what]] for what in ("gaps", "quiet", "first"))
         rows[name] = {
-            "between, quiet: p50": _ms(quiet, 0.5), "quiet: p99": _ms(quiet, 0.99),
-            "with long prompts: p50": _ms(gaps, 0.5), "p99": _ms(gaps, 0.99), "longest": _ms(gaps, 1),
+            "between, quiet: p50": _ms(quiet, 0.5),
+            "quiet: p99": _ms(quiet, 0.99),
+            "with long prompts: p50": _ms(gaps, 0.5),
+            "p99": _ms(gaps, 0.99),
+            "longest": _ms(gaps, 1),
             "p99 ÷ split": round(
                 median(
                     quantile(a["gaps"], 0.99) / quantile(b["gaps"], 0.99)
                     for a, b in zip(of, found["prefill=1,decode=1"], strict=True)
-                ), 2,
+                ),
+                2,
             ),
-            "first token of a long one": _ms(first, 0.5), "tokens/s": round(median(one["rate"] for one in of), 1),
-        }  # fmt: skip
+            "first token of a long one": _ms(first, 0.5),
+            "tokens/s": round(median(one["rate"] for one in of), 1),
+        }
     return rows
 
 
@@ -243,8 +252,11 @@ def _disturbed(
         over.set()
         coming.result()
     return {
-        "quiet": quiet["gaps"], "gaps": made["gaps"], "first": first, "rate": made["tokens"] / made["seconds"],
-    }  # fmt: skip
+        "quiet": quiet["gaps"],
+        "gaps": made["gaps"],
+        "first": first,
+        "rate": made["tokens"] / made["seconds"],
+    }
 
 
 def second_turns(model: str, path: Path, rounds: int) -> dict[str, dict[str, Any]]:
@@ -261,11 +273,12 @@ def second_turns(model: str, path: Path, rounds: int) -> dict[str, dict[str, Any
     rows: dict[str, dict[str, Any]] = {}
     for (name, tokens), of in found.items():
         rows[f"{name}, {tokens}"] = {
-            "prompt": of[0]["prompt"], "found": of[0]["found"],
+            "prompt": of[0]["prompt"],
+            "found": of[0]["found"],
             "first token without, ms": _ms([one["without"] for one in of], 0.5),
             "ratio": round(median(one["with"] / one["without"] for one in of), 2),
             "first turn ÷ one that keeps nothing": round(median(one["kept"] / one["not kept"] for one in of), 3),
-        }  # fmt: skip
+        }
     return rows
 
 
@@ -282,10 +295,13 @@ def _two_turns(server: Server, chats: Chats, tokens: int, *, first: bool) -> dic
         raise SystemExit("texts differ with and without the cache")
     usage = seen[True].usage
     return {
-        "prompt": usage["prompt_tokens"], "found": usage["prompt_tokens_details"]["cached_tokens"],
-        "with": seen[True].first, "without": seen[False].first,
-        "kept": answers[True].ended - answers[True].began, "not kept": answers[False].ended - answers[False].began,
-    }  # fmt: skip
+        "prompt": usage["prompt_tokens"],
+        "found": usage["prompt_tokens_details"]["cached_tokens"],
+        "with": seen[True].first,
+        "without": seen[False].first,
+        "kept": answers[True].ended - answers[True].began,
+        "not kept": answers[False].ended - answers[False].began,
+    }
 
 
 def _serving(stack: ExitStack, model: str, *options: str) -> Server:

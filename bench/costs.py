@@ -166,9 +166,10 @@ def main() -> None:
     ran = {kind: sorted(seconds(one)[kind] for one in held_out) for kind in seconds(held_out[0])}
     spread = {kind: [round(s, 3) for s in (some[0], median(some), some[-1])] for kind, some in ran.items()}
     show("costs", learned=len(learned), held_out=len(held_out), seconds=spread, percent=rows)
-    table("off by, median and p90", {
-        way: {kind: f"{one['median']}, {one['p90']} %" for kind, one in kinds.items()} for way, kinds in rows.items()
-    })  # fmt: skip
+    table(
+        "off by, median and p90",
+        {way: {kind: f"{one['median']}, {one['p90']} %" for kind, one in kinds.items()} for way, kinds in rows.items()},
+    )
 
 
 if __name__ == "__main__":

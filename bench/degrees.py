@@ -119,13 +119,16 @@ def rows_of(found: Sequence[Found]) -> list[dict[str, Any]]:
     alone = {one.role: one.step for one in found if not one.spread}
     return [
         {
-            "role": one.role, "spread": one.spread or "one rank", "step_s": round(one.step.whole_s, 4),
-            "compute_s": round(one.step.compute_s, 4), "exchange_s": round(one.step.exchange_s, 4),
+            "role": one.role,
+            "spread": one.spread or "one rank",
+            "step_s": round(one.step.whole_s, 4),
+            "compute_s": round(one.step.compute_s, 4),
+            "exchange_s": round(one.step.exchange_s, 4),
             "gain": round(alone[one.role].whole_s / one.step.whole_s, 2),
             "how": "measured" if one.measured else "predicted",
         }
         for one in sorted(found, key=lambda one: (one.role, one.ranks))
-    ]  # fmt: skip
+    ]
 
 
 def advised(found: Sequence[Found]) -> Iterator[str]:

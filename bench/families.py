@@ -25,17 +25,36 @@ from unfuse.models import find, read_model_spec, resolve_source
 
 SHAPES = "unfuse/shapes"
 FAMILIES = (
-    SHAPES, "wan", "wan-image", "wan-2.2", "wan-2.2-5b", "flux", "hunyuan-video", "qwen-image", "klein", "krea", "sdxl",
-    "sd3", "z-image", "ltx", "kontext",
-)  # fmt: skip
+    SHAPES,
+    "wan",
+    "wan-image",
+    "wan-2.2",
+    "wan-2.2-5b",
+    "flux",
+    "hunyuan-video",
+    "qwen-image",
+    "klein",
+    "krea",
+    "sdxl",
+    "sd3",
+    "z-image",
+    "ltx",
+    "kontext",
+)
 SPREADS = "ulysses:2", "ring:2", "tensor:2", "cfg:2", "layers:2", "shard:2"
 ENCODER = "tensor:2"
 RANKS = 2
 LIMIT_S = 300.0
 REQUEST = {
-    "prompt": "a red circle", "negative_prompt": "blue", "true_cfg_scale": 3.0, "max_sequence_length": 24, "seed": 5,
-    "num_inference_steps": 4, "num_frames": 1, "output_format": "png",
-}  # fmt: skip
+    "prompt": "a red circle",
+    "negative_prompt": "blue",
+    "true_cfg_scale": 3.0,
+    "max_sequence_length": 24,
+    "seed": 5,
+    "num_inference_steps": 4,
+    "num_frames": 1,
+    "output_format": "png",
+}
 SIZES = (128, 128), (160, 224)
 
 

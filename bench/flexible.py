@@ -51,8 +51,8 @@ BURSTS = {"20 steps": (0.02, 0.6, 0.08), "2 steps": (0.02, 0.06, 0.08)}
 SIDES = {
     "fixed 1 + 2 + 1": ["encoder", "denoiser", "denoiser", "decoder"],
     "fixed 1 + 1 + 2": ["encoder", "denoiser", "decoder", "decoder"],
-    "flexible": [",".join(ROLES[at % 3:] + ROLES[:at % 3]) for at in range(4)],
-}  # fmt: skip
+    "flexible": [",".join(ROLES[at % 3 :] + ROLES[: at % 3]) for at in range(4)],
+}
 """Four workers by their `--role`. Flexible ones begin with one role each, as after a quiet time."""
 
 LOADS = (0.5, 2.0)
@@ -116,9 +116,19 @@ class Worker:
         await asyncio.sleep(took)
         self.busy_s += took
         made = ObjectRef(
-            f"{task.request}-{task.stage}", self.name, "node", task.request, task.stage, task.attempt,
-            1, 0, (), (), b"", 0.0,
-        )  # fmt: skip
+            f"{task.request}-{task.stage}",
+            self.name,
+            "node",
+            task.request,
+            task.stage,
+            task.attempt,
+            1,
+            0,
+            (),
+            (),
+            b"",
+            0.0,
+        )
         files = (ResultFile(0, "image/png", 1, ""),) if task.planned.final else ()
         done = TaskCompleted(
             lease.claim, None if task.planned.final else made, files, Timings(run_s=took, steps=1, batch=1.0)
@@ -159,18 +169,23 @@ async def burst(words: list[str], seconds: tuple[float, ...], load_s: float, pic
     await asyncio.wait(tasks)
     await scheduler.close()
     return {
-        "utilisation": round(busy / wall / len(workers), 2), "p50 s": round(quantile(ended, 0.5), 1),
-        "p95 s": round(quantile(ended, 0.95), 1), "all s": round(wall, 1), "swaps": sum(w.swaps for w in workers),
-    }  # fmt: skip
+        "utilisation": round(busy / wall / len(workers), 2),
+        "p50 s": round(quantile(ended, 0.5), 1),
+        "p95 s": round(quantile(ended, 0.95), 1),
+        "all s": round(wall, 1),
+        "swaps": sum(w.swaps for w in workers),
+    }
 
 
 def main() -> None:
     pictures = int(sys.argv[1]) if sys.argv[1:] else PICTURES
     found = {
         f"{what}, {side}, loading {load_s:g} s": burst(words, seconds, load_s, pictures)
-        for what, seconds in BURSTS.items() for load_s in LOADS for side, words in SIDES.items()
+        for what, seconds in BURSTS.items()
+        for load_s in LOADS
+        for side, words in SIDES.items()
         if side == "flexible" or load_s == LOADS[0]
-    }  # fmt: skip
+    }
     table(f"a burst of {pictures}", found)
     show("flexible", pictures=pictures, stage_seconds=BURSTS, found=found)
 

@@ -100,10 +100,19 @@ def wan_1_3b() -> Any:
     from diffusers import WanTransformer3DModel
 
     return WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=12, attention_head_dim=128, in_channels=16, out_channels=16,
-        text_dim=4096, freq_dim=256, ffn_dim=8960, num_layers=30, cross_attn_norm=True,
-        qk_norm="rms_norm_across_heads", rope_max_seq_len=1024,
-    )  # fmt: skip
+        patch_size=(1, 2, 2),
+        num_attention_heads=12,
+        attention_head_dim=128,
+        in_channels=16,
+        out_channels=16,
+        text_dim=4096,
+        freq_dim=256,
+        ffn_dim=8960,
+        num_layers=30,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=1024,
+    )
 
 
 def wan_vae() -> Any:
@@ -135,7 +144,7 @@ def clip_l() -> Any:
             max_position_embeddings=77,
             projection_dim=768,
             **ends,
-        )  # fmt: skip
+        )
     )
 
 
@@ -143,35 +152,62 @@ def flux_12b() -> Any:
     from diffusers import FluxTransformer2DModel
 
     return FluxTransformer2DModel(
-        in_channels=64, num_layers=19, num_single_layers=38, attention_head_dim=128, num_attention_heads=24,
-        joint_attention_dim=4096, pooled_projection_dim=768, guidance_embeds=True, axes_dims_rope=(16, 56, 56),
-    )  # fmt: skip
+        in_channels=64,
+        num_layers=19,
+        num_single_layers=38,
+        attention_head_dim=128,
+        num_attention_heads=24,
+        joint_attention_dim=4096,
+        pooled_projection_dim=768,
+        guidance_embeds=True,
+        axes_dims_rope=(16, 56, 56),
+    )
 
 
 def flux_vae() -> Any:
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
-        block_out_channels=[128, 256, 512, 512], layers_per_block=2, latent_channels=16, norm_num_groups=32,
-        sample_size=1024, scaling_factor=0.3611, shift_factor=0.1159, use_quant_conv=False, use_post_quant_conv=False,
-    )  # fmt: skip
+        down_block_types=["DownEncoderBlock2D"] * 4,
+        up_block_types=["UpDecoderBlock2D"] * 4,
+        block_out_channels=[128, 256, 512, 512],
+        layers_per_block=2,
+        latent_channels=16,
+        norm_num_groups=32,
+        sample_size=1024,
+        scaling_factor=0.3611,
+        shift_factor=0.1159,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
 
 
 REAL = (
     Subject(
-        "wan", ("apart", "fused"), (832, 480, 17), 10,
+        "wan",
+        ("apart", "fused"),
+        (832, 480, 17),
+        10,
         components={"text_encoder": umt5_xxl, "transformer": wan_1_3b, "vae": wan_vae},
-        parameters={"text_encoder": 5681, "transformer": 1419, "vae": 127}, gigabytes=15, parts=PARTS + MANY,
+        parameters={"text_encoder": 5681, "transformer": 1419, "vae": 127},
+        gigabytes=15,
+        parts=PARTS + MANY,
     ),
     Subject(
-        "flux", ("apart",), (1024, 1024, 1), 8,
+        "flux",
+        ("apart",),
+        (1024, 1024, 1),
+        8,
         components={
-            "text_encoder": clip_l, "text_encoder_2": t5_xxl, "transformer": flux_12b, "vae": flux_vae,
+            "text_encoder": clip_l,
+            "text_encoder_2": t5_xxl,
+            "transformer": flux_12b,
+            "vae": flux_vae,
         },
-        parameters={"text_encoder": 123, "text_encoder_2": 4762, "transformer": 11901, "vae": 84}, gigabytes=34,
+        parameters={"text_encoder": 123, "text_encoder_2": 4762, "transformer": 11901, "vae": 84},
+        gigabytes=34,
     ),
-)  # fmt: skip
+)
 """Sizes as published, by Wan-AI/Wan2.1-T2V-1.3B-Diffusers and black-forest-labs/FLUX.1-dev."""
 
 TINY = (

@@ -108,8 +108,11 @@ def in_tiles(requests: Tensor, weight: Tensor) -> Tensor:
 
 
 WAYS: dict[str, Product] = {
-    "as they come": as_they_come, "padded to 8": padded, "each by itself": each_by_itself, f"tiles of {TILE}": in_tiles,
-}  # fmt: skip
+    "as they come": as_they_come,
+    "padded to 8": padded,
+    "each by itself": each_by_itself,
+    f"tiles of {TILE}": in_tiles,
+}
 
 
 def products(device: str, layers: dict[str, tuple[int, int]] = LAYERS, times: int = TIMES) -> dict[str, Any]:

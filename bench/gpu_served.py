@@ -39,9 +39,20 @@ class Served:
         video = ["--frames", str(frames)] if frames > 1 else []
         size = ["--size", f"{width}x{height}", "--steps", str(self.steps), *video]
         command = [
-            sys.executable, "-m", "unfuse", "compare", str(self.folder), "--json", "--device", self.device, *size,
-            "--rounds", str(RUNS), "--levels", "1,4",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "unfuse",
+            "compare",
+            str(self.folder),
+            "--json",
+            "--device",
+            self.device,
+            *size,
+            "--rounds",
+            str(RUNS),
+            "--levels",
+            "1,4",
+        ]
         with tempfile.TemporaryDirectory() as data:
             done = subprocess.run(command, env=environment(Path(data)), capture_output=True, text=True)
         if done.returncode:

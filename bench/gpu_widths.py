@@ -103,9 +103,13 @@ class Subjects:
         latents, text, times = self.drawn(8, grid**2, 64), self.drawn(8, 100, 3584), self.times(8) / 1000
         mask = torch.ones(8, 100, dtype=torch.long, device=self.device)
         return lambda rows: model(
-            latents[rows], text[rows], mask[rows], times[rows], img_shapes=[[(1, grid, grid)]] * len(latents[rows]),
+            latents[rows],
+            text[rows],
+            mask[rows],
+            times[rows],
+            img_shapes=[[(1, grid, grid)]] * len(latents[rows]),
             return_dict=False,
-        )[0]  # fmt: skip
+        )[0]
 
     def sd3(self, side: int, medium: bool = False) -> Forward:
         heads = self.heads(24)
@@ -130,29 +134,41 @@ class Subjects:
         model = self.built(
             lambda: diffusers.UNet2DConditionModel(
                 down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-                up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), layers_per_block=2,
-                cross_attention_dim=2048, use_linear_projection=True, addition_embed_type="text_time",
-                addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816,
-                **wide, **deep if not self.tiny else {"attention_head_dim": 8},
+                up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+                layers_per_block=2,
+                cross_attention_dim=2048,
+                use_linear_projection=True,
+                addition_embed_type="text_time",
+                addition_time_embed_dim=256,
+                projection_class_embeddings_input_dim=2816,
+                **wide,
+                **deep if not self.tiny else {"attention_head_dim": 8},
             )
-        )  # fmt: skip
+        )
         grid = self.grid(side)
         latents, text, pooled = self.drawn(8, 4, grid, grid), self.drawn(8, 77, 2048), self.drawn(8, 1280)
         sizes = torch.tensor([[side, side, 0, 0, side, side]] * 8, device=self.device, dtype=torch.bfloat16)
         times = self.times(8)
         return lambda rows: model(
-            latents[rows], times[rows], text[rows], return_dict=False,
+            latents[rows],
+            times[rows],
+            text[rows],
+            return_dict=False,
             added_cond_kwargs={"text_embeds": pooled[rows], "time_ids": sizes[rows]},
-        )[0]  # fmt: skip
+        )[0]
 
     def wan(self, frames: int) -> Forward:
         model = self.built(
             lambda: diffusers.WanTransformer3DModel(
-                num_layers=2, num_attention_heads=self.heads(12), attention_head_dim=128,
-                ffn_dim=512 if self.tiny else 8960, text_dim=4096, cross_attn_norm=True,
+                num_layers=2,
+                num_attention_heads=self.heads(12),
+                attention_head_dim=128,
+                ffn_dim=512 if self.tiny else 8960,
+                text_dim=4096,
+                cross_attn_norm=True,
                 qk_norm="rms_norm_across_heads",
             )
-        )  # fmt: skip
+        )
         height, width = (8, 8) if self.tiny else (60, 104)
         latents, text, times = self.drawn(4, 16, frames, height, width), self.drawn(4, 512, 4096), self.times(4)
         return lambda rows: model(latents[rows], times[rows], text[rows], return_dict=False)[0]
@@ -183,18 +199,30 @@ class Subjects:
     def t5(self, tokens: int) -> Forward:
         width, inner, heads = (64, 128, 2) if self.tiny else (4096, 10240, 64)
         config = transformers.T5Config(
-            vocab_size=1000, d_model=width, d_kv=64, d_ff=inner, num_layers=4, num_heads=heads,
+            vocab_size=1000,
+            d_model=width,
+            d_kv=64,
+            d_ff=inner,
+            num_layers=4,
+            num_heads=heads,
             feed_forward_proj="gated-gelu",
-        )  # fmt: skip
+        )
         model = self.built(lambda: transformers.T5EncoderModel(config))
         ids = torch.randint(1000, (8, tokens), device=self.device, generator=self._random)
         return lambda rows: model(ids[rows], return_dict=False)[0]
 
     def clip(self, width: int, heads: int, layers: int) -> Forward:
         config = transformers.CLIPTextConfig(
-            vocab_size=1000, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
-            num_attention_heads=heads, projection_dim=width, bos_token_id=0, eos_token_id=1, pad_token_id=1,
-        )  # fmt: skip
+            vocab_size=1000,
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            projection_dim=width,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=1,
+        )
         model = self.built(lambda: transformers.CLIPTextModelWithProjection(config))
         ids = torch.randint(2, 1000, (8, 77), device=self.device, generator=self._random)
         ids[:, 40] = 1
@@ -268,9 +296,12 @@ def products(subjects: Subjects, dtype: torch.dtype, bias: bool, terms: Sequence
                 if not depends_on_cuda(functional.linear, max(SIZES), batch, (batch, *others)):
                     missed.append((tokens, outputs))
         yield {
-            "terms": width, "tried": tried, "differ": len(differing), "most_outputs": max(differing, default=0),
+            "terms": width,
+            "tried": tried,
+            "differ": len(differing),
+            "most_outputs": max(differing, default=0),
             "missed": missed,
-        }  # fmt: skip
+        }
 
 
 @torch.no_grad()

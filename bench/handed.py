@@ -48,10 +48,19 @@ LONG, WINDOW = (20, 50, 100), 8
 ROUNDS = 5
 OPTIONS = TransferOptions(insecure=True)
 GREEDY: dict[str, Any] = {
-    "temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
-    "repetition_penalty": 1.0, "top_k": 0, "seed": 1, "logit_bias": "{}", "logprobs": None, "stop": "[]",
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "top_k": 0,
+    "seed": 1,
+    "logit_bias": "{}",
+    "logprobs": None,
+    "stop": "[]",
     "max_tokens": 1,
-}  # fmt: skip
+}
 
 
 class Words:
@@ -78,9 +87,14 @@ class Bench:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         config = LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=HEADS * WIDTH, intermediate_size=1024, num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS, num_key_value_heads=KEPT, max_position_embeddings=positions,
-        )  # fmt: skip
+            vocab_size=VOCABULARY,
+            hidden_size=HEADS * WIDTH,
+            intermediate_size=1024,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=KEPT,
+            max_position_embeddings=positions,
+        )
         model = LlamaForCausalLM(config).eval()
         self.near, self.far = (open_model(model, "cpu", positions) for _ in range(2))
         capacity = 1 << (2 * positions * TOKEN - 1).bit_length()

@@ -91,9 +91,13 @@ async def bodies(port: int, kind: str) -> None:
     """Post large bodies, a few at a time."""
     data = body(kind)
     call = head(
-        "POST", "/v1/images/edits", port, "Content-Type: application/json", f"Content-Length: {len(data)}",
+        "POST",
+        "/v1/images/edits",
+        port,
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
         "Connection: close",
-    )  # fmt: skip
+    )
     await asyncio.gather(*(asyncio.to_thread(answer, port, call + data) for _ in range(TOGETHER)))
 
 

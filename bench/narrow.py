@@ -68,9 +68,13 @@ class Edge:
         self._arena.release("r")
         self._owner.release("r")
         return {
-            "put": put - began, "pull": pulled - put, "read": done - pulled, "all": done - began,
-            "MiB": ref.nbytes / 2**20, "error": error,
-        }  # fmt: skip
+            "put": put - began,
+            "pull": pulled - put,
+            "read": done - pulled,
+            "all": done - began,
+            "MiB": ref.nbytes / 2**20,
+            "error": error,
+        }
 
     def close(self) -> None:
         self._transfers.close()

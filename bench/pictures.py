@@ -88,9 +88,17 @@ def ours(*arguments: str) -> Side:
 def fastapi(processes: int, app: str = "bench.peers.with_fastapi:app") -> Side:
     def command(folder: Path, port: int) -> list[str]:
         return [
-            sys.executable, "-m", "uvicorn", app, "--port", str(port), "--workers", str(processes),
-            "--log-level", "error",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "uvicorn",
+            app,
+            "--port",
+            str(port),
+            "--workers",
+            str(processes),
+            "--log-level",
+            "error",
+        ]
 
     return Side(command, ask_them)
 
@@ -225,10 +233,14 @@ def main() -> None:
                     name, {c: round(found[name, c][-1]["rate"], 2) for c in REQUESTS}, about[name][-1], file=sys.stderr
                 )
     rows: dict[str, dict[str, object]] = {}
-    best = {
-        clients: max(median(one["rate"] for one in found[name, clients]) for name in chosen if "unfuse" not in name)
-        for clients in REQUESTS
-    } if any("unfuse" not in name for name in chosen) else dict.fromkeys(REQUESTS, 1.0)  # fmt: skip
+    best = (
+        {
+            clients: max(median(one["rate"] for one in found[name, clients]) for name in chosen if "unfuse" not in name)
+            for clients in REQUESTS
+        }
+        if any("unfuse" not in name for name in chosen)
+        else dict.fromkeys(REQUESTS, 1.0)
+    )
     for name in chosen:
         rows[name] = {
             f"{clients}: rate ÷ best": round(median(one["rate"] for one in found[name, clients]) / best[clients], 3)

@@ -182,9 +182,12 @@ def row(bench: Bench, ref: ObjectRef, kind: str, rounds: int) -> dict[str, Any]:
 
 
 def measure(
-    reader: Reader, lengths: Sequence[int], rounds: int, faults: Sequence[str] = tuple(ENGINES),
+    reader: Reader,
+    lengths: Sequence[int],
+    rounds: int,
+    faults: Sequence[str] = tuple(ENGINES),
     options: TransferOptions = OPTIONS,
-) -> dict[str, dict[str, Any]]:  # fmt: skip
+) -> dict[str, dict[str, Any]]:
     """A row for each length and fault."""
     rows = {}
     for fault in faults:

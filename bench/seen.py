@@ -104,9 +104,13 @@ class Undivided:
         variables = environment(Path(tempfile.gettempdir())) | {"OMP_NUM_THREADS": str(threads)}
         for _ in range(processes):
             process = subprocess.Popen(
-                [sys.executable, "-I", str(PEER), str(threads)], env=variables, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+                [sys.executable, "-I", str(PEER), str(threads)],
+                env=variables,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
             self.processes.append(stack.enter_context(process))
             self._free.put(process)
 

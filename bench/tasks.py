@@ -273,8 +273,10 @@ def row(runs: list[dict[str, Any]], arq: list[dict[str, Any]]) -> dict[str, Any]
     for which, callers in (("loaded", CALLERS), ("alone", 1)):
         each = [seconds * 1e3 for run in runs for seconds in run[which]]
         found[f"milliseconds_{callers}_clients"] = {
-            "p50": round(quantile(each, 0.5), 2), "p99": round(quantile(each, 0.99), 2), "n": len(each),
-        }  # fmt: skip
+            "p50": round(quantile(each, 0.5), 2),
+            "p99": round(quantile(each, 0.99), 2),
+            "n": len(each),
+        }
     parts = runs[0]["cpu_ms_per_task"]
     found["cpu_ms_per_task"] = {n: round(median(run["cpu_ms_per_task"][n] for run in runs), 3) for n in parts}
     return found

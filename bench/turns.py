@@ -125,10 +125,15 @@ def measure(sides: dict[str, dict[str, Server]], rounds: int, seconds: float) ->
                 before, began = swapped(sides[side]), time.perf_counter()
                 took = load(sides[side], clients, seconds)
                 wall, after = time.perf_counter() - began, swapped(sides[side])
-                runs[side].append({
-                    "took": took, "wall": wall, "rate": sum(map(len, took.values())) / wall,
-                    "swaps": after[0] - before[0], "loading": after[1] - before[1],
-                })  # fmt: skip
+                runs[side].append(
+                    {
+                        "took": took,
+                        "wall": wall,
+                        "rate": sum(map(len, took.values())) / wall,
+                        "swaps": after[0] - before[0],
+                        "loading": after[1] - before[1],
+                    }
+                )
         found[what] = {side: figures(made) for side, made in runs.items()}
         for other in (HALF, APART):
             ratios = [ours["rate"] / theirs["rate"] for ours, theirs in zip(runs[TURNS], runs[other], strict=True)]
@@ -157,17 +162,17 @@ def main() -> None:
             serving(folders[1], *map(str, models.values()), *named, "--device-memory", ROOM, *COMMON)
         )
         alone = {
-            name: stack.enter_context(serving(
-                folder, str(model), "--served-model-name", name, "--workers", "all=1", *COMMON
-            ))
+            name: stack.enter_context(
+                serving(folder, str(model), "--served-model-name", name, "--workers", "all=1", *COMMON)
+            )
             for folder, (name, model) in zip(folders[2:4], models.items(), strict=True)
-        }  # fmt: skip
+        }
         halves = {
-            name: stack.enter_context(serving(
-                folder, str(model), "--served-model-name", name, "--workers", "none", *COMMON
-            ))
+            name: stack.enter_context(
+                serving(folder, str(model), "--served-model-name", name, "--workers", "none", *COMMON)
+            )
             for folder, (name, model) in zip(folders[4:], models.items(), strict=True)
-        }  # fmt: skip
+        }
         for server in halves.values():
             server.worker(HALVES, *COMMON[-2:])
         sides = {TURNS: dict.fromkeys(NAMES, both), HALF: halves, APART: alone}

@@ -40,24 +40,35 @@ class Forking:
         paths = [] if isolated else [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         with theirs:
             self._process = subprocess.Popen(
-                [*command, *imports], pass_fds=[theirs.fileno()], cwd=ROOT,
+                [*command, *imports],
+                pass_fds=[theirs.fileno()],
+                cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)},
-            )  # fmt: skip
+            )
         self._lock = Lock()
         atexit.register(self.close)
 
     def fork(
-        self, command: Sequence[str], cwd: Path, environment: Mapping[str, str], own_session: bool,
+        self,
+        command: Sequence[str],
+        cwd: Path,
+        environment: Mapping[str, str],
+        own_session: bool,
         descriptors: Mapping[int, int],
-    ) -> tuple[int, int]:  # fmt: skip
+    ) -> tuple[int, int]:
         """Fork a process that has these `descriptors`, by the numbers that it is to have them by.
 
         Returns its process id, and a descriptor from which its exit code can be read when it has ended.
         """
-        asked = json.dumps({
-            "command": [*command], "cwd": str(cwd), "environment": {**environment}, "own_session": own_session,
-            "numbers": [*descriptors],
-        }).encode()  # fmt: skip
+        asked = json.dumps(
+            {
+                "command": [*command],
+                "cwd": str(cwd),
+                "environment": {**environment},
+                "own_session": own_session,
+                "numbers": [*descriptors],
+            }
+        ).encode()
         ended, theirs = os.pipe()
         try:
             with self._lock:
@@ -89,10 +100,19 @@ class Forked:
     """
 
     def __init__(
-        self, command: Sequence[str], *, stdin: int = NOTHING, stdout: int, stderr: int, env: Mapping[str, str],
-        cwd: Path = ROOT, pass_fds: Sequence[int] = (), start_new_session: bool = False,
-        imports: Sequence[str] = COMMANDS, isolated: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        command: Sequence[str],
+        *,
+        stdin: int = NOTHING,
+        stdout: int,
+        stderr: int,
+        env: Mapping[str, str],
+        cwd: Path = ROOT,
+        pass_fds: Sequence[int] = (),
+        start_new_session: bool = False,
+        imports: Sequence[str] = COMMANDS,
+        isolated: bool = False,
+    ) -> None:
         standard = {0: stdin, 1: stdout, 2: stderr}
         descriptors = standard | {number: number for number in pass_fds}
         server = forking(imports, isolated)
@@ -129,18 +149,30 @@ class Forked:
 
 
 def script(
-    script: str, arguments: Sequence[str], *, stdin: Path | None = None, stdout: Path, stderr: Path, cwd: Path = ROOT,
-    isolated: bool = False, variables: Mapping[str, str] | None = None,
-) -> Forked:  # fmt: skip
+    script: str,
+    arguments: Sequence[str],
+    *,
+    stdin: Path | None = None,
+    stdout: Path,
+    stderr: Path,
+    cwd: Path = ROOT,
+    isolated: bool = False,
+    variables: Mapping[str, str] | None = None,
+) -> Forked:
     """Start a script, or a module by its name, that finds torch, diffusers and transformers imported."""
     with ExitStack() as opened:
         read = opened.enter_context((stdin or Path(os.devnull)).open("rb"))
         written, errors = (opened.enter_context(file.open("wb")) for file in (stdout, stderr))
         return Forked(
-            ["" if script.endswith(".py") else "-m", script, *arguments], stdin=read.fileno(), stdout=written.fileno(),
-            stderr=errors.fileno(), cwd=cwd, env={**os.environ, **(variables or {})},
-            imports=LIBRARIES if isolated else RANKS, isolated=isolated,
-        )  # fmt: skip
+            ["" if script.endswith(".py") else "-m", script, *arguments],
+            stdin=read.fileno(),
+            stdout=written.fileno(),
+            stderr=errors.fileno(),
+            cwd=cwd,
+            env={**os.environ, **(variables or {})},
+            imports=LIBRARIES if isolated else RANKS,
+            isolated=isolated,
+        )
 
 
 def isolated(file: Path, *arguments: str, folder: Path, given: str = "") -> str:

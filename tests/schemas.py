@@ -55,10 +55,38 @@ SCHEMAS = st.recursive(LEAVES, _inner, max_leaves=6)
 """Sound ones, some of which nothing matches; answers to them are short."""
 
 _WORDS = st.sampled_from(
-    ["type", "properties", "items", "$ref", "$defs", "not", "if", "then", "contains", "uniqueItems", "pattern", "enum",
-     "anyOf", "oneOf", "allOf", "required", "minLength", "maxLength", "minItems", "multipleOf", "format", "$schema",
-     "patternProperties", "additionalProperties", "dependentRequired", "x-guidance", "%", "propertyNames", "const"]
-)  # fmt: skip
+    [
+        "type",
+        "properties",
+        "items",
+        "$ref",
+        "$defs",
+        "not",
+        "if",
+        "then",
+        "contains",
+        "uniqueItems",
+        "pattern",
+        "enum",
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "required",
+        "minLength",
+        "maxLength",
+        "minItems",
+        "multipleOf",
+        "format",
+        "$schema",
+        "patternProperties",
+        "additionalProperties",
+        "dependentRequired",
+        "x-guidance",
+        "%",
+        "propertyNames",
+        "const",
+    ]
+)
 _THINGS = st.one_of(
     SCALARS,
     st.floats(),

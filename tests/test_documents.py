@@ -141,7 +141,7 @@ FACTS = [
     ("docs/architecture.md", f"at most {MAX_CACHED} entries"),
     *(("docs/serving.md", f"`{name}`" if name.endswith("Pipeline") else name) for name in FAMILIES),
     *(("docs/data-plane.md", f"| `{name}`") for name in BACKENDS),
-]  # fmt: skip
+]
 """Sentences with the numbers and names that the code has. A number in words is there only if the code's is the same."""
 
 

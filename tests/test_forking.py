@@ -23,9 +23,14 @@ def test_it_has_what_it_was_given_and_tells_its_exit_code(argument: str, code: i
     (script := tmp_path / "script.py").write_text(SCRIPT)
     with (tmp_path / "log").open("wb") as log:
         forked = Forked(
-            ["", str(script), argument], stdout=log.fileno(), stderr=log.fileno(), env={"ONLY": "this"}, cwd=tmp_path,
-            start_new_session=True, imports=("json",),
-        )  # fmt: skip
+            ["", str(script), argument],
+            stdout=log.fileno(),
+            stderr=log.fileno(),
+            env={"ONLY": "this"},
+            cwd=tmp_path,
+            start_new_session=True,
+            imports=("json",),
+        )
     if argument == "sleep":
         assert forked.poll() is None
         forked.kill()

@@ -86,28 +86,41 @@ def test_depth_counts_blocks_and_takes_elif_for_its_if() -> None:
     assert (depth(ast.parse(chain).body[0]), depth(ast.parse(nested).body[0])) == (2, 5)
 
 
+def test_no_line_is_kept_from_the_formatter() -> None:
+    folders = ("unfuse", "tests", "tools", "bench")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert [path for path in files if re.search(r"# fmt: (?:skip|off)", path.read_text())] == []
+
+
 def test_names_say_something() -> None:
     classes = [
-        f"{path} {node.name}" for path, tree in TREES.items() for node in ast.walk(tree)
+        f"{path} {node.name}"
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and re.findall(r"[A-Z][a-z]*\d*", node.name)[-1] in BANNED
-    ]  # fmt: skip
+    ]
     modules = [path for path in TREES if Path(path).stem.title() in BANNED - {"Base"}]
     assert classes + modules == []
 
 
 FORMATS = {
-    "unfuse/language/answer_reader.py", "unfuse/language/tokenizer.py", "unfuse/weights/gguf_model.py",
-    "unfuse/weights/source.py", "unfuse/weights/single.py",
-}  # fmt: skip
+    "unfuse/language/answer_reader.py",
+    "unfuse/language/tokenizer.py",
+    "unfuse/weights/gguf_model.py",
+    "unfuse/weights/source.py",
+    "unfuse/weights/single.py",
+}
 """Tables of names that others gave: of repositories on the hub, parsers, tokenizers, and keys of other tools' files."""
 
 
 def test_a_model_family_is_named_only_in_models() -> None:
     found = [
         f"{path}:{number} {line.strip()}"
-        for path in TREES if not path.startswith("unfuse/models/") and path not in FORMATS
-        for number, line in enumerate((ROOT / path).read_text().splitlines(), 1) if words(line) & FAMILIES
-    ]  # fmt: skip
+        for path in TREES
+        if not path.startswith("unfuse/models/") and path not in FORMATS
+        for number, line in enumerate((ROOT / path).read_text().splitlines(), 1)
+        if words(line) & FAMILIES
+    ]
     assert found == []
 
 
@@ -141,10 +154,12 @@ def test_benches_and_tests_share_only_tools() -> None:
     """Only files that have the word are parsed."""
     found = [
         f"{path.relative_to(ROOT)} imports {other}"
-        for folder, others in APART.items() for path in sorted((ROOT / folder).rglob("*.py"))
-        for text in [path.read_text()] for other in sorted(others)
+        for folder, others in APART.items()
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for text in [path.read_text()]
+        for other in sorted(others)
         if re.search(rf"\b{other}\b", text) and other in imported(parsed(path))
-    ]  # fmt: skip
+    ]
     assert found == []
 
 

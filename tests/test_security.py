@@ -17,9 +17,18 @@ MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "sh
 """Reading what these wrote runs code."""
 
 CALLS = {
-    "eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.load", "torch.save", "yaml.load",
-    "yaml.unsafe_load", "tempfile.mktemp",
-}  # fmt: skip
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "os.system",
+    "os.popen",
+    "torch.load",
+    "torch.save",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "tempfile.mktemp",
+}
 METHODS = {"recv_pyobj", "send_pyobj", "load_module"}
 KEYWORDS = {("shell", True), ("trust_remote_code", True), ("allow_pickle", True), ("weights_only", False)}
 
@@ -38,9 +47,10 @@ def dangers(tree: ast.AST) -> list[str]:
                 name = ast.unparse(func)
                 found += [name] if name in CALLS or name.rpartition(".")[2] in METHODS else []
                 found += [
-                    f"{word.arg}={word.value.value}" for word in keywords
+                    f"{word.arg}={word.value.value}"
+                    for word in keywords
                     if isinstance(word.value, ast.Constant) and (word.arg, word.value.value) in KEYWORDS
-                ]  # fmt: skip
+                ]
     return found
 
 
@@ -52,11 +62,18 @@ def test_shipped_code_runs_no_stranger_s_bytes(path: Path) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "import pickle", "from dill import loads", "import torch\ntorch.load(x)", "from torch import load", "eval('1')",
-        "yaml.load(x)", "socket.recv_pyobj()", "subprocess.run(x, shell=True)", "numpy.load(x, allow_pickle=True)",
+        "import pickle",
+        "from dill import loads",
+        "import torch\ntorch.load(x)",
+        "from torch import load",
+        "eval('1')",
+        "yaml.load(x)",
+        "socket.recv_pyobj()",
+        "subprocess.run(x, shell=True)",
+        "numpy.load(x, allow_pickle=True)",
         "AutoModel.from_pretrained(x, trust_remote_code=True)",
     ],
-)  # fmt: skip
+)
 def test_the_search_finds_what_it_looks_for(source: str) -> None:
     assert dangers(ast.parse(source)) != []
 

@@ -17,12 +17,25 @@ from unfuse.cli.app import app
 EXTRAS = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
 
 OTHERWISE = (
-    "models: [Wan-AI", "pipeline:\n", "podTemplate:\n", "server {", "redis-cli ACL", "sum by (tenant)",
-    "sum by (model, device)", "helm -n unfuse install",
-    "UNFUSE_SERVE__MODELS=", "UNFUSE_WORKER__SCHEDULER=", "[Service]", "[serve]",
-    "NAME sha256:HEX [admin=yes]", "a|an COLOUR SHAPE", 'Parameter("sharpness"',
-    "cli\n", "generator = torch.Generator", 'pipeline.load_lora_weights("ink',
-)  # fmt: skip
+    "models: [Wan-AI",
+    "pipeline:\n",
+    "podTemplate:\n",
+    "server {",
+    "redis-cli ACL",
+    "sum by (tenant)",
+    "sum by (model, device)",
+    "helm -n unfuse install",
+    "UNFUSE_SERVE__MODELS=",
+    "UNFUSE_WORKER__SCHEDULER=",
+    "[Service]",
+    "[serve]",
+    "NAME sha256:HEX [admin=yes]",
+    "a|an COLOUR SHAPE",
+    'Parameter("sharpness"',
+    "cli\n",
+    "generator = torch.Generator",
+    'pipeline.load_lora_weights("ink',
+)
 """The beginnings of blocks that are neither commands nor whole programs: each is held to the code by a test of its own,
 or shows what diffusers is called with."""
 

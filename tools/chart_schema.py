@@ -89,8 +89,11 @@ def _plain(node: Node) -> Node:
 
 def _object(**properties: Node) -> Node:
     return {
-        "type": "object", "additionalProperties": False, "properties": properties, "required": [*properties],
-    }  # fmt: skip
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+        "required": [*properties],
+    }
 
 
 def _or_empty(node: Node) -> Node:

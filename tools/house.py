@@ -37,11 +37,10 @@ def used() -> dict[str, set[str]]:
     """For each folder, the others that it imports from."""
     folders = {file.parent.name for file in (ROOT / "unfuse").glob("*/__init__.py")} - ASIDE
     return {
-        folder: {
-            name for file in (ROOT / "unfuse" / folder).rglob("*.py") for name in imported(file)
-        } & folders - {folder}
+        folder: {name for file in (ROOT / "unfuse" / folder).rglob("*.py") for name in imported(file)}
+        & folders - {folder}
         for folder in folders
-    }  # fmt: skip
+    }
 
 
 def drawing() -> str:

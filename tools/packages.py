@@ -44,9 +44,14 @@ class Place:
         """What a program of it prints on both streams. Raises AssertionError if it ends otherwise."""
         own = {name: value for name, value in environment(self.data).items() if name != "PYTHONPATH"} | variables
         done = subprocess.run(
-            [str(self.bin / program), *arguments], env=own, cwd=self.bin.parent, text=True, check=False,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            [str(self.bin / program), *arguments],
+            env=own,
+            cwd=self.bin.parent,
+            text=True,
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         assert done.returncode == ends, done.stdout
         return done.stdout
 
@@ -63,9 +68,11 @@ def build(folder: Path) -> Built:
     tools = Place(folder / "build")
     tools.install("hatchling>=1.27")
     subprocess.run(
-        [tools.bin / "python", "-m", "hatchling", "build", "--directory", folder / "dist"], cwd=ROOT, check=True,
+        [tools.bin / "python", "-m", "hatchling", "build", "--directory", folder / "dist"],
+        cwd=ROOT,
+        check=True,
         capture_output=True,
-    )  # fmt: skip
+    )
     (wheel,), (sdist,) = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
     return Built(wheel, sdist)
 

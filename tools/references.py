@@ -28,9 +28,16 @@ DOCS = ROOT / "docs"
 WRITTEN = "This page is written by `python -m tools.references`."
 
 KINDS = {
-    "text": "text", "integer": "integer", "number": "number", "choice": "one of", "flag": "true or false",
-    "form": "text", "texts": "object of texts", "scaled": "names with scales", "any": "any",
-}  # fmt: skip
+    "text": "text",
+    "integer": "integer",
+    "number": "number",
+    "choice": "one of",
+    "flag": "true or false",
+    "form": "text",
+    "texts": "object of texts",
+    "scaled": "names with scales",
+    "any": "any",
+}
 
 PARAMETERS = f"""# Parameters
 
@@ -80,9 +87,16 @@ with the exit code.
 """
 
 STATUSES = {
-    **dict.fromkeys(CODES.values(), 500), "stage_failed": 500, "model_error": 500, "handed_back": 500,
-    "weights_changed": 503, "model_failed": 503, MODERATION_BLOCKED: 400, "expired": 504, "cancelled": 409,
-}  # fmt: skip
+    **dict.fromkeys(CODES.values(), 500),
+    "stage_failed": 500,
+    "model_error": 500,
+    "handed_back": 500,
+    "weights_changed": 503,
+    "model_failed": 503,
+    MODERATION_BLOCKED: 400,
+    "expired": 504,
+    "cancelled": 409,
+}
 """What a call gets that waited for a request which has no result."""
 
 ADVICE = {
@@ -184,9 +198,7 @@ ADVICE = {
     ),
     "stopping": "The server is shutting down. Repeat the call. Accepted requests continue if the queue is durable.",
     "target_too_long": "Send long values in the body.",
-    "timeout": (
-        "The client sent or read too slowly. See the limits in [serving](serving.md#network-access-and-tls)."
-    ),
+    "timeout": ("The client sent or read too slowly. See the limits in [serving](serving.md#network-access-and-tls)."),
     "too_many_bodies": "Retry later. Too many clients are sending large bodies.",
     "too_many_connections": "Reuse connections; `--max-connections` and `--max-connections-per-address` set the limit.",
     "weights_changed": (
@@ -195,7 +207,7 @@ ADVICE = {
     ),
     "unavailable": "A dependency, such as Redis, does not answer. Retry, and check the server's log.",
     "unsupported_media_type": "Send JSON with its content type, or a form.",
-}  # fmt: skip
+}
 """What to do about each code."""
 
 

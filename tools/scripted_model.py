@@ -58,10 +58,19 @@ def make_scripted_model(
         follows |= dict(zip(chain[:-1], chain[1:], strict=True))
 
     config = transformers.LlamaConfig(
-        vocab_size=len(ids), hidden_size=WIDTH, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=positions, eos_token_id=ids[END],
-        bos_token_id=None, pad_token_id=ids[SPECIALS[0]], tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=len(ids),
+        hidden_size=WIDTH,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=positions,
+        eos_token_id=ids[END],
+        bos_token_id=None,
+        pad_token_id=ids[SPECIALS[0]],
+        tie_word_embeddings=False,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.LlamaForCausalLM(config)
@@ -69,9 +78,11 @@ def make_scripted_model(
     model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": SPECIALS[0],
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": SPECIALS[0],
         "chat_template": template + _chooses(list(named)),
-    }  # fmt: skip
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 

@@ -64,9 +64,14 @@ class SharedForkServer:
             command = [sys.executable, "-m", "unfuse.worker.fork_server", str(self._asked.fileno()), "unfuse/shapes"]
             with (self._folder / "fork_server.log").open("wb") as log:
                 self._process = subprocess.Popen(
-                    command, pass_fds=[self._asked.fileno()], env=compute_environment(1, environment(self._folder)),
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                )  # fmt: skip
+                    command,
+                    pass_fds=[self._asked.fileno()],
+                    env=compute_environment(1, environment(self._folder)),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
         return self._asks.fileno()
 
     def close(self) -> None:
@@ -163,15 +168,22 @@ class Server:
         self.workers: list[Process] = []
 
     def _started(
-        self, start: Callable[..., Process], command: list[str], variables: Mapping[str, str],
+        self,
+        start: Callable[..., Process],
+        command: list[str],
+        variables: Mapping[str, str],
         forks: SharedForkServer | None,
-    ) -> Process:  # fmt: skip
+    ) -> Process:
         """Start `unfuse` by `start`, with that fork server or, without one, as it comes."""
         shared, handed = ([], []) if forks is None else (["--fork-server", str(forks.asks)], [forks.asks])
         return start(
-            [*command, *shared], pass_fds=handed, env=variables, stdout=self._log.fileno(),
-            stderr=self._log.fileno(), start_new_session=True,
-        )  # fmt: skip
+            [*command, *shared],
+            pass_fds=handed,
+            env=variables,
+            stdout=self._log.fileno(),
+            stderr=self._log.fileno(),
+            start_new_session=True,
+        )
 
     def get(self, path: str) -> Any:
         """The JSON at a path; None while the server does not answer it with 200."""
@@ -211,9 +223,13 @@ class Server:
         return self
 
     def worker(
-        self, role: str, *arguments: str, within: Callable[[list[str]], list[str]] = list, own_forks: bool = False,
+        self,
+        role: str,
+        *arguments: str,
+        within: Callable[[list[str]], list[str]] = list,
+        own_forks: bool = False,
         **variables: str,
-    ) -> Process:  # fmt: skip
+    ) -> Process:
         """Start a worker by hand, by the command that `within` makes of its own."""
         command = unfuse("worker", "--role", role, "--scheduler", self.control, "--arena", "64MiB", *arguments)
         own_start = own_forks or within is not list

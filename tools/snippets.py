@@ -9,10 +9,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    ROOT / "README.md", ROOT / "examples" / "README.md",
+    ROOT / "README.md",
+    ROOT / "examples" / "README.md",
     *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "log.md"),
     *sorted((ROOT / "docs" / "howto").glob("*.md")),
-]  # fmt: skip
+]
 """All pages that are kept true; the log and decisions tell of what was."""
 
 

@@ -20,11 +20,31 @@ TEXT_DIM, POOLED_DIM, IMAGE_DIM, CHANNELS = 32, 24, 24, 4
 LAYERS = {"num_layers": 2, "num_attention_heads": 2}
 
 KINDS = (
-    "wan", "wan-euler", "wan-image", "wan-image-euler", "wan-image-last", "wan-2.2", "wan-2.2-image",
-    "wan-2.2-5b", "wan-2.2-5b-image", "flux", "flux-schnell", "hunyuan-video", "qwen-image",
-    "klein", "klein-distilled", "krea", "krea-distilled", "sdxl", "sd3", "sd3-medium", "z-image", "ltx", "ltx-timed",
+    "wan",
+    "wan-euler",
+    "wan-image",
+    "wan-image-euler",
+    "wan-image-last",
+    "wan-2.2",
+    "wan-2.2-image",
+    "wan-2.2-5b",
+    "wan-2.2-5b-image",
+    "flux",
+    "flux-schnell",
+    "hunyuan-video",
+    "qwen-image",
+    "klein",
+    "klein-distilled",
+    "krea",
+    "krea-distilled",
+    "sdxl",
+    "sd3",
+    "sd3-medium",
+    "z-image",
+    "ltx",
+    "ltx-timed",
     "kontext",
-)  # fmt: skip
+)
 PICTURES = ("flux", "qwen", "klein", "krea", "sd", "z", "kontext")
 """What the kinds begin with that make no videos."""
 
@@ -38,9 +58,18 @@ def build(kind: str, folder: Path, serving: bool = True) -> Path:
 
     with torch.random.fork_rng(devices=[]):
         families = {
-            "flux": _flux, "hunyuan": _hunyuan, "klein": _klein, "krea": _krea, "kontext": _kontext, "ltx": _ltx,
-            "qwen": _qwen, "sd3": _sd3, "sdxl": _sdxl, "wan": _wan, "z": _z,
-        }  # fmt: skip
+            "flux": _flux,
+            "hunyuan": _hunyuan,
+            "klein": _klein,
+            "krea": _krea,
+            "kontext": _kontext,
+            "ltx": _ltx,
+            "qwen": _qwen,
+            "sd3": _sd3,
+            "sdxl": _sdxl,
+            "wan": _wan,
+            "z": _z,
+        }
         make = families[kind.partition("-")[0]]
         pipe = make(kind)
     pipe.save_pretrained(folder)
@@ -142,27 +171,51 @@ def _wan_vae(small: bool) -> Any:
     from diffusers import AutoencoderKLWan
 
     own = {
-        "dim_mult": [1, 2, 2], "temperal_downsample": [True, False], "scale_factor_spatial": 4,
+        "dim_mult": [1, 2, 2],
+        "temperal_downsample": [True, False],
+        "scale_factor_spatial": 4,
         "scale_factor_temporal": 2,
-    }  # fmt: skip
+    }
     if small:
         own = {
-            "dim_mult": [1, 1, 2, 2], "temperal_downsample": [False, True, True], "scale_factor_spatial": 16,
-            "scale_factor_temporal": 4, "is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12,
-        }  # fmt: skip
-    return _seeded(2, lambda: AutoencoderKLWan(
-        base_dim=8, z_dim=CHANNELS, num_res_blocks=1, latents_mean=[0.1, -0.3, 0.7, 0.0],
-        latents_std=[1.7, 2.3, 0.9, 3.1], **own,
-    ))  # fmt: skip
+            "dim_mult": [1, 1, 2, 2],
+            "temperal_downsample": [False, True, True],
+            "scale_factor_spatial": 16,
+            "scale_factor_temporal": 4,
+            "is_residual": True,
+            "patch_size": 2,
+            "in_channels": 12,
+            "out_channels": 12,
+        }
+    return _seeded(
+        2,
+        lambda: AutoencoderKLWan(
+            base_dim=8,
+            z_dim=CHANNELS,
+            num_res_blocks=1,
+            latents_mean=[0.1, -0.3, 0.7, 0.0],
+            latents_std=[1.7, 2.3, 0.9, 3.1],
+            **own,
+        ),
+    )
 
 
 def _wan_transformer(seed: int, own: dict[str, Any]) -> Any:
     from diffusers import WanTransformer3DModel
 
-    transformer = _seeded(seed, lambda: WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, out_channels=CHANNELS,
-        text_dim=TEXT_DIM, freq_dim=32, ffn_dim=48, num_layers=2, **{"attention_head_dim": 12, **own},
-    ))  # fmt: skip
+    transformer = _seeded(
+        seed,
+        lambda: WanTransformer3DModel(
+            patch_size=(1, 2, 2),
+            num_attention_heads=2,
+            out_channels=CHANNELS,
+            text_dim=TEXT_DIM,
+            freq_dim=32,
+            ffn_dim=48,
+            num_layers=2,
+            **{"attention_head_dim": 12, **own},
+        ),
+    )
     _louder(
         text=(transformer.condition_embedder.text_embedder.linear_2.weight, 20),
         first=(transformer.blocks[0].attn2.to_out[0].weight, 5),
@@ -192,16 +245,37 @@ def _flux(kind: str) -> Any:
     (tokenizer, encoder), tokenizer_2 = _clip(), _bytes_tokenizer()
     sizes = {"d_model": TEXT_DIM, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
     encoder_2 = _seeded(6, lambda: T5EncoderModel(T5Config(vocab_size=len(tokenizer_2), **sizes)))
-    vae = _seeded(7, lambda: AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * 3, up_block_types=["UpDecoderBlock2D"] * 3,
-        block_out_channels=[8, 16, 16], layers_per_block=1, norm_num_groups=4, latent_channels=CHANNELS,
-        sample_size=48, scaling_factor=0.3611, shift_factor=0.1159, use_quant_conv=False, use_post_quant_conv=False,
-    ))  # fmt: skip
+    vae = _seeded(
+        7,
+        lambda: AutoencoderKL(
+            down_block_types=["DownEncoderBlock2D"] * 3,
+            up_block_types=["UpDecoderBlock2D"] * 3,
+            block_out_channels=[8, 16, 16],
+            layers_per_block=1,
+            norm_num_groups=4,
+            latent_channels=CHANNELS,
+            sample_size=48,
+            scaling_factor=0.3611,
+            shift_factor=0.1159,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+        ),
+    )
     dev = kind == "flux"
-    transformer = _seeded(8 if dev else 9, lambda: FluxTransformer2DModel(
-        in_channels=4 * CHANNELS, num_layers=1, num_single_layers=2, attention_head_dim=12, num_attention_heads=2,
-        joint_attention_dim=TEXT_DIM, pooled_projection_dim=POOLED_DIM, axes_dims_rope=(4, 4, 4), guidance_embeds=dev,
-    ))  # fmt: skip
+    transformer = _seeded(
+        8 if dev else 9,
+        lambda: FluxTransformer2DModel(
+            in_channels=4 * CHANNELS,
+            num_layers=1,
+            num_single_layers=2,
+            attention_head_dim=12,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT_DIM,
+            pooled_projection_dim=POOLED_DIM,
+            axes_dims_rope=(4, 4, 4),
+            guidance_embeds=dev,
+        ),
+    )
     _louder(
         text=(transformer.context_embedder.weight, 5),
         pooled=(transformer.time_text_embed.text_embedder.linear_2.weight, 20),
@@ -234,21 +308,47 @@ def _hunyuan(kind: str) -> Any:
 
     tokenizer = _bytes_tokenizer(DEFAULT_PROMPT_TEMPLATE["template"], DEFAULT_PROMPT_TEMPLATE["crop_start"])
     llama = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=TEXT_DIM, intermediate_size=48, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=TEXT_DIM,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        pad_token_id=0,
+    )
     encoder = _seeded(11, lambda: LlamaModel(llama))
     tokenizer_2, encoder_2 = _clip(77)
-    vae = _seeded(12, lambda: AutoencoderKLHunyuanVideo(
-        latent_channels=CHANNELS, block_out_channels=(8, 8, 16), layers_per_block=1, norm_num_groups=4,
-        down_block_types=("HunyuanVideoDownBlock3D",) * 3, up_block_types=("HunyuanVideoUpBlock3D",) * 3,
-        scaling_factor=0.4769, spatial_compression_ratio=4, temporal_compression_ratio=4,
-    ))  # fmt: skip
-    transformer = _seeded(13, lambda: HunyuanVideoTransformer3DModel(
-        in_channels=CHANNELS, out_channels=CHANNELS, num_attention_heads=2, attention_head_dim=12, num_layers=1,
-        num_single_layers=1, num_refiner_layers=1, text_embed_dim=TEXT_DIM, pooled_projection_dim=POOLED_DIM,
-        rope_axes_dim=(4, 4, 4), guidance_embeds=True,
-    ))  # fmt: skip
+    vae = _seeded(
+        12,
+        lambda: AutoencoderKLHunyuanVideo(
+            latent_channels=CHANNELS,
+            block_out_channels=(8, 8, 16),
+            layers_per_block=1,
+            norm_num_groups=4,
+            down_block_types=("HunyuanVideoDownBlock3D",) * 3,
+            up_block_types=("HunyuanVideoUpBlock3D",) * 3,
+            scaling_factor=0.4769,
+            spatial_compression_ratio=4,
+            temporal_compression_ratio=4,
+        ),
+    )
+    transformer = _seeded(
+        13,
+        lambda: HunyuanVideoTransformer3DModel(
+            in_channels=CHANNELS,
+            out_channels=CHANNELS,
+            num_attention_heads=2,
+            attention_head_dim=12,
+            num_layers=1,
+            num_single_layers=1,
+            num_refiner_layers=1,
+            text_embed_dim=TEXT_DIM,
+            pooled_projection_dim=POOLED_DIM,
+            rope_axes_dim=(4, 4, 4),
+            guidance_embeds=True,
+        ),
+    )
     _louder(
         text=(transformer.context_embedder.proj_in.weight, 5),
         pooled=(transformer.time_text_embed.text_embedder.linear_2.weight, 20),
@@ -267,18 +367,32 @@ def _qwen(kind: str) -> Any:
     template, start = templates.QWENIMAGE_PROMPT_TEMPLATE, templates.QWENIMAGE_PROMPT_TEMPLATE_START_IDX
     tokenizer = _bytes_tokenizer(template, start)
     language = {
-        "vocab_size": len(tokenizer), "hidden_size": TEXT_DIM, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "pad_token_id": 0,
+        "vocab_size": len(tokenizer),
+        "hidden_size": TEXT_DIM,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "pad_token_id": 0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
-    }  # fmt: skip
+    }
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": TEXT_DIM}
     config = Qwen2_5_VLConfig(text_config=language, vision_config=eyes)
     encoder = _seeded(14, lambda: Qwen2_5_VLForConditionalGeneration(config))
     vae = _qwen_vae()
-    transformer = _seeded(16, lambda: QwenImageTransformer2DModel(
-        in_channels=4 * CHANNELS, out_channels=CHANNELS, num_layers=2, attention_head_dim=12, num_attention_heads=2,
-        joint_attention_dim=TEXT_DIM, axes_dims_rope=(4, 4, 4),
-    ))  # fmt: skip
+    transformer = _seeded(
+        16,
+        lambda: QwenImageTransformer2DModel(
+            in_channels=4 * CHANNELS,
+            out_channels=CHANNELS,
+            num_layers=2,
+            attention_head_dim=12,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT_DIM,
+            axes_dims_rope=(4, 4, 4),
+        ),
+    )
     _louder(text=(transformer.txt_in.weight, 20), out=(transformer.proj_out.weight, 5))
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
     return QwenImagePipeline(scheduler, vae, encoder, tokenizer, transformer)
@@ -287,10 +401,18 @@ def _qwen(kind: str) -> Any:
 def _qwen_vae() -> Any:
     from diffusers import AutoencoderKLQwenImage
 
-    return _seeded(15, lambda: AutoencoderKLQwenImage(
-        base_dim=8, z_dim=CHANNELS, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[True, False],
-        latents_mean=[0.2, -0.1, 0.5, 0.3], latents_std=[1.3, 2.1, 0.8, 2.7],
-    ))  # fmt: skip
+    return _seeded(
+        15,
+        lambda: AutoencoderKLQwenImage(
+            base_dim=8,
+            z_dim=CHANNELS,
+            dim_mult=[1, 2, 2],
+            num_res_blocks=1,
+            temperal_downsample=[True, False],
+            latents_mean=[0.2, -0.1, 0.5, 0.3],
+            latents_std=[1.3, 2.1, 0.8, 2.7],
+        ),
+    )
 
 
 def _klein(kind: str) -> Any:
@@ -305,19 +427,44 @@ def _klein(kind: str) -> Any:
     tokenizer = _bytes_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}!"
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=24, num_hidden_layers=28, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=512, pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=28,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
     encoder = _seeded(17, lambda: Qwen3ForCausalLM(config))
-    vae = _seeded(18, lambda: AutoencoderKLFlux2(
-        down_block_types=["DownEncoderBlock2D"] * 3, up_block_types=["UpDecoderBlock2D"] * 3,
-        block_out_channels=[8, 16, 16], layers_per_block=1, norm_num_groups=4, latent_channels=CHANNELS,
-        sample_size=48,
-    ))  # fmt: skip
-    transformer = _seeded(19, lambda: Flux2Transformer2DModel(
-        in_channels=4 * CHANNELS, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=48, timestep_guidance_channels=32, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False,
-    ))  # fmt: skip
+    vae = _seeded(
+        18,
+        lambda: AutoencoderKLFlux2(
+            down_block_types=["DownEncoderBlock2D"] * 3,
+            up_block_types=["UpDecoderBlock2D"] * 3,
+            block_out_channels=[8, 16, 16],
+            layers_per_block=1,
+            norm_num_groups=4,
+            latent_channels=CHANNELS,
+            sample_size=48,
+        ),
+    )
+    transformer = _seeded(
+        19,
+        lambda: Flux2Transformer2DModel(
+            in_channels=4 * CHANNELS,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=48,
+            timestep_guidance_channels=32,
+            axes_dims_rope=(4, 4, 4, 4),
+            guidance_embeds=False,
+        ),
+    )
     _louder(text=(transformer.context_embedder.weight, 5), out=(transformer.proj_out.weight, 5))
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
     distilled = kind.endswith("distilled")
@@ -332,21 +479,46 @@ def _krea(kind: str) -> Any:
     template, start = templates.QWENIMAGE_PROMPT_TEMPLATE, templates.QWENIMAGE_PROMPT_TEMPLATE_START_IDX
     tokenizer = _bytes_tokenizer(template, start)
     language = {
-        "vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 36,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 1024,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}, "pad_token_id": 0,
-    }  # fmt: skip
+        "vocab_size": len(tokenizer),
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 1024,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+        "pad_token_id": 0,
+    }
     eyes = {
-        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16,
-        "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
-    }  # fmt: skip
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 16,
+        "deepstack_visual_indexes": [0],
+        "num_position_embeddings": 16,
+    }
     encoder = _seeded(20, lambda: Qwen3VLModel(Qwen3VLConfig(text_config=language, vision_config=eyes)))
-    transformer = _seeded(21, lambda: Krea2Transformer2DModel(
-        in_channels=4 * CHANNELS, num_layers=2, attention_head_dim=12, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=32, timestep_embed_dim=32, text_hidden_dim=16, text_num_attention_heads=2,
-        text_num_key_value_heads=2, text_intermediate_size=24, num_layerwise_text_blocks=1, num_refiner_text_blocks=1,
-        axes_dims_rope=(4, 4, 4),
-    ))  # fmt: skip
+    transformer = _seeded(
+        21,
+        lambda: Krea2Transformer2DModel(
+            in_channels=4 * CHANNELS,
+            num_layers=2,
+            attention_head_dim=12,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=32,
+            timestep_embed_dim=32,
+            text_hidden_dim=16,
+            text_num_attention_heads=2,
+            text_num_key_value_heads=2,
+            text_intermediate_size=24,
+            num_layerwise_text_blocks=1,
+            num_refiner_text_blocks=1,
+            axes_dims_rope=(4, 4, 4),
+        ),
+    )
     _louder(text=(transformer.txt_in.linear_1.weight, 5), out=(transformer.final_layer.linear.weight, 5))
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
     distilled = kind.endswith("distilled")
@@ -356,24 +528,42 @@ def _krea(kind: str) -> Any:
 def _vae(seed: int, blocks: int = 3, **own: Any) -> Any:
     from diffusers import AutoencoderKL
 
-    return _seeded(seed, lambda: AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * blocks, up_block_types=["UpDecoderBlock2D"] * blocks,
-        block_out_channels=[8, *[16] * (blocks - 1)], layers_per_block=1, norm_num_groups=4, latent_channels=CHANNELS,
-        sample_size=48, **own,
-    ))  # fmt: skip
+    return _seeded(
+        seed,
+        lambda: AutoencoderKL(
+            down_block_types=["DownEncoderBlock2D"] * blocks,
+            up_block_types=["UpDecoderBlock2D"] * blocks,
+            block_out_channels=[8, *[16] * (blocks - 1)],
+            layers_per_block=1,
+            norm_num_groups=4,
+            latent_channels=CHANNELS,
+            sample_size=48,
+            **own,
+        ),
+    )
 
 
 def _unet(seed: int, **own: Any) -> Any:
     from diffusers import UNet2DConditionModel
 
     usual = {
-        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "block_out_channels": (16, 32),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "cross_attention_dim": 24, "attention_head_dim": 4,
-    }  # fmt: skip
-    unet = _seeded(seed, lambda: UNet2DConditionModel(
-        sample_size=16, in_channels=CHANNELS, out_channels=CHANNELS, layers_per_block=1, norm_num_groups=4,
-        **{**usual, **own},
-    ))  # fmt: skip
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "block_out_channels": (16, 32),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+        "cross_attention_dim": 24,
+        "attention_head_dim": 4,
+    }
+    unet = _seeded(
+        seed,
+        lambda: UNet2DConditionModel(
+            sample_size=16,
+            in_channels=CHANNELS,
+            out_channels=CHANNELS,
+            layers_per_block=1,
+            norm_num_groups=4,
+            **{**usual, **own},
+        ),
+    )
     _louder(out=(unet.conv_out.weight, 3))
     return unet
 
@@ -405,8 +595,13 @@ def _sdxl(kind: str) -> Any:
 
     tokenizer, encoder = _clip()
     second = _projected(35, tokenizer, 32, 16)
-    unet = _unet(36, addition_embed_type="text_time", addition_time_embed_dim=8, cross_attention_dim=POOLED_DIM + 32,
-        projection_class_embeddings_input_dim=16 + 6 * 8)  # fmt: skip
+    unet = _unet(
+        36,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        cross_attention_dim=POOLED_DIM + 32,
+        projection_class_embeddings_input_dim=16 + 6 * 8,
+    )
     usual = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
     scheduler = EulerDiscreteScheduler(timestep_spacing="leading", **usual)
     return StableDiffusionXLPipeline(_vae(37), encoder, second, tokenizer, tokenizer, unet, scheduler)
@@ -420,11 +615,22 @@ def _sd3(kind: str) -> Any:
     one, two = _projected(38, tokenizer, 24, 24), _projected(39, tokenizer, 32, 16)
     tokenizer_3, three = _t5(width=64)
     dual = (0,) if kind.endswith("medium") else ()
-    transformer = _seeded(40, lambda: SD3Transformer2DModel(
-        sample_size=16, patch_size=2, in_channels=CHANNELS, attention_head_dim=12, **LAYERS, caption_projection_dim=24,
-        joint_attention_dim=64, pooled_projection_dim=40, out_channels=CHANNELS, qk_norm="rms_norm",
-        dual_attention_layers=dual,
-    ))  # fmt: skip
+    transformer = _seeded(
+        40,
+        lambda: SD3Transformer2DModel(
+            sample_size=16,
+            patch_size=2,
+            in_channels=CHANNELS,
+            attention_head_dim=12,
+            **LAYERS,
+            caption_projection_dim=24,
+            joint_attention_dim=64,
+            pooled_projection_dim=40,
+            out_channels=CHANNELS,
+            qk_norm="rms_norm",
+            dual_attention_layers=dual,
+        ),
+    )
     _louder(text=(transformer.context_embedder.weight, 5), out=(transformer.proj_out.weight, 5))
     vae = _vae(41, use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.06)
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
@@ -438,15 +644,32 @@ def _z(kind: str) -> Any:
     tokenizer = _bytes_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}!"
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=TEXT_DIM, intermediate_size=48, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=512, pad_token_id=0,
+        vocab_size=len(tokenizer),
+        hidden_size=TEXT_DIM,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        pad_token_id=0,
         eos_token_id=1,
-    )  # fmt: skip
+    )
     encoder = _seeded(54, lambda: Qwen3Model(config))
-    transformer = _seeded(55, lambda: ZImageTransformer2DModel(
-        in_channels=CHANNELS, dim=24, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=TEXT_DIM,
-        axes_dims=[4, 4, 4], axes_lens=[128, 64, 64],
-    ))  # fmt: skip
+    transformer = _seeded(
+        55,
+        lambda: ZImageTransformer2DModel(
+            in_channels=CHANNELS,
+            dim=24,
+            n_layers=2,
+            n_refiner_layers=1,
+            n_heads=2,
+            n_kv_heads=2,
+            cap_feat_dim=TEXT_DIM,
+            axes_dims=[4, 4, 4],
+            axes_lens=[128, 64, 64],
+        ),
+    )
     _louder(text=(transformer.cap_embedder[1].weight, 5), out=(transformer.all_final_layer["2-1"].linear.weight, 5))
     vae = _vae(56, use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.1159, scaling_factor=0.3611)
     return ZImagePipeline(FlowMatchEulerDiscreteScheduler(shift=3.0), vae, encoder, tokenizer, transformer)
@@ -461,17 +684,37 @@ def _ltx(kind: str) -> Any:
     )
 
     tokenizer, encoder = _t5()
-    vae = _seeded(46, lambda: AutoencoderKLLTXVideo(
-        latent_channels=8, block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8),
-        layers_per_block=(1, 1, 1, 1, 1), decoder_layers_per_block=(1, 1, 1, 1, 1),
-        spatio_temporal_scaling=(True, True, False, False), decoder_spatio_temporal_scaling=(True, True, False, False),
-        decoder_inject_noise=(False,) * 5, upsample_residual=(False,) * 4, upsample_factor=(1,) * 4, patch_size=1,
-        patch_size_t=1, encoder_causal=True, decoder_causal=False, timestep_conditioning=kind.endswith("timed"),
-    ))  # fmt: skip
-    transformer = _seeded(47, lambda: LTXVideoTransformer3DModel(
-        in_channels=8, out_channels=8, attention_head_dim=12, **LAYERS, cross_attention_dim=24,
-        caption_channels=TEXT_DIM,
-    ))  # fmt: skip
+    vae = _seeded(
+        46,
+        lambda: AutoencoderKLLTXVideo(
+            latent_channels=8,
+            block_out_channels=(8, 8, 8, 8),
+            decoder_block_out_channels=(8, 8, 8, 8),
+            layers_per_block=(1, 1, 1, 1, 1),
+            decoder_layers_per_block=(1, 1, 1, 1, 1),
+            spatio_temporal_scaling=(True, True, False, False),
+            decoder_spatio_temporal_scaling=(True, True, False, False),
+            decoder_inject_noise=(False,) * 5,
+            upsample_residual=(False,) * 4,
+            upsample_factor=(1,) * 4,
+            patch_size=1,
+            patch_size_t=1,
+            encoder_causal=True,
+            decoder_causal=False,
+            timestep_conditioning=kind.endswith("timed"),
+        ),
+    )
+    transformer = _seeded(
+        47,
+        lambda: LTXVideoTransformer3DModel(
+            in_channels=8,
+            out_channels=8,
+            attention_head_dim=12,
+            **LAYERS,
+            cross_attention_dim=24,
+            caption_channels=TEXT_DIM,
+        ),
+    )
     _louder(text=(transformer.caption_projection.linear_1.weight, 5), out=(transformer.proj_out.weight, 5))
     return LTXPipeline(FlowMatchEulerDiscreteScheduler(shift=3.0), vae, encoder, tokenizer, transformer)
 
@@ -493,9 +736,12 @@ def adapter(
     part = "unet" if "unet" in index else "transformer"
     transformer = getattr(diffusers, index[part][1]).from_pretrained(model / part)
     how = LoraConfig(
-        r=rank, lora_alpha=alpha or rank, rank_pattern=ranks, alpha_pattern={} if alpha else ranks,
+        r=rank,
+        lora_alpha=alpha or rank,
+        rank_pattern=ranks,
+        alpha_pattern={} if alpha else ranks,
         target_modules=["to_q", "to_k", "to_v", "to_out.0"],
-    )  # fmt: skip
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         transformer.add_adapter(how)
@@ -511,10 +757,18 @@ ORIGINAL = {
     "condition_embedder.time_embedder.linear_2": "time_embedding.2",
     "condition_embedder.text_embedder.linear_1": "text_embedding.0",
     "condition_embedder.text_embedder.linear_2": "text_embedding.2",
-    "condition_embedder.time_proj": "time_projection.1", "attn1": "self_attn", "attn2": "cross_attn",
-    "to_out.0": "o", "to_q": "q", "to_k": "k", "to_v": "v", "ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2",
-    "proj_out": "head.head", "norm2": "norm3",
-}  # fmt: skip
+    "condition_embedder.time_proj": "time_projection.1",
+    "attn1": "self_attn",
+    "attn2": "cross_attn",
+    "to_out.0": "o",
+    "to_q": "q",
+    "to_k": "k",
+    "to_v": "v",
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+    "proj_out": "head.head",
+    "norm2": "norm3",
+}
 """What Wan's own names are for diffusers'."""
 
 

@@ -17,9 +17,17 @@ ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 3
 
 
 def make_language_model(
-    folder: Path, kind: str = KINDS[0], *, positions: int = 512, seed: int = 0, width: int = 64, layers: int = 2,
-    head_dim: int = 0, heads: int = 4, kept: int = 2,
-) -> Path:  # fmt: skip
+    folder: Path,
+    kind: str = KINDS[0],
+    *,
+    positions: int = 512,
+    seed: int = 0,
+    width: int = 64,
+    layers: int = 2,
+    head_dim: int = 0,
+    heads: int = 4,
+    kept: int = 2,
+) -> Path:
     """Save one as transformers does, with so many layers of that width, and heads of which so many are `kept`.
 
     A token takes 8 × kept × layers × head_dim bytes of keys and values; a head has a quarter of the width unless said.
@@ -31,12 +39,21 @@ def make_language_model(
     tokenizer = save_tokenizer(folder, TEMPLATE)
     torch.manual_seed(seed)
     config = getattr(transformers, kind.replace("ForCausalLM", "Config"))(
-        vocab_size=tokenizer.get_vocab_size(), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kept, head_dim=head_dim or width // 4,
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kept,
+        head_dim=head_dim or width // 4,
         max_position_embeddings=positions,
-        eos_token_id=tokenizer.token_to_id("<|im_end|>"), bos_token_id=None, pad_token_id=0, initializer_range=0.2,
-        tie_word_embeddings=False, **(ROUTED if "Moe" in kind else {}),
-    )  # fmt: skip
+        eos_token_id=tokenizer.token_to_id("<|im_end|>"),
+        bos_token_id=None,
+        pad_token_id=0,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        **(ROUTED if "Moe" in kind else {}),
+    )
     getattr(transformers, kind)(config).save_pretrained(folder)
     return folder
 
@@ -55,8 +72,10 @@ def save_tokenizer(folder: Path, template: str, *more: str) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
         "chat_template": template,
-    }  # fmt: skip
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return tokenizer

@@ -32,17 +32,27 @@ def make_vision_model(
     begin, end, picture, video = (tokenizer.token_to_id(token) for token in TOKENS)
     torch.manual_seed(seed)
     speaks = {
-        "vocab_size": tokenizer.get_vocab_size(), "hidden_size": width, "intermediate_size": 128,
-        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": width,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "max_position_embeddings": positions,
-        "eos_token_id": tokenizer.token_to_id("<|im_end|>"), "bos_token_id": None, "pad_token_id": 0,
+        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
+        "bos_token_id": None,
+        "pad_token_id": 0,
         "initializer_range": 0.2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-    }  # fmt: skip
+    }
     sees = {
-        "depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": width,
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": width,
         "initializer_range": 0.2,
-    }  # fmt: skip
+    }
     if kind == "Qwen2_5_VL":
         patch, sees = 14, {**sees, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}
     else:
@@ -52,9 +62,14 @@ def make_vision_model(
     if kind.endswith("Moe"):
         speaks |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = getattr(transformers, f"{kind}Config")(
-        text_config=speaks, vision_config=sees, image_token_id=picture, video_token_id=video,
-        vision_start_token_id=begin, vision_end_token_id=end, tie_word_embeddings=False,
-    )  # fmt: skip
+        text_config=speaks,
+        vision_config=sees,
+        image_token_id=picture,
+        video_token_id=video,
+        vision_start_token_id=begin,
+        vision_end_token_id=end,
+        tie_word_embeddings=False,
+    )
     getattr(transformers, f"{kind}ForConditionalGeneration")(config).save_pretrained(folder)
     side = (patch * 2) ** 2
     size = {"size": {"shortest_edge": 4 * side, "longest_edge": most * side}}

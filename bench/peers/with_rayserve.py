@@ -24,9 +24,10 @@ STORE = 128 << 20
 
 
 @serve.deployment(
-    num_replicas=WORKERS, max_ongoing_requests=2 * BATCH,
+    num_replicas=WORKERS,
+    max_ongoing_requests=2 * BATCH,
     ray_actor_options={"num_cpus": 1, "runtime_env": {"env_vars": VARIABLES}},
-)  # fmt: skip
+)
 class Pictures:
     def __init__(self) -> None:
         self.pipeline = load()

@@ -134,9 +134,12 @@ def pictures(components: Components, asked: list[Asked]) -> list[bytes]:
     with components.here("transformer") as pipeline:
         pipeline.set_progress_bar_config(disable=True)
         latents = pipeline(
-            prompt_embeds=embeds, pooled_prompt_embeds=pooled, output_type="latent",
-            generator=[torch.Generator("cpu").manual_seed(one.seed) for one in asked], **call,
-        ).images  # fmt: skip
+            prompt_embeds=embeds,
+            pooled_prompt_embeds=pooled,
+            output_type="latent",
+            generator=[torch.Generator("cpu").manual_seed(one.seed) for one in asked],
+            **call,
+        ).images
         del pipeline
     with components.here("vae") as pipeline:
         vae = pipeline.vae

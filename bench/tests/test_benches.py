@@ -107,10 +107,13 @@ def test_company_that_keeps_its_slots_has_each_request_in_one() -> None:
     assert all(len(row) == steps.PADDED for row in steps.companies("padded", 20))
 
 
-@pytest.mark.parametrize("subject", [
-    pytest.param(subject, id=subject.kind, marks=[] if subject.kind == "flux" else [pytest.mark.nightly])
-    for subject in gpu.TINY
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "subject",
+    [
+        pytest.param(subject, id=subject.kind, marks=[] if subject.kind == "flux" else [pytest.mark.nightly])
+        for subject in gpu.TINY
+    ],
+)
 def test_what_is_measured_on_a_gpu_can_be_measured(subject: gpu.Subject, folders: dict[str, Path]) -> None:
     parts = ("stages", "batching", "bytes", "offload")
     found = gpu.measure(subject, folders[subject.kind], "cpu", parts)

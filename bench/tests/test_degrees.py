@@ -62,9 +62,13 @@ def test_it_says_what_has_the_shortest_step_and_where_more_ranks_are_slower() ->
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "role", "how"), [
-    ("", "denoiser", "ring:2"), ("wan-image", "encoder", "tiles:2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "role", "how"),
+    [
+        ("", "denoiser", "ring:2"),
+        ("wan-image", "encoder", "tiles:2"),
+    ],
+)
 def test_what_is_asked_for_is_measured_beside_one_rank(kind: str, role: str, how: str, tmp_path: Path) -> None:
     model = str(build(kind, tmp_path / kind)) if kind else SHAPES
     one, two, *more = rows_of(measure(model, f"{role}={how}", 0))

@@ -109,10 +109,20 @@ def make_spoken(folder: Path) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": SPOKEN}))
     ids = tokenizer.get_vocab()
     config = transformers.LlamaConfig(
-        vocab_size=len(ids), hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=512, eos_token_id=ids["</s>"],
-        bos_token_id=ids["<s>"], pad_token_id=0, tie_word_embeddings=False, initializer_range=0.2,
-    )  # fmt: skip
+        vocab_size=len(ids),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=512,
+        eos_token_id=ids["</s>"],
+        bos_token_id=ids["<s>"],
+        pad_token_id=0,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         transformers.LlamaForCausalLM(config).save_pretrained(folder)

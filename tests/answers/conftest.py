@@ -94,11 +94,14 @@ def scripted_models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("scripted")
     return [
         make_scripted_model(
-            folder / name, texts, scripts.TEMPLATES[name],
-            specials=scripts.SPECIALS.get(name, ()), marks=scripts.MARKS.get(name, ()),
+            folder / name,
+            texts,
+            scripts.TEMPLATES[name],
+            specials=scripts.SPECIALS.get(name, ()),
+            marks=scripts.MARKS.get(name, ()),
         )
         for name, texts in scripts.SCRIPTS.items()
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ SCHEDULED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "flux-lcm": ("flux", "FlowMatchLCMScheduler", {"use_dynamic_shifting": True}),
     "lumina-stochastic": ("lumina2", "FlowMatchEulerDiscreteScheduler", {"shift": 6.0, "stochastic_sampling": True}),
     "wan-sde": ("wan", "DPMSolverMultistepScheduler", {**FLOW, "algorithm_type": "sde-dpmsolver++"}),
-}  # fmt: skip
+}
 """By name: the kind of tiny model, the class of its noise scheduler, and what the scheduler's configuration says."""
 
 BY_DAY = ("wan-dpm", "flux-unipc", "sd3-lcm", "lumina-stochastic")

@@ -21,15 +21,19 @@ LLAMA = (
 )
 CODER = HERMES.replace("<tool_call></tool_call> tags", "<tool_call>\n<function=example>\n<parameter=a>\n tags")
 SEP, CALLS, CALL, END, ENDS = (
-    "<｜tool▁sep｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
-)  # fmt: skip
+    "<｜tool▁sep｜>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
 DEEPSEEK = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}"
     "{% for call in m.tool_calls or [] %}" + CALLS + CALL + "{{ call.type }}" + SEP + "{{ call.function.name }}\n"
     "```json\n{{ call.function.arguments | tojson }}\n```" + END + "{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-)  # fmt: skip
+)
 MISTRAL = LLAMA.replace("Respond in the format", "[TOOL_CALLS]").replace('"parameters"', "arguments")
 PYTHONIC = LLAMA.replace("Respond in the format", "[func_name1(params_name1=params_value1, ...), func_name2()]")
 QWEN3 = (
@@ -67,8 +71,10 @@ SCRIPTS = {
     },
     "coder": {"one": CODED, "two": f"Well.\n{CODED}\n<tool_call>\n<function=g>\n</function>\n</tool_call>"},
     "deep": {"answer": "So it is.\n</think>\nSix.", "two": f"I have to call.\n</think>\n\n{DEEP}"},
-    "mistral": {"two": '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
-                "named": '[TOOL_CALLS]f{"a": 1}'},
+    "mistral": {
+        "two": '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        "named": '[TOOL_CALLS]f{"a": 1}',
+    },
     "py": {"two": "[f(a=1), g()]", "list": "[1, 2, 3]"},
     "think": {
         "answer": "<think>\nLet me see.\n\nYes.\n</think>\n\nIt is 4.",
@@ -76,7 +82,7 @@ SCRIPTS = {
         "call": f"<think>\nI call f.\n</think>\n\n{TAGGED}",
         "endless": "<think>\nFirst this, then that,",
     },
-}  # fmt: skip
+}
 TEMPLATES = {
     "pq": HERMES,
     "pl": LLAMA,
@@ -94,9 +100,11 @@ SPECIALS = {
 }
 
 INTEGER = {
-    "type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"],
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["a"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "f", "description": "One.", "parameters": INTEGER}},
     {"type": "function", "function": {"name": "g", "description": "Another.", "parameters": {"type": "object"}}},

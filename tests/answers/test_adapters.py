@@ -109,7 +109,7 @@ def files(folder: Folder) -> Mapping[str, tuple[str, Tensors, str]]:
             pair("diffusion_model.single_blocks.1.linear1", 32, 99, down="lora_down", up="lora_up"),
             "another model",
         ),
-    }  # fmt: skip
+    }
 
 
 ROWS = {

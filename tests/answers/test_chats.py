@@ -111,10 +111,13 @@ def test_a_chat_goes_on_whatever_a_model_has_written(ai: openai.OpenAI, past: di
 
 @pytest.mark.row("C28")
 def test_a_refusal_is_the_text_of_its_message(ai: openai.OpenAI) -> None:
-    refused, said = (size(ai, USER, one, USER) for one in (
-        {"role": "assistant", "content": None, "refusal": "I cannot do that."},
-        {"role": "assistant", "content": "I cannot do that."},
-    ))  # fmt: skip
+    refused, said = (
+        size(ai, USER, one, USER)
+        for one in (
+            {"role": "assistant", "content": None, "refusal": "I cannot do that."},
+            {"role": "assistant", "content": "I cannot do that."},
+        )
+    )
     assert refused == said
 
 
@@ -207,14 +210,23 @@ def test_numbers_that_others_take(ai: openai.OpenAI) -> None:
 @pytest.mark.row("N3")
 def test_what_openai_knows_is_taken_or_refused_by_name(ai: openai.OpenAI) -> None:
     taken = {
-        "modalities": ["text"], "prompt_cache_retention": "24h", "prompt_cache_key": "a", "service_tier": "auto",
-        "prediction": {"type": "content", "content": "a"}, "verbosity": "low", "store": True, "user": "me",
-        "metadata": {"a": "b"}, "safety_identifier": "x",
-    }  # fmt: skip
+        "modalities": ["text"],
+        "prompt_cache_retention": "24h",
+        "prompt_cache_key": "a",
+        "service_tier": "auto",
+        "prediction": {"type": "content", "content": "a"},
+        "verbosity": "low",
+        "store": True,
+        "user": "me",
+        "metadata": {"a": "b"},
+        "safety_identifier": "x",
+    }
     assert chat(ai, **taken).choices
     for name, value in {
-        "audio": {"voice": "alloy", "format": "wav"}, "web_search_options": {}, "modalities": ["text", "audio"],
-    }.items():  # fmt: skip
+        "audio": {"voice": "alloy", "format": "wav"},
+        "web_search_options": {},
+        "modalities": ["text", "audio"],
+    }.items():
         refused = refusal(ai, **{name: value})
         assert refused.param == name and "did you mean" not in refused.message
 

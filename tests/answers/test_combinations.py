@@ -13,17 +13,27 @@ from tools.server import Server
 
 CASES: dict[str, dict[str, Any]] = {
     "calls behind reasoning": {
-        "model": "think", "script": "call", "tools": TOOLS, "n": 2, "logprobs": True, "top_logprobs": 2,
-        "stop": ["I call", "name"], "min_tokens": 3,
+        "model": "think",
+        "script": "call",
+        "tools": TOOLS,
+        "n": 2,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "stop": ["I call", "name"],
+        "min_tokens": 3,
     },
     "a stop text that is shown": {
-        "model": "think", "script": "answer", "stop": [" 4"], "include_stop_str_in_output": True, "logprobs": True,
+        "model": "think",
+        "script": "answer",
+        "stop": [" 4"],
+        "include_stop_str_in_output": True,
+        "logprobs": True,
     },
     "reasoning that is not told": {"model": "think", "script": "answer", "include_reasoning": False, "n": 2},
     "the only call": {"model": "pq", "script": "two", "tools": TOOLS, "parallel_tool_calls": False, "n": 2},
     "special marks": {"model": "deep", "script": "two", "tools": TOOLS, "stop": ["call", "g"], "logprobs": True},
     "tags": {"model": "coder", "script": "two", "tools": TOOLS, "n": 2, "min_tokens": 5, "stop": ["parameter"]},
-}  # fmt: skip
+}
 
 Event = tuple[str, dict[str, Any]]
 
@@ -76,11 +86,15 @@ def whole(server: Server, case: str) -> list[dict[str, Any]]:
         calls = [
             ["", call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", [])
         ]
-        found.append({
-            "content": message["content"] or "", "reasoning_content": message.get("reasoning_content", ""),
-            "calls": calls, "tokens": [entry["token"] for entry in (choice["logprobs"] or {}).get("content", [])],
-            "reason": choice["finish_reason"],
-        })  # fmt: skip
+        found.append(
+            {
+                "content": message["content"] or "",
+                "reasoning_content": message.get("reasoning_content", ""),
+                "calls": calls,
+                "tokens": [entry["token"] for entry in (choice["logprobs"] or {}).get("content", [])],
+                "reason": choice["finish_reason"],
+            }
+        )
     return found
 
 

@@ -16,9 +16,13 @@ Sampled = Callable[[str], Path]
 pytestmark = pytest.mark.slow
 
 ROWS = {
-    "wan-dpm": ("P26", "K10"), "wan-deis": ("P26",), "flux-unipc": ("P27",), "flux-dpm": ("P27",),
-    "sd3-lcm": ("P16", "K5"), "lumina-stochastic": ("P17",),
-}  # fmt: skip
+    "wan-dpm": ("P26", "K10"),
+    "wan-deis": ("P26",),
+    "flux-unipc": ("P27",),
+    "flux-dpm": ("P27",),
+    "sd3-lcm": ("P16", "K5"),
+    "lumina-stochastic": ("P17",),
+}
 VIDEOS = ("hunyuan", "ltx")
 
 

@@ -11,8 +11,11 @@ import pytest
 from tools.server import Server
 
 CITY = {
-    "type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"], "additionalProperties": False,
-}  # fmt: skip
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 EBNF = 'root ::= "yes" | number\nnumber ::= [7-8]{2}'
 
 

@@ -82,8 +82,10 @@ def half_blue() -> Image.Image:
 
 FILES: dict[str, tuple[bytes, Image.Image]] = {
     "gray of 16 bits": (saved(SIXTEEN_BITS), GRAY.convert("RGB")),
-    "CMYK": (saved(PICTURE.convert("CMYK"), "JPEG", quality=95), Image.open(
-        io.BytesIO(saved(PICTURE.convert("CMYK"), "JPEG", quality=95))).convert("RGB")),
+    "CMYK": (
+        saved(PICTURE.convert("CMYK"), "JPEG", quality=95),
+        Image.open(io.BytesIO(saved(PICTURE.convert("CMYK"), "JPEG", quality=95))).convert("RGB"),
+    ),
     "palette": (saved(paletted()), paletted().convert("RGB")),
     "palette with a transparent red": (with_transparent_entry(b"\xff\0\0"), half_blue()),
     "hidden red": (saved(half_transparent("red")), flattened()),
@@ -96,7 +98,7 @@ FILES: dict[str, tuple[bytes, Image.Image]] = {
     "PNG of two frames": (animated("PNG"), PICTURE),
     "WebP of two frames": (animated("WEBP"), PICTURE),
     "BMP": (saved(PICTURE, "BMP"), PICTURE),
-}  # fmt: skip
+}
 """Files, and the same picture in RGB of 8 bits as it is looked at."""
 
 
@@ -152,9 +154,14 @@ def test_a_first_frame_is_seen_as_an_edit_s_picture_is(studio: Studio) -> None:
 def said(studio: Studio, *parts: Any, **more: Any) -> str:
     """What the model says of pictures, with the likeliest tokens."""
     body = {
-        "model": studio.sees, "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "the fox"}]}],
-        "temperature": 0, "max_tokens": 4, "logprobs": True, "top_logprobs": 3, **more,
-    }  # fmt: skip
+        "model": studio.sees,
+        "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "the fox"}]}],
+        "temperature": 0,
+        "max_tokens": 4,
+        "logprobs": True,
+        "top_logprobs": 3,
+        **more,
+    }
     answer = httpx2.post(f"{studio.server.url}/v1/chat/completions", json=body, timeout=600)
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]

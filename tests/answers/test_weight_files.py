@@ -37,14 +37,17 @@ def said_by_serve(folder: Path, place: Path) -> str:
     return said
 
 
-@pytest.mark.parametrize(("kind", "part", "layer", "scale"), [
-    pytest.param("flux", "text_encoder_2", "SelfAttention.q", "weight_scale", marks=pytest.mark.row("P10")),
-    pytest.param("wan", "text_encoder", "SelfAttention.q", "SCB", marks=NIGHTLY),
-    pytest.param("flux", "transformer", "ff.net", "weight_scale", marks=NIGHTLY),
-    pytest.param("wan", "transformer", "ffn.net", "scale_weight", marks=pytest.mark.row("P11")),
-    pytest.param("sdxl", "unet", "ff.net", "weight_scale", marks=NIGHTLY),
-    pytest.param("sd", "vae", "conv", "weight_scale", marks=NIGHTLY),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "part", "layer", "scale"),
+    [
+        pytest.param("flux", "text_encoder_2", "SelfAttention.q", "weight_scale", marks=pytest.mark.row("P10")),
+        pytest.param("wan", "text_encoder", "SelfAttention.q", "SCB", marks=NIGHTLY),
+        pytest.param("flux", "transformer", "ff.net", "weight_scale", marks=NIGHTLY),
+        pytest.param("wan", "transformer", "ffn.net", "scale_weight", marks=pytest.mark.row("P11")),
+        pytest.param("sdxl", "unet", "ff.net", "weight_scale", marks=NIGHTLY),
+        pytest.param("sd", "vae", "conv", "weight_scale", marks=NIGHTLY),
+    ],
+)
 def test_integers_with_scales_are_refused_by_name(
     kind: str, part: str, layer: str, scale: str, folder: Folder, tmp_path: Path
 ) -> None:

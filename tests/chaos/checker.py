@@ -13,8 +13,14 @@ from tests.chaos.history import TERMINAL, Final, Leaks, Operation, Told
 
 TERMINAL_EVENTS = ("completed", "failed", "cancelled")
 CONTROL = (
-    "kill scheduler", "restart scheduler", "kill redis", "kill primary", "freeze primary", "kill shard", "fill disk",
-)  # fmt: skip
+    "kill scheduler",
+    "restart scheduler",
+    "kill redis",
+    "kill primary",
+    "freeze primary",
+    "kill shard",
+    "fill disk",
+)
 BESIDE = ", control plane away"
 AWAY_S = 4.0
 """A fault of the control plane so close to another one may delay what is done about it."""
@@ -72,10 +78,15 @@ class Verdict(msgspec.Struct):
     def wrongs(self) -> dict[str, Any]:
         """What must be nothing."""
         return {
-            "lost": self.lost, "unexpected": self.unexpected, "duplicated": self.duplicated,
-            "dead_lettered": self.dead_lettered, "wrong_bytes": self.wrong_bytes, "stale": self.stale,
-            "errors": self.errors, "leaks": msgspec.structs.asdict(self.leaks) if self.leaks.any else [],
-        }  # fmt: skip
+            "lost": self.lost,
+            "unexpected": self.unexpected,
+            "duplicated": self.duplicated,
+            "dead_lettered": self.dead_lettered,
+            "wrong_bytes": self.wrong_bytes,
+            "stale": self.stale,
+            "errors": self.errors,
+            "leaks": msgspec.structs.asdict(self.leaks) if self.leaks.any else [],
+        }
 
     @property
     def kills(self) -> int:
@@ -219,16 +230,42 @@ def summary(told: Iterable[str]) -> str:
 def table(verdicts: Sequence[Verdict]) -> str:
     """The counts side by side."""
     head = (
-        "drill", "requests", "completed", "faults", "recovered", "lost", "unexpected", "duplicated", "dead", "stale",
-        "wrong", "errors", "leaks", "poison", "429", "retries",
-    )  # fmt: skip
+        "drill",
+        "requests",
+        "completed",
+        "faults",
+        "recovered",
+        "lost",
+        "unexpected",
+        "duplicated",
+        "dead",
+        "stale",
+        "wrong",
+        "errors",
+        "leaks",
+        "poison",
+        "429",
+        "retries",
+    )
     rows = [head]
     for one in verdicts:
         counts = (
-            one.operations, one.completed, sum(one.faults.values()), one.recovered, len(one.lost), len(one.unexpected),
-            len(one.duplicated), len(one.dead_lettered), len(one.stale), len(one.wrong_bytes), len(one.errors),
-            int(one.leaks.any), one.poison_dead, one.refused, one.reconnects,
-        )  # fmt: skip
+            one.operations,
+            one.completed,
+            sum(one.faults.values()),
+            one.recovered,
+            len(one.lost),
+            len(one.unexpected),
+            len(one.duplicated),
+            len(one.dead_lettered),
+            len(one.stale),
+            len(one.wrong_bytes),
+            len(one.errors),
+            int(one.leaks.any),
+            one.poison_dead,
+            one.refused,
+            one.reconnects,
+        )
         rows.append((one.name, *map(str, counts)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

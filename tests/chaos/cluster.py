@@ -208,9 +208,13 @@ class Cluster:
         clean = {name: value for name, value in os.environ.items() if name == RUN_DIR or not name.startswith("UNFUSE_")}
         paths = os.pathsep.join(filter(None, [str(site), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
         self._environment = clean | {
-            "PYTHONPATH": paths, "UNFUSE_DATA_DIR": str(folder / "data"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-            "UNFUSE_LEASE__TTL_S": str(LEASE_S), **variables,
-        }  # fmt: skip
+            "PYTHONPATH": paths,
+            "UNFUSE_DATA_DIR": str(folder / "data"),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "UNFUSE_LEASE__TTL_S": str(LEASE_S),
+            **variables,
+        }
         self.redis: Redis | None = None
         self.shards: list[Redis] = []
         self.away: list[Process] = []
@@ -233,10 +237,22 @@ class Cluster:
                     (folder / name).mkdir()
                     self.shards.append(Redis(folder / name, self._environment, name))
             arguments = [
-                str(self.model), "--served-model-name", "chaos", "--workers", "none", "--queue", self._queue(),
-                "--results", f"disk:{disk or folder}/results", "--device", "cpu", "--checkpoint", "1",
-                *self._keys, *serve,
-            ]  # fmt: skip
+                str(self.model),
+                "--served-model-name",
+                "chaos",
+                "--workers",
+                "none",
+                "--queue",
+                self._queue(),
+                "--results",
+                f"disk:{disk or folder}/results",
+                "--device",
+                "cpu",
+                "--checkpoint",
+                "1",
+                *self._keys,
+                *serve,
+            ]
             for number in range(schedulers):
                 name = f"serve-{number}"
                 self.gateways.append(Gateway(name, arguments, folder / f"{name}.log", self._environment))
@@ -262,9 +278,21 @@ class Cluster:
         name = f"{role}-{self._numbers}"
         addresses = [part for gateway in self.gateways for part in ("--scheduler", gateway.control)]
         command = [
-            sys.executable, "-m", "unfuse", "worker", "--role", role, *addresses, "--arena", self._arena,
-            "--device", "cpu", *self._keys, *self._worker_arguments, *arguments,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "unfuse",
+            "worker",
+            "--role",
+            role,
+            *addresses,
+            "--arena",
+            self._arena,
+            "--device",
+            "cpu",
+            *self._keys,
+            *self._worker_arguments,
+            *arguments,
+        ]
         own = {RUN_DIR: f"{self._environment[RUN_DIR]}/{name}"} if self._apart else {}
         self.workers.append(Process(name, command, self.folder / f"{name}.log", self._environment | own))
         return self.workers[-1]

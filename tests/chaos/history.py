@@ -53,9 +53,12 @@ class Asked(msgspec.Struct, frozen=True):
 
     def body(self, key: str) -> bytes:
         body = {
-            "prompt": self.prompt, "seed": self.seed, "size": f"{self.width}x{self.height}",
-            "num_inference_steps": self.steps, "metadata": {"operation": key},
-        }  # fmt: skip
+            "prompt": self.prompt,
+            "seed": self.seed,
+            "size": f"{self.width}x{self.height}",
+            "num_inference_steps": self.steps,
+            "metadata": {"operation": key},
+        }
         return json.dumps(body).encode()
 
 

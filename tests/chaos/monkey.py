@@ -57,14 +57,19 @@ class Monkey:
     def rampage(self, plan: Mapping[str, int], busy: Callable[[], bool]) -> None:
         """So many faults of each kind in random order; ends early when nobody is at work any more."""
         deeds = {
-            "kill compute": self._kill_compute, "kill worker": self._kill_worker,
+            "kill compute": self._kill_compute,
+            "kill worker": self._kill_worker,
             "kill scheduler": partial(self._end_gateway, "kill scheduler"),
-            "kill redis": self._kill_redis, "kill primary": partial(self._fail_over, "kill primary"),
+            "kill redis": self._kill_redis,
+            "kill primary": partial(self._fail_over, "kill primary"),
             "freeze primary": partial(self._fail_over, "freeze primary"),
-            "freeze worker": self._freeze, QUIETLY: self._kill_one, "restart worker": self._restart_worker,
+            "freeze worker": self._freeze,
+            QUIETLY: self._kill_one,
+            "restart worker": self._restart_worker,
             "restart scheduler": partial(self._end_gateway, "restart scheduler"),
-            "kill shard": self._kill_shard, "fill disk": self._fill_disk,
-        }  # fmt: skip
+            "kill shard": self._kill_shard,
+            "fill disk": self._fill_disk,
+        }
         todo = [kind for kind, count in plan.items() for _ in range(count)]
         self._rng.shuffle(todo)
         while todo and busy():

@@ -101,9 +101,15 @@ def asked(number: int) -> dict[str, Any]:
     rng = random.Random(number)
     words = f"{TEXT} " * rng.choice((1, 2, 12))
     return {
-        "model": "tiny", "messages": [{"role": "user", "content": words}], "seed": number, "temperature": 1,
-        "max_tokens": rng.choice((20, 80, 200)), "logprobs": True, "logit_bias": {"2": -100, "0": -100}, "stream": True,
-    }  # fmt: skip
+        "model": "tiny",
+        "messages": [{"role": "user", "content": words}],
+        "seed": number,
+        "temperature": 1,
+        "max_tokens": rng.choice((20, 80, 200)),
+        "logprobs": True,
+        "logit_bias": {"2": -100, "0": -100},
+        "stream": True,
+    }
 
 
 def shown(number: int) -> dict[str, Any]:

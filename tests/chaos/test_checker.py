@@ -75,14 +75,40 @@ def test_a_good_history_has_nothing_wrong() -> None:
         ("duplicated", done(), Final({"req_1": told(), "req_2": told()})),
         ("duplicated", done(), Final({"req_1": told(events=[*GOOD, event("completed", 9)])})),
         ("dead_lettered", done("ok"), Final({"req_1": told("failed", ran(end="failed"))}, {"req_1": "{}"})),
-        ("stale", done(), Final({"req_1": told(events=ran(
-            ("stage_started", 1, "a"), ("retrying", 1, "a"), ("stage_completed", 1, "a")))})),
-        ("stale", done(), Final({"req_1": told(events=ran(
-            ("stage_started", 1, "a"), ("stage_started", 2, "b"), ("stage_completed", 1, "a")))})),
-        ("stale", done(), Final({"req_1": told(events=ran(
-            ("stage_started", 1, "a"), ("stage_completed", 1, "b")))})),
-        ("stale", done(), Final({"req_1": told(events=ran(
-            ("stage_started", 1, "a"), ("stage_completed", 1, "a"), ("stage_completed", 1, "a")))})),
+        (
+            "stale",
+            done(),
+            Final(
+                {
+                    "req_1": told(
+                        events=ran(("stage_started", 1, "a"), ("retrying", 1, "a"), ("stage_completed", 1, "a"))
+                    )
+                }
+            ),
+        ),
+        (
+            "stale",
+            done(),
+            Final(
+                {
+                    "req_1": told(
+                        events=ran(("stage_started", 1, "a"), ("stage_started", 2, "b"), ("stage_completed", 1, "a"))
+                    )
+                }
+            ),
+        ),
+        ("stale", done(), Final({"req_1": told(events=ran(("stage_started", 1, "a"), ("stage_completed", 1, "b")))})),
+        (
+            "stale",
+            done(),
+            Final(
+                {
+                    "req_1": told(
+                        events=ran(("stage_started", 1, "a"), ("stage_completed", 1, "a"), ("stage_completed", 1, "a"))
+                    )
+                }
+            ),
+        ),
         ("stale", done(), Final({"req_1": told(events=[*GOOD, event("stage_completed", 9, "denoise.0", 2, "b")])})),
         ("wrong_bytes", done(hashes=["other"]), Final({"req_1": told(hashes=["other"])})),
         ("errors", done("unknown"), Final({"req_1": told()})),
@@ -93,7 +119,7 @@ def test_a_good_history_has_nothing_wrong() -> None:
         ("leaks", done(), Final({"req_1": told()}, leaks=Leaks(requests=1))),
         ("leaks", done(), Final({"req_1": told()}, leaks=Leaks(reported=1))),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_counted_as_what_it_is(what: str, operation: Operation, final: Final) -> None:
     found = verdict(operation, final)
     assert wrong(found) == {what}
@@ -113,8 +139,13 @@ def test_bytes_that_differ_between_two_reads_are_wrong_in_both_ways() -> None:
 
 
 def test_a_completion_of_an_output_that_was_lost_and_made_again_is_not_stale() -> None:
-    again = ran(("stage_started", 1, "a"), ("stage_completed", 1, "a"), ("retrying", 1, "a"),
-                ("stage_started", 2, "b"), ("stage_completed", 2, "b"))  # fmt: skip
+    again = ran(
+        ("stage_started", 1, "a"),
+        ("stage_completed", 1, "a"),
+        ("retrying", 1, "a"),
+        ("stage_started", 2, "b"),
+        ("stage_completed", 2, "b"),
+    )
     found = verdict(final=Final({"req_1": told(events=again, attempts=2)}))
     assert (wrong(found), found.recovered) == (set(), 1)
 
@@ -271,9 +302,13 @@ def test_the_script_answers_as_it_says() -> None:
 
 def test_faults_beside_one_that_lasts_are_told() -> None:
     faults = [
-        Fault(10.0, "fill disk", "disk", lasts=4.0), Fault(9.0, "kill worker", "a"), Fault(12.0, "kill compute", "a"),
-        Fault(13.0, "kill shard", "shard-0", lasts=4.0), Fault(16.0, "kill scheduler", "serve-0"),
-    ]  # fmt: skip
+        Fault(10.0, "fill disk", "disk", lasts=4.0),
+        Fault(9.0, "kill worker", "a"),
+        Fault(12.0, "kill compute", "a"),
+        Fault(13.0, "kill shard", "shard-0", lasts=4.0),
+        Fault(16.0, "kill scheduler", "serve-0"),
+    ]
     assert verdict(faults=faults).beside == {
-        "fill disk": ["kill compute", "kill shard"], "kill shard": ["kill scheduler"],
-    }  # fmt: skip
+        "fill disk": ["kill compute", "kill shard"],
+        "kill shard": ["kill scheduler"],
+    }

@@ -147,9 +147,13 @@ def unfinished(results: Path) -> list[Path]:
 
 
 POISON = {
-    "crash@text_encode": "SIGKILL", "crash@denoise": "SIGKILL", "crash@vae_decode": "SIGKILL",
-    "hang@denoise": "no progress", "eat@vae_decode": "of memory", "fail@denoise": "wants to be tried again",
-}  # fmt: skip
+    "crash@text_encode": "SIGKILL",
+    "crash@denoise": "SIGKILL",
+    "crash@vae_decode": "SIGKILL",
+    "hang@denoise": "no progress",
+    "eat@vae_decode": "of memory",
+    "fail@denoise": "wants to be tried again",
+}
 """Requests that are bad for whoever runs them, by the evidence that each must leave."""
 
 HOPELESS = ("refuse@denoise", "nan@denoise")

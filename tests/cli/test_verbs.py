@@ -324,10 +324,15 @@ def test_a_server_that_speaks_something_else_is_one_line(unfuse: Run, stranger: 
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (ConfigError("x"), 1), (UsageError("x"), 2), (PermanentError("x"), 1), (NotFound("x"), 1),
-        (InvalidParameter("x"), 2), (Overloaded("x"), 3), (TransientError("x"), 3),
+        (ConfigError("x"), 1),
+        (UsageError("x"), 2),
+        (PermanentError("x"), 1),
+        (NotFound("x"), 1),
+        (InvalidParameter("x"), 2),
+        (Overloaded("x"), 3),
+        (TransientError("x"), 3),
     ],
-)  # fmt: skip
+)
 def test_an_error_s_kind_is_its_exit_code(error: package.UnfuseError, code: int) -> None:
     assert exit_code(error) == code
 
@@ -451,10 +456,13 @@ def test_doctor_tells_what_serve_would_refuse(unfuse: Run) -> None:
     )
 
 
-@pytest.mark.parametrize(("arguments", "reason"), [
-    (["--parallel", "nonsense"], "is not ROLE=KIND:N"),
-    (["--workers", "auto", "--parallel", "auto"], "--parallel auto configures one worker"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--parallel", "nonsense"], "is not ROLE=KIND:N"),
+        (["--workers", "auto", "--parallel", "auto"], "--parallel auto configures one worker"),
+    ],
+)
 def test_a_worker_that_is_told_nonsense_waits_for_no_scheduler(unfuse: Run, arguments: list[str], reason: str) -> None:
     code, _, err = unfuse("worker", *arguments)
     assert (code, reason in err) == (2, True), err

@@ -54,9 +54,23 @@ installed.sys = SimpleNamespace(platform="darwin")
 )
 
 OF_UNIX = (
-    "fcntl", "resource", "pwd", "grp", "termios", "tty", "getuid", "geteuid", "sched_getaffinity", "fork", "statvfs",
-    "memfd_create", "killpg", "sysconf", "SIGKILL", "SIGHUP",
-)  # fmt: skip
+    "fcntl",
+    "resource",
+    "pwd",
+    "grp",
+    "termios",
+    "tty",
+    "getuid",
+    "geteuid",
+    "sched_getaffinity",
+    "fork",
+    "statvfs",
+    "memfd_create",
+    "killpg",
+    "sysconf",
+    "SIGKILL",
+    "SIGHUP",
+)
 """Modules, and what is in os, signal and socket, that are not there on Windows."""
 
 
@@ -105,15 +119,26 @@ def alone(
 ) -> subprocess.CompletedProcess[str]:
     code = BEGIN.format(allowed=importable(), gone=tuple(gone)) + program
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, cwd=ROOT,
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
         env=os.environ | variables,
-    )  # fmt: skip
+    )
 
 
 def test_what_a_plain_install_brings_is_small() -> None:
     assert requirements(ROOT.joinpath("pyproject.toml").read_text()) == [
-        "httpx2", "msgspec", "pillow", "rich", "structlog", "typer", "typing-extensions", "xxhash"
-    ]  # fmt: skip
+        "httpx2",
+        "msgspec",
+        "pillow",
+        "rich",
+        "structlog",
+        "typer",
+        "typing-extensions",
+        "xxhash",
+    ]
     assert not set(SERVER) & set(importable())
     assert len(base()) < 25
 
@@ -153,10 +178,20 @@ asyncio.run(ask())
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
-    [["serve"], ["worker", "--role", "all"], ["doctor"], ["compare", "unfuse/shapes"], ["pull", "x"], ["disk"],
-     ["keys", "new", "folder"], ["keys", "add", "joe"], ["generate", "a red circle"], ["chat", "hello"]],
+    [
+        ["serve"],
+        ["worker", "--role", "all"],
+        ["doctor"],
+        ["compare", "unfuse/shapes"],
+        ["pull", "x"],
+        ["disk"],
+        ["keys", "new", "folder"],
+        ["keys", "add", "joe"],
+        ["generate", "a red circle"],
+        ["chat", "hello"],
+    ],
     ids=lambda arguments: "-".join(arguments[:2]),
-)  # fmt: skip
+)
 def test_a_verb_that_needs_a_server_s_packages_says_what_to_install(arguments: list[str]) -> None:
     done = alone(COMMAND, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
@@ -177,8 +212,10 @@ def test_elsewhere_a_server_is_refused_before_it_is_looked_for() -> None:
 @pytest.mark.slow
 def test_names_and_results_that_need_more_say_so() -> None:
     for name in ("local", "TensorStore"):
-        assert re.search(rf"ImportError: unfuse.{name} needs the package \w+: pip install 'unfuse\[serve\]'\n$",
-                         alone(f"import unfuse; unfuse.{name}").stderr)  # fmt: skip
+        assert re.search(
+            rf"ImportError: unfuse.{name} needs the package \w+: pip install 'unfuse\[serve\]'\n$",
+            alone(f"import unfuse; unfuse.{name}").stderr,
+        )
     video = """
 from unfuse.client import Result
 Result({"id": "req_0", "result": [{"content_type": "video/mp4", "url": "/0"}]}, [b""]).images

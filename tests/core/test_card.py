@@ -17,10 +17,34 @@ def test_names_are_those_of_hubs(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "", "/", "/models/flux", "./flux", "../flux", "~/flux", "~root", "a/b/c", "a//b", "a/", "/a", "a/../b", "a/./b",
-        "-x", "a b", "a\nb", "a\n", "a\x00", "a\\b", "C:\\m", "a#b=c", "é", "x" * (MAX_NAME + 1), "a/-b", "a/.b", "%2e",
+        "",
+        "/",
+        "/models/flux",
+        "./flux",
+        "../flux",
+        "~/flux",
+        "~root",
+        "a/b/c",
+        "a//b",
+        "a/",
+        "/a",
+        "a/../b",
+        "a/./b",
+        "-x",
+        "a b",
+        "a\nb",
+        "a\n",
+        "a\x00",
+        "a\\b",
+        "C:\\m",
+        "a#b=c",
+        "é",
+        "x" * (MAX_NAME + 1),
+        "a/-b",
+        "a/.b",
+        "%2e",
     ],
-)  # fmt: skip
+)
 def test_a_path_is_no_name(name: str) -> None:
     assert not is_name(name)
 
@@ -28,13 +52,25 @@ def test_a_path_is_no_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("source", "name"),
     [
-        ("owner/model", "owner/model"), ("smollm2", "smollm2"), ("owner/model@v1", "owner/model@v1"),
-        ("/models/flux", "flux"), ("/models/flux/", "flux"), ("./flux", "flux"), ("../a/flux", "flux"),
-        ("~/flux", "flux"), ("/models/q.gguf", "q.gguf"), ("a/b/c", "c"), ("/", "model"), ("..", "model"),
-        ("~", "model"), (".", "model"), ("/m/flux#vae=/other/vae", "flux"), ("a/b#vae=/other/vae", "a/b"),
+        ("owner/model", "owner/model"),
+        ("smollm2", "smollm2"),
+        ("owner/model@v1", "owner/model@v1"),
+        ("/models/flux", "flux"),
+        ("/models/flux/", "flux"),
+        ("./flux", "flux"),
+        ("../a/flux", "flux"),
+        ("~/flux", "flux"),
+        ("/models/q.gguf", "q.gguf"),
+        ("a/b/c", "c"),
+        ("/", "model"),
+        ("..", "model"),
+        ("~", "model"),
+        (".", "model"),
+        ("/m/flux#vae=/other/vae", "flux"),
+        ("a/b#vae=/other/vae", "a/b"),
         ("/m/a#b", "a#b"),
     ],
-)  # fmt: skip
+)
 def test_a_model_is_called_by_the_last_part_of_its_path(source: str, name: str) -> None:
     assert name_of(source) == name
 

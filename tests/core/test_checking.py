@@ -34,18 +34,28 @@ def settle(limits: Lengths, params: Params, read: Mapping[str, Any], _: object) 
 
 
 TOLD = Modality(
-    "tale", "tales", "tale_", "max_tokens", 1, Lengths, settle,
+    "tale",
+    "tales",
+    "tale_",
+    "max_tokens",
+    1,
+    Lengths,
+    settle,
     (
         Parameter("opening", "text", 1, "max_chars", description="how it begins", required=True),
         Parameter("max_tokens", "integer", 1, "max_tokens", use="request", description="how long it is"),
         Parameter("temperature", "number", 0, 2, default=1.0, description="how wild it is"),
     ),
     size=(),
-)  # fmt: skip
+)
 WRITE = StageSpec(
-    "write", "write", ("pen",), per_sample=True, output_size=OutputSize(10, 4.0, 8, ("max_tokens",)),
+    "write",
+    "write",
+    ("pen",),
+    per_sample=True,
+    output_size=OutputSize(10, 4.0, 8, ("max_tokens",)),
     work=Workload("max_tokens", size=()),
-)  # fmt: skip
+)
 TELLER = ModelSpec(
     "teller", "/nowhere", "test", Pipeline((WRITE,)), {"max_tokens": 32}, {}, {"pen": "p" * 32}, {"pen": "float32"}
 )
@@ -131,10 +141,15 @@ REDRAWN = (AcceptedInput("image", "redraw", strength=0.6), AcceptedInput("mask",
 STARTS = msgspec.structs.replace(CARD, accepts=REDRAWN)
 
 
-@pytest.mark.parametrize(("given", "uploads", "strength"), [
-    ({}, ("image",), 0.6), ({}, ("image", "mask"), 0.9), ({"strength": "0.5"}, ("image",), 0.5),
-    ({"strength": 1}, ("image", "mask"), 1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "uploads", "strength"),
+    [
+        ({}, ("image",), 0.6),
+        ({}, ("image", "mask"), 0.9),
+        ({"strength": "0.5"}, ("image",), 0.5),
+        ({"strength": 1}, ("image", "mask"), 1.0),
+    ],
+)
 def test_a_picture_is_redrawn_as_strongly_as_is_asked_for_or_usual(
     given: dict[str, object], uploads: tuple[str, ...], strength: float
 ) -> None:
@@ -148,13 +163,21 @@ def test_a_default_strength_is_for_requests_with_a_picture() -> None:
     assert check_request(card, {"prompt": "a"})[0]["strength"] is None
 
 
-@pytest.mark.parametrize(("card", "given", "uploads", "says"), [
-    (STARTS, {"strength": 1.01}, ("image",), "strength must be 0 to 1, not 1.01"),
-    (STARTS, {"strength": 0}, ("image",), "less than one step"),
-    (STARTS, {"strength": 0.3, "num_inference_steps": 3}, ("image",), "strength 0.3 of 3 steps is less than one step"),
-    (STARTS, {"strength": 0.3}, (), "send it as image to /v1/images/edits"),
-    (CARD, {"strength": 0.3}, ("image",), "takes no strength"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("card", "given", "uploads", "says"),
+    [
+        (STARTS, {"strength": 1.01}, ("image",), "strength must be 0 to 1, not 1.01"),
+        (STARTS, {"strength": 0}, ("image",), "less than one step"),
+        (
+            STARTS,
+            {"strength": 0.3, "num_inference_steps": 3},
+            ("image",),
+            "strength 0.3 of 3 steps is less than one step",
+        ),
+        (STARTS, {"strength": 0.3}, (), "send it as image to /v1/images/edits"),
+        (CARD, {"strength": 0.3}, ("image",), "takes no strength"),
+    ],
+)
 def test_a_strength_that_means_nothing_is_refused(
     card: ModelSpec, given: dict[str, object], uploads: tuple[str, ...], says: str
 ) -> None:
@@ -171,27 +194,57 @@ def hint(medium: Modality, name: str) -> str:
 
 
 @pytest.mark.row("P46", "K19")
-@pytest.mark.parametrize(("medium", "name", "meant"), [
-    (IMAGE, "steps", "num_inference_steps"), (IMAGE, "cfg_scale", "guidance_scale"), (IMAGE, "cfg", "guidance_scale"),
-    (IMAGE, "resolution", "size"), (IMAGE, "num_images", "n"), (IMAGE, "batch_size", "n"),
-    (IMAGE, "denoising_strength", "strength"), (IMAGE, "negativePrompt", "negative_prompt"),
-    (IMAGE, "guidanceScale", "guidance_scale"), (IMAGE, "loras", "lora"), (IMAGE, "init_image", "image"),
-    (VIDEO, "duration", "seconds"), (VIDEO, "length", "seconds"), (VIDEO, "image", "input_reference"),
-    (VIDEO, "first_frame", "input_reference"), (VIDEO, "end_image", "last_frame"), (VIDEO, "frame_rate", "fps"),
-    (TEXT, "max_new_tokens", "max_tokens"), (TEXT, "prompt", "messages"),
-    (TEXT, "repeat_penalty", "repetition_penalty"), (IMAGE, "lora_weight", "lora_scale"),
-    (IMAGE, "lora_strength", "lora_scale"), (IMAGE, "image_urls", "image"), (IMAGE, "text_prompt", "prompt"),
-    (IMAGE, "count", "n"), (IMAGE, "model_name", "model"), (VIDEO, "first_frame_image", "input_reference"),
-    (VIDEO, "last_frame_image", "last_frame"), (VIDEO, "target_fps", "fps"), (TEXT, "model_id", "model"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("medium", "name", "meant"),
+    [
+        (IMAGE, "steps", "num_inference_steps"),
+        (IMAGE, "cfg_scale", "guidance_scale"),
+        (IMAGE, "cfg", "guidance_scale"),
+        (IMAGE, "resolution", "size"),
+        (IMAGE, "num_images", "n"),
+        (IMAGE, "batch_size", "n"),
+        (IMAGE, "denoising_strength", "strength"),
+        (IMAGE, "negativePrompt", "negative_prompt"),
+        (IMAGE, "guidanceScale", "guidance_scale"),
+        (IMAGE, "loras", "lora"),
+        (IMAGE, "init_image", "image"),
+        (VIDEO, "duration", "seconds"),
+        (VIDEO, "length", "seconds"),
+        (VIDEO, "image", "input_reference"),
+        (VIDEO, "first_frame", "input_reference"),
+        (VIDEO, "end_image", "last_frame"),
+        (VIDEO, "frame_rate", "fps"),
+        (TEXT, "max_new_tokens", "max_tokens"),
+        (TEXT, "prompt", "messages"),
+        (TEXT, "repeat_penalty", "repetition_penalty"),
+        (IMAGE, "lora_weight", "lora_scale"),
+        (IMAGE, "lora_strength", "lora_scale"),
+        (IMAGE, "image_urls", "image"),
+        (IMAGE, "text_prompt", "prompt"),
+        (IMAGE, "count", "n"),
+        (IMAGE, "model_name", "model"),
+        (VIDEO, "first_frame_image", "input_reference"),
+        (VIDEO, "last_frame_image", "last_frame"),
+        (VIDEO, "target_fps", "fps"),
+        (TEXT, "model_id", "model"),
+    ],
+)
 def test_a_name_from_elsewhere_is_told_the_field_of_the_same_meaning(medium: Modality, name: str, meant: str) -> None:
     assert hint(medium, name) == f"did you mean {meant}?"
 
 
-@pytest.mark.parametrize(("name", "meant"), [
-    ("promt", "prompt"), ("prompts", "prompt"), ("guidence_scale", "guidance_scale"), ("widht", "width"),
-    ("num_inference_step", "num_inference_steps"), ("stepps", "num_inference_steps"), ("qaulity", "quality"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("promt", "prompt"),
+        ("prompts", "prompt"),
+        ("guidence_scale", "guidance_scale"),
+        ("widht", "width"),
+        ("num_inference_step", "num_inference_steps"),
+        ("stepps", "num_inference_steps"),
+        ("qaulity", "quality"),
+    ],
+)
 def test_one_wrong_letter_is_found(name: str, meant: str) -> None:
     assert hint(IMAGE, name) == f"did you mean {meant}?"
 
@@ -202,9 +255,21 @@ def test_a_noise_scheduler_is_the_folder_s_affair(name: str) -> None:
     assert hint(IMAGE, name) == "the noise scheduler is set in the model's folder, a request cannot change it"
 
 
-@pytest.mark.parametrize("name", [
-    "clip_skip", "eta", "guidance_rescale", "vae_tiling", "foo", "x", "style_preset", "top_a", "hires_fix", "see",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "clip_skip",
+        "eta",
+        "guidance_rescale",
+        "vae_tiling",
+        "foo",
+        "x",
+        "style_preset",
+        "top_a",
+        "hires_fix",
+        "see",
+    ],
+)
 def test_what_has_no_field_has_no_hint(name: str) -> None:
     assert hint(IMAGE, name) == hint(VIDEO, name) == ""
     assert hint(TEXT, name) == ""

@@ -360,9 +360,15 @@ def test_a_random_seed_is_drawn(sent: object) -> None:
     assert len(seeds) > 1 and all(isinstance(seed, int) and seed >= 0 for seed in seeds)
 
 
-@pytest.mark.parametrize(("seed", "seeds"), [
-    (5, [5, 6, 7]), (-3, [-3, -2, MAX_SEED]), (-2, [-2, MAX_SEED, 0]), (MAX_SEED - 1, [MAX_SEED - 1, MAX_SEED, 0]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("seed", "seeds"),
+    [
+        (5, [5, 6, 7]),
+        (-3, [-3, -2, MAX_SEED]),
+        (-2, [-2, MAX_SEED, 0]),
+        (MAX_SEED - 1, [MAX_SEED - 1, MAX_SEED, 0]),
+    ],
+)
 def test_each_further_picture_has_the_next_seed_of_64_bits(seed: int, seeds: list[int]) -> None:
     assert [nth_seed(seed, index) for index in range(3)] == seeds
 
@@ -379,8 +385,12 @@ def test_delivery_is_read() -> None:
     delivery = check_delivery({"response_format": "url", "priority": "5", "timeout": 30, "metadata": {"job": "7"}})
     assert (delivery.response_format, delivery.priority, delivery.timeout) == ("url", 5, 30.0)
     assert [check_delivery({"stream": sent}).stream for sent in (True, "true", False, "false", None)] == [
-        True, True, False, False, False,
-    ]  # fmt: skip
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     sent = (True, "true", False, "false", None)
     assert [check_delivery({"cache": value}).cache for value in sent] == [True, True, False, False, True]
     assert delivery.metadata == {"job": "7"}
@@ -425,10 +435,31 @@ ANYTHING = st.recursive(
 )
 MEDIA = st.sampled_from([IMAGE, VIDEO])
 NAMES = st.sampled_from(
-    ["prompt", "negative_prompt", "size", "n", "seed", "num_inference_steps", "guidance_scale", "num_frames", "fps",
-     "output_format", "output_compression", "response_format", "priority", "timeout", "metadata", "quality", "user",
-     "seconds", "stream", "cache", "partial_images", "preview_every"]
-)  # fmt: skip
+    [
+        "prompt",
+        "negative_prompt",
+        "size",
+        "n",
+        "seed",
+        "num_inference_steps",
+        "guidance_scale",
+        "num_frames",
+        "fps",
+        "output_format",
+        "output_compression",
+        "response_format",
+        "priority",
+        "timeout",
+        "metadata",
+        "quality",
+        "user",
+        "seconds",
+        "stream",
+        "cache",
+        "partial_images",
+        "preview_every",
+    ]
+)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -485,30 +516,36 @@ def test_a_field_of_some_models_is_known_where_they_have_a_default_for_it() -> N
 
 
 @pytest.mark.row("P42")
-@pytest.mark.parametrize(("asked", "size"), [
-    ({"width": 96, "height": 32}, (96, 32)),
-    ({"width": "96", "height": "32"}, (96, 32)),
-    ({"width": 96.0}, (96, 64)),
-    ({"height": 96}, (64, 96)),
-    ({"size": "96x32", "width": 96, "height": 32}, (96, 32)),
-    ({"size": "auto", "width": 96, "height": 32}, (96, 32)),
-    ({"size": "96x32", "height": None}, (96, 32)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "size"),
+    [
+        ({"width": 96, "height": 32}, (96, 32)),
+        ({"width": "96", "height": "32"}, (96, 32)),
+        ({"width": 96.0}, (96, 64)),
+        ({"height": 96}, (64, 96)),
+        ({"size": "96x32", "width": 96, "height": 32}, (96, 32)),
+        ({"size": "auto", "width": 96, "height": 32}, (96, 32)),
+        ({"size": "96x32", "height": None}, (96, 32)),
+    ],
+)
 def test_width_and_height_are_read_beside_size(asked: dict[str, Any], size: tuple[int, int]) -> None:
     for medium in (IMAGE, VIDEO):
         params, _ = check_request(CARD, {"prompt": "a", **asked}, medium)
         assert (params["width"], params["height"]) == size
 
 
-@pytest.mark.parametrize(("asked", "param", "says"), [
-    ({"size": "96x32", "width": 64}, "width", "size 96x32 contradicts width 64: send one of them"),
-    ({"size": "96x32", "height": 64, "width": 96}, "height", "size 96x32 contradicts height 64: send one of them"),
-    ({"width": 33, "height": 32}, "width", "size 33x32 is not supported: each side must be a multiple of 16"),
-    ({"width": 32, "height": 33}, "height", "the nearest is 32x32"),
-    ({"width": 0}, "width", "width must be 1 to 999999, not 0"),
-    ({"width": "wide"}, "width", "width must be a whole number (1 to 999999), not 'wide'"),
-    ({"height": 10**6}, "height", "not 1000000"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "param", "says"),
+    [
+        ({"size": "96x32", "width": 64}, "width", "size 96x32 contradicts width 64: send one of them"),
+        ({"size": "96x32", "height": 64, "width": 96}, "height", "size 96x32 contradicts height 64: send one of them"),
+        ({"width": 33, "height": 32}, "width", "size 33x32 is not supported: each side must be a multiple of 16"),
+        ({"width": 32, "height": 33}, "height", "the nearest is 32x32"),
+        ({"width": 0}, "width", "width must be 1 to 999999, not 0"),
+        ({"width": "wide"}, "width", "width must be a whole number (1 to 999999), not 'wide'"),
+        ({"height": 10**6}, "height", "not 1000000"),
+    ],
+)
 def test_sides_that_disagree_or_cannot_be_made_are_refused(asked: dict[str, Any], param: str, says: str) -> None:
     error = refusal(**asked)
     assert error.param == param and says in str(error)
@@ -522,19 +559,22 @@ def test_frames_are_finer_than_seconds_and_win() -> None:
 LARGE = MediaLimits(max_size=2048, max_pixels=2048 * 2048)
 
 
-@pytest.mark.parametrize(("area", "picture", "size"), [
-    (1024 * 1024, (1024, 1024), (1024, 1024)),
-    (1024 * 1024, (500, 500), (1024, 1024)),
-    (1024 * 1024, (1920, 1080), (1360, 768)),
-    (1024 * 1024, (1080, 1920), (768, 1360)),
-    (480 * 832, (1280, 720), (832, 464)),
-    (480 * 832, (832, 480), (832, 480)),
-    (480 * 832, (480, 832), (480, 832)),
-    (1024 * 1024, (4096, 64), (2048, 32)),
-    (1024 * 1024, (16_384, 1), (2048, 16)),
-    (1, (1, 1), (16, 16)),
-    (4096 * 4096, (4096, 4096), (2048, 2048)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("area", "picture", "size"),
+    [
+        (1024 * 1024, (1024, 1024), (1024, 1024)),
+        (1024 * 1024, (500, 500), (1024, 1024)),
+        (1024 * 1024, (1920, 1080), (1360, 768)),
+        (1024 * 1024, (1080, 1920), (768, 1360)),
+        (480 * 832, (1280, 720), (832, 464)),
+        (480 * 832, (832, 480), (832, 480)),
+        (480 * 832, (480, 832), (480, 832)),
+        (1024 * 1024, (4096, 64), (2048, 32)),
+        (1024 * 1024, (16_384, 1), (2048, 16)),
+        (1, (1, 1), (16, 16)),
+        (4096 * 4096, (4096, 4096), (2048, 2048)),
+    ],
+)
 def test_a_size_like_a_picture_s_keeps_shape_and_area_within_limits(
     area: int, picture: tuple[int, int], size: tuple[int, int]
 ) -> None:
@@ -561,9 +601,15 @@ def test_a_result_follows_its_picture_unless_a_size_is_asked_for() -> None:
 
 
 @pytest.mark.row("K8")
-@pytest.mark.parametrize(("scale", "picture", "size"), [
-    (1, (100, 50), (96, 48)), (1, (400, 50), (128, 32)), (2, (40, 20), (64, 32)), (4, (400, 400), (64, 64)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scale", "picture", "size"),
+    [
+        (1, (100, 50), (96, 48)),
+        (1, (400, 50), (128, 32)),
+        (2, (40, 20), (64, 32)),
+        (4, (400, 400), (64, 64)),
+    ],
+)
 def test_a_pipeline_without_a_size_makes_what_its_picture_is(
     scale: int, picture: tuple[int, int], size: tuple[int, int]
 ) -> None:

@@ -36,9 +36,11 @@ MODULES = [importlib.import_module(f"unfuse.core.{found.name}") for found in pkg
 BACKGROUND = {f"unfuse.core.{name}" for name in ("observers", "own_thread", "supervisor", "time_budget")}
 """Tasks and threads in the background, which need an event loop."""
 STRUCTS = {
-    found for module in MODULES for found in vars(module).values()
+    found
+    for module in MODULES
+    for found in vars(module).values()
     if inspect.isclass(found) and issubclass(found, msgspec.Struct) and found is not msgspec.Struct
-}  # fmt: skip
+}
 ERRORS = [found for found in vars(errors).values() if inspect.isclass(found)]
 
 

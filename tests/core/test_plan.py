@@ -330,14 +330,20 @@ class TestStagesForEachEntry:
     LANGUAGE = Pipeline(
         (
             StageSpec(
-                "encode", "vision_encode", ("model",), (), ("seen",), per_item="shown",
-                depends_on_params=("content_hash",), output_size=OutputSize(10, 2, 1, ("tokens",)),
+                "encode",
+                "vision_encode",
+                ("model",),
+                (),
+                ("seen",),
+                per_item="shown",
+                depends_on_params=("content_hash",),
+                output_size=OutputSize(10, 2, 1, ("tokens",)),
                 work=Workload(size=("tokens",)),
             ),
             stage("prefill", "seen", "kv"),
             stage("decode", "seen kv", per_sample=True),
         )
-    )  # fmt: skip
+    )
 
     def plan(self, *shown: MediaItem) -> Any:
         self.LANGUAGE.validate()

@@ -17,8 +17,12 @@ DTYPES = st.sampled_from(["float32", "bfloat16", "float16", "float8_e4m3fn", "in
 NUMERICS = st.dictionaries(st.sampled_from(["torch", "device", "batching"]), st.text(max_size=5))
 IDS = st.builds(
     lambda kind, name, weights, dtype, numerics: pool_with_numerics(f"{kind}:{name}:{weights}:{dtype}", numerics),
-    KINDS, CLASSES, HASHES, DTYPES, NUMERICS,
-)  # fmt: skip
+    KINDS,
+    CLASSES,
+    HASHES,
+    DTYPES,
+    NUMERICS,
+)
 
 
 def named(name: str, kind: str = "denoise", dtype: str = "bfloat16") -> str:

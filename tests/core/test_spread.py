@@ -38,12 +38,20 @@ def test_a_spread_is_read_as_it_is_written(degrees: dict[str, int]) -> None:
     assert ParallelDegrees.parse(str(spread)) == spread
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("ulysses", "needs a number of ranks from 2 to 64"), ("ulysses:1", "from 2 to 64"), ("ulysses:65", "from 2 to 64"),
-    ("ulysses:two", "from 2 to 64"), ("ulysses:9+ring:8", "needs 72 ranks, but a worker has at most 64"),
-    ("rings:2", f"is not KIND:N; kinds are {', '.join(PARALLEL_KINDS)}, each once"),
-    ("cfg:2+cfg:2", "each once"), ("", "is not KIND:N"), ("ulysses:2+", "is not KIND:N"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("ulysses", "needs a number of ranks from 2 to 64"),
+        ("ulysses:1", "from 2 to 64"),
+        ("ulysses:65", "from 2 to 64"),
+        ("ulysses:two", "from 2 to 64"),
+        ("ulysses:9+ring:8", "needs 72 ranks, but a worker has at most 64"),
+        ("rings:2", f"is not KIND:N; kinds are {', '.join(PARALLEL_KINDS)}, each once"),
+        ("cfg:2+cfg:2", "each once"),
+        ("", "is not KIND:N"),
+        ("ulysses:2+", "is not KIND:N"),
+    ],
+)
 def test_a_spread_that_is_not_understood_shows_how_it_is_written(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         ParallelDegrees.parse(text)
@@ -79,20 +87,23 @@ def test_roles_that_have_one_model_in_a_worker_are_spread_alike() -> None:
         parse_parallel("language=tensor:2,decode=tensor:2")
 
 
-@pytest.mark.parametrize(("degrees", "says"), [
-    ("turbo:2", "is not KIND:N"),
-    ("ulysses:5", "ulysses:5 does not divide 24: use ulysses:4"),
-    ("ulysses:7", "use ulysses:6"),
-    ("ulysses:64", "use ulysses:24"),
-    ("cfg:3", "cfg:3 does not divide 2: use cfg:2"),
-    ("tensor:5", "tensor:5 does not divide 24: use tensor:4"),
-    ("tensor:4+ulysses:4", "ulysses:4 does not divide 6: use ulysses:3"),
-    ("layers:31", "layers:31 exceeds the number of blocks: use layers:30"),
-    ("ulysses:4+shard:3", "shard:3 does not divide 4: use shard:2"),
-    ("ulysses:3+shard:2", "shard:2 does not divide 3: use shard:3"),
-    ("tensor:2+tiles:3", "tiles:3 does not divide 2: use tiles:2"),
-    ("layers:2+shard:2", "layers and shard cannot be combined"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("degrees", "says"),
+    [
+        ("turbo:2", "is not KIND:N"),
+        ("ulysses:5", "ulysses:5 does not divide 24: use ulysses:4"),
+        ("ulysses:7", "use ulysses:6"),
+        ("ulysses:64", "use ulysses:24"),
+        ("cfg:3", "cfg:3 does not divide 2: use cfg:2"),
+        ("tensor:5", "tensor:5 does not divide 24: use tensor:4"),
+        ("tensor:4+ulysses:4", "ulysses:4 does not divide 6: use ulysses:3"),
+        ("layers:31", "layers:31 exceeds the number of blocks: use layers:30"),
+        ("ulysses:4+shard:3", "shard:3 does not divide 4: use shard:2"),
+        ("ulysses:3+shard:2", "shard:2 does not divide 3: use shard:3"),
+        ("tensor:2+tiles:3", "tiles:3 does not divide 2: use tiles:2"),
+        ("layers:2+shard:2", "layers and shard cannot be combined"),
+    ],
+)
 def test_a_degree_that_does_not_divide_names_the_nearest_that_does(degrees: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         refuse({"denoiser": ParallelDegrees.parse(degrees)}, [DENOISE])
@@ -133,9 +144,13 @@ def test_each_rank_has_a_device() -> None:
 def test_where_devices_are_gone_there_are_ways_to_go_on_with_fewer() -> None:
     four = {"denoiser": ParallelDegrees.parse("ulysses:2+cfg:2")}
     assert [*smaller_layouts("cuda:0+cuda:3+cuda:1+cuda:2", four)] == [
-        ("cuda:0+cuda:3", "denoiser=cfg:2"), ("cuda:1+cuda:2", "denoiser=cfg:2"),
-        ("cuda:0", ""), ("cuda:3", ""), ("cuda:1", ""), ("cuda:2", ""),
-    ]  # fmt: skip
+        ("cuda:0+cuda:3", "denoiser=cfg:2"),
+        ("cuda:1+cuda:2", "denoiser=cfg:2"),
+        ("cuda:0", ""),
+        ("cuda:3", ""),
+        ("cuda:1", ""),
+        ("cuda:2", ""),
+    ]
     assert [*smaller_layouts("cuda:0", {})] == []
     assert [*smaller_layouts("cpu+cpu+cpu", {"denoiser": ParallelDegrees.parse("ring:3")})] == [("cpu", "")]
     four = {"encoder": ParallelDegrees.parse("tensor:4+tiles:4")}
@@ -188,14 +203,24 @@ def stage(role: str, spreads: dict[str, int], forwards: str = "") -> StageSpec:
     return StageSpec(role, role, (), role=role, parallelism=spreads, work=Workload(forwards))
 
 
-@pytest.mark.parametrize(("devices", "spreads", "chosen"), [
-    (1, HEADS_40, ""), (0, HEADS_40, ""), (2, HEADS_40, "denoiser=ulysses:2"), (8, HEADS_40, "denoiser=ulysses:8"),
-    (7, HEADS_40, "denoiser=ring:7"), (6, HEADS_40, "denoiser=ring:3+ulysses:2"),
-    (8, WAYS | {"ulysses": 12}, "denoiser=tiles:8"),
-    (8, {"tensor": 64}, "denoiser=tensor:8"), (7, {"tensor": 64}, "denoiser=tensor:4"),
-    (8, {"cfg": 2}, "denoiser=cfg:2"),
-    (8, {}, ""), (8, {"layers": 30, "shard": 0}, ""), (1000, HEADS_40, "denoiser=ring:8+ulysses:8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("devices", "spreads", "chosen"),
+    [
+        (1, HEADS_40, ""),
+        (0, HEADS_40, ""),
+        (2, HEADS_40, "denoiser=ulysses:2"),
+        (8, HEADS_40, "denoiser=ulysses:8"),
+        (7, HEADS_40, "denoiser=ring:7"),
+        (6, HEADS_40, "denoiser=ring:3+ulysses:2"),
+        (8, WAYS | {"ulysses": 12}, "denoiser=tiles:8"),
+        (8, {"tensor": 64}, "denoiser=tensor:8"),
+        (7, {"tensor": 64}, "denoiser=tensor:4"),
+        (8, {"cfg": 2}, "denoiser=cfg:2"),
+        (8, {}, ""),
+        (8, {"layers": 30, "shard": 0}, ""),
+        (1000, HEADS_40, "denoiser=ring:8+ulysses:8"),
+    ],
+)
 def test_as_many_ranks_are_chosen_as_devices_where_a_stage_can_be_divided_so(
     devices: int, spreads: dict[str, int], chosen: str
 ) -> None:

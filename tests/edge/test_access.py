@@ -71,9 +71,22 @@ def test_every_name_of_this_machine_will_do(port: int, host: str) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["", "evil.example", "localhost.evil.example", "evil.example:80@localhost", "localhost/x", "0.0.0.0", "127.0.0.1x",
-     "localhost:99999999", "10.0.0.1", "[::2]", "[::1", "local host", "2130706433"],
-)  # fmt: skip
+    [
+        "",
+        "evil.example",
+        "localhost.evil.example",
+        "evil.example:80@localhost",
+        "localhost/x",
+        "0.0.0.0",
+        "127.0.0.1x",
+        "localhost:99999999",
+        "10.0.0.1",
+        "[::2]",
+        "[::1",
+        "local host",
+        "2130706433",
+    ],
+)
 def test_no_other_will(port: int, host: str) -> None:
     refused(call(port, "/v1/models", "Host: " + host), "host_not_allowed", "--allowed-hosts")
 

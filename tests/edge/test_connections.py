@@ -173,8 +173,14 @@ def test_the_server_s_end_is_no_error_of_who_waits(caplog: pytest.LogCaptureFixt
     with ExitStack() as stack:
         with composed(tmp_path) as port:
             stack.enter_context(logged(caplog))
-            post = call(port, "/v1/images/generations", "Content-Type: application/json", "Prefer: respond-async",
-                        method="POST", body=ASKED)  # fmt: skip
+            post = call(
+                port,
+                "/v1/images/generations",
+                "Content-Type: application/json",
+                "Prefer: respond-async",
+                method="POST",
+                body=ASKED,
+            )
             connection = stack.enter_context(connect(port))
             events = f"{urlsplit(post.headers['location']).path}/events"
             connection.sendall(f"GET {events} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
@@ -334,9 +340,13 @@ def _all(port: int) -> bytes:
 
 def test_a_thousand_streams_of_one_address_are_admitted(port: int) -> None:
     body = call(
-        port, "/v1/images/generations", "Content-Type: application/json", "Prefer: respond-async",
-        method="POST", body=ASKED,
-    ).body  # fmt: skip
+        port,
+        "/v1/images/generations",
+        "Content-Type: application/json",
+        "Prefer: respond-async",
+        method="POST",
+        body=ASKED,
+    ).body
     id = json.loads(body)["id"]
     with ExitStack() as stack:
         streams = [stack.enter_context(connect(port)) for _ in range(1000)]

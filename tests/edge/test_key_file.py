@@ -121,7 +121,7 @@ def test_plain_keys_become_hashes_and_nothing_else_changes(typed: Typed, tmp_pat
     (file := tmp_path / "keys").write_bytes(
         b"# keys of the studio\r\n\nanna   anna-anna-anna-anna  rate=60/min\r\n"
         b"root sha256:" + b"A" * 64 + b" admin=yes\n\tbare-bare-bare-bare\nbert short"
-    )  # fmt: skip
+    )
     file.chmod(0o640)
     code, out, err = typed("hash", str(file))
     assert (code, out) == (0, "")
@@ -131,7 +131,7 @@ def test_plain_keys_become_hashes_and_nothing_else_changes(typed: Typed, tmp_pat
     assert file.read_bytes() == (
         b"# keys of the studio\r\n\nanna   sha256:" + anna + b"  rate=60/min\r\n"
         b"root sha256:" + b"A" * 64 + b" admin=yes\n\tsha256:" + bare + b"\nbert sha256:" + bert
-    )  # fmt: skip
+    )
     assert stat.S_IMODE(file.stat().st_mode) == 0o640
     keys = ApiKeys(files=[str(file)])
     assert keys.find("anna-anna-anna-anna") == ApiKey("anna", limits=TenantLimits(0, 60, 60))

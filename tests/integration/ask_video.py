@@ -38,7 +38,11 @@ stream = client.images.generate(
 events = [(event.type, len(base64.b64decode(event.b64_json))) for event in stream]
 
 report = {
-    "video": video.model_dump(mode="json"), "running": running.status, "listed": listed == [long.id, video.id],
-    "deleted": deleted, "gone": gone, "events": events,
-}  # fmt: skip
+    "video": video.model_dump(mode="json"),
+    "running": running.status,
+    "listed": listed == [long.id, video.id],
+    "deleted": deleted,
+    "gone": gone,
+    "events": events,
+}
 Path("report.json").write_text(json.dumps(report))

@@ -66,11 +66,11 @@ def steady(found: Any, names: Mapping[str, str], folder: str = "", masked: bool 
     if isinstance(found, dict):
         masked = masked and not any(isinstance(value, dict | list) for value in found.values())
         return {
-            steady(key, names, folder): value if key == "digest" else steady(
-                value, names, folder, masked or varies(key, names)
-            )
+            steady(key, names, folder): value
+            if key == "digest"
+            else steady(value, names, folder, masked or varies(key, names))
             for key, value in found.items()
-        }  # fmt: skip
+        }
     if isinstance(found, list):
         return [steady(one, names, folder) for one in found]
     if isinstance(found, str):
@@ -208,9 +208,10 @@ def _left(found: Any, gone: Mapping[str, Mapping[str, str]], kind: str = "fields
         }
     if isinstance(found, list):
         return [
-            _left(one, gone, kind) for one in found
+            _left(one, gone, kind)
+            for one in found
             if not (isinstance(one, str) and kind in LISTED and one in gone.get(kind, {}))
-        ]  # fmt: skip
+        ]
     return found
 
 

@@ -171,20 +171,31 @@ class Kube:
         to_peers = f"http://127.0.0.1:{peer}"
         try:
             self._run(
-                programs[0], f"--data-dir={folder / 'etcd'}", f"--listen-client-urls={at}",
+                programs[0],
+                f"--data-dir={folder / 'etcd'}",
+                f"--listen-client-urls={at}",
                 f"--advertise-client-urls={at}",
-                f"--listen-peer-urls={to_peers}", f"--initial-advertise-peer-urls={to_peers}",
-                f"--initial-cluster=default={to_peers}", "--unsafe-no-fsync",
-            )  # fmt: skip
+                f"--listen-peer-urls={to_peers}",
+                f"--initial-advertise-peer-urls={to_peers}",
+                f"--initial-cluster=default={to_peers}",
+                "--unsafe-no-fsync",
+            )
             self._run(
-                programs[1], f"--etcd-servers={at}", "--bind-address=127.0.0.1", "--advertise-address=127.0.0.1",
-                f"--secure-port={behind}", f"--cert-dir={self._crt.parent}",
+                programs[1],
+                f"--etcd-servers={at}",
+                "--bind-address=127.0.0.1",
+                "--advertise-address=127.0.0.1",
+                f"--secure-port={behind}",
+                f"--cert-dir={self._crt.parent}",
                 f"--token-auth-file={folder / 'tokens.csv'}",
-                "--authorization-mode=RBAC", "--service-cluster-ip-range=10.96.0.0/24",
-                f"--service-account-key-file={key}", "--service-account-issuer=https://127.0.0.1",
+                "--authorization-mode=RBAC",
+                "--service-cluster-ip-range=10.96.0.0/24",
+                f"--service-account-key-file={key}",
+                "--service-account-issuer=https://127.0.0.1",
                 f"--service-account-signing-key-file={key}",
-                "--disable-admission-plugins=ServiceAccount", "--endpoint-reconciler-type=none",
-            )  # fmt: skip
+                "--disable-admission-plugins=ServiceAccount",
+                "--endpoint-reconciler-type=none",
+            )
             until(lambda: self._healthy(behind), "the API server", self._processes[-1])
             trusted = ssl.create_default_context(cafile=str(self._crt))
             self._client = httpx2.Client(
@@ -197,11 +208,15 @@ class Kube:
             self._front = Front(port, behind, self._crt.parent)
             straight = self.config("controllers", ADMIN, f"https://127.0.0.1:{behind}")
             self._run(
-                programs[2], f"--kubeconfig={straight}", "--leader-elect=false",
+                programs[2],
+                f"--kubeconfig={straight}",
+                "--leader-elect=false",
                 f"--service-account-private-key-file={key}",
-                "--bind-address=127.0.0.1", f"--secure-port={control}", f"--cert-dir={folder / 'controllers-crt'}",
+                "--bind-address=127.0.0.1",
+                f"--secure-port={control}",
+                f"--cert-dir={folder / 'controllers-crt'}",
                 "--controllers=*,-nodelifecycle,-nodeipam,-cloud-node-lifecycle,-attachdetach,-ttl",
-            )  # fmt: skip
+            )
             self.admin = self.config("admin", ADMIN)
             until(lambda: self.ask("GET", "/api/v1/namespaces/default/serviceaccounts/default"), "its controllers")
             self.ask("POST", "/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
@@ -236,10 +251,13 @@ class Kube:
         """A KUBECONFIG with this token."""
         where = {"server": server or self.url, "certificate-authority": str(self._crt)}
         made = {
-            "apiVersion": "v1", "kind": "Config", "current-context": "it",
-            "clusters": [{"name": "it", "cluster": where}], "users": [{"name": "it", "user": {"token": token}}],
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "it",
+            "clusters": [{"name": "it", "cluster": where}],
+            "users": [{"name": "it", "user": {"token": token}}],
             "contexts": [{"name": "it", "context": {"cluster": "it", "user": "it"}}],
-        }  # fmt: skip
+        }
         (path := self._folder / f"{name}.json").write_text(json.dumps(made))
         return path
 
@@ -412,13 +430,22 @@ class Kubelet(Node):
             before = {"terminated": {"exitCode": 1, "message": self._wrote[uid]}}
         known = {"PodScheduled": True, "Initialized": True, "ContainersReady": ready, "Ready": ready}
         one = {
-            "name": pod.container["name"], "image": pod.container["image"], "imageID": "", "ready": ready,
-            "started": ready, "restartCount": self._restarts.get(uid, 0), "state": state, "lastState": before,
-        }  # fmt: skip
+            "name": pod.container["name"],
+            "image": pod.container["image"],
+            "imageID": "",
+            "ready": ready,
+            "started": ready,
+            "restartCount": self._restarts.get(uid, 0),
+            "state": state,
+            "lastState": before,
+        }
         said = {
-            "phase": phase, "podIP": self._ip(pod), "podIPs": [{"ip": self._ip(pod)}], "containerStatuses": [one],
+            "phase": phase,
+            "podIP": self._ip(pod),
+            "podIPs": [{"ip": self._ip(pod)}],
+            "containerStatuses": [one],
             "conditions": [{"type": name, "status": str(is_so)} for name, is_so in known.items()],
-        }  # fmt: skip
+        }
         if said != self._told.get(uid):
             self._kube.ask("PATCH", f"{path}/status", {"status": said}, "application/strategic-merge-patch+json")
             self._told[uid] = said

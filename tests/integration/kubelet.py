@@ -66,9 +66,12 @@ class Pod:
             subprocess.run(self._confined(before), env=self._environment(before), check=True)
         with (self.folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
-                self._confined(self.container), env=self._environment(self.container), stdout=log, stderr=log,
+                self._confined(self.container),
+                env=self._environment(self.container),
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         return self
 
     def probe(self, which: str) -> int:

@@ -17,8 +17,9 @@ SHAPES = Path(__file__).parents[2] / "unfuse" / "models" / "shapes"
 JUDGE = Path(__file__).with_name("reference.py")
 
 PAIR: list[dict[str, Any]] = [
-    {"prompt": "a red circle on white", "seed": 1}, {"prompt": "a blue star on black", "seed": 2}
-]  # fmt: skip
+    {"prompt": "a red circle on white", "seed": 1},
+    {"prompt": "a blue star on black", "seed": 2},
+]
 
 CAPTIONS = ["a red circle on white", "a blue star on black", "an orange ring on gray", "a green cross on white"]
 CASES: list[dict[str, Any]] = [

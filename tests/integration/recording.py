@@ -35,9 +35,12 @@ IMAGES, EDITS, VIDEOS, CHATS = "/v1/images/generations", "/v1/images/edits", "/v
 
 SHAPE: dict[str, Any] = {"model": "unfuse/shapes", "prompt": "a red circle on white", "seed": 1}
 CHAT: dict[str, Any] = {
-    "model": "chat", "messages": [{"role": "user", "content": "what is the capital of France"}], "max_tokens": 8,
-    "seed": 3, "logit_bias": {"0": -100, "2": -100},
-}  # fmt: skip
+    "model": "chat",
+    "messages": [{"role": "user", "content": "what is the capital of France"}],
+    "max_tokens": 8,
+    "seed": 3,
+    "logit_bias": {"0": -100, "2": -100},
+}
 FORM = {"prompt": "a red circle", "seed": "3", "size": "32x32"}
 POSTED: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "picture": (IMAGES, SHAPE | {"response_format": "b64_json"}, {}),
@@ -81,9 +84,11 @@ UNHEARD = {"date", "content-length", "x-request-id"}
 def models(folder: Path) -> list[str]:
     """The arguments of a server of the built-in model and of tiny ones that redraw, edit, talk and see."""
     made = [
-        build("flux", folder / "redraw"), build("kontext", folder / "edit"), make_language_model(folder / "chat"),
+        build("flux", folder / "redraw"),
+        build("kontext", folder / "edit"),
+        make_language_model(folder / "chat"),
         make_vision_model(folder / "seeing"),
-    ]  # fmt: skip
+    ]
     names = ["unfuse/shapes", *(path.name for path in made)]
     return ["unfuse/shapes", *map(str, made), *(f"--served-model-name={name}" for name in names), *FLAGS]
 
@@ -226,9 +231,10 @@ def recorded_stream(lines: list[str]) -> dict[str, Any]:
     data = [line.partition(": ")[2] for line in said if line.startswith("data")]
     chunks = [json.loads(one) for one in data if one.startswith("{")]
     return {
-        "lines": sorted({line.partition(":")[0] for line in said}), "chunks": joined(chunks),
+        "lines": sorted({line.partition(":")[0] for line in said}),
+        "chunks": joined(chunks),
         "other": [one for one in data if not one.startswith("{")],
-    }  # fmt: skip
+    }
 
 
 def recorded_metrics(text: str) -> dict[str, Any]:
@@ -248,10 +254,11 @@ def recorded_metrics(text: str) -> dict[str, Any]:
                 counts[json.dumps(own)] = counts.get(json.dumps(own), 0) + sample.value
         totals = [{"labels": json.loads(own), "total": int(total)} for own, total in counts.items()]
         found[name] = {
-            "type": family.type, "help": family.documentation,
+            "type": family.type,
+            "help": family.documentation,
             "labels": {key: {UNORDERED: sorted(values)} for key, values in labels.items()},
             **({"totals": {UNORDERED: totals}} if totals else {}),
-        }  # fmt: skip
+        }
     return {"metrics": dict(sorted(found.items()))}
 
 
@@ -294,8 +301,10 @@ class Recorder:
         files = [self._read.get(f"{path}/result/{number}") for number in range(len(view.get("result") or ()))]
         return {
             "lines": sorted({line.partition(":")[0] for line in lines if line}),
-            "events": told_of(events, broken_off), "view": view, "results": [recorded_answer(file) for file in files],
-        }  # fmt: skip
+            "events": told_of(events, broken_off),
+            "view": view,
+            "results": [recorded_answer(file) for file in files],
+        }
 
     def _forms(self) -> dict[str, dict[str, Any]]:
         picture, hole = self._folder / "picture.png", self._folder / "hole.png"

@@ -38,12 +38,22 @@ TOKENS = (
     "were made (completion)"
 )
 
-KINDS = ("text_encode", "text_encode_2", "image_encode", "redraw_encode", "vision_encode", "denoise", "vae_decode",
-         "prefill", "decode")  # fmt: skip
+KINDS = (
+    "text_encode",
+    "text_encode_2",
+    "image_encode",
+    "redraw_encode",
+    "vision_encode",
+    "denoise",
+    "vae_decode",
+    "prefill",
+    "decode",
+)
 POOLS = {
     f"{kind}:<hex>:float32{numerics}": f"{kind.replace('_', '-')}-<class>-f32-<hex>"
-    for kind in KINDS for numerics in ("", "@<hex>")
-}  # fmt: skip
+    for kind in KINDS
+    for numerics in ("", "@<hex>")
+}
 """Names of pools, as recordings have them."""
 
 RENAMES = Renames(

@@ -44,11 +44,14 @@ def as_templates_read(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     return [
         message
         if isinstance(message["content"], str)
-        else {**message, "content": [
-            part if part["type"] == "text" else {"type": kinds[part["type"]]} for part in message["content"]
-        ]}
+        else {
+            **message,
+            "content": [
+                part if part["type"] == "text" else {"type": kinds[part["type"]]} for part in message["content"]
+            ],
+        }
         for message in messages
-    ]  # fmt: skip
+    ]
 
 
 def undivided(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -25,9 +25,11 @@ __all__ = ["keys", "other_host"]
 
 POSITIONS, TOKEN_BYTES = 4096, 16_384
 LONG: dict[str, Any] = {
-    "messages": [{"role": "user", "content": f"{TEXT} " * 130}], "temperature": 0, "max_tokens": 6,
+    "messages": [{"role": "user", "content": f"{TEXT} " * 130}],
+    "temperature": 0,
+    "max_tokens": 6,
     "logit_bias": {"2": -100, "0": -100},
-}  # fmt: skip
+}
 """A prompt of some thousand tokens: its keys and values are several transfer chunks."""
 TOKENS = 100_000
 """Of a very long prompt."""
@@ -119,9 +121,14 @@ def test_a_decoder_pulls_what_is_there_while_the_rest_is_computed(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("spread", "tokens"), [
-    ("prefill=tensor:2", "8192"), ("language=tensor:2", "8192"), ("language=tensor:2", "512"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spread", "tokens"),
+    [
+        ("prefill=tensor:2", "8192"),
+        ("language=tensor:2", "8192"),
+        ("language=tensor:2", "512"),
+    ],
+)
 def test_ranks_hand_on_chunk_by_chunk_and_take_what_is_theirs(
     folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any], spread: str, tokens: str
 ) -> None:

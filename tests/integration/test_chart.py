@@ -29,7 +29,9 @@ SPLIT: Object = {
     "pipeline": {
         "model": "Wan-AI/Wan2.1-T2V-14B-Diffusers",
         "scheduler": {
-            "replicas": 3, "args": ["--order=fair"], "queue": {"secret": "redis"},
+            "replicas": 3,
+            "args": ["--order=fair"],
+            "queue": {"secret": "redis"},
             "podTemplate": {"spec": {"containers": [{"name": "scheduler", "env": [{"name": "A", "value": "b"}]}]}},
         },
         "results": {"url": "s3://pictures/here"},
@@ -42,17 +44,24 @@ SPLIT: Object = {
     "imagePullSecrets": [{"name": "registry"}],
     "pools": [
         {
-            "name": "encoder", "role": "encoder", "model": {"component": "text_encoder"}, "min": 2, "max": 2,
+            "name": "encoder",
+            "role": "encoder",
+            "model": {"component": "text_encoder"},
+            "min": 2,
+            "max": 2,
             "resources": {"limits": {"nvidia.com/gpu": 1, "memory": "16Gi"}},
         },
         {
-            "name": "dit", "role": "denoiser", "stepSeconds": 30, "sharedMemory": "16Gi",
+            "name": "dit",
+            "role": "denoiser",
+            "stepSeconds": 30,
+            "sharedMemory": "16Gi",
             "resources": {"limits": {"nvidia.com/gpu": 8, "memory": "320Gi"}},
             "podTemplate": {"spec": {"nodeSelector": {"gpu": "h100"}, "runtimeClassName": "nvidia"}},
         },
         {"name": "vae", "role": "decoder", "drainSeconds": 60},
     ],
-}  # fmt: skip
+}
 WITH_CLAIM: Object = {"results": {"size": "1Gi"}}
 POOL: Object = {"name": "x", "role": "all"}
 NONE: Object = {}
@@ -303,7 +312,7 @@ def test_what_is_unknown_is_refused(place: tuple[str, ...]) -> None:
         ({"fullnameOverride": "Name"}, "fullnameOverride"),
         ({"image": {"tag": "a b"}}, "does not match pattern"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_refused_with_its_place(values: Object, says: str) -> None:
     with pytest.raises(Refused, match=re.escape(says)):
         made(values)
@@ -379,8 +388,12 @@ def test_every_pod_has_the_image_that_values_say_and_may_take_it_from_a_registry
     pods = operated(made({"imagePullSecrets": secrets, "image": image})).pods()
     assert {*pods} == {"u-scheduler", "u-all", "u-redis", "u-picture", "unfuse-operator"}
     assert [pod["spec"].get("imagePullSecrets") for pod in pods.values()] == [secrets] * 5
-    found = {(one["image"], one.get("imagePullPolicy")) for name, pod in pods.items() if name != "u-redis"
-             for one in containers(pod)}  # fmt: skip
+    found = {
+        (one["image"], one.get("imagePullPolicy"))
+        for name, pod in pods.items()
+        if name != "u-redis"
+        for one in containers(pod)
+    }
     assert found == {("registry.example/unfuse:2", "Always")}
 
 

@@ -96,8 +96,18 @@ def test_a_mixture_of_experts_says_what_generate_makes(tmp_path: Path) -> None:
 
 def test_a_stream_has_the_same_text_and_the_usage_if_asked(ai: openai.OpenAI) -> None:
     whole = chat(ai, seed=3, temperature=1, n=2, logprobs=True, top_logprobs=2)
-    chunks = [*chat(ai, seed=3, temperature=1, n=2, logprobs=True, top_logprobs=2, stream=True,
-                    stream_options={"include_usage": True})]  # fmt: skip
+    chunks = [
+        *chat(
+            ai,
+            seed=3,
+            temperature=1,
+            n=2,
+            logprobs=True,
+            top_logprobs=2,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    ]
     assert chunks[-1].usage == whole.usage
     assert not chunks[-1].choices
     for choice in whole.choices:
@@ -164,7 +174,7 @@ def test_a_text_ends_before_a_stop_string(ai: openai.OpenAI, expected: str) -> N
         ({"response_format": {"type": "json"}}, "response_format", "json_object"),
         ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages", ""),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_answered_is_refused(ai: openai.OpenAI, asked: dict[str, Any], param: str, says: str) -> None:
     with pytest.raises(openai.APIStatusError) as refused:
         ai.chat.completions.create(**{"model": "tiny", "messages": ASKED, **asked})

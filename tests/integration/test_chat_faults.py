@@ -24,9 +24,14 @@ TRIES = 5
 """How many texts are disturbed until one of them was, twice: on a busy machine the rest may be made before a kill."""
 
 ASKED: dict[str, Any] = {
-    "messages": LONG, "max_tokens": 400, "temperature": 1, "seed": 7, "logprobs": True, "top_logprobs": 3,
+    "messages": LONG,
+    "max_tokens": 400,
+    "temperature": 1,
+    "seed": 7,
+    "logprobs": True,
+    "top_logprobs": 3,
     "logit_bias": {"2": -100, "0": -100},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,12 @@ LONG = [{"role": "user", "content": f"{TEXT} " * 40}]
 """Messages whose prompt is prefilled in several chunks, of which some are kept for others."""
 
 GREEDY: dict[str, Any] = {
-    "model": "tiny", "messages": LONG, "max_tokens": 200, "temperature": 0, "logit_bias": {"2": -100, "0": -100},
-}  # fmt: skip
+    "model": "tiny",
+    "messages": LONG,
+    "max_tokens": 200,
+    "temperature": 0,
+    "logit_bias": {"2": -100, "0": -100},
+}
 WORDS = {"type": "regex", "regex": "(yes|no), [0-9]{2} %"}
 
 
@@ -96,11 +100,14 @@ def test_keys_and_values_go_between_workers_of_different_degrees(
         assert again.usage.prompt_tokens_details.cached_tokens > 0
 
 
-@pytest.mark.parametrize(("flags", "says"), [
-    (["--parallel", "language=tensor:4"], "tensor:4 does not divide 2: use tensor:2"),
-    (["--parallel", "decode=shard:2"], "shard is not supported for this role; supported: tensor"),
-    (["--parallel", "decode=tensor:2", "--workers", "language=1"], "set language=KIND:N for both"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--parallel", "language=tensor:4"], "tensor:4 does not divide 2: use tensor:2"),
+        (["--parallel", "decode=shard:2"], "shard is not supported for this role; supported: tensor"),
+        (["--parallel", "decode=tensor:2", "--workers", "language=1"], "set language=KIND:N for both"),
+    ],
+)
 def test_what_cannot_be_is_refused_before_anything_is_loaded(
     folder: Path, tmp_path: Path, flags: list[str], says: str
 ) -> None:

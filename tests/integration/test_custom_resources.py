@@ -133,8 +133,10 @@ def test_all_that_may_be_asked_for_is_taken_and_kept() -> None:
     assert wrong("DiffusionPipeline", EXAMPLE["spec"], name=EXAMPLE["metadata"]["name"]) == []
     assert wrong("DiffusionPool", VAE["spec"], name=VAE["metadata"]["name"]) == []
     assert completed(EXAMPLE, schema("DiffusionPipeline"))["spec"]["scheduler"]["redis"] == {
-        "host": "redis-master", "port": 6379, "database": 0,
-    }  # fmt: skip
+        "host": "redis-master",
+        "port": 6379,
+        "database": 0,
+    }
     assert VAE["metadata"]["name"] in {stage["pool"] for stage in EXAMPLE["spec"]["stages"]}
 
 
@@ -142,17 +144,27 @@ def test_what_is_left_out_has_its_default() -> None:
     assert wrong("DiffusionPipeline", PIPELINE) == wrong("DiffusionPool", POOL) == []
     stored = completed({"spec": PIPELINE | {"stages": [{"name": "s", "pool": "p"}]}}, schema("DiffusionPipeline"))
     assert stored["spec"]["scheduler"] == {
-        "redis": {"host": "r", "port": 6379, "database": 0}, "replicas": 1, "queueBackend": "redis",
+        "redis": {"host": "r", "port": 6379, "database": 0},
+        "replicas": 1,
+        "queueBackend": "redis",
         "resources": {"requests": {"cpu": "250m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}},
-        "drainSeconds": 20, "maxUnavailable": 1,
-    }  # fmt: skip
+        "drainSeconds": 20,
+        "maxUnavailable": 1,
+    }
     assert stored["spec"]["modelCache"] == {"size": "100Gi"}
     assert stored["spec"]["stages"] == [{"name": "s", "pool": "p", "replicas": 1}]
     assert completed({"spec": POOL}, schema("DiffusionPool"))["spec"] == {
-        "role": "denoiser", "replicas": 1, "min": 0, "device": "auto", "stepSeconds": 2, "startSeconds": 3600,
-        "drainSeconds": 20, "maxUnavailable": 1,
-        "sharedMemory": "1Gi", "finishSeconds": 900,
-    }  # fmt: skip
+        "role": "denoiser",
+        "replicas": 1,
+        "min": 0,
+        "device": "auto",
+        "stepSeconds": 2,
+        "startSeconds": 3600,
+        "drainSeconds": 20,
+        "maxUnavailable": 1,
+        "sharedMemory": "1Gi",
+        "finishSeconds": 900,
+    }
 
 
 def stages(*pools: tuple[str, int]) -> list[Object]:
@@ -242,8 +254,12 @@ def test_names_and_roles_are_ruled_too_and_no_rule_is_left_out() -> None:
             assert "at most 40" in wrong(kind, spec, name=name)[0]
     assert wrong("DiffusionPool", POOL | {"role": "encoder"}, old=POOL) == ["role is immutable: create another pool"]
     assert wrong("DiffusionPool", POOL | {"replicas": 0}, old=POOL | {"replicas": 5}) == []
-    rules = {rule["message"] for kind in DEFINED for _, part in parts(schema(kind))
-             for rule in part.get("x-kubernetes-validations", [])}  # fmt: skip
+    rules = {
+        rule["message"]
+        for kind in DEFINED
+        for _, part in parts(schema(kind))
+        for rule in part.get("x-kubernetes-validations", [])
+    }
     shown = [*(says for _, _, says in RULED), "at most 40", "role is immutable"]
     assert {rule for rule in rules if not any(says in rule for says in shown)} == set()
 
@@ -263,14 +279,27 @@ def test_what_is_malformed_is_refused(place: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        {"role": "a+"}, {"role": "Encoder"}, {"role": "x", "parallel": "denoiser"}, {"role": "x", "device": "cuda:x"},
-        {"role": "x", "replicas": -1}, {"role": "x", "replicas": "1"}, {"role": "x", "max": 0}, {"replicas": 1},
-        {"role": "x", "resources": {"limits": {"memory": "much"}}}, {"role": "x", "resources": {"limit": {}}},
-        {"role": "x", "model": {"component": "a b"}}, {"role": "x", "colour": "red"}, {"role": "x", "stepSeconds": 0},
-        {"role": "x", "stepSeconds": 901}, {"role": "x", "startSeconds": 4}, {"role": "x", "sharedMemory": "much"},
-        {"role": "x", "args": [""]}, {"role": "x", "podTemplate": []}, {"role": "x", "maxUnavailable": "half"},
+        {"role": "a+"},
+        {"role": "Encoder"},
+        {"role": "x", "parallel": "denoiser"},
+        {"role": "x", "device": "cuda:x"},
+        {"role": "x", "replicas": -1},
+        {"role": "x", "replicas": "1"},
+        {"role": "x", "max": 0},
+        {"replicas": 1},
+        {"role": "x", "resources": {"limits": {"memory": "much"}}},
+        {"role": "x", "resources": {"limit": {}}},
+        {"role": "x", "model": {"component": "a b"}},
+        {"role": "x", "colour": "red"},
+        {"role": "x", "stepSeconds": 0},
+        {"role": "x", "stepSeconds": 901},
+        {"role": "x", "startSeconds": 4},
+        {"role": "x", "sharedMemory": "much"},
+        {"role": "x", "args": [""]},
+        {"role": "x", "podTemplate": []},
+        {"role": "x", "maxUnavailable": "half"},
     ],
-)  # fmt: skip
+)
 def test_a_malformed_pool_is_refused(spec: Object) -> None:
     assert wrong("DiffusionPool", spec)
 

@@ -36,8 +36,12 @@ def made(server: Server, prompt: str = PROMPT, **parameters: Any) -> tuple[str, 
 def counts(server: Server) -> dict[str, float]:
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as page:
         lines = page.read().decode().splitlines()
-    return {name: float(line.split()[1]) for name in ("hits", "misses") for line in lines
-            if line.startswith(f"unfuse_cache_{name}_total ")}  # fmt: skip
+    return {
+        name: float(line.split()[1])
+        for name in ("hits", "misses")
+        for line in lines
+        if line.startswith(f"unfuse_cache_{name}_total ")
+    }
 
 
 def used(server: Server) -> int:

@@ -17,9 +17,25 @@ from tools.server import Server, computes_of, serving
 from tools.tiny import SERVING, build
 
 KINDS = (
-    "flux", "flux-schnell", "wan-image", "wan", "wan-euler", "wan-2.2", "wan-2.2-image", "wan-2.2-5b",
-    "wan-2.2-5b-image", "hunyuan-video", "qwen-image", "klein", "krea", "sdxl", "sd3", "z-image", "ltx", "kontext",
-)  # fmt: skip
+    "flux",
+    "flux-schnell",
+    "wan-image",
+    "wan",
+    "wan-euler",
+    "wan-2.2",
+    "wan-2.2-image",
+    "wan-2.2-5b",
+    "wan-2.2-5b-image",
+    "hunyuan-video",
+    "qwen-image",
+    "klein",
+    "krea",
+    "sdxl",
+    "sd3",
+    "z-image",
+    "ltx",
+    "kontext",
+)
 BY_DAY = ("flux", "flux-schnell", "wan-image", "wan", "hunyuan-video", "klein", "sdxl", "ltx", "kontext")
 """Those that are served by day: two that share encoders and VAEs, two that share encoders, a family of whole blocks,
 videos, a U-Net, and pictures of pictures."""
@@ -131,9 +147,9 @@ def frames(server: Server, request: str) -> list[str]:
     return [digest(file) for file in files]
 
 
-@pytest.mark.parametrize("kind", some_by_day(
-    ["flux", "flux-schnell", "wan-euler", "qwen-image", "klein", "krea", "sdxl", "sd3", "z-image"]
-))  # fmt: skip
+@pytest.mark.parametrize(
+    "kind", some_by_day(["flux", "flux-schnell", "wan-euler", "qwen-image", "klein", "krea", "sdxl", "sd3", "z-image"])
+)
 def test_pictures_have_the_pixels_of_the_undivided_pipeline(
     kind: str, server: Server, expected: dict[str, list[list[str]]]
 ) -> None:
@@ -167,9 +183,12 @@ def submitted(kind: str, case: dict[str, Any], server: Server, client: openai.Op
     given = {name: str(value) for name, value in case.items() if name not in ("prompt", "size", "image")}
     picture = {"input_reference": folder / case["image"]} if "image" in case else {}
     video = client.videos.create(
-        model=kind, prompt=case["prompt"], size=case.get("size", "32x32"), **picture,
+        model=kind,
+        prompt=case["prompt"],
+        size=case.get("size", "32x32"),
+        **picture,
         extra_body={**given, "output_format": "png"},
-    )  # fmt: skip
+    )
     return str(video.id)
 
 
@@ -218,9 +237,12 @@ def test_an_edit_is_a_video_of_one_frame(
 ) -> None:
     case = CASES["wan-image"][2]
     reply = client.images.edit(
-        model="wan-image", prompt=case["prompt"], image=folder / case["image"], size="32x32",
+        model="wan-image",
+        prompt=case["prompt"],
+        image=folder / case["image"],
+        size="32x32",
         extra_body={"seed": "5", "guidance_scale": "1.0"},
-    )  # fmt: skip
+    )
 
     assert frames(server, reply.model_extra["id"]) == expected["wan-image"][2]
 

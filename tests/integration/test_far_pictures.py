@@ -73,8 +73,10 @@ def made(server: Server, folder: Path, kill: int = 0) -> list[bytes]:
         requests = []
         for seed, case in enumerate(CASES):
             files = {name: case[name] for name in ("image", "mask", "last_frame") if name in case}
-            given = {name: [folder / one for one in ([file] if isinstance(file, str) else file)]
-                     for name, file in files.items()}  # fmt: skip
+            given = {
+                name: [folder / one for one in ([file] if isinstance(file, str) else file)]
+                for name, file in files.items()
+            }
             sent = {name: paths if name == "image" else paths[0] for name, paths in given.items()}
             requests.append(u.submit(**{"size": "32x32", **case, **sent, "seed": seed, "cache": False}))
         for compute in computes_of(kill) if kill else ():
@@ -96,9 +98,13 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[bytes]
 
 @pytest.fixture
 def server(
-    request: pytest.FixtureRequest, tmp_path: Path, folder: Path, other_host: SecondHost, keys: list[str],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    folder: Path,
+    other_host: SecondHost,
+    keys: list[str],
     redis_server: RedisServer,
-) -> Iterator[Server]:  # fmt: skip
+) -> Iterator[Server]:
     """One of which those roles are on the other host; that worker is the last one."""
     here = [f"{role}=1" for role in ("encoder", "denoiser", "decoder") if role not in request.param]
     options = [*keys, "--queue", redis_server.url, "--workers", ",".join(here)]

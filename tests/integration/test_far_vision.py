@@ -35,18 +35,22 @@ def test_tokens_are_the_undivided_models_when_what_was_encoded_crosses_hosts(
     parts = [said("what is "), shown(stills[0]), said(" and "), shown(stills[1]), video, said("the fox")]
     chat, crowd = ([{"role": "user", "content": content}] for content in (parts, [shown(file) for file in many]))
     shows = {"pictures": [str(file) for file in stills], "frames": [str(file) for file in frames], "fps": 2}
-    whole, crowded = undivided([
-        {"folder": str(folder), "messages": as_templates_read(messages), "most": MOST, **each}
-        for messages, each in ((chat, shows), (crowd, {"pictures": [str(file) for file in many]}))
-    ])  # fmt: skip
+    whole, crowded = undivided(
+        [
+            {"folder": str(folder), "messages": as_templates_read(messages), "most": MOST, **each}
+            for messages, each in ((chat, shows), (crowd, {"pictures": [str(file) for file in many]}))
+        ]
+    )
     options = [*keys, "--queue", redis_server.url, "--workers", "prefill=1", "--threads", "1"]
     with (
         serving(tmp_path, str(folder), *options, "--served-model-name", "tiny", at=other_host.near) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as ai,
     ):
         until(lambda: server.get("/health"), "the server to answer", server.process)
-        there = [server.worker(role, *keys, "--threads", "1", within=other_host.enter)
-                 for role in ("vision", "vision", "decode")]  # fmt: skip
+        there = [
+            server.worker(role, *keys, "--threads", "1", within=other_host.enter)
+            for role in ("vision", "vision", "decode")
+        ]
         until(lambda: len(server.get("/v1/workers")["data"]) == 4, "all workers", server.process)
         server.ready()
 

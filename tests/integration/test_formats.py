@@ -36,8 +36,12 @@ PERSON = {
     "required": ["name", "age", "likes"],
     "additionalProperties": False,
 }
-CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"],
-        "additionalProperties": False}  # fmt: skip
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": CITY}},
     {"type": "function", "function": {"name": "now"}},
@@ -170,20 +174,26 @@ BOMB = "start: A\nA: " + " & ".join(f"/.*a.{{{i}}}b.*/" for i in range(30))
 @pytest.mark.parametrize(
     ("asked", "param", "says"),
     [
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": NOT, "strict": True}}},
-         "response_format", "not"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": NOT, "strict": True}}},
+            "response_format",
+            "not",
+        ),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": False}}}, "response_format", "Unsat"),
         ({"response_format": {"type": "regex", "regex": "((("}}, "response_format", "regex"),
         ({"response_format": {"type": "grammar", "grammar": BOMB}}, "response_format", "exceeds the limits"),
         ({"response_format": {"type": "grammar", "grammar": "x" * 300_000}}, "response_format", "characters"),
         ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "maybe"),
         (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": NOT, "strict": True}}],
-             "tool_choice": "required"},
-            "tools", "not",
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": NOT, "strict": True}}],
+                "tool_choice": "required",
+            },
+            "tools",
+            "not",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_no_answer_can_be_held_to_is_refused(
     ai: openai.OpenAI, asked: dict[str, Any], param: str, says: str
 ) -> None:
@@ -222,8 +232,10 @@ def test_one_that_says_so_lets_pass_what_it_cannot_be_held_to(ai: openai.OpenAI)
 def test_a_text_goes_on_in_its_format_when_its_decoder_is_killed(server: Server, ai: openai.OpenAI) -> None:
     """Given a stream of JSON that has begun, when the compute process is killed, then its rest follows, and all of it
     is valid."""
-    long = {"type": "json_schema", "json_schema": {"name": "x", "schema": {
-        "type": "array", "items": PERSON, "minItems": 6, "maxItems": 6}}}  # fmt: skip
+    long = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": {"type": "array", "items": PERSON, "minItems": 6, "maxItems": 6}},
+    }
     asked: dict[str, Any] = {"response_format": long, "seed": 8, "temperature": 1, "max_tokens": 1900}
     text, killed, id = "", False, ""
     for chunk in chat(ai, **asked, stream=True):
@@ -237,8 +249,15 @@ def test_a_text_goes_on_in_its_format_when_its_decoder_is_killed(server: Server,
 
 def test_a_stream_of_calls_goes_on_behind_what_was_told(server: Server) -> None:
     """Given an event of a stream, when its client comes back with its id, then what follows is what followed."""
-    body = {"model": "tiny", "messages": ASKED, "tools": TOOLS, "tool_choice": "required", "seed": 2, "max_tokens": 600,
-            "stream": True}  # fmt: skip
+    body = {
+        "model": "tiny",
+        "messages": ASKED,
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "seed": 2,
+        "max_tokens": 600,
+        "stream": True,
+    }
     headers = {"content-type": "application/json", "idempotency-key": "calls"}
 
     def events(**more: str) -> list[tuple[str, Any]]:

@@ -36,11 +36,18 @@ PIPELINE = Pipeline(
             depends_on_params=("prompt",),
         ),
         StageSpec(
-            "mirror", "mirror", ("mirror",), ("text",), per_sample=True, role="mirrorer", slots=3,
-            work=Workload("num_inference_steps"), needs={"silver": OutputSize(2)},
+            "mirror",
+            "mirror",
+            ("mirror",),
+            ("text",),
+            per_sample=True,
+            role="mirrorer",
+            slots=3,
+            work=Workload("num_inference_steps"),
+            needs={"silver": OutputSize(2)},
         ),
     )
-)  # fmt: skip
+)
 
 
 class Read(Stage):
@@ -131,8 +138,10 @@ def test_a_stage_of_a_new_kind_is_served_from_workers_of_its_own(tmp_path: Path,
         assert [request["status"] for request in requests] == ["completed"] * 6, requests
         assert server.result(requests[0]["id"]) == b"0 rats a"
         assert sorted((one["role"], one["slots"]) for one in workers) == [
-            ("encoder", 4), ("mirrorer", 3), ("mirrorer", 3)
-        ]  # fmt: skip
+            ("encoder", 4),
+            ("mirrorer", 3),
+            ("mirrorer", 3),
+        ]
         mirrors = [stage for request in requests for stage in request["stages"] if stage["name"] == "mirror.0"]
         assert all(stage["pool"].startswith("mirror-") for stage in mirrors)
         used = [events_of(server, request["id"]) for request in requests]

@@ -113,7 +113,7 @@ def test_a_client_that_reads_byte_by_byte_holds_nobody_up(server: Server) -> Non
         ({"messages": ASKED, "seed": 10**30}, (400,), "seed"),
         ({"messages": ASKED, "temperature": "hot"}, (400,), "temperature"),
     ],
-)  # fmt: skip
+)
 def test_what_makes_no_sense_is_refused_before_anything_is_queued(
     server: Server, asked: dict[str, Any], status: tuple[int, ...], says: str
 ) -> None:
@@ -134,7 +134,10 @@ def test_room_for_less_than_the_longest_text_is_refused_at_the_start(folder: Pat
     small = "--kv", str((KV_TOKENS - 64) * TOKEN_BYTES)
     made = subprocess.run(
         unfuse("serve", str(folder), "--workers", "language=1", "--threads", "1", *small, "--port", "0"),
-        env=environment(tmp_path), capture_output=True, text=True, timeout=START_S,
-    )  # fmt: skip
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+    )
     assert made.returncode
     assert "increase --kv" in made.stdout + made.stderr

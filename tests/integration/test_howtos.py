@@ -25,9 +25,13 @@ ADDRESS = "http://127.0.0.1:8000"
 def program(text: str, folder: Path, *options: str) -> str:
     """What a Python program prints, in a process of its own. It must end well, and without a word of warning."""
     done = subprocess.run(
-        [sys.executable, *options, "-c", text], cwd=folder, env=environment(folder) | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, *options, "-c", text],
+        cwd=folder,
+        env=environment(folder) | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

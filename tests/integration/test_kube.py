@@ -39,13 +39,24 @@ KEDA: Object = {
     "kind": "CustomResourceDefinition",
     "metadata": {"name": "scaledobjects.keda.sh"},
     "spec": {
-        "group": "keda.sh", "scope": "Namespaced",
+        "group": "keda.sh",
+        "scope": "Namespaced",
         "names": {"kind": "ScaledObject", "plural": "scaledobjects", "singular": "scaledobject"},
-        "versions": [{"name": "v1alpha1", "served": True, "storage": True, "schema": {"openAPIV3Schema": {
-            "type": "object", "x-kubernetes-preserve-unknown-fields": True,
-        }}}],
+        "versions": [
+            {
+                "name": "v1alpha1",
+                "served": True,
+                "storage": True,
+                "schema": {
+                    "openAPIV3Schema": {
+                        "type": "object",
+                        "x-kubernetes-preserve-unknown-fields": True,
+                    }
+                },
+            }
+        ],
     },
-}  # fmt: skip
+}
 PIPELINE: Object = {
     "apiVersion": "unfuse.dev/v1alpha1",
     "kind": "DiffusionPipeline",
@@ -60,7 +71,7 @@ PIPELINE: Object = {
         ],
         "autoscaling": {"minReplicas": 0, "maxReplicas": 2},
     },
-}  # fmt: skip
+}
 ALL = (
     "dp,dpool,deployments,replicasets,statefulsets,controllerrevisions,pods,configmaps,secrets,services,endpoints,"
     "poddisruptionbudgets,networkpolicies,persistentvolumeclaims,scaledobjects"

@@ -21,8 +21,9 @@ LAYOUTS = {
 QUEUES = ["memory", "redis", "sqlite:FOLDER/queue.db"]
 PAIRED = [
     pytest.param(layout, queue, marks=[] if number == place and layout != "all=2" else [pytest.mark.nightly])
-    for number, layout in enumerate(LAYOUTS) for place, queue in enumerate(QUEUES)
-]  # fmt: skip
+    for number, layout in enumerate(LAYOUTS)
+    for place, queue in enumerate(QUEUES)
+]
 """Every layout over every queue; by day, each layout that splits once."""
 
 ASKED = [("a star", 1), ("a moon", 2), ("a sun", 3)]
@@ -58,9 +59,9 @@ def denoiser_of(server: Server, request: str) -> int:
     return int(pid)
 
 
-@pytest.mark.parametrize("queue", [
-    *(pytest.param(queue, marks=pytest.mark.nightly) for queue in QUEUES[:-1]), QUEUES[-1]
-], indirect=True)  # fmt: skip
+@pytest.mark.parametrize(
+    "queue", [*(pytest.param(queue, marks=pytest.mark.nightly) for queue in QUEUES[:-1]), QUEUES[-1]], indirect=True
+)
 def test_nobody_waits_for_the_lease_of_a_dead_worker(queue: str, tmp_path: Path) -> None:
     """Given leases of five minutes and one worker, when that is killed while it runs a request and another one comes in
     the same moment, then both complete on the worker that takes its place."""

@@ -25,9 +25,11 @@ from tools.tiny import adapter
 STEPS, MORE = 4, 100
 PROMPTS = ("a red circle on white", "a blue star on black", "a green ring on gray")
 ADAPTERS: list[dict[str, Any]] = [
-    {}, {"lora": "plain"}, {"lora": ["alpha:-0.5", {"name": "plain", "scale": 0.8}]},
-    {"lora": "plain", "lora_scale": 0.4}
-]  # fmt: skip
+    {},
+    {"lora": "plain"},
+    {"lora": ["alpha:-0.5", {"name": "plain", "scale": 0.8}]},
+    {"lora": "plain", "lora_scale": 0.4},
+]
 CASES = [{"prompt": prompt, "seed": seed} | own for own in ADAPTERS for seed, prompt in enumerate(PROMPTS)]
 
 

@@ -19,7 +19,7 @@ import openai
 import pytest
 
 from tests.integration.pictures import CAPTIONS, CASES, defaults, digest
-from tools.server import Server, environment, serving, unfuse, until  # fmt: skip
+from tools.server import Server, environment, serving, unfuse, until
 
 
 @pytest.fixture(scope="module")
@@ -185,8 +185,10 @@ def test_the_first_request_after_a_restart_is_told_when_it_will_be_done(server: 
         stage["name"]: stage for stage in server.finished(server.submit("a purple star on gray", seed=1))["stages"]
     }
     assert {name: stage["steps"] + stage["resumed"] for name, stage in stages.items()} == {
-        "text_encode": 1, "denoise.0": defaults()["num_inference_steps"], "vae_decode.0": 1
-    }  # fmt: skip
+        "text_encode": 1,
+        "denoise.0": defaults()["num_inference_steps"],
+        "vae_decode.0": 1,
+    }
     until((server.folder / "costs.json").exists, "what stages take to be kept", server.process)
     shutil.copy(server.folder / "costs.json", tmp_path)
     kept = json.loads((tmp_path / "costs.json").read_text())

@@ -35,8 +35,10 @@ def test_pictures_and_keys_and_values_in_four_bits_are_read_by_chats(tmp_path: P
     flags = "--workers", "vision=1,prefill=1,decode=1", "--threads", "1", "--arena", "64MiB", "--kv", "16MiB"
     body = {
         "messages": [{"role": "user", "content": [shown(picture), said("what is the fox")]}],
-        "max_tokens": 8, "temperature": 0, "logit_bias": {"2": -100},
-    }  # fmt: skip
+        "max_tokens": 8,
+        "temperature": 0,
+        "logit_bias": {"2": -100},
+    }
     with serving(tmp_path, str(folder), *flags, *encode) as server:
         made = server.ready().post("/v1/chat/completions", body)
         outcomes = [worker["numerics"] for worker in server.get("/v1/workers")["data"]]

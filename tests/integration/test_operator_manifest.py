@@ -78,10 +78,13 @@ def test_verbs_that_it_asks_with_are_those_that_it_may_use() -> None:
     """No right is for PUT."""
     source = "".join(Path(module.__file__ or "").read_text() for module in (cluster, reconcile))
     verbs = [
-        node.args[0].value for node in ast.walk(ast.parse(Path(reconcile.__file__).read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "call"
+        node.args[0].value
+        for node in ast.walk(ast.parse(Path(reconcile.__file__).read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "call"
         and isinstance(node.args[0], ast.Constant)
-    ]  # fmt: skip
+    ]
     assert set(verbs) == {"GET", "PATCH", "DELETE"} and not re.search("PUT", source)
 
 

@@ -21,9 +21,15 @@ with all of them takes.
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("spread", "equal"), [
-    ("layers:2", True), ("shard:2", False), ("cfg:2+layers:2", True), ("ulysses:2+shard:2", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spread", "equal"),
+    [
+        ("layers:2", True),
+        ("shard:2", False),
+        ("cfg:2+layers:2", True),
+        ("ulysses:2+shard:2", False),
+    ],
+)
 def test_ranks_that_hold_a_part_make_the_pictures_of_one(
     spread: str, equal: bool, alone: dict[int, bytes], tmp_path: Path
 ) -> None:

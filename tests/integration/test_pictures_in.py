@@ -183,9 +183,14 @@ def test_models_say_what_they_take(server: Server) -> None:
         for one in server.get("/v1/models")["data"]
     }
     assert said == {
-        "wan-image": (True, 0, ""), "wan-image-last": (True, 0, "must"), "wan-2.2-image": (True, 0, "may"),
-        "klein": (False, 8, ""), "klein-kv": (False, 8, ""), "flux": (False, 0, ""), "kontext": (True, 0, ""),
-    }  # fmt: skip
+        "wan-image": (True, 0, ""),
+        "wan-image-last": (True, 0, "must"),
+        "wan-2.2-image": (True, 0, "may"),
+        "klein": (False, 8, ""),
+        "klein-kv": (False, 8, ""),
+        "flux": (False, 0, ""),
+        "kontext": (True, 0, ""),
+    }
 
 
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {

@@ -34,10 +34,19 @@ def sibling(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def both(tmp_path_factory: pytest.TempPathFactory, sibling: Path) -> Iterator[Server]:
     """One server of two models that share their encoder and their VAE."""
     arguments = [
-        "unfuse/shapes", str(sibling), "--arena", "64MiB",
-        "--place", "encoder=cpu,denoiser=cpu,denoiser=cpu,decoder=cpu",
-        "--served-model-name", "plain", "--served-model-name", "shifted", "--log-level", "debug",
-    ]  # fmt: skip
+        "unfuse/shapes",
+        str(sibling),
+        "--arena",
+        "64MiB",
+        "--place",
+        "encoder=cpu,denoiser=cpu,denoiser=cpu,decoder=cpu",
+        "--served-model-name",
+        "plain",
+        "--served-model-name",
+        "shifted",
+        "--log-level",
+        "debug",
+    ]
     with serving(tmp_path_factory.mktemp("both"), *arguments) as server:
         server.ready()
         until(lambda: len(server.get("/v1/workers")["data"]) == 4, "both denoisers", server.process)
@@ -94,8 +103,10 @@ def test_a_dtype_by_component_reaches_gateway_and_workers_also_those_started_by_
         server.ready()
         pools = [pool["id"] for pool in server.get("/v1/pools")["data"]]
         assert {kind_of(pool): pool.split("-")[-2] for pool in pools} == {
-            "text-encode": "f32", "denoise": "bf16", "vae-decode": "f32",
-        }  # fmt: skip
+            "text-encode": "f32",
+            "denoise": "bf16",
+            "vae-decode": "f32",
+        }
         assert picture(server, "unfuse/shapes").size == (128, 128)
 
 

@@ -15,12 +15,15 @@ from tools.server import all_gone, until
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("rank", "how"), [
-    pytest.param(1, signal.SIGKILL, id="second killed"),
-    pytest.param(0, signal.SIGKILL, id="first killed"),
-    pytest.param(0, signal.SIGSTOP, id="first stopped"),
-    pytest.param(1, signal.SIGSTOP, id="second stopped"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rank", "how"),
+    [
+        pytest.param(1, signal.SIGKILL, id="second killed"),
+        pytest.param(0, signal.SIGKILL, id="first killed"),
+        pytest.param(0, signal.SIGSTOP, id="first stopped"),
+        pytest.param(1, signal.SIGSTOP, id="second stopped"),
+    ],
+)
 def test_a_rank_that_is_gone_while_ranks_load_costs_a_request_time_and_leaves_nothing(
     rank: int, how: signal.Signals, tmp_path: Path
 ) -> None:

@@ -103,11 +103,15 @@ def own(seed: int) -> dict[str, object]:
     return {"size": sizes[seed], "num_inference_steps": 6, "negative_prompt": "blue" if seed % 2 else ""}
 
 
-@pytest.mark.parametrize(("spread", "equal"), [
-    pytest.param("ulysses:2", False, marks=pytest.mark.nightly), ("cfg:2", True),
-    pytest.param("ring:3", False, marks=pytest.mark.nightly),
-    pytest.param("ulysses:2+cfg:2", False, marks=pytest.mark.nightly),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spread", "equal"),
+    [
+        pytest.param("ulysses:2", False, marks=pytest.mark.nightly),
+        ("cfg:2", True),
+        pytest.param("ring:3", False, marks=pytest.mark.nightly),
+        pytest.param("ulysses:2+cfg:2", False, marks=pytest.mark.nightly),
+    ],
+)
 def test_ranks_make_the_pictures_of_one(spread: str, equal: bool, alone: dict[int, bytes], tmp_path: Path) -> None:
     with ranks(tmp_path, spread) as server:
         assert loaded(server) == {("transformer", rank) for rank in range(ParallelDegrees.parse(spread).size)}
@@ -157,12 +161,15 @@ def test_a_cancel_and_what_is_urgent_hold_for_all_ranks(tmp_path: Path) -> None:
         assert picture(server, 1, **own(1)) == calm[1]
 
 
-@pytest.mark.parametrize(("rank", "how"), [
-    pytest.param(0, signal.SIGKILL, id="first killed"),
-    pytest.param(1, signal.SIGSTOP, id="second stopped", marks=pytest.mark.nightly),
-    pytest.param(1, signal.SIGKILL, id="second killed", marks=pytest.mark.nightly),
-    pytest.param(0, signal.SIGSTOP, id="first stopped", marks=pytest.mark.nightly),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rank", "how"),
+    [
+        pytest.param(0, signal.SIGKILL, id="first killed"),
+        pytest.param(1, signal.SIGSTOP, id="second stopped", marks=pytest.mark.nightly),
+        pytest.param(1, signal.SIGKILL, id="second killed", marks=pytest.mark.nightly),
+        pytest.param(0, signal.SIGSTOP, id="first stopped", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_rank_that_is_gone_costs_a_request_nothing_but_time(rank: int, how: signal.Signals, tmp_path: Path) -> None:
     with ranks(tmp_path, "ulysses:2") as server:
         calm = picture(server, 5, num_inference_steps=60)

@@ -96,8 +96,9 @@ def test_a_pool_has_one_name_wherever_it_is_named(gateways: tuple[Server, Server
     assert {len(found["numerics"]) for found in labels} == {8}
 
     logged = [json.loads(line) for line in server.log().splitlines() if line.startswith("{")]
-    leased = {line["stage"]: line["pool"] for line in logged if line["event"] == "task leased"
-              and line["request"] == request}  # fmt: skip
+    leased = {
+        line["stage"]: line["pool"] for line in logged if line["event"] == "task leased" and line["request"] == request
+    }
     assert leased == pools
     (ready,) = (line["pools"] for line in logged if line["event"] == "ready" and "pools" in line)
     assert {*ready} == {*pools.values()}

@@ -26,17 +26,21 @@ TABLE = RENAMES._replace(
 OLD: dict[str, Any] = {
     "circumstances": {"torch": "2"},
     "surface": {
-        "flags": {"serve": {UNORDERED: ["--hold", "--no-workers"]}}, "settings": {UNORDERED: ["UNFUSE_HOLD"]},
+        "flags": {"serve": {UNORDERED: ["--hold", "--no-workers"]}},
+        "settings": {UNORDERED: ["UNFUSE_HOLD"]},
     },
     "sqlite": {
         "view": {
-            "queued_s": "<number>", "steps": 30, "holds": "all", "results": [{"digest": {"sha256": "a"}}],
+            "queued_s": "<number>",
+            "steps": 30,
+            "holds": "all",
+            "results": [{"digest": {"sha256": "a"}}],
             "pieces": [[7, -1.5]],
         },
         "pools": {UNORDERED: [{"state": "manned", "slots": 2}, {"state": "asleep", "slots": 1}]},
         "metrics": {"unfuse_swaps_total": {"labels": {"role": {UNORDERED: ["all"]}}, "type": "counter"}},
     },
-}  # fmt: skip
+}
 NEW: dict[str, Any] = {
     "circumstances": {"torch": "2"},
     "surface": {
@@ -129,15 +133,30 @@ def test_models_whose_tokens_came_at_once_are_no_difference() -> None:
 
 def test_ids_addresses_folders_and_times_have_placeholders_also_under_their_new_names() -> None:
     view = {
-        "id": "req_9c9fe2de43f524bb", "url": "http://127.0.0.1:30599/v1", "root": "/tmp/x/edit", "held": 7, "pid": 1,
-        "waited_s": 0.5, "device_s": {"cpu": 1.5}, "eta_s": None, "steps": 30, "digest": {"sha256": "9c9fe2de43f524bb"},
-    }  # fmt: skip
+        "id": "req_9c9fe2de43f524bb",
+        "url": "http://127.0.0.1:30599/v1",
+        "root": "/tmp/x/edit",
+        "held": 7,
+        "pid": 1,
+        "waited_s": 0.5,
+        "device_s": {"cpu": 1.5},
+        "eta_s": None,
+        "steps": 30,
+        "digest": {"sha256": "9c9fe2de43f524bb"},
+    }
 
     assert steady(view, TABLE.fields, "/tmp/x") == {
-        "id": "req_<hex>", "url": "http://<address>/v1", "root": "<folder>/edit", "held": "<number>",
-        "pid": "<number>", "waited_s": "<number>", "device_s": {"cpu": "<number>"}, "eta_s": None, "steps": 30,
+        "id": "req_<hex>",
+        "url": "http://<address>/v1",
+        "root": "<folder>/edit",
+        "held": "<number>",
+        "pid": "<number>",
+        "waited_s": "<number>",
+        "device_s": {"cpu": "<number>"},
+        "eta_s": None,
+        "steps": 30,
         "digest": {"sha256": "9c9fe2de43f524bb"},
-    }  # fmt: skip
+    }
 
 
 def test_a_file_of_a_recording_says_parts_once_and_is_read_as_it_was() -> None:
@@ -193,10 +212,12 @@ unfuse_node_tasks 7.0
     assert recorded_metrics(text)["metrics"] == {
         "unfuse_node_tasks": {"type": "gauge", "help": "Tasks", "labels": {}},
         "unfuse_swaps_total": {
-            "type": "counter", "help": "Swaps", "labels": {"pool": {UNORDERED: ["denoise:<hex>"]}},
+            "type": "counter",
+            "help": "Swaps",
+            "labels": {"pool": {UNORDERED: ["denoise:<hex>"]}},
             "totals": {UNORDERED: [{"labels": labels, "total": 3}]},
         },
-    }  # fmt: skip
+    }
 
 
 def compared(new: dict[str, Any]) -> None:

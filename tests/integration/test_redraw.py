@@ -104,8 +104,11 @@ def test_without_a_picture_the_same_models_have_a_stage_less(server: Server) -> 
 
     assert view["status"] == "completed"
     assert sorted(stage["name"] for stage in view["stages"]) == [
-        "denoise.0", "text_encode", "text_encode_2", "vae_decode.0",
-    ]  # fmt: skip
+        "denoise.0",
+        "text_encode",
+        "text_encode_2",
+        "vae_decode.0",
+    ]
 
 
 @pytest.mark.nightly
@@ -134,9 +137,15 @@ def test_what_is_redrawn_is_shown_while_it_is_made_and_cancelled(
     server: Server, client: openai.OpenAI, folder: Path
 ) -> None:
     stream = client.images.edit(
-        model="flux", prompt="a ring", image=folder / "sky.png", mask=folder / "hole.png", stream=True,
-        partial_images=2, size="32x32", extra_body={"strength": "0.5", "num_inference_steps": "12", "seed": "1"},
-    )  # fmt: skip
+        model="flux",
+        prompt="a ring",
+        image=folder / "sky.png",
+        mask=folder / "hole.png",
+        stream=True,
+        partial_images=2,
+        size="32x32",
+        extra_body={"strength": "0.5", "num_inference_steps": "12", "seed": "1"},
+    )
     assert [event.type for event in stream][-1] == "image_edit.completed"
     with Client(server.url) as u:
         request = u.submit("a ring", model="flux", image=folder / "sky.png", strength=0.9, num_inference_steps=1000)
@@ -153,11 +162,29 @@ def test_what_is_redrawn_is_shown_while_it_is_made_and_cancelled(
 def test_unfuse_generate_redraws(server: Server, folder: Path, tmp_path: Path, expected: list[list[str]]) -> None:
     for number, more in ((0, []), (3, ["--mask", str(folder / "hole.png")])):
         command = [
-            *unfuse("generate"), "a red circle", "--model", "flux", "--seed", "3", "--steps", "6", "--strength", "0.6",
-            "--guidance", "3",
-            "--image", str(folder / "sky.png"), "--size", "32x32", *more, "-o", "out.png", "--overwrite",
-            "--server", server.url,
-        ]  # fmt: skip
+            *unfuse("generate"),
+            "a red circle",
+            "--model",
+            "flux",
+            "--seed",
+            "3",
+            "--steps",
+            "6",
+            "--strength",
+            "0.6",
+            "--guidance",
+            "3",
+            "--image",
+            str(folder / "sky.png"),
+            "--size",
+            "32x32",
+            *more,
+            "-o",
+            "out.png",
+            "--overwrite",
+            "--server",
+            server.url,
+        ]
         subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), check=True)
         assert digest((tmp_path / "out.png").read_bytes()) == expected[number][0]
 
@@ -194,9 +221,12 @@ def test_what_cannot_be_redrawn_is_refused_before_anything_is_queued(
 
     with pytest.raises(openai.BadRequestError, match=says) as caught:
         client.images.edit(
-            model=more.get("model", "flux"), prompt="a ring", image=folder / "sky.png", **masks,
+            model=more.get("model", "flux"),
+            prompt="a ring",
+            image=folder / "sky.png",
+            **masks,
             extra_body={"num_inference_steps": "6", **fields},
-        )  # fmt: skip
+        )
 
     assert caught.value.param == param
     assert len(server.get("/v1/requests")["data"]) == before

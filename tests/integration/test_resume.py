@@ -16,9 +16,13 @@ from tools.server import Server, all_gone, computes_of, family_of, serving, unti
 
 STEPS, MORE, EVERY = 50, 100, 10
 VIDEO = {
-    "prompt": "a blue star on black", "seed": 3, "num_inference_steps": STEPS, "num_frames": 9, "height": 256,
+    "prompt": "a blue star on black",
+    "seed": 3,
+    "num_inference_steps": STEPS,
+    "num_frames": 9,
+    "height": 256,
     "width": 256,
-}  # fmt: skip
+}
 """Slow enough to be interrupted at a step of one's choice."""
 
 

@@ -137,9 +137,13 @@ def test_a_signal_while_it_starts_ends_it_without_a_traceback(
     tmp_path: Path, home: dict[str, str], moment: str, number: int, code: int
 ) -> None:
     process = subprocess.Popen(
-        [*COMMAND, "generate", PROMPT, "-o", str(tmp_path / "out.png")], env=home, stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        [*COMMAND, "generate", PROMPT, "-o", str(tmp_path / "out.png")],
+        env=home,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     said = ""
     assert process.stderr
     while moment not in said:

@@ -63,15 +63,20 @@ class TwoMachines:
         own = environment(home) | self._variables | variables
         del own["UNFUSE_DATA_DIR"]
         own |= {
-            "HOME": str(home), "SECOND": str(self.homes[1]), "PYTHONPATH": str(ROOT),
+            "HOME": str(home),
+            "SECOND": str(self.homes[1]),
+            "PYTHONPATH": str(ROOT),
             "PATH": f"{self._programs}:{os.environ['PATH']}",
-        }  # fmt: skip
+        }
         command = ["sh", "-c", f"exec {self.command(beginning)}"]
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                self.host.enter(command) if number else command, env=own, stdout=stdout or log, stderr=log,
+                self.host.enter(command) if number else command,
+                env=own,
+                stdout=stdout or log,
+                stderr=log,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def run(self, number: int, beginning: str, **variables: str) -> str:
         """What a command prints that ends by itself, and well."""

@@ -98,8 +98,15 @@ def test_generate_writes_a_video_of_the_model_s_own_length_and_every_frame(serve
     assert max(abs(frame - other).mean() for frame, other in zip(frames, lossless, strict=True)) < 12
 
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync"]  # fmt: skip
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 PLAY = """async url => {
     const video = document.createElement("video");
     video.muted = true;

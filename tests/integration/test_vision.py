@@ -53,9 +53,9 @@ def expected(
 ) -> list[dict[str, Any]]:
     seen = {"pictures": [str(file) for file in pictures], "frames": [str(file) for file in frames], "fps": 2}
     cases = zip(chats, (seen, {}), strict=True)
-    return undivided([
-        {"folder": str(folder), "messages": as_templates_read(chat), "most": MOST, **shows} for chat, shows in cases
-    ])  # fmt: skip
+    return undivided(
+        [{"folder": str(folder), "messages": as_templates_read(chat), "most": MOST, **shows} for chat, shows in cases]
+    )
 
 
 @pytest.fixture(scope="module", params=[(), ("--workers", SPLIT)], ids=["default", "split"])
@@ -132,10 +132,15 @@ def test_no_token_is_lost_when_the_worker_that_decodes_dies_and_a_picture_has_to
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("flags", [
-    ["--parallel", "vision=tensor:2,language=tensor:2"], ["--parallel", "vision=tensor:2", "--workers", "all=1"],
-    ["--parallel", "language=tensor:2", "--workers", "all=1"],
-], ids=["both", "what sees", "what speaks"])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--parallel", "vision=tensor:2,language=tensor:2"],
+        ["--parallel", "vision=tensor:2", "--workers", "all=1"],
+        ["--parallel", "language=tensor:2", "--workers", "all=1"],
+    ],
+    ids=["both", "what sees", "what speaks"],
+)
 def test_ranks_see_and_speak_as_the_undivided_model(
     folder: Path, tmp_path: Path, chats: list[list[dict[str, Any]]], expected: list[dict[str, Any]], flags: list[str]
 ) -> None:

@@ -30,7 +30,7 @@ OWN = {
     "pixart-sigma": {"height": 256, "width": 256, "num_inference_steps": 2},
     "sana": {"num_inference_steps": 2},
     "lumina2": {"max_sequence_length": 256},
-}  # fmt: skip
+}
 """Two pipelines bin sizes, to shapes of 256 pixels or more; the words before Lumina's prompt are many."""
 
 CASES: list[dict[str, Any]] = [

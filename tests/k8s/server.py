@@ -18,8 +18,9 @@ from unfuse.k8s.spec import Object
 CRDS = Path(__file__).parents[2] / "deploy" / "kubernetes" / "crds"
 SCHEMAS = {
     crd["spec"]["names"]["plural"]: crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    for path in sorted(CRDS.glob("diffusion*.yaml")) for crd in yaml.safe_load_all(path.read_text())
-}  # fmt: skip
+    for path in sorted(CRDS.glob("diffusion*.yaml"))
+    for crd in yaml.safe_load_all(path.read_text())
+}
 KINDS = {
     "unfuse.dev/v1alpha1": ["DiffusionPipeline", "DiffusionPool"],
     "v1": ["Service", "ConfigMap", "Secret", "PersistentVolumeClaim", "Pod", "Event", "Namespace"],
@@ -77,9 +78,12 @@ class Server(kmock.KubernetesEmulator):
             for kind in names:
                 key = kmock.resource(group=group, version=version, plural=plural(kind))
                 self.resources[key] = kmock.ResourceInfo(
-                    kind=kind, singular=kind.lower(), namespaced=not kind.startswith("Cluster"),
-                    subresources={"status"}, verbs={"get", "list", "watch", "create", "update", "patch", "delete"},
-                )  # fmt: skip
+                    kind=kind,
+                    singular=kind.lower(),
+                    namespaced=not kind.startswith("Cluster"),
+                    subresources={"status"},
+                    verbs={"get", "list", "watch", "create", "update", "patch", "delete"},
+                )
 
     async def _handle(self, request: kmock.Request) -> aiohttp.web.StreamResponse:
         its = request.resource.plural if request.resource is not None else ""
@@ -204,9 +208,10 @@ class Server(kmock.KubernetesEmulator):
 
     def every(self, kind: str) -> dict[str, Object]:
         return {
-            key[2]: dict(one.raw) for key, one in self._objects.items()
+            key[2]: dict(one.raw)
+            for key, one in self._objects.items()
             if key[0].plural == plural(kind) and not one.deleted
-        }  # fmt: skip
+        }
 
     async def put(self, kind: str, name: str, spec: Object | None = None, **more: Any) -> None:
         """Make an object, or give it another spec."""

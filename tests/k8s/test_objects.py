@@ -36,24 +36,43 @@ NASTY = 'it\'s "quoted"\n- $name ${x} {{ .Values }}\n---\nkind: Pod #: &a *b %s 
 LEAST: Object = {"model": "unfuse/shapes", "scheduler": {"redis": {"host": "r"}}}
 KEYED = LEAST | {"keysSecret": "wire"}
 FULL: Object = {
-    "models": ["a", "b"], "image": "registry.example/unfuse:2", "imagePullSecrets": ["registry"],
-    "envSecrets": ["s3", "hub"], "modelCache": {"claim": "models"}, "keysSecret": "wire", "apiKeysSecret": "api",
-    "scheduler": {"replicas": 3, "queue": {"secret": "redis"}, "args": ["--order=fair"],
-                  "resources": {"limits": {"memory": "4Gi"}}},
+    "models": ["a", "b"],
+    "image": "registry.example/unfuse:2",
+    "imagePullSecrets": ["registry"],
+    "envSecrets": ["s3", "hub"],
+    "modelCache": {"claim": "models"},
+    "keysSecret": "wire",
+    "apiKeysSecret": "api",
+    "scheduler": {
+        "replicas": 3,
+        "queue": {"secret": "redis"},
+        "args": ["--order=fair"],
+        "resources": {"limits": {"memory": "4Gi"}},
+    },
     "stages": [
         {"name": "text-encoding", "pool": "enc", "replicas": 2, "model": {"component": "text_encoder"}},
-        {"name": "denoising", "pool": "dit", "stepSeconds": 30, "sharedMemory": "16Gi",
-         "resources": {"limits": {"nvidia.com/gpu": 8}}},
+        {
+            "name": "denoising",
+            "pool": "dit",
+            "stepSeconds": 30,
+            "sharedMemory": "16Gi",
+            "resources": {"limits": {"nvidia.com/gpu": 8}},
+        },
         {"name": "vae-decoding", "pool": "dit"},
     ],
     "results": {"url": "s3://b/p"},
     "autoscaling": {"maxReplicas": 8},
-}  # fmt: skip
+}
 POOL: Object = {"role": "denoiser"}
 PLACED: Object = POOL | {
-    "parallel": "denoiser=ulysses:2", "device": "cuda:0+cuda:1", "stepSeconds": 30, "args": ["--max-batch=2"],
-    "min": 1, "max": 4, "model": {"path": "a", "component": "transformer"},
-}  # fmt: skip
+    "parallel": "denoiser=ulysses:2",
+    "device": "cuda:0+cuda:1",
+    "stepSeconds": 30,
+    "args": ["--max-batch=2"],
+    "min": 1,
+    "max": 4,
+    "model": {"path": "a", "component": "transformer"},
+}
 
 
 def pipeline(spec: Object, name: str = "p") -> Object:
@@ -118,9 +137,10 @@ def test_commands_parse_variables_are_settings_and_pods_may_do_little(case: str)
 @pytest.mark.parametrize("case", CASES)
 def test_who_is_selected_is_there(case: str) -> None:
     labels = [
-        one["spec"]["template"]["metadata"]["labels"] for one in CASES[case]
+        one["spec"]["template"]["metadata"]["labels"]
+        for one in CASES[case]
         if one["kind"] in {"Deployment", "StatefulSet"}
-    ]  # fmt: skip
+    ]
     for one in CASES[case]:
         spec = one.get("spec", {})
         by = spec.get("podSelector") or (spec.get("selector") if one["kind"] != "ServiceMonitor" else None)
@@ -133,9 +153,12 @@ def test_who_is_selected_is_there(case: str) -> None:
     )
     assert gateway["metadata"]["labels"][monitor["spec"]["jobLabel"]] == "unfuse"
     (secret,) = (
-        volume["secret"]["secretName"] for one in CASES[case] if one["kind"] == "Deployment"
-        for volume in one["spec"]["template"]["spec"]["volumes"] if volume["name"] == "api"
-    )  # fmt: skip
+        volume["secret"]["secretName"]
+        for one in CASES[case]
+        if one["kind"] == "Deployment"
+        for volume in one["spec"]["template"]["spec"]["volumes"]
+        if volume["name"] == "api"
+    )
     credentials = monitor["spec"]["endpoints"][0]["authorization"]["credentials"]
     assert credentials == {"name": secret, "key": "metrics"}
 
@@ -244,9 +267,14 @@ def test_a_pool_has_as_many_workers_as_its_bounds_allow() -> None:
 def test_a_worker_knows_what_it_runs_and_for_whom() -> None:
     said = arguments(workers(PLACED, KEYED, q=KEYED))
     assert said[1:8] == [
-        "--role=denoiser", "--component=transformer", "--model=a", "--device=cuda:0+cuda:1",
-        "--parallel=denoiser=ulysses:2", "--scheduler=tcp://p-scheduler:8001", "--scheduler=tcp://q-scheduler:8001",
-    ]  # fmt: skip
+        "--role=denoiser",
+        "--component=transformer",
+        "--model=a",
+        "--device=cuda:0+cuda:1",
+        "--parallel=denoiser=ulysses:2",
+        "--scheduler=tcp://p-scheduler:8001",
+        "--scheduler=tcp://q-scheduler:8001",
+    ]
     assert said[-1] == "--max-batch=2"
 
 
@@ -279,9 +307,11 @@ def test_what_stands_around_the_pods_is_as_the_pipeline_says() -> None:
     clients = [{"namespaceSelector": {"matchLabels": {"name": "web"}}}]
     spec = LEAST | {
         "service": {"type": "LoadBalancer", "port": 80, "annotations": {"a": "b"}},
-        "networkPolicy": {"clients": clients}, "monitoring": {"labels": {"release": "prometheus"}},
-        "scheduler": LEAST["scheduler"] | {"drainSeconds": 60, "maxUnavailable": "50%"}, "imagePullPolicy": "Always",
-    }  # fmt: skip
+        "networkPolicy": {"clients": clients},
+        "monitoring": {"labels": {"release": "prometheus"}},
+        "scheduler": LEAST["scheduler"] | {"drainSeconds": 60, "maxUnavailable": "50%"},
+        "imagePullPolicy": "Always",
+    }
     found = {
         (one["kind"], one["metadata"]["name"]): one for one in [*made(spec), *workers(POOL | {"maxUnavailable": 2})]
     }
@@ -305,8 +335,10 @@ def test_the_seeds_example_makes_pools_by_its_words() -> None:
     spec = pipeline(SEED["spec"])
     found = {one["metadata"]["name"]: one["spec"] for one in default_pools("p", spec)}
     assert [(name, one["role"], one["replicas"]) for name, one in found.items()] == [
-        ("wan-t5-encoder-pool", "encoder", 2), ("wan-14b-t2v-dit-pool", "denoiser", 4), ("wan-vae-pool", "decoder", 2),
-    ]  # fmt: skip
+        ("wan-t5-encoder-pool", "encoder", 2),
+        ("wan-14b-t2v-dit-pool", "denoiser", 4),
+        ("wan-vae-pool", "decoder", 2),
+    ]
     assert found["wan-vae-pool"]["model"] == {"component": "vae"} and "model" not in found["wan-t5-encoder-pool"]
     assert found["wan-14b-t2v-dit-pool"]["resources"] == {"limits": {"nvidia.com/gpu": 8, "memory": "320Gi"}}
     (trigger,) = next(one for one in CASES["example"] if one["kind"] == "ScaledObject")["spec"]["triggers"]
@@ -323,9 +355,12 @@ def test_stages_of_one_pool_are_of_one_pool() -> None:
     )
     assert whole == {"p": {"role": "all", "replicas": 1}}
     assert encoder["dit"] == {
-        "role": "denoiser+decoder", "replicas": 1, "stepSeconds": 30, "sharedMemory": "16Gi",
+        "role": "denoiser+decoder",
+        "replicas": 1,
+        "stepSeconds": 30,
+        "sharedMemory": "16Gi",
         "resources": {"limits": {"nvidia.com/gpu": 8}},
-    }  # fmt: skip
+    }
     assert encoder["enc"]["model"] == {"component": "text_encoder"}
 
 
@@ -359,10 +394,15 @@ def test_a_pool_is_scaled_by_the_work_of_its_roles_within_its_own_bounds_or_the_
 @pytest.mark.parametrize(
     ("own", "all_least", "least"),
     [
-        ({"max": 3}, [1], 1), ({"max": 3}, [0], 0), ({"min": 2, "max": 3}, [0], 2), ({}, [0], 0), ({}, [0, 1], 1),
-        ({"max": 3}, [0, None], 1), ({"max": 3}, [0, 0], 0),
+        ({"max": 3}, [1], 1),
+        ({"max": 3}, [0], 0),
+        ({"min": 2, "max": 3}, [0], 2),
+        ({}, [0], 0),
+        ({}, [0, 1], 1),
+        ({"max": 3}, [0, None], 1),
+        ({"max": 3}, [0, 0], 0),
     ],
-)  # fmt: skip
+)
 def test_nobody_takes_all_workers_of_a_pool_whose_gateways_do_not_know_that_it_may_sleep(
     own: Object, all_least: list[int | None], least: int
 ) -> None:
@@ -394,11 +434,15 @@ def test_workers_of_several_pipelines_serve_the_models_of_all_and_come_for_the_w
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        ({"image": "x:2"}, "image"), ({"results": {"url": "s3://c"}}, "results"), ({"keysSecret": "k"}, "keysSecret"),
-        ({"scheduler": {"redis": {"host": "s"}}}, "redis"), ({"scheduler": {"queue": {"url": "redis://r"}}}, "queue"),
-        ({"envSecrets": ["s"]}, "envSecrets"), ({"modelCache": {"claim": "c"}}, "modelCache"),
+        ({"image": "x:2"}, "image"),
+        ({"results": {"url": "s3://c"}}, "results"),
+        ({"keysSecret": "k"}, "keysSecret"),
+        ({"scheduler": {"redis": {"host": "s"}}}, "redis"),
+        ({"scheduler": {"queue": {"url": "redis://r"}}}, "queue"),
+        ({"envSecrets": ["s"]}, "envSecrets"),
+        ({"modelCache": {"claim": "c"}}, "modelCache"),
     ],
-)  # fmt: skip
+)
 def test_pipelines_that_share_workers_agree_in_what_their_pods_have(other: Object, says: str) -> None:
     assert len(workers(POOL, KEYED, q=KEYED | {"model": "another"})) == 4
     with pytest.raises(InvalidSpec, match=f"p and q cannot share workers: they differ in .*{says}"):
@@ -489,15 +533,22 @@ def test_what_is_asked_for_in_vain_is_said() -> None:
 EIGHT: Object = {"resources": {"limits": {"nvidia.com/gpu": 8}}}
 
 
-@pytest.mark.parametrize(("spec", "said", "count"), [
-    (EIGHT, "auto", None), ({"resources": {"requests": {"amd.com/gpu": "2"}}}, "auto", None),
-    ({"resources": {"limits": {"nvidia.com/gpu": 1, "cpu": 8}}}, "", 1), ({}, "", 1),
-    (EIGHT | {"parallel": "denoiser=ulysses:4+cfg:2"}, "denoiser=ulysses:4+cfg:2", 8),
-    (EIGHT | {"parallel": "denoiser=ulysses:4"}, "denoiser=ulysses:4", 4), (EIGHT | {"parallel": "auto"}, "auto", None),
-    (EIGHT | {"device": "cuda:0"}, "", 1), (EIGHT | {"device": "cuda:0+cuda:1"}, "auto", None),
-    (EIGHT | {"args": ["--parallel=denoiser=ring:8"]}, "", None),
-    (EIGHT | {"args": ["--parallel", "denoiser=ring:8"]}, "", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spec", "said", "count"),
+    [
+        (EIGHT, "auto", None),
+        ({"resources": {"requests": {"amd.com/gpu": "2"}}}, "auto", None),
+        ({"resources": {"limits": {"nvidia.com/gpu": 1, "cpu": 8}}}, "", 1),
+        ({}, "", 1),
+        (EIGHT | {"parallel": "denoiser=ulysses:4+cfg:2"}, "denoiser=ulysses:4+cfg:2", 8),
+        (EIGHT | {"parallel": "denoiser=ulysses:4"}, "denoiser=ulysses:4", 4),
+        (EIGHT | {"parallel": "auto"}, "auto", None),
+        (EIGHT | {"device": "cuda:0"}, "", 1),
+        (EIGHT | {"device": "cuda:0+cuda:1"}, "auto", None),
+        (EIGHT | {"args": ["--parallel=denoiser=ring:8"]}, "", None),
+        (EIGHT | {"args": ["--parallel", "denoiser=ring:8"]}, "", None),
+    ],
+)
 def test_a_pod_of_several_gpus_has_a_rank_on_each_unless_it_says_otherwise(
     spec: Object, said: str, count: int | None
 ) -> None:
@@ -525,22 +576,34 @@ def test_a_stage_says_how_it_is_spread() -> None:
         {"name": "denoising", "pool": "dit", "parallel": "ulysses:4+cfg:2"},
         {"name": "vae-decoding", "pool": "dit", "parallel": "tiles:8"},
         {"name": "encoding", "pool": "enc", "parallel": "auto"},
-    ]  # fmt: skip
+    ]
     found = {one["metadata"]["name"]: one["spec"] for one in default_pools("p", pipeline(LEAST | {"stages": stages}))}
     assert found["dit"]["parallel"] == "denoiser=ulysses:4+cfg:2,decoder=tiles:8" and found["enc"]["parallel"] == "auto"
     assert pool(found["dit"])["parallel"] == found["dit"]["parallel"]
 
 
-@pytest.mark.parametrize(("stages", "says"), [
-    ([{"name": "all", "pool": "a", "parallel": "ulysses:2"}], "all is not a single role"),
-    ([{"name": "x", "role": "encoder+decoder", "pool": "a", "parallel": "tiles:2"}], "is not a single role"),
-    ([{"name": "denoising", "pool": "a", "parallel": "nonsense:2"}], "nonsense"),
-    ([{"name": "a-encoding", "pool": "a", "parallel": "tensor:2"},
-      {"name": "b-encoding", "pool": "a", "parallel": "tensor:4"}],
-     r"\(tensor:2, tensor:4\)"),
-    ([{"name": "denoising", "pool": "a", "parallel": "auto"}, {"name": "decoding", "pool": "a", "parallel": "tiles:4"}],
-     r"\(auto, tiles:4\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        ([{"name": "all", "pool": "a", "parallel": "ulysses:2"}], "all is not a single role"),
+        ([{"name": "x", "role": "encoder+decoder", "pool": "a", "parallel": "tiles:2"}], "is not a single role"),
+        ([{"name": "denoising", "pool": "a", "parallel": "nonsense:2"}], "nonsense"),
+        (
+            [
+                {"name": "a-encoding", "pool": "a", "parallel": "tensor:2"},
+                {"name": "b-encoding", "pool": "a", "parallel": "tensor:4"},
+            ],
+            r"\(tensor:2, tensor:4\)",
+        ),
+        (
+            [
+                {"name": "denoising", "pool": "a", "parallel": "auto"},
+                {"name": "decoding", "pool": "a", "parallel": "tiles:4"},
+            ],
+            r"\(auto, tiles:4\)",
+        ),
+    ],
+)
 def test_stages_that_cannot_be_spread_so_are_refused(stages: list[Object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         default_pools("p", pipeline(LEAST | {"stages": stages}))

@@ -79,8 +79,9 @@ def made(server: Server) -> dict[tuple[str, str], Object]:
     kinds = [kind for kinds in KINDS.values() for kind in kinds if kind != "Event"]
     return {
         (kind, name): {key: one.get(key) for key in ("spec", "data", "stringData")}
-        for kind in kinds for name, one in server.every(kind).items()
-    }  # fmt: skip
+        for kind in kinds
+        for name, one in server.every(kind).items()
+    }
 
 
 async def quiet(server: Server) -> None:

@@ -111,7 +111,7 @@ def test_why_pods_do_not_run_is_told_of_each() -> None:
         {"metadata": {"name": "c"}, "status": {"containerStatuses": [coming]}},
         {"metadata": {"name": "d"}, "status": {"containerStatuses": [{"state": {"running": {}}}]}},
         {"metadata": {"name": "e"}},
-    ]  # fmt: skip
+    ]
     assert [(one.reason, str(one)) for one in workload_status(workload(), pods).problems] == [
         ("Unschedulable", "pod a cannot be scheduled: 0/3 nodes have a GPU"),
         ("CreateContainerConfigError", 'pod b does not run (CreateContainerConfigError): secret "wire" not found'),

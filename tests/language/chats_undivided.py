@@ -19,11 +19,13 @@ def main() -> None:
             for chat in job["chats"]
         ]
         texts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in job["texts"]]
-        made.append({
-            "prompts": [prompt["input_ids"] for prompt in prompts],
-            "texts": texts,
-            "decoded": [tokenizer.decode(ids, skip_special_tokens=True) for ids in texts],
-        })  # fmt: skip
+        made.append(
+            {
+                "prompts": [prompt["input_ids"] for prompt in prompts],
+                "texts": texts,
+                "decoded": [tokenizer.decode(ids, skip_special_tokens=True) for ids in texts],
+            }
+        )
     json.dump(made, sys.stdout)
 
 

@@ -89,9 +89,13 @@ def test_reasoning_comes_while_it_is_written() -> None:
 
 @pytest.mark.parametrize(
     ("template", "name"),
-    [("{{ messages }}", None), ("content.split('</think>')", "qwen3"), ("[THINK]", "mistral"),
-     ("<seed:think>", "seed_oss")],
-)  # fmt: skip
+    [
+        ("{{ messages }}", None),
+        ("content.split('</think>')", "qwen3"),
+        ("[THINK]", "mistral"),
+        ("<seed:think>", "seed_oss"),
+    ],
+)
 def test_a_template_says_how_reasoning_is_written(template: str, name: str | None) -> None:
     found = reasoning_of(template)
     assert (found.name if found else None) == name

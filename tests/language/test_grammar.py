@@ -173,9 +173,11 @@ def test_the_responses_api_s_form_of_a_function_is_read() -> None:
 def test_a_relaxed_schema_has_what_is_sure_of_one_that_is_no_schema() -> None:
     """As those are that libraries make of Go's and Python's types, or of Gemini's API."""
     said = {
-        "type": "OBJECT", "required": None, "items": None,
+        "type": "OBJECT",
+        "required": None,
+        "items": None,
         "properties": {"a": {"type": "any"}, "b": {"type": ["string", "date"]}, "c": {"const": None, "type": "null"}},
-    }  # fmt: skip
+    }
     found = asked_grammar({"type": "json_schema", "json_schema": {"schema": said}}, relaxed=True)
     assert found
     kept = {"type": "object", "properties": {"a": {}, "b": {}, "c": {"const": None, "type": "null"}}}

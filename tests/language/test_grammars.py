@@ -176,11 +176,15 @@ BOMBS = {
     "stack": lark("start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(12_000)) + 'r12000: "a"'),
     "time": lark("start: A\nA: " + " & ".join(f"/.*a.{{{i}}}b.*/" for i in range(30))),
     "references": schema(
-        {"$ref": "#/$defs/a0", "$defs": {
-            f"a{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(2_000)
-        } | {"a2000": {}}}
+        {
+            "$ref": "#/$defs/a0",
+            "$defs": {
+                f"a{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(2_000)
+            }
+            | {"a2000": {}},
+        }
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("bomb", BOMBS)

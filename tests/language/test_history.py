@@ -21,10 +21,17 @@ def called(arguments: Any) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "means"),
     [
-        ('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ('{"a": ', {}), ("null", {}), ("", {}), (None, {}), ("[1]", {}),
-        ("{" * 100_000, {}), ('"{}"', {}),
+        ('{"a": 1}', {"a": 1}),
+        ({"a": 1}, {"a": 1}),
+        ('{"a": ', {}),
+        ("null", {}),
+        ("", {}),
+        (None, {}),
+        ("[1]", {}),
+        ("{" * 100_000, {}),
+        ('"{}"', {}),
     ],
-)  # fmt: skip
+)
 def test_arguments_that_were_cut_are_none(arguments: Any, means: dict[str, Any]) -> None:
     assert called(arguments) == means
 
@@ -38,13 +45,15 @@ def test_arguments_that_were_cut_are_none(arguments: Any, means: dict[str, Any])
         ({"content": "", "refusal": "No."}, "No."),
         ({"content": "Yes.", "refusal": None}, "Yes."),
         ({"content": [{"type": "refusal", "refusal": "No."}]}, [{"type": "text", "text": "No."}]),
-        ({"content": ["a", {"type": "output_text", "text": "b"}, {"type": "reasoning", "text": "c"}, 7]},
-            [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
+        (
+            {"content": ["a", {"type": "output_text", "text": "b"}, {"type": "reasoning", "text": "c"}, 7]},
+            [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        ),
         ({"content": "a\ud83d"}, "a\ufffd"),
         ({"content": "a\ud83d\ude00"}, "a😀"),
         ({"content": None, "tool_calls": [{"id": "1"}, 5, {"function": {"name": 3}}]}, ""),
     ],
-)  # fmt: skip
+)
 def test_the_content_of_an_answer(message: dict[str, Any], content: Any) -> None:
     assert read({"role": "assistant", **message})["content"] == content
 
@@ -96,10 +105,13 @@ def test_calls_of_other_kinds_are_calls_of_functions() -> None:
 @pytest.mark.parametrize(
     ("content", "means"),
     [
-        (None, ""), ("4\ud83d", "4\ufffd"), ({"a": "é"}, '{"a": "é"}'), (7, "7"),
+        (None, ""),
+        ("4\ud83d", "4\ufffd"),
+        ({"a": "é"}, '{"a": "é"}'),
+        (7, "7"),
         (["4", {"type": "text", "text": "2"}], [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]),
     ],
-)  # fmt: skip
+)
 def test_results_of_tools_are_text(content: Any, means: Any) -> None:
     for role in ("tool", "function"):
         assert read({"role": role, "content": content}) == {"role": "tool", "content": means}
@@ -124,10 +136,13 @@ def test_a_template_of_one_call_at_a_time_gets_each_with_its_result() -> None:
     stray = {"role": "tool", "tool_call_id": "c", "content": "c"}
     assert simplified([user, asked, *results, stray, user]) == [
         user,
-        {**asked, "tool_calls": calls[:1]}, results[1],
-        {**asked, "content": "", "tool_calls": calls[1:]}, results[0],
-        stray, user,
-    ]  # fmt: skip
+        {**asked, "tool_calls": calls[:1]},
+        results[1],
+        {**asked, "content": "", "tool_calls": calls[1:]},
+        results[0],
+        stray,
+        user,
+    ]
 
 
 def test_answers_in_a_row_are_one_to_a_template_that_wants_turns() -> None:

@@ -42,13 +42,25 @@ TURNED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"
 CALLED = [USER, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, {"role": "tool", "content": "<b>"}]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"city": "Zürich & <more>"}}}
 TEXTS = [
-    "", " ", "a", " a b  c   d", "Ünïcode naïve “quotes”… 😀👩‍👩‍👧 ﬁne", "e\u0301 composed \u00e9", "don't WE'LL he'd",
-    "\n\n\n  x\r\n\ty", "12345 1 22 333", "<s>a</s><|turn|>b<think>c<a b ü>d", "ｆｕｌｌ ３４５ ①Ⅷ", "its workers",
-]  # fmt: skip
+    "",
+    " ",
+    "a",
+    " a b  c   d",
+    "Ünïcode naïve “quotes”… 😀👩‍👩‍👧 ﬁne",
+    "e\u0301 composed \u00e9",
+    "don't WE'LL he'd",
+    "\n\n\n  x\r\n\ty",
+    "12345 1 22 333",
+    "<s>a</s><|turn|>b<think>c<a b ü>d",
+    "ｆｕｌｌ ３４５ ①Ⅷ",
+    "its workers",
+]
 CHATS = [
-    {"messages": CHAT, "more": {}}, {"messages": TURNED, "more": {}}, {"messages": CALLED, "more": {"mood": "gay"}},
+    {"messages": CHAT, "more": {}},
+    {"messages": TURNED, "more": {}},
+    {"messages": CALLED, "more": {"mood": "gay"}},
     {"messages": CHAT, "tools": [TOOL, TOOL], "more": {}},
-]  # fmt: skip
+]
 
 
 def build(root: Path) -> None:

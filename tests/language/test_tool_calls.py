@@ -14,8 +14,12 @@ FUNCTIONS = {"f": {"a": "integer", "b": "string", "c": "array", "d": "boolean", 
 JSON = '{"name": "f", "arguments": {"a": "</tool_call>", "b": [1, "]}"]}}'
 TAGGED = f"<tool_call>\n{JSON}\n</tool_call>"
 SEP, CALLS, CALL, END, ENDS = (
-    "<｜tool▁sep｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
-)  # fmt: skip
+    "<｜tool▁sep｜>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
 CODER = """<tool_call>
 <function=f>
 <parameter=a>
@@ -82,8 +86,12 @@ EXAMPLES: list[tuple[str, str, str, list[Called]]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", {})]),
     ("hermes", '<tool_call>[{"name": "f"}, {"name": "g"}]</tool_call>', "", [("f", {}), ("g", {})]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', "", [("f", A)]),
-    ("hermes", f'Use <tool_call> for it. {TAGGED.replace("</tool_call>", "", 0)}', "Use <tool_call> for it. ",
-     [("f", json.loads(JSON)["arguments"])]),
+    (
+        "hermes",
+        f"Use <tool_call> for it. {TAGGED.replace('</tool_call>', '', 0)}",
+        "Use <tool_call> for it. ",
+        [("f", json.loads(JSON)["arguments"])],
+    ),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"b": "x\n\ty"}}</tool_call>', "", [("f", {"b": "x\n\ty"})]),
     ("hermes", '<tool_call>{"arguments": {"b": "x\n"}, "name": "f"}</tool_call>', "", [("f", {"b": "x\n"})]),
     ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}}\n</tool_call>', "", [("f", A)]),
@@ -91,42 +99,80 @@ EXAMPLES: list[tuple[str, str, str, list[Called]]] = [
     ("hermes", '<tool_call>\n```json\n{"name": "f", "arguments": {"a": 1}}\n```\n</tool_call>', "", [("f", A)]),
     ("hermes", f"{TAGGED}\n`x` is }} set", "`x` is } set", [("f", json.loads(JSON)["arguments"])]),
     ("llama3_json", '{"type": "function", "name": "f", "parameters": {"a": 1}}', "", [("f", A)]),
-    ("llama3_json", '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', "",
-     [("f", A), ("g", {})]),
+    (
+        "llama3_json",
+        '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
+        "",
+        [("f", A), ("g", {})],
+    ),
     ("llama3_json", '{"name": "f", "parameters": {"a": 1}}\n{"name": "g", "arguments": {}}', "", [("f", A), ("g", {})]),
     ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}', "", [("f", A)]),
     ("llama3_json", ' \n{"name": "f", "parameters": {"a": 1}} ', "", [("f", A)]),
     ("llama3_json", 'I call:\n{"name": "f", "parameters": {"a": 1}}', "I call:\n", [("f", A)]),
     ("llama3_json", '{"function": "f", "parameters": {"a": 1}}', "", [("f", A)]),
     ("llama3_json", '{"type": "function", "function": {"name": "f", "parameters": {"a": 1}}}', "", [("f", A)]),
-    ("llama3_json", '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]', "",
-     [("f", A), ("g", {})]),
+    (
+        "llama3_json",
+        '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]',
+        "",
+        [("f", A), ("g", {})],
+    ),
     ("qwen3_coder", CODER, "", [("f", CODED)]),
     ("qwen3_coder", "Well.\n<function=g>\n</function>", "Well.\n", [("g", {})]),
     ("qwen3_coder", f"{CODER}\n{CODER}"[:-13], "", [("f", CODED)] * 2),
     ("qwen3_coder", TAGGED, "", [("f", json.loads(JSON)["arguments"])]),
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</function>\n</tool_call>", "", [("f", A)]),
-    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</function>\n</tool_call>\n"
-     "<tool_call>\n<function=g>\n</function>\n</tool_call>", "", [("f", A), ("g", {})]),
-    ("qwen3_coder", "<function=f>\n<parameter=a>\n1\n<parameter=b>\nx\n</parameter>\n</function>", "",
-     [("f", A | {"b": "x"})]),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=g>\n</function>\n</tool_call>",
+        "",
+        [("f", A), ("g", {})],
+    ),
+    (
+        "qwen3_coder",
+        "<function=f>\n<parameter=a>\n1\n<parameter=b>\nx\n</parameter>\n</function>",
+        "",
+        [("f", A | {"b": "x"})],
+    ),
     ("qwen3_coder", "<function=f>\n<parameter=a>\n1\n<parameter=b>\nx", "", [("f", A | {"b": "x"})]),
-    ("qwen3_coder", "<function=f>\n<parameter=b>\n<function=g>\n</function>\n</tool_call>\n</parameter>\n</function>",
-     "", [("f", {"b": "<function=g>\n</function>\n</tool_call>"})]),
-    ("qwen3_coder", "<function=f>\n<parameter=c>\n['x', True, None]\n</parameter>\n</function>", "",
-     [("f", {"c": ["x", True, None]})]),
+    (
+        "qwen3_coder",
+        "<function=f>\n<parameter=b>\n<function=g>\n</function>\n</tool_call>\n</parameter>\n</function>",
+        "",
+        [("f", {"b": "<function=g>\n</function>\n</tool_call>"})],
+    ),
+    (
+        "qwen3_coder",
+        "<function=f>\n<parameter=c>\n['x', True, None]\n</parameter>\n</function>",
+        "",
+        [("f", {"c": ["x", True, None]})],
+    ),
     ("qwen3_coder", "<function=f>\n<parameter=a>\nNaN\n</parameter>\n</function>", "", [("f", {"a": "NaN"})]),
-    ("deepseek_v3", f'Hm.{CALLS}{CALL}function{SEP}f\n```json\n{{"a": 1}}\n```{END}\n'
-     f'{CALL}function{SEP}g\n```json\n{{}}\n```{END}{ENDS}', "Hm.", [("f", A), ("g", {})]),
+    (
+        "deepseek_v3",
+        f'Hm.{CALLS}{CALL}function{SEP}f\n```json\n{{"a": 1}}\n```{END}\n'
+        f"{CALL}function{SEP}g\n```json\n{{}}\n```{END}{ENDS}",
+        "Hm.",
+        [("f", A), ("g", {})],
+    ),
     ("deepseek_v31", f'{CALLS}{CALL}f{SEP}{{"a": 1}}{END}{CALL}g{SEP}{{}}{END}{ENDS}', "", [("f", A), ("g", {})]),
-    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]', "",
-     [("f", A), ("g", {})]),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        "",
+        [("f", A), ("g", {})],
+    ),
     ("mistral", '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g{}', "", [("f", A), ("g", {})]),
     ("mistral", '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"a": 1}', "", [("f", A)]),
-    ("pythonic", '[f(a=1), g()]', "", [("f", A), ("g", {})]),
-    ("pythonic", "[f(a=-1, b='it\\'s (', c=[1, {'x': None}], d=true)]<|python_end|>", "",
-     [("f", {"a": -1, "b": "it's (", "c": [1, {"x": None}], "d": True})]),
-]  # fmt: skip
+    ("pythonic", "[f(a=1), g()]", "", [("f", A), ("g", {})]),
+    (
+        "pythonic",
+        "[f(a=-1, b='it\\'s (', c=[1, {'x': None}], d=true)]<|python_end|>",
+        "",
+        [("f", {"a": -1, "b": "it's (", "c": [1, {"x": None}], "d": True})],
+    ),
+]
 
 
 @pytest.mark.parametrize(("format", "text", "shown", "calls"), EXAMPLES)
@@ -138,31 +184,98 @@ def test_calls_are_taken_out_of_a_text(format: str, text: str, shown: str, calls
 
 @pytest.mark.parametrize(
     ("format", "text"),
-    [("hermes", text) for text in
-     ["", "a < b", "<tool", "<tool_call>", "<tool_call>x</tool_call>", '<tool_call>{"name": 3}</tool_call> and',
-      '<tool_call>{"name": "f", "arguments": 3}</tool_call>', "<tool_call>" + "[" * 10_000, "</tool_call>",
-      '<tool_call>{"name": "h", "arguments": {}}</tool_call>', '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
-      '{"name": "f", "arguments": {}}']]
-    + [("llama3_json", text) for text in
-       ['{"name": "Bob", "parameters": {"x": 9}}', '{"name": "f"}', '{"a": 1}', "{", "x {", '[{"name": "f"}]', " ",
-        "hello", '{"title": {"name": "f", "parameters": {}}}', "{\n  foo();\n}", '<|python_tag|>print(1)']]
+    [
+        ("hermes", text)
+        for text in [
+            "",
+            "a < b",
+            "<tool",
+            "<tool_call>",
+            "<tool_call>x</tool_call>",
+            '<tool_call>{"name": 3}</tool_call> and',
+            '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
+            "<tool_call>" + "[" * 10_000,
+            "</tool_call>",
+            '<tool_call>{"name": "h", "arguments": {}}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
+            '{"name": "f", "arguments": {}}',
+        ]
+    ]
+    + [
+        ("llama3_json", text)
+        for text in [
+            '{"name": "Bob", "parameters": {"x": 9}}',
+            '{"name": "f"}',
+            '{"a": 1}',
+            "{",
+            "x {",
+            '[{"name": "f"}]',
+            " ",
+            "hello",
+            '{"title": {"name": "f", "parameters": {}}}',
+            "{\n  foo();\n}",
+            "<|python_tag|>print(1)",
+        ]
+    ]
     + [("qwen3_coder", text) for text in ["<function=h>\n</function>", "<tool_call>\nx", "<function=", "a <b>"]]
     + [("deepseek_v3", text) for text in [f"{CALLS}x", f"{CALL}function{SEP}h\n```json\n{{}}\n```"]]
     + [("mistral", text) for text in ["[TOOL_CALLS]", "[TOOL_CALLS]h{}", '[TOOL_CALLS][{"name": "h"}]', "[TOOL"]]
-    + [("pythonic", text) for text in
-       ["[f(1)]", "[f(a=b)]", "[f(**{})]", "[1, 2]", "[h()]", "[f(a=__import__('os'))]", "[f(a=1e999)]",
-        "[f(a='\\ud800')]", "[f(a=" + "(" * 500 + ")" * 500 + ")]", "f(a=1)", "[f(a=1", "[]"]],
-)  # fmt: skip
+    + [
+        ("pythonic", text)
+        for text in [
+            "[f(1)]",
+            "[f(a=b)]",
+            "[f(**{})]",
+            "[1, 2]",
+            "[h()]",
+            "[f(a=__import__('os'))]",
+            "[f(a=1e999)]",
+            "[f(a='\\ud800')]",
+            "[f(a=" + "(" * 500 + ")" * 500 + ")]",
+            "f(a=1)",
+            "[f(a=1",
+            "[]",
+        ]
+    ],
+)
 def test_what_is_no_call_is_text(format: str, text: str) -> None:
     parts = read(text, format)
     assert (content(parts), called(parts)) == (text, [])
 
 
 PIECES = [
-    "<", "<tool_call>", "</tool_call>", "text ", "\n", '{"name": "f"', ', "arguments": {}}', TAGGED, "[f(a=1)", ", ",
-    "]", "g()", "{", '{"name": "f", "parameters": {"a": 1}}', "; ", "<function=f>", "<parameter=a>", "</parameter>",
-    "</function>", CODER, CALLS, CALL, SEP, "f", "```json\n", "```", END, "[TOOL_CALLS]", '"', "[", "<|python_tag|>",
-]  # fmt: skip
+    "<",
+    "<tool_call>",
+    "</tool_call>",
+    "text ",
+    "\n",
+    '{"name": "f"',
+    ', "arguments": {}}',
+    TAGGED,
+    "[f(a=1)",
+    ", ",
+    "]",
+    "g()",
+    "{",
+    '{"name": "f", "parameters": {"a": 1}}',
+    "; ",
+    "<function=f>",
+    "<parameter=a>",
+    "</parameter>",
+    "</function>",
+    CODER,
+    CALLS,
+    CALL,
+    SEP,
+    "f",
+    "```json\n",
+    "```",
+    END,
+    "[TOOL_CALLS]",
+    '"',
+    "[",
+    "<|python_tag|>",
+]
 
 
 def merged(parts: list[AnswerPart]) -> list[tuple[str, str]]:
@@ -222,9 +335,9 @@ def test_only_the_first_call_is_read_where_one_is_asked_for(format: str, text: s
         ("qwen3_coder", "<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx", [("f", '{"a": 1')]),
         ("deepseek_v3", f'{CALLS}{CALL}function{SEP}f\n```json\n{{"a"', [("f", '{"a"')]),
         ("mistral", '[TOOL_CALLS]f{"a"', [("f", '{"a"')]),
-        ("mistral", '[TOOL_CALLS]f', []),
+        ("mistral", "[TOOL_CALLS]f", []),
     ],
-)  # fmt: skip
+)
 def test_a_call_that_was_cut_is_there_so_far_and_no_content(
     format: str, text: str, begun: list[tuple[str, str]]
 ) -> None:

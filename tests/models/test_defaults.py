@@ -62,9 +62,16 @@ def test_serving_json_may_say_a_part(tmp_path: Path) -> None:
     assert serving.with_limits(limits, STANDARD) == {**STANDARD, "height": 48, "width": 32, "fps": 8}
 
 
-@pytest.mark.parametrize("content", [
-    "", "[]", '{"default": {}}', '{"limits": {"max_size": "64"}}', '{"defaults": null}',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"default": {}}',
+        '{"limits": {"max_size": "64"}}',
+        '{"defaults": null}',
+    ],
+)
 def test_a_serving_json_that_is_not_one(content: str, tmp_path: Path) -> None:
     (tmp_path / "serving.json").write_text(content)
 

@@ -68,29 +68,32 @@ def test_diffusers_modular_pipelines_make_the_same(name: str, undivided: c.Undiv
     assert np.array_equal(found["blocks"], found["pixels"])
 
 
-@pytest.mark.parametrize(("name", "others"), [
-    ("unipc-image", ["unipc-seed", "unipc-prompt", "unipc-unguided", "euler-image"]),
-    ("picture-video", ["picture-seed", "picture-prompt", "picture-other", "picture-unguided"]),
-    ("frames-video", ["frames-other", "picture-video"]),
-    ("two-picture-last", ["two-picture"]),
-    ("two-image", ["unipc-image", "two-seed", "two-second-scale"]),
-    ("two-picture", ["picture-video", "two-picture-other"]),
-    ("tokens-video", ["tokens-seed", "tokens-picture"]),
-    ("tokens-picture", ["tokens-picture-seed", "tokens-picture-other"]),
-    ("flux-image", ["flux-seed", "flux-prompt", "flux-guidance", "flux-empty-negative"]),
-    ("hunyuan-video", ["hunyuan-seed", "hunyuan-prompt", "hunyuan-guidance", "hunyuan-empty-negative"]),
-    ("qwen-image", ["qwen-next-seed", "qwen-prompt", "qwen-empty-negative"]),
-    ("klein-image", ["klein-seed", "klein-prompt", "klein-guidance"]),
-    ("krea-image", ["krea-seed", "krea-prompt", "krea-negative"]),
-    ("xl-image", ["xl-seed", "xl-prompt", "xl-negative", "xl-empty-negative"]),
-    ("three-image", ["three-seed", "three-prompt", "three-negative"]),
-    ("z-image", ["z-seed", "z-prompt", "z-negative"]),
-    ("ltx-video", ["ltx-seed", "ltx-prompt", "ltx-rate"]),
-    ("kontext-image", ["kontext-seed", "kontext-other"]),
-    ("redrawn-flux", ["redrawn-flux-seed", "redrawn-flux-less", "redrawn-flux-other", "masked-flux"]),
-    ("redrawn-xl", ["redrawn-xl-seed", "redrawn-xl-less", "masked-xl"]),
-    ("masked-flux", ["masked-flux-seed"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("unipc-image", ["unipc-seed", "unipc-prompt", "unipc-unguided", "euler-image"]),
+        ("picture-video", ["picture-seed", "picture-prompt", "picture-other", "picture-unguided"]),
+        ("frames-video", ["frames-other", "picture-video"]),
+        ("two-picture-last", ["two-picture"]),
+        ("two-image", ["unipc-image", "two-seed", "two-second-scale"]),
+        ("two-picture", ["picture-video", "two-picture-other"]),
+        ("tokens-video", ["tokens-seed", "tokens-picture"]),
+        ("tokens-picture", ["tokens-picture-seed", "tokens-picture-other"]),
+        ("flux-image", ["flux-seed", "flux-prompt", "flux-guidance", "flux-empty-negative"]),
+        ("hunyuan-video", ["hunyuan-seed", "hunyuan-prompt", "hunyuan-guidance", "hunyuan-empty-negative"]),
+        ("qwen-image", ["qwen-next-seed", "qwen-prompt", "qwen-empty-negative"]),
+        ("klein-image", ["klein-seed", "klein-prompt", "klein-guidance"]),
+        ("krea-image", ["krea-seed", "krea-prompt", "krea-negative"]),
+        ("xl-image", ["xl-seed", "xl-prompt", "xl-negative", "xl-empty-negative"]),
+        ("three-image", ["three-seed", "three-prompt", "three-negative"]),
+        ("z-image", ["z-seed", "z-prompt", "z-negative"]),
+        ("ltx-video", ["ltx-seed", "ltx-prompt", "ltx-rate"]),
+        ("kontext-image", ["kontext-seed", "kontext-other"]),
+        ("redrawn-flux", ["redrawn-flux-seed", "redrawn-flux-less", "redrawn-flux-other", "masked-flux"]),
+        ("redrawn-xl", ["redrawn-xl-seed", "redrawn-xl-less", "masked-xl"]),
+        ("masked-flux", ["masked-flux-seed"]),
+    ],
+)
 def test_the_references_can_tell_requests_apart(name: str, others: list[str], undivided: c.Undivided) -> None:
     """Were they all alike, equality above would mean little."""
     image = undivided.result(name)["pixels"]
@@ -108,10 +111,15 @@ def test_pictures_that_are_seen_change_the_picture(name: str, other: str, undivi
     assert (first != second).mean() > 0.01
 
 
-@pytest.mark.parametrize(("same", "plain"), [
-    ("flux-no-negative", "flux-image"), ("flux-negative-unread", "flux-image"),
-    ("hunyuan-negative-unread", "hunyuan-video"), ("qwen-no-scale", "qwen-image"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("same", "plain"),
+    [
+        ("flux-no-negative", "flux-image"),
+        ("flux-negative-unread", "flux-image"),
+        ("hunyuan-negative-unread", "hunyuan-video"),
+        ("qwen-no-scale", "qwen-image"),
+    ],
+)
 def test_guidance_by_a_negative_prompt_takes_both_prompt_and_scale(
     same: str, plain: str, undivided: c.Undivided
 ) -> None:
@@ -147,13 +155,26 @@ def test_both_encodings_of_a_picture_change_the_video(output: str, undivided: c.
     assert np.abs(latents.numpy() - undivided.result("picture-video")["latents"]).mean() > 0.01
 
 
-@pytest.mark.parametrize("names", [
-    ["euler-image", "euler-next-seed"], ["shapes-image", "shapes-next"], ["flux-image", "flux-next-seed"],
-    ["picture-video", "picture-seed"], ["two-image", "two-seed"], ["tokens-picture", "tokens-picture-seed"],
-    ["hunyuan-video", "hunyuan-seed"], ["qwen-image", "qwen-next-seed"],
-    ["xl-image", "xl-seed"], ["three-image", "three-seed"], ["z-image", "z-seed"], ["ltx-video", "ltx-seed"],
-    ["kontext-image", "kontext-seed"], ["redrawn-flux", "redrawn-flux-seed"], ["masked-xl", "masked-xl-seed"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["euler-image", "euler-next-seed"],
+        ["shapes-image", "shapes-next"],
+        ["flux-image", "flux-next-seed"],
+        ["picture-video", "picture-seed"],
+        ["two-image", "two-seed"],
+        ["tokens-picture", "tokens-picture-seed"],
+        ["hunyuan-video", "hunyuan-seed"],
+        ["qwen-image", "qwen-next-seed"],
+        ["xl-image", "xl-seed"],
+        ["three-image", "three-seed"],
+        ["z-image", "z-seed"],
+        ["ltx-video", "ltx-seed"],
+        ["kontext-image", "kontext-seed"],
+        ["redrawn-flux", "redrawn-flux-seed"],
+        ["masked-xl", "masked-xl-seed"],
+    ],
+)
 def test_each_of_n_samples_is_the_pipelines_own_call(names: list[str], undivided: c.Undivided, stages: c.Load) -> None:
     first = JOBS[names[0]]
     loaded = stages(undivided.folder(first.model))

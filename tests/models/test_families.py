@@ -14,28 +14,31 @@ from unfuse.models import find, resolve_source, served_classes
 from unfuse.weights.source import hub_name, pipeline_class
 
 
-@pytest.mark.parametrize(("name", "pipeline", "family"), [
-    ("unfuse/shapes", "WanPipeline", "Wan"),
-    ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "WanPipeline", "Wan"),
-    ("Wan-AI/Wan2.1-T2V-14B-Diffusers", "WanPipeline", "Wan"),
-    ("Wan-AI/Wan2.1-T2V-7B-New", "WanPipeline", "Wan"),
-    ("Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "WanImageToVideoPipeline", "WanImage"),
-    ("Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", "WanImageToVideoPipeline", "WanImage"),
-    ("Wan-AI/Wan2.1-I2V-7B-New", "WanImageToVideoPipeline", "WanImage"),
-    ("Wan-AI/Wan2.2-T2V-A14B-Diffusers", "WanPipeline", "Wan"),
-    ("Wan-AI/Wan2.2-I2V-A14B-Diffusers", "WanImageToVideoPipeline", "WanImage"),
-    ("Wan-AI/Wan2.2-TI2V-5B-Diffusers", "WanPipeline", "Wan"),
-    ("black-forest-labs/FLUX.1-dev", "FluxPipeline", "Flux"),
-    ("black-forest-labs/FLUX.1-schnell", "FluxPipeline", "Flux"),
-    ("black-forest-labs/FLUX.2-klein-base-9B", "Flux2KleinPipeline", "Klein"),
-    ("hunyuanvideo-community/HunyuanVideo", "HunyuanVideoPipeline", "HunyuanVideo"),
-    ("Qwen/Qwen-Image", "QwenImagePipeline", "QwenImage"),
-    ("black-forest-labs/FLUX.1-Kontext-dev", "FluxKontextPipeline", "Kontext"),
-    ("stabilityai/stable-diffusion-xl-base-1.0", "StableDiffusionXLPipeline", "Sdxl"),
-    ("stabilityai/stable-diffusion-3.5-medium", "StableDiffusion3Pipeline", "Sd3"),
-    ("Tongyi-MAI/Z-Image-Turbo", "ZImagePipeline", "ZImage"),
-    ("Lightricks/LTX-Video", "LTXPipeline", "Ltx"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "pipeline", "family"),
+    [
+        ("unfuse/shapes", "WanPipeline", "Wan"),
+        ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "WanPipeline", "Wan"),
+        ("Wan-AI/Wan2.1-T2V-14B-Diffusers", "WanPipeline", "Wan"),
+        ("Wan-AI/Wan2.1-T2V-7B-New", "WanPipeline", "Wan"),
+        ("Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "WanImageToVideoPipeline", "WanImage"),
+        ("Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", "WanImageToVideoPipeline", "WanImage"),
+        ("Wan-AI/Wan2.1-I2V-7B-New", "WanImageToVideoPipeline", "WanImage"),
+        ("Wan-AI/Wan2.2-T2V-A14B-Diffusers", "WanPipeline", "Wan"),
+        ("Wan-AI/Wan2.2-I2V-A14B-Diffusers", "WanImageToVideoPipeline", "WanImage"),
+        ("Wan-AI/Wan2.2-TI2V-5B-Diffusers", "WanPipeline", "Wan"),
+        ("black-forest-labs/FLUX.1-dev", "FluxPipeline", "Flux"),
+        ("black-forest-labs/FLUX.1-schnell", "FluxPipeline", "Flux"),
+        ("black-forest-labs/FLUX.2-klein-base-9B", "Flux2KleinPipeline", "Klein"),
+        ("hunyuanvideo-community/HunyuanVideo", "HunyuanVideoPipeline", "HunyuanVideo"),
+        ("Qwen/Qwen-Image", "QwenImagePipeline", "QwenImage"),
+        ("black-forest-labs/FLUX.1-Kontext-dev", "FluxKontextPipeline", "Kontext"),
+        ("stabilityai/stable-diffusion-xl-base-1.0", "StableDiffusionXLPipeline", "Sdxl"),
+        ("stabilityai/stable-diffusion-3.5-medium", "StableDiffusion3Pipeline", "Sd3"),
+        ("Tongyi-MAI/Z-Image-Turbo", "ZImagePipeline", "ZImage"),
+        ("Lightricks/LTX-Video", "LTXPipeline", "Ltx"),
+    ],
+)
 def test_a_model_is_known_by_its_exact_name_then_by_pattern(name: str, pipeline: str, family: str) -> None:
     assert pipeline_class(name) == pipeline
     assert type(find(name)).__name__ == family
@@ -48,9 +51,15 @@ def test_an_exact_name_goes_before_a_pattern_that_fits(monkeypatch: pytest.Monke
     assert pipeline_class("a/b-d") == "Pattern"
 
 
-@pytest.mark.parametrize("name", [
-    "black-forest-labs/FLUX.1-Fill-dev", "wan-ai/wan2.1-t2v-1.3b-diffusers", "", "os:system",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "black-forest-labs/FLUX.1-Fill-dev",
+        "wan-ai/wan2.1-t2v-1.3b-diffusers",
+        "",
+        "os:system",
+    ],
+)
 def test_an_unknown_name_is_told_what_is_known(name: str) -> None:
     with pytest.raises(ConfigError, match=r"is unknown; use a folder with model_index.json, or one of unfuse/shapes"):
         find(name)
@@ -65,12 +74,15 @@ def test_a_class_that_is_not_served_is_told_what_is(found: object, tmp_path: Pat
         find(tmp_path)
 
 
-@pytest.mark.parametrize(("content", "sentence"), [
-    (None, "model_index.json cannot be read .*this is not a model in diffusers' layout"),
-    ("[]", "model_index.json is not valid"),
-    ("{", "model_index.json is not valid"),
-    ('"\udcff"', "model_index.json is not valid"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "model_index.json cannot be read .*this is not a model in diffusers' layout"),
+        ("[]", "model_index.json is not valid"),
+        ("{", "model_index.json is not valid"),
+        ('"\udcff"', "model_index.json is not valid"),
+    ],
+)
 def test_a_folder_without_a_model(content: str | None, sentence: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "model_index.json").write_bytes(content.encode(errors="surrogateescape"))

@@ -36,9 +36,15 @@ def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
         False,
     )
     assert card.defaults == {
-        "height": 512, "width": 512, "num_frames": 1, "num_inference_steps": 28, "guidance_scale": 3.5,
-        "true_cfg_scale": 1.0, "max_sequence_length": 512, "negative_prompt": None,
-    }  # fmt: skip
+        "height": 512,
+        "width": 512,
+        "num_frames": 1,
+        "num_inference_steps": 28,
+        "guidance_scale": 3.5,
+        "true_cfg_scale": 1.0,
+        "max_sequence_length": 512,
+        "negative_prompt": None,
+    }
     assert (card.limits["size_multiple"], card.limits["min_size"], card.limits["max_size"]) == (8, 8, 2048)
 
 
@@ -46,8 +52,9 @@ def test_text_encoders_run_side_by_side_once_a_request(copy: Path) -> None:
     redraw, clip, t5, denoise, decode = find(copy).model_spec("mine", copy).pipeline.stages
 
     assert [(stage.kind, stage.inputs, stage.per_sample) for stage in (clip, t5)] == [
-        ("text_encode", (), False), ("text_encode_2", (), False),
-    ]  # fmt: skip
+        ("text_encode", (), False),
+        ("text_encode_2", (), False),
+    ]
     assert set(denoise.inputs) == {*clip.outputs, *t5.outputs, *redraw.outputs}
     assert denoise.per_sample and decode.per_sample
 
@@ -91,14 +98,21 @@ def test_equal_components_of_another_recipe_have_another_identity(copy: Path) ->
     assert not set(ours.values()) & set(other.values())
 
 
-@pytest.mark.parametrize(("file", "changes", "sentence"), [
-    ("model_index.json", {"text_encoder_2": [None, None]}, "component text_encoder_2 as [None, None]; supported:"),
-    ("model_index.json", {"tokenizer": ["transformers", "T5Tokenizer"]}, "supported: transformers CLIPTokenizer or"),
-    ("model_index.json", {"scheduler": ["diffusers", "OwnScheduler"]}, "supported: diffusers FlowMatchEuler"),
-    ("transformer/config.json", {"in_channels": 64}, "its VAE requires 16"),
-    ("transformer/config.json", {"joint_attention_dim": None}, "transformer configuration: TypeError"),
-    ("vae/config.json", {"latent_channels": "four"}, "vae configuration: ValueError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "changes", "sentence"),
+    [
+        ("model_index.json", {"text_encoder_2": [None, None]}, "component text_encoder_2 as [None, None]; supported:"),
+        (
+            "model_index.json",
+            {"tokenizer": ["transformers", "T5Tokenizer"]},
+            "supported: transformers CLIPTokenizer or",
+        ),
+        ("model_index.json", {"scheduler": ["diffusers", "OwnScheduler"]}, "supported: diffusers FlowMatchEuler"),
+        ("transformer/config.json", {"in_channels": 64}, "its VAE requires 16"),
+        ("transformer/config.json", {"joint_attention_dim": None}, "transformer configuration: TypeError"),
+        ("vae/config.json", {"latent_channels": "four"}, "vae configuration: ValueError"),
+    ],
+)
 def test_what_cannot_be_served_is_refused_in_a_sentence(
     file: str, changes: dict[str, Any], sentence: str, copy: Path
 ) -> None:
@@ -111,14 +125,17 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(
 TEXT = {"pooled_prompt_embeds": (1, 24), "prompt_embeds": (1, 24, 32)}
 
 
-@pytest.mark.parametrize(("params", "tensors", "sentence"), [
-    ({}, {"prompt_embeds": (1, 24, 32)}, "input pooled_prompt_embeds is missing"),
-    ({}, {**TEXT, "pooled_prompt_embeds": (1, 32)}, "input pooled_prompt_embeds must be floating point of 1×24"),
-    ({"negative_prompt": "", "true_cfg_scale": 2.0}, TEXT, "input negative_pooled_prompt_embeds is missing"),
-    ({"guidance_scale": None}, TEXT, "parameter guidance_scale must be of type float, not None"),
-    ({"negative_prompt": "", "true_cfg_scale": None}, TEXT, "parameter true_cfg_scale must be of type float"),
-    ({"height": None}, TEXT, "parameter height must be of type int"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("params", "tensors", "sentence"),
+    [
+        ({}, {"prompt_embeds": (1, 24, 32)}, "input pooled_prompt_embeds is missing"),
+        ({}, {**TEXT, "pooled_prompt_embeds": (1, 32)}, "input pooled_prompt_embeds must be floating point of 1×24"),
+        ({"negative_prompt": "", "true_cfg_scale": 2.0}, TEXT, "input negative_pooled_prompt_embeds is missing"),
+        ({"guidance_scale": None}, TEXT, "parameter guidance_scale must be of type float, not None"),
+        ({"negative_prompt": "", "true_cfg_scale": None}, TEXT, "parameter true_cfg_scale must be of type float"),
+        ({"height": None}, TEXT, "parameter height must be of type int"),
+    ],
+)
 def test_what_denoising_lacks_is_named(
     params: dict[str, Any], tensors: dict[str, tuple[int, ...]], sentence: str, undivided: c.Undivided, stages: c.Load
 ) -> None:

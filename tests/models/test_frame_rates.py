@@ -14,9 +14,14 @@ from unfuse.models import read_model_spec, undivided_family
 from unfuse.models.declared import declared_pipeline, frame_rate
 
 MAKERS = {
-    "HunyuanSkyreelsImageToVideoPipeline": 24, "HunyuanVideo15Pipeline": 24, "HunyuanVideoImageToVideoPipeline": 24,
-    "HunyuanVideoPipeline": 24, "LTXConditionPipeline": 25, "LTXImageToVideoPipeline": 25, "LTXPipeline": 25,
-}  # fmt: skip
+    "HunyuanSkyreelsImageToVideoPipeline": 24,
+    "HunyuanVideo15Pipeline": 24,
+    "HunyuanVideoImageToVideoPipeline": 24,
+    "HunyuanVideoPipeline": 24,
+    "LTXConditionPipeline": 25,
+    "LTXImageToVideoPipeline": 25,
+    "LTXPipeline": 25,
+}
 """Where the makers, or the call itself, say another rate than the example."""
 
 SILENT = frozenset({"LTX2LatentUpsamplePipeline", "LTX2VideoDiffusionDecodePipeline"})
@@ -51,11 +56,19 @@ def test_every_class_that_makes_videos_has_the_rate_of_its_example() -> None:
         assert not wanted or {known} == wanted, f"{name} plays at {known}, and its example at {wanted}"
 
 
-@pytest.mark.parametrize(("name", "index", "transformer", "rate"), [
-    ("MochiPipeline", {}, {}, 30), ("AnimateDiffSDXLPipeline", {}, {}, 8), ("LattePipeline", {}, {}, 8),
-    ("CogVideoXPipeline", {}, {"patch_size_t": None}, 8), ("CogVideoXPipeline", {}, {"patch_size_t": 2}, 16),
-    ("WanPipeline", {}, {}, 16), ("WanPipeline", {"expand_timesteps": True}, {}, 24), ("OwnPipeline", {}, {}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "index", "transformer", "rate"),
+    [
+        ("MochiPipeline", {}, {}, 30),
+        ("AnimateDiffSDXLPipeline", {}, {}, 8),
+        ("LattePipeline", {}, {}, 8),
+        ("CogVideoXPipeline", {}, {"patch_size_t": None}, 8),
+        ("CogVideoXPipeline", {}, {"patch_size_t": 2}, 16),
+        ("WanPipeline", {}, {}, 16),
+        ("WanPipeline", {"expand_timesteps": True}, {}, 24),
+        ("OwnPipeline", {}, {}, None),
+    ],
+)
 def test_a_rate_goes_by_the_class_and_what_the_model_is(
     name: str, index: dict[str, object], transformer: dict[str, object], rate: int | None
 ) -> None:

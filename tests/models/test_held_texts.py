@@ -21,8 +21,12 @@ from unfuse.language.grammars import Grammar, InvalidGrammar, pack_grammar
 from unfuse.stages.base import StageInput, next_states
 from unfuse.stages.language import Decode, DecodeState
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99, "minimum": 0}}, "required": ["a"],
-          "additionalProperties": False}  # fmt: skip
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 99, "minimum": 0}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 JSON = pack_grammar(Grammar("json_schema", schema_text(SCHEMA, True, "x")), "x")
 MOST = 60
 

@@ -32,9 +32,16 @@ def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
         True,
     )
     assert card.defaults == {
-        "height": 720, "width": 1280, "num_frames": 129, "num_inference_steps": 50, "guidance_scale": 6.0,
-        "true_cfg_scale": 1.0, "max_sequence_length": 256, "negative_prompt": None, "fps": 24,
-    }  # fmt: skip
+        "height": 720,
+        "width": 1280,
+        "num_frames": 129,
+        "num_inference_steps": 50,
+        "guidance_scale": 6.0,
+        "true_cfg_scale": 1.0,
+        "max_sequence_length": 256,
+        "negative_prompt": None,
+        "fps": 24,
+    }
     assert (card.limits["size_multiple"], card.limits["frame_multiple"], card.limits["max_frames"]) == (16, 4, 257)
 
 
@@ -54,12 +61,15 @@ def test_a_video_may_have_one_frame_more_than_a_multiple_of_the_vaes(copy: Path)
     assert (params["num_frames"], params["width"], params["height"]) == (9, 48, 32)
 
 
-@pytest.mark.parametrize(("file", "changes", "sentence"), [
-    ("model_index.json", {"text_encoder": ["transformers", "GemmaModel"]}, "supported: transformers LlamaModel"),
-    ("transformer/config.json", {"in_channels": 33}, "its VAE requires 4"),
-    ("transformer/config.json", {"patch_size": None}, "transformer or vae configuration: TypeError"),
-    ("vae/config.json", {"latent_channels": "four"}, "transformer or vae configuration: ValueError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "changes", "sentence"),
+    [
+        ("model_index.json", {"text_encoder": ["transformers", "GemmaModel"]}, "supported: transformers LlamaModel"),
+        ("transformer/config.json", {"in_channels": 33}, "its VAE requires 4"),
+        ("transformer/config.json", {"patch_size": None}, "transformer or vae configuration: TypeError"),
+        ("vae/config.json", {"latent_channels": "four"}, "transformer or vae configuration: ValueError"),
+    ],
+)
 def test_what_cannot_be_served_is_refused_in_a_sentence(
     file: str, changes: dict[str, Any], sentence: str, copy: Path
 ) -> None:
@@ -73,14 +83,21 @@ TEXT = {"prompt_embeds": torch.zeros(1, 24, 32), "pooled_prompt_embeds": torch.z
 MASK = {"prompt_attention_mask": torch.ones(1, 24, dtype=torch.int64)}
 
 
-@pytest.mark.parametrize(("params", "tensors", "sentence"), [
-    ({}, TEXT, "input prompt_attention_mask is missing"),
-    ({}, TEXT | {"prompt_attention_mask": torch.ones(1, 24)}, "must be integer of 1×any, not torch.float32 of (1, 24)"),
-    ({}, TEXT | {"prompt_attention_mask": MASK["prompt_attention_mask"][0]}, "must be integer of 1×any"),
-    ({}, {**MASK, **TEXT, "pooled_prompt_embeds": torch.ones(1, 24, dtype=torch.int64)}, "floating point of 1×24"),
-    ({"negative_prompt": "", "true_cfg_scale": 2.0}, TEXT | MASK, "input negative_prompt_embeds is missing"),
-    ({"guidance_scale": None}, TEXT | MASK, "parameter guidance_scale must be of type float, not None"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("params", "tensors", "sentence"),
+    [
+        ({}, TEXT, "input prompt_attention_mask is missing"),
+        (
+            {},
+            TEXT | {"prompt_attention_mask": torch.ones(1, 24)},
+            "must be integer of 1×any, not torch.float32 of (1, 24)",
+        ),
+        ({}, TEXT | {"prompt_attention_mask": MASK["prompt_attention_mask"][0]}, "must be integer of 1×any"),
+        ({}, {**MASK, **TEXT, "pooled_prompt_embeds": torch.ones(1, 24, dtype=torch.int64)}, "floating point of 1×24"),
+        ({"negative_prompt": "", "true_cfg_scale": 2.0}, TEXT | MASK, "input negative_prompt_embeds is missing"),
+        ({"guidance_scale": None}, TEXT | MASK, "parameter guidance_scale must be of type float, not None"),
+    ],
+)
 def test_what_denoising_lacks_is_named(
     params: dict[str, Any], tensors: dict[str, Any], sentence: str, undivided: c.Undivided, stages: c.Load
 ) -> None:

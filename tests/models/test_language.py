@@ -374,9 +374,19 @@ def test_a_hundred_thousand_tokens_come_through_a_buffer_of_eight_thousand(tmp_p
     arena.writable(extent)[:] = data
     arena.seal(extent.id)
     whole = ObjectRef(
-        extent.id, "owner", "", "req_a", "prefill", 1, extent.generation, data.nbytes, (), checksums_of(data),
-        extent.key, 0.0,
-    )  # fmt: skip
+        extent.id,
+        "owner",
+        "",
+        "req_a",
+        "prefill",
+        1,
+        extent.generation,
+        data.nbytes,
+        (),
+        checksums_of(data),
+        extent.key,
+        0.0,
+    )
     given = task(model.card, torch.randint(3, 200, (tokens,), generator=source).tolist(), max_tokens=1)
     window = RingBuffer(np.empty(8192 * TOKEN_BYTES, np.uint8), whole)
     session, received = transfers.fetch(whole, window), decode.receive(given.derived, 0, made)

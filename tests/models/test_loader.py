@@ -32,12 +32,16 @@ def load(folder: Path, stage: str, options: ComputeOptions = c.EXACT, **changes:
 
 FILES = {
     "wan": [
-        "model_index.json", "vae/config.json", "scheduler/scheduler_config.json", "tokenizer/tokenizer_config.json",
-        "transformer/config.json", "text_encoder/config.json",
+        "model_index.json",
+        "vae/config.json",
+        "scheduler/scheduler_config.json",
+        "tokenizer/tokenizer_config.json",
+        "transformer/config.json",
+        "text_encoder/config.json",
     ],
     "wan-image": ["image_encoder/config.json", "image_processor/preprocessor_config.json"],
     "flux": ["tokenizer_2/tokenizer_config.json", "text_encoder_2/config.json", "vae/config.json"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("kind", "file"), [(kind, file) for kind, files in FILES.items() for file in files])
@@ -52,9 +56,12 @@ def test_a_missing_file_is_named_in_one_line(kind: str, file: str, copied: Calla
 
 
 MODELS = [
-    ("wan", "vae", "vae_decode"), ("wan", "text_encoder", "text_encode"), ("flux", "text_encoder_2", "text_encode_2"),
-    ("wan-image", "image_encoder", "image_encode"), ("flux", "transformer", "denoise"),
-]  # fmt: skip
+    ("wan", "vae", "vae_decode"),
+    ("wan", "text_encoder", "text_encode"),
+    ("flux", "text_encoder_2", "text_encode_2"),
+    ("wan-image", "image_encoder", "image_encode"),
+    ("flux", "transformer", "denoise"),
+]
 
 
 @pytest.mark.parametrize(("kind", "component", "stage"), MODELS)

@@ -215,13 +215,22 @@ class TestRefusals:
         assert np.array_equal(make(""), undivided.result("lora-none")["latents"])
         assert np.array_equal(make("good"), undivided.result("lora-plain")["latents"])
 
-    @pytest.mark.parametrize(("name", "says"), [
-        ("text", "only the denoiser is adapted"), ("other", "made for another model"), ("second", "no such layer"),
-        ("kohya", "cannot be loaded|another model"),
-        ("ranks", "of different ranks"), ("wide", "does not fit the model"), ("empty", "is empty"),
-        ("half", "half of the low-rank pair"), ("more", "not part of a low-rank pair"),
-        ("pickle", "cannot be loaded"), ("cut", "cannot be loaded"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("name", "says"),
+        [
+            ("text", "only the denoiser is adapted"),
+            ("other", "made for another model"),
+            ("second", "no such layer"),
+            ("kohya", "cannot be loaded|another model"),
+            ("ranks", "of different ranks"),
+            ("wide", "does not fit the model"),
+            ("empty", "is empty"),
+            ("half", "half of the low-rank pair"),
+            ("more", "not part of a low-rank pair"),
+            ("pickle", "cannot be loaded"),
+            ("cut", "cannot be loaded"),
+        ],
+    )
     def test_a_file_that_is_no_adapter_of_the_model(self, name: str, says: str, run: Callable[[str], Any]) -> None:
         with pytest.raises(PermanentError, match=says):
             run(name)

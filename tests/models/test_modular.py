@@ -76,9 +76,14 @@ def test_a_card_has_the_defaults_of_the_pipelines_call(copied: Callable[[str], P
     krea, klein = (find(folder).model_spec("m", folder) for folder in (copied("krea"), copied("klein")))
 
     assert krea.defaults == {
-        "height": 1024, "width": 1024, "num_frames": 1, "num_inference_steps": 28, "guidance_scale": 4.5,
-        "max_sequence_length": 512, "negative_prompt": None,
-    }  # fmt: skip
+        "height": 1024,
+        "width": 1024,
+        "num_frames": 1,
+        "num_inference_steps": 28,
+        "guidance_scale": 4.5,
+        "max_sequence_length": 512,
+        "negative_prompt": None,
+    }
     assert (klein.defaults["height"], klein.defaults["guidance_scale"]) == (512, 4.0)
     assert klein.limits["size_multiple"] == 8
 
@@ -96,12 +101,15 @@ def test_a_distilled_model_makes_nothing_of_a_negative_prompt_and_shares_no_pool
     assert shared == {"vae_decode"}
 
 
-@pytest.mark.parametrize(("file", "changes", "sentence"), [
-    ("model_index.json", {"patch_size": 4}, "patch_size is 4, but only 2 is supported"),
-    ("model_index.json", {"text_encoder_select_layers": [1]}, "text_encoder_select_layers is [1], but only"),
-    ("model_index.json", {"vae": ["diffusers", "AutoencoderKL"]}, "supported: diffusers AutoencoderKLQwenImage"),
-    ("transformer/config.json", {"text_hidden_dim": None}, "transformer configuration: TypeError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "changes", "sentence"),
+    [
+        ("model_index.json", {"patch_size": 4}, "patch_size is 4, but only 2 is supported"),
+        ("model_index.json", {"text_encoder_select_layers": [1]}, "text_encoder_select_layers is [1], but only"),
+        ("model_index.json", {"vae": ["diffusers", "AutoencoderKL"]}, "supported: diffusers AutoencoderKLQwenImage"),
+        ("transformer/config.json", {"text_hidden_dim": None}, "transformer configuration: TypeError"),
+    ],
+)
 def test_what_cannot_be_served_is_refused_in_a_sentence(
     file: str, changes: dict[str, Any], sentence: str, copied: Callable[[str], Path]
 ) -> None:
@@ -122,20 +130,27 @@ def test_offloading_is_refused(undivided: c.Undivided) -> None:
         )
 
 
-@pytest.mark.parametrize(("stage", "params", "tensors", "sentence"), [
-    ("text_encode", {"prompt": None}, {}, "parameter prompt must be of type str"),
-    ("text_encode", {"guidance_scale": None}, {}, "parameter guidance_scale must be of type float"),
-    ("text_encode", {"negative_prompt": 3}, {}, "parameter negative_prompt must be of type str"),
-    ("denoise", {}, {"prompt_embeds": (1, 21, 12, 16)}, "input prompt_embeds_mask is missing"),
-    ("denoise", {"seed": None}, {}, "parameter seed must be of type int"),
-    ("denoise", {"num_inference_steps": 2.5}, {}, "parameter num_inference_steps must be of type int"),
-    ("vae_decode", {}, {}, "input latents is missing"),
-    ("vae_decode", {"height": None}, {"latents": (1, 4, 1, 8, 8)}, "parameter height must be of type int"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stage", "params", "tensors", "sentence"),
+    [
+        ("text_encode", {"prompt": None}, {}, "parameter prompt must be of type str"),
+        ("text_encode", {"guidance_scale": None}, {}, "parameter guidance_scale must be of type float"),
+        ("text_encode", {"negative_prompt": 3}, {}, "parameter negative_prompt must be of type str"),
+        ("denoise", {}, {"prompt_embeds": (1, 21, 12, 16)}, "input prompt_embeds_mask is missing"),
+        ("denoise", {"seed": None}, {}, "parameter seed must be of type int"),
+        ("denoise", {"num_inference_steps": 2.5}, {}, "parameter num_inference_steps must be of type int"),
+        ("vae_decode", {}, {}, "input latents is missing"),
+        ("vae_decode", {"height": None}, {"latents": (1, 4, 1, 8, 8)}, "parameter height must be of type int"),
+    ],
+)
 def test_what_a_block_lacks_is_named(
-    stage: str, params: dict[str, Any], tensors: dict[str, tuple[int, ...]], sentence: str, undivided: c.Undivided,
+    stage: str,
+    params: dict[str, Any],
+    tensors: dict[str, tuple[int, ...]],
+    sentence: str,
+    undivided: c.Undivided,
     stages: c.Load,
-) -> None:  # fmt: skip
+) -> None:
     task = StageInput({**c.block_params(), **params}, {name: torch.zeros(shape) for name, shape in tensors.items()})
 
     with pytest.raises(PermanentError, match=sentence):

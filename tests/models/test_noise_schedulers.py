@@ -82,10 +82,16 @@ def test_a_family_steps_what_it_knows_and_leaves_the_rest_to_the_pipeline(tmp_pa
             assert is_split(minimal(tmp_path, name), family.classes) is known, (pipeline, name)
 
 
-@pytest.mark.parametrize(("config", "draws"), [
-    ({}, False), ({"stochastic_sampling": True}, True), ({"stochastic_sampling": False}, False),
-    ({"algorithm_type": "sde-dpmsolver++"}, True), ({"algorithm_type": "dpmsolver++"}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "draws"),
+    [
+        ({}, False),
+        ({"stochastic_sampling": True}, True),
+        ({"stochastic_sampling": False}, False),
+        ({"algorithm_type": "sde-dpmsolver++"}, True),
+        ({"algorithm_type": "dpmsolver++"}, False),
+    ],
+)
 def test_what_draws_noise_is_known_by_its_configuration(config: dict[str, Any], draws: bool) -> None:
     assert draws_noise(config) is draws
 
@@ -99,14 +105,18 @@ def test_a_scheduler_that_draws_is_left_to_the_pipeline_in_every_family(tmp_path
 
 
 @pytest.mark.row("P47")
-@pytest.mark.parametrize(("name", "config", "reason"), [
-    ("EDMEulerScheduler", {"sigma_min": None}, "scheduler_config.json says sigma_min is null, correct that field"),
-    ("DDIMScheduler", {"beta_schedule": "none"}, 'says beta_schedule is "none", correct that field'),
-    ("DDIMScheduler", {"num_train_timesteps": "many"}, 'says num_train_timesteps is "many"'),
-    ("EulerDiscreteScheduler", {"use_beta_sigmas": True}, "pip install scipy"),
-    ("LMSDiscreteScheduler", {}, "pip install scipy"), ("DPMSolverSDEScheduler", {}, "pip install torchsde"),
-    ("OwnScheduler", {}, "is a OwnScheduler, which diffusers does not have"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "config", "reason"),
+    [
+        ("EDMEulerScheduler", {"sigma_min": None}, "scheduler_config.json says sigma_min is null, correct that field"),
+        ("DDIMScheduler", {"beta_schedule": "none"}, 'says beta_schedule is "none", correct that field'),
+        ("DDIMScheduler", {"num_train_timesteps": "many"}, 'says num_train_timesteps is "many"'),
+        ("EulerDiscreteScheduler", {"use_beta_sigmas": True}, "pip install scipy"),
+        ("LMSDiscreteScheduler", {}, "pip install scipy"),
+        ("DPMSolverSDEScheduler", {}, "pip install torchsde"),
+        ("OwnScheduler", {}, "is a OwnScheduler, which diffusers does not have"),
+    ],
+)
 def test_a_configuration_that_cannot_be_read_is_one_sentence(
     name: str, config: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
@@ -127,23 +137,31 @@ def test_no_field_is_blamed_where_several_are_wrong() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of diffusers' schedulers under numpy 2
-@pytest.mark.parametrize(("pipeline", "kind", "config", "reason"), [
-    ("FluxPipeline", "FlowMatchHeunDiscreteScheduler", {}, "passes mu to its noise scheduler, which FlowMatchHeun"),
-    ("FluxPipeline", "DDIMScheduler", {}, "uses set_begin_index of its noise scheduler, which DDIM"),
-    ("FluxPipeline", "DPMSolverMultistepScheduler", {"use_flow_sigmas": True}, "needs use_dynamic_shifting"),
-    ("FluxPipeline", "UniPCMultistepScheduler", {"use_flow_sigmas": True}, ""),
-    ("FluxPipeline", "UniPCMultistepScheduler", {"use_flow_sigmas": True, "use_dynamic_shifting": True}, ""),
-    ("LTXPipeline", "UniPCMultistepScheduler", {"use_flow_sigmas": True}, ""),
-    ("LTXPipeline", "UniPCMultistepScheduler", {}, "passes mu and sigmas to its noise scheduler, which UniPC"),
-    ("HunyuanVideoPipeline", "EDMEulerScheduler", {}, "passes sigmas to its noise scheduler, which EDMEuler"),
-    ("HunyuanVideoPipeline", "EulerDiscreteScheduler", {"use_dynamic_shifting": True}, ""),  # a field of other classes
-    ("QwenImagePipeline", "DPMSolverMultistepScheduler", {"use_dynamic_shifting": True}, "passes sigmas to its"),
-    ("StableDiffusionPipeline", "FlowMatchEulerDiscreteScheduler", {}, "uses init_noise_sigma"),
-    ("StableDiffusionPipeline", "LCMScheduler", {}, ""),
-    ("StableDiffusion3Pipeline", "FlowMatchHeunDiscreteScheduler", {}, ""),
-    ("WanPipeline", "FlowMatchHeunDiscreteScheduler", {}, ""),
-    ("WanPipeline", "HeliosScheduler", {}, "needs a pipeline with stages"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pipeline", "kind", "config", "reason"),
+    [
+        ("FluxPipeline", "FlowMatchHeunDiscreteScheduler", {}, "passes mu to its noise scheduler, which FlowMatchHeun"),
+        ("FluxPipeline", "DDIMScheduler", {}, "uses set_begin_index of its noise scheduler, which DDIM"),
+        ("FluxPipeline", "DPMSolverMultistepScheduler", {"use_flow_sigmas": True}, "needs use_dynamic_shifting"),
+        ("FluxPipeline", "UniPCMultistepScheduler", {"use_flow_sigmas": True}, ""),
+        ("FluxPipeline", "UniPCMultistepScheduler", {"use_flow_sigmas": True, "use_dynamic_shifting": True}, ""),
+        ("LTXPipeline", "UniPCMultistepScheduler", {"use_flow_sigmas": True}, ""),
+        ("LTXPipeline", "UniPCMultistepScheduler", {}, "passes mu and sigmas to its noise scheduler, which UniPC"),
+        ("HunyuanVideoPipeline", "EDMEulerScheduler", {}, "passes sigmas to its noise scheduler, which EDMEuler"),
+        (
+            "HunyuanVideoPipeline",
+            "EulerDiscreteScheduler",
+            {"use_dynamic_shifting": True},
+            "",
+        ),  # a field of other classes
+        ("QwenImagePipeline", "DPMSolverMultistepScheduler", {"use_dynamic_shifting": True}, "passes sigmas to its"),
+        ("StableDiffusionPipeline", "FlowMatchEulerDiscreteScheduler", {}, "uses init_noise_sigma"),
+        ("StableDiffusionPipeline", "LCMScheduler", {}, ""),
+        ("StableDiffusion3Pipeline", "FlowMatchHeunDiscreteScheduler", {}, ""),
+        ("WanPipeline", "FlowMatchHeunDiscreteScheduler", {}, ""),
+        ("WanPipeline", "HeliosScheduler", {}, "needs a pipeline with stages"),
+    ],
+)
 def test_what_a_pipeline_cannot_run_with_is_said_before_a_request(
     pipeline: str, kind: str, config: dict[str, Any], reason: str
 ) -> None:

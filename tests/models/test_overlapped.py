@@ -170,10 +170,12 @@ def test_a_chunk_is_computed_while_the_one_before_is_stored(
     bench, prefill, leases = prompts_in(long, tmp_path, "batched", True, [1000])
     both = threading.Barrier(2)
     watched(
-        bench, prefill, monkeypatch,
+        bench,
+        prefill,
+        monkeypatch,
         lambda number: both.wait(WAIT_S) if number > 1 else None,
         lambda number: both.wait(WAIT_S),
-    )  # fmt: skip
+    )
     assert len(computed(bench, leases)) > 3
 
 

@@ -25,13 +25,24 @@ KINDS = ("sdxl", "sd3", "z-image", "ltx", "kontext")
 JOBS = {job.name: job for job in c.JOBS}
 
 
-@pytest.mark.parametrize(("kind", "defaults", "limits"), [
-    ("sdxl", {"width": 64, "num_inference_steps": 50, "guidance_scale": 5.0, "max_sequence_length": 20}, (8, 2048)),
-    ("sd3", {"width": 64, "num_inference_steps": 28, "guidance_scale": 7.0, "max_sequence_length": 256}, (8, 768)),
-    ("z-image", {"width": 512, "num_inference_steps": 50, "guidance_scale": 5.0, "max_sequence_length": 512}, (8, 512)),
-    ("ltx", {"width": 704, "num_frames": 161, "fps": 25, "max_sequence_length": 128}, (32, 2048)),
-    ("kontext", {"width": 2048, "num_inference_steps": 28, "guidance_scale": 3.5, "true_cfg_scale": 1.0}, (32, 2048)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "defaults", "limits"),
+    [
+        ("sdxl", {"width": 64, "num_inference_steps": 50, "guidance_scale": 5.0, "max_sequence_length": 20}, (8, 2048)),
+        ("sd3", {"width": 64, "num_inference_steps": 28, "guidance_scale": 7.0, "max_sequence_length": 256}, (8, 768)),
+        (
+            "z-image",
+            {"width": 512, "num_inference_steps": 50, "guidance_scale": 5.0, "max_sequence_length": 512},
+            (8, 512),
+        ),
+        ("ltx", {"width": 704, "num_frames": 161, "fps": 25, "max_sequence_length": 128}, (32, 2048)),
+        (
+            "kontext",
+            {"width": 2048, "num_inference_steps": 28, "guidance_scale": 3.5, "true_cfg_scale": 1.0},
+            (32, 2048),
+        ),
+    ],
+)
 def test_cards_have_the_defaults_of_the_pipelines_calls(
     kind: str, defaults: dict[str, Any], limits: tuple[int, int], undivided: c.Undivided
 ) -> None:
@@ -44,19 +55,22 @@ def test_cards_have_the_defaults_of_the_pipelines_calls(
     assert card.defaults["width"] <= card.limits["max_size"]
 
 
-@pytest.mark.parametrize(("kind", "file", "changes"), [
-    ("sdxl", "model_index.json", {"scheduler": ["diffusers", "EulerAncestralDiscreteScheduler"]}),
-    ("sdxl", "model_index.json", {"text_encoder": [None, None], "tokenizer": [None, None]}),
-    ("sdxl", "unet/config.json", {"in_channels": 9}),
-    ("sdxl", "unet/config.json", {"time_cond_proj_dim": 256}),
-    ("sdxl", "vae/config.json", {"latents_mean": [0.0, 0.0, 0.0, 0.0]}),
-    ("sd3", "model_index.json", {"text_encoder_3": [None, None], "tokenizer_3": [None, None]}),
-    ("z-image", "transformer/config.json", {"siglip_feat_dim": 1152}),
-    ("z-image", "transformer/config.json", {"all_patch_size": [4]}),
-    ("ltx", "vae/config.json", {"decoder_inject_noise": [True, False, False, False, False]}),
-    ("ltx", "transformer/config.json", {"patch_size": 2}),
-    ("kontext", "model_index.json", {"scheduler": ["diffusers", "FlowMatchHeunDiscreteScheduler"]}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "file", "changes"),
+    [
+        ("sdxl", "model_index.json", {"scheduler": ["diffusers", "EulerAncestralDiscreteScheduler"]}),
+        ("sdxl", "model_index.json", {"text_encoder": [None, None], "tokenizer": [None, None]}),
+        ("sdxl", "unet/config.json", {"in_channels": 9}),
+        ("sdxl", "unet/config.json", {"time_cond_proj_dim": 256}),
+        ("sdxl", "vae/config.json", {"latents_mean": [0.0, 0.0, 0.0, 0.0]}),
+        ("sd3", "model_index.json", {"text_encoder_3": [None, None], "tokenizer_3": [None, None]}),
+        ("z-image", "transformer/config.json", {"siglip_feat_dim": 1152}),
+        ("z-image", "transformer/config.json", {"all_patch_size": [4]}),
+        ("ltx", "vae/config.json", {"decoder_inject_noise": [True, False, False, False, False]}),
+        ("ltx", "transformer/config.json", {"patch_size": 2}),
+        ("kontext", "model_index.json", {"scheduler": ["diffusers", "FlowMatchHeunDiscreteScheduler"]}),
+    ],
+)
 def test_a_folder_that_does_not_fit_is_served_undivided(
     kind: str, file: str, changes: dict[str, Any], copied: Callable[[str], Path]
 ) -> None:
@@ -148,13 +162,16 @@ def test_references_of_other_shapes_share_a_batch_and_no_forward(undivided: c.Un
     assert denoise.exact_batch_key(together[0]) != denoise.exact_batch_key(together[1])
 
 
-@pytest.mark.parametrize(("kind", "params", "sentence"), [
-    ("sdxl", {"guidance_scale": None}, "parameter guidance_scale must be of type float"),
-    ("sd3", {"height": None}, "parameter height must be of type int"),
-    ("ltx", {"fps": None}, "parameter fps must be of type int"),
-    ("z-image", {}, "input prompt_embeds is missing"),
-    ("kontext", {}, "input pooled_prompt_embeds is missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "params", "sentence"),
+    [
+        ("sdxl", {"guidance_scale": None}, "parameter guidance_scale must be of type float"),
+        ("sd3", {"height": None}, "parameter height must be of type int"),
+        ("ltx", {"fps": None}, "parameter fps must be of type int"),
+        ("z-image", {}, "input prompt_embeds is missing"),
+        ("kontext", {}, "input pooled_prompt_embeds is missing"),
+    ],
+)
 def test_what_denoising_lacks_is_named(
     kind: str, params: dict[str, Any], sentence: str, undivided: c.Undivided, stages: c.Load
 ) -> None:

@@ -56,9 +56,11 @@ def test_pieces_of_requests_in_turns_are_the_whole_of_each(kind: str, dtype: str
     vae = loaded(folders[kind], dtype)
 
     @given(
-        frames=st.lists(st.integers(1, 4), min_size=1, max_size=3), seed=st.integers(0, 9),
-        sides=st.tuples(st.integers(1, 5), st.integers(1, 5)), data=st.data(),
-    )  # fmt: skip
+        frames=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+        seed=st.integers(0, 9),
+        sides=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+        data=st.data(),
+    )
     @settings(max_examples=examples(8), deadline=None)
     @torch.no_grad()
     def check(frames: list[int], seed: int, sides: tuple[int, int], data: st.DataObject) -> None:

@@ -31,18 +31,34 @@ def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
         False,
     )
     assert card.defaults == {
-        "height": 512, "width": 512, "num_frames": 1, "num_inference_steps": 50, "true_cfg_scale": 4.0,
-        "max_sequence_length": 512, "negative_prompt": None,
-    }  # fmt: skip
+        "height": 512,
+        "width": 512,
+        "num_frames": 1,
+        "num_inference_steps": 50,
+        "true_cfg_scale": 4.0,
+        "max_sequence_length": 512,
+        "negative_prompt": None,
+    }
     assert (card.limits["size_multiple"], card.limits["min_size"], card.limits["max_size"]) == (8, 8, 2048)
 
 
-@pytest.mark.parametrize(("file", "changes", "sentence"), [
-    ("model_index.json", {"text_encoder": [None, None]}, "supported: transformers Qwen2_5_VLForConditionalGeneration"),
-    ("transformer/config.json", {"in_channels": 64}, "its VAE requires 16"),
-    ("transformer/config.json", {"guidance_embeds": True}, "is guidance-distilled, which diffusers does not support"),
-    ("vae/config.json", {"temperal_downsample": None}, "vae configuration: TypeError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "changes", "sentence"),
+    [
+        (
+            "model_index.json",
+            {"text_encoder": [None, None]},
+            "supported: transformers Qwen2_5_VLForConditionalGeneration",
+        ),
+        ("transformer/config.json", {"in_channels": 64}, "its VAE requires 16"),
+        (
+            "transformer/config.json",
+            {"guidance_embeds": True},
+            "is guidance-distilled, which diffusers does not support",
+        ),
+        ("vae/config.json", {"temperal_downsample": None}, "vae configuration: TypeError"),
+    ],
+)
 def test_what_cannot_be_served_is_refused_in_a_sentence(
     file: str, changes: dict[str, Any], sentence: str, copy: Path
 ) -> None:

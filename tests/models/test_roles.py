@@ -41,9 +41,13 @@ TURNS = (
 
 USER = {"role": "user", "content": "u"}
 SYSTEMS = [
-    {"role": "system", "content": "s"}, {"role": "system", "content": "t"}, USER,
-    {"role": "assistant", "content": "a"}, {"role": "system", "content": "v"}, {"role": "user", "content": "w"},
-]  # fmt: skip
+    {"role": "system", "content": "s"},
+    {"role": "system", "content": "t"},
+    USER,
+    {"role": "assistant", "content": "a"},
+    {"role": "system", "content": "v"},
+    {"role": "user", "content": "w"},
+]
 
 
 @lru_cache(1)

@@ -33,15 +33,18 @@ def test_tests_of_every_job_run_these_by_day() -> None:
     assert sorted(marked["day"] + marked["night"]) == sorted(job.name for job in c.JOBS)
 
 
-@pytest.mark.parametrize(("params", "dtype", "trait"), [
-    ({"negative_prompt": "blurred"}, "float32", "negative prompt"),
-    ({"guidance_scale": 1.0}, "float32", "no guidance"),
-    ({"num_frames": 5}, "float32", "video"),
-    ({"width": 48}, "float32", "oblong"),
-    ({"prompt": c.LONG}, "float32", "more text than the model reads"),
-    ({"image": "sky.png", "mask": "hole.png"}, "float32", "mask"),
-    ({}, c.WHOLE_HALF, c.WHOLE_HALF),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("params", "dtype", "trait"),
+    [
+        ({"negative_prompt": "blurred"}, "float32", "negative prompt"),
+        ({"guidance_scale": 1.0}, "float32", "no guidance"),
+        ({"num_frames": 5}, "float32", "video"),
+        ({"width": 48}, "float32", "oblong"),
+        ({"prompt": c.LONG}, "float32", "more text than the model reads"),
+        ({"image": "sky.png", "mask": "hole.png"}, "float32", "mask"),
+        ({}, c.WHOLE_HALF, c.WHOLE_HALF),
+    ],
+)
 def test_a_job_shows(params: dict[str, object], dtype: str, trait: str) -> None:
     plain, special = c.Job("plain", "wan", c.wan_params()), c.Job("special", "wan", c.wan_params(**params), dtype)
     assert ("wan", trait) in c.traits(special) - c.traits(plain)

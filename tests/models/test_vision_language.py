@@ -134,11 +134,19 @@ def chats(folder: Path, pictures: list[Path], tmp_path_factory: pytest.TempPathF
         "frames": (with_video(listed, first), [first], frames),
         "file": ([{"role": "user", "content": [said(WORDS), shown(first), filmed]}], [first], decoded),
     }
-    made = undivided([
-        {"folder": str(folder), "messages": as_templates_read(one), "pictures": [str(file) for file in stills],
-         "frames": [str(file) for file in moving], "fps": 2, "most": MOST}
-        for one, stills, moving in said_of.values()
-    ])  # fmt: skip
+    made = undivided(
+        [
+            {
+                "folder": str(folder),
+                "messages": as_templates_read(one),
+                "pictures": [str(file) for file in stills],
+                "frames": [str(file) for file in moving],
+                "fps": 2,
+                "most": MOST,
+            }
+            for one, stills, moving in said_of.values()
+        ]
+    )
     return {name: (said_of[name][0], whole) for name, whole in zip(said_of, made, strict=True)}
 
 

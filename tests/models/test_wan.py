@@ -30,9 +30,15 @@ def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
     card.pipeline.validate()
     assert (card.name, card.source, card.family) == ("mine", str(copy), "wan")
     assert card.defaults == {
-        "height": 256, "width": 256, "num_frames": 63, "num_inference_steps": 50, "guidance_scale": 5.0,
-        "max_sequence_length": 512, "negative_prompt": "", "fps": 16,
-    }  # fmt: skip
+        "height": 256,
+        "width": 256,
+        "num_frames": 63,
+        "num_inference_steps": 50,
+        "guidance_scale": 5.0,
+        "max_sequence_length": 512,
+        "negative_prompt": "",
+        "fps": 16,
+    }
     limits = VIDEO.limits_of(card.limits)
     assert (limits.size_multiple, limits.frame_multiple, limits.max_sequence_length) == (16, 2, 512)
     assert (limits.max_size, limits.max_frames) == (256, 63)
@@ -74,9 +80,14 @@ def test_the_built_in_model_serves_what_its_serving_json_says() -> None:
     assert said["limits"].items() <= card.limits.items()
 
 
-@pytest.mark.parametrize(("wanted", "vae", "others"), [
-    ("auto", "float32", "float32"), ("float16", "float16", "float16"), ("float16,vae=float32", "float32", "float16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wanted", "vae", "others"),
+    [
+        ("auto", "float32", "float32"),
+        ("float16", "float16", "float16"),
+        ("float16,vae=float32", "float32", "float16"),
+    ],
+)
 def test_one_dtype_is_for_all_components_that_are_not_named(wanted: str, vae: str, others: str, copy: Path) -> None:
     c.serve(copy)
 
@@ -101,8 +112,10 @@ def shapes_card() -> ModelSpec:
 @given(sides=st.tuples(st.integers(1, 8), st.integers(1, 8)), groups=st.integers(0, 4))
 def test_room_holds_every_output_and_little_more(shapes_card: ModelSpec, sides: tuple[int, int], groups: int) -> None:
     width, height, frames = 32 * sides[0], 32 * sides[1], 4 * groups + 1
-    rooms = {stage.name: stage.output_size.bytes({"width": width, "height": height, "num_frames": frames})
-             for stage in shapes_card.pipeline.stages}  # fmt: skip
+    rooms = {
+        stage.name: stage.output_size.bytes({"width": width, "height": height, "num_frames": frames})
+        for stage in shapes_card.pipeline.stages
+    }
 
     _, latents = layout_tensors([("latents", "float32", (1, 16, groups + 1, height // 16, width // 16))])
     _, embeds = layout_tensors([(name, "float32", (1, 16, 96)) for name in ("prompt_embeds", "negative_prompt_embeds")])
@@ -138,12 +151,15 @@ def test_pools_of_equal_components_are_shared_between_models(other: str, undivid
     assert first["denoise"] != second["denoise"], "another noise scheduler, or transformer, denoises otherwise"
 
 
-@pytest.mark.parametrize(("changes", "sentence"), [
-    ({"boundary_ratio": 0.875}, "declares component transformer_2 as [None, None]; supported:"),
-    ({"scheduler": ["diffusers", "OwnScheduler"]}, "supported: diffusers UniPCMultistepScheduler or DPMSolver"),
-    ({"text_encoder": ["os", "system"]}, "declares component text_encoder as ['os', 'system']; supported:"),
-    ({"vae": [None, None]}, "declares component vae as [None, None]; supported: diffusers AutoencoderKLWan"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"boundary_ratio": 0.875}, "declares component transformer_2 as [None, None]; supported:"),
+        ({"scheduler": ["diffusers", "OwnScheduler"]}, "supported: diffusers UniPCMultistepScheduler or DPMSolver"),
+        ({"text_encoder": ["os", "system"]}, "declares component text_encoder as ['os', 'system']; supported:"),
+        ({"vae": [None, None]}, "declares component vae as [None, None]; supported: diffusers AutoencoderKLWan"),
+    ],
+)
 def test_what_cannot_be_served_is_refused_in_a_sentence(changes: dict[str, Any], sentence: str, copy: Path) -> None:
     c.edit(copy / "model_index.json", **changes)
 
@@ -151,19 +167,22 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(changes: dict[str, Any],
         find(copy).model_spec("mine", copy)
 
 
-@pytest.mark.parametrize(("file", "changes", "sentence"), [
-    ("vae/config.json", {"z_dim": 5}, "has 4 channels, but its VAE requires 5"),
-    ("transformer/config.json", {"patch_size": 2}, "transformer or vae configuration"),
-    ("transformer/config.json", {"image_dim": 24, "in_channels": 10}, "takes a picture, but its class is not for"),
-    ("serving.json", {"defaults": {"heigth": 32}}, "serving.json is not valid"),
-    ("serving.json", {"defaults": {"height": "32"}}, "Expected `int`, got `str` - at `$.defaults.height`"),
-    ("serving.json", {"defaults": {**c.SMALL, "height": 40}}, "default height 40 exceeds the limits, use 48"),
-    ("serving.json", {"defaults": {**c.SMALL, "num_frames": 4}}, "num_frames 4 exceeds the limits, use 3"),
-    ("serving.json", {"limits": {"max_sizes": 64}}, "unknown limit 'max_sizes'"),
-    ("serving.json", {"limits": {"max_size": 0.5}}, "serving.json: limits: Expected `int`"),
-    ("serving.json", {"limits": {"size_multiple": 8}}, "size_multiple must be a multiple of the model's 16, not 8"),
-    ("serving.json", {"limits": {"max_frames": 1001}}, "rope_max_seq_len allows 256 pixels and 63 frames"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "changes", "sentence"),
+    [
+        ("vae/config.json", {"z_dim": 5}, "has 4 channels, but its VAE requires 5"),
+        ("transformer/config.json", {"patch_size": 2}, "transformer or vae configuration"),
+        ("transformer/config.json", {"image_dim": 24, "in_channels": 10}, "takes a picture, but its class is not for"),
+        ("serving.json", {"defaults": {"heigth": 32}}, "serving.json is not valid"),
+        ("serving.json", {"defaults": {"height": "32"}}, "Expected `int`, got `str` - at `$.defaults.height`"),
+        ("serving.json", {"defaults": {**c.SMALL, "height": 40}}, "default height 40 exceeds the limits, use 48"),
+        ("serving.json", {"defaults": {**c.SMALL, "num_frames": 4}}, "num_frames 4 exceeds the limits, use 3"),
+        ("serving.json", {"limits": {"max_sizes": 64}}, "unknown limit 'max_sizes'"),
+        ("serving.json", {"limits": {"max_size": 0.5}}, "serving.json: limits: Expected `int`"),
+        ("serving.json", {"limits": {"size_multiple": 8}}, "size_multiple must be a multiple of the model's 16, not 8"),
+        ("serving.json", {"limits": {"max_frames": 1001}}, "rope_max_seq_len allows 256 pixels and 63 frames"),
+    ],
+)
 def test_contradictions_are_refused_in_a_sentence(
     file: str, changes: dict[str, Any], sentence: str, copy: Path
 ) -> None:
@@ -174,13 +193,20 @@ def test_contradictions_are_refused_in_a_sentence(
         find(copy).model_spec("mine", copy)
 
 
-@pytest.mark.parametrize(("stage", "tensors", "sentence"), [
-    ("denoise", {}, "input prompt_embeds is missing"),
-    ("denoise", {"prompt_embeds": (1, 24, 32)}, "input negative_prompt_embeds is missing"),
-    ("denoise", {"prompt_embeds": (1, 24, 33), "negative_prompt_embeds": (1, 24, 32)}, "1×any×32, not torch.float32"),
-    ("vae_decode", {"latents": (1, 4, 8, 8)}, "1×4×any×any×any"),
-    ("vae_decode", {"latents": (2, 4, 1, 8, 8)}, "1×4×any×any×any"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stage", "tensors", "sentence"),
+    [
+        ("denoise", {}, "input prompt_embeds is missing"),
+        ("denoise", {"prompt_embeds": (1, 24, 32)}, "input negative_prompt_embeds is missing"),
+        (
+            "denoise",
+            {"prompt_embeds": (1, 24, 33), "negative_prompt_embeds": (1, 24, 32)},
+            "1×any×32, not torch.float32",
+        ),
+        ("vae_decode", {"latents": (1, 4, 8, 8)}, "1×4×any×any×any"),
+        ("vae_decode", {"latents": (2, 4, 1, 8, 8)}, "1×4×any×any×any"),
+    ],
+)
 def test_inputs_of_another_shape_are_refused(
     stage: str, tensors: dict[str, tuple[int, ...]], sentence: str, undivided: c.Undivided, stages: c.Load
 ) -> None:

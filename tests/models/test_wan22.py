@@ -70,10 +70,14 @@ def test_the_small_one_has_its_own_rate_and_sizes(copied: Callable[[str], Path])
     assert (card.limits["size_multiple"], card.limits["frame_multiple"]) == (32, 4)
 
 
-@pytest.mark.parametrize(("kind", "outputs", "components"), [
-    ("wan-2.2-image", ("condition",), ("vae",)), ("wan-2.2-5b-image", ("condition",), ("vae",)),
-    ("wan-image", ("image_embeds", "condition"), ("image_encoder", "image_processor", "vae")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "outputs", "components"),
+    [
+        ("wan-2.2-image", ("condition",), ("vae",)),
+        ("wan-2.2-5b-image", ("condition",), ("vae",)),
+        ("wan-image", ("image_embeds", "condition"), ("image_encoder", "image_processor", "vae")),
+    ],
+)
 def test_a_picture_is_encoded_by_clip_only_where_there_is_one(
     kind: str, outputs: tuple[str, ...], components: tuple[str, ...], undivided: c.Undivided
 ) -> None:

@@ -46,16 +46,31 @@ def test_frames_are_what_the_vae_encodes_and_not_only_what_it_decodes(copy: Path
         check_request(card, {"prompt": "p", "num_frames": 7}, VIDEO)
 
 
-@pytest.mark.parametrize(("file", "changes", "sentence"), [
-    ("model_index.json", {"image_encoder": [None, None]}, "needs CLIP embeddings, but there is no image_encoder"),
-    ("model_index.json", {"image_processor": ["transformers", "ViTImageProcessor"]}, "supported: transformers CLIP"),
-    ("model_index.json", {"boundary_ratio": 0.9}, "declares component transformer_2 as [None, None]; supported:"),
-    ("model_index.json", {"expand_timesteps": True}, "the transformer takes a picture, but its class is not for image"),
-    ("transformer/config.json", {"image_dim": None, "in_channels": 4}, "takes no picture, but its class is for image"),
-    ("transformer/config.json", {"in_channels": 9}, "its VAE requires 10"),
-    ("image_encoder/config.json", {"patch_size": 0}, "image_encoder configuration: ZeroDivisionError"),
-    ("image_encoder/config.json", {"hidden_size": None}, "image_encoder configuration: TypeError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "changes", "sentence"),
+    [
+        ("model_index.json", {"image_encoder": [None, None]}, "needs CLIP embeddings, but there is no image_encoder"),
+        (
+            "model_index.json",
+            {"image_processor": ["transformers", "ViTImageProcessor"]},
+            "supported: transformers CLIP",
+        ),
+        ("model_index.json", {"boundary_ratio": 0.9}, "declares component transformer_2 as [None, None]; supported:"),
+        (
+            "model_index.json",
+            {"expand_timesteps": True},
+            "the transformer takes a picture, but its class is not for image",
+        ),
+        (
+            "transformer/config.json",
+            {"image_dim": None, "in_channels": 4},
+            "takes no picture, but its class is for image",
+        ),
+        ("transformer/config.json", {"in_channels": 9}, "its VAE requires 10"),
+        ("image_encoder/config.json", {"patch_size": 0}, "image_encoder configuration: ZeroDivisionError"),
+        ("image_encoder/config.json", {"hidden_size": None}, "image_encoder configuration: TypeError"),
+    ],
+)
 def test_what_cannot_be_served_is_refused_in_a_sentence(
     file: str, changes: dict[str, Any], sentence: str, copy: Path
 ) -> None:
@@ -65,9 +80,15 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(
         find(copy).model_spec("mine", copy)
 
 
-@pytest.mark.parametrize(("kind", "last"), [
-    ("wan-image", (0, 0)), ("wan-image-last", (1, 1)), ("wan-2.2-image", (0, 1)), ("wan-2.2-5b-image", (0, 0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "last"),
+    [
+        ("wan-image", (0, 0)),
+        ("wan-image-last", (1, 1)),
+        ("wan-2.2-image", (0, 1)),
+        ("wan-2.2-5b-image", (0, 0)),
+    ],
+)
 def test_a_card_says_whether_a_video_ends_with_a_picture_too(
     kind: str, last: tuple[int, int], undivided: c.Undivided
 ) -> None:
@@ -105,11 +126,17 @@ def _has_torchvision() -> bool:
     return bool(is_torchvision_available())
 
 
-@pytest.mark.parametrize(("tensors", "sentence"), [
-    ({"condition": (1, 6, 3, 8, 8)}, "input image_embeds is missing"),
-    ({"image_embeds": (1, 17, 24)}, "input condition is missing"),
-    ({"image_embeds": (1, 17, 24), "condition": (1, 4, 3, 8, 8)}, "input condition must be floating point of 1×6×any"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tensors", "sentence"),
+    [
+        ({"condition": (1, 6, 3, 8, 8)}, "input image_embeds is missing"),
+        ({"image_embeds": (1, 17, 24)}, "input condition is missing"),
+        (
+            {"image_embeds": (1, 17, 24), "condition": (1, 4, 3, 8, 8)},
+            "input condition must be floating point of 1×6×any",
+        ),
+    ],
+)
 def test_inputs_of_another_shape_are_refused(
     tensors: dict[str, tuple[int, ...]], sentence: str, undivided: c.Undivided, stages: c.Load
 ) -> None:

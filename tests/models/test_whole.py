@@ -178,11 +178,13 @@ def test_cards_are_made_without_torch(folders: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "medium", "loras"),
     [
-        ("StableDiffusionXLPipeline", "image", True), ("CogVideoXPipeline", "video", True),
-        ("KandinskyV22CombinedPipeline", "image", False), ("LTX2Pipeline", "", True),
+        ("StableDiffusionXLPipeline", "image", True),
+        ("CogVideoXPipeline", "video", True),
+        ("KandinskyV22CombinedPipeline", "image", False),
+        ("LTX2Pipeline", "", True),
         ("StableAudioPipeline", "", False),
     ],
-)  # fmt: skip
+)
 def test_the_medium_is_what_the_source_returns(name: str, medium: str, loras: bool) -> None:
     """LTX2 makes sound beside its video, which nobody would get."""
     found = declared_pipeline(name)

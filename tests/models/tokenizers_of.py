@@ -137,9 +137,16 @@ def metadata_of(tokenizer: Tokenizer, pre: str, template: str) -> dict[str, Any]
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in said["model"]["merges"]]
     return {
-        "general.architecture": "llama", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [added.get(token, 1) for token in tokens],
-        "tokenizer.ggml.merges": merges, "tokenizer.ggml.bos_token_id": vocabulary["<s>"],
-        "tokenizer.ggml.eos_token_id": vocabulary["</s>"], "tokenizer.ggml.eot_token_id": vocabulary["<|turn|>"],
-        "tokenizer.ggml.add_bos_token": True, "tokenizer.chat_template": template, "general.a_float": 0.5,
-    }  # fmt: skip
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [added.get(token, 1) for token in tokens],
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": vocabulary["<s>"],
+        "tokenizer.ggml.eos_token_id": vocabulary["</s>"],
+        "tokenizer.ggml.eot_token_id": vocabulary["<|turn|>"],
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": template,
+        "general.a_float": 0.5,
+    }

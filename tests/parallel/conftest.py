@@ -21,11 +21,14 @@ def begin_ranks(script: str, size: int, folder: Path, given: object, *arguments:
     told.write_text(json.dumps(given))
     return [
         forked_script(
-            f"tests.parallel.{script}", [str(rank), str(size), str(folder / "meet"), *arguments],
-            stdin=told, stdout=folder / f"out{rank}", stderr=folder / f"log{rank}",
+            f"tests.parallel.{script}",
+            [str(rank), str(size), str(folder / "meet"), *arguments],
+            stdin=told,
+            stdout=folder / f"out{rank}",
+            stderr=folder / f"log{rank}",
         )
         for rank in range(size)
-    ]  # fmt: skip
+    ]
 
 
 def run_ranks(script: str, size: int, folder: Path, given: object, *arguments: str) -> list[int]:

@@ -13,11 +13,13 @@ from unfuse.parallel import devices, group
 
 MODULES = {
     "cuda": SimpleNamespace(
-        mem_get_info=lambda name: (3 << 30, 4 << 30), memory_reserved=lambda name: 1 << 30,
-        get_device_name=lambda name: f"GPU {torch.device(name).index}", set_device=lambda name: None,
+        mem_get_info=lambda name: (3 << 30, 4 << 30),
+        memory_reserved=lambda name: 1 << 30,
+        get_device_name=lambda name: f"GPU {torch.device(name).index}",
+        set_device=lambda name: None,
     ),
     "mps": SimpleNamespace(recommended_max_memory=lambda: 9 << 30, driver_allocated_memory=lambda: 2 << 30),
-}  # fmt: skip
+}
 MODULES["xpu"] = MODULES["cuda"]
 
 
@@ -33,8 +35,9 @@ def stand_in(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_devices_are_found_by_torchs_names_whatever_their_kind(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(kind, 2, monkeypatch)
     assert devices.accelerators() == [f"{kind}:0", f"{kind}:1"]
-    free, every, held, name = ((7 << 30, 9 << 30, 2 << 30, "mps") if kind == "mps" else
-                               (3 << 30, 4 << 30, 1 << 30, "GPU 1"))  # fmt: skip
+    free, every, held, name = (
+        (7 << 30, 9 << 30, 2 << 30, "mps") if kind == "mps" else (3 << 30, 4 << 30, 1 << 30, "GPU 1")
+    )
     assert devices.memory(f"{kind}:1") == (free, every)
     assert (devices.reserved_bytes(f"{kind}:1"), devices.name_of(f"{kind}:1")) == (held, name)
 

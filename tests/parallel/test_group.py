@@ -27,10 +27,15 @@ def test_what_one_rank_cannot_begin_none_makes_and_all_go_on(tmp_path: Path) -> 
     fine = "[0.0, 1.0]"
     first, second = said(tmp_path, 0), said(tmp_path, 1)
     assert first == [
-        [0, 1], fine, "RankError: rank 1: ValueError: no such thing", fine,
-        "OutOfMemoryError: rank 1: OutOfMemoryError: the device is full", "nothing exchanged",
-        "ValueError: of rank 0", fine,
-    ]  # fmt: skip
+        [0, 1],
+        fine,
+        "RankError: rank 1: ValueError: no such thing",
+        fine,
+        "OutOfMemoryError: rank 1: OutOfMemoryError: the device is full",
+        "nothing exchanged",
+        "ValueError: of rank 0",
+        fine,
+    ]
     assert second[2:5] == ["ValueError: no such thing", fine, "OutOfMemoryError: the device is full"]
 
 
@@ -60,9 +65,13 @@ def test_a_rank_that_fails_amid_a_step_ends_and_the_other_one_notices(tmp_path: 
     assert said(tmp_path, 0) == [[0, 1], "[0.0, 1.0]"]
 
 
-@pytest.mark.parametrize(("how", "says"), [
-    ("stop", "an exchange with other ranks failed"), ("lent stop", "it failed during a step"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("stop", "an exchange with other ranks failed"),
+        ("lent stop", "it failed during a step"),
+    ],
+)
 def test_a_rank_that_is_stopped_holds_the_others_up_no_longer_than_the_limit(
     how: str, says: str, tmp_path: Path
 ) -> None:

@@ -29,13 +29,29 @@ SPEAK = ("qwen-image", "klein")
 """Models whose text encoder speaks, with words whose weights may be those of the words that it reads."""
 
 MODELS = [
-    ("wan", "text_encoder"), ("wan", "transformer"), ("wan-image", "image_encoder"), ("wan-image", "transformer"),
-    ("wan-2.2", "transformer_2"), ("flux", "text_encoder"), ("flux", "text_encoder_2"), ("flux", "transformer"),
-    ("hunyuan-video", "text_encoder"), ("hunyuan-video", "transformer"), ("qwen-image", "text_encoder"),
-    ("qwen-image", "transformer"), ("klein", "text_encoder"), ("klein", "transformer"), ("krea", "text_encoder"),
-    ("krea", "transformer"), ("sd3", "text_encoder"), ("sd3", "text_encoder_3"), ("sd3-medium", "transformer"),
-    ("z-image", "text_encoder"), ("z-image", "transformer"), ("kontext", "transformer"),
-]  # fmt: skip
+    ("wan", "text_encoder"),
+    ("wan", "transformer"),
+    ("wan-image", "image_encoder"),
+    ("wan-image", "transformer"),
+    ("wan-2.2", "transformer_2"),
+    ("flux", "text_encoder"),
+    ("flux", "text_encoder_2"),
+    ("flux", "transformer"),
+    ("hunyuan-video", "text_encoder"),
+    ("hunyuan-video", "transformer"),
+    ("qwen-image", "text_encoder"),
+    ("qwen-image", "transformer"),
+    ("klein", "text_encoder"),
+    ("klein", "transformer"),
+    ("krea", "text_encoder"),
+    ("krea", "transformer"),
+    ("sd3", "text_encoder"),
+    ("sd3", "text_encoder_3"),
+    ("sd3-medium", "transformer"),
+    ("z-image", "text_encoder"),
+    ("z-image", "transformer"),
+    ("kontext", "transformer"),
+]
 
 
 def runtime(rank: int, dtypes: dict[str, str], **given: Any) -> RuntimeOptions:
@@ -88,14 +104,16 @@ def test_what_needs_whole_weights_is_refused_before_they_are_loaded(undivided: U
 
 
 SAID = {
-    "wan": {"text_encode": 4, "denoise": 2}, "wan-2.2": {"text_encode": 4, "denoise": 2},
+    "wan": {"text_encode": 4, "denoise": 2},
+    "wan-2.2": {"text_encode": 4, "denoise": 2},
     "wan-image": {"text_encode": 4, "image_encode": 4, "denoise": 2},
     "wan-2.2-image": {"text_encode": 4, "image_encode": 0, "denoise": 2},
     "flux": {"text_encode": 4, "text_encode_2": 4, "denoise": 2},
     "hunyuan-video": {"text_encode": 2, "text_encode_2": 4, "denoise": 2},
-    "qwen-image": {"text_encode": 2, "denoise": 2}, "klein": {"text_encode": 2, "denoise": 2},
+    "qwen-image": {"text_encode": 2, "denoise": 2},
+    "klein": {"text_encode": 2, "denoise": 2},
     "krea": {"text_encode": 2, "denoise": 2},
-}  # fmt: skip
+}
 """Heads, or those of keys where they are fewer; by 0 a stage may be spread that has nothing to cut."""
 
 
@@ -106,9 +124,14 @@ def test_every_family_says_what_degrees_must_divide(model: str, undivided: Undiv
     assert {stage.name: stage.parallelism["tensor"] for stage in stages if "tensor" in stage.parallelism} == SAID[model]
 
 
-@pytest.mark.parametrize(("config", "common"), [
-    ({"heads": 12, "width": 40}, 4), ({"heads": 12, "width": None}, 12), ({"heads": 12}, 1),
-    ({"heads": 5, "text_config": {"heads": 12, "width": 40}}, 4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "common"),
+    [
+        ({"heads": 12, "width": 40}, 4),
+        ({"heads": 12, "width": None}, 12),
+        ({"heads": 12}, 1),
+        ({"heads": 5, "text_config": {"heads": 12, "width": 40}}, 4),
+    ],
+)
 def test_a_degree_must_divide_what_the_configuration_says(config: dict[str, Any], common: int) -> None:
     assert TensorParallelLayers((), (), ("heads", "width")).common(config) == common

@@ -50,10 +50,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("asked", [
-    [*((kind, "float32") for kind in (*KINDS, *SEE)), (GGUF, "float32"), (KINDS[1], "bfloat16")],
-    pytest.param([(kind, "bfloat16") for kind in (*KINDS, *SEE)], marks=pytest.mark.nightly),
-], ids=["float32", "bfloat16"])  # fmt: skip
+@pytest.mark.parametrize(
+    "asked",
+    [
+        [*((kind, "float32") for kind in (*KINDS, *SEE)), (GGUF, "float32"), (KINDS[1], "bfloat16")],
+        pytest.param([(kind, "bfloat16") for kind in (*KINDS, *SEE)], marks=pytest.mark.nightly),
+    ],
+    ids=["float32", "bfloat16"],
+)
 def test_two_ranks_say_and_hand_on_what_one_does(asked: list[tuple[str, str]], root: Path, tmp_path: Path) -> None:
     """Given prompts that end within a chunk, at once and behind two, when one rank, or two with half of the heads each,
     prefill them, from the other's portions too, then keys and values are equal but for rounding, those that an answer
@@ -100,14 +104,17 @@ def size(files: ModelFolder, component: str, part: Callable[[Any], Any] | None, 
     return sum(tensor.nbytes for tensor in resident_tensors(loader.model(component, part)))
 
 
-@pytest.mark.parametrize(("kind", "said", "says"), [
-    (KINDS[0], "language=tensor:4", "tensor:4 does not divide 2: use tensor:2"),
-    (KINDS[1], "decode=tensor:3", "tensor:3 does not divide 2: use tensor:2"),
-    (KINDS[2], "prefill=shard:2", "shard is not supported for this role; supported: tensor"),
-    (SEE[0], "vision=tensor:4", "tensor:4 does not divide 2: use tensor:2"),
-    (SEE[1], "vision=layers:2", "layers is not supported for this role; supported: tensor"),
-    (SEE[2], "language=ulysses:2", "ulysses is not supported for this role; supported: tensor"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "said", "says"),
+    [
+        (KINDS[0], "language=tensor:4", "tensor:4 does not divide 2: use tensor:2"),
+        (KINDS[1], "decode=tensor:3", "tensor:3 does not divide 2: use tensor:2"),
+        (KINDS[2], "prefill=shard:2", "shard is not supported for this role; supported: tensor"),
+        (SEE[0], "vision=tensor:4", "tensor:4 does not divide 2: use tensor:2"),
+        (SEE[1], "vision=layers:2", "layers is not supported for this role; supported: tensor"),
+        (SEE[2], "language=ulysses:2", "ulysses is not supported for this role; supported: tensor"),
+    ],
+)
 def test_what_a_language_model_cannot_be_spread_by_is_refused(kind: str, said: str, says: str, root: Path) -> None:
     with pytest.raises(ConfigError, match=says):
         refuse(parse_parallel(said), read_model_spec("m", root / kind).pipeline.stages)

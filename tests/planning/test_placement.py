@@ -78,16 +78,22 @@ def test_one_gpu_that_has_room_holds_all_roles_each_process_with_a_context() -> 
 def test_of_several_gpus_denoisers_take_those_with_most_room_and_the_rest_goes_where_most_is_left() -> None:
     placed = place_workers(NEEDS, wanted(denoiser=2), gpus(30, 48, 47))
     assert seats(placed) == [
-        ("encoder", "cuda:0"), ("denoiser", "cuda:1"), ("denoiser", "cuda:2"), ("decoder", "cuda:1")
-    ]  # fmt: skip
+        ("encoder", "cuda:0"),
+        ("denoiser", "cuda:1"),
+        ("denoiser", "cuda:2"),
+        ("decoder", "cuda:1"),
+    ]
 
 
 def test_devices_that_are_named_are_taken_in_turn_and_only_those() -> None:
     want = wanted("encoder=cpu,denoiser=cuda:1,denoiser=cuda", decoder=3, denoiser=3)
     placed = place_workers(NEEDS, want, gpus(80, 80))
     assert seats(placed)[:4] == [
-        ("encoder", CPU), ("denoiser", "cuda:1"), ("denoiser", "cuda:0"), ("denoiser", "cuda:1")
-    ]  # fmt: skip
+        ("encoder", CPU),
+        ("denoiser", "cuda:1"),
+        ("denoiser", "cuda:0"),
+        ("denoiser", "cuda:1"),
+    ]
     assert seats(placed)[4:] == [("decoder", "cuda:0")] * 3
 
 
@@ -210,9 +216,7 @@ def test_the_ranks_of_a_worker_are_on_the_gpus_with_most_room_and_each_holds_all
     placed = place_workers(NEEDS, want, gpus(20, 48, 30, 47, 46))
     assert seats(placed)[1] == ("denoiser", "cuda:1+cuda:3+cuda:4+cuda:2")
     (denoiser,) = (worker for worker in placed if worker.role == "denoiser")
-    assert denoiser.device_bytes(want) == {
-        **{f"cuda:{n}": 24 * GIB + CONTEXT for n in (1, 2, 3, 4)}, CPU: 4 * PROCESS
-    }  # fmt: skip
+    assert denoiser.device_bytes(want) == {**{f"cuda:{n}": 24 * GIB + CONTEXT for n in (1, 2, 3, 4)}, CPU: 4 * PROCESS}
     assert "cfg:2+ulysses:2 needs 4 GPUs, and there are 3: cuda:0, cuda:1, cuda:2" in refusal(
         NEEDS, want, gpus(20, 48, 30)
     )
@@ -309,8 +313,10 @@ def test_workers_may_have_several_roles() -> None:
     want = WorkerPlan(parse_workers("encoder+decoder, denoiser=2"), first=frozenset({"denoiser"}))
     placed = place_workers(NEEDS, want, (HOST,))
     assert [(worker.role, worker.parts) for worker in placed] == [
-        ("encoder+decoder", (T5, CLIP, VAE)), ("denoiser", (TRANSFORMER,)), ("denoiser", (TRANSFORMER,))
-    ]  # fmt: skip
+        ("encoder+decoder", (T5, CLIP, VAE)),
+        ("denoiser", (TRANSFORMER,)),
+        ("denoiser", (TRANSFORMER,)),
+    ]
     (whole,) = place_workers(NEEDS, WorkerPlan({"all": 1}), (HOST,))
     assert whole.parts == (T5, CLIP, TRANSFORMER, VAE)
 

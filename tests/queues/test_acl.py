@@ -30,12 +30,26 @@ def test_the_user_of_the_documents_may_do_what_the_script_does() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "FLUSHALL", "CONFIG GET requirepass", "ACL LIST", "KEYS *", "SCAN 0", "GET {unfuse}:meta",
-        "HGET {other}:meta x", "HGET unfuse:meta x", "HSET {unfuse-kept}:kept a b", "SUBSCRIBE {other}:news",
-        "PUBLISH {other}:news x", "PSUBSCRIBE *", "SHUTDOWN",
-        "REPLICAOF 127.0.0.1 1", "SCRIPT FLUSH", "FUNCTION LIST", "MONITOR", "CLIENT LIST",
+        "FLUSHALL",
+        "CONFIG GET requirepass",
+        "ACL LIST",
+        "KEYS *",
+        "SCAN 0",
+        "GET {unfuse}:meta",
+        "HGET {other}:meta x",
+        "HGET unfuse:meta x",
+        "HSET {unfuse-kept}:kept a b",
+        "SUBSCRIBE {other}:news",
+        "PUBLISH {other}:news x",
+        "PSUBSCRIBE *",
+        "SHUTDOWN",
+        "REPLICAOF 127.0.0.1 1",
+        "SCRIPT FLUSH",
+        "FUNCTION LIST",
+        "MONITOR",
+        "CLIENT LIST",
     ],
-)  # fmt: skip
+)
 def test_it_may_do_nothing_else(server: Server, command: str) -> None:
     """Neither by itself nor in a script of its own."""
     server.client.execute_command(*users()[0])

@@ -94,8 +94,9 @@ class Life:
     async def end(self, name: str, status: str) -> None:
         record = await self.queue.load(name)
         at = self.clock.wall()
-        await self.queue.commit(change(record, status=status, completed_at=at, is_dead_letter=status == "failed",
-                                       events=(Event(status),)))  # fmt: skip
+        await self.queue.commit(
+            change(record, status=status, completed_at=at, is_dead_letter=status == "failed", events=(Event(status),))
+        )
 
     async def look_at(self, name: str) -> None:
         await self.queue.commit(change(await self.queue.load(name), is_dead_letter=False))
@@ -188,8 +189,9 @@ async def all_goes_on(queue: QueueBackend, clock: ManualClock) -> None:
         events = await history(queue, record.context.id)
         assert [event.seq for event in events] == sorted({event.seq for event in events})
         assert [event.type for event in events if event.type in {"queued", *TERMINAL_EVENTS}] == [
-            "queued", record.context.status,
-        ]  # fmt: skip
+            "queued",
+            record.context.status,
+        ]
         stages = [event.stage for event in events if event.type == "stage_completed"]
         assert len(stages) == len(set(stages))
         assert record.context.status != "completed" or stages == ["one", "two", "three"]

@@ -36,19 +36,29 @@ def test_an_address_names_sentinels_and_what_they_watch() -> None:
     assert found.display_name == "a:26379/3 (tasks-1)"
     options = found.connect().connection_pool.connection_kwargs
     assert {name: options[name] for name in ("username", "password", "db")} == {
-        "username": "me", "password": "s@t", "db": 3,
-    }  # fmt: skip
+        "username": "me",
+        "password": "s@t",
+        "db": 3,
+    }
     assert parse_address("redis://me:s@h/2")[0].connect().connection_pool.connection_kwargs["db"] == 2
 
 
 @pytest.mark.parametrize(
     "url",
     [
-        SENTINELS, f"{SENTINELS}/", f"{SENTINELS}/tasks/x", f"{SENTINELS}/tasks/0/1", f"{SENTINELS}/tasks?replicas=-1",
-        f"{SENTINELS}/tasks?replicas=x", "redis+sentinel://a,/tasks", "redis+sentinel://a,b:0/tasks", "redis://a,b/0",
-        "redis+sentinel:///tasks", "redis+sentinel",
+        SENTINELS,
+        f"{SENTINELS}/",
+        f"{SENTINELS}/tasks/x",
+        f"{SENTINELS}/tasks/0/1",
+        f"{SENTINELS}/tasks?replicas=-1",
+        f"{SENTINELS}/tasks?replicas=x",
+        "redis+sentinel://a,/tasks",
+        "redis+sentinel://a,b:0/tasks",
+        "redis://a,b/0",
+        "redis+sentinel:///tasks",
+        "redis+sentinel",
     ],
-)  # fmt: skip
+)
 def test_one_that_does_not_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="the address of a Redis queue must be redis://"):
         queues.open(url)

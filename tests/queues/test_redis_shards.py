@@ -39,17 +39,25 @@ SHORT = 2.0
 """Seconds of a lease here: nobody renews them."""
 
 A_FEW = {
-    "a_known_id_is_submitted_once", "a_repeated_commit_succeeds_once", "a_push_wakes_who_waits",
-    "a_lease_is_held_until_it_is_closed", "workers_come_and_go", "a_cancelled_waiter_has_claimed_nothing",
-    "it_is_told_which_are_over", "one_that_is_over_is_dropped_at_once",
-}  # fmt: skip
+    "a_known_id_is_submitted_once",
+    "a_repeated_commit_succeeds_once",
+    "a_push_wakes_who_waits",
+    "a_lease_is_held_until_it_is_closed",
+    "workers_come_and_go",
+    "a_cancelled_waiter_has_claimed_nothing",
+    "it_is_told_which_are_over",
+    "one_that_is_over_is_dropped_at_once",
+}
 """Rules that are held by day; all are by night."""
 
 
 AT_ONCE = {
-    "what_is_more_urgent_can_be_asked_for", "an_outcome_and_an_ask_are_one_call", "who_waits_is_served_by_rank",
-    "waiting_ends_in_time", "time_and_hand_backs_wake_too",
-}  # fmt: skip
+    "what_is_more_urgent_can_be_asked_for",
+    "an_outcome_and_an_ask_are_one_call",
+    "who_waits_is_served_by_rank",
+    "waiting_ends_in_time",
+    "time_and_hand_backs_wake_too",
+}
 """Rules that go on as soon as somebody begins to wait: who waits for shards has asked each of them first."""
 
 
@@ -69,8 +77,9 @@ class TestAnAddress:
         assert [one.tag for one in found] == [f"{{blue:{shard}}}" for shard in range(4)]
         assert {one.replicas for one in found} == {1}
         assert [(one.unsharded.tag, one.unsharded.part) for one in found if one.unsharded] == [
-            ("{blue}", "shards 0, 2 of 4"), ("{blue}", "shards 1, 3 of 4"),
-        ] * 2  # fmt: skip
+            ("{blue}", "shards 0, 2 of 4"),
+            ("{blue}", "shards 1, 3 of 4"),
+        ] * 2
         assert found[1].display_name == "b:7000/2 (shard 1 of 4)"
 
     def test_or_a_service_of_sentinels(self) -> None:
@@ -91,11 +100,20 @@ class TestAnAddress:
         (whole,) = parse_address("redis+cluster://a")
         assert (whole.tag, whole.part, whole.unsharded) == ("{unfuse}", "", None)
 
-    @pytest.mark.parametrize("url", [
-        "redis://a?shards=0", "redis://a?shards=x", "redis://a?shards=65", "redis://a,b", "redis://a,b,c?shards=2",
-        "redis://a,a?shards=2", "redis+sentinel://s/one,other", "redis+sentinel://s/one,one?shards=2",
-        "redis+cluster://a/name",
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        "url",
+        [
+            "redis://a?shards=0",
+            "redis://a?shards=x",
+            "redis://a?shards=65",
+            "redis://a,b",
+            "redis://a,b,c?shards=2",
+            "redis://a,a?shards=2",
+            "redis+sentinel://s/one,other",
+            "redis+sentinel://s/one,one?shards=2",
+            "redis+cluster://a/name",
+        ],
+    )
     def test_that_makes_no_sense_is_refused(self, url: str) -> None:
         with pytest.raises(ConfigError, match="the address of a Redis queue must be redis://"):
             queues.open(url)

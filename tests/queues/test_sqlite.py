@@ -175,8 +175,10 @@ class TestARestart:
         queue = await again(queue, clock)
         assert (await queue.commit(ending)).context.version == 1
         assert [(e.seq, e.type) for e in await history(queue, "a")] == [
-            (1, "queued"), (2, "stage_started"), (3, "completed"),
-        ]  # fmt: skip
+            (1, "queued"),
+            (2, "stage_started"),
+            (3, "completed"),
+        ]
         assert await drained(queue) == []
         await queue.close()
 

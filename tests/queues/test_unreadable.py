@@ -83,7 +83,7 @@ DAMAGES: dict[str, Callable[[Client, bytes], object]] = {
     "all that is left is a string": wrong_type(f"{P}:left"),
     "what all costs is garbage": field(f"{P}:meta", "cost"),
     "the news are garbage": lambda client, data: client.publish(f"{P}:news", b"\xff\xfe:" + data),
-}  # fmt: skip
+}
 
 
 async def filled(server: Server, clock: ManualClock) -> QueueBackend:

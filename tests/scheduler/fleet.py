@@ -39,9 +39,25 @@ from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
 
 Act = Literal[
-    "submit", "ask", "compute", "complete", "fail", "refuse", "crash", "hand back", "lose an input", "lose a lease",
-    "kill", "cancel", "time out", "disconnect", "notice", "repeat", "move", "restart",
-]  # fmt: skip
+    "submit",
+    "ask",
+    "compute",
+    "complete",
+    "fail",
+    "refuse",
+    "crash",
+    "hand back",
+    "lose an input",
+    "lose a lease",
+    "kill",
+    "cancel",
+    "time out",
+    "disconnect",
+    "notice",
+    "repeat",
+    "move",
+    "restart",
+]
 OFTEN: dict[Act, int] = {"submit": 2, "ask": 8, "compute": 12, "complete": 6, "notice": 4, "lose an input": 2}
 ACTS: list[Act] = [act for act in get_args(Act) for _ in range(OFTEN.get(act, 1))]
 ENDS: tuple[Act, ...] = ("complete", "fail", "refuse", "crash", "hand back", "lose an input", "notice")

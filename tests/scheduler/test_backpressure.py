@@ -104,8 +104,10 @@ class TestWhatAWorkerMayTake:
         offers = flow.lease_request(everything.info, RequestTasks(1, ARENA, 0.0), keep).pools
         assert {pool: offer.stage_depth for pool, offer in offers.items()} == {ENCODE: 0, DENOISE: 1, DECODE: 2}
         assert {pool: offer.amounts["arena"] for pool, offer in offers.items()} == {
-            ENCODE: ARENA - ARENA // 2, DENOISE: ARENA, DECODE: ARENA
-        }  # fmt: skip
+            ENCODE: ARENA - ARENA // 2,
+            DENOISE: ARENA,
+            DECODE: ARENA,
+        }
 
     def test_before_other_weights_are_loaded_what_has_begun_goes_on_and_nothing_else_begins(self) -> None:
         everything = member("a", ENCODE, DENOISE, DECODE)
@@ -212,9 +214,19 @@ class Worker:
             results = (ResultFile(int(str(task.params["index"])), "image/png", 1, ""),)
         else:
             output = ObjectRef(
-                f"{task.stage}@{task.attempt}", self.info.id, self.info.node, task.request, task.stage, task.attempt,
-                1, task.planned.output_size, (), (), b"", 0.0,
-            )  # fmt: skip
+                f"{task.stage}@{task.attempt}",
+                self.info.id,
+                self.info.node,
+                task.request,
+                task.stage,
+                task.attempt,
+                1,
+                task.planned.output_size,
+                (),
+                (),
+                b"",
+                0.0,
+            )
             self.objects[task.request] = self.objects.get(task.request, 0) + task.planned.output_size
             self.peak = max(self.peak, self.used())
             assert self.peak <= ARENA

@@ -92,9 +92,13 @@ class TestAdmission:
     def test_stages_that_read_nothing_are_queued_side_by_side(self, first: Change) -> None:
         assert names(first) == ["text", "image"]
         assert {name: state.status for name, state in first.context.stages.items()} == {
-            "text": "queued", "image": "queued",
-            "denoise.0": "waiting", "denoise.1": "waiting", "decode.0": "waiting", "decode.1": "waiting",
-        }  # fmt: skip
+            "text": "queued",
+            "image": "queued",
+            "denoise.0": "waiting",
+            "denoise.1": "waiting",
+            "decode.0": "waiting",
+            "decode.1": "waiting",
+        }
         assert (first.context.version, first.context.status) == (0, "queued")
         assert [(event.type, event.at) for event in first.events] == [("queued", WALL)]
 
@@ -631,9 +635,13 @@ class TestAnnouncing:
         assert (change.claim, change.close, names(change)) == (None, (), ["decode.0"])
         assert change.push[0].inputs == (object_for(claim, "early"),)
         assert {name: state.status for name, state in change.context.stages.items()} == {
-            "text": "done", "image": "done", "denoise.0": "announced", "denoise.1": "queued",
-            "decode.0": "queued", "decode.1": "waiting",
-        }  # fmt: skip
+            "text": "done",
+            "image": "done",
+            "denoise.0": "announced",
+            "denoise.1": "queued",
+            "decode.0": "queued",
+            "decode.1": "waiting",
+        }
         again = lifecycle.announce_output(change.context, self.news(claim), "w", WALL, self.running(claim))
         assert again is None
 
@@ -677,8 +685,10 @@ class TestAnnouncing:
         states = back.context.stages
         assert (states["denoise.0"].status, states["denoise.0"].output) == ("queued", None)
         assert (states["decode.0"].status, states["decode.0"].failures, states["decode.0"].recomputes) == (
-            "waiting", 0, 0,
-        )  # fmt: skip
+            "waiting",
+            0,
+            0,
+        )
         assert names(back) == ([] if how == "handed back" else ["denoise.0"])
 
     def test_what_a_reader_has_used_that_goes_back_with_it_is_lost(self, first: Change) -> None:
@@ -730,15 +740,20 @@ class TestAnnouncing:
         back = lifecycle.fail_stage(change.context, failed, "w", WALL, NOW, self.running(*claims))
         states = back.context.stages
         assert [(states[name].status, states[name].output) for name in ("first", "second", "third")] == [
-            ("queued", None), ("waiting", None), ("waiting", None),
-        ]  # fmt: skip
+            ("queued", None),
+            ("waiting", None),
+            ("waiting", None),
+        ]
         gone = {key[1] for key in back.close} | {blamed.stage}
         assert gone >= {"second", "third"}
 
     def test_a_request_may_be_complete_before_its_maker_says_so(self, first: Change) -> None:
         change, claim, (reader,) = self.begun(first)
-        half = finish(msgspec.structs.replace(change, push=(*finish(first, "text", "image").push, *change.push)),
-                      "denoise.1", "decode.1")  # fmt: skip
+        half = finish(
+            msgspec.structs.replace(change, push=(*finish(first, "text", "image").push, *change.push)),
+            "denoise.1",
+            "decode.1",
+        )
         over = lifecycle.complete_stage(half.context, done(reader, 0), "w", WALL)
         assert (over.context.status, over.context.stages["denoise.0"].status) == ("completed", "cancelled")
         with pytest.raises(LeaseLost):

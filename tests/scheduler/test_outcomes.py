@@ -236,9 +236,10 @@ async def test_a_pool_is_exact_as_long_as_workers_that_are_exact_live() -> None:
     async with scheduling(lease_ttl=5.0) as (scheduler, clock):
         registry = scheduler.registry
         for name, pool, outcome in (
-            ("exact", f"{DENOISE}@1", {"batching": "exact"}), ("batched", f"{DENOISE}@2", {"batching": "batched"}),
+            ("exact", f"{DENOISE}@1", {"batching": "exact"}),
+            ("batched", f"{DENOISE}@2", {"batching": "batched"}),
             ("silent", f"{DENOISE}@3", {}),
-        ):  # fmt: skip
+        ):
             await scheduler.queue.register(msgspec.structs.replace(info(name, pool), numerics=outcome), [CARD])
         await registry.workers()
         assert [registry.is_exact(f"{DENOISE}@{number}") for number in (1, 2, 3, 4)] == [True, False, False, False]

@@ -230,5 +230,8 @@ async def _live(card: ModelSpec, n: int, dice: random.Random, trouble: float, ca
     assert [await count_waiting(scheduler.queue, pool) for pool in pools] == [0] * len(pools)
     assert not (await scheduler.queue.renew([lease.claim for lease in fate.leases + fate.reported], TTL)).renewed
     for context in contexts:
-        assert all(getattr(state, name) <= most + 1 for name, most in change_builder.BUDGETS.items()
-                   for state in context.stages.values())  # fmt: skip
+        assert all(
+            getattr(state, name) <= most + 1
+            for name, most in change_builder.BUDGETS.items()
+            for state in context.stages.values()
+        )

@@ -56,10 +56,12 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Dispatcher:
     scheduler = Scheduler(MemoryQueue(clock), specs=[SHARING], clock=clock, cache_bytes=1 << 20)
     scheduler.observers.add(Failing())
     for part, name, how in (
-        (scheduler._transitions.output_sizes, "learn", fails), (scheduler._costs, "learn", fails),
-        (scheduler._costs, "on_ended", fails), (scheduler._cache, "add", fails_later),
+        (scheduler._transitions.output_sizes, "learn", fails),
+        (scheduler._costs, "learn", fails),
+        (scheduler._costs, "on_ended", fails),
+        (scheduler._cache, "add", fails_later),
         (scheduler._cache, "evict_lost", fails_later),
-    ):  # fmt: skip
+    ):
         monkeypatch.setattr(part, name, how)
     return Dispatcher(scheduler, (), StorageLocations(""))
 
@@ -88,10 +90,15 @@ async def test_what_was_committed_is_a_success_whatever_fails_behind_it(monkeypa
     assert (await scheduler.queue.load(record.context.id)).context.status == "completed"
     assert isinstance(pulse, HeartbeatReply)
     assert {line["doing"] for line in logs if line["log_level"] == "error"} == {
-        "learning the size of an output", "caching an output", "removing a lost output from the cache",
-        "notifying Costs of on_ended", *(f"notifying Failing of {what}" for what in (
-            "on_announced", "on_submitted", "on_cache_lookup", "on_dispatched", "on_ended", "on_transfer")),
-    }  # fmt: skip
+        "learning the size of an output",
+        "caching an output",
+        "removing a lost output from the cache",
+        "notifying Costs of on_ended",
+        *(
+            f"notifying Failing of {what}"
+            for what in ("on_announced", "on_submitted", "on_cache_lookup", "on_dispatched", "on_ended", "on_transfer")
+        ),
+    }
     assert len([line for line in logs if line.get("doing") == "notifying Failing of on_submitted"]) == 1
 
 
@@ -119,10 +126,14 @@ async def test_a_task_that_was_leased_and_cannot_be_given_is_there_for_the_next(
 @pytest.mark.parametrize(
     ("part", "name"),
     [
-        ("queue", "sweep_expired"), ("queue", "workers"), ("queue", "list"), ("queue", "now"),
-        ("_costs", "update_models"), ("_costs", "learn"),
+        ("queue", "sweep_expired"),
+        ("queue", "workers"),
+        ("queue", "list"),
+        ("queue", "now"),
+        ("_costs", "update_models"),
+        ("_costs", "learn"),
     ],
-)  # fmt: skip
+)
 @in_virtual_time
 async def test_the_schedulers_loops_go_on(part: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given something that fails once, as nobody has foreseen, then each loop comes round again, and does all of it."""

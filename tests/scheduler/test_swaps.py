@@ -132,9 +132,12 @@ class World:
     def _line(self, name: str, line: deque[float], others: list[list]) -> ModelBacklog:  # type: ignore[type-arg]
         has = [other for other in others if other[0] == name]
         return ModelBacklog(
-            len(line), self.now - line[0] if line else 0.0, len(line) * self.task_s, len(has),
+            len(line),
+            self.now - line[0] if line else 0.0,
+            len(line) * self.task_s,
+            len(has),
             any(other[1] > self.now for other in has),
-        )  # fmt: skip
+        )
 
 
 @settings(deadline=None, max_examples=20)

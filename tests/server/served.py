@@ -272,9 +272,19 @@ def serve(
         worker, shown = Worker(scheduler, results), ApiKeys(files=files)
         webhooks = Webhooks(webhook_hosts, webhook_secrets)
         gateway = Gateway(
-            scheduler, results, keys=shown, names=names, standard=standard, loras=loras, store=store,
-            cancels=cancels, reuses=reuses, webhooks=webhooks, public_url=public_url, open_metrics=open_metrics,
-        )  # fmt: skip
+            scheduler,
+            results,
+            keys=shown,
+            names=names,
+            standard=standard,
+            loras=loras,
+            store=store,
+            cancels=cancels,
+            reuses=reuses,
+            webhooks=webhooks,
+            public_url=public_url,
+            open_metrics=open_metrics,
+        )
         await scheduler.start()
         webhooks.start(scheduler, gateway.links)
         server = _Often(create_app(gateway, access), bounds or ConnectionLimits(8192, 2048), access or AccessPolicy())

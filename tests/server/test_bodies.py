@@ -69,10 +69,15 @@ def test_a_body_has_no_more_values_than_can_be_read_at_once(http: httpx2.Client,
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"prompt": ' + b"1" * LARGE + b"}", b'{"prompt": "\xff"}', b"{}{}", b"[" * 20_000 + b"]" * 20_000, b"", b"\0",
+        b'{"prompt": ' + b"1" * LARGE + b"}",
+        b'{"prompt": "\xff"}',
+        b"{}{}",
+        b"[" * 20_000 + b"]" * 20_000,
+        b"",
+        b"\0",
     ],
     ids=range(6),
-)  # fmt: skip
+)
 def test_what_is_no_json_is_refused(http: httpx2.Client, body: bytes) -> None:
     assert refused(http.post(VIDEOS, content=body, headers=JSON))["message"].startswith("the body is not JSON: ")
 
@@ -121,11 +126,20 @@ class Call:
     ) -> None:
         given = {"host": "localhost", "content-type": "application/json", **headers}
         self._scope: dict[str, Any] = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": path,
-            "raw_path": path.encode(), "query_string": b"", "root_path": "", "scheme": "http", "state": {},
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "state": {},
             "headers": [(name.encode(), value.encode()) for name, value in given.items()],
-            "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 9),
-        }  # fmt: skip
+            "server": ("127.0.0.1", 80),
+            "client": ("127.0.0.1", 9),
+        }
         self._first: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._received = [{"type": "http.request", "body": body, "more_body": more}]
         self.task = asyncio.create_task(app(self._scope, self._receive, self._send))

@@ -44,8 +44,11 @@ RUN, HIT = (False, 1, "worker-1"), (True, 0, "worker-1")
 
 def counts(http: httpx2.Client) -> list[float]:
     lines = http.get("/metrics").text.splitlines()
-    return [float(line.split()[1]) for line in lines if line.startswith(("unfuse_cache_hits", "unfuse_cache_misses"))
-            and "_total " in line]  # fmt: skip
+    return [
+        float(line.split()[1])
+        for line in lines
+        if line.startswith(("unfuse_cache_hits", "unfuse_cache_misses")) and "_total " in line
+    ]
 
 
 def test_a_stage_whose_output_was_cached_says_so(caching: Served, http: httpx2.Client) -> None:

@@ -34,10 +34,14 @@ def test_a_request_has_the_server_s_threshold_unless_it_says_otherwise(
     assert shown["id"] == PICTURES.name
 
 
-@pytest.mark.parametrize(("server", "asked", "says"), [
-    (None, 0.2, "start the server with --batching batched"), ({"feature_cache": 0.0}, 1.5, "must be 0 to 1, not 1.5"),
-    ({"feature_cache": 0.0}, "nan", "must be a number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("server", "asked", "says"),
+    [
+        (None, 0.2, "start the server with --batching batched"),
+        ({"feature_cache": 0.0}, 1.5, "must be 0 to 1, not 1.5"),
+        ({"feature_cache": 0.0}, "nan", "must be a number"),
+    ],
+)
 def test_what_cannot_be_skipped_is_refused(
     server: dict[str, float] | None, asked: object, says: str, tmp_path: Path
 ) -> None:

@@ -118,10 +118,12 @@ def test_a_picture_of_an_allowed_host_is_what_it_is_as_a_data_url(ai: openai.Ope
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("/moved", "has status 302"), ("/none.png", "has status 404"), ("/text", "is not a PNG, JPEG, WebP"),
+        ("/moved", "has status 302"),
+        ("/none.png", "has status 404"),
+        ("/text", "is not a PNG, JPEG, WebP"),
         ("/endless", "more than"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_fetched_is_said(ai: openai.OpenAI, host: ThreadingHTTPServer, path: str, says: str) -> None:
     assert says in refused(ai, f"http://127.0.0.1:{host.server_port}{path}")
 

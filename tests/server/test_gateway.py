@@ -138,11 +138,17 @@ def test_another_tenant_s_id_is_answered_as_one_that_never_was(guarded: Served) 
                 assert told("GET", path, known, after="") == told("GET", path, none, after="")
                 assert told("GET", path, known, after="")[0] == 404
             for method, path in (
-                ("GET", "/v1/requests/{}"), ("GET", "/v1/requests/{}/events"), ("POST", "/v1/requests/{}/cancel"),
-                ("GET", "/v1/requests/{}/result/0"), ("GET", "/v1/requests/{}/preview/0/1"), ("GET", "/v1/videos/{}"),
-                ("GET", "/v1/videos/{}/content"), ("DELETE", "/v1/videos/{}"), ("GET", "/v1/dead/{}"),
+                ("GET", "/v1/requests/{}"),
+                ("GET", "/v1/requests/{}/events"),
+                ("POST", "/v1/requests/{}/cancel"),
+                ("GET", "/v1/requests/{}/result/0"),
+                ("GET", "/v1/requests/{}/preview/0/1"),
+                ("GET", "/v1/videos/{}"),
+                ("GET", "/v1/videos/{}/content"),
+                ("DELETE", "/v1/videos/{}"),
+                ("GET", "/v1/dead/{}"),
                 ("POST", "/v1/dead/{}/retry"),
-            ):  # fmt: skip
+            ):
                 assert told(method, path, known) == told(method, path, none)
         assert anna.get(f"/v1/videos/{video}").status_code == 200
 

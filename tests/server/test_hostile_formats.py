@@ -89,10 +89,13 @@ def test_so_is_an_expression_and_a_grammar(port: int, kind: str, text: str) -> N
 @THOROUGH
 @given(
     said=st.one_of(
-        st.none(), st.text(max_size=5), st.lists(st.integers(), max_size=2), GARBAGE,
+        st.none(),
+        st.text(max_size=5),
+        st.lists(st.integers(), max_size=2),
+        GARBAGE,
         st.dictionaries(st.sampled_from(["type", "json_schema", "regex", "grammar", "schema"]), GARBAGE | st.text()),
     )
-)  # fmt: skip
+)
 def test_so_is_what_is_no_format(port: int, said: Any) -> None:
     held(port, "response_format", response_format=said)
 

@@ -97,11 +97,17 @@ def test_a_link_opens_nothing_else(http: httpx2.Client) -> None:
 @pytest.mark.parametrize(
     ("pattern", "replacement"),
     [
-        (r"signature=.", "signature=x"), (r"signature=(.*)$", "signature="), (r"signature=(.*)$", r"signature=\1\1"),
-        (r"expires=(\d)", r"expires=9\1"), (r"expires=\d+", "expires="), (r"expires=\d+&", ""),
-        (r"expires=(\d+)", r"expires=0\1"), (r"expires=(\d+)", r"expires=+\1"), (r"signature=", "signature=é"),
+        (r"signature=.", "signature=x"),
+        (r"signature=(.*)$", "signature="),
+        (r"signature=(.*)$", r"signature=\1\1"),
+        (r"expires=(\d)", r"expires=9\1"),
+        (r"expires=\d+", "expires="),
+        (r"expires=\d+&", ""),
+        (r"expires=(\d+)", r"expires=0\1"),
+        (r"expires=(\d+)", r"expires=+\1"),
+        (r"signature=", "signature=é"),
     ],
-)  # fmt: skip
+)
 def test_a_link_that_was_changed_opens_nothing(http: httpx2.Client, pattern: str, replacement: str) -> None:
     forged = re.sub(pattern, replacement, links(http)[0])
     assert code(http.get(forged)) == (403, "invalid_link")
@@ -190,10 +196,12 @@ def test_links_begin_with_the_public_address(tmp_path: Path, url: str) -> None:
 @pytest.mark.parametrize(
     ("given", "base"),
     [
-        ("", ""), ("https://a.example", "https://a.example"), ("https://a.example/", "https://a.example"),
+        ("", ""),
+        ("https://a.example", "https://a.example"),
+        ("https://a.example/", "https://a.example"),
         ("http://[::1]:8000/x/", "http://[::1]:8000/x"),
     ],
-)  # fmt: skip
+)
 def test_a_public_url_is_taken_without_its_last_slash(given: str, base: str) -> None:
     assert parse_public_url(given) == base
 
@@ -201,11 +209,23 @@ def test_a_public_url_is_taken_without_its_last_slash(given: str, base: str) -> 
 @pytest.mark.parametrize(
     "url",
     [
-        "pictures.example", "//pictures.example", "ftp://pictures.example", "https://", "https:///x", "https://a b",
-        "https://a.example?x=1", "https://a.example?", "https://a.example#x", "https://u:p@a.example", "https://a:99999",
-        "https://a.example/\n", "https://[::1", "javascript:alert(1)", "https://a.example/<x>",
+        "pictures.example",
+        "//pictures.example",
+        "ftp://pictures.example",
+        "https://",
+        "https:///x",
+        "https://a b",
+        "https://a.example?x=1",
+        "https://a.example?",
+        "https://a.example#x",
+        "https://u:p@a.example",
+        "https://a:99999",
+        "https://a.example/\n",
+        "https://[::1",
+        "javascript:alert(1)",
+        "https://a.example/<x>",
     ],
-)  # fmt: skip
+)
 def test_what_is_no_address_is_refused_at_the_start(url: str) -> None:
     with pytest.raises(UsageError, match="--public-url"):
         parse_public_url(url)

@@ -74,10 +74,16 @@ def test_an_adapter_with_other_bytes_is_another_whatever_its_times_say(tmp_path:
     assert loras.id_of("ink") != before
 
 
-@pytest.mark.parametrize("asked", [
-    "ink,oil:-0.5", ["ink", "oil:-0.5"], [{"name": "ink"}, {"name": "oil", "scale": -0.5}],
-    [{"name": "ink", "scale": None}, {"name": "oil", "scale": "-0.5"}], ["ink,oil:-0.50"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "ink,oil:-0.5",
+        ["ink", "oil:-0.5"],
+        [{"name": "ink"}, {"name": "oil", "scale": -0.5}],
+        [{"name": "ink", "scale": None}, {"name": "oil", "scale": "-0.5"}],
+        ["ink,oil:-0.50"],
+    ],
+)
 def test_several_are_kept_in_their_order_each_with_its_scale(
     asked: object, served: Served, http: httpx2.Client, folder: Path
 ) -> None:
@@ -113,32 +119,35 @@ def test_videos_take_one_too(served: Served, http: httpx2.Client) -> None:
     assert params_of(served, made)["lora_scale"] == 0.5
 
 
-@pytest.mark.parametrize(("given", "param", "says"), [
-    ({"lora": "sand"}, "lora", "lora 'sand' does not exist; available: ink, oil"),
-    ({"lora": "../ink"}, "lora", "lora '../ink' does not exist"),
-    ({"lora": ""}, "lora", "characters long"),
-    ({"lora": 7}, "lora", "must be text"),
-    ({"lora": []}, "lora", "1 to 8 names"),
-    ({"lora": [f"a{number}" for number in range(9)]}, "lora", "1 to 8 names"),
-    ({"lora": "ink," * 2000}, "lora", "characters long"),
-    ({"lora": "ink,ink:2"}, "lora", "'ink' twice"),
-    ({"lora": "ink,sand"}, "lora", "lora 'sand' does not exist"),
-    ({"lora": ",ink"}, "lora", "NAME or NAME:SCALE"),
-    ({"lora": "ink:"}, "lora", "NAME or NAME:SCALE"),
-    ({"lora": "ink:much"}, "lora", "must be a number"),
-    ({"lora": "ink:11"}, "lora", "-10 to 10, not 11"),
-    ({"lora": [["ink"]]}, "lora", "must be text"),
-    ({"lora": {"scale": 1}}, "lora", "must be text"),
-    ({"lora": [{"name": "ink:1"}]}, "lora", "NAME or NAME:SCALE"),
-    ({"lora": [{"name": ["ink"]}]}, "lora", "NAME or NAME:SCALE"),
-    ({"lora": [{"name": "ink", "weight": 1}]}, "lora", "must be text"),
-    ({"lora": [{"name": "ink", "scale": True}]}, "lora", "must be a number"),
-    ({"lora": "ink", "lora_scale": 11}, "lora_scale", "-10 to 10, not 11"),
-    ({"lora": "ink", "lora_scale": "nan"}, "lora_scale", "must be a number"),
-    ({"lora_scale": 1}, "lora_scale", "send its name as lora"),
-    ({"lora": "ink", "lora_id": "f00"}, "lora_id", "unknown parameter"),
-    ({"lora": "ink", "model": STILL.name}, "lora", "does not support LoRA adapters"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "param", "says"),
+    [
+        ({"lora": "sand"}, "lora", "lora 'sand' does not exist; available: ink, oil"),
+        ({"lora": "../ink"}, "lora", "lora '../ink' does not exist"),
+        ({"lora": ""}, "lora", "characters long"),
+        ({"lora": 7}, "lora", "must be text"),
+        ({"lora": []}, "lora", "1 to 8 names"),
+        ({"lora": [f"a{number}" for number in range(9)]}, "lora", "1 to 8 names"),
+        ({"lora": "ink," * 2000}, "lora", "characters long"),
+        ({"lora": "ink,ink:2"}, "lora", "'ink' twice"),
+        ({"lora": "ink,sand"}, "lora", "lora 'sand' does not exist"),
+        ({"lora": ",ink"}, "lora", "NAME or NAME:SCALE"),
+        ({"lora": "ink:"}, "lora", "NAME or NAME:SCALE"),
+        ({"lora": "ink:much"}, "lora", "must be a number"),
+        ({"lora": "ink:11"}, "lora", "-10 to 10, not 11"),
+        ({"lora": [["ink"]]}, "lora", "must be text"),
+        ({"lora": {"scale": 1}}, "lora", "must be text"),
+        ({"lora": [{"name": "ink:1"}]}, "lora", "NAME or NAME:SCALE"),
+        ({"lora": [{"name": ["ink"]}]}, "lora", "NAME or NAME:SCALE"),
+        ({"lora": [{"name": "ink", "weight": 1}]}, "lora", "must be text"),
+        ({"lora": [{"name": "ink", "scale": True}]}, "lora", "must be a number"),
+        ({"lora": "ink", "lora_scale": 11}, "lora_scale", "-10 to 10, not 11"),
+        ({"lora": "ink", "lora_scale": "nan"}, "lora_scale", "must be a number"),
+        ({"lora_scale": 1}, "lora_scale", "send its name as lora"),
+        ({"lora": "ink", "lora_id": "f00"}, "lora_id", "unknown parameter"),
+        ({"lora": "ink", "model": STILL.name}, "lora", "does not support LoRA adapters"),
+    ],
+)
 def test_what_cannot_be_had_is_refused_with_what_can(
     given: dict[str, Any], param: str, says: str, http: httpx2.Client
 ) -> None:

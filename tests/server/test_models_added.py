@@ -216,8 +216,10 @@ def test_one_that_cannot_be_served_says_why_and_can_be_added_again_or_removed(tm
         assert (failed["state"], failed["default"], failed["progress"]) == ("failed", False, None)
         assert "there is no such folder" in failed["reason"] and str(tmp_path) not in failed["reason"]
         assert {one["id"]: one["state"] for one in http.get("models").json()["data"]} == {
-            "unfuse/shapes": "loading", "again": "failed", "removed": "failed",
-        }  # fmt: skip
+            "unfuse/shapes": "loading",
+            "again": "failed",
+            "removed": "failed",
+        }
         answer = http.get(f"http://127.0.0.1:{port}/ready").json()
         assert answer["failed"].keys() == {"again", "removed"} and answer["failed"]["again"] == failed["reason"]
         answer = http.post("images/generations", json=asked)
@@ -265,16 +267,18 @@ BAD: dict[str, tuple[dict[str, bytes | None], str]] = {
     ),
     "a language model with code": (
         {
-            "model_index.json": None, "own.py": b"raise SystemExit",
+            "model_index.json": None,
+            "own.py": b"raise SystemExit",
             "config.json": b'{"architectures": ["Own"], "auto_map": {"AutoModelForCausalLM": "own.Own"}}',
         },
         "Own",
     ),
     "a header of 100 MB": (
-        {WEIGHTS: text(HEADER.ljust(100_000_000))}, "its header is larger than 25000000 bytes: download it again"
+        {WEIGHTS: text(HEADER.ljust(100_000_000))},
+        "its header is larger than 25000000 bytes: download it again",
     ),
     "a header that ends": ({WEIGHTS: text(HEADER)[:-1]}, "is not a safetensors file, or truncated: download it again"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

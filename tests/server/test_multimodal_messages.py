@@ -152,7 +152,7 @@ def test_of_a_longer_file_two_frames_a_second_are_shown(ai: openai.OpenAI) -> No
         (b"GIF89a" + bytes(50), "not an MP4 file"),
         (bytes(8) * 20_000, "not an MP4 file"),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_no_video_or_too_much_of_one_is_refused(ai: openai.OpenAI, data: bytes, says: str) -> None:
     with pytest.raises(openai.BadRequestError, match=says) as refused:
         accepted(ai, video(data))
@@ -185,7 +185,7 @@ def test_a_file_that_is_no_video_or_too_much_of_one_is_refused(ai: openai.OpenAI
         ([{"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}}], "only pictures from --image"),
         ([part(picture(256, 256 + number)) for number in range(40)], "2048"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_shown_is_refused(ai: openai.OpenAI, parts: list[Any], says: str) -> None:
     with pytest.raises(openai.BadRequestError, match=says) as refused:
         accepted(ai, *parts)

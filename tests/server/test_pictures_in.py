@@ -82,20 +82,29 @@ REFUSED: dict[str, tuple[str, list[tuple[str, int]], dict[str, Any], str, str]] 
     "no end": (BETWEEN.name, [("input_reference", 1)], {"url": VIDEOS}, "last_frame", "the last one as last_frame"),
     "no beginning": (BETWEEN.name, [("last_frame", 1)], {"url": VIDEOS}, "input_reference", "needs a picture to start"),
     "no such end": (
-        MOVING.name, [("input_reference", 1), ("last_frame", 1)], {"url": VIDEOS}, "last_frame",
+        MOVING.name,
+        [("input_reference", 1), ("last_frame", 1)],
+        {"url": VIDEOS},
+        "last_frame",
         "cannot end with a last_frame; test/between, test/ending can",
     ),
     "one frame": (
-        ENDING.name, [("input_reference", 1), ("last_frame", 1)], {"url": VIDEOS, "num_frames": "1"}, "num_frames",
+        ENDING.name,
+        [("input_reference", 1), ("last_frame", 1)],
+        {"url": VIDEOS, "num_frames": "1"},
+        "num_frames",
         "num_frames must be greater than 1 with a last_frame",
     ),
     "two ends": (
-        ENDING.name, [("input_reference", 1), *[("last_frame", 1)] * 2], {"url": VIDEOS}, "last_frame",
+        ENDING.name,
+        [("input_reference", 1), *[("last_frame", 1)] * 2],
+        {"url": VIDEOS},
+        "last_frame",
         "last_frame must be one picture, not 2",
     ),
     "a picture's end": (SEEING.name, [("image", 1), ("last_frame", 1)], {}, "last_frame", "unknown parameter"),
     "redrawn": (SEEING.name, [("image", 1)], {"strength": "0.5"}, "strength", "takes no strength"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

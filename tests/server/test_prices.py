@@ -115,9 +115,10 @@ async def test_metrics_add_up_by_tenant_model_and_device(tmp_path: Path) -> None
     page = (await gateway.metrics.render(MemoryQueue(SystemClock()), [], [])).decode()
     samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
     sums = {
-        (sample.name, sample.labels["tenant"]): sample.value for sample in samples
+        (sample.name, sample.labels["tenant"]): sample.value
+        for sample in samples
         if sample.name in ("unfuse_device_seconds_total", "unfuse_money_total")
-    }  # fmt: skip
+    }
     (lost,) = [sample for sample in samples if sample.name == "unfuse_lost_device_seconds_total"]
     assert (lost.labels, lost.value) == ({"model": "m", "device": "cpu"}, 8.0)
     by_tenant = {"ada": 2.75, "bob": 4.0, "other": 1.0}

@@ -37,9 +37,11 @@ def said(folder: Path, port: int, behind: int) -> str:
     """The server that the how-to has, whole, at these ports and with a certificate of its own."""
     (block,) = [one for one in blocks(ROOT / "docs" / "howto" / "nginx.md") if one.startswith("server {")]
     for theirs, ours in (
-        ("listen 443", f"listen 127.0.0.1:{port}"), ("/etc/ssl/pictures.pem", f"{folder}/cert.pem"),
-        ("/etc/ssl/pictures.key", f"{folder}/key.pem"), ("127.0.0.1:8000", f"127.0.0.1:{behind}"),
-    ):  # fmt: skip
+        ("listen 443", f"listen 127.0.0.1:{port}"),
+        ("/etc/ssl/pictures.pem", f"{folder}/cert.pem"),
+        ("/etc/ssl/pictures.key", f"{folder}/key.pem"),
+        ("127.0.0.1:8000", f"127.0.0.1:{behind}"),
+    ):
         assert block.count(theirs) == 1
         block = block.replace(theirs, ours)
     return block
@@ -53,10 +55,27 @@ def nginx(folder: Path, behind: int) -> Iterator[int]:
         missing = "no nginx or no openssl here: install Debian's nginx-light and openssl"
         (pytest.fail if os.environ.get("CI") else pytest.skip)(missing)
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={NAME}",
-         "-addext", f"subjectAltName=DNS:{NAME},DNS:localhost", "-keyout", folder / "key.pem", "-out",
-         folder / "cert.pem"], check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            f"/CN={NAME}",
+            "-addext",
+            f"subjectAltName=DNS:{NAME},DNS:localhost",
+            "-keyout",
+            folder / "key.pem",
+            "-out",
+            folder / "cert.pem",
+        ],
+        check=True,
+        capture_output=True,
+    )
     port = free_port()
     (folder / "conf").write_text(AROUND.format(folder=folder, said=said(folder, port, behind)))
     process = subprocess.Popen([binary, "-p", folder, "-c", folder / "conf", "-e", folder / "error.log"])

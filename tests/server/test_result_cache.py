@@ -149,10 +149,20 @@ async def _gateway_delete(served: Served, request: str) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{"seed": 6}, {"seed": None}, {"cache": False}, {"prompt": "another"}, {"size": "32x32"}, {"n": 2},
-     {"num_inference_steps": 3}, {"guidance_scale": 2.0}, {"output_format": "webp"}, {"preview_every": 1}],
+    [
+        {"seed": 6},
+        {"seed": None},
+        {"cache": False},
+        {"prompt": "another"},
+        {"size": "32x32"},
+        {"n": 2},
+        {"num_inference_steps": 3},
+        {"guidance_scale": 2.0},
+        {"output_format": "webp"},
+        {"preview_every": 1},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_differs_or_wants_to_be_its_own_is_made(
     http: httpx2.Client, asked: dict[str, Any], more: dict[str, Any]
 ) -> None:
@@ -346,11 +356,14 @@ def test_nothing_is_left_of_what_could_not_be_copied_and_is_refused_then(
 @pytest.mark.parametrize(
     "change",
     [
-        {"name": "another"}, {"family": "another"}, {"weights": {**PICTURES.weights, "vae": "another"}},
-        {"dtypes": {**PICTURES.dtypes, "vae": "float16"}}, {"pipeline": Pipeline(PICTURES.pipeline.stages[:2])},
+        {"name": "another"},
+        {"family": "another"},
+        {"weights": {**PICTURES.weights, "vae": "another"}},
+        {"dtypes": {**PICTURES.dtypes, "vae": "float16"}},
+        {"pipeline": Pipeline(PICTURES.pipeline.stages[:2])},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_results_depend_on_all_that_a_card_says_of_who_makes_them(change: dict[str, Any]) -> None:
     none, other = DerivedFacts(), DerivedFacts(image_hashes={"image": "hash"})
     made = result_key(PICTURES, ASKED, {"seed": 5, "prompt": "a"}, none, 1, Delivery())

@@ -109,9 +109,10 @@ def test_every_reply_says_what_is_in_it(document: dict[str, Any]) -> None:
         for method, operation in operations.items()
         for status, reply in operation["responses"].items()
         for kind, content in reply.get("content", {}).items()
-        if kind == "application/json" and not content.get("schema", {}).keys() & {"properties", "additionalProperties"}
+        if kind == "application/json"
+        and not content.get("schema", {}).keys() & {"properties", "additionalProperties"}
         and "$ref" not in content.get("schema", {})
-    ]  # fmt: skip
+    ]
     assert bare == []
     assert document["components"]["schemas"]["Event"]["properties"].keys() >= {"type", "stage", "step", "seq"}
 

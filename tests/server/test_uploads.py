@@ -204,12 +204,15 @@ def test_every_spelling_of_a_data_url_is_read(make: Callable[[bytes], str]) -> N
     assert read_image("image", {"image_url": make(data)}) == data
 
 
-@pytest.mark.parametrize(("url", "says"), [
-    ("data:text/html;base64,AAAA", "is a data: URL of type 'text/html': send one of image/png"),
-    ("data:,AAAA", "is a data: URL of type ''"),
-    ("data:image/png,AAAA", "is not a PNG, JPEG"),
-    ("data:image/png;base64", "not fetched"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("data:text/html;base64,AAAA", "is a data: URL of type 'text/html': send one of image/png"),
+        ("data:,AAAA", "is a data: URL of type ''"),
+        ("data:image/png,AAAA", "is not a PNG, JPEG"),
+        ("data:image/png;base64", "not fetched"),
+    ],
+)
 def test_a_data_url_of_something_else_is_told_so(url: str, says: str) -> None:
     with pytest.raises(InvalidParameter, match=says):
         read_image("image", url)

@@ -51,10 +51,11 @@ def test_the_path_for_generations_makes_the_same_video(served: Served, http: htt
     made = [
         http.post("/v1/videos", json={**ASKED, "seconds": "1"}),
         http.post("/v1/videos/generations", json={**ASKED, "seconds": "1"}),
-        http.post("/v1/videos/generations", files={name: (None, str(value)) for name, value in ASKED.items()} | {
-            "seconds": (None, "1")
-        }),
-    ]  # fmt: skip
+        http.post(
+            "/v1/videos/generations",
+            files={name: (None, str(value)) for name, value in ASKED.items()} | {"seconds": (None, "1")},
+        ),
+    ]
     assert [answer.status_code for answer in made] == [200] * 3
     ids = [answer.json()["id"] for answer in made]
     for id in ids:
@@ -109,11 +110,23 @@ def test_respond_async_is_answered_with_the_request_object(http: httpx2.Client) 
 
 def test_every_parameter_may_be_a_form_field(served: Served, http: httpx2.Client) -> None:
     fields = {
-        "model": "test/pictures", "prompt": "a red circle", "seconds": "0.5", "fps": "16", "size": "96x64", "seed": "7",
-        "num_inference_steps": "3", "guidance_scale": "1.5", "negative_prompt": "blue", "priority": "2",
-        "timeout": "60", "metadata[job]": "7", "metadata[of]": "mine", "preview_every": "1", "n": "1",
+        "model": "test/pictures",
+        "prompt": "a red circle",
+        "seconds": "0.5",
+        "fps": "16",
+        "size": "96x64",
+        "seed": "7",
+        "num_inference_steps": "3",
+        "guidance_scale": "1.5",
+        "negative_prompt": "blue",
+        "priority": "2",
+        "timeout": "60",
+        "metadata[job]": "7",
+        "metadata[of]": "mine",
+        "preview_every": "1",
+        "n": "1",
         "output_format": "mp4",
-    }  # fmt: skip
+    }
     view = http.post(URL, files={name: (None, value) for name, value in fields.items()}).json()
     assert (view["num_frames"], view["fps"], view["seconds"], view["size"]) == (9, 16, "0.5625", "96x64")
     assert (view["seed"], view["metadata"]) == (7, {"job": "7", "of": "mine"})

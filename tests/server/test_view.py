@@ -159,8 +159,11 @@ async def test_a_request_shows_what_was_asked_by_whom_and_what_it_took() -> None
         waiting = request_object(await scheduler.queue.load(id), "")
 
         assert (waiting["model"], waiting["modality"], waiting["tenant"], waiting["priority"]) == (
-            "my model", "image", "ada", 3
-        )  # fmt: skip
+            "my model",
+            "image",
+            "ada",
+            3,
+        )
         assert (waiting["prompt"], waiting["started_at"]) == ("a red circle", None)
         assert waiting["params"] == {name: value for name, value in params().items() if name != "prompt"}
         assert waiting["cost"]["device_s"] == {}  # type: ignore[index]

@@ -197,14 +197,32 @@ def test_of_several_gateways_one_tells(tmp_path: Path, receiver: Receiver) -> No
 @pytest.mark.parametrize(
     "url",
     [
-        "ftp://hooks.example/", "hooks.example", "//hooks.example", "http:///path", "http://user@hooks.example/",
-        "http://hooks.example/#x", "http://hooks.example:0/", "http://hooks.example:99999/", "http://hooks.example:x/",
-        "http://höoks.example/", "http://hooks.example\\@evil/", "http://hooks.example/a b", "http://hooks.example/\n",
-        "http://[::1/", "http://hooks.example.evil/", "http://evilhooks.example/", "http://example/",
-        "http://127.0.0.1/", "http://10.1.2.3/", "http://[::ffff:10.0.0.1]/", "http://169.254.169.254/latest",
-        "http://2130706433/", "http://8.8.8.8/", "http://[fd00::1]/",
+        "ftp://hooks.example/",
+        "hooks.example",
+        "//hooks.example",
+        "http:///path",
+        "http://user@hooks.example/",
+        "http://hooks.example/#x",
+        "http://hooks.example:0/",
+        "http://hooks.example:99999/",
+        "http://hooks.example:x/",
+        "http://höoks.example/",
+        "http://hooks.example\\@evil/",
+        "http://hooks.example/a b",
+        "http://hooks.example/\n",
+        "http://[::1/",
+        "http://hooks.example.evil/",
+        "http://evilhooks.example/",
+        "http://example/",
+        "http://127.0.0.1/",
+        "http://10.1.2.3/",
+        "http://[::ffff:10.0.0.1]/",
+        "http://169.254.169.254/latest",
+        "http://2130706433/",
+        "http://8.8.8.8/",
+        "http://[fd00::1]/",
     ],
-)  # fmt: skip
+)
 def test_an_address_that_is_none_or_not_allowed_is_refused(url: str) -> None:
     with pytest.raises(InvalidParameter) as refused:
         OutboundHttp(["hooks.example", ".sub.example", "192.168.7.0/24"]).require(url)
@@ -214,10 +232,13 @@ def test_an_address_that_is_none_or_not_allowed_is_refused(url: str) -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "https://hooks.example/done", "http://HOOKS.example:8080", "https://a.b.sub.example/?x=1", "http://sub.example",
+        "https://hooks.example/done",
+        "http://HOOKS.example:8080",
+        "https://a.b.sub.example/?x=1",
+        "http://sub.example",
         "http://192.168.7.9/x",
     ],
-)  # fmt: skip
+)
 def test_an_allowed_address_is_accepted(url: str) -> None:
     OutboundHttp(["hooks.example", ".sub.example", "192.168.7.0/24"]).require(url)
 

@@ -199,11 +199,14 @@ def test_who_starts_a_server_is_told_how_others_come_in_or_that_anybody_does(tru
         assert lines == []
 
 
-@pytest.mark.parametrize(("files", "named"), [
-    (["scheduler.key"], "copy the worker.key that was made together with this server's scheduler.key, which is"),
-    (["shared.key"], "copy FOLDER/shared.key, which is"),
-    (["scheduler.key", "worker.key", "shared.key"], "copy FOLDER/worker.key, which is"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        (["scheduler.key"], "copy the worker.key that was made together with this server's scheduler.key, which is"),
+        (["shared.key"], "copy FOLDER/shared.key, which is"),
+        (["scheduler.key", "worker.key", "shared.key"], "copy FOLDER/worker.key, which is"),
+    ],
+)
 def test_a_key_to_be_copied_is_a_file_that_is_there(files: list[str], named: str, tmp_path: Path) -> None:
     """Given a server's machine that has the scheduler's half of a pair alone, then no path is named."""
     for name in files:

@@ -44,9 +44,12 @@ def test_each_byte_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rows = by_what({"data_dir": str(data), "serve.durable": "disk:DATA_DIR/copies"})
     counted = {what: (row["bytes"], row["files"]) for what, row in rows.items()}
     assert counted == {
-        "results": (1200, 2), "queue": (37, 2), "copies of outputs": (50, 1), "other data": (5, 1),
+        "results": (1200, 2),
+        "queue": (37, 2),
+        "copies of outputs": (50, 1),
+        "other data": (5, 1),
         "models of the hub": (9000, 1),
-    }  # fmt: skip
+    }
 
 
 def test_what_a_stop_saved_is_a_row_of_its_own(tmp_path: Path) -> None:

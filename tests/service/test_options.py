@@ -112,10 +112,13 @@ def test_workers_of_models_in_turns_are_started_with_one_model_at_a_time() -> No
 @pytest.mark.parametrize(
     "other",
     [
-        {"serve.workers": "split"}, {"serve.workers": "all=1,denoiser=1"}, {"serve.place": "denoiser=cpu"},
-        {"compute.parallel": "denoiser=cfg:2"}, {"serve.workers": "all=1", "compute.parallel": "denoiser=cfg:2"},
+        {"serve.workers": "split"},
+        {"serve.workers": "all=1,denoiser=1"},
+        {"serve.place": "denoiser=cpu"},
+        {"compute.parallel": "denoiser=cfg:2"},
+        {"serve.workers": "all=1", "compute.parallel": "denoiser=cfg:2"},
     ],
-)  # fmt: skip
+)
 def test_one_model_at_a_time_needs_workers_of_all_stages(other: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="--max-loaded-models 1 needs workers of all stages: write --workers all=1"):
         serve_options(load({"worker.max_loaded_models": "1", **other}, None, {}))
@@ -201,9 +204,10 @@ def test_workers_elsewhere_are_told_how_others_reach_us_and_no_secret(
     monkeypatch.setattr("unfuse.wire.address.OUTSIDE", "127.0.0.1")
     environment = {"UNFUSE_DATA_DIR": str(tmp_path), "UNFUSE_RUN_DIR": "/r", "UNFUSE_SERVE__WORKERS": "all=2"}
     environment |= {
-        "UNFUSE_SERVE__LAUNCHER": f"{__name__}:opened_elsewhere", "UNFUSE_SERVE__LISTEN": "tcp://0.0.0.0:7",
+        "UNFUSE_SERVE__LAUNCHER": f"{__name__}:opened_elsewhere",
+        "UNFUSE_SERVE__LISTEN": "tcp://0.0.0.0:7",
         "UNFUSE_SERVE__DEVICE_MEMORY": "cpu=900GiB,cuda:0=80GiB",
-    }  # fmt: skip
+    }
     chosen = serve_options(load({}, None, environment))
     service = Service(chosen, planned := plan_service(chosen), Logs())
     service.addresses = ["unix:/r/7.sock", "tcp://0.0.0.0:7"]
@@ -234,7 +238,7 @@ def test_workers_elsewhere_need_an_address_to_come_to(tmp_path: Path) -> None:
         ("serve.encode", ("text_encode.0=bf16",), "there is no stage kind 'text_encode.0'"),
         ("serve.durable_stages", ("denoise", "nonsense"), "--durable-stages nonsense: there is no stage kind 'nonsens"),
     ],
-)  # fmt: skip
+)
 def test_a_kind_that_no_stage_has_is_refused_with_those_that_exist(
     flag: str, said: tuple[str, ...], entry: str, tmp_path: Path
 ) -> None:

@@ -57,8 +57,10 @@ def dtypes(model: PlannedModel) -> dict[str, str]:
 def test_components_are_weighed_by_their_headers_in_the_dtype_they_are_served_in() -> None:
     (model,) = look(wanted("bfloat16"))
     transformer, vae, tokenizer = (model.components[name] for name in ("transformer", "vae", "tokenizer"))
-    assert (transformer.kind, transformer.memory) == (json.loads(
-        (model.folder / "model_index.json").read_text())["transformer"][1], 2 * transformer.parameters)  # fmt: skip
+    assert (transformer.kind, transformer.memory) == (
+        json.loads((model.folder / "model_index.json").read_text())["transformer"][1],
+        2 * transformer.parameters,
+    )
     (file,) = (model.folder / "transformer").glob("*.safetensors")
     assert 4 * transformer.parameters < file.stat().st_size < transformer.files
     assert vae.memory == 2 * vae.parameters
@@ -155,8 +157,10 @@ def test_a_component_only_one_of_two_models_has_may_be_named() -> None:
 def test_a_pool_that_two_models_share_is_needed_once(sibling: str) -> None:
     held = components_by_role(look(wanted(), HOST, sibling))
     assert {role: [part.component for part in parts] for role, parts in held.items()} == {
-        "encoder": ["text_encoder"], "denoiser": ["transformer", "transformer"], "decoder": ["vae"],
-    }  # fmt: skip
+        "encoder": ["text_encoder"],
+        "denoiser": ["transformer", "transformer"],
+        "decoder": ["vae"],
+    }
     (encoder,), (first, second) = held["encoder"], held["denoiser"]
     assert encoder.models == (SHAPES, sibling)
     assert (first.models, second.models) == ((SHAPES,), (sibling,))
@@ -173,8 +177,10 @@ def test_a_plan_that_does_not_fit_says_so_and_still_knows_the_models() -> None:
 def test_a_plan_sums_what_its_rows_take_by_device() -> None:
     found = plan_models([SHAPES], "", wanted(place="decoder=cpu"), GPUS)
     assert [(row["role"], row["device"], row["component"]) for row in found.rows()] == [
-        ("encoder", "cuda:1", "text_encoder"), ("denoiser", "cuda:0", "transformer"), ("decoder", "cpu", "vae"),
-    ]  # fmt: skip
+        ("encoder", "cuda:1", "text_encoder"),
+        ("denoiser", "cuda:0", "transformer"),
+        ("decoder", "cpu", "vae"),
+    ]
     assert [row["device"] for row in found.memory()] == ["cpu", "cuda:0", "cuda:1"]
     assert all(row["memory"] < row_total["takes"] for row in found.rows() for row_total in found.memory())
 
@@ -245,9 +251,14 @@ def test_a_language_model_is_held_once_by_a_worker_of_both_roles(tmp_path: Path)
     """And once by each, where the roles have workers of their own; with keys and values of the longest text, too, of
     which ranks have a share each, as of what is cut."""
     config = {
-        "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64, "vocab_size": 100, "hidden_size": 16,
-        "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 64,
+        "vocab_size": 100,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "intermediate_size": 32,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     described = json.dumps({"lm_head.weight": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(described).to_bytes(8, "little") + described + bytes(4000))

@@ -220,10 +220,13 @@ def test_every_setting_arrives_as_a_plain_value(sizes: list[str], as_text: bool)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("run_dir", "/srv/Run of Ada"), ("insecure_listen", True), ("transfer.engine", ("tcp", "my_Package:Engine")),
-        ("store.orphan_s", 12.5), ("arena.bytes", 3 << 20),
+        ("run_dir", "/srv/Run of Ada"),
+        ("insecure_listen", True),
+        ("transfer.engine", ("tcp", "my_Package:Engine")),
+        ("store.orphan_s", 12.5),
+        ("arena.bytes", 3 << 20),
     ],
-)  # fmt: skip
+)
 def test_what_is_written_for_a_variable_is_read_back(name: str, value: object) -> None:
     """As workers read what `serve` tells them."""
     field = FIELDS[name]

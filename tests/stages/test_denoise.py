@@ -18,8 +18,13 @@ from unfuse.stages.denoise import Denoise, DenoiseState
 from unfuse.stages.vae_decode import PreviewDecoder
 
 PARAMS: Params = {
-    "seed": 3, "num_inference_steps": 4, "guidance_scale": 3.0, "width": 16, "height": 8, "num_frames": 1,
-}  # fmt: skip
+    "seed": 3,
+    "num_inference_steps": 4,
+    "guidance_scale": 3.0,
+    "width": 16,
+    "height": 8,
+    "num_frames": 1,
+}
 
 
 class Subtract:
@@ -298,9 +303,16 @@ def test_latents_that_overflowed_in_the_last_step_are_not_handed_on() -> None:
         stage.finish(state)
 
 
-@pytest.mark.parametrize("change", [
-    {"seed": None}, {"seed": 0.5}, {"num_inference_steps": 0}, {"num_inference_steps": None}, {"guidance_scale": None},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": None},
+        {"seed": 0.5},
+        {"num_inference_steps": 0},
+        {"num_inference_steps": None},
+        {"guidance_scale": None},
+    ],
+)
 def test_a_task_that_lacks_something_is_refused(change: dict[str, float | None]) -> None:
     with pytest.raises(PermanentError, match=next(iter(change))):
         denoise().verify(task(**change))

@@ -78,19 +78,22 @@ def test_a_task_without_a_picture_or_a_parameter_is_refused_before_it_runs() -> 
         stage.verify(task(file(), width=None))
 
 
-@pytest.mark.parametrize(("data", "pixel"), [
-    (file((1, 2, 3)), (1, 2, 3)),
-    (file((9, 8, 7, 0), "RGBA"), (255, 255, 255)),
-    (file((9, 8, 7, 51), "RGBA"), (206, 206, 205)),
-    (file((70, 0), "LA"), (255, 255, 255)),
-    (file(40 * 257, "I;16"), (40, 40, 40)),
-    (file((5, 6, 7), form="GIF"), (5, 6, 7)),
-    (file((5, 6, 7), form="BMP"), (5, 6, 7)),
-    (file(70, "L"), (70, 70, 70)),
-    (file(1, "1"), (255, 255, 255)),
-    (file((5, 60, 200), form="WEBP", lossless=True), (5, 60, 200)),
-    (file(80, "L", "JPEG"), (80, 80, 80)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "pixel"),
+    [
+        (file((1, 2, 3)), (1, 2, 3)),
+        (file((9, 8, 7, 0), "RGBA"), (255, 255, 255)),
+        (file((9, 8, 7, 51), "RGBA"), (206, 206, 205)),
+        (file((70, 0), "LA"), (255, 255, 255)),
+        (file(40 * 257, "I;16"), (40, 40, 40)),
+        (file((5, 6, 7), form="GIF"), (5, 6, 7)),
+        (file((5, 6, 7), form="BMP"), (5, 6, 7)),
+        (file(70, "L"), (70, 70, 70)),
+        (file(1, "1"), (255, 255, 255)),
+        (file((5, 60, 200), form="WEBP", lossless=True), (5, 60, 200)),
+        (file(80, "L", "JPEG"), (80, 80, 80)),
+    ],
+)
 def test_pictures_become_rgb(data: bytes, pixel: tuple[int, int, int]) -> None:
     picture = read_image(data)
 
@@ -116,10 +119,23 @@ def bomb(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
 
 
-@pytest.mark.parametrize("data", [
-    b"", b"no picture", file()[:50], file()[:20], file(form="GIF")[:30], file(form="BMP")[:60], file(form="TIFF"),
-    file(form="JPEG")[:200], bomb(64, 64), bomb(30_000, 30_000), bomb(2**31 - 1, 2**31 - 1), bomb(0, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"no picture",
+        file()[:50],
+        file()[:20],
+        file(form="GIF")[:30],
+        file(form="BMP")[:60],
+        file(form="TIFF"),
+        file(form="JPEG")[:200],
+        bomb(64, 64),
+        bomb(30_000, 30_000),
+        bomb(2**31 - 1, 2**31 - 1),
+        bomb(0, 0),
+    ],
+)
 def test_what_is_no_whole_picture_fails_the_request_in_a_sentence(data: bytes) -> None:
     with pytest.raises(
         PermanentError, match="the picture (cannot be decoded|is not a PNG|is 30000x30000|has more than 40000000)"

@@ -35,19 +35,31 @@ from unfuse.stages.refusal import refusal
 
 LAYERS, HEADS, KEPT, WIDTH, WORDS, BLOCK = 3, 6, 2, 16, 300, 4
 SIZES: dict[str, Any] = {
-    "vocab_size": WORDS, "hidden_size": HEADS * WIDTH, "intermediate_size": 96, "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS, "num_key_value_heads": KEPT, "max_position_embeddings": 512,
+    "vocab_size": WORDS,
+    "hidden_size": HEADS * WIDTH,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KEPT,
+    "max_position_embeddings": 512,
     "initializer_range": 0.3,  # so loud that every prompt goes on otherwise
-}  # fmt: skip
+}
 FAMILIES = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**{**SIZES, "hidden_size": 64}, head_dim=WIDTH)),
-    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(
-        **{**SIZES, "hidden_size": 64}, head_dim=WIDTH, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48,
-        mlp_only_layers=[1],
-    )),
-}  # fmt: skip
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(
+            **{**SIZES, "hidden_size": 64},
+            head_dim=WIDTH,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=48,
+            mlp_only_layers=[1],
+        ),
+    ),
+}
 NEW = 20
 NEAR = 5e-4
 """How far logits, whose standard deviation is 2 to 3, may be from those that are computed in another order."""
@@ -303,12 +315,15 @@ def test_a_part_without_tokens_or_room_for_them_is_refused() -> None:
         {"rope_type": "linear", "factor": 4.0},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
         {
-            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
             "original_max_position_embeddings": 32,
         },
     ],
     ids=lambda rope: rope["rope_type"],
-)  # fmt: skip
+)
 def test_positions_may_be_scaled(rope: dict[str, Any]) -> None:
     model = made(rope_parameters={"rope_theta": 10_000.0, **rope})
     plain, _ = generated(made(), prompts(7)[6])

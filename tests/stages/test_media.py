@@ -134,12 +134,15 @@ def test_a_video_without_frames_is_refused() -> None:
         record({"output_format": "mp4", "fps": 8}).finish()
 
 
-@pytest.mark.parametrize(("params", "sentence"), [
-    ({"output_format": "gif"}, "output_format must be png, jpeg, webp, mp4, not 'gif'"),
-    ({}, "parameter output_format must be of type str"),
-    ({"output_format": "mp4"}, "parameter fps must be of type float"),
-    ({"output_format": "mp4", "fps": 8}, "a video must have even sides, not 15x16: request png frames instead"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("params", "sentence"),
+    [
+        ({"output_format": "gif"}, "output_format must be png, jpeg, webp, mp4, not 'gif'"),
+        ({}, "parameter output_format must be of type str"),
+        ({"output_format": "mp4"}, "parameter fps must be of type float"),
+        ({"output_format": "mp4", "fps": 8}, "a video must have even sides, not 15x16: request png frames instead"),
+    ],
+)
 def test_what_cannot_be_written_is_refused(params: Params, sentence: str) -> None:
     with pytest.raises(PermanentError, match=sentence):
         encode(np.zeros((1, 16, 15, 3), np.uint8), params)

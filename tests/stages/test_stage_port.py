@@ -118,10 +118,17 @@ def test_a_parameter_that_is_missing_or_of_another_type(value: object, kind: typ
         need(params, "p", kind)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("tensor", [
-    None, torch.zeros(2), torch.zeros(1, 2, 3), torch.zeros(2, 5), torch.zeros(1, 2, dtype=torch.int64),
-    torch.zeros(0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        None,
+        torch.zeros(2),
+        torch.zeros(1, 2, 3),
+        torch.zeros(2, 5),
+        torch.zeros(1, 2, dtype=torch.int64),
+        torch.zeros(0),
+    ],
+)
 def test_a_tensor_that_is_not_the_declared_one(tensor: torch.Tensor | None) -> None:
     with pytest.raises(PermanentError, match="input x"):
         need_tensor(StageInput({}, {"x": tensor}), "x", (1, None))

@@ -87,13 +87,20 @@ def test_a_stage_that_keeps_its_promises_passes() -> None:
 
 
 BROKEN: list[tuple[Any, str, str]] = [
-    (Grow, "accepts nothing as something", "without its inputs"), (Grow, "keys differ", "batch keys differ"),
-    (Grow, "writes its input", "the stage changed an input"), (Grow, "starts late", "progress at the start"),
-    (Grow, "forgets where it was", "where it was saved"), (Grow, "resumes elsewhere", "resumed task differs"),
-    (Grow, "fails", "a step failed|no"), (Grow, "jumps", "by one"), (Grow, "differs each time", "another output"),
-    (Grow, "keeps a gradient", "a gradient"), (Same, "shares memory", "shares memory"),
-    (Same, "makes nothing", "tensors or media"), (Same, "makes one for all", "2 tasks gave 1 outputs"),
-]  # fmt: skip
+    (Grow, "accepts nothing as something", "without its inputs"),
+    (Grow, "keys differ", "batch keys differ"),
+    (Grow, "writes its input", "the stage changed an input"),
+    (Grow, "starts late", "progress at the start"),
+    (Grow, "forgets where it was", "where it was saved"),
+    (Grow, "resumes elsewhere", "resumed task differs"),
+    (Grow, "fails", "a step failed|no"),
+    (Grow, "jumps", "by one"),
+    (Grow, "differs each time", "another output"),
+    (Grow, "keeps a gradient", "a gradient"),
+    (Same, "shares memory", "shares memory"),
+    (Same, "makes nothing", "tensors or media"),
+    (Same, "makes one for all", "2 tasks gave 1 outputs"),
+]
 
 
 @pytest.mark.parametrize(("kind", "broken", "says"), BROKEN)

@@ -70,10 +70,16 @@ def test_no_gradient_leaves_the_stage() -> None:
     assert not any(tensor.requires_grad for tensor in tensors.values() if tensor is not None)
 
 
-@pytest.mark.parametrize("change", [
-    {"prompt": None}, {"prompt": 3}, {"guidance_scale": None},
-    {"max_sequence_length": None}, {"max_sequence_length": 0},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": None},
+        {"prompt": 3},
+        {"guidance_scale": None},
+        {"max_sequence_length": None},
+        {"max_sequence_length": 0},
+    ],
+)
 def test_a_task_that_lacks_something_is_refused(change: Params) -> None:
     with pytest.raises(PermanentError, match=next(iter(change))):
         TextEncode(Letters()).verify(StageInput({**PARAMS, **change}, {}))

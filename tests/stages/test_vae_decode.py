@@ -73,13 +73,20 @@ def test_pixels_that_are_no_numbers_are_refused() -> None:
         VaeDecode(Same()).run([StageInput(PARAMS, {"latents": video})])
 
 
-@pytest.mark.parametrize(("params", "tensors", "sentence"), [
-    (PARAMS, {}, "input latents is missing"),
-    (PARAMS, {"latents": None}, "input latents is missing"),
-    (PARAMS, {"latents": torch.zeros(1, 4, 1, 8, 8)}, "input latents must be floating point of 1×3×any×any×any"),
-    ({}, {"latents": torch.zeros(1, 3, 1, 8, 8)}, "parameter output_format must be of type str"),
-    ({"output_format": "gif"}, {"latents": torch.zeros(1, 3, 1, 8, 8)}, "output_format must be png, jpeg, webp, mp4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("params", "tensors", "sentence"),
+    [
+        (PARAMS, {}, "input latents is missing"),
+        (PARAMS, {"latents": None}, "input latents is missing"),
+        (PARAMS, {"latents": torch.zeros(1, 4, 1, 8, 8)}, "input latents must be floating point of 1×3×any×any×any"),
+        ({}, {"latents": torch.zeros(1, 3, 1, 8, 8)}, "parameter output_format must be of type str"),
+        (
+            {"output_format": "gif"},
+            {"latents": torch.zeros(1, 3, 1, 8, 8)},
+            "output_format must be png, jpeg, webp, mp4",
+        ),
+    ],
+)
 def test_a_task_that_lacks_something_is_refused(
     params: Params, tensors: dict[str, Tensor | None], sentence: str
 ) -> None:

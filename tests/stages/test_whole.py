@@ -20,9 +20,14 @@ from unfuse.stages.base import StageInput
 from unfuse.stages.undivided import RunningCall, UndividedStage
 
 PARAMS: Params = {
-    "prompt": "a", "seed": 1, "num_inference_steps": 3, "width": 4, "height": 2, "num_frames": 1,
+    "prompt": "a",
+    "seed": 1,
+    "num_inference_steps": 3,
+    "width": 4,
+    "height": 2,
+    "num_frames": 1,
     "output_format": "png",
-}  # fmt: skip
+}
 
 
 class Counter:
@@ -49,9 +54,15 @@ class Pipeline:
         return {"scheduler": self.scheduler, "weights": self.weights, "ended": self.ended}
 
     def __call__(
-        self, prompt: str, height: int, width: int, num_inference_steps: int, generator: torch.Generator,
-        output_type: str, callback_on_step_end: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        prompt: str,
+        height: int,
+        width: int,
+        num_inference_steps: int,
+        generator: torch.Generator,
+        output_type: str,
+        callback_on_step_end: Any,
+    ) -> Any:
         if prompt == "no":
             raise ValueError("not\nthis")
         if prompt == "broken":
@@ -78,9 +89,14 @@ class Silent(Pipeline):
     _progress_bar_config = {"disable": True}
 
     def __call__(  # type: ignore[override]
-        self, prompt: str, height: int, width: int, num_inference_steps: int, generator: torch.Generator,
+        self,
+        prompt: str,
+        height: int,
+        width: int,
+        num_inference_steps: int,
+        generator: torch.Generator,
         output_type: str,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         with self.progress_bar(total=num_inference_steps) as bar:
             return super().__call__(
                 prompt, height, width, num_inference_steps, generator, output_type, lambda *_: bar.update()
@@ -194,9 +210,15 @@ def test_another_size_than_was_asked_for_is_an_error() -> None:
         stage.finish(state)
 
 
-@pytest.mark.parametrize(("scale", "given", "seen"), [
-    (1, (16, 8), (16, 8)), (1, (40, 30), (16, 8)), (2, (40, 30), (8, 4)), (0, (40, 30), (40, 30)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scale", "given", "seen"),
+    [
+        (1, (16, 8), (16, 8)),
+        (1, (40, 30), (16, 8)),
+        (2, (40, 30), (8, 4)),
+        (0, (40, 30), (40, 30)),
+    ],
+)
 def test_a_call_that_takes_no_size_gets_a_picture_of_the_size(
     scale: int, given: tuple[int, int], seen: tuple[int, int]
 ) -> None:
@@ -228,9 +250,15 @@ class Drawing(Pipeline):
         return super().components | {"drawn": self.drawn}
 
     def __call__(  # type: ignore[override]
-        self, prompt: str, height: int, width: int, num_inference_steps: int, generator: torch.Generator,
-        output_type: str, callback_on_step_end: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        prompt: str,
+        height: int,
+        width: int,
+        num_inference_steps: int,
+        generator: torch.Generator,
+        output_type: str,
+        callback_on_step_end: Any,
+    ) -> Any:
         drawn = self.drawn.setdefault(prompt, [])
 
         def step(*given: Any) -> None:

@@ -113,7 +113,10 @@ def test_a_shelf_keeps_whole_things_until_it_is_told_otherwise(blobs: BlobStore)
     blobs.write("blobs/a", "y", b"12")
     blobs.write("blobs/b", "x", b"123")
     assert sorted((entry.folder, entry.name, entry.nbytes) for entry in blobs.entries("blobs")) == [
-        ("blobs/a", "x", 4), ("blobs/a", "y", 2), ("blobs/b", "x", 3)]  # fmt: skip
+        ("blobs/a", "x", 4),
+        ("blobs/a", "y", 2),
+        ("blobs/b", "x", 3),
+    ]
     blobs.remove("blobs/a", "x")
     blobs.remove("blobs/a", "x")
     blobs.drop("blobs/b")

@@ -96,9 +96,21 @@ def test_what_is_not_there_is_not_found(kept: ResultStore) -> None:
 
 @pytest.mark.parametrize(
     "request_id",
-    ["", "..", "../x", "req_", "req_" + "a" * 31, "req_" + "a" * 33, "req_" + "A" * 32, "req_" + "a" * 32 + "\n",
-     "req_" + "a" * 32 + "/..", "/etc", "video_" + "g" * 32, "x" * 10_000],
-)  # fmt: skip
+    [
+        "",
+        "..",
+        "../x",
+        "req_",
+        "req_" + "a" * 31,
+        "req_" + "a" * 33,
+        "req_" + "A" * 32,
+        "req_" + "a" * 32 + "\n",
+        "req_" + "a" * 32 + "/..",
+        "/etc",
+        "video_" + "g" * 32,
+        "x" * 10_000,
+    ],
+)
 def test_an_id_that_is_none_touches_no_file(results: ResultStore, folder: Path, request_id: str) -> None:
     for attempt in (
         lambda: results.put(request_id, 0, "image/png", b"x"),

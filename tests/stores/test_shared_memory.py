@@ -47,8 +47,12 @@ def test_three_processes_share_one_object_without_a_copy(start: Start) -> None:
 def test_holding_an_object_is_seen_by_its_owner_until_it_is_closed(start: Start) -> None:
     owner, reader = start(owner="a", capacity=1 << 20), start(owner="b", capacity=1 << 20)
     reader("learn", {"a": ["n", owner.where["address"]]})
-    with TensorStore.create("shared_memory", owner="a", address=owner.where["address"],
-                            write_token=bytes.fromhex(owner.where["write_token"])) as store:  # fmt: skip
+    with TensorStore.create(
+        "shared_memory",
+        owner="a",
+        address=owner.where["address"],
+        write_token=bytes.fromhex(owner.where["write_token"]),
+    ) as store:
         ref = store.put({"x": np.ones(1000, int)}, request="r", stage="s", attempt=1)
         reader("get", encoded(ref))
         store.delete(ref)

@@ -68,10 +68,13 @@ def test_a_place_outside_of_every_process_is_a_tensor_store_that_notices_damage(
 
 
 SPILLS = [
-    ("shared_memory", "disk"), ("memory", "redis"),
-    *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in
-      [("memory", "disk"), ("memory", "s3"), ("shared_memory", "redis"), ("shared_memory", "s3")]),
-]  # fmt: skip
+    ("shared_memory", "disk"),
+    ("memory", "redis"),
+    *(
+        pytest.param(*pair, marks=pytest.mark.nightly)
+        for pair in [("memory", "disk"), ("memory", "s3"), ("shared_memory", "redis"), ("shared_memory", "s3")]
+    ),
+]
 """All pairs; by day those of places that cost little to start."""
 
 
@@ -173,10 +176,15 @@ class Endless(MemoryBackend):
         return type(usage)(CAPACITY, usage.used, usage.requested, CAPACITY - usage.used, CAPACITY, usage.high_water)
 
 
-@pytest.mark.parametrize("broken", [
-    Leaky, Trusting, Forgetful,
-    *(pytest.param(broken, marks=pytest.mark.nightly) for broken in (Copying, Early, Eager, Endless)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "broken",
+    [
+        Leaky,
+        Trusting,
+        Forgetful,
+        *(pytest.param(broken, marks=pytest.mark.nightly) for broken in (Copying, Early, Eager, Endless)),
+    ],
+)
 def test_the_suite_notices_a_store_that_breaks_the_contract(broken: Callable[[int], MemoryBackend]) -> None:
     from unfuse.core.clock import SystemClock
 

@@ -132,8 +132,10 @@ def test_a_clip_is_wrong_when_one_frame_shows_another_thing() -> None:
 
 def test_a_single_picture_of_something_moving_is_judged_as_that_thing() -> None:
     assert _judged(_scene(("red star", 0.3, 0.5)), "a red star moving left on white") == {
-        "colour": True, "shape": True, "ground": True,
-    }  # fmt: skip
+        "colour": True,
+        "shape": True,
+        "ground": True,
+    }
 
 
 def test_a_caption_of_another_kind_is_refused() -> None:

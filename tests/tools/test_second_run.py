@@ -110,10 +110,13 @@ class Project:
     def run(self, *arguments: str, **variables: str) -> Run:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-ra", "--second-run", "-m", "not nightly", *arguments], cwd=self.root,
-            env={**clean, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **variables}, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "pytest", "-ra", "--second-run", "-m", "not nightly", *arguments],
+            cwd=self.root,
+            env={**clean, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         return Run(done.returncode, done.stdout)
 
     def listed(self) -> list[str]:

@@ -201,7 +201,12 @@ def soak(seed: int, count: int, kills: int, engines: Sequence[str], stack: ExitS
     soak.check_leaks()
     assert sum(number for name, number in soak.outcomes.items() if name[0] != "(") == count
     assert {name for name in soak.outcomes if name[0] != "("} <= {
-        "at once", "resumed", "cancelled", ObjectLost.__name__, ArenaFull.__name__}  # fmt: skip
+        "at once",
+        "resumed",
+        "cancelled",
+        ObjectLost.__name__,
+        ArenaFull.__name__,
+    }
     return soak
 
 

@@ -25,32 +25,42 @@ from unfuse.weights.traced import sources_of, traced
 PAIR = {"a.lora_A.weight": TensorEntry("F32", (2, 8)), "a.lora_B.weight": TensorEntry("BF16", (8, 2))}
 
 
-@pytest.mark.parametrize(("name", "other"), [
-    ("transformer.a.lora_A.weight", "transformer.a.lora_B.weight"),
-    ("unet.down_blocks.0.to_q.lora.down.weight", "unet.down_blocks.0.to_q.lora.up.weight"),
-    ("lora_unet_up_blocks_0_to_q.lora_up.weight", "lora_unet_up_blocks_0_to_q.lora_down.weight"),
-    ("double_blocks.0.processor.qkv_lora1.down.weight", "double_blocks.0.processor.qkv_lora1.up.weight"),
-    ("a.processor.to_q_lora.up.weight", "a.processor.to_q_lora.down.weight"),
-    ("blocks.0.down.lora_B.weight", "blocks.0.down.lora_A.weight"),
-    ("base.a.lora_A.default.weight", "base.a.lora_B.default.weight"),
-    ("a.lora_B.bias", ""), ("blocks.0.down.lora_magnitude_vector.weight", ""), ("a.alpha", ""), ("a.down.weight", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("transformer.a.lora_A.weight", "transformer.a.lora_B.weight"),
+        ("unet.down_blocks.0.to_q.lora.down.weight", "unet.down_blocks.0.to_q.lora.up.weight"),
+        ("lora_unet_up_blocks_0_to_q.lora_up.weight", "lora_unet_up_blocks_0_to_q.lora_down.weight"),
+        ("double_blocks.0.processor.qkv_lora1.down.weight", "double_blocks.0.processor.qkv_lora1.up.weight"),
+        ("a.processor.to_q_lora.up.weight", "a.processor.to_q_lora.down.weight"),
+        ("blocks.0.down.lora_B.weight", "blocks.0.down.lora_A.weight"),
+        ("base.a.lora_A.default.weight", "base.a.lora_B.default.weight"),
+        ("a.lora_B.bias", ""),
+        ("blocks.0.down.lora_magnitude_vector.weight", ""),
+        ("a.alpha", ""),
+        ("a.down.weight", ""),
+    ],
+)
 def test_halves_of_pairs_are_known_by_their_names(name: str, other: str) -> None:
     assert other_half(name)[0] == other
 
 
-@pytest.mark.parametrize(("more", "says"), [
-    ({}, ""), ({"a.alpha": TensorEntry("I64", ())}, ""),
-    ({"b.lora_A.weight": TensorEntry("F32", (2, 8))}, "b.lora_A.weight"),
-    ({"b.lora_up.weight": TensorEntry("F32", (8, 2))}, "without b.lora_down.weight"),
-    ({"a.lora_B.weight": TensorEntry("F32", (8, 3))}, "different ranks (2 and 3)"),
-    ({"a.dora_scale": TensorEntry("F32", (8,))}, "a.dora_scale (DoRA)"),
-    ({"a.hada_w1_a": TensorEntry("F32", (8, 2))}, "a.hada_w1_a (LoHa)"),
-    ({"a.oft_blocks": TensorEntry("F32", (8,))}, "OFT"),
-    ({"a.lora_mid.weight": TensorEntry("F32", (2, 2))}, "a.lora_mid.weight"),
-    ({"a.lora_A.weight": TensorEntry("I8", (2, 8))}, "a.lora_A.weight as integers (I8)"),
-    ({"a.lora_A.weight": TensorEntry("F8_E4M3", (2, 8))}, "a.lora_A.weight in floats of less than 16 bits"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({}, ""),
+        ({"a.alpha": TensorEntry("I64", ())}, ""),
+        ({"b.lora_A.weight": TensorEntry("F32", (2, 8))}, "b.lora_A.weight"),
+        ({"b.lora_up.weight": TensorEntry("F32", (8, 2))}, "without b.lora_down.weight"),
+        ({"a.lora_B.weight": TensorEntry("F32", (8, 3))}, "different ranks (2 and 3)"),
+        ({"a.dora_scale": TensorEntry("F32", (8,))}, "a.dora_scale (DoRA)"),
+        ({"a.hada_w1_a": TensorEntry("F32", (8, 2))}, "a.hada_w1_a (LoHa)"),
+        ({"a.oft_blocks": TensorEntry("F32", (8,))}, "OFT"),
+        ({"a.lora_mid.weight": TensorEntry("F32", (2, 2))}, "a.lora_mid.weight"),
+        ({"a.lora_A.weight": TensorEntry("I8", (2, 8))}, "a.lora_A.weight as integers (I8)"),
+        ({"a.lora_A.weight": TensorEntry("F8_E4M3", (2, 8))}, "a.lora_A.weight in floats of less than 16 bits"),
+    ],
+)
 def test_a_header_shows_what_no_model_can_use(more: dict[str, TensorEntry], says: str) -> None:
     said = refusal({**PAIR, **more})
     assert says in said and bool(said) == bool(says)

@@ -144,7 +144,8 @@ def test_flags_name_each_component_once_and_folders_from_here(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     Path("here").mkdir()
     assert parse_component_sources(("vae=here", "text_encoder=owner/model")) == {
-        "vae": str(tmp_path / "here"), "text_encoder": "owner/model",
-    }  # fmt: skip
+        "vae": str(tmp_path / "here"),
+        "text_encoder": "owner/model",
+    }
     with pytest.raises(UsageError, match="names vae twice"):
         parse_component_sources(("vae=a", "vae=b"))

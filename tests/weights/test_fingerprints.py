@@ -133,9 +133,18 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("later")
-@pytest.mark.parametrize("content", [
-    b"", b"{", b"[]", b"\xff\xfe", b'{"xxh3_128 1 2 3 4 5": 7}', b"[" * 100_000, b'{"a": "b"}',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b'{"xxh3_128 1 2 3 4 5": 7}',
+        b"[" * 100_000,
+        b'{"a": "b"}',
+    ],
+)
 def test_a_damaged_file_of_fingerprints_is_replaced(
     content: bytes, file: Path, hashed: list[Path], tmp_path: Path
 ) -> None:

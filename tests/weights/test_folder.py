@@ -194,10 +194,16 @@ def test_what_was_copied_over_a_hub_s_link_is_hashed(
     assert copied(content) == before
 
 
-@pytest.mark.parametrize(("folder", "hub"), [
-    ("models--a--b/snapshots/c", ("a/b", "c")), ("models--b/snapshots/c", ("b", "c")),
-    ("models--a--b/refs/c", None), ("my--models/snapshots/c", None), ("models/snapshots/c", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("folder", "hub"),
+    [
+        ("models--a--b/snapshots/c", ("a/b", "c")),
+        ("models--b/snapshots/c", ("b", "c")),
+        ("models--a--b/refs/c", None),
+        ("my--models/snapshots/c", None),
+        ("models/snapshots/c", None),
+    ],
+)
 def test_a_folder_of_the_hub_librarys_cache_is_known_by_its_path(
     folder: str, hub: tuple[str, str] | None, tmp_path: Path
 ) -> None:
@@ -259,10 +265,13 @@ def test_a_shard_of_another_component_is_none(model: ModelFolder) -> None:
         model.weights("vae")
 
 
-@pytest.mark.parametrize(("present", "loaded"), [
-    ([FILE, f"{FILE}.index.json"], SHARD.format(1)),
-    (["model.safetensors", "model.safetensors.index.json"], "model.safetensors"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("present", "loaded"),
+    [
+        ([FILE, f"{FILE}.index.json"], SHARD.format(1)),
+        (["model.safetensors", "model.safetensors.index.json"], "model.safetensors"),
+    ],
+)
 def test_of_a_file_and_an_index_counts_what_its_library_loads(
     present: list[str], loaded: str, model: ModelFolder
 ) -> None:
@@ -280,9 +289,13 @@ def test_variants_beside_the_plain_weights_do_not_count(model: ModelFolder) -> N
     assert before[1] == 2 + len(WHOLE)
     assert before[3] == {"tensor": ("U8", 4000)}
 
-    for name in ("diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.safetensors.index.fp16.json",
-                 "diffusion_pytorch_model.fp16-00001-of-00002.safetensors", "diffusion_pytorch_model.bin",
-                 "diffusion_pytorch_model.bin.index.json"):  # fmt: skip
+    for name in (
+        "diffusion_pytorch_model.fp16.safetensors",
+        "diffusion_pytorch_model.safetensors.index.fp16.json",
+        "diffusion_pytorch_model.fp16-00001-of-00002.safetensors",
+        "diffusion_pytorch_model.bin",
+        "diffusion_pytorch_model.bin.index.json",
+    ):
         (model.path / "vae" / name).write_bytes(b"not read")
 
     assert (model.identity("vae"), model.size("vae"), model.weights("vae"), model.tensors("vae")) == before
@@ -291,13 +304,19 @@ def test_variants_beside_the_plain_weights_do_not_count(model: ModelFolder) -> N
 PICKLES = "weights that are not safetensors: save the model again as safetensors"
 
 
-@pytest.mark.parametrize(("name", "sentence"), [
-    ("diffusion_pytorch_model.fp16.safetensors", "a weight variant, which is not supported: save the model"),
-    ("model.fp16-00001-of-00002.safetensors", "a weight variant, which is not supported"),
-    ("pytorch_model.bin", PICKLES), ("model.ckpt", PICKLES), ("model.pt", PICKLES), ("model.pth", PICKLES),
-    ("pytorch_lora_weights.safetensors", r"a LoRA adapter, which is not a model: serve its base model"),
-    ("adapter_model.safetensors", r"a LoRA adapter, .* with --loras FOLDER"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("diffusion_pytorch_model.fp16.safetensors", "a weight variant, which is not supported: save the model"),
+        ("model.fp16-00001-of-00002.safetensors", "a weight variant, which is not supported"),
+        ("pytorch_model.bin", PICKLES),
+        ("model.ckpt", PICKLES),
+        ("model.pt", PICKLES),
+        ("model.pth", PICKLES),
+        ("pytorch_lora_weights.safetensors", r"a LoRA adapter, which is not a model: serve its base model"),
+        ("adapter_model.safetensors", r"a LoRA adapter, .* with --loras FOLDER"),
+    ],
+)
 def test_a_component_with_other_weights_only(name: str, sentence: str, model: ModelFolder) -> None:
     (model.path / "vae" / FILE).rename(model.path / "vae" / name)
 
@@ -361,17 +380,20 @@ def test_eight_bit_floats_are_refused_whose_scales_nobody_would_apply(dtype: str
             ask("vae")
 
 
-@pytest.mark.parametrize(("content", "sentence"), [
-    (WHOLE[:-1], f"is incomplete: it has {len(WHOLE) - 1} bytes, but its header requires {len(WHOLE)}"),
-    (WHOLE + b"\0", "is incomplete"),
-    (WHOLE[:40], "is not a safetensors file, or truncated"),
-    (WHOLE[:5], "is not a safetensors file, or truncated"),
-    (b"", "is not a safetensors file, or truncated"),
-    (b"\xff" * 8 + bytes(4000), "is not a safetensors file, or truncated"),
-    (b"\x02" + bytes(7) + b"[]", "is not a safetensors file"),
-    (b"\x02" + bytes(7) + b'"\xff', "is not a safetensors file"),
-    (b"\x09" + bytes(7) + b'{"a": {}}', "is not a safetensors file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (WHOLE[:-1], f"is incomplete: it has {len(WHOLE) - 1} bytes, but its header requires {len(WHOLE)}"),
+        (WHOLE + b"\0", "is incomplete"),
+        (WHOLE[:40], "is not a safetensors file, or truncated"),
+        (WHOLE[:5], "is not a safetensors file, or truncated"),
+        (b"", "is not a safetensors file, or truncated"),
+        (b"\xff" * 8 + bytes(4000), "is not a safetensors file, or truncated"),
+        (b"\x02" + bytes(7) + b"[]", "is not a safetensors file"),
+        (b"\x02" + bytes(7) + b'"\xff', "is not a safetensors file"),
+        (b"\x09" + bytes(7) + b'{"a": {}}', "is not a safetensors file"),
+    ],
+)
 def test_a_file_that_is_not_whole_is_named(content: bytes, sentence: str, model: ModelFolder) -> None:
     (model.path / "vae" / FILE).write_bytes(content)
 
@@ -388,12 +410,20 @@ def test_a_header_is_read_and_a_file_that_is_not_there_named(tmp_path: Path) -> 
         header(tmp_path / "none.safetensors")
 
 
-@pytest.mark.parametrize(("component", "file"), [
-    ("vae", "config.json"), ("text_encoder_2", "config.json"), ("image_encoder", "config.json"),
-    ("scheduler", "scheduler_config.json"), ("tokenizer", "tokenizer_config.json"),
-    ("tokenizer_2", "tokenizer_config.json"), ("image_processor", "preprocessor_config.json"),
-    ("feature_extractor", "preprocessor_config.json"), ("processor", "tokenizer_config.json"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("component", "file"),
+    [
+        ("vae", "config.json"),
+        ("text_encoder_2", "config.json"),
+        ("image_encoder", "config.json"),
+        ("scheduler", "scheduler_config.json"),
+        ("tokenizer", "tokenizer_config.json"),
+        ("tokenizer_2", "tokenizer_config.json"),
+        ("image_processor", "preprocessor_config.json"),
+        ("feature_extractor", "preprocessor_config.json"),
+        ("processor", "tokenizer_config.json"),
+    ],
+)
 def test_each_component_has_its_configuration_file(component: str, file: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{component}/{file} cannot be read"):
         ModelFolder(tmp_path).config(component)
@@ -429,12 +459,22 @@ def nested(depth: int) -> bytes:
 @pytest.mark.parametrize(
     "content",
     [
-        nested(5000), b'{"_class_name":' + b"[" * 5000 + b"]" * 5000 + b"}", b'{"_class_name":' + b"9" * 5000 + b"}",
-        b'{"_class_name":"' + b"x" * 1_000_000 + b'"}', b'{"_class_name":["a"]}', b"{}", b"[]", b"null", b"", b"\xff",
-        b'{"_class_name":NaN}', b'{"_class_name":"\\ud800"}', b'{"_class_name":"\\u0000"}',
+        nested(5000),
+        b'{"_class_name":' + b"[" * 5000 + b"]" * 5000 + b"}",
+        b'{"_class_name":' + b"9" * 5000 + b"}",
+        b'{"_class_name":"' + b"x" * 1_000_000 + b'"}',
+        b'{"_class_name":["a"]}',
+        b"{}",
+        b"[]",
+        b"null",
+        b"",
+        b"\xff",
+        b'{"_class_name":NaN}',
+        b'{"_class_name":"\\ud800"}',
+        b'{"_class_name":"\\u0000"}',
     ],
     ids=lambda content: repr(content[:20]),
-)  # fmt: skip
+)
 def test_an_index_of_absurd_content_is_one_sentence(content: bytes, model: ModelFolder) -> None:
     (model.path / "model_index.json").write_bytes(content)
     with pytest.raises(ConfigError) as caught:

@@ -24,9 +24,13 @@ from unfuse.weights.gguf_model import CHUNK, GgufModel, open_files
 from unfuse.worker.loaded_models import WeightFiles, states_of
 
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 
 
 def loaded(file: Path) -> Any:
@@ -264,7 +268,7 @@ DAMAGES: dict[str, tuple[Callable[[bytearray], None], str]] = {
     "without end": (table(NORM, lambda d, k, o: ([1 << 62], k, o)), AGAIN),
     "turned": (table(UP, lambda d, k, o: (d[::-1], k, o)), r"\(64, 128\), but its configuration requires \(128, 64"),
     "narrow": (table(UP, lambda d, k, o: ([d[0], d[1] - 1], k, o)), f"its configuration requires .*; {AGAIN}"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("how", DAMAGES)
@@ -282,19 +286,22 @@ def test_a_damaged_file_is_refused_in_a_sentence_before_anything_is_allocated(
         find(tmp_path / "a.gguf").load(card.pipeline.stages[0], tmp_path / "a.gguf", RuntimeOptions("cpu", card.dtypes))
 
 
-@pytest.mark.parametrize(("key", "value", "says"), [
-    ("llama.block_count", 4_000_000_000, "block_count is 4000000000"),
-    ("llama.block_count", 2_000_000_000, "2000000000 layers, but only 21 tensors"),
-    ("llama.block_count", 1, r"has the tensor blk\.1\..*: use the model in transformers' format"),
-    ("llama.block_count", 0, "block_count is 0"),
-    ("llama.embedding_length", 128, r"has the shape .*, but its configuration requires"),
-    ("llama.attention.head_count", 0, "attention.head_count is 0"),
-    ("llama.attention.head_count", 3, "3 heads, 2 key/value heads"),
-    ("llama.attention.head_count_kv", 4, "its configuration requires"),
-    ("llama.attention.key_length", 15, "head size 15"),
-    ("llama.context_length", 0, "context_length is 0"),
-    ("tokenizer.ggml.eos_token_id", 2, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("llama.block_count", 4_000_000_000, "block_count is 4000000000"),
+        ("llama.block_count", 2_000_000_000, "2000000000 layers, but only 21 tensors"),
+        ("llama.block_count", 1, r"has the tensor blk\.1\..*: use the model in transformers' format"),
+        ("llama.block_count", 0, "block_count is 0"),
+        ("llama.embedding_length", 128, r"has the shape .*, but its configuration requires"),
+        ("llama.attention.head_count", 0, "attention.head_count is 0"),
+        ("llama.attention.head_count", 3, "3 heads, 2 key/value heads"),
+        ("llama.attention.head_count_kv", 4, "its configuration requires"),
+        ("llama.attention.key_length", 15, "head size 15"),
+        ("llama.context_length", 0, "context_length is 0"),
+        ("tokenizer.ggml.eos_token_id", 2, ""),
+    ],
+)
 def test_metadata_that_do_not_fit_are_refused_in_a_sentence(
     key: str, value: int, says: str, file: Path, tmp_path: Path
 ) -> None:
@@ -306,15 +313,21 @@ def test_metadata_that_do_not_fit_are_refused_in_a_sentence(
         open_files(other).tensors("model")
 
 
-@pytest.mark.parametrize(("metadata", "says"), [
-    ({"expert_count": 8}, "it is a mixture of experts, which is supported only for the architecture qwen3moe"),
-    ({"attention.value_length": 8}, "4 heads, 2 key/value heads"),
-    ({"rope.dimension_count": 8}, "cannot be served: its rotary embedding covers only a part of each head"),
-    ({"rope.scaling.type": "yarn"}, "cannot be served: its rotary embedding has the scaling yarn; supported: linear"),
-    ({"rope.scaling.type": "linear"}, "rope.scaling.factor is None"),
-    ({"attention.sliding_window": 16}, r"it uses sliding window attention \(16 tokens\)"),
-    ({"vocab_size": 12}, "its configuration requires"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        ({"expert_count": 8}, "it is a mixture of experts, which is supported only for the architecture qwen3moe"),
+        ({"attention.value_length": 8}, "4 heads, 2 key/value heads"),
+        ({"rope.dimension_count": 8}, "cannot be served: its rotary embedding covers only a part of each head"),
+        (
+            {"rope.scaling.type": "yarn"},
+            "cannot be served: its rotary embedding has the scaling yarn; supported: linear",
+        ),
+        ({"rope.scaling.type": "linear"}, "rope.scaling.factor is None"),
+        ({"attention.sliding_window": 16}, r"it uses sliding window attention \(16 tokens\)"),
+        ({"vocab_size": 12}, "its configuration requires"),
+    ],
+)
 def test_models_of_other_kinds_are_refused_in_a_sentence(
     metadata: dict[str, Any], says: str, llama: Path, tmp_path: Path
 ) -> None:
@@ -324,13 +337,16 @@ def test_models_of_other_kinds_are_refused_in_a_sentence(
         open_files(file).tensors("model")
 
 
-@pytest.mark.parametrize(("key", "value", "says"), [
-    ("expert_count", 0, "expert_count is 0"),
-    ("expert_count", 3, r"ffn_gate_inp\.weight has the shape \(4, 64\), but its configuration requires \(3, 64\)"),
-    ("expert_count", 1, "2 experts per token, but only 1 experts"),
-    ("expert_used_count", 5, "5 experts per token, but only 4 experts"),
-    ("expert_feed_forward_length", 2_000_000_000, "its configuration requires"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("expert_count", 0, "expert_count is 0"),
+        ("expert_count", 3, r"ffn_gate_inp\.weight has the shape \(4, 64\), but its configuration requires \(3, 64\)"),
+        ("expert_count", 1, "2 experts per token, but only 1 experts"),
+        ("expert_used_count", 5, "5 experts per token, but only 4 experts"),
+        ("expert_feed_forward_length", 2_000_000_000, "its configuration requires"),
+    ],
+)
 def test_a_mixture_that_contradicts_itself_is_refused(
     key: str, value: int, says: str, mixture: Path, tmp_path: Path
 ) -> None:

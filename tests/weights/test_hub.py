@@ -22,9 +22,10 @@ from unfuse.weights.hub import DownloadProgress
 NAME = "owner/model"
 KIB = 1 << 10
 WEIGHTS = {
-    "text_encoder": "text_encoder/model.safetensors", "transformer": "transformer/diffusion_pytorch_model.safetensors",
+    "text_encoder": "text_encoder/model.safetensors",
+    "transformer": "transformer/diffusion_pytorch_model.safetensors",
     "vae": "vae/diffusion_pytorch_model.safetensors",
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -105,13 +105,19 @@ def test_what_cannot_compute_is_refused_before_it_is_loaded(
     check("transformer", ModelFolder(folder).quantization("transformer"), (), "float32", "cuda", "none")
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "by bitsandbytes, which is not supported"),
-    ({"quant_method": ["torchao"]}, "which is not supported"),
-    ({"quant_method": "torchao", "quant_type": "int8wo"}, "without the quantization type"),
-    ({"quant_type": {"default": {"_type": "quantize_", "_data": {}}}}, "with quantize_, which is not supported"),
-    ({"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": [{"_type": "os.system"}]}}}, "os.system"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "by bitsandbytes, which is not supported"),
+        ({"quant_method": ["torchao"]}, "which is not supported"),
+        ({"quant_method": "torchao", "quant_type": "int8wo"}, "without the quantization type"),
+        ({"quant_type": {"default": {"_type": "quantize_", "_data": {}}}}, "with quantize_, which is not supported"),
+        (
+            {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": [{"_type": "os.system"}]}}},
+            "os.system",
+        ),
+    ],
+)
 def test_other_ways_to_quantize_are_refused_by_name(changes: dict[str, object], says: str, copied: Copied) -> None:
     folder = said(copied("wan-int8"), "transformer", **changes)
     with pytest.raises(ConfigError, match=says):

@@ -62,12 +62,15 @@ def test_another_file_is_another_model(single: Path) -> None:
     assert ModelFolder(single).identity("transformer") != one
 
 
-@pytest.mark.parametrize(("name", "data", "says"), [
-    ("tuned.safetensors", b"\x80\x04K\x01.", "not a safetensors file"),
-    ("tuned.gguf", b"GGUF", "not a GGUF file"),
-    ("tuned.gguf", b"GGUF\3\0\0\0" + b"\xff" * 16, "not a GGUF file"),
-    ("tuned.ckpt", b"", "not safetensors"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("tuned.safetensors", b"\x80\x04K\x01.", "not a safetensors file"),
+        ("tuned.gguf", b"GGUF", "not a GGUF file"),
+        ("tuned.gguf", b"GGUF\3\0\0\0" + b"\xff" * 16, "not a GGUF file"),
+        ("tuned.ckpt", b"", "not safetensors"),
+    ],
+)
 def test_what_is_no_such_file_is_refused_before_anything_is_loaded(
     name: str, data: bytes, says: str, single: Path
 ) -> None:

@@ -25,12 +25,21 @@ from unfuse.models.base import RuntimeOptions
 NAME = "owner/model"
 
 SHARD = "diffusion_pytorch_model"
-PLAIN = sorted([
-    "model_index.json", "serving.json", "text_encoder/config.json", "tokenizer/tokenizer_config.json",
-    "tokenizer/merges.txt", "tokenizer/spiece.model", "transformer/config.json", "scheduler/scheduler_config.json",
-    f"transformer/{SHARD}.safetensors.index.json", f"transformer/{SHARD}.safetensors.index.fp16.json",
-    "vae/config.json",
-])  # fmt: skip
+PLAIN = sorted(
+    [
+        "model_index.json",
+        "serving.json",
+        "text_encoder/config.json",
+        "tokenizer/tokenizer_config.json",
+        "tokenizer/merges.txt",
+        "tokenizer/spiece.model",
+        "transformer/config.json",
+        "scheduler/scheduler_config.json",
+        f"transformer/{SHARD}.safetensors.index.json",
+        f"transformer/{SHARD}.safetensors.index.fp16.json",
+        "vae/config.json",
+    ]
+)
 TEXT = ["text_encoder/model.safetensors"]
 TRANSFORMER = [f"transformer/{SHARD}-0000{number}-of-00002.safetensors" for number in (1, 2)]
 VAE = [f"vae/{SHARD}.safetensors"]
@@ -70,8 +79,11 @@ class Machine:
         direct = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
         done = subprocess.run(
             [sys.executable, "-W", "error", "-c", SCRIPT],
-            input=json.dumps(calls), env={**inherited, **own, **direct, **variables}, text=True, capture_output=True,
-        )  # fmt: skip
+            input=json.dumps(calls),
+            env={**inherited, **own, **direct, **variables},
+            text=True,
+            capture_output=True,
+        )
         assert done.returncode == 0, done.stderr
         self.said = done.stderr
         answers, loaded = json.loads(done.stdout)
@@ -101,22 +113,32 @@ def _weights(value: float = 0, *shape: int, dtype: type = np.float32, name: str 
 def _model(without: str = "") -> dict[str, bytes]:
     """The files of a model, no two of them equal."""
     index = {
-        "_class_name": "APipeline", "boundary": 0.5, "image_encoder": [None, None],
-        "text_encoder": ["transformers", "Text"], "tokenizer": ["transformers", "Words"],
-        "transformer": ["diffusers", "Former"], "scheduler": ["diffusers", "Noise"], "vae": ["diffusers", "Vae"],
-    }  # fmt: skip
+        "_class_name": "APipeline",
+        "boundary": 0.5,
+        "image_encoder": [None, None],
+        "text_encoder": ["transformers", "Text"],
+        "tokenizer": ["transformers", "Words"],
+        "transformer": ["diffusers", "Former"],
+        "scheduler": ["diffusers", "Noise"],
+        "vae": ["diffusers", "Vae"],
+    }
     shards = {"weight_map": {f"w{number}": f"{SHARD}-0000{number}-of-00002.safetensors" for number in (1, 2)}}
     files = {
-        "model_index.json": json.dumps(index).encode(), "README.md": b"a model", "pipeline.py": b"print(1)",
-        "single.safetensors": _weights(), "tokenizer/merges.txt": b"a b", "tokenizer/spiece.model": b"\0\1",
+        "model_index.json": json.dumps(index).encode(),
+        "README.md": b"a model",
+        "pipeline.py": b"print(1)",
+        "single.safetensors": _weights(),
+        "tokenizer/merges.txt": b"a b",
+        "tokenizer/spiece.model": b"\0\1",
         "text_encoder/model.safetensors": _weights(1, 3, 5),
         f"transformer/{SHARD}.safetensors.index.json": json.dumps(shards).encode(),
         f"transformer/{SHARD}-00001-of-00002.safetensors": _weights(2, name="w1"),
         f"transformer/{SHARD}-00002-of-00002.safetensors": _weights(3, 7, dtype=np.float16, name="w2"),
         f"transformer/{SHARD}.fp16-00001-of-00001.safetensors": _weights(5),
-        f"vae/{SHARD}.safetensors": _weights(4), f"vae/{SHARD}.bin": b"pickle",
+        f"vae/{SHARD}.safetensors": _weights(4),
+        f"vae/{SHARD}.bin": b"pickle",
         f"vae/{SHARD}.fp16.safetensors": _weights(6),
-    }  # fmt: skip
+    }
     files |= {name: json.dumps({"name": name}).encode() for name in PLAIN if name not in files}
     return {name: content for name, content in files.items() if name != without}
 
@@ -136,20 +158,28 @@ NOTHING = ": there is no such folder or file on this machine"
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("shape", NO_NAME), ("", NO_NAME), ("/no/such/folder", NOTHING), ("./none", NOTHING), ("a/b/c", NOTHING),
-        ("~/none-at-all", NOTHING), ("~nobody-of-that-name/model", NOTHING),
+        ("shape", NO_NAME),
+        ("", NO_NAME),
+        ("/no/such/folder", NOTHING),
+        ("./none", NOTHING),
+        ("a/b/c", NOTHING),
+        ("~/none-at-all", NOTHING),
+        ("~nobody-of-that-name/model", NOTHING),
     ],
-)  # fmt: skip
+)
 def test_a_source_that_is_nothing_is_refused_before_any_network(name: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         resolve_source(name)
 
 
-@pytest.mark.parametrize(("name", "sentence"), [
-    ("flux1-dev.safetensors", r"a single file: flux1-dev\.safetensors, a checkpoint outside .* in its component"),
-    ("model.ckpt", r"a single file: model\.ckpt, weights that are not safetensors"),
-    ("notes.md", "a single file: not the folder of a model"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("flux1-dev.safetensors", r"a single file: flux1-dev\.safetensors, a checkpoint outside .* in its component"),
+        ("model.ckpt", r"a single file: model\.ckpt, weights that are not safetensors"),
+        ("notes.md", "a single file: not the folder of a model"),
+    ],
+)
 def test_a_single_file_is_no_model(name: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"")
 
@@ -157,12 +187,15 @@ def test_a_single_file_is_no_model(name: str, sentence: str, tmp_path: Path) -> 
         resolve_source(str(tmp_path / name))
 
 
-@pytest.mark.parametrize(("components", "weights"), [
-    ((), []),
-    (("text_encoder", "tokenizer"), TEXT),
-    (("transformer", "scheduler"), TRANSFORMER),
-    (None, TEXT + TRANSFORMER + VAE),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("components", "weights"),
+    [
+        ((), []),
+        (("text_encoder", "tokenizer"), TEXT),
+        (("transformer", "scheduler"), TRANSFORMER),
+        (None, TEXT + TRANSFORMER + VAE),
+    ],
+)
 def test_of_weights_only_the_components_come_and_never_code_or_pickles(
     components: tuple[str, ...] | None, weights: list[str], machine: Machine, hub: Hub
 ) -> None:
@@ -301,8 +334,11 @@ def test_another_commit_changes_the_identity_of_what_is_other_in_it(machine: Mac
     changes: list[dict[str, bytes]] = [{}, {"README.md": b"2"}, {"vae/config.json": b'{"a": 1}'}, {VAE[0]: _weights(5)}]
     commits = [hub.push(NAME, {**_model(), **change}) for change in changes]
 
-    asked = [call for commit in commits for call in (
-        ("resolve", NAME, commit, []), ("identity", "vae"), ("identity", "transformer"))]  # fmt: skip
+    asked = [
+        call
+        for commit in commits
+        for call in (("resolve", NAME, commit, []), ("identity", "vae"), ("identity", "transformer"))
+    ]
     answers = machine.ask(*asked)
 
     vae, transformer = answers[1::3], answers[2::3]
@@ -334,17 +370,25 @@ def test_size_and_tensors_need_no_weights(machine: Machine, hub: Hub) -> None:
 LORA = {"README.md": b"", "pytorch_lora_weights.safetensors": _weights()}
 
 
-@pytest.mark.parametrize(("files", "sentence"), [
-    (LORA, "model_index.json is missing; the folder has pytorch_lora_weights.safetensors, a LoRA adapter"),
-    ({"adapter_config.json": b"{}", "adapter_model.safetensors": b""}, "has adapter_config.json, a LoRA adapter"),
-    ({"wan.Q4_K.gguf": b""}, "has wan.Q4_K.gguf, GGUF weights, which are supported only as a local file"),
-    ({"ltx.safetensors": b"", "config.json": b"{}"}, "has ltx.safetensors, a checkpoint outside diffusers' layout"),
-    ({"config.json": b"{}"}, "model_index.json cannot be read (No such file or directory), so this is not a model"),
-    ({**_model(), "vae/config.json": b'{"quantization_config": {"quant_method": "bitsandbytes"}}'},
-     "component vae is quantized (quantization_config) by bitsandbytes, which is not supported"),
-    (_model(without=TEXT[0]) | {"text_encoder/pytorch_model.bin": b""},
-     "weights of component text_encoder are pytorch_model.bin, weights that are not safetensors: save the model again"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        (LORA, "model_index.json is missing; the folder has pytorch_lora_weights.safetensors, a LoRA adapter"),
+        ({"adapter_config.json": b"{}", "adapter_model.safetensors": b""}, "has adapter_config.json, a LoRA adapter"),
+        ({"wan.Q4_K.gguf": b""}, "has wan.Q4_K.gguf, GGUF weights, which are supported only as a local file"),
+        ({"ltx.safetensors": b"", "config.json": b"{}"}, "has ltx.safetensors, a checkpoint outside diffusers' layout"),
+        ({"config.json": b"{}"}, "model_index.json cannot be read (No such file or directory), so this is not a model"),
+        (
+            {**_model(), "vae/config.json": b'{"quantization_config": {"quant_method": "bitsandbytes"}}'},
+            "component vae is quantized (quantization_config) by bitsandbytes, which is not supported",
+        ),
+        (
+            _model(without=TEXT[0]) | {"text_encoder/pytorch_model.bin": b""},
+            "weights of component text_encoder are pytorch_model.bin, weights that are not safetensors: "
+            "save the model again",
+        ),
+    ],
+)
 def test_what_is_not_served_is_refused_before_its_weights_come(
     files: dict[str, bytes], sentence: str, machine: Machine, hub: Hub
 ) -> None:

@@ -45,14 +45,17 @@ def added(key: str, like: str = "") -> Change:
     return change
 
 
-@pytest.mark.parametrize(("model", "part", "stage", "key"), [
-    ("wan", "transformer", "denoise", "blocks.0.attn1.to_q.other_scale"),
-    ("wan", "transformer", "denoise", "blocks.2.attn1.to_q.weight"),
-    ("wan", "text_encoder", "text_encode", "encoder.block.0.layer.0.SelfAttention.q.other_scale"),
-    ("wan", "vae", "vae_decode", "decoder.conv_in.other_scale"),
-    ("flux", "text_encoder", "text_encode", "text_model.encoder.layers.0.self_attn.q_proj.other_scale"),
-    ("wan-single", "transformer", "denoise", "blocks.0.self_attn.q.other_scale"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "part", "stage", "key"),
+    [
+        ("wan", "transformer", "denoise", "blocks.0.attn1.to_q.other_scale"),
+        ("wan", "transformer", "denoise", "blocks.2.attn1.to_q.weight"),
+        ("wan", "text_encoder", "text_encode", "encoder.block.0.layer.0.SelfAttention.q.other_scale"),
+        ("wan", "vae", "vae_decode", "decoder.conv_in.other_scale"),
+        ("flux", "text_encoder", "text_encode", "text_model.encoder.layers.0.self_attn.q_proj.other_scale"),
+        ("wan-single", "transformer", "denoise", "blocks.0.self_attn.q.other_scale"),
+    ],
+)
 def test_a_tensor_without_a_place_is_named(model: str, part: str, stage: str, key: str, copied: Copied) -> None:
     folder = changed(copied(model), part, added(key))
     own = key.removeprefix("text_model.")
@@ -112,13 +115,27 @@ def test_a_language_model_with_a_tensor_more_is_refused(tmp_path: Path) -> None:
         load(folder, "prefill")
 
 
-@pytest.mark.parametrize(("name", "dtype", "is_refused"), [
-    ("a.weight", "I8", True), ("a.weight", "U8", True), ("a.weight", "I32", True), ("a.weight", "F4", True),
-    ("a.weight.quant_state.bitsandbytes__nf4", "U8", True), ("a.weight.absmax", "F32", True), ("a.SCB", "F32", True),
-    ("a.weight_scale", "F32", True), ("scaled_fp8", "F32", True), ("a.weight_scale_inv", "BF16", True),
-    ("a.weight", "F32", False), ("a.scale", "F32", False), ("a.position_ids", "I64", False),
-    ("a.num_batches_tracked", "I64", False), ("h.0.attn.bias", "U8", False), ("a.norm.scale", "BF16", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "dtype", "is_refused"),
+    [
+        ("a.weight", "I8", True),
+        ("a.weight", "U8", True),
+        ("a.weight", "I32", True),
+        ("a.weight", "F4", True),
+        ("a.weight.quant_state.bitsandbytes__nf4", "U8", True),
+        ("a.weight.absmax", "F32", True),
+        ("a.SCB", "F32", True),
+        ("a.weight_scale", "F32", True),
+        ("scaled_fp8", "F32", True),
+        ("a.weight_scale_inv", "BF16", True),
+        ("a.weight", "F32", False),
+        ("a.scale", "F32", False),
+        ("a.position_ids", "I64", False),
+        ("a.num_batches_tracked", "I64", False),
+        ("h.0.attn.bias", "U8", False),
+        ("a.norm.scale", "BF16", False),
+    ],
+)
 def test_what_is_known_of_codes_by_names_and_types(name: str, dtype: str, is_refused: bool) -> None:
     assert bool(codes({name: (dtype, 1)})) == is_refused
 
@@ -130,19 +147,33 @@ def test_weights_of_torchao_are_codes_that_are_served(undivided: c.Undivided) ->
 
 
 @pytest.mark.row("K3")
-@pytest.mark.parametrize(("name", "may_be_there"), [
-    ("caption_projection.y_embedding", True),  # PixArt-alpha's own folders
-    ("pos_embed", True), ("y_embedder.y_embedding", True),  # Sana
-    ("model.diffusion_model.norm_final.weight", True),  # Lumina, as ComfyUI has it
-    ("model.diffusion_model.time_embed.cond_proj.weight", True),  # merges with LCM
-    ("loss.logvar", True), ("first_stage_model.loss.discriminator.main.0.weight", True), ("model_ema.decay", True),
-    ("net.accum_video_sample_counter", True), ("net.pos_embedder.seq", True), ("repa_projectors.0.weight", True),
-    ("model.layers.0.self_attn.rotary_emb.inv_freq", True), ("rotary_emb.cos_cached", True),
-    ("vision_model.embeddings.position_ids", True), ("bn.num_batches_tracked", True),
-    ("blocks.2.attn1.to_q.weight", False), ("blocks.0.attn1.to_q.other_scale", False), ("pos_embed.proj.weight", False),
-    ("blocks.0.loss_scale", False), ("y_embedder.y_proj.fc1.weight", False), ("norm_final.bias", False),
-    ("__index_timestep_zero__", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "may_be_there"),
+    [
+        ("caption_projection.y_embedding", True),  # PixArt-alpha's own folders
+        ("pos_embed", True),
+        ("y_embedder.y_embedding", True),  # Sana
+        ("model.diffusion_model.norm_final.weight", True),  # Lumina, as ComfyUI has it
+        ("model.diffusion_model.time_embed.cond_proj.weight", True),  # merges with LCM
+        ("loss.logvar", True),
+        ("first_stage_model.loss.discriminator.main.0.weight", True),
+        ("model_ema.decay", True),
+        ("net.accum_video_sample_counter", True),
+        ("net.pos_embedder.seq", True),
+        ("repa_projectors.0.weight", True),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", True),
+        ("rotary_emb.cos_cached", True),
+        ("vision_model.embeddings.position_ids", True),
+        ("bn.num_batches_tracked", True),
+        ("blocks.2.attn1.to_q.weight", False),
+        ("blocks.0.attn1.to_q.other_scale", False),
+        ("pos_embed.proj.weight", False),
+        ("blocks.0.loss_scale", False),
+        ("y_embedder.y_proj.fc1.weight", False),
+        ("norm_final.bias", False),
+        ("__index_timestep_zero__", False),
+    ],
+)
 def test_names_in_published_files_that_nothing_computes_with(name: str, may_be_there: bool) -> None:
     assert unplaced(SimpleNamespace(config=SimpleNamespace()), [name]) == ([] if may_be_there else [name])
 
@@ -166,21 +197,43 @@ def as_they_are(file: Path, tensors: dict[str, str]) -> None:
 
 
 @pytest.mark.row("K3")
-@pytest.mark.parametrize(("component", "tensors", "own"), [
-    ("transformer", {"model.diffusion_model.a.weight": "F16", "text_encoders.t5xxl.transformer.b.weight": "F8_E4M3",
-                     "text_encoders.t5xxl.transformer.scaled_fp8": "F8_E4M3"}, {"model.diffusion_model.a.weight"}),
-    ("transformer", {"model.diffusion_model.a.weight": "BF16", "text_encoders.gemma2_2b.spiece_model": "U8"},
-     {"model.diffusion_model.a.weight"}),
-    ("unet", {"model.diffusion_model.a.weight": "F32", "model_ema.num_updates": "I32", "betas": "F32"},
-     {"model.diffusion_model.a.weight"}),
-    ("vae", {"model.diffusion_model.a.weight": "F8_E4M3", "first_stage_model.b.weight": "F16"},
-     {"first_stage_model.b.weight"}),
-    ("vae", {"decoder.b.weight": "F32", "model_ema.num_updates": "I32", "model_ema.decay": "F32"},
-     {"decoder.b.weight"}),
-    ("transformer", {"model.diffusion_model.a.weight": "F8_E4M3", "vae.b.weight": "BF16"}, None),
-    ("transformer", {"a.weight": "F8_E4M3"}, None),
-    ("vae", {"first_stage_model.b.weight": "I32", "model.diffusion_model.a.weight": "F16"}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("component", "tensors", "own"),
+    [
+        (
+            "transformer",
+            {
+                "model.diffusion_model.a.weight": "F16",
+                "text_encoders.t5xxl.transformer.b.weight": "F8_E4M3",
+                "text_encoders.t5xxl.transformer.scaled_fp8": "F8_E4M3",
+            },
+            {"model.diffusion_model.a.weight"},
+        ),
+        (
+            "transformer",
+            {"model.diffusion_model.a.weight": "BF16", "text_encoders.gemma2_2b.spiece_model": "U8"},
+            {"model.diffusion_model.a.weight"},
+        ),
+        (
+            "unet",
+            {"model.diffusion_model.a.weight": "F32", "model_ema.num_updates": "I32", "betas": "F32"},
+            {"model.diffusion_model.a.weight"},
+        ),
+        (
+            "vae",
+            {"model.diffusion_model.a.weight": "F8_E4M3", "first_stage_model.b.weight": "F16"},
+            {"first_stage_model.b.weight"},
+        ),
+        (
+            "vae",
+            {"decoder.b.weight": "F32", "model_ema.num_updates": "I32", "model_ema.decay": "F32"},
+            {"decoder.b.weight"},
+        ),
+        ("transformer", {"model.diffusion_model.a.weight": "F8_E4M3", "vae.b.weight": "BF16"}, None),
+        ("transformer", {"a.weight": "F8_E4M3"}, None),
+        ("vae", {"first_stage_model.b.weight": "I32", "model.diffusion_model.a.weight": "F16"}, None),
+    ],
+)
 def test_what_a_file_of_all_parts_has_of_others_may_be_quantized(
     component: str, tensors: dict[str, str], own: set[str] | None, tmp_path: Path
 ) -> None:

@@ -140,10 +140,16 @@ def hello(status: WorkerStatus) -> Register:
 
 
 UNCOUNTABLE: list[tuple[str, float]] = [
-    ("arena_fragmentation", math.nan), ("arena_fragmentation", math.inf), ("arena_fragmentation", -0.1),
-    ("utilization", 7.0), ("arena_used", -1), ("arena_used", math.nan), ("arena_used", 2**63),
-    ("arena_high_water", -1), ("load_s", -math.inf),
-]  # fmt: skip
+    ("arena_fragmentation", math.nan),
+    ("arena_fragmentation", math.inf),
+    ("arena_fragmentation", -0.1),
+    ("utilization", 7.0),
+    ("arena_used", -1),
+    ("arena_used", math.nan),
+    ("arena_used", 2**63),
+    ("arena_high_water", -1),
+    ("load_s", -math.inf),
+]
 STATUSES = [(name, number, WorkerStatus(**{name: number})) for name, number in UNCOUNTABLE]  # type: ignore[arg-type]
 BEAT = body(b"\x82\xa4type\xa4Beat")
 BAD = {

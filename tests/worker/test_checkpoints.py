@@ -41,10 +41,16 @@ from unfuse.worker.step_loop import StepLoop
 from unfuse.worker.worker import Worker
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("10", (10, 0.0, False)), ("30s", (0, 30.0, False)), ("0.5s", (0, 0.5, False)), ("auto", (0, 0.0, True)),
-    ("none", (0, 0.0, False)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("10", (10, 0.0, False)),
+        ("30s", (0, 30.0, False)),
+        ("0.5s", (0, 0.5, False)),
+        ("auto", (0, 0.0, True)),
+        ("none", (0, 0.0, False)),
+    ],
+)
 def test_a_policy_is_spoken(text: str, expected: tuple[int, float, bool]) -> None:
     policy = CheckpointPolicy.parse(text)
     assert (policy.steps, policy.seconds, policy.auto) == expected

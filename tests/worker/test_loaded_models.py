@@ -267,8 +267,9 @@ def test_everything_is_loaded_unless_it_is_said_or_there_is_one_set() -> None:
 
 def test_a_set_is_a_model_with_the_stages_of_its_roles() -> None:
     assert sets("all", "1") == {
-        CARD.name: frozenset({ENCODE, DENOISE, DECODE}), OTHER.name: frozenset(OTHER.pools().values())
-    }  # fmt: skip
+        CARD.name: frozenset({ENCODE, DENOISE, DECODE}),
+        OTHER.name: frozenset(OTHER.pools().values()),
+    }
     assert sets("denoiser", "1")[CARD.name] == {DENOISE}
 
 
@@ -470,15 +471,18 @@ def test_what_was_kept_and_is_damaged_comes_again(places: tuple[Path, Path, Path
     assert (places[2] / f"{ID}.safetensors").read_bytes() == DATA
 
 
-@pytest.mark.parametrize(("change", "error", "says"), [
-    (lambda lent: AdapterBytes(lent.size, bytes(len(lent.data))), PermanentError, "does not match its checksum"),
-    (lambda lent: AdapterBytes(lent.size - 1, lent.data), TransientError, "was changed while"),
-    (lambda lent: AdapterBytes(lent.size, b""), TransientError, "was changed while"),
-    (lambda lent: AdapterBytes(5 << 30, lent.data), PermanentError, "adapters may have 1 to"),
-    (lambda _: AdapterBytes(0, b""), PermanentError, "adapters may have 1 to"),
-    (lambda _: Rejected("no lora 'ink' is there"), NotFound, "no lora 'ink' is there"),
-    (lambda _: UnknownWorker(), NotFound, "cannot be fetched"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (lambda lent: AdapterBytes(lent.size, bytes(len(lent.data))), PermanentError, "does not match its checksum"),
+        (lambda lent: AdapterBytes(lent.size - 1, lent.data), TransientError, "was changed while"),
+        (lambda lent: AdapterBytes(lent.size, b""), TransientError, "was changed while"),
+        (lambda lent: AdapterBytes(5 << 30, lent.data), PermanentError, "adapters may have 1 to"),
+        (lambda _: AdapterBytes(0, b""), PermanentError, "adapters may have 1 to"),
+        (lambda _: Rejected("no lora 'ink' is there"), NotFound, "no lora 'ink' is there"),
+        (lambda _: UnknownWorker(), NotFound, "cannot be fetched"),
+    ],
+)
 def test_what_cannot_be_it_is_not_kept(
     change: Change, error: type[UnfuseError], says: str, places: tuple[Path, Path, Path]
 ) -> None:

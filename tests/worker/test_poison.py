@@ -88,9 +88,15 @@ async def computing(folder: Path, stall_s: float = 600.0, processes: int = 1) ->
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
         options = ComputeOptions(threads=1)
         load = LoadModels(
-            (("outside", str(folder), "auto"),), StageSelector(), options, "w", "n", store.address, store.write_token,
+            (("outside", str(folder), "auto"),),
+            StageSelector(),
+            options,
+            "w",
+            "n",
+            store.address,
+            store.write_token,
             StorageLocations(f"disk:{folder}/results"),
-        )  # fmt: skip
+        )
         executor = Executor([load] * processes, lambda message: compute.hear(message), stall_s, MEMORY_LIMIT)
         compute = Compute(executor, store, folder)
         assert (await executor.start()).device == "cpu"

@@ -107,9 +107,16 @@ class Group:
 
         sure = InvarianceResults(folder / f"{rank.rank}.json", chance=lambda: 1.0) if exact else None
         loop = StepLoop(
-            {"count": stage}, self.bench.store, self.bench.results, self.inboxes[rank.rank], send, 4, exactness=sure,
-            ranks=Ranks(rank, send), overlapped=self.overlapped,
-        )  # fmt: skip
+            {"count": stage},
+            self.bench.store,
+            self.bench.results,
+            self.inboxes[rank.rank],
+            send,
+            4,
+            exactness=sure,
+            ranks=Ranks(rank, send),
+            overlapped=self.overlapped,
+        )
         loop._batches.sizes = Large(4)
         return loop
 
@@ -333,10 +340,15 @@ def test_all_ranks_come_to_the_same_verdict_and_none_begins_what_another_cannot(
             assert isinstance(found, TaskFailed) or not any(isinstance(one, TaskFailed) for one in own)
 
 
-@pytest.mark.parametrize(("outcome", "pools"), [
-    ({"torch": "3", "device": "cpu"}, ["denoise:a"]), ({"torch": "2", "device": "cuda"}, ["denoise:a"]),
-    ({"torch": "2", "device": "cpu"}, ["denoise:b"]),
-], ids=["version", "device", "weights"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("outcome", "pools"),
+    [
+        ({"torch": "3", "device": "cpu"}, ["denoise:a"]),
+        ({"torch": "2", "device": "cuda"}, ["denoise:a"]),
+        ({"torch": "2", "device": "cpu"}, ["denoise:b"]),
+    ],
+    ids=["version", "device", "weights"],
+)
 def test_ranks_that_would_make_other_bytes_do_not_begin(outcome: dict[str, str], pools: list[str]) -> None:
     class Others:
         def exchange(self, own: bytes) -> list[bytes]:

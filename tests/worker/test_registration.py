@@ -65,12 +65,18 @@ DENOISES = tuple(
 )
 
 
-@pytest.mark.parametrize(("device", "gpus", "chosen"), [
-    ("auto", 4, ("auto", "denoiser=ulysses:4")), ("auto", 1, ("auto", "")), ("auto", 0, ("auto", "")),
-    ("auto", 3, ("auto", "denoiser=ulysses:2")), ("cpu", 8, ("cpu", "")),
-    ("cuda:4+cuda:5+cuda:6", 8, ("cuda:4+cuda:5", "denoiser=ulysses:2")),
-    ("cpu+cpu", 0, ("cpu+cpu", "denoiser=ulysses:2")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "gpus", "chosen"),
+    [
+        ("auto", 4, ("auto", "denoiser=ulysses:4")),
+        ("auto", 1, ("auto", "")),
+        ("auto", 0, ("auto", "")),
+        ("auto", 3, ("auto", "denoiser=ulysses:2")),
+        ("cpu", 8, ("cpu", "")),
+        ("cuda:4+cuda:5+cuda:6", 8, ("cuda:4+cuda:5", "denoiser=ulysses:2")),
+        ("cpu+cpu", 0, ("cpu+cpu", "denoiser=ulysses:2")),
+    ],
+)
 def test_a_worker_chooses_ranks_by_the_devices_it_has(device: str, gpus: int, chosen: tuple[str, str]) -> None:
     """Those that are named, else all GPUs; devices beyond the ranks are left alone, and the log says so."""
     with capture_logs() as logs:

@@ -177,9 +177,17 @@ class Bench:
         self.input = self.store.put({"x": np.zeros(3, "float32")}, request=new_request_id(), stage="before", attempt=1)
 
     def run(
-        self, pool: str = "count", *refs: ObjectRef, steps: int = 3, tag: int = 0, priority: int = 0,
-        prefixes: tuple[str, ...] = (), extends: str = "", derived: DerivedFacts = NOTHING_DERIVED, **more: Value,
-    ) -> Lease:  # fmt: skip
+        self,
+        pool: str = "count",
+        *refs: ObjectRef,
+        steps: int = 3,
+        tag: int = 0,
+        priority: int = 0,
+        prefixes: tuple[str, ...] = (),
+        extends: str = "",
+        derived: DerivedFacts = NOTHING_DERIVED,
+        **more: Value,
+    ) -> Lease:
         own: Params = {"steps": steps, "tag": tag, **more}
         task = task_of(
             new_request_id(),

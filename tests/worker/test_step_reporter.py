@@ -151,10 +151,13 @@ def end_of(sent: Sequence[FromCompute], claim: object) -> str:
 TEXTS = st.fixed_dictionaries(
     {"tag": st.integers(0, 50), "steps": st.integers(1, 12)},
     optional={
-        "stop": st.integers(0, 22), "end": st.integers(1, 17), "priority": st.integers(0, 1),
-        "no_draw": st.integers(1, 12), "no_tell": st.integers(0, 12),
+        "stop": st.integers(0, 22),
+        "end": st.integers(1, 17),
+        "priority": st.integers(0, 1),
+        "no_draw": st.integers(1, 12),
+        "no_tell": st.integers(0, 12),
     },
-)  # fmt: skip
+)
 ARRIVALS = st.lists(st.tuples(st.integers(0, 12), TEXTS, st.none() | st.integers(0, 20)), min_size=1, max_size=6)
 
 

@@ -144,9 +144,13 @@ class Outside(Family):
     def model_spec(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         weights = weights_ids(ModelFolder(folder), PIPELINE, "outside")
         defaults = {
-            "width": 64, "height": 64, "num_frames": 1, "num_inference_steps": 3, "guidance_scale": 1.0,
+            "width": 64,
+            "height": 64,
+            "num_frames": 1,
+            "num_inference_steps": 3,
+            "guidance_scale": 1.0,
             "output_format": "png",
-        }  # fmt: skip
+        }
         dtypes = dict.fromkeys(weights, "float32")
         return ModelSpec(name, str(folder), "outside", PIPELINE, asdict(MediaLimits()), defaults, weights, dtypes)
 
