@@ -28,7 +28,7 @@ from unfuse.core.request import Timings
 from unfuse.core.task import Lease, OutputDeltas
 from unfuse.queues.base import QueueBackend, QueueLimits
 from unfuse.scheduler import lifecycle
-from unfuse.testing.queue_samples import wanted
+from unfuse.testing.queue_samples import lease_request
 
 TASKS, PIECES = 16, 3
 PIECE = b"\x92\xcd\x12\x34\xa6 token"
@@ -51,7 +51,7 @@ async def commits(queue: QueueBackend) -> list[Callable[[], Awaitable[object]]]:
     """Commits that are ready to be made, each of another request."""
     await rate(partial(submit, queue), 1, CALLS)
     ready: list[Callable[[], Awaitable[object]]] = []
-    for lease in await queue.lease("w", wanted(POOLS["a"], slots=CALLS), 3600.0):
+    for lease in await queue.lease("w", lease_request(POOLS["a"], slots=CALLS), 3600.0):
         task = lease.task
         ref = ObjectRef("o", "w", "n", task.request, task.stage, task.attempt, 1, 0, (), (), b"key", 0.0)
         record = await queue.load(task.request)
@@ -70,7 +70,7 @@ async def measured(url: str, rounds: int) -> dict[str, object]:
     for _ in range(TASKS):
         change = admitted()
         await queue.submit(change.context, change.push, change.events, QueueLimits(10**6, 10**6))
-    leases, said = await queue.lease("w", wanted(POOLS["a"], slots=TASKS), 3600.0), [0]
+    leases, said = await queue.lease("w", lease_request(POOLS["a"], slots=TASKS), 3600.0), [0]
     calls, committed, reads = list[float](), list[float](), list[float]()
     for _ in range(rounds):
         ready = await commits(queue)

@@ -26,7 +26,7 @@ from unfuse.core.plan import compile_plan
 from unfuse.core.request import Change, GenerationRequest, Timings, new_request_id
 from unfuse.queues.base import QueueBackend, QueueLimits
 from unfuse.scheduler import lifecycle
-from unfuse.testing.queue_samples import request_context, wanted
+from unfuse.testing.queue_samples import lease_request, request_context
 
 LIMITS = QueueLimits(10**7, 10**7)
 COUNT = 400
@@ -45,7 +45,7 @@ async def submit(queue: QueueBackend) -> None:
 
 
 async def complete(queue: QueueBackend) -> None:
-    (lease,) = await queue.lease("w", wanted(POOLS["a"]), 60.0)
+    (lease,) = await queue.lease("w", lease_request(POOLS["a"]), 60.0)
     task = lease.task
     ref = ObjectRef("o", "w", "n", task.request, task.stage, task.attempt, 1, 0, (), (), b"key", 0.0)
     record = await queue.load(task.request)
@@ -100,7 +100,7 @@ async def main(queued: int) -> None:
         times = []
         for _ in range(LEASES):
             begun = time.perf_counter()
-            await queue.lease("w", wanted(POOLS["a"]), 60.0)
+            await queue.lease("w", lease_request(POOLS["a"]), 60.0)
             times.append(time.perf_counter() - begun)
             await asyncio.sleep(0)
         rows["lease_s"] = spread(times)

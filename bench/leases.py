@@ -27,7 +27,7 @@ from bench.servers import redis_server
 from unfuse import queues
 from unfuse.queues.base import QueueBackend
 from unfuse.scheduler import lifecycle
-from unfuse.testing.queue_samples import wanted
+from unfuse.testing.queue_samples import lease_request
 
 DEPTHS = (1_000, 10_000, 100_000)
 DEEP = (*DEPTHS, 1_000_000)
@@ -54,7 +54,7 @@ async def leases(queue: QueueBackend, slots: int, times: int) -> list[float]:
 
     What was leased is replaced by new requests, so that the queue stays as deep, and its first tasks old.
     """
-    takes = wanted(POOLS["a"], slots=slots, room=1 << 40, preferred_node="node", affinity="some")
+    takes = lease_request(POOLS["a"], slots=slots, arena_bytes=1 << 40, preferred_node="node", affinity="some")
     seconds = []
     for _ in range(times):
         began = time.perf_counter()

@@ -19,7 +19,7 @@ from bench.servers import redis_server
 from unfuse import queues
 from unfuse.core.request import Event
 from unfuse.queues.base import QueueBackend, QueueLimits, RequestFilter
-from unfuse.testing.queue_samples import count_waiting, planned, request, task
+from unfuse.testing.queue_samples import count_waiting, plan_with_costs, request, task
 
 ACTIVE, TIMES = 256, 200
 POOLS = ("encode", "denoise", "vae_decode")
@@ -59,7 +59,7 @@ async def measure(url: str, active: int, times: int) -> dict[str, float]:
     """Medians in milliseconds, and ratios, of one queue."""
     queue = queues.open(url)
     names = [f"{number:06}" for number in range(active)]
-    plan = planned(a=0.1, b=2.0, c=0.3)
+    plan = plan_with_costs(a=0.1, b=2.0, c=0.3)
     for name in names:
         pool = POOLS[int(name) % 3]
         await queue.submit(request(name, plan=plan), [task(name, pool=pool)], [Event("queued")], MANY)

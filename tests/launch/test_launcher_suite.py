@@ -15,7 +15,7 @@ import pytest
 from unfuse.launch.base import LineSink, WorkerSpec
 from unfuse.launch.local import LocalLauncher
 from unfuse.testing import check_launcher
-from unfuse.testing.launcher_suite import WITHIN_S, meeting, until
+from unfuse.testing.launcher_suite import WITHIN_S, wait_until, worker_registry
 
 
 async def test_local_workers_are_what_the_port_says() -> None:
@@ -83,8 +83,8 @@ asyncio.run(main())
 
 
 async def test_no_worker_outlives_its_starter_that_is_killed() -> None:
-    async with meeting() as place:
+    async with worker_registry() as place:
         with subprocess.Popen([sys.executable, "-c", STARTER, msgspec.json.encode(place.spec())]) as starter:
-            await until(partial(place.came, 1), "no worker came", WITHIN_S)
+            await wait_until(partial(place.wait_for_workers, 1), "no worker came", WITHIN_S)
             starter.kill()
-        await until(lambda: not place.living, "the worker lives on", WITHIN_S)
+        await wait_until(lambda: not place.living_workers, "the worker lives on", WITHIN_S)

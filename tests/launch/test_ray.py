@@ -22,7 +22,7 @@ from tools.server import Server, all_gone, family_of, own_run_folder, serving, u
 from tools.snippets import ROOT, blocks, commands
 from unfuse.client import connect
 from unfuse.launch.ray import LOST
-from unfuse.testing.launcher_suite import WITHIN_S, meeting, until as until_so
+from unfuse.testing.launcher_suite import WITHIN_S, wait_until as until_so, worker_registry
 
 PAGE = ROOT / "docs" / "howto" / "ray.md"
 
@@ -91,12 +91,12 @@ def test_a_ray_of_our_own_is_reached_by_this_machine_alone(variables: dict[str, 
 async def test_neither_a_worker_nor_a_ray_of_our_own_outlives_its_starter_that_is_killed(
     variables: dict[str, str],
 ) -> None:
-    async with meeting() as place:
+    async with worker_registry() as place:
         with subprocess.Popen([sys.executable, "-c", STARTER, msgspec.json.encode(place.spec())]) as starter:
-            await until_so(partial(place.came, 1), "no worker came", WITHIN_S)
+            await until_so(partial(place.wait_for_workers, 1), "no worker came", WITHIN_S)
             everyone = family_of(starter.pid)
             starter.kill()
-        await until_so(lambda: not place.living, "the worker lives on", WITHIN_S)
+        await until_so(lambda: not place.living_workers, "the worker lives on", WITHIN_S)
         await until_so(lambda: all_gone(everyone), "Ray lives on", WITHIN_S)
 
 

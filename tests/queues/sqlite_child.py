@@ -19,7 +19,7 @@ from unfuse.core.task import Lease
 from unfuse.queues.base import QueueLimits
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.scheduler import lifecycle
-from unfuse.testing.queue_samples import append, wanted
+from unfuse.testing.queue_samples import append, lease_request
 
 PIPELINE = Pipeline(
     (
@@ -42,7 +42,7 @@ async def caller(queue: SqliteQueue, chance: random.Random) -> None:
         if chance.random() < 0.3:
             admitted = lifecycle.admit(request_for(PIPELINE, chance.randint(1, 3)), 1.0)
             say(await queue.submit(admitted.context, admitted.push, admitted.events, QueueLimits(10**6, 10**6)))
-        for lease in await queue.lease("w", wanted(*POOLS, slots=chance.randint(1, 3)), 60.0):
+        for lease in await queue.lease("w", lease_request(*POOLS, slots=chance.randint(1, 3)), 60.0):
             with suppress(Conflict, LeaseLost):
                 await transition(queue, chance, lease)
         await asyncio.sleep(0)

@@ -13,7 +13,7 @@ from unfuse import queues
 from unfuse.core.errors import ConfigError, TransientError
 from unfuse.queues.base import QueueBackend, RequestFilter
 from unfuse.stores.redis import RedisBlobs
-from unfuse.testing.queue_samples import TTL, drained, leased, started, submitted, wanted, worker
+from unfuse.testing.queue_samples import TTL, lease_all, lease_next, lease_request, start_task, submit, worker_info
 
 OUTSIDE = {"evalsha", "script|load", "subscribe", "unsubscribe", "ping", "wait"}
 """What is sent by the queue itself, not by its script."""
@@ -86,7 +86,7 @@ async def test_what_is_not_allowed_is_said(server: Server) -> None:
     queue = queues.open(mine)
     await queue.check_address()
     with pytest.raises(TransientError, match="can't run this command|'zadd'"):
-        await submitted(queue, "a")
+        await submit(queue, "a")
     assert server.client.acl_log()[0]["object"] == "zadd"
     await queue.close()
 
@@ -101,15 +101,15 @@ async def test_two_installations_in_one_redis_know_nothing_of_each_other(server:
         both[name] = queues.open(f"{server.as_user(name, 'SECRET').url}?prefix={name}")
         await both[name].check_address()
     blue, green = both.values()
-    waiting = await started(green.lease("w", wanted("p"), TTL, wait=60.0))
-    await blue.register(worker("w"))
-    await submitted(blue, "a", priority=7)
-    await submitted(blue, "b")
+    waiting = await start_task(green.lease("w", lease_request("p"), TTL, wait=60.0))
+    await blue.register(worker_info("w"))
+    await submit(blue, "a", priority=7)
+    await submit(blue, "b")
     assert not waiting.done()
     assert (await green.list(RequestFilter()), await green.workers(), (await green.stats(["p"])).active) == ([], [], 0)
-    await submitted(green, "a")
+    await submit(green, "a")
     assert [(lease.task.request, lease.task.priority) for lease in await waiting] == [("a", 0)]
-    assert (await leased(blue)).task.priority == 7
-    assert await drained(blue) == ["b"]
+    assert (await lease_next(blue)).task.priority == 7
+    assert await lease_all(blue) == ["b"]
     assert [record.context.id for record in await green.list(RequestFilter())] == ["a"]
     await asyncio.gather(blue.close(), green.close())

@@ -27,17 +27,17 @@ from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
     TTL,
+    advance_clock,
     append,
     change,
+    completion,
     count_waiting,
-    done,
     history,
-    leased,
-    passing,
+    lease_next,
+    lease_request,
     request,
     request_context,
     task,
-    wanted,
 )
 
 FOLLOWS = {"one": "two", "two": "three"}
@@ -60,7 +60,7 @@ class Life:
         await self.queue.submit(context, [task(name, "one")], [Event("queued")], LIMITS)
 
     async def take(self) -> None:
-        self.lease = await leased(self.queue)
+        self.lease = await lease_next(self.queue)
 
     async def report(self) -> None:
         assert self.lease
@@ -88,7 +88,7 @@ class Life:
         self.clock.advance(3)
 
     async def expire(self) -> None:
-        (late,) = await passing(self.queue, self.clock, TTL)
+        (late,) = await advance_clock(self.queue, self.clock, TTL)
         await again(self.queue, late)
 
     async def end(self, name: str, status: str) -> None:
@@ -106,10 +106,10 @@ async def complete(queue: QueueBackend, lease: Lease) -> None:
     """A stage is done, and the next one is queued; after the last the request is over."""
     record, stage = await queue.load(lease.task.request), lease.task.stage
     events = [Event("stage_completed", stage=stage)]
-    ready = done(record, lease)
+    ready = completion(record, lease)
     if stage not in FOLLOWS:
         ended = {"status": "completed", "completed_at": 1_800_000_000.0}
-        await queue.commit(done(record, lease, events=(*events, Event("completed")), **ended))
+        await queue.commit(completion(record, lease, events=(*events, Event("completed")), **ended))
         return
     stages = ready.context.stages | {FOLLOWS[stage]: StageState("queued", 1)}
     push = (task(record.context.id, FOLLOWS[stage]),)
@@ -179,9 +179,9 @@ async def seen(queue: QueueBackend, tasks: Iterable[tuple[str, str, int]]) -> ob
 async def all_goes_on(queue: QueueBackend, clock: ManualClock) -> None:
     """Whoever is there now brings what is not over to its end, each stage completed once."""
     while unfinished := await queue.list(RequestFilter(is_over=False)):
-        for lease in await queue.lease("another", wanted("p", slots=9), TTL):
+        for lease in await queue.lease("another", lease_request("p", slots=9), TTL):
             await complete(queue, lease)
-        for late in await passing(queue, clock, TTL + 1):
+        for late in await advance_clock(queue, clock, TTL + 1):
             await again(queue, late)
         assert len(await queue.list(RequestFilter(is_over=False))) <= len(unfinished)
     assert await count_waiting(queue, "p") == 0

@@ -16,14 +16,14 @@ from unfuse.queues.base import QueueBackend
 from unfuse.queues.connection import parse_address
 from unfuse.testing.queue_samples import (
     TTL,
-    done,
-    following,
-    leased,
-    raised,
-    started,
-    submitted,
+    completion,
+    expect_error,
+    lease_next,
+    lease_request,
+    next_event,
+    start_task,
+    submit,
     task,
-    wanted,
 )
 
 SENTINELS = "redis+sentinel://a,b:7000,[::1]:7001"
@@ -89,13 +89,13 @@ async def test_what_too_few_replicas_have_is_not_acknowledged(
 ) -> None:
     primary, replica = pair
     async with opened(f"{primary.url}?replicas=1") as queue, opened(f"{primary.url}?replicas=2") as wanting:
-        await submitted(queue, "a")
+        await submit(queue, "a")
         assert replica.client.exists("{unfuse}:request:a")
         monkeypatch.setattr(connection, "REPLICATED_MS", 10)
-        error = await raised(TransientError, submitted(wanting, "b"))
+        error = await expect_error(TransientError, submit(wanting, "b"))
         assert "1 replicas received the changes, but 2 are required" in str(error)
         replica.follow(None)
-        await raised(TransientError, queue.check())
+        await expect_error(TransientError, queue.check())
 
 
 class Name:
@@ -130,12 +130,12 @@ async def test_a_name_that_moves_is_followed(pair: tuple[Server, Server]) -> Non
     what that one refuses is asked again of the other."""
     primary, replica = pair
     async with named(primary) as (name, queue):
-        await submitted(queue, "a")
+        await submit(queue, "a")
         name.port = replica.port
         replica.follow(None)
         primary.follow(replica)
-        await raised(TransientError, submitted(queue, "b"))
-        await submitted(queue, "b")
+        await expect_error(TransientError, submit(queue, "b"))
+        await submit(queue, "b")
         assert replica.client.exists("{unfuse}:request:b")
 
 
@@ -147,7 +147,7 @@ async def test_who_hears_nothing_any_more_listens_to_the_next(
     primary, replica = pair
     monkeypatch.setattr(connection, "SWEEP_S", 0.05)
     async with named(primary) as (name, queue):
-        waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
+        waiting = await start_task(queue.lease("w", lease_request("p"), TTL, wait=60.0))
         while not heard(primary):
             await asyncio.sleep(0.01)
         name.port = replica.port
@@ -173,17 +173,17 @@ async def test_what_a_replica_had_not_got_is_lost_when_it_takes_over(pair: tuple
     request is not there, a stage is leased again, and what its first worker did counts where it was leased alone."""
     primary, replica = pair
     async with opened(primary.url) as old, opened(replica.url) as new, opened(f"{primary.url}?replicas=1") as careful:
-        record = await submitted(careful, "a")
+        record = await submit(careful, "a")
         replica.follow(None)
-        await submitted(old, "b")
-        first = await leased(old)
-        await raised(TransientError, submitted(careful, "c"))
-        await raised(NotFound, new.load("b"))
+        await submit(old, "b")
+        first = await lease_next(old)
+        await expect_error(TransientError, submit(careful, "c"))
+        await expect_error(NotFound, new.load("b"))
         assert (await new.load("a")).context == record.context
-        second = await leased(new)
+        second = await lease_next(new)
         assert first.task.key == second.task.key == ("a", "s")
-        await raised(LeaseLost, new.commit(done(record, first)))
-        assert (await new.commit(done(record, second))).context.stages["s"].status == "done"
+        await expect_error(LeaseLost, new.commit(completion(record, first)))
+        assert (await new.commit(completion(record, second))).context.stages["s"].status == "done"
 
 
 @pytest.fixture(scope="module")
@@ -201,14 +201,14 @@ async def test_waiters_and_watchers_go_on_at_the_new_primary(service: Service, f
     service.primary.client.flushall()
     async with opened(f"{service.url}?replicas=1") as queue:
         await queue.check_address()
-        record = await submitted(queue, "a")
-        lease = await leased(queue)
-        watching = await started(following(queue.watch("a", after=2)))
-        waiting = await started(queue.lease("w", wanted("p"), TTL, wait=300.0))
+        record = await submit(queue, "a")
+        lease = await lease_next(queue)
+        watching = await start_task(next_event(queue.watch("a", after=2)))
+        waiting = await start_task(queue.lease("w", lease_request("p"), TTL, wait=300.0))
         was = service.primary.port
         await asyncio.to_thread(service.fail_over, freeze)
         assert service.primary.port != was
-        change = done(record, lease, push=(task("a", "t"),), events=(Event("stage_completed"),))
+        change = completion(record, lease, push=(task("a", "t"),), events=(Event("stage_completed"),))
         while True:
             try:
                 await queue.commit(change)

@@ -14,7 +14,18 @@ from unfuse.core.request import Event
 from unfuse.core.task import Claim
 from unfuse.queues.base import MAX_SAFE_INTEGER, QueueBackend, RequestFilter
 from unfuse.testing import ManualClock
-from unfuse.testing.queue_samples import LIMITS, TTL, change, done, leased, raised, request, submitted, task, wanted
+from unfuse.testing.queue_samples import (
+    LIMITS,
+    TTL,
+    change,
+    completion,
+    expect_error,
+    lease_next,
+    lease_request,
+    request,
+    submit,
+    task,
+)
 
 names = st.text(max_size=40)
 whole = st.integers(-(2**63), 2**64 - 1) | st.sampled_from(
@@ -41,8 +52,8 @@ async def refuses_and_goes_on(queue: QueueBackend) -> None:
     """Numbers that are none or too large to be exact, text that is not Unicode, more than a message may hold: refused
     as a whole, and everything goes on. What is merely odd is stored.
     """
-    record = await submitted(queue, "a")
-    lease = await leased(queue)
+    record = await submit(queue, "a")
+    lease = await lease_next(queue)
     fields: list[dict[str, Any]] = [{name: 2**60} for name in ("output_size", "priority", "attempt", "not_before")]
     fields += [
         {"order": float("nan")},
@@ -53,18 +64,18 @@ async def refuses_and_goes_on(queue: QueueBackend) -> None:
     for number, wrong in enumerate(fields):
         bad = task("a", **({"stage": "t"} | wrong))
         context = request(f"b{number}", idempotency_key="k")
-        await raised(ProtocolError, queue.submit(context, [bad], [], LIMITS))
-        await raised(NotFound, queue.load(context.id))
-        await raised(ProtocolError, queue.commit(change(record, lease.claim, push=(task("a", "u"), bad))))
+        await expect_error(ProtocolError, queue.submit(context, [bad], [], LIMITS))
+        await expect_error(NotFound, queue.load(context.id))
+        await expect_error(ProtocolError, queue.commit(change(record, lease.claim, push=(task("a", "u"), bad))))
     for context in (request("c", cost=float("inf")), request("c", cost=float("nan")), request("c", version=2**60)):
-        await raised(ProtocolError, queue.submit(context, [], [], LIMITS))
+        await expect_error(ProtocolError, queue.submit(context, [], [], LIMITS))
     many = [task("c", f"s{number}", affinity="a" * 2**20) for number in range(9)]
-    await raised(ProtocolError, queue.submit(request("c"), many, [], LIMITS))
+    await expect_error(ProtocolError, queue.submit(request("c"), many, [], LIMITS))
     for event in (Event("progress", step=2**63), Event("progress", at=float("nan")), Event("failed", message="\udfff")):
-        await raised(ProtocolError, queue.progress(lease.claim, [event]))
-        await raised(ProtocolError, queue.commit(change(record, lease.claim, events=(event,))))
+        await expect_error(ProtocolError, queue.progress(lease.claim, [event]))
+        await expect_error(ProtocolError, queue.commit(change(record, lease.claim, events=(event,))))
     assert (await queue.load("a")).context == record.context
-    await queue.commit(done(record, lease, push=(task("a", "t"),)))
+    await queue.commit(completion(record, lease, push=(task("a", "t"),)))
     for name in ("", "a:1:b", "\0\r\n\t", "{x}%s%d\\", "é" * 5000, "-inf", "(1"):
         names = request(name, tenant=name, idempotency_key=name, metadata={name: name})
         sent = task(
@@ -72,9 +83,11 @@ async def refuses_and_goes_on(queue: QueueBackend) -> None:
         )
         await queue.submit(names, [sent], [Event("queued", message=name)], LIMITS)
         assert (await queue.load(name)).context == names
-        takes = wanted(name, slots=2**40, room=2**62, later={name: -(2**40)}, preferred_node=name, rank=float("nan"))
+        takes = lease_request(
+            name, slots=2**40, arena_bytes=2**62, stage_depths={name: -(2**40)}, preferred_node=name, rank=float("nan")
+        )
         assert [lease.task for lease in await queue.lease(name, takes, TTL)] == [sent]
-    assert [lease.task.stage for lease in await queue.lease("w", wanted("p", slots=9), TTL)] == ["t"]
+    assert [lease.task.stage for lease in await queue.lease("w", lease_request("p", slots=9), TTL)] == ["t"]
 
 
 async def outcome(queue: QueueBackend, sent: dict[str, Any], wish: dict[str, Any], stolen: Claim) -> list[object]:
@@ -85,7 +98,7 @@ async def outcome(queue: QueueBackend, sent: dict[str, Any], wish: dict[str, Any
     for work in (
         lambda: queue.submit(request(name), [made], [Event("queued", message=name)], LIMITS),
         lambda: queue.peek(pool),
-        lambda: queue.lease(name, wanted(pool, **wish, later={pool: 1}, keep={pool: 1}), TTL),
+        lambda: queue.lease(name, lease_request(pool, **wish, stage_depths={pool: 1}, reserves={pool: 1}), TTL),
         lambda: queue.renew([stolen], TTL),
         lambda: queue.hand_back(stolen),
         lambda: queue.list(RequestFilter(tenant=name)),
@@ -109,8 +122,8 @@ def test_anything_is_the_same_to_all_of_them(server: Server) -> None:
         for url in ("memory", f"sqlite:{folder}/queue.db", server.url):
             queue = queues.open(url, ManualClock())
             told.append(await outcome(queue, sent, wish, stolen))
-            await submitted(queue, "good", pool="good", priority=MAX_SAFE_INTEGER)
-            assert (await leased(queue, "good")).task.request == "good"
+            await submit(queue, "good", pool="good", priority=MAX_SAFE_INTEGER)
+            assert (await lease_next(queue, "good")).task.request == "good"
             await queue.close()
         assert told[0] == told[1] == told[2]
 

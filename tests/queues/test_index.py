@@ -15,7 +15,16 @@ from unfuse.queues.index import IndexEntry
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.testing import ManualClock
-from unfuse.testing.queue_samples import TTL, change, done, leased, planned, request, task, wanted
+from unfuse.testing.queue_samples import (
+    TTL,
+    change,
+    completion,
+    lease_next,
+    lease_request,
+    plan_with_costs,
+    request,
+    task,
+)
 
 LIMITS = QueueLimits(max_active=10_000, max_queue=10_000)
 ASKED = (
@@ -121,7 +130,7 @@ async def test_a_scrape_runs_as_many_commands_in_redis(redis_queue: QueueBackend
     counted = []
     for first, more in ((0, 10), (10, 100)):
         for number in range(first, first + more):
-            await redis_queue.submit(request(f"{number}", plan=planned(p=0.1)), [task(f"{number}")], [], LIMITS)
+            await redis_queue.submit(request(f"{number}", plan=plan_with_costs(p=0.1)), [task(f"{number}")], [], LIMITS)
         await redis_queue.stats([])
         counted.append(await commands())
 
@@ -132,15 +141,15 @@ async def test_each_verb_is_one_run_of_one_script(redis_queue: QueueBackend, ser
     """Also an outcome with the next lease: nothing can come between."""
     for name in "ab":
         await redis_queue.submit(request(name), [task(name)], [], LIMITS)
-    lease = await leased(redis_queue)
-    outcome = done(await redis_queue.load("a"), lease)
+    lease = await lease_next(redis_queue)
+    outcome = completion(await redis_queue.load("a"), lease)
     server.client.config_resetstat()
 
-    _, leases = await redis_queue.commit_and_lease(outcome, "w", wanted("p"), TTL)
+    _, leases = await redis_queue.commit_and_lease(outcome, "w", lease_request("p"), TTL)
 
     assert [one.task.request for one in leases] == ["b"]
     assert server.client.info("commandstats")["cmdstat_evalsha"]["calls"] == 1
-    await redis_queue.commit(done(await redis_queue.load("b"), leases[0]))
+    await redis_queue.commit(completion(await redis_queue.load("b"), leases[0]))
     assert server.client.info("commandstats")["cmdstat_evalsha"]["calls"] == 3
 
 
@@ -161,7 +170,7 @@ async def test_whether_many_are_over_is_one_run_and_reads_no_context(redis_queue
 async def test_what_is_forgotten_leaves_no_key_in_redis(redis_queue: QueueBackend, server: Server) -> None:
     """Given requests of every kind that ran, ended and were forgotten, then one key is left, of what is counted."""
     await fill(redis_queue, 20)
-    lease = await leased(redis_queue)
+    lease = await lease_next(redis_queue)
     await redis_queue.hand_back(lease.claim)
     assert len(server.client.keys()) > 60
     for record in await redis_queue.list(RequestFilter(is_over=False)):

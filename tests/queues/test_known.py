@@ -21,7 +21,7 @@ from unfuse.queues.redis import RedisQueue
 from unfuse.queues.script import CACHED_RECORD_S, MAX_CACHED_RECORDS, RecordCache
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
-from unfuse.testing.queue_samples import request, task, wanted
+from unfuse.testing.queue_samples import lease_request, request, task
 
 LEASE = Lease(task("a"), "w", b"t" * 16, 5.0)
 
@@ -100,7 +100,7 @@ async def schedulers(server: Server) -> AsyncIterator[tuple[Scheduler, Scheduler
 
 
 async def take(scheduler: Scheduler, slots: int = 1) -> list[Lease]:
-    return await scheduler.queue.lease(WORKER, wanted(ENCODE, DENOISE, DECODE, slots=slots), scheduler.lease_ttl)
+    return await scheduler.queue.lease(WORKER, lease_request(ENCODE, DENOISE, DECODE, slots=slots), scheduler.lease_ttl)
 
 
 class TestTwoSchedulersOverOneServer:

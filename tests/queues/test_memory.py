@@ -28,14 +28,14 @@ from unfuse.testing.queue_samples import (
     TTL,
     change,
     count_waiting,
-    drained,
-    handle,
-    leased,
+    lease_all,
+    lease_next,
+    lease_request,
+    object_ref,
     request,
-    started,
-    submitted,
+    start_task,
+    submit,
     task,
-    wanted,
 )
 from unfuse.testing.queue_suite import RULES, Rule, check_rule
 
@@ -89,8 +89,8 @@ class TestTheSuiteCanFail:
                     super()._put(queued)
 
         broken = await self.broken_rules(Unordered, patience=2.0)
-        assert {"a_higher_priority_goes_first", "a_lower_order_number_goes_first"} <= broken
-        assert "tasks_of_one_priority_leave_as_they_arrived" not in broken
+        assert {"a_higher_priority_is_leased_first", "a_lower_order_number_is_leased_first"} <= broken
+        assert "equal_tasks_are_leased_in_order_of_arrival" not in broken
 
     async def test_when_tokens_are_not_checked(self) -> None:
         class Trusting(Leases):
@@ -98,7 +98,7 @@ class TestTheSuiteCanFail:
                 return self.get(claim.key)
 
         broken = await self.broken_rules(leases=Trusting)
-        assert {"an_old_claim_is_worth_nothing", "progress_needs_its_lease"} <= broken
+        assert {"an_old_claim_is_refused", "progress_requires_a_lease"} <= broken
 
     async def test_when_tokens_are_checked_in_part(self) -> None:
         class Hurried(Leases):
@@ -107,20 +107,20 @@ class TestTheSuiteCanFail:
                 alike = held is not None and held.lease.token[:15] == claim.token[:15]
                 return held if alike and held and held.lease.task.attempt == claim.attempt else None
 
-        assert await self.broken_rules(leases=Hurried) == {"a_claim_counts_as_a_whole"}
+        assert await self.broken_rules(leases=Hurried) == {"a_claim_must_match_in_every_field"}
 
     @pytest.mark.parametrize(
         ("ignored", "rules"),
         [
-            ({"backpressure": {}}, {"a_pool_waits_behind_one_that_is_full"}),
+            ({"backpressure": {}}, {"a_full_pool_holds_back_its_feeders"}),
             (
                 {"stage_depth": 0},
                 {
-                    "later_pools_go_first",
-                    "a_preference_does_not_reach_over_pools",
-                    "a_pool_that_has_no_room_lets_later_ones_go_on",
-                    "a_pool_keeps_room_for_others",
-                    "every_resource_is_counted_for_itself",
+                    "later_pools_are_leased_first",
+                    "a_preference_does_not_cross_pools",
+                    "a_task_that_does_not_fit_blocks_only_earlier_pools",
+                    "a_pool_leaves_its_reserve_free",
+                    "resources_are_counted_separately",
                 },
             ),
         ],
@@ -139,7 +139,7 @@ class TestTheSuiteCanFail:
             async def lease(self, worker: str, wanted: LeaseRequest, ttl: float, wait: float = 0.0) -> list[Lease]:
                 return await super().lease(worker, msgspec.structs.replace(wanted, rank=0.0), ttl, wait)
 
-        assert await self.broken_rules(Deaf, patience=2.0) == {"who_waits_is_served_by_rank"}
+        assert await self.broken_rules(Deaf, patience=2.0) == {"waiting_callers_are_served_by_rank"}
 
     @pytest.mark.parametrize("lacks", [set(), {"slots", "kv"}], ids=["none is counted", "all count as one"])
     async def test_when_resources_are_not_told_apart(self, lacks: set[str]) -> None:
@@ -150,7 +150,7 @@ class TestTheSuiteCanFail:
             return lacks if "kv" in found else found
 
         with patch.object(PoolOffer, "missing_resources", confused):
-            assert await self.broken_rules() == {"every_resource_is_counted_for_itself"}
+            assert await self.broken_rules() == {"resources_are_counted_separately"}
 
     @pytest.mark.parametrize("swept", [-math.inf, math.inf])
     async def test_when_gaps_are_forgiven_always_or_never(self, swept: float) -> None:
@@ -159,7 +159,7 @@ class TestTheSuiteCanFail:
                 self._swept = swept
                 return super().expired(now, ttl)
 
-        assert "a_gap_in_sweeping_is_forgiven" in await self.broken_rules(leases=Blind)
+        assert "a_gap_in_sweeping_extends_leases" in await self.broken_rules(leases=Blind)
 
     async def test_when_only_the_pools_that_were_taken_from_are_told(self) -> None:
         class Absent(MemoryQueue):
@@ -169,7 +169,7 @@ class TestTheSuiteCanFail:
                 return leases
 
         broken = await self.broken_rules(Absent, patience=2.0)
-        assert broken == {"nobody_waits_beside_a_task_they_could_take"}
+        assert broken == {"no_caller_waits_while_a_task_is_available"}
 
     async def test_when_effects_come_before_checks(self) -> None:
         class Hasty(MemoryQueue):
@@ -178,7 +178,7 @@ class TestTheSuiteCanFail:
                     self._remove_task(self._requests[id], stage)
                 return super()._commit(change)
 
-        assert await self.broken_rules(Hasty) == {"a_commit_that_raises_has_no_effect"}
+        assert await self.broken_rules(Hasty) == {"a_refused_commit_has_no_effect"}
 
     async def test_when_nobody_is_woken(self) -> None:
         class Sleepy(MemoryQueue):
@@ -186,14 +186,18 @@ class TestTheSuiteCanFail:
                 pass
 
         broken = await self.broken_rules(Sleepy, patience=0.5)
-        assert broken >= {"a_push_wakes_who_waits", "time_and_hand_backs_wake_too", "each_push_finds_its_waiter"}
+        assert broken >= {
+            "a_push_wakes_a_waiting_caller",
+            "delays_and_returned_tasks_wake_callers",
+            "each_push_wakes_one_caller",
+        }
 
     async def test_when_a_cancelled_waiter_keeps_the_wake_up(self) -> None:
         class Claiming(MemoryQueue):
             async def lease(self, *args: object, **kwargs: object) -> list[Lease]:
                 return await asyncio.shield(super().lease(*args, **kwargs))  # type: ignore[arg-type]
 
-        assert await self.broken_rules(Claiming, patience=2.0) == {"a_cancelled_waiter_has_claimed_nothing"}
+        assert await self.broken_rules(Claiming, patience=2.0) == {"a_cancelled_caller_leases_nothing"}
 
     async def test_when_leases_end_by_themselves(self) -> None:
         class Impatient(Leases):
@@ -203,7 +207,7 @@ class TestTheSuiteCanFail:
                     self.end(lease.claim.key)
                 return late
 
-        assert "a_lease_is_held_until_it_is_closed" in await self.broken_rules(leases=Impatient)
+        assert "an_expired_lease_lasts_until_a_commit" in await self.broken_rules(leases=Impatient)
 
     async def test_when_the_log_has_no_bound(self) -> None:
         with patch("unfuse.queues.index.MAX_EVENTS", 10_000):
@@ -228,7 +232,7 @@ def test_what_is_cached_is_what_was_used_last_and_has_room(history: list[tuple[s
                 await queue.find_encoding([key])
                 kept.move_to_end(key) if key in kept else None
             else:
-                await queue.put_encoding(key, handle(key, nbytes), 100)
+                await queue.put_encoding(key, object_ref(key, nbytes), 100)
                 kept.pop(key, None)
                 kept[key] = nbytes
                 while sum(kept.values()) > 100:
@@ -246,7 +250,7 @@ async def test_a_long_line_keeps_its_order(queue: MemoryQueue) -> None:
         await queue.submit(request(f"{number:05}"), [task(f"{number:05}", order=float(number))], [], limits)
     assert (await queue.load("10000")).position == 10_000
     await queue.commit(change(await queue.load("00001"), status="cancelled"))
-    assert [lease.task.request for lease in await queue.lease("w", wanted("p", slots=3), TTL)] == [
+    assert [lease.task.request for lease in await queue.lease("w", lease_request("p", slots=3), TTL)] == [
         "00000",
         "00002",
         "00003",
@@ -258,40 +262,40 @@ async def test_a_long_line_keeps_its_order(queue: MemoryQueue) -> None:
 async def test_with_the_systems_clock_the_loop_rings_the_alarms() -> None:
     """Given no manual clock, when a task's time comes or a wait ends, then the waiting caller is woken."""
     queue = MemoryQueue(SystemClock())
-    await submitted(queue, "a", not_before=await queue.now() + 0.05)
-    (lease,) = await queue.lease("w", wanted("p"), TTL, wait=30.0)
+    await submit(queue, "a", not_before=await queue.now() + 0.05)
+    (lease,) = await queue.lease("w", lease_request("p"), TTL, wait=30.0)
     assert lease.task.request == "a"
-    assert await queue.lease("w", wanted("p"), TTL, wait=0.01) == []
-    await submitted(queue, "b", not_before=await queue.now() + 1000)
+    assert await queue.lease("w", lease_request("p"), TTL, wait=0.01) == []
+    await submit(queue, "b", not_before=await queue.now() + 1000)
     await queue.close()
 
 
 async def test_a_closed_queue_hands_out_nothing(queue: MemoryQueue) -> None:
     await queue.close()
-    assert await queue.lease("w", wanted("p"), TTL, wait=60.0) == []
+    assert await queue.lease("w", lease_request("p"), TTL, wait=60.0) == []
 
 
 async def test_who_asks_for_no_slot_gets_nothing_and_wakes_nobody(queue: MemoryQueue) -> None:
-    assert await queue.lease("w", wanted("p", slots=0), TTL, wait=60.0) == []
-    await submitted(queue, "a")
-    assert await queue.lease("w", wanted("p", slots=0), TTL, wait=60.0) == []
-    assert await drained(queue) == ["a"]
+    assert await queue.lease("w", lease_request("p", slots=0), TTL, wait=60.0) == []
+    await submit(queue, "a")
+    assert await queue.lease("w", lease_request("p", slots=0), TTL, wait=60.0) == []
+    assert await lease_all(queue) == ["a"]
 
 
 async def test_a_waiter_of_two_pools_is_blocked_by_the_first_in_order(queue: MemoryQueue) -> None:
     """Given a large urgent task in one pool, then a small one of the other pool waits until it is gone."""
-    await submitted(queue, "large", pool="p", output_size=100, priority=1)
-    await submitted(queue, "small", pool="q", output_size=1)
-    waiting = await started(queue.lease("w", wanted("p", "q", room=10), TTL, wait=60.0))
+    await submit(queue, "large", pool="p", output_size=100, priority=1)
+    await submit(queue, "small", pool="q", output_size=1)
+    waiting = await start_task(queue.lease("w", lease_request("p", "q", arena_bytes=10), TTL, wait=60.0))
     assert not waiting.done()
     await queue.commit(change(await queue.load("large"), status="cancelled"))
     assert [lease.task.request for lease in await waiting] == ["small"]
 
 
 async def test_waiters_leave_nothing_behind(queue: MemoryQueue, clock: ManualClock) -> None:
-    waiting = [await started(queue.lease("w", wanted("p"), TTL, wait=60.0)) for _ in range(3)]
+    waiting = [await start_task(queue.lease("w", lease_request("p"), TTL, wait=60.0)) for _ in range(3)]
     waiting[0].cancel()
-    await submitted(queue, "a")
+    await submit(queue, "a")
     clock.advance(60)
     await asyncio.wait(waiting)
     assert sorted(len(one.result()) for one in waiting[1:]) == [0, 1]
@@ -300,7 +304,7 @@ async def test_waiters_leave_nothing_behind(queue: MemoryQueue, clock: ManualClo
 
 async def test_a_forgotten_request_ends_its_streams(queue: MemoryQueue) -> None:
     """Given a request that was over without a terminal event, then its stream still ends."""
-    record = await submitted(queue, "a")
+    record = await submit(queue, "a")
     stream = queue.watch("a")
     await anext(stream)
     await queue.commit(change(record, status="cancelled", completed_at=1.0))
@@ -309,12 +313,12 @@ async def test_a_forgotten_request_ends_its_streams(queue: MemoryQueue) -> None:
 
 
 async def test_a_follower_that_leaves_does_no_harm(queue: MemoryQueue) -> None:
-    await submitted(queue, "a")
+    await submit(queue, "a")
     streams = [queue.watch("a", after=1) for _ in range(2)]
-    leaving, staying = [await started(_next(stream)) for stream in streams]
+    leaving, staying = [await start_task(_next(stream)) for stream in streams]
     leaving.cancel()
     await asyncio.wait({leaving})
-    await leased(queue)
+    await lease_next(queue)
     assert (await staying).type == "stage_started"
 
 
@@ -341,12 +345,12 @@ async def test_a_date_that_was_given_is_kept(queue: MemoryQueue) -> None:
 
 async def test_a_task_may_leave_before_its_time(queue: MemoryQueue, clock: ManualClock) -> None:
     """Given a delayed task that was replaced, when its alarm would have rung, then only the new one is there."""
-    record = await submitted(queue, "a", not_before=clock.now() + 5)
+    record = await submit(queue, "a", not_before=clock.now() + 5)
     record = await queue.commit(change(record, push=(task("a", attempt=2, not_before=clock.now() + 9),)))
     clock.advance(5)
-    assert await drained(queue) == []
+    assert await lease_all(queue) == []
     clock.advance(4)
-    assert (await leased(queue)).task.attempt == 2
+    assert (await lease_next(queue)).task.attempt == 2
 
 
 def test_queues_are_opened_by_name() -> None:

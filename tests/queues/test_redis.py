@@ -34,19 +34,19 @@ from unfuse.testing.queue_samples import (
     TTL,
     append,
     change,
+    completion,
     count_waiting,
-    done,
-    drained,
-    following,
+    expect_error,
     history,
-    leased,
-    raised,
+    lease_all,
+    lease_next,
+    lease_request,
+    next_event,
     request,
-    started,
-    submitted,
+    start_task,
+    submit,
     task,
-    wanted,
-    worker,
+    worker_info,
 )
 from unfuse.testing.queue_suite import RULES, Rule, check_rule
 
@@ -114,24 +114,24 @@ def test_random_histories(server: Server) -> None:
 
 class TestTwoQueuesOverOneServer:
     async def test_a_push_of_one_wakes_who_waits_at_the_other(self, queue: QueueBackend, other: QueueBackend) -> None:
-        waiting = await started(other.lease("w", wanted("p"), TTL, wait=30.0))
+        waiting = await start_task(other.lease("w", lease_request("p"), TTL, wait=30.0))
         await settled(other)
-        await submitted(queue, "a")
+        await submit(queue, "a")
         assert [lease.task.request for lease in await waiting] == ["a"]
 
     async def test_what_a_waiter_takes_at_once_wakes_nobody_at_the_other(
         self, queue: QueueBackend, other: QueueBackend, server: Server
     ) -> None:
         """Then only what is left is told, by which the other's waiter gets it."""
-        here = await started(queue.lease("here", wanted("p"), TTL, wait=30.0))
-        there = await started(other.lease("there", wanted("p"), TTL, wait=30.0))
+        here = await start_task(queue.lease("here", lease_request("p"), TTL, wait=30.0))
+        there = await start_task(other.lease("there", lease_request("p"), TTL, wait=30.0))
         await asyncio.gather(settled(queue), settled(other))
         with server.client.pubsub() as ears:
             ears.subscribe("{unfuse}:news")
             assert ears.get_message(timeout=5.0)["type"] == "subscribe"
-            await submitted(queue, "a")
+            await submit(queue, "a")
             assert [lease.worker for lease in await here] == ["here"]
-            await submitted(queue, "b")
+            await submit(queue, "b")
             assert [lease.task.request for lease in await there] == ["b"]
             heard = []
             while message := ears.get_message(timeout=0.5):
@@ -149,62 +149,62 @@ class TestTwoQueuesOverOneServer:
 
     async def test_pieces_that_both_record_are_there_once(self, queue: QueueBackend, other: QueueBackend) -> None:
         """As one worker says them again to a second scheduler; and a lease that ended at one has ended at both."""
-        await submitted(queue, "a")
-        claim = (await leased(queue)).claim
+        await submit(queue, "a")
+        claim = (await lease_next(queue)).claim
         for at in range(0, 60, 3):
             told = [b"%d" % number for number in range(at, at + 4)]
             both = (append(one, claim, at, told) for one in (queue, other) * 2)
             assert await asyncio.gather(*both) == [True] * 4
         assert [int(piece) for piece in await other.read_deltas("a", "s")] == list(range(61))
         assert await other.hand_back(claim)
-        assert (await leased(queue)).recorded_deltas == 61
+        assert (await lease_next(queue)).recorded_deltas == 61
         assert await asyncio.gather(*(append(one, claim, 61, [b"late"]) for one in (queue, other))) == [False, False]
 
     async def test_a_task_is_leased_by_one_of_them(self, queue: QueueBackend, other: QueueBackend) -> None:
-        waiting = [await started(q.lease("w", wanted("p"), TTL, wait=30.0)) for q in (queue, other) * 10]
+        waiting = [await start_task(q.lease("w", lease_request("p"), TTL, wait=30.0)) for q in (queue, other) * 10]
         for number in range(20):
-            await submitted(queue if number % 2 else other, f"{number:02}")
+            await submit(queue if number % 2 else other, f"{number:02}")
         leases = [lease for one in waiting for lease in await one]
         assert sorted(lease.task.request for lease in leases) == [f"{number:02}" for number in range(20)]
 
     async def test_events_of_one_are_heard_at_the_other(self, queue: QueueBackend, other: QueueBackend) -> None:
-        record = await submitted(queue, "a")
+        record = await submit(queue, "a")
         stream = other.watch("a")
         assert (await anext(stream)).type == "queued"
-        coming = await started(following(stream))
-        lease = await leased(queue)
+        coming = await start_task(next_event(stream))
+        lease = await lease_next(queue)
         event = await coming
         assert event is not None and event.type == "stage_started"
-        await queue.commit(done(record, lease, status="completed", events=(Event("completed"),)))
+        await queue.commit(completion(record, lease, status="completed", events=(Event("completed"),)))
         assert [event.type async for event in stream] == ["completed"]
 
     async def test_a_cancellation_at_one_ends_the_lease_of_the_other(
         self, queue: QueueBackend, other: QueueBackend
     ) -> None:
-        record = await submitted(queue, "a")
-        lease = await leased(other)
+        record = await submit(queue, "a")
+        lease = await lease_next(other)
         await queue.commit(change(record, status="cancelled"))
         assert (await other.renew([lease.claim], TTL)).ended == (lease.claim,)
-        await raised(LeaseLost, other.commit(done(record, lease)))
+        await expect_error(LeaseLost, other.commit(completion(record, lease)))
 
     async def test_they_know_the_same_workers(self, queue: QueueBackend, other: QueueBackend) -> None:
-        await queue.register(worker("v"))
-        await other.register(worker("w"))
-        await submitted(queue, "a")
-        await leased(queue, worker="w")
+        await queue.register(worker_info("v"))
+        await other.register(worker_info("w"))
+        await submit(queue, "a")
+        await lease_next(queue, worker="w")
         assert [(m.info.id, m.leased) for m in await other.workers()] == [("v", 0), ("w", 1)]
 
     async def test_a_prefix_is_a_queue_of_its_own(self, queue: QueueBackend, server: Server) -> None:
-        await submitted(queue, "a")
+        await submit(queue, "a")
         async with opened(server.at("?prefix=elsewhere")) as elsewhere:
-            assert await drained(elsewhere) == []
-            await submitted(elsewhere, "a")
+            assert await lease_all(elsewhere) == []
+            await submit(elsewhere, "a")
         assert {key.partition(b"}")[0] for key in server.client.scan_iter()} == {b"{unfuse", b"{elsewhere"}
 
     async def test_what_others_forget_ends_the_stream(self, queue: QueueBackend, other: QueueBackend) -> None:
-        record = await submitted(queue, "a")
+        record = await submit(queue, "a")
         stream = queue.watch("a", after=1)
-        watching = await started(following(stream))
+        watching = await start_task(next_event(stream))
         await other.commit(change(record, status="cancelled", completed_at=1.0))
         assert await watching is None
         assert await other.drop_ended_before(2.0) == ["a"]
@@ -218,8 +218,8 @@ class TestTwoQueuesOverOneServer:
         and those of the others do not once more: the last one's time is kept on the server."""
         clock = ManualClock()
         one, other = (queues.open(server.url, clock) for _ in range(2))
-        await submitted(one, "a")
-        lease = await leased(one)
+        await submit(one, "a")
+        lease = await lease_next(one)
         clock.advance(5 * TTL)
         assert await one.sweep_expired(TTL) == []
         for _ in range(3):
@@ -238,11 +238,11 @@ class TestTheServerGoesAway:
     async def test_waiters_and_watchers_go_on_when_it_is_back(self, unsteady: Server) -> None:
         """Given a lease, a waiter and a watcher, when the server is killed and started, then nothing was lost."""
         async with opened(unsteady) as queue:
-            record = await submitted(queue, "a")
-            lease = await leased(queue)
+            record = await submit(queue, "a")
+            lease = await lease_next(queue)
             stream = queue.watch("a", after=2)
-            watching = await started(following(stream))
-            waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
+            watching = await start_task(next_event(stream))
+            waiting = await start_task(queue.lease("w", lease_request("p"), TTL, wait=60.0))
             await settled(queue)
             unsteady.kill()
             with pytest.raises(TransientError, match="does not respond"):
@@ -250,7 +250,7 @@ class TestTheServerGoesAway:
             await asyncio.sleep(0.5)
             unsteady.start()
             await answering(queue)
-            await queue.commit(done(record, lease, push=(task("a", "t"),), events=(Event("stage_completed"),)))
+            await queue.commit(completion(record, lease, push=(task("a", "t"),), events=(Event("stage_completed"),)))
             assert [lease.task.stage for lease in await waiting] == ["t"]
             event = await watching
             assert event is not None and (event.type, event.seq) == ("stage_completed", 3)
@@ -260,45 +260,45 @@ class TestTheServerGoesAway:
             unsteady.kill()
             calls = (
                 lambda: queue.submit(request("a"), [task("a")], [], LIMITS),
-                lambda: queue.lease("w", wanted("p"), TTL),
+                lambda: queue.lease("w", lease_request("p"), TTL),
                 lambda: queue.sweep_expired(TTL),
                 lambda: queue.check(),
                 lambda: queue.workers(),
                 lambda: queue.now(),
             )
             for call in calls:
-                error = await raised(TransientError, call())
+                error = await expect_error(TransientError, call())
                 assert f"the queue at 127.0.0.1:{unsteady.port}/0 does not respond" in str(error)
                 assert "secret" not in str(error)
 
     async def test_a_wait_ends_in_time_all_the_same(self, unsteady: Server) -> None:
         async with opened(unsteady) as queue:
             unsteady.kill()
-            assert await queue.lease("w", wanted("p"), TTL, wait=0.3) == []
+            assert await queue.lease("w", lease_request("p"), TTL, wait=0.3) == []
 
     async def test_closing_wakes_everyone(self, unsteady: Server) -> None:
         async with opened(unsteady) as queue:
-            await submitted(queue, "a")
-            watching = await started(following(queue.watch("a", after=1)))
-            waiting = await started(queue.lease("w", wanted("q"), TTL, wait=60.0))
+            await submit(queue, "a")
+            watching = await start_task(next_event(queue.watch("a", after=1)))
+            waiting = await start_task(queue.lease("w", lease_request("q"), TTL, wait=60.0))
             await settled(queue)
             unsteady.kill()
         assert (await waiting, await watching) == ([], None)
 
     async def test_scripts_are_loaded_again(self, queue: QueueBackend, server: Server) -> None:
-        await submitted(queue, "a")
+        await submit(queue, "a")
         server.client.script_flush()
         names = [f"b{number}" for number in range(5)]
-        await asyncio.gather(*(submitted(queue, name) for name in names))
-        assert await drained(queue) == ["a", *names]
+        await asyncio.gather(*(submit(queue, name) for name in names))
+        assert await lease_all(queue) == ["a", *names]
 
     async def test_a_connection_that_was_cut_is_made_again(self, queue: QueueBackend, server: Server) -> None:
-        waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
+        waiting = await start_task(queue.lease("w", lease_request("p"), TTL, wait=60.0))
         await settled(queue)
         for kind in ("normal", "pubsub"):
             server.client.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
         async with opened(server) as other:
-            await submitted(other, "a")
+            await submit(other, "a")
         assert [lease.task.request for lease in await waiting] == ["a"]
 
 
@@ -306,35 +306,35 @@ class TestTheServersClock:
     async def test_it_is_what_leases_end_by(self, queue: QueueBackend, server: Server) -> None:
         seconds, micros = server.client.time()
         assert await queue.now() == pytest.approx(seconds + micros / 1e6, abs=60)
-        await submitted(queue, "a")
+        await submit(queue, "a")
         await queue.sweep_expired(TTL)
-        (lease,) = await queue.lease("w", wanted("p"), 0.01)
+        (lease,) = await queue.lease("w", lease_request("p"), 0.01)
         await asyncio.sleep(0.05)
         assert await queue.sweep_expired(60 * TTL) == [lease]
         assert (await queue.load("a")).running[0].since == pytest.approx(lease.expires, abs=60)
 
     async def test_a_task_whose_time_comes_wakes_who_waits(self, queue: QueueBackend, other: QueueBackend) -> None:
-        waiting = await started(other.lease("w", wanted("p"), TTL, wait=30.0))
+        waiting = await start_task(other.lease("w", lease_request("p"), TTL, wait=30.0))
         await settled(other)
-        await submitted(queue, "a", not_before=await queue.now() + 0.2)
-        assert await drained(queue) == []
+        await submit(queue, "a", not_before=await queue.now() + 0.2)
+        assert await lease_all(queue) == []
         assert [lease.task.request for lease in await waiting] == ["a"]
 
 
 async def test_a_claim_nobody_heard_of_is_taken_back(queue: QueueBackend) -> None:
     """Given a call that was cancelled while it was under way, then the task is there, under its first attempt."""
-    await submitted(queue, "a")
-    leaving = await started(queue.lease("w", wanted("p"), TTL))
+    await submit(queue, "a")
+    leaving = await start_task(queue.lease("w", lease_request("p"), TTL))
     leaving.cancel()
     await asyncio.wait({leaving})
     assert leaving.cancelled()
-    assert (await leased(queue)).task == task("a")
+    assert (await lease_next(queue)).task == task("a")
 
 
 async def test_more_wait_than_share_a_call(queue: QueueBackend) -> None:
     names = [f"{number:03}" for number in range(MAX_BATCH + 10)]
-    waiting = [await started(queue.lease("w", wanted("p"), TTL, wait=30.0)) for _ in names]
-    await asyncio.gather(*(submitted(queue, name) for name in names))
+    waiting = [await start_task(queue.lease("w", lease_request("p"), TTL, wait=30.0)) for _ in names]
+    await asyncio.gather(*(submit(queue, name) for name in names))
     leases = [lease for one in waiting for lease in await one]
     assert sorted(lease.task.request for lease in leases) == names
 
@@ -354,13 +354,15 @@ async def test_long_lists_are_read_in_pieces(queue: QueueBackend) -> None:
 async def test_calls_at_the_same_moment_are_one_run_of_the_script(queue: QueueBackend, server: Server) -> None:
     """Given outcomes that come together, then they share a run, and each is applied or refused by itself."""
     names = ("a", "b", "c", "d")
-    records = {name: await submitted(queue, name) for name in names}
-    leases = {lease.task.request: lease for lease in await queue.lease("w", wanted("p", slots=4), TTL)}
+    records = {name: await submit(queue, name) for name in names}
+    leases = {lease.task.request: lease for lease in await queue.lease("w", lease_request("p", slots=4), TTL)}
     await queue.hand_back(leases["b"].claim)
     server.client.set("{unfuse}:stages:c", "no sorted set")
     runs = int(server.client.info("commandstats")["cmdstat_evalsha"]["calls"])
     outcomes = await asyncio.gather(
-        *(queue.commit(done(records[name], leases[name])) for name in names), queue.load("x"), return_exceptions=True
+        *(queue.commit(completion(records[name], leases[name])) for name in names),
+        queue.load("x"),
+        return_exceptions=True,
     )
     assert int(server.client.info("commandstats")["cmdstat_evalsha"]["calls"]) == runs + 1
     assert [type(one) for one in outcomes] == [RequestRecord, LeaseLost, RecordDamaged, RequestRecord, NotFound]
@@ -382,12 +384,12 @@ async def test_names_may_hold_anything(queue: QueueBackend) -> None:
     """Given names that would run into each other if they were only joined, then they are different tasks."""
     for name, stage in (("a:b", "c"), ("a", "b:c"), ("ü{x}\n", "\0 ")):
         await queue.submit(request(name), [task(name, stage, pool="p:ü\n")], [], LIMITS)
-    leases = await queue.lease("w", wanted("p:ü\n", slots=9), TTL)
+    leases = await queue.lease("w", lease_request("p:ü\n", slots=9), TTL)
     assert [lease.task.key for lease in leases] == [("a:b", "c"), ("a", "b:c"), ("ü{x}\n", "\0 ")]
 
 
 async def test_watching_asks_the_server_for_ids_of_others(queue: QueueBackend, other: QueueBackend) -> None:
-    await submitted(other, "a")
+    await submit(other, "a")
     assert (await anext(queue.watch("a"))).type == "queued"
     with pytest.raises(NotFound, match="request b does not exist"):
         await anext(queue.watch("b"))
@@ -395,7 +397,7 @@ async def test_watching_asks_the_server_for_ids_of_others(queue: QueueBackend, o
 
 async def test_a_closed_queue_hands_out_nothing(queue: QueueBackend) -> None:
     await queue.close()
-    assert await queue.lease("w", wanted("p"), TTL, wait=60.0) == []
+    assert await queue.lease("w", lease_request("p"), TTL, wait=60.0) == []
     with pytest.raises(TransientError, match="is closed"):
         await queue.load("a")
 

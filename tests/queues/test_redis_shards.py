@@ -24,14 +24,14 @@ from unfuse.testing.queue_samples import (
     LIMITS,
     TTL,
     change,
-    done,
-    leased,
+    completion,
+    lease_next,
+    lease_request,
     request,
-    started,
-    submitted,
+    start_task,
+    submit,
     task,
-    wanted,
-    worker,
+    worker_info,
 )
 from unfuse.testing.queue_suite import RULES, Rule, check_rule
 
@@ -39,24 +39,24 @@ SHORT = 2.0
 """Seconds of a lease here: nobody renews them."""
 
 A_FEW = {
-    "a_known_id_is_submitted_once",
+    "an_id_is_submitted_once",
     "a_repeated_commit_succeeds_once",
-    "a_push_wakes_who_waits",
-    "a_lease_is_held_until_it_is_closed",
-    "workers_come_and_go",
-    "a_cancelled_waiter_has_claimed_nothing",
-    "it_is_told_which_are_over",
-    "one_that_is_over_is_dropped_at_once",
+    "a_push_wakes_a_waiting_caller",
+    "an_expired_lease_lasts_until_a_commit",
+    "the_registry_follows_heartbeats",
+    "a_cancelled_caller_leases_nothing",
+    "ended_and_unknown_requests_are_found",
+    "an_ended_request_can_be_dropped",
 }
 """Rules that are held by day; all are by night."""
 
 
 AT_ONCE = {
-    "what_is_more_urgent_can_be_asked_for",
-    "an_outcome_and_an_ask_are_one_call",
-    "who_waits_is_served_by_rank",
-    "waiting_ends_in_time",
-    "time_and_hand_backs_wake_too",
+    "a_call_can_require_a_higher_priority",
+    "a_commit_can_lease_in_the_same_call",
+    "waiting_callers_are_served_by_rank",
+    "waiting_ends_at_its_limit",
+    "delays_and_returned_tasks_wake_callers",
 }
 """Rules that go on as soon as somebody begins to wait: who waits for shards has asked each of them first."""
 
@@ -184,7 +184,7 @@ async def test_nor_what_was_there_before_them(pair: tuple[Server, Server]) -> No
     """Given a queue without shards, then none are begun beside it, and who runs already is refused what is not its."""
     one, other = pair
     whole = queues.open(other.url)
-    await submitted(whole, "a")
+    await submit(whole, "a")
     assert "a queue without shards, not of shards 1 of 2" in await refused(at(one, other))
     other.client.flushall()
     assert await refused(at(one, other)) == ""
@@ -221,11 +221,11 @@ class Load:
             await asyncio.sleep(self.random.random() / 100)
 
     async def work(self, queue: QueueBackend, name: str) -> None:
-        await queue.register(worker(name))
+        await queue.register(worker_info(name))
         while True:
             leases: list[Lease] = []
             with suppress(TransientError):
-                leases = await queue.lease(name, wanted("p", slots=4), SHORT, wait=0.2)
+                leases = await queue.lease(name, lease_request("p", slots=4), SHORT, wait=0.2)
             for lease in leases:
                 one = asyncio.create_task(self.complete(queue, lease))
                 self.running.add(one)
@@ -246,7 +246,7 @@ class Load:
         async def commit() -> None:
             record = await queue.load(lease.task.request)
             with suppress(LeaseLost):
-                await queue.commit(done(record, lease, status="completed", completed_at=1.0))
+                await queue.commit(completion(record, lease, status="completed", completed_at=1.0))
                 self.made[lease.task.request] += 1
 
         await until_done(commit)
@@ -304,14 +304,14 @@ async def test_the_shards_of_a_cluster_are_where_their_slots_are(masters: list[S
     await queue.check_address()
     names = [queue.choose_id(request_ids(), Caller()) for _ in range(40)]
     for name in names:
-        await submitted(queue, name)
+        await submit(queue, name)
     found = [{re.sub(rb":meta$", b"", key) for key in one.client.keys("{unfuse:*:meta")} for one in masters]
     assert sum(map(len, found)) == 6
     assert sum(map(bool, found)) > 1
     assert "not 'shards'" not in await refused(url)
     assert "a queue without shards" in await refused(url.partition("?")[0])
     assert [record.context.id for record in await queue.list(RequestFilter(), oldest_first=True)] == names
-    waiting = await started(queue.lease("w", wanted("q"), TTL, wait=60.0))
+    waiting = await start_task(queue.lease("w", lease_request("q"), TTL, wait=60.0))
     tag = min(found[0] | found[1] | found[2])
     source = next(one for one, tags in zip(masters, found, strict=True) if tag in tags)
     target = next(one for one in masters if one is not source)
@@ -321,10 +321,10 @@ async def test_the_shards_of_a_cluster_are_where_their_slots_are(masters: list[S
     moved = next(
         name for name in iter(lambda: queue.choose_id(request_ids(), Caller()), "") if home(queue, name) == tag
     )
-    await until_done(lambda: submitted(queue, moved, pool="q"))
+    await until_done(lambda: submit(queue, moved, pool="q"))
     assert [lease.task.request for lease in await waiting] == [moved]
     await queue.commit(change(await queue.load(moved), status="cancelled"))
-    assert (await leased(queue)).task.request in names
+    assert (await lease_next(queue)).task.request in names
     await queue.close()
     for rule in RULES:
         if rule.__name__ not in BETWEEN | AT_ONCE:

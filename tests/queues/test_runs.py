@@ -14,7 +14,7 @@ from unfuse.core.request import Event
 from unfuse.queues.base import QueueBackend
 from unfuse.queues.connection import SWEEP_S, Call, PipelinedCalls
 from unfuse.queues.remote_waiters import MAX_BATCH, NamedTasks
-from unfuse.testing.queue_samples import TTL, change, following, started, submitted, wanted
+from unfuse.testing.queue_samples import TTL, change, lease_request, next_event, start_task, submit
 
 
 class Slow:
@@ -113,17 +113,17 @@ class TestMessages:
         await queue.close()
 
     async def test_all_changes_of_a_run_are_one_message(self, queue: QueueBackend, server: Server) -> None:
-        waiting = await started(queue.lease("w", wanted("elsewhere"), TTL, wait=30.0))
+        waiting = await start_task(queue.lease("w", lease_request("elsewhere"), TTL, wait=30.0))
         while server.client.pubsub_numsub("{unfuse}:news") != [(b"{unfuse}:news", 1)]:
             await asyncio.sleep(0.01)
         before = published(server)
-        await asyncio.gather(*(submitted(queue, name) for name in "abcdefgh"))
+        await asyncio.gather(*(submit(queue, name) for name in "abcdefgh"))
         assert published(server) - before == 1
         waiting.cancel()
 
     async def test_of_several_in_one_message_all_are_heard(self, queue: QueueBackend, server: Server) -> None:
-        records = [await submitted(queue, name) for name in "abc"]
-        watching = [asyncio.create_task(following(queue.watch(name, after=1))) for name in "abc"]
+        records = [await submit(queue, name) for name in "abc"]
+        watching = [asyncio.create_task(next_event(queue.watch(name, after=1))) for name in "abc"]
         while server.client.pubsub_numsub("{unfuse}:news") != [(b"{unfuse}:news", 1)]:
             await asyncio.sleep(0.01)
         await asyncio.gather(*(queue.commit(change(record, events=(Event("retrying"),))) for record in records))

@@ -21,65 +21,65 @@ from unfuse.testing.queue_samples import (
     LIMITS,
     TTL,
     change,
+    completion,
     count_waiting,
-    done,
-    following,
-    handle,
-    leased,
-    raised,
+    expect_error,
+    lease_next,
+    lease_request,
+    next_event,
+    object_ref,
     request,
-    started,
-    submitted,
+    start_task,
+    submit,
     task,
-    wanted,
-    worker,
+    worker_info,
 )
 from unfuse.testing.queue_suite import RULES, Rule, check_rule
 
-OF_ALL = {"overload_stores_nothing", "what_costs_too_much_together_is_refused"}
+OF_ALL = {"admission_control_refuses_overload", "admission_control_refuses_excessive_cost"}
 """Rules of limits that each shard has a part of."""
 
 BETWEEN = OF_ALL | {
-    "tasks_of_one_priority_leave_as_they_arrived",
-    "a_higher_priority_goes_first",
-    "a_lower_order_number_goes_first",
-    "several_pools_are_one_line",
-    "no_more_than_slots_are_leased",
-    "a_lease_says_what_it_is",
-    "claiming_stops_where_room_ends",
-    "handing_back_keeps_the_place",
-    "who_turns_a_task_down_for_ever_gets_it_no_more",
-    "a_preference_does_not_bring_back_what_was_turned_down",
-    "a_preference_chooses_behind_what_was_turned_down",
-    "a_task_waits_for_its_time",
-    "what_is_more_urgent_can_be_asked_for",
-    "a_preference_chooses_among_equals_for_a_moment",
-    "a_pool_waits_behind_one_that_is_full",
-    "later_pools_go_first",
-    "a_preference_does_not_reach_over_pools",
-    "a_pool_that_has_no_room_lets_later_ones_go_on",
-    "a_pool_keeps_room_for_others",
-    "every_resource_is_counted_for_itself",
-    "what_raises_has_claimed_nothing",
-    "what_there_is_to_do_is_told",
-    "what_is_over_may_still_be_marked",
-    "what_is_over_when_it_comes_stays_so",
-    "a_tenant_has_as_many_requests_as_it_may",
-    "a_tenant_s_count_follows_a_repeated_commit_once",
-    "a_tenant_s_limit_holds_among_many_at_once",
-    "a_rate_is_there_again_as_time_passes",
-    "what_all_may_not_have_costs_no_rate",
-    "every_filter_finds_what_there_is",
-    "of_simultaneous_repeats_one_is_stored",
-    "a_gap_is_refused",
-    "several_grow_in_one_call",
-    "who_watches_is_told_how_many_there_are",
+    "equal_tasks_are_leased_in_order_of_arrival",
+    "a_higher_priority_is_leased_first",
+    "a_lower_order_number_is_leased_first",
+    "several_pools_merge_into_one_queue",
+    "a_call_leases_at_most_its_slots",
+    "a_lease_has_worker_expiry_and_token",
+    "leasing_stops_at_a_task_that_does_not_fit",
+    "a_returned_task_keeps_its_position",
+    "repeated_refusals_exclude_a_worker",
+    "a_preference_does_not_override_refusals",
+    "a_preference_applies_behind_a_refused_task",
+    "a_delayed_task_waits_for_its_time",
+    "a_call_can_require_a_higher_priority",
+    "a_preference_selects_among_equal_priorities",
+    "a_full_pool_holds_back_its_feeders",
+    "later_pools_are_leased_first",
+    "a_preference_does_not_cross_pools",
+    "a_task_that_does_not_fit_blocks_only_earlier_pools",
+    "a_pool_leaves_its_reserve_free",
+    "resources_are_counted_separately",
+    "a_refused_commit_leases_nothing",
+    "stats_count_requests_tasks_and_work",
+    "an_ended_request_can_be_updated",
+    "a_request_can_be_submitted_as_ended",
+    "concurrent_requests_of_a_tenant_are_limited",
+    "a_repeated_commit_changes_a_tenant_s_count_once",
+    "concurrent_submits_respect_a_tenant_s_limit",
+    "a_rate_limit_refills_with_time",
+    "a_request_refused_by_the_queue_uses_no_rate",
+    "filters_find_exactly_the_matching_requests",
+    "concurrent_repeats_store_one_request",
+    "a_gap_between_deltas_is_refused",
+    "one_call_appends_to_several_tasks",
+    "new_deltas_publish_their_total",
     "an_idempotency_key_is_submitted_once_a_tenant",
-    "a_push_takes_the_place_of_its_key",
-    "a_record_tells_what_runs",
+    "a_pushed_task_replaces_the_one_of_its_key",
+    "a_record_has_position_stage_and_step",
     "events_are_numbered_and_end",
-    "a_pool_is_counted_and_seen",
-    "an_outcome_and_an_ask_are_one_call",
+    "stats_and_peek_leave_out_leased_tasks",
+    "a_commit_can_lease_in_the_same_call",
 }
 """Rules between requests, whose names here are not placed as they have to be, and of one reading of the clock."""
 
@@ -128,7 +128,7 @@ async def test_lists_are_merged(clock: TickingClock) -> None:
         await queue.submit(request(name, **fields), [task(name)], [], LIMITS)
     assert [one.context.id for one in await queue.list(RequestFilter(), oldest_first=True)] == [*"cabgfedh"]
     await check_lists(queue)
-    await leased(queue)
+    await lease_next(queue)
     for name in "bg":
         await queue.commit(change(await queue.load(name), status="failed", is_dead_letter=True))
     await queue.drop("g")
@@ -141,7 +141,7 @@ async def test_of_two_that_came_at_one_moment_each_is_listed_once() -> None:
     clock = ManualClock()
     queue = Spread(memories(3, clock))
     for name in "abcdefgh":
-        await submitted(queue, name)
+        await submit(queue, name)
     for oldest_first in (False, True):
         everything = [one.context.id for one in await queue.list(RequestFilter(), oldest_first=oldest_first)]
         assert sorted(everything) == [*"abcdefgh"]
@@ -175,7 +175,7 @@ async def test_what_a_tenant_may_have_is_counted_in_one_place(clock: TickingCloc
         name = queue.choose_id(iter(ids(f"{number}.")), who)
         await queue.submit(request(name, tenant="t"), [task(name)], [], limits)
     name = queue.choose_id(iter(ids("x")), who)
-    await raised(Overloaded, queue.submit(request(name, tenant="t"), [task(name)], [], limits))
+    await expect_error(Overloaded, queue.submit(request(name, tenant="t"), [task(name)], [], limits))
 
 
 async def test_a_key_is_found_whether_or_not_its_tenant_has_an_allowance_by_now(clock: TickingClock) -> None:
@@ -194,12 +194,12 @@ async def test_each_shard_has_its_part_of_the_limits(clock: TickingClock) -> Non
     for name in "abcd":
         await queue.submit(request(name, cost=2.0), [task(name)], [], limits)
     for name in "ef":
-        await raised(Overloaded, queue.submit(request(name), [], [], limits))
+        await expect_error(Overloaded, queue.submit(request(name), [], [], limits))
     queue = Spread(memories(2, clock))
     await queue.submit(request("a", cost=9.0), [task("a")], [], limits)
-    await raised(Overloaded, queue.submit(request("c", cost=1.0), [], [], limits))
+    await expect_error(Overloaded, queue.submit(request("c", cost=1.0), [], [], limits))
     await queue.submit(request("b", cost=5.0), [task("b")], [], QueueLimits(100, 1))
-    await raised(Overloaded, queue.submit(request("d"), [task("d")], [], QueueLimits(100, 1)))
+    await expect_error(Overloaded, queue.submit(request("d"), [task("d")], [], QueueLimits(100, 1)))
 
 
 class TestLeasing:
@@ -207,20 +207,20 @@ class TestLeasing:
         """Given work in all shards, then one who asks serves all alike."""
         queue = Spread(memories(3, clock))
         for name in "abcdefghi":
-            await submitted(queue, name)
-        homes = [queue.shard_of((await leased(queue)).task.request) for _ in range(9)]
+            await submit(queue, name)
+        homes = [queue.shard_of((await lease_next(queue)).task.request) for _ in range(9)]
         assert [sorted(homes[at : at + 3]) for at in (0, 3, 6)] == [[0, 1, 2]] * 3
 
     async def test_whoever_is_busy_with_one_comes_to_the_others(self, clock: TickingClock) -> None:
         """Given a shard that always has a next task, then a worker that asks with its outcomes alone serves all."""
         queue = Spread(memories(3, clock))
         for name in "abcdefghijkl":
-            await submitted(queue, name)
-        lease = await leased(queue)
+            await submit(queue, name)
+        lease = await lease_next(queue)
         seen = [queue.shard_of(lease.task.request)]
         for _ in range(11):
-            finished = done(await queue.load(lease.task.request), lease)
-            record, (lease,) = await queue.commit_and_lease(finished, "w", wanted("p"), TTL)
+            finished = completion(await queue.load(lease.task.request), lease)
+            record, (lease,) = await queue.commit_and_lease(finished, "w", lease_request("p"), TTL)
             assert record.context.stages["s"].status == "done"
             seen.append(queue.shard_of(lease.task.request))
         assert Counter(seen) == {0: 4, 1: 4, 2: 4}
@@ -228,19 +228,21 @@ class TestLeasing:
 
     async def test_whoever_gets_nothing_with_an_outcome_asks_another(self, clock: TickingClock) -> None:
         queue = Spread(memories(2, clock))
-        await submitted(queue, "a")
-        lease = await leased(queue)
-        await submitted(queue, "b")
-        _, leases = await queue.commit_and_lease(done(await queue.load("a"), lease), "w", wanted("p"), TTL)
+        await submit(queue, "a")
+        lease = await lease_next(queue)
+        await submit(queue, "b")
+        _, leases = await queue.commit_and_lease(completion(await queue.load("a"), lease), "w", lease_request("p"), TTL)
         assert [one.task.request for one in leases] == ["b"]
 
     async def test_what_was_committed_is_so_whoever_does_not_answer_then(self, clock: TickingClock) -> None:
         shards = memories(2, clock, Cut)
         queue = Spread(shards)
-        await submitted(queue, "a")
-        lease = await leased(queue)
+        await submit(queue, "a")
+        lease = await lease_next(queue)
         shards[queue.shard_of("b")].gone = True
-        record, leases = await queue.commit_and_lease(done(await queue.load("a"), lease), "w", wanted("p"), TTL)
+        record, leases = await queue.commit_and_lease(
+            completion(await queue.load("a"), lease), "w", lease_request("p"), TTL
+        )
         assert (record.context.stages["s"].status, leases) == ("done", [])
         await queue.close()
 
@@ -249,56 +251,58 @@ class TestLeasing:
         pool is taken until there is room for a large one whose turn it is."""
         queue = Spread(memories(2, clock))
         for name in "acegikmoqsuwy":
-            await submitted(queue, name, output_size=1)
-        (held,) = await queue.lease("w", wanted("p", room=10), TTL)
-        await submitted(queue, "b", output_size=10)
-        assert await queue.lease("w", wanted("p", room=9), TTL) == []
-        waiting = await started(queue.lease("w", wanted("p", room=9), TTL, wait=60.0))
+            await submit(queue, name, output_size=1)
+        (held,) = await queue.lease("w", lease_request("p", arena_bytes=10), TTL)
+        await submit(queue, "b", output_size=10)
+        assert await queue.lease("w", lease_request("p", arena_bytes=9), TTL) == []
+        waiting = await start_task(queue.lease("w", lease_request("p", arena_bytes=9), TTL, wait=60.0))
         assert not waiting.done()
         waiting.cancel()
         await asyncio.wait({waiting})
-        finished = done(await queue.load(held.task.request), held)
-        _, leases = await queue.commit_and_lease(finished, "w", wanted("p", room=10), TTL)
+        finished = completion(await queue.load(held.task.request), held)
+        _, leases = await queue.commit_and_lease(finished, "w", lease_request("p", arena_bytes=10), TTL)
         assert [one.task.request for one in leases] == ["b"]
-        assert [one.task.planned.output_size for one in await queue.lease("w", wanted("p", room=5), TTL)] == [1]
+        assert [
+            one.task.planned.output_size for one in await queue.lease("w", lease_request("p", arena_bytes=5), TTL)
+        ] == [1]
 
     async def test_beside_it_goes_what_frees_room(self, clock: TickingClock) -> None:
         """Given a large task, then tasks of later pools in another shard are taken; so they are while it is waited."""
         queue = Spread(memories(2, clock))
-        await submitted(queue, "b", output_size=10)
-        await submitted(queue, "a", pool="q", output_size=1)
-        offered = wanted("p", "q", room=9, later={"q": 1})
+        await submit(queue, "b", output_size=10)
+        await submit(queue, "a", pool="q", output_size=1)
+        offered = lease_request("p", "q", arena_bytes=9, stage_depths={"q": 1})
         assert [one.task.request for one in await queue.lease("w", offered, TTL)] == ["a"]
-        waiting = await started(queue.lease("w", offered, TTL, wait=60.0))
-        await submitted(queue, "c", output_size=1)
-        assert not (await started(asyncio.wait({waiting}))).done()
-        await submitted(queue, "e", pool="q", output_size=1)
+        waiting = await start_task(queue.lease("w", offered, TTL, wait=60.0))
+        await submit(queue, "c", output_size=1)
+        assert not (await start_task(asyncio.wait({waiting}))).done()
+        await submit(queue, "e", pool="q", output_size=1)
         assert [one.task.request for one in await waiting] == ["e"]
 
     async def test_of_several_that_have_something_at_once_one_gives_it(self, clock: TickingClock) -> None:
         """Given a push to each shard at one moment, then who waits gets one task, and the other waits on."""
         queue = Spread(memories(2, clock))
-        waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
-        await asyncio.gather(submitted(queue, "a"), submitted(queue, "b"))
+        waiting = await start_task(queue.lease("w", lease_request("p"), TTL, wait=60.0))
+        await asyncio.gather(submit(queue, "a"), submit(queue, "b"))
         (lease,) = await waiting
         other = "b" if lease.task.request == "a" else "a"
         while await count_waiting(queue, "p") != 1:
             await asyncio.sleep(0)
-        assert (await leased(queue, worker="v")).task.request == other
+        assert (await lease_next(queue, worker="v")).task.request == other
 
 
 async def test_leases_of_all_shards_are_renewed_and_end(clock: TickingClock) -> None:
     queue = Spread(memories(2, clock))
     for name in "ab":
-        await submitted(queue, name)
-    leases = [await leased(queue) for _ in range(2)]
+        await submit(queue, name)
+    leases = [await lease_next(queue) for _ in range(2)]
     forged = [*(one.claim for one in leases), leases[0].claim.__class__("a", "s", 9, b"")]
     renewed = await queue.renew(forged, TTL)
     assert (renewed.renewed, renewed.ended) == (tuple(forged[:2]), tuple(forged[2:]))
     grown = [OutputDeltas(one.claim, 0, (one.task.request.encode(),)) for one in leases]
     assert await queue.append_deltas(grown) == [True, True]
     assert [await queue.read_deltas(name, "s") for name in "ab"] == [[b"a"], [b"b"]]
-    await queue.register(worker("w"))
+    await queue.register(worker_info("w"))
     assert [(one.info.id, one.leased) for one in await queue.workers()] == [("w", 2)]
     await queue.sweep_expired(TTL)
     await queue.unregister("w")
@@ -318,7 +322,7 @@ class TestOneAway:
         monkeypatch.setattr(shard_health, "LOOK_S", 0.001)
         queue = Spread(shards)
         for name in "ab":
-            await submitted(queue, name)
+            await submit(queue, name)
         yield queue
         await queue.close()
 
@@ -328,31 +332,31 @@ class TestOneAway:
 
     async def test_its_own_requests_cannot_be_reached(self, queue: Spread, shards: list[Cut]) -> None:
         self.away(queue, shards).gone = True
-        await raised(TransientError, queue.load("a"))
-        await raised(TransientError, queue.submit(request("c"), [], [], LIMITS))
+        await expect_error(TransientError, queue.load("a"))
+        await expect_error(TransientError, queue.submit(request("c"), [], [], LIMITS))
         assert len(queue.unreachable_parts()) == 1
         assert "of 2: it does not answer" in queue.unreachable_parts()[0]
         await queue.check()
 
     async def test_others_go_on(self, queue: Spread, shards: list[Cut]) -> None:
         self.away(queue, shards).gone = True
-        lease = await leased(queue)
+        lease = await lease_next(queue)
         assert lease.task.request == "b"
-        await queue.register(worker("w"))
+        await queue.register(worker_info("w"))
         assert [one.leased for one in await queue.workers()] == [1]
         assert [one.context.id for one in await queue.list(RequestFilter())] == ["b"]
         assert (await queue.stats(["p"])).active == 1
         assert await queue.ended_among(["a", "b", "d"]) == ["d"]
         assert await queue.sweep_expired(TTL) == []
-        await queue.commit(done(await queue.load("b"), lease))
+        await queue.commit(completion(await queue.load("b"), lease))
         assert {queue.shard_of(queue.choose_id(iter("abcdef"), Caller())) for _ in range(3)} == {queue.shard_of("b")}
         assert await queue.now() > 0
 
     async def test_a_lease_there_counts_as_held(self, queue: Spread, shards: list[Cut]) -> None:
         """Nobody else can have it, and who has it goes on."""
-        leases = {one.task.request: one.claim for one in [await leased(queue) for _ in range(2)]}
+        leases = {one.task.request: one.claim for one in [await lease_next(queue) for _ in range(2)]}
         self.away(queue, shards).gone = True
-        await raised(TransientError, queue.load("a"))
+        await expect_error(TransientError, queue.load("a"))
         assert (await queue.renew([*leases.values()], TTL)).ended == ()
         self.away(queue, shards).gone = False
         while queue.unreachable_parts():
@@ -364,17 +368,17 @@ class TestOneAway:
         home = queue.shard_of("a")
         key = next(key for key in "abcdef" if home in queue._shared_homes("t", key))
         self.away(queue, shards).gone = True
-        await raised(TransientError, queue.load("a"))
-        await raised(TransientError, queue.list(RequestFilter(tenant="t", idempotency_key=key)))
+        await expect_error(TransientError, queue.load("a"))
+        await expect_error(TransientError, queue.list(RequestFilter(tenant="t", idempotency_key=key)))
         who = Caller("t", next(key for key in "abcdef" if queue._shared_homes("t", key)[1] == home))
         assert queue.shard_of(queue.choose_id(iter("abcdef"), who)) == home
 
     async def test_who_waits_gets_what_others_have(self, queue: Spread, shards: list[Cut]) -> None:
-        await leased(queue)
-        await leased(queue)
+        await lease_next(queue)
+        await lease_next(queue)
         self.away(queue, shards).gone = True
-        waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
-        await submitted(queue, "d")
+        waiting = await start_task(queue.lease("w", lease_request("p"), TTL, wait=60.0))
+        await submit(queue, "d")
         assert [one.task.request for one in await waiting] == ["d"]
 
     async def test_one_that_hangs_is_given_up_soon(
@@ -384,16 +388,16 @@ class TestOneAway:
         self.away(queue, shards).frozen = True
         assert [one.context.id for one in await queue.list(RequestFilter())] == ["b"]
         assert "no response within" in queue.unreachable_parts()[0]
-        assert (await leased(queue)).task.request == "b"
+        assert (await lease_next(queue)).task.request == "b"
 
     async def test_it_comes_back_with_what_was_declared_meanwhile(self, queue: Spread, shards: list[Cut]) -> None:
-        await queue.put_encoding("k", handle("o"), 100)
+        await queue.put_encoding("k", object_ref("o"), 100)
         shards[0].gone = True
-        await raised(TransientError, queue.load(next(name for name in "ab" if queue.shard_of(name) == 0)))
+        await expect_error(TransientError, queue.load(next(name for name in "ab" if queue.shard_of(name) == 0)))
         await queue.declare("serve", DeclaredModels((), {"p": 1}))
         assert await queue.declarations() == {"serve": DeclaredModels((), {"p": 1})}
         assert (await queue.find_encoding(["k"]), await queue.cached_bytes()) == ({}, 0)
-        await raised(TransientError, queue.find_encoding(["k"], use=False))
+        await expect_error(TransientError, queue.find_encoding(["k"], use=False))
         shards[0].gone = False
         while queue.unreachable_parts():
             await asyncio.sleep(0.001)
@@ -404,7 +408,7 @@ class TestOneAway:
         """Given a server that first has the keys of another, then that is said, and it comes back when it is right."""
         one = self.away(queue, shards)
         one.gone = True
-        await raised(TransientError, queue.load("a"))
+        await expect_error(TransientError, queue.load("a"))
         one.gone, one.other = False, "name the same servers in the same order"
         while "name the same servers" not in queue.unreachable_parts()[0]:
             await asyncio.sleep(0.001)
@@ -420,11 +424,11 @@ class TestOneAway:
         for ask in (
             queue.check(),
             queue.now(),
-            queue.lease("w", wanted("p"), TTL),
+            queue.lease("w", lease_request("p"), TTL),
             queue.list(RequestFilter()),
             queue.load("b"),
         ):
-            await raised(TransientError, ask)
+            await expect_error(TransientError, ask)
         assert len(queue.unreachable_parts()) == 2
         for shard in shards:
             shard.gone = False
@@ -433,15 +437,15 @@ class TestOneAway:
 
 async def test_who_watches_follows_its_shard(clock: TickingClock) -> None:
     queue = Spread(memories(2, clock))
-    await submitted(queue, "a")
+    await submit(queue, "a")
     events = queue.watch("a")
     assert (await anext(events)).type == "queued"
-    watching = await started(following(events))
+    watching = await start_task(next_event(events))
     await queue.commit(change(await queue.load("a"), status="cancelled", events=(Event("cancelled"),)))
     event = await watching
     assert event is not None
     assert event.type == "cancelled"
-    await raised(NotFound, queue.load("nobody"))
+    await expect_error(NotFound, queue.load("nobody"))
 
 
 def test_no_address_has_them_alone() -> None:

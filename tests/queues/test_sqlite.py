@@ -41,23 +41,23 @@ from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
     TTL,
+    advance_clock,
     append,
     change,
+    completion,
     count_waiting,
-    done,
-    drained,
-    following,
+    expect_error,
     history,
-    leased,
-    passing,
-    planned,
-    raised,
+    lease_all,
+    lease_next,
+    lease_request,
+    next_event,
+    plan_with_costs,
     request,
-    started,
-    submitted,
+    start_task,
+    submit,
     task,
-    wanted,
-    worker,
+    worker_info,
 )
 from unfuse.testing.queue_suite import RULES, Rule, check_rule
 
@@ -105,7 +105,7 @@ async def test_a_rule_of_the_port(rule: Rule, clock: ManualClock, path: Path) ->
 async def test_a_rule_of_the_port_after_a_restart(rule: Rule, clock: ManualClock, path: Path) -> None:
     """Given a file with a past, whose requests are gone, then the rules hold on it too."""
     queue = SqliteQueue(path, clock)
-    record = await submitted(queue, "past")
+    record = await submit(queue, "past")
     await queue.commit(change(record, status="failed"))
     await queue.drop("past")
     await check_rule(rule, await again(queue, clock), clock)
@@ -123,7 +123,7 @@ class TestARestart:
         await queue.submit(context, [sent], [], LIMITS)
         queue = await again(queue, clock)
         assert (await queue.load("a")).context == context
-        assert (await leased(queue)).task == sent
+        assert (await lease_next(queue)).task == sent
         await queue.close()
 
     async def test_keeps_keys_counts_costs_and_the_list(self, queue: SqliteQueue, clock: ManualClock) -> None:
@@ -135,10 +135,10 @@ class TestARestart:
         assert [record.context.id for record in await queue.list(RequestFilter())] == list("cba")
         assert [record.context.id for record in await queue.list(RequestFilter(is_dead_letter=True))] == ["b"]
         assert (await queue.submit(request("z", tenant="a", idempotency_key="k"), [], [], tight)).context.id == "a"
-        await raised(Overloaded, queue.submit(request("d", cost=5.0), [], [], tight))
-        await raised(Overloaded, queue.submit(request("d"), [task("d")], [], tight))
+        await expect_error(Overloaded, queue.submit(request("d", cost=5.0), [], [], tight))
+        await expect_error(Overloaded, queue.submit(request("d"), [task("d")], [], tight))
         await queue.submit(request("d", cost=4.0), [], [], tight)
-        await raised(Overloaded, queue.submit(request("e"), [], [], tight))
+        await expect_error(Overloaded, queue.submit(request("e"), [], [], tight))
         await queue.close()
 
     async def test_keeps_what_is_declared(self, queue: SqliteQueue, clock: ManualClock) -> None:
@@ -168,9 +168,9 @@ class TestARestart:
 
     async def test_keeps_what_is_over_from_running_again(self, queue: SqliteQueue, clock: ManualClock) -> None:
         """Given a repeated completion that arrives after the restart, then it is known; its history still ends."""
-        record = await submitted(queue, "a")
-        lease = await leased(queue)
-        ending = done(record, lease, status="completed", events=(Event("completed"),))
+        record = await submit(queue, "a")
+        lease = await lease_next(queue)
+        ending = completion(record, lease, status="completed", events=(Event("completed"),))
         await queue.commit(ending)
         queue = await again(queue, clock)
         assert (await queue.commit(ending)).context.version == 1
@@ -179,21 +179,21 @@ class TestARestart:
             (2, "stage_started"),
             (3, "completed"),
         ]
-        assert await drained(queue) == []
+        assert await lease_all(queue) == []
         await queue.close()
 
     async def test_leaves_a_lease_with_its_worker(self, queue: SqliteQueue, clock: ManualClock) -> None:
         """Given a worker that outlives the scheduler, then it may renew and complete, once, and nobody else starts."""
-        record = await submitted(queue, "a")
-        lease = await leased(queue)
+        record = await submit(queue, "a")
+        lease = await lease_next(queue)
         for _ in range(2):
             clock.advance(TTL - 1)
             queue = await again(queue, clock)
             (running,) = (await queue.load("a")).running
             assert (running.stage, running.attempt, running.worker) == ("s", 1, "w")
-            assert (await queue.sweep_expired(TTL), await drained(queue)) == ([], [])
+            assert (await queue.sweep_expired(TTL), await lease_all(queue)) == ([], [])
         assert (await queue.renew([lease.claim], TTL)).renewed == (lease.claim,)
-        await queue.commit(done(record, lease))
+        await queue.commit(completion(record, lease))
         assert (await queue.renew([lease.claim], TTL)).ended == (lease.claim,)
         await queue.close()
 
@@ -201,12 +201,12 @@ class TestARestart:
         """Given workers that went with the scheduler, when a lease time has passed, then their tasks stand where they
         stood, uncharged; the lease of one that was heard of since expires as any other."""
         for name in "abc":
-            await submitted(queue, name)
-        gone, there = await leased(queue), await leased(queue)
+            await submit(queue, name)
+        gone, there = await lease_next(queue), await lease_next(queue)
         queue = await again(queue, clock)
         assert (await queue.renew([there.claim], TTL)).renewed == (there.claim,)
-        assert await passing(queue, clock, TTL - 1) == []
-        assert [lease.claim for lease in await passing(queue, clock, 1)] == [there.claim]
+        assert await advance_clock(queue, clock, TTL - 1) == []
+        assert [lease.claim for lease in await advance_clock(queue, clock, 1)] == [there.claim]
         assert await queue.peek("p") == [task("a", attempt=2), task("c")]
         assert not await queue.hand_back(gone.claim)
         queue = await again(queue, clock)
@@ -215,8 +215,8 @@ class TestARestart:
 
     async def test_never_gives_a_number_twice(self, queue: SqliteQueue, clock: ManualClock) -> None:
         """Given a client that saw progress no file ever saw, then all that comes after the restart is news to it."""
-        record = await submitted(queue, "a")
-        lease = await leased(queue)
+        record = await submit(queue, "a")
+        lease = await lease_next(queue)
         seen = 2
         for _ in range(3):
             for step in range(5):
@@ -225,19 +225,19 @@ class TestARestart:
             assert numbers[0] > seen
             seen = numbers[-1]
             queue = await again(queue, clock)
-        await queue.commit(done(record, lease, status="completed", events=(Event("completed"),)))
+        await queue.commit(completion(record, lease, status="completed", events=(Event("completed"),)))
         assert [event.type for event in await history(queue, "a", after=seen)] == ["completed"]
         assert [e.type for e in await history(queue, "a")] == ["queued", "stage_started", "completed"]
         await queue.close()
 
     async def test_keeps_time_though_the_machines_clock_begins_anew(self, queue: SqliteQueue, path: Path) -> None:
         """Given a machine that starts again 4 s later, then what was to come in 5 s comes in 1 s."""
-        await submitted(queue, "a", not_before=await queue.now() + 5)
+        await submit(queue, "a", not_before=await queue.now() + 5)
         await queue.close()
         restarted = ManualClock(now=7.0, wall=1_700_000_004.0)
         queue = SqliteQueue(path, restarted)
         assert (await count_waiting(queue, "p"), list(await queue.peek("p"))) == (1, [])
-        waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
+        waiting = await start_task(queue.lease("w", lease_request("p"), TTL, wait=60.0))
         restarted.advance(1)
         assert [lease.task.request for lease in await waiting] == ["a"]
         await queue.close()
@@ -247,22 +247,22 @@ class TestARestart:
     ) -> None:
         """Given one that went behind the others, then it stays there, and before what comes after the restart."""
         for name in "abc":
-            await submitted(queue, name)
+            await submit(queue, name)
         await queue.commit(change(await queue.load("a"), push=(task("a", attempt=2),)))
         queue = await again(queue, clock)
-        await submitted(queue, "d")
-        assert await drained(queue) == list("bcad")
+        await submit(queue, "d")
+        assert await lease_all(queue) == list("bcad")
         await queue.close()
 
     async def test_keeps_no_worker(self, queue: SqliteQueue, clock: ManualClock) -> None:
-        await queue.register(worker("w"))
+        await queue.register(worker_info("w"))
         queue = await again(queue, clock)
         assert await queue.workers() == []
         await queue.close()
 
     async def test_leaves_nothing_of_what_was_forgotten(self, queue: SqliteQueue, clock: ManualClock) -> None:
         """Given a thousand requests that are over and forgotten, then the file is as small as it was before them."""
-        await submitted(queue, "kept")
+        await submit(queue, "kept")
         queue = await again(queue, clock)
         small = queue._journal.path.stat().st_size
         params = {"prompt": "a red circle on white" * 50}
@@ -282,17 +282,17 @@ class TestARestart:
 
     async def test_keeps_what_has_grown(self, queue: SqliteQueue, clock: ManualClock) -> None:
         """And how much that is, under a lease of before, and under the next one; until its request is dropped."""
-        record = await submitted(queue, "a")
-        lease = await leased(queue)
+        record = await submit(queue, "a")
+        lease = await lease_next(queue)
         await append(queue, lease.claim, 0, [b"a", b"b"])
         await append(queue, lease.claim, 2, [b"c"])
         queue = await again(queue, clock)
         assert await queue.read_deltas("a", "s") == [b"a", b"b", b"c"]
         assert await append(queue, lease.claim, 2, [b"C", b"d"])
         await queue.hand_back(lease.claim)
-        lease = await leased(queue)
+        lease = await lease_next(queue)
         assert lease.recorded_deltas == 4
-        await raised(ProtocolError, append(queue, lease.claim, 5, [b"f"]))
+        await expect_error(ProtocolError, append(queue, lease.claim, 5, [b"f"]))
         await queue.commit(change(record, status="cancelled", completed_at=1.0))
         queue = await again(queue, clock)
         assert await queue.read_deltas("a", "s", 1) == [b"b", b"c", b"d"]
@@ -328,15 +328,15 @@ def test_order_survives_a_restart(sent: list[tuple[str, int, float, int]], taken
             name = f"r{number}"
             fields = {"priority": priority, "order": order, "not_before": now + later if later else 0.0}
             await queue.submit(request(name), [task(name, pool=pool, **fields)], [], LIMITS)
-        leases = await queue.lease("w", wanted("p", "q", slots=taken), TTL)
+        leases = await queue.lease("w", lease_request("p", "q", slots=taken), TTL)
         for lease in leases if hand_back else ():
             await queue.hand_back(lease.claim)
 
     async def left(queue: MemoryQueue, clock: ManualClock) -> list[tuple[str, int]]:
-        now = [lease.task for lease in await queue.lease("w", wanted("p", "q", slots=99), TTL)]
-        await submitted(queue, "new")
+        now = [lease.task for lease in await queue.lease("w", lease_request("p", "q", slots=99), TTL)]
+        await submit(queue, "new")
         clock.advance(5)
-        later = [lease.task for lease in await queue.lease("w", wanted("p", "q", slots=99), TTL)]
+        later = [lease.task for lease in await queue.lease("w", lease_request("p", "q", slots=99), TTL)]
         await queue.close()
         return [(one.request, one.attempt) for one in (*now, *later)]
 
@@ -357,25 +357,25 @@ class TestADiskThatFails:
         answered any more, who waits is told, and the next start has all that was acknowledged."""
         with failing_disk() as disk:
             queue = SqliteQueue(path, clock)
-            record = await submitted(queue, "a")
-            lease = await leased(queue)
+            record = await submit(queue, "a")
+            lease = await lease_next(queue)
             await queue.load("a")
-            waiting = await started(queue.lease("w", wanted("q"), TTL, wait=60.0))
+            waiting = await start_task(queue.lease("w", lease_request("q"), TTL, wait=60.0))
             stream = queue.watch("a", after=2)
-            watching = await started(anext(stream))  # type: ignore[arg-type]
+            watching = await start_task(anext(stream))  # type: ignore[arg-type]
             disk.stops_at = disk.changes + 1
-            refusal = await raised(TransientError, submitted(queue, "b"))
+            refusal = await expect_error(TransientError, submit(queue, "b"))
             disk.stops_at = None
             assert "repair the disk, then restart the server" in str(refusal)
             assert str(path.parent) not in str(refusal)
             for work in (waiting, watching):
-                assert str(await raised(TransientError, work)) == str(refusal)
+                assert str(await expect_error(TransientError, work)) == str(refusal)
             for call in (
-                submitted(queue, "c"),
-                queue.lease("w", wanted("p"), TTL),
+                submit(queue, "c"),
+                queue.lease("w", lease_request("p"), TTL),
                 queue.renew([lease.claim], TTL),
                 queue.progress(lease.claim, []),
-                queue.commit(done(record, lease)),
+                queue.commit(completion(record, lease)),
                 queue.hand_back(lease.claim),
                 queue.sweep_expired(TTL),
                 queue.check(),
@@ -383,13 +383,13 @@ class TestADiskThatFails:
                 queue.list(RequestFilter()),
                 queue.workers(),
             ):
-                assert str(await raised(TransientError, call)) == str(refusal)
+                assert str(await expect_error(TransientError, call)) == str(refusal)
             with pytest.raises(TransientError):
                 queue.watch("a")
             await queue.close()
         queue = SqliteQueue(path, clock)
         assert (await queue.load("a")).context == record.context
-        await queue.commit(done(record, lease))
+        await queue.commit(completion(record, lease))
         await queue.close()
 
 
@@ -399,14 +399,14 @@ class TestADiskThatIsFull:
         watches hears of none, until there is room."""
         with failing_disk() as disk, patch.object(journal, "FULL_PAUSE_S", 0.01):
             queue = SqliteQueue(path, clock)
-            await submitted(queue, "a")
-            claim = (await leased(queue)).claim
+            await submit(queue, "a")
+            claim = (await lease_next(queue)).claim
             await append(queue, claim, 0, [b"a"])
             disk.full = True
-            watching = await started(following(queue.watch("a", after=3)))
-            calls = [await started(append(queue, claim, 1, [b"b", b"c"])) for _ in range(2)]
+            watching = await start_task(next_event(queue.watch("a", after=3)))
+            calls = [await start_task(append(queue, claim, 1, [b"b", b"c"])) for _ in range(2)]
             for call in (*calls, append(queue, claim, 1, [b"b"]), queue.read_deltas("a", "s")):
-                assert "full" in str(await raised(TransientError, call))
+                assert "full" in str(await expect_error(TransientError, call))
             assert not watching.done()
             assert [pieces for *_, pieces in stored_pieces(queue)] == [msgspec.msgpack.encode([b"a"])]
             disk.full = False
@@ -422,7 +422,7 @@ class TestADiskThatIsFull:
             await queue.declare("model m", DeclaredModels(()))
             disk.full = True
             gone = DeclaredModels((), withdrawn=("m",))
-            assert "full" in str(await raised(TransientError, queue.declare("model m", gone)))
+            assert "full" in str(await expect_error(TransientError, queue.declare("model m", gone)))
             assert await queue.declarations() == {"model m": DeclaredModels(())}
             disk.full = False
             assert await queue.declare("model m", gone)
@@ -435,15 +435,15 @@ class TestADiskThatIsFull:
         what is not; with room again all goes on by itself, and the file has what memory has."""
         with failing_disk() as disk, patch.object(journal, "FULL_PAUSE_S", 0.01):
             queue = SqliteQueue(path, clock)
-            record, other = await submitted(queue, "a"), await submitted(queue, "b")
-            lease = await leased(queue)
+            record, other = await submit(queue, "a"), await submit(queue, "b")
+            lease = await lease_next(queue)
             await queue.load("a")
-            ending = await started(history(queue, "a", after=2))
+            ending = await start_task(history(queue, "a", after=2))
             disk.full = True
             for call in (
-                queue.commit(done(record, lease, status="completed", events=(Event("completed"),))),
-                submitted(queue, "c"),
-                queue.lease("w", wanted("p"), TTL),
+                queue.commit(completion(record, lease, status="completed", events=(Event("completed"),))),
+                submit(queue, "c"),
+                queue.lease("w", lease_request("p"), TTL),
                 queue.renew([lease.claim], TTL),
                 queue.progress(lease.claim, []),
                 queue.commit(change(other, status="failed")),
@@ -452,7 +452,7 @@ class TestADiskThatIsFull:
                 queue.check(),
                 queue.load("a"),
             ):
-                assert "full" in str(refusal := await raised(TransientError, call))
+                assert "full" in str(refusal := await expect_error(TransientError, call))
                 assert str(path.parent) not in str(refusal)
             assert (await queue.load("b")).context == other.context
             assert await queue.workers() == []
@@ -460,12 +460,12 @@ class TestADiskThatIsFull:
             disk.full = False
             assert [event.type for event in await ending] == ["completed"]
             await queue.check()
-            await submitted(queue, "d")
+            await submit(queue, "d")
             stands = [await queue.load(name) for name in "abd"]
             queue = await again(queue, clock)
             assert [(await queue.load(name)).context for name in "abd"] == [record.context for record in stands]
             assert stands[0].context.status == "completed"
-            await raised(NotFound, queue.load("c"))
+            await expect_error(NotFound, queue.load("c"))
             await queue.close()
 
     async def test_lists_what_can_be_read(self, path: Path, clock: ManualClock) -> None:
@@ -473,16 +473,16 @@ class TestADiskThatIsFull:
         others are listed, the first one as it was written last, where that is asked for; nothing else is over."""
         with failing_disk() as disk, patch.object(journal, "FULL_PAUSE_S", 0.01):
             queue = SqliteQueue(path, clock)
-            record, _ = await submitted(queue, "a"), await submitted(queue, "b")
-            ended = await submitted(queue, "c")
+            record, _ = await submit(queue, "a"), await submit(queue, "b")
+            ended = await submit(queue, "c")
             await queue.commit(change(ended, status="cancelled"))
-            lease = await leased(queue)
+            lease = await lease_next(queue)
             await queue.load("a")
             disk.full = True
-            ending = done(record, lease, status="completed")
-            assert "full" in str(await raised(TransientError, queue.commit(ending)))
+            ending = completion(record, lease, status="completed")
+            assert "full" in str(await expect_error(TransientError, queue.commit(ending)))
             with patch.object(queue, "_check_writable"):
-                await raised(TransientError, queue.submit(request("d"), [], [], LIMITS))
+                await expect_error(TransientError, queue.submit(request("d"), [], [], LIMITS))
 
             async def listed(**which: Any) -> list[tuple[str, str]]:
                 return [(one.context.id, one.status) for one in await queue.list(RequestFilter(**which))]
@@ -504,10 +504,10 @@ class TestADiskThatIsFull:
         """Given a disk that stays full, then what was acknowledged is there at the next start, and nothing else."""
         with small_disk(tmp_path, 256) as disk:
             queue = SqliteQueue(disk / "queue.db", clock)
-            record = await submitted(queue, "a")
+            record = await submit(queue, "a")
             fill(disk)
             large = Delivery(metadata={"k": "v" * 50_000})
-            await raised(TransientError, queue.commit(change(record, delivery=large)))
+            await expect_error(TransientError, queue.commit(change(record, delivery=large)))
             await queue.close()
             (disk / "filler").unlink()
             queue = SqliteQueue(disk / "queue.db", clock)
@@ -526,7 +526,7 @@ class TestADiskThatIsFull:
                 (disk / "filler").unlink()
                 queue = SqliteQueue(disk / "queue.db", clock)
                 if is_new:
-                    await submitted(queue, "a")
+                    await submit(queue, "a")
                 assert [record.context.id for record in await queue.list(RequestFilter())] == ["a"]
                 await queue.close()
 
@@ -534,10 +534,10 @@ class TestADiskThatIsFull:
     async def test_is_found_out_on_a_real_one(self, tmp_path: Path, clock: ManualClock) -> None:
         with small_disk(tmp_path, 256) as disk, patch.object(journal, "FULL_PAUSE_S", 0.01):
             queue = SqliteQueue(disk / "queue.db", clock)
-            record = await submitted(queue, "a")
+            record = await submit(queue, "a")
             fill(disk)
             large = Delivery(metadata={"k": "v" * 50_000})
-            refusal = await raised(TransientError, queue.commit(change(record, delivery=large)))
+            refusal = await expect_error(TransientError, queue.commit(change(record, delivery=large)))
             assert "full" in str(refusal)
             (disk / "filler").unlink()
             while True:
@@ -551,18 +551,18 @@ class TestADiskThatIsFull:
 
 async def test_what_cannot_be_stored_is_refused_alone(queue: SqliteQueue) -> None:
     """Given text that is not Unicode, then it has no effect, and the others go on."""
-    record = await submitted(queue, "a")
-    await raised(ProtocolError, queue.submit(request("b", metadata={"k": "\ud800"}), [], [], LIMITS))
-    await raised(ProtocolError, queue.submit(request("b"), [task("b", preferred_node="\ud800")], [], LIMITS))
-    await raised(ProtocolError, queue.commit(change(record, events=(Event("failed", message="\ud800"),))))
-    await raised(NotFound, queue.load("b"))
+    record = await submit(queue, "a")
+    await expect_error(ProtocolError, queue.submit(request("b", metadata={"k": "\ud800"}), [], [], LIMITS))
+    await expect_error(ProtocolError, queue.submit(request("b"), [task("b", preferred_node="\ud800")], [], LIMITS))
+    await expect_error(ProtocolError, queue.commit(change(record, events=(Event("failed", message="\ud800"),))))
+    await expect_error(NotFound, queue.load("b"))
     assert (await queue.load("a")).context.version == 0
-    await submitted(queue, "b")
+    await submit(queue, "b")
 
 
 async def test_who_asks_is_told_only_what_is_written(queue: SqliteQueue) -> None:
     """Given a commit whose transaction is not over, then readers wait for it as its caller does."""
-    record = await submitted(queue, "a")
+    record = await submit(queue, "a")
     release = asyncio.Event()
     loop, write = asyncio.get_running_loop(), queue._journal.write
 
@@ -571,15 +571,15 @@ async def test_who_asks_is_told_only_what_is_written(queue: SqliteQueue) -> None
         write(*batch)
 
     with patch.object(queue._journal, "write", slow):
-        ending = await started(queue.commit(change(record, status="failed", events=(Event("failed"),))))
+        ending = await start_task(queue.commit(change(record, status="failed", events=(Event("failed"),))))
         asking = [
-            await started(work)
+            await start_task(work)
             for work in (
                 queue.load("a"),
                 queue.ended_among(["a"]),
                 queue.list(RequestFilter()),
                 history(queue, "a", after=1),
-                submitted(queue, "a"),
+                submit(queue, "a"),
                 queue.read_deltas("a", "s"),
             )
         ]
@@ -592,7 +592,7 @@ async def test_who_asks_is_told_only_what_is_written(queue: SqliteQueue) -> None
 async def test_callers_share_transactions(queue: SqliteQueue) -> None:
     """Given many callers at once, then far fewer transactions are written than calls made."""
     with patch.object(queue._journal, "write", side_effect=queue._journal.write) as write:
-        await asyncio.gather(*(submitted(queue, f"r{number}") for number in range(200)))
+        await asyncio.gather(*(submit(queue, f"r{number}") for number in range(200)))
     assert write.call_count <= 2
 
 
@@ -600,7 +600,7 @@ async def test_a_row_that_cannot_be_read_costs_its_request_alone(queue: SqliteQu
     """Given a row that is garbage, when the queue is opened, then all others are there, and it is kept, listed and
     shown as damaged until it is dropped; the next start knows nothing of it."""
     for name in "abc":
-        await submitted(queue, name)
+        await submit(queue, name)
     await queue.close()
     with apsw.Connection(str(path)) as file:
         file.execute("UPDATE requests SET body = x'c1' WHERE id = 'c'")
@@ -608,11 +608,11 @@ async def test_a_row_that_cannot_be_read_costs_its_request_alone(queue: SqliteQu
     queue = SqliteQueue(path, ManualClock())
     assert [record.context.id for record in await queue.list(RequestFilter())] == ["b", "a"]
     assert [(one.id, one.kind) for one in await queue.damaged()] == [("c", "request")]
-    await raised(RecordDamaged, queue.load("c"))
+    await expect_error(RecordDamaged, queue.load("c"))
     assert await queue.ended_among(["a", "c", "nobody"]) == ["nobody"]
-    await submitted(queue, "d")  # whose number is another one
+    await submit(queue, "d")  # whose number is another one
     await queue.discard("c")
-    await raised(NotFound, queue.load("c"))
+    await expect_error(NotFound, queue.load("c"))
     queue = await again(queue, ManualClock())
     assert await queue.damaged() == []
     assert [record.context.id for record in await queue.list(RequestFilter())] == ["d", "b", "a"]
@@ -622,9 +622,9 @@ async def test_a_row_that_cannot_be_read_costs_its_request_alone(queue: SqliteQu
 async def test_how_long_a_task_waits_is_known_after_a_restart(queue: SqliteQueue, clock: ManualClock) -> None:
     """Given tasks that wait and one that is leased, when that comes back, then all have waited since they came."""
     for name in "ab":
-        await queue.submit(request(name, plan=planned(p=1.5)), [task(name)], [], LIMITS)
+        await queue.submit(request(name, plan=plan_with_costs(p=1.5)), [task(name)], [], LIMITS)
         clock.advance(5)
-    lease = await leased(queue)
+    lease = await lease_next(queue)
     before = await queue.stats(["p"])
     queue = await again(queue, clock)
     assert await queue.stats(["p"]) == before == QueueStats(2, {"p": PoolStats(1, 5.0, 3.0)})
@@ -635,14 +635,14 @@ async def test_how_long_a_task_waits_is_known_after_a_restart(queue: SqliteQueue
 
 async def test_who_turned_a_task_down_is_known_after_a_restart(queue: SqliteQueue, clock: ManualClock) -> None:
     """Given counts from before, then they go on; a row of a version that kept none is read, and one that keeps more."""
-    await submitted(queue, "a")
+    await submit(queue, "a")
     for _ in range(MAX_REFUSALS - 1):
-        assert await queue.refuse((await leased(queue, worker="v")).claim) == 0
+        assert await queue.refuse((await lease_next(queue, worker="v")).claim) == 0
     queue = await again(queue, clock)
-    assert await queue.refuse((await leased(queue, worker="v")).claim) == 1
+    assert await queue.refuse((await lease_next(queue, worker="v")).claim) == 1
     queue = await again(queue, clock)
-    assert await queue.lease("v", wanted("p"), TTL) == []
-    assert len(await queue.lease("w", wanted("p"), TTL)) == 1
+    assert await queue.lease("v", lease_request("p"), TTL) == []
+    assert len(await queue.lease("w", lease_request("p"), TTL)) == 1
     await queue.close()
     stood = msgspec.msgpack.decode(msgspec.msgpack.encode(StoredTask(3, task("a"), 2.0, {"v": 3}, "w", b"t", 1.0)))
     longer = msgspec.msgpack.encode([*stood, "from a later version"])
@@ -652,8 +652,8 @@ async def test_who_turned_a_task_down_is_known_after_a_restart(queue: SqliteQueu
 async def test_what_was_leased_with_an_outcome_that_a_full_disk_refuses_is_nobody_s(queue: SqliteQueue) -> None:
     """Or it would wait for the end of a lease that no worker knows, and be charged for it."""
     for name in ("a", "b"):
-        await submitted(queue, name)
-    lease = await leased(queue, "p")
+        await submit(queue, name)
+    lease = await lease_next(queue, "p")
     record = await queue.load(lease.task.request)
     write, full = queue._writer._journal.write, [True]
 
@@ -664,25 +664,25 @@ async def test_what_was_leased_with_an_outcome_that_a_full_disk_refuses_is_nobod
 
     queue._writer._journal.write = writes  # type: ignore[method-assign]
     with pytest.raises(TransientError, match="disk of the queue is full"):
-        await queue.commit_and_lease(done(record, lease), "w", wanted("p"), 60.0)
+        await queue.commit_and_lease(completion(record, lease), "w", lease_request("p"), 60.0)
     full[0] = False
     while queue._writer._full:
         await asyncio.sleep(0.01)
-    (given,) = await queue.lease("other", wanted("p"), 60.0)
+    (given,) = await queue.lease("other", lease_request("p"), 60.0)
     assert given.task.request != lease.task.request
 
 
 async def test_pieces_of_what_is_dropped_in_the_same_transaction_leave_nothing(queue: SqliteQueue) -> None:
     """Also where another request of that id follows in it."""
-    record = await submitted(queue, "a")
-    lease = await leased(queue)
+    record = await submit(queue, "a")
+    lease = await lease_next(queue)
     with patch.object(queue._writer, "_flush") as flush:
-        growing = await started(append(queue, lease.claim, 0, [b"a"]))
-        ending = await started(queue.commit(change(record, status="cancelled", completed_at=1.0)))
-        dropping = await started(queue.drop("a"))
-        submitting = await started(submitted(queue, "a"))
-        (lease,) = await queue.lease("w", wanted("p"), TTL)
-        next_growing = await started(append(queue, lease.claim, 0, [b"of the next"]))
+        growing = await start_task(append(queue, lease.claim, 0, [b"a"]))
+        ending = await start_task(queue.commit(change(record, status="cancelled", completed_at=1.0)))
+        dropping = await start_task(queue.drop("a"))
+        submitting = await start_task(submit(queue, "a"))
+        (lease,) = await queue.lease("w", lease_request("p"), TTL)
+        next_growing = await start_task(append(queue, lease.claim, 0, [b"of the next"]))
         flush.assert_called()
     queue._writer._flush()
     await asyncio.gather(growing, ending, dropping, submitting, next_growing)
@@ -693,7 +693,7 @@ async def test_pieces_of_what_is_dropped_in_the_same_transaction_leave_nothing(q
 async def test_what_cannot_be_put_into_a_row_ends_all_waiting(queue: SqliteQueue) -> None:
     """Given a row that cannot be made, as nobody has foreseen, then nobody waits for it for ever."""
     with patch.object(queue._writer, "_row", side_effect=KeyError("s")):
-        assert "repair the disk" in str(await raised(TransientError, submitted(queue, "a")))
+        assert "repair the disk" in str(await expect_error(TransientError, submit(queue, "a")))
 
 
 class TestTheFile:
@@ -709,7 +709,7 @@ class TestTheFile:
         await (await again(queue, clock)).close()
 
     async def test_is_for_its_owner_alone(self, queue: SqliteQueue, path: Path) -> None:
-        await submitted(queue, "a")
+        await submit(queue, "a")
         files = list(path.parent.iterdir())
         assert {file.name for file in files} == {"queue.db", "queue.db-wal", "queue.db.lock"}
         assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
@@ -780,8 +780,8 @@ class TestTheFile:
 
 async def test_with_the_systems_clock_the_loop_rings_the_alarms(path: Path) -> None:
     queue = queues.open(f"sqlite:{path}")
-    await submitted(queue, "a", not_before=await queue.now() + 0.01)
-    assert [lease.task.request for lease in await queue.lease("w", wanted("p"), TTL, wait=30.0)] == ["a"]
+    await submit(queue, "a", not_before=await queue.now() + 0.01)
+    assert [lease.task.request for lease in await queue.lease("w", lease_request("p"), TTL, wait=30.0)] == ["a"]
     await queue.close()
 
 

@@ -28,7 +28,7 @@ from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.scheduler import lifecycle
 from unfuse.testing import ManualClock
-from unfuse.testing.queue_samples import append, wanted
+from unfuse.testing.queue_samples import append, lease_request
 
 POOLS = ("pool0", "pool1")
 TTL = 10.0
@@ -180,7 +180,7 @@ class Histories(RuleBasedStateMachine):
     @rule(pools=st.lists(st.sampled_from(POOLS), min_size=1, unique=True).map(tuple), slots=st.integers(1, 4))
     def lease(self, pools: tuple[str, ...], slots: int) -> None:
         expected = self.oracle.line(pools, self.now())[:slots]
-        leases = self.do(self.queue.lease("w", wanted(*pools, slots=slots), TTL))
+        leases = self.do(self.queue.lease("w", lease_request(*pools, slots=slots), TTL))
         assert [lease.task for lease in leases] == [entry.task for entry in expected]
         for lease, entry in zip(leases, expected, strict=True):
             entry.token, entry.expires = lease.token, lease.expires

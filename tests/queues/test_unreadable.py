@@ -21,16 +21,16 @@ from unfuse.testing.queue_samples import (
     LIMITS,
     TTL,
     change,
+    completion,
     count_waiting,
-    done,
-    handle,
     history,
-    planned,
+    lease_request,
+    object_ref,
+    plan_with_costs,
     request,
-    submitted,
+    submit,
     task,
-    wanted,
-    worker,
+    worker_info,
 )
 
 BAD, RUNS, OVER, HEALTHY = "bad", "runs", "over", ("a", "b", "c")
@@ -91,16 +91,16 @@ async def filled(server: Server, clock: ManualClock) -> QueueBackend:
     server.client.flushall()
     queue = queues.open(server.url, clock)
     for name in ("v", "w"):
-        await queue.register(worker(name))
-    await submitted(queue, OVER)
+        await queue.register(worker_info(name))
+    await submit(queue, OVER)
     await queue.commit(change(await queue.load(OVER), status="completed", completed_at=1.0))
-    await submitted(queue, RUNS, priority=9)
+    await submit(queue, RUNS, priority=9)
     assert (await queue.stats([])).active == 1
     for name in (BAD, *HEALTHY):
-        context = request(name, tenant="t", idempotency_key=name, plan=planned(**{f"{'zy'[name == BAD]}": 0.1}))
+        context = request(name, tenant="t", idempotency_key=name, plan=plan_with_costs(**{f"{'zy'[name == BAD]}": 0.1}))
         await queue.submit(context, [task(name)], [Event("queued")], LIMITS)
     for key in "kl":
-        await queue.put_encoding(key, handle(key), 100)
+        await queue.put_encoding(key, object_ref(key), 100)
     return queue
 
 
@@ -109,9 +109,9 @@ async def test_a_damaged_task_is_not_preferred(server: Server) -> None:
     server.client.flushall()
     queue = queues.open(server.url)
     for name, near in (("a", ""), ("bad", "node")):
-        await submitted(queue, name, preferred_node=near)
+        await submit(queue, name, preferred_node=near)
     server.client.hdel(TASK, "stage")
-    (lease,) = await queue.lease("v", wanted("p", slots=2, preferred_node="node"), TTL)
+    (lease,) = await queue.lease("v", lease_request("p", slots=2, preferred_node="node"), TTL)
     assert lease.task.request == "a"
     assert [(one.id, one.kind) for one in await queue.damaged()] == [("3:bad:s", "task")]
     await queue.close()
@@ -119,7 +119,7 @@ async def test_a_damaged_task_is_not_preferred(server: Server) -> None:
 
 async def all_answers(queue: QueueBackend, clock: ManualClock) -> None:
     """Whoever asks for what is whole gets it."""
-    (lease,) = await queue.lease("v", wanted("p"), TTL)
+    (lease,) = await queue.lease("v", lease_request("p"), TTL)
     assert lease.task.request == RUNS
 
     await queue.check()
@@ -128,8 +128,8 @@ async def all_answers(queue: QueueBackend, clock: ManualClock) -> None:
     active = [record.context.id for record in await queue.list(RequestFilter(is_over=False), limit=4)]
     assert [name for name in active if name != BAD][:3] == [*reversed(HEALTHY)]
     assert {"v"} <= {found.info.id for found in await queue.workers()} <= {"v", "w"}
-    assert (await queue.find_encoding(["l", "k"]))["l"] == handle("l")
-    await queue.put_encoding("m", handle("m"), 100)
+    assert (await queue.find_encoding(["l", "k"]))["l"] == object_ref("l")
+    await queue.put_encoding("m", object_ref("m"), 100)
     assert set(await queue.ended_among([OVER, BAD, *HEALTHY, RUNS, "nobody"])) - {BAD} == {OVER, "nobody"}
     assert (await queue.stats(["y"])).pools["y"].left_s in (0.0, 0.1)
     assert (await queue.stats(["z"])).pools == {"z": PoolStats(0, 0.0, 0.3)}
@@ -145,11 +145,11 @@ async def all_answers(queue: QueueBackend, clock: ManualClock) -> None:
     assert await queue.progress(lease.claim, [Event("progress", step=1, steps=2)])
     assert (await queue.renew([lease.claim], TTL)).renewed == (lease.claim,)
     assert await queue.hand_back(lease.claim)
-    (lease,) = await queue.lease("v", wanted("p"), TTL)
+    (lease,) = await queue.lease("v", lease_request("p"), TTL)
     assert await queue.refuse(lease.claim) == 0
-    leases = {lease.task.request: lease for lease in await queue.lease("v", wanted("p", slots=9), TTL)}
+    leases = {lease.task.request: lease for lease in await queue.lease("v", lease_request("p", slots=9), TTL)}
     assert leases.keys() - {BAD} == {RUNS, *HEALTHY}
-    await queue.commit(done(await queue.load(RUNS), leases[RUNS], status="completed", completed_at=2.0))
+    await queue.commit(completion(await queue.load(RUNS), leases[RUNS], status="completed", completed_at=2.0))
     await queue.sweep_expired(TTL)
     for _ in range(8):
         clock.advance(TTL / 4)
@@ -226,10 +226,10 @@ async def test_what_cannot_be_read_is_not_taken_for_over(server: Server) -> None
 
 async def test_who_waits_and_watches_goes_on_after_news_that_are_garbage(server: Server) -> None:
     queue: Any = await filled(server, ManualClock())
-    waiting = asyncio.create_task(queue.lease("v", wanted("q"), TTL, wait=60.0))
+    waiting = asyncio.create_task(queue.lease("v", lease_request("q"), TTL, wait=60.0))
     while not server.client.pubsub_numsub(f"{P}:news")[0][1]:
         await asyncio.sleep(0.01)
     server.client.publish(f"{P}:news", b"request:\xff\xfe")
-    await submitted(queue, "new", pool="q")
+    await submit(queue, "new", pool="q")
     assert [lease.task.request for lease in await waiting] == ["new"]
     await queue.close()

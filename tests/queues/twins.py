@@ -23,7 +23,7 @@ from unfuse.core.task import Claim, Lease, OutputDeltas, Task
 from unfuse.queues.base import DeclaredModels, LeaseRequest, QueueBackend, QueueLimits, QueueStats, RequestFilter
 from unfuse.queues.memory import MemoryQueue
 from unfuse.testing import ManualClock
-from unfuse.testing.queue_samples import handle, request, task_of, wanted, worker
+from unfuse.testing.queue_samples import lease_request, object_ref, request, task_of, worker_info
 
 POOLS = ("p", "q", "r")
 STAGES = ("a", "b", "c", "d")
@@ -63,17 +63,17 @@ tasks = st.fixed_dictionaries(
 )
 pushes = st.dictionaries(st.sampled_from(STAGES), tasks, max_size=3)
 wants = st.builds(
-    lambda pools, **more: wanted(*pools, **more),
+    lambda pools, **more: lease_request(*pools, **more),
     pools=some_pools.map(sorted),
     amounts=st.sampled_from([{}, {}, {"p": {"kv": 4}, "q": {"kv": 6}}, {"q": {"kv": 0}}, {"r": {"kv": 9, "io": 1}}]),
     slots=st.sampled_from([1, 1, 2, 4]),
-    room=st.sampled_from([None, None, 4, 9, 14]),
+    arena_bytes=st.sampled_from([None, None, 4, 9, 14]),
     priority_above=st.sampled_from([None, None, None, -1, 0]),
-    behind=st.dictionaries(
+    backpressure=st.dictionaries(
         st.sampled_from(POOLS), st.dictionaries(st.sampled_from(POOLS), st.integers(0, 3), max_size=2), max_size=1
     ),
-    later=st.sampled_from([{}, {"q": 1, "r": 2}, {"p": 1}, {"q": 1, "r": 1}, {"p": -1, "q": 1}]),
-    keep=st.sampled_from([{}, {"p": 5}, {"p": 1, "q": 9}, {"r": 5}]),
+    stage_depths=st.sampled_from([{}, {"q": 1, "r": 2}, {"p": 1}, {"q": 1, "r": 1}, {"p": -1, "q": 1}]),
+    reserves=st.sampled_from([{}, {"p": 5}, {"p": 1, "q": 9}, {"r": 5}]),
     preferred_node=st.sampled_from(["", "here"]),
     affinity=st.sampled_from(["", "", "alike"]),
     rank=st.floats(-1, 1),
@@ -410,7 +410,7 @@ class Twins(RuleBasedStateMachine):
                 case "forget":
                     return sorted(await side.queue.drop_ended_before(self.clock.wall() - 4.0 * (number % 2)))
             cards = CARDS if verb == "brings" else ()
-            return await side.queue.register(worker(member, pid=number, secret_hash=b"\0\xff"), cards)
+            return await side.queue.register(worker_info(member, pid=number, secret_hash=b"\0\xff"), cards)
 
         self.both(ask)
 
@@ -427,7 +427,7 @@ class Twins(RuleBasedStateMachine):
         async def ask(side: Side) -> Any:
             match verb:
                 case "cache":
-                    return await side.queue.put_encoding(keys[0], handle(id, nbytes), room)
+                    return await side.queue.put_encoding(keys[0], object_ref(id, nbytes), room)
                 case "uncache":
                     return await side.queue.remove_encoding(keys[0], id)
             return await side.queue.find_encoding(keys, use=verb == "cached")

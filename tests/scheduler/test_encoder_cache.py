@@ -23,7 +23,7 @@ from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
-from unfuse.testing.queue_samples import count_waiting, wanted
+from unfuse.testing.queue_samples import count_waiting, lease_request
 
 WORKER, ROOM, SIZE = "worker-1", 100, 40
 
@@ -377,7 +377,7 @@ async def test_requests_of_one_prompt_at_once_all_complete_whatever_is_lost() ->
         for number in range(60):
             record = await scheduler.submit(*asking(SHARING, params(number, prompt="abc"[number * number % 3])))
             requests.append(record.context.id)
-            for lease in await scheduler.queue.lease(WORKER, wanted(ENCODE, DENOISE, DECODE, slots=3), 60.0):
+            for lease in await scheduler.queue.lease(WORKER, lease_request(ENCODE, DENOISE, DECODE, slots=3), 60.0):
                 if lease.task.inputs and number % 4 == 0 and lease.task.key not in losses:
                     losses.add(lease.task.key)
                     lost = lease.task.inputs[0].id

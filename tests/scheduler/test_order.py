@@ -24,7 +24,7 @@ from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.stages import specs
 from unfuse.testing.clock import ManualClock
-from unfuse.testing.queue_samples import wanted
+from unfuse.testing.queue_samples import lease_request
 
 MAKE = msgspec.structs.replace(specs.DENOISE, name="make", components=("vae",), outputs=())
 ONE_STAGE = msgspec.structs.replace(CARD, pipeline=Pipeline((MAKE,)))
@@ -83,7 +83,7 @@ class Machine:
         return record.context.id
 
     async def lease(self) -> list[Lease]:
-        return await self.scheduler.queue.lease("w", wanted(*POOL), 1e6)
+        return await self.scheduler.queue.lease("w", lease_request(*POOL), 1e6)
 
     async def finish(self, lease: Lease, seconds: float) -> None:
         files = (ResultFile(0, "image/png", 1, ""),)
@@ -206,7 +206,7 @@ class RemoteWaiters:
     async def encoded(self, node: str = "node-1") -> str:
         """A request whose next task is ready for denoising, its input on that node."""
         request = (await self.scheduler.submit(*asking(CARD, params()))).context.id
-        (lease,) = await self.scheduler.queue.lease("e", wanted(*(set(CARD.pools().values()) - {DENOISE})), 60.0)
+        (lease,) = await self.scheduler.queue.lease("e", lease_request(*(set(CARD.pools().values()) - {DENOISE})), 60.0)
         report = done(lease)
         assert report.output is not None
         output = msgspec.structs.replace(report.output, owner="e", node=node, nbytes=9)

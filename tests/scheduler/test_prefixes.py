@@ -19,7 +19,7 @@ from unfuse.core.task import Lease
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
-from unfuse.testing.queue_samples import handle, wanted
+from unfuse.testing.queue_samples import lease_request, object_ref
 
 GOES_ON = msgspec.structs.replace(
     CARD,
@@ -51,19 +51,19 @@ async def leased(
 ) -> Lease:
     """The lease of the encoder of a new request that begins so."""
     await scheduler.submit(*asking(GOES_ON, params(), prefixes=begins, cache=cache, tenant=tenant))
-    (lease,) = await scheduler.queue.lease(worker, wanted(ENCODE), scheduler.lease_ttl)
+    (lease,) = await scheduler.queue.lease(worker, lease_request(ENCODE), scheduler.lease_ttl)
     return await scheduler.add_resume_data(lease)
 
 
 def made(id: str, worker: str = ONE, nbytes: int = 10) -> ObjectRef:
-    return msgspec.structs.replace(handle(id, nbytes), owner=worker)
+    return msgspec.structs.replace(object_ref(id, nbytes), owner=worker)
 
 
 async def extending(scheduler: Scheduler, begins: Sequence[str], tenant: str = "default", cache: bool = True) -> Lease:
     """The lease of the stage that goes on behind the encoder of a new request."""
     encode = await leased(scheduler, begins, ONE, tenant, cache)
     await scheduler.complete(done(encode), ONE)
-    (lease,) = await scheduler.queue.lease(ONE, wanted(DENOISE), scheduler.lease_ttl)
+    (lease,) = await scheduler.queue.lease(ONE, lease_request(DENOISE), scheduler.lease_ttl)
     return await scheduler.add_resume_data(lease)
 
 

@@ -28,7 +28,7 @@ from unfuse.scheduler import change_builder
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
-from unfuse.testing.queue_samples import count_waiting, wanted
+from unfuse.testing.queue_samples import count_waiting, lease_request
 
 TTL = 15.0
 
@@ -125,7 +125,7 @@ class Fate:
 
     async def step(self, trouble: float) -> None:
         worker = self.dice.choice(["w", "v"])
-        wants = wanted(*self.pools, slots=self.dice.randint(1, 3))
+        wants = lease_request(*self.pools, slots=self.dice.randint(1, 3))
         self.leases += await self.scheduler.queue.lease(worker, wants, TTL)
         self.clock.advance(1)
         if not self.leases:
@@ -150,7 +150,7 @@ class Fate:
         index = task.params.get("index", 0)
         files = (ResultFile(int(str(index)), "image/png", 1, "h"),) if task.planned.final else ()
         output = None if task.planned.final else msgspec.structs.replace(object_for(task), owner=worker)
-        wants = wanted(*self.pools, slots=1) if self.dice.random() < 0.5 else None
+        wants = lease_request(*self.pools, slots=1) if self.dice.random() < 0.5 else None
         done = TaskCompleted(lease.claim, output, files, Timings(run_s=1.0))
         record, leases = await self.scheduler.complete(done, worker, wants)
         self.leases += leases

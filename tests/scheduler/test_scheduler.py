@@ -24,7 +24,7 @@ from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.lifecycle import MAX_HAND_BACK_WORKERS, UNLIMITED_HAND_BACKS
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
-from unfuse.testing.queue_samples import count_waiting, wanted
+from unfuse.testing.queue_samples import count_waiting, lease_request
 from unfuse.testing.virtual_time import VirtualClock, in_virtual_time
 
 WORKER = "worker-1"
@@ -64,7 +64,7 @@ async def scheduling(**options: object) -> AsyncIterator[tuple[Scheduler, Manual
 
 async def take(scheduler: Scheduler, *pools: str, slots: int = 1) -> list[Lease]:
     return await scheduler.queue.lease(
-        WORKER, wanted(*(pools or (ENCODE, DENOISE, DECODE)), slots=slots), scheduler.lease_ttl
+        WORKER, lease_request(*(pools or (ENCODE, DENOISE, DECODE)), slots=slots), scheduler.lease_ttl
     )
 
 
@@ -157,7 +157,7 @@ async def test_a_worker_that_is_silent_beyond_its_lease_loses_the_task_to_anothe
         await scheduler.submit(*asking(CARD, params()))
         (first,) = await take(scheduler)
         await pass_by(scheduler, clock, 5.1)
-        (second,) = await scheduler.queue.lease("worker-2", wanted(ENCODE), 5.0, wait=60.0)
+        (second,) = await scheduler.queue.lease("worker-2", lease_request(ENCODE), 5.0, wait=60.0)
         assert second.task.attempt == first.task.attempt + 1
         with pytest.raises(LeaseLost):
             await scheduler.complete(done(first), WORKER)
@@ -208,7 +208,7 @@ async def test_a_task_handed_back_for_good_reason_is_charged_nothing(reason: str
 
 
 async def take_as(scheduler: Scheduler, worker: str) -> list[Lease]:
-    return await scheduler.queue.lease(worker, wanted(ENCODE, DENOISE, DECODE), scheduler.lease_ttl)
+    return await scheduler.queue.lease(worker, lease_request(ENCODE, DENOISE, DECODE), scheduler.lease_ttl)
 
 
 @given(
@@ -399,7 +399,7 @@ async def test_sweeping_goes_on_when_the_queue_is_back() -> None:
     await take(scheduler)
     await asyncio.sleep(20)
     queue.unreachable_parts = False
-    (again,) = await queue.lease("worker-2", wanted(ENCODE), 5.0, wait=60.0)
+    (again,) = await queue.lease("worker-2", lease_request(ENCODE), 5.0, wait=60.0)
     assert again.task.attempt == 2
     await scheduler.close()
 

@@ -27,7 +27,7 @@ from unfuse.core.task import Lease
 from unfuse.queues.base import QueueBackend
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.testing.queue_samples import count_waiting, wanted
+from unfuse.testing.queue_samples import count_waiting, lease_request
 from unfuse.testing.virtual_time import VirtualClock, in_virtual_time
 
 WORKER, TTL = "worker-1", 5.0
@@ -78,7 +78,7 @@ async def ask(scheduler: Scheduler, seed: int = 1, **more: Any) -> RequestRecord
 
 
 async def lease(scheduler: Scheduler, *pools: str, slots: int = 1, wait: float = 5.0) -> list[Lease]:
-    offer = wanted(*(pools or (ENCODE, DENOISE, DECODE)), slots=slots)
+    offer = lease_request(*(pools or (ENCODE, DENOISE, DECODE)), slots=slots)
     return await scheduler.queue.lease(WORKER, offer, TTL, wait=wait)
 
 

@@ -14,7 +14,7 @@ from unfuse.core.request import Change
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.maintenance import GONE, REVIEW_S, SWEEP_S
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.testing.queue_samples import wanted
+from unfuse.testing.queue_samples import lease_request
 from unfuse.testing.virtual_time import VirtualClock, in_virtual_time
 
 
@@ -29,9 +29,9 @@ async def test_leases_deadlines_and_workers_end_in_their_time() -> None:
     began = clock.now()
     await queue.register(info("silent", ENCODE), [CARD])
     request = (await scheduler.submit(*asking(CARD, params(), timeout=60))).context.id
-    await queue.lease("silent", wanted(ENCODE), 15.0)
+    await queue.lease("silent", lease_request(ENCODE), 15.0)
 
-    (again,) = await queue.lease("other", wanted(ENCODE), 3600.0, wait=3600.0)
+    (again,) = await queue.lease("other", lease_request(ENCODE), 3600.0, wait=3600.0)
     assert (again.task.attempt, clock.now() - began) == (2, pytest.approx(15.0, abs=2 * SWEEP_S))
 
     events = [event.type async for event in queue.watch(request)]
@@ -70,7 +70,7 @@ async def test_a_clock_set_forward_ends_no_running_request(reading: str) -> None
     request = (await scheduler.submit(*asking(CARD, params()))).context
     limited = msgspec.structs.replace(request.request, time_limit_s=300.0)
     await queue.commit(Change(msgspec.structs.replace(request, version=request.version + 1, request=limited)))
-    (lease,) = await queue.lease("w", wanted(ENCODE), 15.0)
+    (lease,) = await queue.lease("w", lease_request(ENCODE), 15.0)
 
     async def run_for(seconds: float) -> None:
         for _ in range(int(seconds / 3)):

@@ -39,7 +39,7 @@ from unfuse.server.gateway import Gateway
 from unfuse.server.webhooks import Webhooks
 from unfuse.stages.media import encode
 from unfuse.stores.results import ResultStore, open_results
-from unfuse.testing.queue_samples import wanted
+from unfuse.testing.queue_samples import lease_request
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class Worker:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 try:
-                    for lease in await queue.lease(WORKER.id, wanted(*WORKER.pools, slots=4), 60.0, wait=60.0):
+                    for lease in await queue.lease(WORKER.id, lease_request(*WORKER.pools, slots=4), 60.0, wait=60.0):
                         tasks.create_task(self._do(lease))
                 except TransientError:
                     await asyncio.sleep(0.05)

@@ -16,7 +16,7 @@ from tests.server.served import MOVING, PICTURES, WORKER, Served, picture, serve
 from unfuse.core.messages import Heartbeat, Register, StorageLocations, TaskFailed, WorkerStatus
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.service import service
-from unfuse.testing.queue_samples import wanted
+from unfuse.testing.queue_samples import lease_request
 
 EDITS, MADE = "/v1/images/edits", "/v1/images/generations"
 ASYNC = {"prefer": "respond-async"}
@@ -83,7 +83,7 @@ def test_what_a_worker_says_of_a_failure_names_no_path(
         said = "[Errno 2] No such file: '/srv/models/wan/vae.bin'; make room under /var/unfuse"
         evidence = 'Traceback\n  File "/opt/venv/lib/x.py", line 3, in run\n/srv/models/wan is gone'
         while http.get(f"/v1/requests/{id}").json()["status"] != "failed":
-            for lease in served.run(served.queue.lease(WORKER.id, wanted(*WORKER.pools), 60.0, wait=5.0)):
+            for lease in served.run(served.queue.lease(WORKER.id, lease_request(*WORKER.pools), 60.0, wait=5.0)):
                 failed = TaskFailed(lease.claim, kind, said, evidence)  # type: ignore[arg-type]
                 served.run(served.scheduler.fail(failed, WORKER.id))
         paths = (f"/v1/requests/{id}", "/v1/requests", "/v1/dead", f"/v1/requests/{id}/events")

@@ -41,7 +41,7 @@ from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.gateway import Gateway
 from unfuse.stores.results import open_results
-from unfuse.testing.queue_samples import wanted
+from unfuse.testing.queue_samples import lease_request
 
 URL = "/v1/images/generations"
 ASKED = {"model": "test/pictures", "prompt": "a red circle"}
@@ -373,7 +373,7 @@ def test_how_long_the_first_in_line_waits_is_told(tmp_path: Path) -> None:
         encode = named_pools(PICTURES)["text_encode"]
         for _ in range(3):
             id = http.post(URL, json=ASKED, headers=ASYNC).json()["id"]
-        assert len(served.run(served.queue.lease(WORKER.id, wanted(*WORKER.pools, slots=2), 60.0))) == 2
+        assert len(served.run(served.queue.lease(WORKER.id, lease_request(*WORKER.pools, slots=2), 60.0))) == 2
         record = served.run(served.queue.load(id))
         queued_at = record.context.stages["text_encode"].queued_at
         assert sample(http, f'unfuse_queue_size{{numerics="",pool="{encode}"}}') == 1
@@ -426,7 +426,7 @@ def test_a_worker_that_falls_silent_is_set_aside_and_its_leases_are_counted(tmp_
         served.run(served.queue.register(replace(WORKER, status=WorkerStatus(arena_used=4096)), (PICTURES,)))
         pool = named_pools(PICTURES)["text_encode"]
         http.post(URL, json={**ASKED, "model": PICTURES.name}, headers=ASYNC)
-        assert served.run(served.queue.lease(WORKER.id, wanted(*WORKER.pools), 0.1))
+        assert served.run(served.queue.lease(WORKER.id, lease_request(*WORKER.pools), 0.1))
         until(lambda: sample(http, f'unfuse_lease_expired_total{{numerics="",pool="{pool}"}}') == 1)
         until(lambda: not http.get("/v1/workers").json()["data"][0]["healthy"])
         assert all(pool["workers"] == [] for pool in http.get("/v1/pools").json()["data"])

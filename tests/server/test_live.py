@@ -33,7 +33,7 @@ from unfuse.server.gateway import Gateway
 from unfuse.server.videos import VideoStream
 from unfuse.stages.media import VideoWriter
 from unfuse.stores.results import fragment_name, open_results
-from unfuse.testing.queue_samples import wanted
+from unfuse.testing.queue_samples import lease_request
 
 URL = "/v1/videos"
 STAGE = "vae_decode.0"
@@ -74,7 +74,7 @@ class Decoder:
         """Do what comes before the last stage, and take that."""
         queue = self._served.queue
         while True:
-            asked = queue.lease(WORKER.id, wanted(*WORKER.pools), 600.0, wait=20.0)
+            asked = queue.lease(WORKER.id, lease_request(*WORKER.pools), 600.0, wait=20.0)
             (lease,) = self._served.run(asked)
             if lease.task.planned.final:
                 return lease

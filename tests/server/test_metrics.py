@@ -14,7 +14,7 @@ from unfuse.queues.base import QueueLimits, QueueStats
 from unfuse.queues.memory import MemoryQueue
 from unfuse.server.metrics import MAX_LABEL_VALUES, Metrics
 from unfuse.server.metrics_table import METRICS
-from unfuse.testing.queue_samples import planned, request, task
+from unfuse.testing.queue_samples import plan_with_costs, request, task
 
 
 async def test_a_page_has_the_metrics_of_the_table_in_its_order() -> None:
@@ -47,7 +47,7 @@ async def test_a_scrape_loads_no_request() -> None:
 
     queue, many = Unread(SystemClock()), QueueLimits(max_active=2000, max_queue=2000)
     for number in range(1500):
-        await queue.submit(request(f"{number}", plan=planned(p=0.1)), [task(f"{number}")], [], many)
+        await queue.submit(request(f"{number}", plan=plan_with_costs(p=0.1)), [task(f"{number}")], [], many)
     page = (await Metrics("memory").render(queue, [], ["p"])).decode().splitlines()
     labels = f'{{numerics="",pool="{readable_pool("p")}"}}'
     assert {"unfuse_requests_active 1500.0", f"unfuse_queue_size{labels} 1500.0"} <= {*page}
@@ -67,7 +67,7 @@ async def test_what_is_left_is_summed_by_role_also_where_the_last_worker_is_gone
         ]
 
     of_role = 'unfuse_role_predicted_seconds{component="transformer",role="denoiser"}'
-    plan = planned(p=0.5).with_pools({"p": "p@1a2b"})
+    plan = plan_with_costs(p=0.5).with_pools({"p": "p@1a2b"})
     await queue.submit(request("1", plan=plan), [task("1", pool="p@1a2b")], [], QueueLimits())
     assert f"{of_role} 0.5" in await told("p@1a2b", "q")
     labels = f'{{numerics="1a2b",pool="{readable_pool("p@1a2b")}"}}'
@@ -85,7 +85,7 @@ async def test_tasks_that_wait_are_counted_for_their_own_role_alone() -> None:
     queue, metrics = MemoryQueue(SystemClock()), Metrics("memory")
     roles = {"p": ("denoiser", "transformer"), "q": ("encoder", "text_encoder")}
     for name, pool in (("1", "p@1a2b"), ("2", "p@3c4d")):
-        plan = planned(p=0.5).with_pools({"p": pool})
+        plan = plan_with_costs(p=0.5).with_pools({"p": pool})
         await queue.submit(request(name, plan=plan), [task(name, pool=pool)], [], QueueLimits())
     page = (await metrics.render(queue, [], ["p@1a2b", "p@3c4d", "q"], roles)).decode().splitlines()
     assert {

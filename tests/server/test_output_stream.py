@@ -17,7 +17,7 @@ from unfuse.queues.memory import MemoryQueue
 from unfuse.server import chat
 from unfuse.server.chat_stream import output_stream
 from unfuse.testing import ManualClock
-from unfuse.testing.queue_samples import LIMITS, append, change, leased, raised, request, started, task
+from unfuse.testing.queue_samples import LIMITS, append, change, expect_error, lease_next, request, start_task, task
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ async def queue() -> AsyncIterator[MemoryQueue]:
 async def running(queue: MemoryQueue) -> tuple[Lease, Lease]:
     """Two stages of one request, as of two choices."""
     await queue.submit(request("a"), [task("a"), task("a", "t")], [Event("queued")], LIMITS)
-    return await leased(queue), await leased(queue)
+    return await lease_next(queue), await lease_next(queue)
 
 
 async def end(queue: MemoryQueue) -> None:
@@ -56,13 +56,13 @@ async def test_they_come_as_they_are_recorded_to_whoever_reads_from_wherever(que
     none of another stage."""
     mine, other = await running(queue)
     early = chunks(queue, "a", "s")
-    first = await started(anext(early))  # type: ignore[arg-type]
+    first = await start_task(anext(early))  # type: ignore[arg-type]
     await append(queue, other.claim, 0, [b"other"])
-    assert not (await started(asyncio.wait({first}))).done()
+    assert not (await start_task(asyncio.wait({first}))).done()
     await append(queue, mine.claim, 0, [b"0", b"1"])
     assert (await first, await anext(early)) == (b"0", b"1")
-    between = await started(rest(chunks(queue, "a", "s", 1)))
-    ahead = await started(rest(chunks(queue, "a", "s", 3)))
+    between = await start_task(rest(chunks(queue, "a", "s", 1)))
+    ahead = await start_task(rest(chunks(queue, "a", "s", 3)))
     for number in range(2, 5):
         await append(queue, mine.claim, number, [b"%d" % number])
         assert await anext(early) == b"%d" % number
@@ -71,7 +71,7 @@ async def test_they_come_as_they_are_recorded_to_whoever_reads_from_wherever(que
     assert await rest(chunks(queue, "a", "s", 2)) == [b"2", b"3", b"4"]
     assert await rest(chunks(queue, "a", "t")) == [b"other"]
     assert await rest(chunks(queue, "a", "s", 9)) == await rest(chunks(queue, "a", "u")) == []
-    await raised(NotFound, rest(chunks(queue, "nobody", "s")))
+    await expect_error(NotFound, rest(chunks(queue, "nobody", "s")))
 
 
 async def test_one_reader_has_the_chunks_of_several_stages_each_from_its_offset(queue: MemoryQueue) -> None:
@@ -100,7 +100,7 @@ async def test_a_chat_is_broken_off_while_the_queue_cannot_be_read(queue: Memory
     queue.read_deltas = away  # type: ignore[method-assign]
     plan = SimpleNamespace(stages=[SimpleNamespace(name="s", final=True)])
     gateway, context = SimpleNamespace(queue=queue), SimpleNamespace(id="a", plan=plan)
-    await raised(ResponseAborted, rest(chat._token_deltas(gateway, context, [0])))  # type: ignore[arg-type]
+    await expect_error(ResponseAborted, rest(chat._token_deltas(gateway, context, [0])))  # type: ignore[arg-type]
 
 
 async def test_a_slow_reader_holds_nothing_up_and_has_nothing_kept_for_it(queue: MemoryQueue) -> None:

@@ -55,7 +55,7 @@ class Started(msgspec.Struct, frozen=True):
         signal.pidfd_send_signal(self.pidfd, number)
 
 
-class Meeting:
+class WorkerRegistry:
     """A scheduler that answers no message: its workers register, and never load a model.
 
     They must be processes of this machine.
@@ -70,18 +70,18 @@ class Meeting:
         self.lines: list[tuple[int, bytes]] = []
 
     @property
-    def started(self) -> list[Started]:
+    def registered_workers(self) -> list[Started]:
         """All workers that have registered, in order."""
         return [*self._workers.values()]
 
-    def came(self, count: int) -> bool:
+    def wait_for_workers(self, count: int) -> bool:
         """Return whether `count` workers have registered."""
         return len(self._workers) >= count
 
     @property
-    def living(self) -> list[Started]:
+    def living_workers(self) -> list[Started]:
         """The registered workers whose process exists."""
-        return [worker for worker in self.started if worker.lives]
+        return [worker for worker in self.registered_workers if worker.lives]
 
     def spec(self, role: str = "encoder", **environment: str) -> WorkerSpec:
         """Return the spec of a worker that registers here and logs JSON."""
@@ -90,17 +90,17 @@ class Meeting:
         flags = {"scheduler": self._router.address, "arena": "1MiB"}
         return WorkerSpec(role, flags=flags, environment=folders | logging | environment)
 
-    def on_line(self, number: int, line: bytes) -> None:
+    def record_line(self, number: int, line: bytes) -> None:
         """Record a line that worker `number` has written."""
         self.lines.append((number, line))
 
-    def wrote(self, number: int, text: bytes) -> int:
+    def count_lines(self, number: int, text: bytes) -> int:
         """Return how many lines of a worker have this text."""
         return sum(by == number and text in line for by, line in self.lines)
 
     async def close(self) -> None:
         """Close the router and all pidfds."""
-        for worker in self.started:
+        for worker in self.registered_workers:
             os.close(worker.pidfd)
         await self._router.close()
 
@@ -110,19 +110,19 @@ class Meeting:
 
 
 @asynccontextmanager
-async def meeting() -> AsyncIterator[Meeting]:
+async def worker_registry() -> AsyncIterator[WorkerRegistry]:
     """Open a Meeting in its own run folder. Kills its workers at the end."""
     async with AsyncExitStack() as stack:
-        place = Meeting(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unfuse-"))))
+        place = WorkerRegistry(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unfuse-"))))
         stack.push_async_callback(place.close)
         try:
             yield place
         finally:
-            for worker in place.living:
+            for worker in place.living_workers:
                 worker.send(signal.SIGKILL)
 
 
-async def until(condition: Callable[[], object], what: str, within: float) -> None:
+async def wait_until(condition: Callable[[], object], what: str, within: float) -> None:
     """Wait until a condition holds. Raises AssertionError(`what`) after `within` seconds."""
     try:
         async with asyncio.timeout(within):
@@ -133,7 +133,7 @@ async def until(condition: Callable[[], object], what: str, within: float) -> No
 
 
 @asynccontextmanager
-async def running(launcher: Launcher, drain_timeout: float) -> AsyncIterator[Launcher]:
+async def running_launcher(launcher: Launcher, drain_timeout: float) -> AsyncIterator[Launcher]:
     """Start a launcher, and stop it after the block. A context manager."""
     launcher.start()
     try:
@@ -149,69 +149,77 @@ async def check_launcher(open_launcher: OpenLauncher, within: float = WITHIN_S) 
     `within`: the longest time, in seconds, for anything that must happen.
     """
     for check in CHECKS:
-        async with meeting() as place:
+        async with worker_registry() as place:
             await check(open_launcher, place, within)
-            assert not place.living, f"{check.__name__}: a worker still runs after the stop"
+            assert not place.living_workers, f"{check.__name__}: a worker still runs after the stop"
 
 
-async def each_spec_is_a_worker_that_is_asked_to_end(launch: OpenLauncher, place: Meeting, within: float) -> None:
+async def each_spec_starts_a_worker_that_stop_drains(
+    launch: OpenLauncher, place: WorkerRegistry, within: float
+) -> None:
     """Each spec starts a worker with its flags and environment, and `stop` drains it first.
 
     Lines that workers write are reported with their number.
     """
     specs = [place.spec("encoder"), place.spec("decoder")]
-    async with running(launch(specs, place.on_line), DRAIN_S) as launcher:
-        await until(partial(place.came, 2), "a worker did not start", within)
-        assert {worker.role for worker in place.started} == {"encoder", "decoder"}, "a worker did not receive its role"
+    async with running_launcher(launch(specs, place.record_line), DRAIN_S) as launcher:
+        await wait_until(partial(place.wait_for_workers, 2), "a worker did not start", within)
+        assert {worker.role for worker in place.registered_workers} == {"encoder", "decoder"}, (
+            "a worker did not receive its role"
+        )
         assert not launcher.failed.done(), "`failed` is set, but no worker failed"
-    assert len(place.started) == 2, "a worker was restarted during the stop"
+    assert len(place.registered_workers) == 2, "a worker was restarted during the stop"
     assert launcher.failed.cancelled(), "`failed` was not cancelled by the stop"
     for number in range(2):
-        assert place.wrote(number, b'"draining"'), f"worker {number} did not drain, or its output was not reported"
+        assert place.count_lines(number, b'"draining"'), (
+            f"worker {number} did not drain, or its output was not reported"
+        )
 
 
-async def one_that_is_killed_is_started_again(launch: OpenLauncher, place: Meeting, within: float) -> None:
+async def a_killed_worker_is_restarted(launch: OpenLauncher, place: WorkerRegistry, within: float) -> None:
     """A killed worker is restarted, repeatedly. The others run on."""
     specs = [place.spec("encoder"), place.spec("decoder")]
-    async with running(launch(specs, place.on_line), 0):
+    async with running_launcher(launch(specs, place.record_line), 0):
         for came in (2, 3, 4):
-            await until(partial(place.came, came), "a killed worker was not restarted", within)
+            await wait_until(partial(place.wait_for_workers, came), "a killed worker was not restarted", within)
             if came < 4:
-                next(worker for worker in place.living if worker.role == "encoder").send(signal.SIGKILL)
-        assert [worker.role for worker in place.started].count("decoder") == 1, "a worker that runs was restarted too"
+                next(worker for worker in place.living_workers if worker.role == "encoder").send(signal.SIGKILL)
+        assert [worker.role for worker in place.registered_workers].count("decoder") == 1, (
+            "a worker that runs was restarted too"
+        )
 
 
-async def one_that_cannot_start_is_a_failure(launch: OpenLauncher, place: Meeting, within: float) -> None:
+async def a_worker_that_cannot_start_is_a_failure(launch: OpenLauncher, place: WorkerRegistry, within: float) -> None:
     """A worker that cannot start sets `failed` and is not restarted. The others run on."""
     specs = [place.spec(), place.spec(**{UNKNOWN: "1"})]
-    async with running(launch(specs, place.on_line), DRAIN_S) as launcher:
-        await until(launcher.failed.done, "a worker that cannot start did not set `failed`", within)
+    async with running_launcher(launch(specs, place.record_line), DRAIN_S) as launcher:
+        await wait_until(launcher.failed.done, "a worker that cannot start did not set `failed`", within)
         assert isinstance(launcher.failed.exception(), ConfigError), "`failed` is not a ConfigError"
-        await until(partial(place.came, 1), "the other worker did not start", within)
-    assert place.wrote(1, UNKNOWN.encode()), "the output of a worker was not reported"
-    assert place.wrote(1, UNKNOWN.encode()) == 1, "a worker that cannot start was restarted"
+        await wait_until(partial(place.wait_for_workers, 1), "the other worker did not start", within)
+    assert place.count_lines(1, UNKNOWN.encode()), "the output of a worker was not reported"
+    assert place.count_lines(1, UNKNOWN.encode()) == 1, "a worker that cannot start was restarted"
 
 
-async def one_that_does_not_hear_is_ended_by_force(launch: OpenLauncher, place: Meeting, within: float) -> None:
+async def an_unresponsive_worker_is_killed(launch: OpenLauncher, place: WorkerRegistry, within: float) -> None:
     """A worker that does not react to signals is killed by `stop`."""
-    async with running(launch([place.spec()], place.on_line), 0):
-        await until(partial(place.came, 1), "a worker did not start", within)
-        place.started[0].send(signal.SIGSTOP)
+    async with running_launcher(launch([place.spec()], place.record_line), 0):
+        await wait_until(partial(place.wait_for_workers, 1), "a worker did not start", within)
+        place.registered_workers[0].send(signal.SIGSTOP)
 
 
-async def one_that_has_nothing_to_end_stops(launch: OpenLauncher, place: Meeting, within: float) -> None:
+async def stop_works_without_workers(launch: OpenLauncher, place: WorkerRegistry, within: float) -> None:
     """`stop` works without workers, before they have started, and before `start`."""
     del within
     for specs in ([], [place.spec()]):
-        async with running(launch(specs, place.on_line), 0):
+        async with running_launcher(launch(specs, place.record_line), 0):
             pass
-    await launch([place.spec()], place.on_line).stop(0)
+    await launch([place.spec()], place.record_line).stop(0)
 
 
 CHECKS = (
-    each_spec_is_a_worker_that_is_asked_to_end,
-    one_that_is_killed_is_started_again,
-    one_that_cannot_start_is_a_failure,
-    one_that_does_not_hear_is_ended_by_force,
-    one_that_has_nothing_to_end_stops,
+    each_spec_starts_a_worker_that_stop_drains,
+    a_killed_worker_is_restarted,
+    a_worker_that_cannot_start_is_a_failure,
+    an_unresponsive_worker_is_killed,
+    stop_works_without_workers,
 )

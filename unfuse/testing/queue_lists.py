@@ -13,13 +13,13 @@ from unfuse.testing.queue_samples import (
     LIMITS,
     TTL,
     change,
+    completion,
     count_waiting,
-    done,
-    raised,
+    expect_error,
+    lease_request,
     request,
-    submitted,
+    submit,
     task,
-    wanted,
 )
 
 TENANTS = (None, "t", "nobody")
@@ -35,7 +35,7 @@ ASKED: dict[str, tuple[Any, ...]] = {
 }
 
 
-async def every_filter_finds_what_there_is(queue: QueueBackend, clock: ManualClock) -> None:
+async def filters_find_exactly_the_matching_requests(queue: QueueBackend, clock: ManualClock) -> None:
     """Every filter is right in both orders and any pages, through all changes of requests.
 
     Each is checked alone and within a tenant, while requests run, end, change after their end, and are dropped.
@@ -46,9 +46,9 @@ async def every_filter_finds_what_there_is(queue: QueueBackend, clock: ManualClo
         fields |= {"webhook": "http://h"} if name in "ceg" else {}
         await queue.submit(request(name, **fields), [task(name)], [], LIMITS)
     await check_lists(queue)
-    leases = await queue.lease("w", wanted("p", slots=4), TTL)
+    leases = await queue.lease("w", lease_request("p", slots=4), TTL)
     await check_lists(queue)
-    await queue.commit(done(await queue.load("a"), leases[0], push=(task("a", "t"),)))
+    await queue.commit(completion(await queue.load("a"), leases[0], push=(task("a", "t"),)))
     await queue.hand_back(leases[1].claim)
     await check_lists(queue)
     for name, status, dead in (("c", "failed", True), ("video_d", "cancelled", False), ("e", "completed", False)):
@@ -63,14 +63,14 @@ async def every_filter_finds_what_there_is(queue: QueueBackend, clock: ManualClo
     assert {record.context.id for record in await queue.list(RequestFilter())} == {"a", "video_b", "video_f", "g", "h"}
 
 
-async def a_status_is_the_one_that_is_shown(queue: QueueBackend, clock: ManualClock) -> None:
+async def a_status_filter_compares_the_displayed_status(queue: QueueBackend, clock: ManualClock) -> None:
     """A filter by status compares the displayed status: a leased request is in progress.
 
     After a hand-back it is queued again.
     """
-    record = await submitted(queue, "a")
+    record = await submit(queue, "a")
     assert (record.status, await _ids(queue, RequestFilter(status="queued"))) == ("queued", ["a"])
-    (lease,) = await queue.lease("w", wanted("p"), TTL)
+    (lease,) = await queue.lease("w", lease_request("p"), TTL)
     assert (await queue.load("a")).status == "in_progress"
     assert (
         await _ids(queue, RequestFilter(status="queued")),
@@ -83,7 +83,7 @@ async def a_status_is_the_one_that_is_shown(queue: QueueBackend, clock: ManualCl
     ) == (["a"], [])
 
 
-async def a_page_begins_behind_what_its_tenant_has(queue: QueueBackend, clock: ManualClock) -> None:
+async def a_page_starts_after_any_request_of_the_tenant(queue: QueueBackend, clock: ManualClock) -> None:
     """A page may start after any request of the tenant, matching or not.
 
     A request of another tenant, a dropped one and an unknown one raise the same NotFound.
@@ -102,11 +102,11 @@ async def a_page_begins_behind_what_its_tenant_has(queue: QueueBackend, clock: M
     ):
         for oldest_first in (False, True):
             refused = [queue.list(which, after=name, oldest_first=oldest_first) for name in "bgn"]
-            messages = [str(await raised(NotFound, call)) for call in refused]
+            messages = [str(await expect_error(NotFound, call)) for call in refused]
             assert messages == [messages[0].replace(" b", f" {name}") for name in "bgn"]
 
 
-async def of_simultaneous_repeats_one_is_stored(queue: QueueBackend, clock: ManualClock) -> None:
+async def concurrent_repeats_store_one_request(queue: QueueBackend, clock: ManualClock) -> None:
     """Of concurrent submits with one idempotency key, one is stored, and all return its record."""
     same = (queue.submit(request(n, tenant="t", idempotency_key="k"), [task(n)], [], LIMITS) for n in "abcdefgh")
     assert len({record.context.id for record in await asyncio.gather(*same)}) == 1
@@ -144,8 +144,8 @@ async def _ids(queue: QueueBackend, which: RequestFilter, after: str | None = No
 
 
 LIST_RULES = (
-    every_filter_finds_what_there_is,
-    a_status_is_the_one_that_is_shown,
-    a_page_begins_behind_what_its_tenant_has,
-    of_simultaneous_repeats_one_is_stored,
+    filters_find_exactly_the_matching_requests,
+    a_status_filter_compares_the_displayed_status,
+    a_page_starts_after_any_request_of_the_tenant,
+    concurrent_repeats_store_one_request,
 )

@@ -52,7 +52,7 @@ def request_context(request: GenerationRequest, plan: ExecutionPlan, **fields: A
     )
 
 
-def planned(**costs: float) -> ExecutionPlan:
+def plan_with_costs(**costs: float) -> ExecutionPlan:
     """Return a plan with one stage for each predicted cost in seconds.
 
     A stage's pool is the first letter of its name.
@@ -86,43 +86,43 @@ def task_of(
     return Task(request, PlannedStage(stage, kind, pool, **stage_fields), attempt, model, params, inputs, **fields)
 
 
-async def submitted(queue: QueueBackend, name: str, **fields: Any) -> RequestRecord:
+async def submit(queue: QueueBackend, name: str, **fields: Any) -> RequestRecord:
     """Submit a request with one task. `fields` are the task's."""
     return await queue.submit(request(name), [task(name, **fields)], [Event("queued")], LIMITS)
 
 
-def wanted(
+def lease_request(
     *pools: str,
     slots: int = 1,
-    room: int | None = None,
-    keep: Mapping[str, int] | None = None,
-    later: Mapping[str, int] | None = None,
-    behind: Mapping[str, dict[str, int]] | None = None,
+    arena_bytes: int | None = None,
+    reserves: Mapping[str, int] | None = None,
+    stage_depths: Mapping[str, int] | None = None,
+    backpressure: Mapping[str, dict[str, int]] | None = None,
     amounts: Mapping[str, dict[str, int]] | None = None,
     **more: Any,
 ) -> LeaseRequest:
     """Return the lease request of a worker of these pools, by default for one task.
 
-    `keep`: bytes of `room` that tasks of a pool must leave free.
+    `reserves`: bytes of `arena_bytes` that tasks of a pool must leave free.
     `amounts`: amounts of other resources, by pool.
     """
     offers = {}
     for pool in pools:
-        arena = {} if room is None else {ARENA: room - (keep or {}).get(pool, 0)}
+        arena = {} if arena_bytes is None else {ARENA: arena_bytes - (reserves or {}).get(pool, 0)}
         resources = {SLOTS: slots} | arena | (amounts or {}).get(pool, {})
-        offers[pool] = PoolOffer(resources, (later or {}).get(pool, 0), (behind or {}).get(pool, {}))
+        offers[pool] = PoolOffer(resources, (stage_depths or {}).get(pool, 0), (backpressure or {}).get(pool, {}))
     return LeaseRequest(offers, **more)
 
 
-async def leased(queue: QueueBackend, *pools: str, worker: str = "w") -> Lease:
+async def lease_next(queue: QueueBackend, *pools: str, worker: str = "w") -> Lease:
     """Lease the next task of these pools."""
-    (lease,) = await queue.lease(worker, wanted(*(pools or ("p",))), TTL)
+    (lease,) = await queue.lease(worker, lease_request(*(pools or ("p",))), TTL)
     return lease
 
 
-async def drained(queue: QueueBackend, *pools: str) -> list[str]:
+async def lease_all(queue: QueueBackend, *pools: str) -> list[str]:
     """Lease all tasks of these pools. Returns their requests in that order."""
-    return [lease.task.request for lease in await queue.lease("w", wanted(*(pools or ("p",)), slots=1000), TTL)]
+    return [lease.task.request for lease in await queue.lease("w", lease_request(*(pools or ("p",)), slots=1000), TTL)]
 
 
 async def count_waiting(queue: QueueBackend, pool: str) -> int:
@@ -130,9 +130,9 @@ async def count_waiting(queue: QueueBackend, pool: str) -> int:
     return (await queue.stats([pool])).pools[pool].waiting
 
 
-async def append(queue: QueueBackend, claim: Claim, offset: int, pieces: Sequence[bytes]) -> bool:
+async def append(queue: QueueBackend, claim: Claim, offset: int, deltas: Sequence[bytes]) -> bool:
     """Append output deltas to one task. Returns whether its lease is held."""
-    (has_lease,) = await queue.append_deltas([OutputDeltas(claim, offset, tuple(pieces))])
+    (has_lease,) = await queue.append_deltas([OutputDeltas(claim, offset, tuple(deltas))])
     return has_lease
 
 
@@ -146,15 +146,15 @@ def change(record: RequestRecord, claim: Claim | None = None, **fields: Any) -> 
     return Change(context, claim, **parts)
 
 
-def done(record: RequestRecord, lease: Lease, **fields: Any) -> Change:
+def completion(record: RequestRecord, lease: Lease, **fields: Any) -> Change:
     """Return the change that completes the leased stage, with further `fields`."""
     state = StageState("done", attempt=lease.task.attempt, token=lease.token)
     stages = record.context.stages | {lease.task.stage: state}
     return change(record, lease.claim, stages=stages, **{"status": "in_progress", **fields})
 
 
-async def passing(queue: QueueBackend, clock: ManualClock, seconds: float) -> list[Lease]:
-    """Advance the clock, calling `expired` regularly. Returns the leases expired at the end."""
+async def advance_clock(queue: QueueBackend, clock: ManualClock, seconds: float) -> list[Lease]:
+    """Advance the clock, calling `sweep_expired` regularly. Returns the leases expired at the end."""
     expired = await queue.sweep_expired(TTL)
     for _ in range(ceil(seconds / TTL * 4)):
         clock.advance(min(TTL / 4, seconds))
@@ -163,7 +163,7 @@ async def passing(queue: QueueBackend, clock: ManualClock, seconds: float) -> li
     return expired
 
 
-async def started(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+async def start_task(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """Start a task and run it up to its first wait."""
     running = asyncio.create_task(work)
     for _ in range(5):
@@ -171,7 +171,7 @@ async def started(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     return running
 
 
-async def following(stream: AsyncIterator[Event]) -> Event | None:
+async def next_event(stream: AsyncIterator[Event]) -> Event | None:
     """Return the next event of a stream, or None at its end."""
     return await anext(stream, None)
 
@@ -181,17 +181,17 @@ async def history(queue: QueueBackend, name: str, after: int = 0) -> Sequence[Ev
     return [event async for event in queue.watch(name, after)]
 
 
-def handle(id: str, nbytes: int = 10) -> ObjectRef:
+def object_ref(id: str, nbytes: int = 10) -> ObjectRef:
     """Return a ref of an object that does not exist."""
     return ObjectRef(id, "w", "node", "a", "s", 1, 1, nbytes, (), (1, 2**63), b"\0\xff", 0.5)
 
 
-def worker(name: str, **fields: Any) -> WorkerInfo:
+def worker_info(name: str, **fields: Any) -> WorkerInfo:
     """Return a worker of pool "p" with two slots."""
     return WorkerInfo(name, "node", "denoiser", ("p",), 2, "unix:arena", 1 << 20, **fields)
 
 
-async def raised(kind: type[E], work: Awaitable[object]) -> E:
+async def expect_error(kind: type[E], work: Awaitable[object]) -> E:
     """Return the error of this kind that the awaitable raises. Raises AssertionError without one."""
     try:
         await work

@@ -21,13 +21,13 @@ Open = Callable[[], TensorStore]
 Join = Callable[[TensorStore], TensorStore]
 
 
-def put(store: TensorStore, tensors: Mapping[str, Any], request: str = "") -> ObjectRef:
+def put_object(store: TensorStore, tensors: Mapping[str, Any], request: str = "") -> ObjectRef:
     """Put tensors as the output of stage "s". The default request is a new one."""
     return store.put(tensors, request=request or new_request_id(), stage="s", attempt=1)
 
 
 @contextmanager
-def lost(ref: ObjectRef) -> Iterator[None]:
+def expect_lost(ref: ObjectRef) -> Iterator[None]:
     """Require ObjectLost with the object's id inside the block. A context manager."""
     try:
         yield
@@ -47,25 +47,25 @@ def start_output(store: TensorStore, request: str, nbytes: int = 5000) -> tuple[
 
 
 def check_drafts(store: TensorStore) -> None:
-    """A draft cannot be read, is listed by `holding`, and uses room.
+    """A draft cannot be read, is listed by `stored_requests`, and uses room.
 
     That ends when it is aborted. A sealed one can be read, and a hold may be released twice.
     """
     backend, request = store._backend, new_request_id()
     draft, ref = start_output(store, request)
     assert backend.stored_requests() == {request} and store.usage().used >= 5000
-    with lost(ref):
+    with expect_lost(ref):
         backend.open(ref)
     backend.abort(draft.id)
     assert not backend.stored_requests() and store.usage().used == 0
-    with lost(ref):
+    with expect_lost(ref):
         backend.open(ref)
     draft, ref = start_output(store, request)
     backend.seal(draft.id)
-    hold = backend.open(ref)
-    assert (hold.bytes() == np.arange(5000) % 251).all()
-    hold.release()
-    hold.release()
+    reader = backend.open(ref)
+    assert (reader.bytes() == np.arange(5000) % 251).all()
+    reader.release()
+    reader.release()
     backend.delete(ref)
     assert store.usage().used == 0
 
@@ -80,9 +80,9 @@ def check_overtaken(store: TensorStore) -> None:
     other_draft, other_ref = start_output(store, alive)
     store.release(over)
     assert store.stored_requests() == {alive}
-    with lost(ref):
+    with expect_lost(ref):
         store._backend.seal(draft.id)
-    with lost(ref):
+    with expect_lost(ref):
         store._backend.open(ref)
     store._backend.seal(other_draft.id)
     store._backend.open(other_ref).release()
@@ -92,7 +92,7 @@ def check_overtaken(store: TensorStore) -> None:
 
 def check_idle(store: TensorStore) -> None:
     """`idle` returns sealed objects without holds, the least recently used first, or none."""
-    refs = [put(store, {"x": np.full(100, value)}) for value in range(4)]
+    refs = [put_object(store, {"x": np.full(100, value)}) for value in range(4)]
     draft, _ = start_output(store, refs[0].request)
     with store.get(refs[1]):
         store.get(refs[0]).close()
@@ -104,8 +104,8 @@ def check_idle(store: TensorStore) -> None:
 def check_peers(store: TensorStore, join: Join) -> None:
     """Another owner can read an object by its ref, but neither delete nor change it."""
     with join(store) as other:
-        refs = [put(store, {"x": np.full(5000, value)}) for value in range(3)]
-        other_ref = put(other, {"x": np.full(5000, 9)}, refs[0].request)
+        refs = [put_object(store, {"x": np.full(5000, value)}) for value in range(3)]
+        other_ref = put_object(other, {"x": np.full(5000, 9)}, refs[0].request)
         for ref in refs:
             other.delete(ref)
         other.release(refs[0].request)
@@ -114,13 +114,13 @@ def check_peers(store: TensorStore, join: Join) -> None:
             with other.get(ref, verify=True) as tensors:
                 assert (tensors["x"] == value).all() and not tensors["x"].flags.writeable
         for change in ({"key": bytes(16)}, {"generation": 99}, {"id": other_ref.id}):
-            with lost(forged := msgspec.structs.replace(refs[0], **change)):
+            with expect_lost(forged := msgspec.structs.replace(refs[0], **change)):
                 other.get(forged)
         with other.get(refs[0]) as tensors:
             store.delete(refs[0])
-            with lost(refs[0]):
+            with expect_lost(refs[0]):
                 other.get(refs[0])
-            put(store, {"x": np.full(5000, 8)})
+            put_object(store, {"x": np.full(5000, 8)})
             assert (tensors["x"] == 0).all()
 
 
@@ -128,7 +128,7 @@ def check_closed(open: Open) -> None:
     """Arrays that were read stay valid after their store is closed."""
     store = open()
     request = new_request_id()
-    tensors = store.get(put(store, {"x": np.full(5000, 7)}, request))
+    tensors = store.get(put_object(store, {"x": np.full(5000, 7)}, request))
     array = tensors["x"]
     store.release(request)
     store.close()

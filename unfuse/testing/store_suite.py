@@ -18,7 +18,7 @@ from unfuse.core.object_ref import CHUNK_BYTES, DTYPES, ObjectRef, layout_tensor
 from unfuse.core.request import new_request_id
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.stores.tensors import RAW
-from unfuse.testing.store_port import PORT_CHECKS, Join, Open, check_closed, check_peers, lost, put
+from unfuse.testing.store_port import PORT_CHECKS, Join, Open, check_closed, check_peers, expect_lost, put_object
 
 #: Replaces the stored bytes of an object, or removes them.
 Overwrite = Callable[[ObjectRef, bytes | None], None]
@@ -41,7 +41,9 @@ def check_store(open: Open, overwrite: Overwrite | None = None, join: Join | Non
     """
     checks: dict[str, Callable[[TensorStore], None]] = {check.__name__: check for check in (*CHECKS, *PORT_CHECKS)}
     if overwrite:
-        checks |= {check.__name__: partial(check, overwrite=overwrite) for check in (check_flips, check_wreckage)}
+        checks |= {
+            check.__name__: partial(check, overwrite=overwrite) for check in (check_flips, check_incomplete_objects)
+        }
     if join:
         checks[check_peers.__name__] = partial(check_peers, join=join)
     for name, check in checks.items():
@@ -60,7 +62,7 @@ def check_dtypes(store: TensorStore) -> None:
     """Arrays of every dtype are read with their values, shapes and names."""
     bits = np.random.default_rng(7).integers(0, 2, 48, np.uint8)
     tensors = {name: bits.view(bool) if name == "bool" else bits.astype(name) for name in DTYPES if name not in RAW}
-    ref = put(store, tensors)
+    ref = put_object(store, tensors)
     assert [(meta.name, meta.dtype) for meta in ref.tensors] == [(name, name) for name in tensors]
     with store.get(ref, verify=True) as loaded:
         assert list(loaded) == list(tensors)
@@ -80,7 +82,7 @@ def check_torch(store: TensorStore) -> None:
     tensors["point"] = torch.tensor(1.5)
     tensors["empty"] = torch.empty(0, 4, dtype=torch.bfloat16)
     tensors["weight"] = torch.ones(3, requires_grad=True)
-    ref = put(store, {**tensors, "nothing": None})
+    ref = put_object(store, {**tensors, "nothing": None})
     with store.get(ref, as_torch=True, verify=True) as loaded:
         assert loaded["nothing"] is None
         for name, value in tensors.items():
@@ -109,14 +111,14 @@ def check_shapes(store: TensorStore) -> None:
         "foreign": np.arange(5, dtype=">i8"),
         "spread": np.broadcast_to(np.float32(3), (2, 3)),
     }
-    with store.get(put(store, tensors), verify=True) as loaded:
+    with store.get(put_object(store, tensors), verify=True) as loaded:
         assert loaded["none"] is None
         for name, value in tensors.items():
             if value is not None:
                 np.testing.assert_array_equal(loaded[name], value)
                 assert loaded[name].shape == value.shape and loaded[name].flags.c_contiguous, name
     for nothing in ({}, {"a": None}, {"a": np.empty(0)}):
-        ref = put(store, nothing)
+        ref = put_object(store, nothing)
         assert ref.nbytes == 0 and ref.checksums == ()
         with store.get(ref, verify=True) as loaded:
             assert list(loaded) == list(nothing)
@@ -126,7 +128,7 @@ def check_refusals(store: TensorStore) -> None:
     """Values of unsupported types are refused, and use no room."""
     for value, error in ((np.zeros(2, "complex64"), ValueError), ([1, 2], TypeError), (np.array("text"), ValueError)):
         try:
-            put(store, {"x": value})
+            put_object(store, {"x": value})
         except error:
             continue
         raise AssertionError(f"{value!r} was stored")
@@ -156,7 +158,7 @@ def check_large(store: TensorStore) -> None:
     rng = np.random.default_rng(3)
     tensors = {name: rng.integers(0, 255, CHUNK_BYTES + 1001, np.uint8) for name in "ab"}
     tensors["c"] = rng.random((512, 1025), np.float32)[:, ::2]
-    ref = put(store, tensors)
+    ref = put_object(store, tensors)
     assert len(ref.checksums) == -(-ref.nbytes // CHUNK_BYTES) == 3
     with store.get(ref, verify=True) as loaded:
         assert all(np.array_equal(loaded[name], value) for name, value in tensors.items())
@@ -165,7 +167,7 @@ def check_large(store: TensorStore) -> None:
 def check_read_only(store: TensorStore) -> None:
     """A stored array cannot be changed, neither by its source nor by a reader."""
     source = np.arange(6.0)
-    ref = put(store, {"x": source})
+    ref = put_object(store, {"x": source})
     source[:] = -1
     with store.get(ref) as loaded:
         assert loaded["x"].tolist() == [0, 1, 2, 3, 4, 5]
@@ -182,15 +184,15 @@ def check_delete(store: TensorStore) -> None:
 
     Deleting is idempotent.
     """
-    ref = put(store, {"x": np.full(5000, 7)})
+    ref = put_object(store, {"x": np.full(5000, 7)})
     before = store.usage().used
     with store.get(ref) as loaded:
         store.delete(ref)
         store.delete(ref)
-        with lost(ref):
+        with expect_lost(ref):
             store.get(ref)
         assert not store.stored_requests() and store.usage().used == before
-        others = [put(store, {"x": np.zeros(5000)}) for _ in range(3)]
+        others = [put_object(store, {"x": np.zeros(5000)}) for _ in range(3)]
         assert (loaded["x"] == 7).all()
         for other in others:
             store.delete(other)
@@ -199,7 +201,7 @@ def check_delete(store: TensorStore) -> None:
 
 def check_garbage(store: TensorStore) -> None:
     """A reader that is never closed holds its object until its last array is collected."""
-    ref = put(store, {"x": np.full(5000, 7), "y": np.ones(9)})
+    ref = put_object(store, {"x": np.full(5000, 7), "y": np.ones(9)})
     array = store.get(ref)["x"][10:]
     store.delete(ref)
     gc.collect()
@@ -210,16 +212,16 @@ def check_garbage(store: TensorStore) -> None:
 
 
 def check_release(store: TensorStore) -> None:
-    """`release` frees all objects of one request only. `holding` returns requests with objects."""
+    """`release` frees all objects of one request only. `stored_requests` returns requests with objects."""
     first, second = new_request_id(), new_request_id()
-    refs = [put(store, {"x": np.ones(10)}, first) for _ in range(3)]
-    second_ref = put(store, {"x": np.ones(10)}, second)
+    refs = [put_object(store, {"x": np.ones(10)}, first) for _ in range(3)]
+    second_ref = put_object(store, {"x": np.ones(10)}, second)
     assert store.stored_requests() == {first, second}
     store.release(first)
     store.release(first)
     assert store.stored_requests() == {second}
     for ref in refs:
-        with lost(ref):
+        with expect_lost(ref):
             store.get(ref)
     store.get(second_ref).close()
 
@@ -231,13 +233,13 @@ def check_full(store: TensorStore) -> None:
     refs: list[ObjectRef] = []
     try:
         for _ in range(9):
-            refs.append(put(store, {"x": piece}))
+            refs.append(put_object(store, {"x": piece}))
     except ArenaFull as error:
         assert error.needed == piece.nbytes and error.free < error.capacity
     assert 4 <= len(refs) <= 8, f"{len(refs)} objects of an eighth of the capacity were stored"
     assert len(store.stored_requests()) == len(refs)
     store.delete(refs.pop())
-    refs.append(put(store, {"x": piece}))
+    refs.append(put_object(store, {"x": piece}))
     for ref in refs:
         store.get(ref).close()
         store.delete(ref)
@@ -249,7 +251,7 @@ def check_full(store: TensorStore) -> None:
 
 def check_forged(store: TensorStore) -> None:
     """A ref that differs in any field raises ObjectLost, and leaves no hold."""
-    ref = put(store, {"x": np.ones(1000), "y": np.zeros(3, "int8")})
+    ref = put_object(store, {"x": np.ones(1000), "y": np.zeros(3, "int8")})
     x, y = ref.tensors
     changed: list[dict[str, Any]] = [
         {"key": bytes(16)},
@@ -264,7 +266,7 @@ def check_forged(store: TensorStore) -> None:
     ]
     for change in changed:
         forged = msgspec.structs.replace(ref, **change)
-        with lost(forged):
+        with expect_lost(forged):
             store.get(forged)
     store.delete(ref)
     assert store.usage().used == 0
@@ -275,10 +277,10 @@ def check_damage(store: TensorStore) -> None:
 
     No hold is left.
     """
-    ref = put(store, {"x": np.arange(1000)})
+    ref = put_object(store, {"x": np.arange(1000)})
     for checksums in ((ref.checksums[0] ^ 1,), (), ref.checksums * 2):
         damaged = msgspec.structs.replace(ref, checksums=checksums)
-        with lost(damaged):
+        with expect_lost(damaged):
             store.get(damaged, verify=True)
     store.get(ref, verify=True).close()
     store.delete(ref)
@@ -292,7 +294,7 @@ def check_threads(store: TensorStore) -> None:
         request = new_request_id()
         for turn in range(20):
             value = np.full(2000 + 500 * number, number * 1000 + turn)
-            ref = put(store, {"x": value}, request)
+            ref = put_object(store, {"x": value}, request)
             with store.get(ref, verify=turn % 2 == 0) as loaded:
                 store.delete(ref)
                 assert (loaded["x"] == value).all()
@@ -313,7 +315,7 @@ def check_wait(store: TensorStore) -> None:
     refs: list[ObjectRef] = []
     with suppress(ArenaFull):
         while len(refs) < 9:
-            refs.append(put(store, {"x": piece}))
+            refs.append(put_object(store, {"x": piece}))
     assert len(refs) < 9
     with ThreadPoolExecutor(1) as pool:
         patient = pool.submit(store.put, {"x": piece}, request=new_request_id(), stage="s", attempt=1, wait=WITHIN_S)
@@ -323,7 +325,7 @@ def check_wait(store: TensorStore) -> None:
         store.get(patient.result()).close()
     for never in (capacity, capacity * 2):
         try:
-            put(store, {"x": np.broadcast_to(np.uint8(1), (never + 1,))})
+            put_object(store, {"x": np.broadcast_to(np.uint8(1), (never + 1,))})
         except ArenaFull as error:
             assert error.needed > error.capacity
         else:
@@ -334,28 +336,28 @@ def check_flips(store: TensorStore, overwrite: Overwrite) -> None:
     """Each of FLIPS bit flips at rest is detected, in small objects and across chunks."""
     rng = np.random.default_rng(5)
     for nbytes, flips in ((40_000, FLIPS - 10), (2 * CHUNK_BYTES + 999, 10)):
-        ref = put(store, {"x": rng.integers(0, 255, nbytes, np.uint8)})
+        ref = put_object(store, {"x": rng.integers(0, 255, nbytes, np.uint8)})
         stored = bytearray(store.open(ref).bytes())
         for bit in rng.choice(len(stored) * 8, flips, replace=False).tolist():
             stored[bit // 8] ^= 1 << bit % 8
             overwrite(ref, bytes(stored))
             stored[bit // 8] ^= 1 << bit % 8
-            with lost(ref):
+            with expect_lost(ref):
                 store.get(ref)
         overwrite(ref, bytes(stored))
         store.get(ref, verify=True).close()
 
 
-def check_wreckage(store: TensorStore, overwrite: Overwrite) -> None:
+def check_incomplete_objects(store: TensorStore, overwrite: Overwrite) -> None:
     """An object at rest that is shorter, longer or missing is lost.
 
     Once its bytes are restored, it can be read again.
     """
-    ref = put(store, {"x": np.arange(CHUNK_BYTES // 8 + 500)})
+    ref = put_object(store, {"x": np.arange(CHUNK_BYTES // 8 + 500)})
     stored = bytes(store.open(ref).bytes())
     for wreck in (b"", stored[:1], stored[:-1], stored[:CHUNK_BYTES], stored + b"x", stored * 2, None):
         overwrite(ref, wreck)
-        with lost(ref):
+        with expect_lost(ref):
             store.get(ref)
         overwrite(ref, stored)
         store.get(ref, verify=True).close()

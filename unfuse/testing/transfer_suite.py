@@ -56,7 +56,7 @@ def check_transfer(open_pair: OpenPair) -> None:
 
 
 @contextmanager
-def room(pair: Pair, nbytes: int) -> Iterator[NDArray[np.uint8]]:
+def allocated_range(pair: Pair, nbytes: int) -> Iterator[NDArray[np.uint8]]:
     """Allocate memory of the reader's arena for pulls. A context manager."""
     extent = pair.arena.create(nbytes, new_request_id())
     try:
@@ -66,7 +66,7 @@ def room(pair: Pair, nbytes: int) -> Iterator[NDArray[np.uint8]]:
 
 
 @contextmanager
-def raises(kind: type[UnfuseError], what: str) -> Iterator[None]:
+def expect_error(kind: type[UnfuseError], what: str) -> Iterator[None]:
     """Require this error inside the block. A context manager."""
     try:
         yield
@@ -75,9 +75,9 @@ def raises(kind: type[UnfuseError], what: str) -> Iterator[None]:
     raise AssertionError(f"{kind.__name__} was not raised: {what}")
 
 
-def pull(pair: Pair, link: PeerLink, ref: ObjectRef, start: int, stop: int) -> bytes:
+def pull_range(pair: Pair, link: PeerLink, ref: ObjectRef, start: int, stop: int) -> bytes:
     """Pull a range of an object, and check that no byte around it is written."""
-    with room(pair, stop - start + 128) as memory:
+    with allocated_range(pair, stop - start + 128) as memory:
         memory[:] = 0xA5
         numbers = list(link.pull(ref, start, stop, memory[64 : 64 + stop - start]))
         assert numbers == sorted(set(numbers)) and (numbers or [0])[-1] == stop - start, numbers
@@ -87,10 +87,10 @@ def pull(pair: Pair, link: PeerLink, ref: ObjectRef, start: int, stop: int) -> b
         return bytes(memory[64 : 64 + stop - start])
 
 
-def refused(pair: Pair, link: PeerLink, ref: ObjectRef, start: int, stop: int) -> None:
+def expect_refused(pair: Pair, link: PeerLink, ref: ObjectRef, start: int, stop: int) -> None:
     """Check that pulling this range raises ObjectLost."""
-    with raises(ObjectLost, f"bytes {start} to {stop} of {ref}"):
-        pull(pair, link, ref, start, stop)
+    with expect_error(ObjectLost, f"bytes {start} to {stop} of {ref}"):
+        pull_range(pair, link, ref, start, stop)
 
 
 def check_bytes(pair: Pair, link: PeerLink, address: str) -> None:
@@ -98,7 +98,7 @@ def check_bytes(pair: Pair, link: PeerLink, address: str) -> None:
     for nbytes in (0, 1, 4097, CHUNK_BYTES + 1, 3 * CHUNK_BYTES):
         ref, data = pair.owner.put(nbytes, nbytes), bytes(pattern(nbytes, nbytes))
         for start, stop in ((0, nbytes), (0, nbytes // 2), (nbytes // 3, nbytes), (nbytes // 2, nbytes // 2)):
-            assert pull(pair, link, ref, start, stop) == data[start:stop], f"{start} to {stop} of {nbytes}"
+            assert pull_range(pair, link, ref, start, stop) == data[start:stop], f"{start} to {stop} of {nbytes}"
         pair.owner.delete(ref)
 
 
@@ -118,24 +118,24 @@ def check_refs(pair: Pair, link: PeerLink, address: str) -> None:
         {"nbytes": 1 << 62},
     ]
     for change in changes:
-        refused(pair, link, msgspec.structs.replace(ref, **change), 0, 100)
+        expect_refused(pair, link, msgspec.structs.replace(ref, **change), 0, 100)
     for start, stop in ((0, 5001), (4999, 5002), (-1, 10)):
-        refused(pair, link, ref, start, stop)
-    assert pull(pair, link, ref, 0, 5000) == bytes(pattern(2, 5000))
+        expect_refused(pair, link, ref, start, stop)
+    assert pull_range(pair, link, ref, 0, 5000) == bytes(pattern(2, 5000))
     pair.owner.delete(ref)
-    refused(pair, link, ref, 0, 5000)
+    expect_refused(pair, link, ref, 0, 5000)
     pair.owner.delete(other)
 
 
 def check_unsealed(pair: Pair, link: PeerLink, address: str) -> None:
     """An object that is neither announced nor sealed is refused."""
     ref = pair.owner.start_output(1, 5000)
-    refused(pair, link, ref, 0, 1)
+    expect_refused(pair, link, ref, 0, 1)
     pair.owner.abort(ref)
-    refused(pair, link, ref, 0, 1)
+    expect_refused(pair, link, ref, 0, 1)
 
 
-def check_growing(pair: Pair, link: PeerLink, address: str) -> None:
+def check_partial_objects(pair: Pair, link: PeerLink, address: str) -> None:
     """The written chunks of an announced object can be read, and no others.
 
     `written` waits for more chunks. It raises ObjectLost after an abort.
@@ -144,14 +144,14 @@ def check_growing(pair: Pair, link: PeerLink, address: str) -> None:
     whole, data = checksums_of(pattern(4, nbytes)), bytes(pattern(4, nbytes))
     ref = pair.owner.start_output(4, nbytes)
     pair.owner.write(ref, 0)
-    refused(pair, link, ref, 0, 1)
+    expect_refused(pair, link, ref, 0, 1)
     for chunks in (1, 3):
         pair.owner.write(ref, chunks)
         assert link.written(ref, chunks - 1, WITHIN_S) == (whole[:chunks], False)
         end = min(chunks * CHUNK_BYTES, nbytes)
-        assert pull(pair, link, ref, 0, end) == data[:end]
+        assert pull_range(pair, link, ref, 0, end) == data[:end]
         if end < nbytes:
-            refused(pair, link, ref, 0, end + 1)
+            expect_refused(pair, link, ref, 0, end + 1)
     pair.owner.seal(ref)
     assert link.written(ref, 3, 0) == (whole, True)
     pair.owner.delete(ref)
@@ -165,7 +165,7 @@ def check_growing(pair: Pair, link: PeerLink, address: str) -> None:
     broken = pair.owner.start_output(5, nbytes)
     pair.owner.write(broken, 1)
     pair.owner.abort(broken)
-    with raises(ObjectLost, "the writer aborted the object"):
+    with expect_error(ObjectLost, "the writer aborted the object"):
         link.written(broken, 1, 0)
 
 
@@ -179,14 +179,14 @@ def until_written(link: PeerLink, ref: ObjectRef, known: int) -> tuple[int, ...]
     return checksums
 
 
-def check_given_up(pair: Pair, link: PeerLink, address: str) -> None:
+def check_closed_pull(pair: Pair, link: PeerLink, address: str) -> None:
     """Closing a pull releases its hold on the object, and the next pull is complete."""
     ref = pair.owner.put(6, 3 * CHUNK_BYTES)
-    with room(pair, ref.nbytes) as memory:
+    with allocated_range(pair, ref.nbytes) as memory:
         for _ in range(8):
             with closing(link.pull(ref, 0, ref.nbytes, memory)) as numbers:
                 next(numbers)
-    assert pull(pair, link, ref, 0, ref.nbytes) == bytes(pattern(6, ref.nbytes))
+    assert pull_range(pair, link, ref, 0, ref.nbytes) == bytes(pattern(6, ref.nbytes))
     pair.owner.delete(ref)
 
 
@@ -197,25 +197,25 @@ def check_threads(pair: Pair, link: PeerLink, address: str) -> None:
         ref = pair.owner.put(number, 300_000 * number + 17)
         for turn in range(6):
             start = turn * 1000
-            assert pull(pair, link, ref, start, ref.nbytes) == bytes(pattern(number, ref.nbytes)[start:])
+            assert pull_range(pair, link, ref, start, ref.nbytes) == bytes(pattern(number, ref.nbytes)[start:])
         pair.owner.delete(ref)
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(1, 9)))
 
 
-def check_gone(pair: Pair, link: PeerLink, address: str) -> None:
+def check_restarted_owner(pair: Pair, link: PeerLink, address: str) -> None:
     """A stopped owner breaks the link, and serves its objects again after a restart."""
     ref = pair.owner.put(7, CHUNK_BYTES)
     link.ping()
-    assert len(pull(pair, link, ref, 0, 10)) == 10
+    assert len(pull_range(pair, link, ref, 0, 10)) == 10
     pair.owner.stop()
-    with raises(LinkBroken, "a ping after the owner stopped"):
+    with expect_error(LinkBroken, "a ping after the owner stopped"):
         link.ping()
-    with raises(LinkBroken, "a pull after the owner stopped"):
-        pull(pair, link, ref, 0, 10)
+    with expect_error(LinkBroken, "a pull after the owner stopped"):
+        pull_range(pair, link, ref, 0, 10)
     with closing(pair.engine.connect(pair.owner.start())) as again:
-        assert pull(pair, again, ref, 0, ref.nbytes) == bytes(pattern(7, ref.nbytes))
+        assert pull_range(pair, again, ref, 0, ref.nbytes) == bytes(pattern(7, ref.nbytes))
     pair.owner.delete(ref)
 
 
@@ -225,35 +225,35 @@ def check_closed(pair: Pair, link: PeerLink, address: str) -> None:
     The bytes that the pull has reported are valid.
     """
     ref = pair.owner.put(8, CAPACITY // 4)
-    with room(pair, ref.nbytes) as memory:
+    with allocated_range(pair, ref.nbytes) as memory:
         with closing(link.pull(ref, 0, ref.nbytes, memory)) as numbers:
             received = next(numbers)
             link.close()
-            with raises(LinkBroken, "the link was closed during a pull"):
+            with expect_error(LinkBroken, "the link was closed during a pull"):
                 for received in numbers:  # noqa: B007
                     pass
         assert (memory[:received] == pattern(8, ref.nbytes)[:received]).all()
-    with raises(LinkBroken, "a pull on a closed link"):
-        pull(pair, link, ref, 0, 10)
-    with raises(LinkBroken, "a ping on a closed link"):
+    with expect_error(LinkBroken, "a pull on a closed link"):
+        pull_range(pair, link, ref, 0, 10)
+    with expect_error(LinkBroken, "a ping on a closed link"):
         link.ping()
     pair.owner.delete(ref)
 
 
-def check_whole(pair: Pair, link: PeerLink, address: str) -> None:
+def check_sessions(pair: Pair, link: PeerLink, address: str) -> None:
     """A session verifies and seals an object, or leaves nothing.
 
     The object may still be written meanwhile.
     """
-    with sessions(pair, address) as transfers:
+    with open_sessions(pair, address) as transfers:
         for nbytes in (0, 100, 2 * CHUNK_BYTES + 5):
             ref = pair.owner.put(nbytes, nbytes)
             sink = ArenaSink(pair.arena, ref)
             transfers.fetch(ref, sink).result(WITHIN_S)
-            check_here(pair, sink, nbytes)
+            check_arrival(pair, sink, nbytes)
             damaged = msgspec.structs.replace(ref, checksums=tuple(value ^ 1 for value in ref.checksums))
             if nbytes:
-                with raises(ObjectLost, "the bytes do not match the checksums of the ref"):
+                with expect_error(ObjectLost, "the bytes do not match the checksums of the ref"):
                     transfers.fetch(damaged, ArenaSink(pair.arena, damaged)).result(WITHIN_S)
             pair.owner.delete(ref)
         ref = pair.owner.start_output(9, 2 * CHUNK_BYTES + 5)
@@ -263,7 +263,7 @@ def check_whole(pair: Pair, link: PeerLink, address: str) -> None:
             pair.owner.write(ref, chunks)
             soon(lambda: session.good >= min(chunks * CHUNK_BYTES, ref.nbytes), f"{chunks} chunks did not arrive")  # noqa: B023
         session.result(WITHIN_S)
-        check_here(pair, sink, 9)
+        check_arrival(pair, sink, 9)
         pair.owner.seal(ref)
         pair.owner.delete(ref)
 
@@ -271,7 +271,7 @@ def check_whole(pair: Pair, link: PeerLink, address: str) -> None:
 def check_window(pair: Pair, link: PeerLink, address: str) -> None:
     """An object of any length is streamed through a buffer of about one chunk."""
     ref = pair.owner.put(10, 6 * CHUNK_BYTES + 3)
-    with sessions(pair, address) as transfers, room(pair, CHUNK_BYTES + 1000) as buffer:
+    with open_sessions(pair, address) as transfers, allocated_range(pair, CHUNK_BYTES + 1000) as buffer:
         session = transfers.fetch(ref, window := RingBuffer(buffer, ref))
         assert b"".join(map(bytes, window)) == bytes(pattern(10, ref.nbytes))
         session.result(WITHIN_S)
@@ -283,7 +283,7 @@ def check_faults(pair: Pair, link: PeerLink, address: str) -> None:
     faults = Faults(seed=11, drop=0.1, cut=0.2, corrupt=0.2, delay=0.1, slow=0.1, refuse=0.02, full=0.05, dead=0.0)
     ref = pair.owner.put(11, 3 * CHUNK_BYTES // 2)
     engine = FaultyEngine(pair.engine, faults)
-    with sessions(pair, address, engine) as transfers:
+    with open_sessions(pair, address, engine) as transfers:
         for _ in range(12):
             sink = ArenaSink(pair.arena, ref)
             session = transfers.fetch(ref, sink)
@@ -292,13 +292,13 @@ def check_faults(pair: Pair, link: PeerLink, address: str) -> None:
             except ObjectLost as error:
                 assert error.object_id == ref.id
             else:
-                check_here(pair, sink, 11)
+                check_arrival(pair, sink, 11)
     assert {"drop", "cut", "corrupt"} <= set(engine.injected)
     pair.owner.delete(ref)
 
 
 @contextmanager
-def sessions(pair: Pair, address: str, engine: TransferEngine | None = None) -> Iterator[Transfers]:
+def open_sessions(pair: Pair, address: str, engine: TransferEngine | None = None) -> Iterator[Transfers]:
     """Open transfers from the owner. A context manager."""
     engine = engine or pair.engine
     options = msgspec.structs.replace(pair.engine.options, bootstrap_s=float(WITHIN_S), attempts=4)
@@ -309,7 +309,7 @@ def sessions(pair: Pair, address: str, engine: TransferEngine | None = None) -> 
         transfers.close()
 
 
-def check_here(pair: Pair, sink: ArenaSink, seed: int) -> None:
+def check_arrival(pair: Pair, sink: ArenaSink, seed: int) -> None:
     """Check that a session's object is sealed in the reader's arena, then delete it."""
     extent = sink.extent
     assert extent is not None
@@ -323,12 +323,12 @@ CHECKS = (
     check_bytes,
     check_refs,
     check_unsealed,
-    check_growing,
-    check_given_up,
+    check_partial_objects,
+    check_closed_pull,
     check_threads,
     check_closed,
-    check_whole,
+    check_sessions,
     check_window,
     check_faults,
-    check_gone,
+    check_restarted_owner,
 )
