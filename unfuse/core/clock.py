@@ -1,4 +1,4 @@
-"""The clock as a port, for tests without waiting, and a token bucket."""
+"""The clock, which tests can replace, and a token bucket."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing_extensions import override
 
 
 class Clock(Protocol):
-    """Two readings of time, which must not be mixed, and alarms.
+    """Monotonic time, Unix time and timers.
 
-    `SystemClock` is this machine's clock.
+    The two times must not be mixed. `SystemClock` is this machine's clock.
     """
 
     def now(self) -> float:
@@ -20,19 +20,19 @@ class Clock(Protocol):
         ...
 
     def wall(self) -> float:
-        """Return Unix seconds, to show to people. This reading may jump."""
+        """Return Unix seconds, to show to people. They jump when the clock is set."""
         ...
 
     def call_at(self, when: float, callback: Callable[[], object]) -> Callable[[], None]:
         """Call `callback` soon after `now` has reached `when`, never at once.
 
-        Returns a function that cancels the alarm.
+        Returns a function that cancels the call.
         """
         ...
 
 
 class SystemClock(Clock):
-    """The clock of this machine, usable in any thread. Alarms need a running event loop."""
+    """The clock of this machine, usable in any thread. `call_at` needs a running event loop."""
 
     @override
     def now(self) -> float:
@@ -58,14 +58,14 @@ class TokenBucket:
     def __init__(self, rate: float, burst: float, now: float) -> None:
         self.rate = rate
         self.burst = burst
-        self._left = burst
-        self._at = now
+        self._available = burst
+        self._refilled_at = now
 
     def try_acquire(self, amount: float, now: float) -> bool:
-        """Use that many units. Returns False, and uses none, if fewer are left."""
-        self._left = min(self.burst, self._left + (now - self._at) * self.rate)
-        self._at = now
-        if amount > self._left:
+        """Use `amount` units. Returns False, and uses none, if fewer are available."""
+        self._available = min(self.burst, self._available + (now - self._refilled_at) * self.rate)
+        self._refilled_at = now
+        if amount > self._available:
             return False
-        self._left -= amount
+        self._available -= amount
         return True

@@ -45,8 +45,8 @@ class ParallelDegrees(msgspec.Struct, frozen=True):
     @property
     def ranks(self) -> Mapping[str, int]:
         """The degrees whose product is the number of ranks."""
-        adding = {kind: degree for kind, degree in self.degrees.items() if kind not in OVERLAY_KINDS}
-        return adding or dict([*self.degrees.items()][:1])
+        base_degrees = {kind: degree for kind, degree in self.degrees.items() if kind not in OVERLAY_KINDS}
+        return base_degrees or dict([*self.degrees.items()][:1])
 
     @property
     def size(self) -> int:
@@ -87,29 +87,30 @@ class ParallelDegrees(msgspec.Struct, frozen=True):
         """
         *others, (kind, degree) = self.ranks.items()
         ranks = dict(others) if degree % 2 or degree == 2 else {**dict(others), kind: degree // 2}
-        shares = {kind: gcd(self.degrees.get(kind, 1), prod(ranks.values())) for kind in OVERLAY_KINDS}
-        return ParallelDegrees(ranks | {kind: share for kind, share in shares.items() if share > 1})
+        overlays = {kind: gcd(self.degrees.get(kind, 1), prod(ranks.values())) for kind in OVERLAY_KINDS}
+        return ParallelDegrees(ranks | {kind: degree for kind, degree in overlays.items() if degree > 1})
 
     def refusal(self, allowed: Mapping[str, int]) -> str:
-        """Return why a stage cannot be spread like this, with advice; "" if it can.
+        """Return why a stage does not support these degrees, with advice; "" if it does.
 
         `allowed` is as `StageSpec.parallelism`: by kind, the number that the degree must divide (0: any degree), or,
         for `layers`, the largest degree. With `ulysses` and `tensor`, both degrees together must divide the heads.
         """
-        if len(parting := [kind for kind in WEIGHT_SPLITTING_KINDS if kind in self.degrees]) > 1:
-            return f"{' and '.join(parting)} cannot be combined, because both split the weights: use one of them"
+        if len(splitting := [kind for kind in WEIGHT_SPLITTING_KINDS if kind in self.degrees]) > 1:
+            return f"{' and '.join(splitting)} cannot be combined, because both split the weights: use one of them"
 
         for kind, degree in self.degrees.items():
             if kind not in allowed:
                 return f"{kind} is not supported for this role; supported: {', '.join(sorted(allowed)) or 'none'}"
             divisible = allowed[kind] // (self.degrees.get("tensor", 1) if kind == "ulysses" else 1)
+            # overlay kinds use the ranks of the other kinds, so their degree must divide the number of ranks
             divisible = self.size if kind in OVERLAY_KINDS else divisible
             if kind == "layers" and degree > divisible:
                 return f"{kind}:{degree} exceeds the number of blocks: use {kind}:{divisible}"
             if kind != "layers" and divisible and divisible % degree:
-                fitting = (other for other in range(2, divisible + 1) if divisible % other == 0)
-                near = min(fitting, key=lambda other: (abs(other - degree), other), default=1)
-                advice = f"use {kind}:{near}" if near > 1 else f"leave {kind} out"
+                divisors = (divisor for divisor in range(2, divisible + 1) if divisible % divisor == 0)
+                nearest = min(divisors, key=lambda divisor: (abs(divisor - degree), divisor), default=1)
+                advice = f"use {kind}:{nearest}" if nearest > 1 else f"leave {kind} out"
                 return f"{kind}:{degree} does not divide {divisible}: {advice}"
         return ""
 
@@ -132,12 +133,12 @@ def parse_parallel(text: str) -> dict[str, ParallelDegrees]:
 
 
 def joined_by(text: str) -> dict[str, str]:
-    """Return the roles that `--parallel` names by one word, with that word.
+    """Return, by role, the name in `--parallel` that stands for it and other roles.
 
-    They share one worker: `language` stands for `prefill` and `decode`.
+    These roles share one worker: `language` stands for `prefill` and `decode`.
     """
-    named = {entry.partition("=")[0].strip() for entry in text.split(",")}
-    return {role: word for word in named for role in ROLE_GROUPS.get(word, ())}
+    names = {entry.partition("=")[0].strip() for entry in text.split(",")}
+    return {role: name for name in names for role in ROLE_GROUPS.get(name, ())}
 
 
 def worker_parallelism(text: str, roles: frozenset[str] | None) -> dict[str, ParallelDegrees]:
@@ -150,11 +151,11 @@ def worker_parallelism(text: str, roles: frozenset[str] | None) -> dict[str, Par
         raise UsageError(
             f"--parallel {text}: the roles of a worker must have the same number of ranks, not {sorted(sizes)}"
         )
-    for word, named in ROLE_GROUPS.items():
-        if (roles is None or roles.issuperset(named)) and len({str(spreads.get(role)) for role in named}) > 1:
+    for group, members in ROLE_GROUPS.items():
+        if (roles is None or roles.issuperset(members)) and len({str(spreads.get(role)) for role in members}) > 1:
             raise UsageError(
-                f"--parallel {text}: {' and '.join(named)} share the model of a worker: set {word}=KIND:N for both, "
-                f"or start separate workers with --workers {','.join(f'{role}=1' for role in named)}"
+                f"--parallel {text}: {' and '.join(members)} share the model of a worker: set {group}=KIND:N for both, "
+                f"or start separate workers with --workers {','.join(f'{role}=1' for role in members)}"
             )
     return spreads
 
@@ -185,21 +186,23 @@ def rank_devices(devices: str, spreads: Mapping[str, ParallelDegrees]) -> tuple[
 def smaller_layouts(devices: str, spreads: Mapping[str, ParallelDegrees]) -> Iterator[tuple[str, str]]:
     """Yield (devices, `--parallel`) for a worker that lacks some of its devices.
 
-    First come both halves of the devices, then the quarters, and so on down to one device.
+    A worker with a failed GPU can use the remaining ones. First come both halves of the devices, then the quarters, and
+    so on down to one device.
     """
     names = devices.split("+")
     while spreads := {role: spread for role, spread in spreads.items() if spread.degrees}:
         spreads = {role: spread.smaller() for role, spread in spreads.items()}
         size = max(spread.size for spread in spreads.values())
         parallel = ",".join(f"{role}={spread}" for role, spread in spreads.items() if spread.degrees)
-        subsets = ("+".join(names[first : first + size]) for first in range(0, len(names) - size + 1, size))
+        subsets = ("+".join(names[start : start + size]) for start in range(0, len(names) - size + 1, size))
         yield from ((subset, parallel) for subset in dict.fromkeys(subsets))
 
 
 def refuse(spreads: Mapping[str, ParallelDegrees], stages: Iterable[StageSpec], offload: str = "none") -> None:
-    """Raise ConfigError if these stages cannot be spread like this, naming what is possible.
+    """Raise ConfigError if these stages do not support these degrees.
 
-    A role that no stage has is refused too, and so are sharded weights together with offload.
+    The message names the supported degrees.
+    A role that no stage has is refused too, and so are split weights together with offload.
     """
     stages = list(stages)
     for role, spread in spreads.items():
@@ -207,11 +210,11 @@ def refuse(spreads: Mapping[str, ParallelDegrees], stages: Iterable[StageSpec], 
             raise UsageError(
                 f"--parallel {role}={spread} cannot be combined with --offload {offload}: leave one of them out"
             )
-        ways = [stage.parallelism for stage in stages if stage.role == role]
-        if not ways:
+        allowed_by_stage = [stage.parallelism for stage in stages if stage.role == role]
+        if not allowed_by_stage:
             known = ", ".join(dict.fromkeys(stage.role for stage in stages))
             raise UsageError(f"--parallel {role}={spread}: no stage has that role; roles are {known}")
-        if refusal := spread.refusal(_common_spreads(ways)):
+        if refusal := spread.refusal(_common_spreads(allowed_by_stage)):
             raise ConfigError(f"--parallel {role}={spread}: {refusal}")
 
 
@@ -219,20 +222,20 @@ def choose_parallel(devices: int, stages: Iterable[StageSpec]) -> str:
     """Return the `--parallel` for most of these devices; "" for one rank.
 
     The role that computes in steps, such as a denoiser, decides the number of ranks: the largest one for which
-    `_ways` has degrees that fit. Other roles of the worker get as many ranks if they can, else one.
+    `_degree_options` has degrees that fit. Other roles of the worker get as many ranks if they can, else one.
     """
     stages = list(stages)
     allowed_by_role = {
         role: _common_spreads([stage.parallelism for stage in stages if stage.role == role]) for role in _roles(stages)
     }
-    stepping = {stage.role for stage in stages if stage.work.forwards}
-    deciding = [role for role in allowed_by_role if role in stepping] or list(allowed_by_role)
+    stepping_roles = {stage.role for stage in stages if stage.work.forwards}
+    deciding_roles = [role for role in allowed_by_role if role in stepping_roles] or list(allowed_by_role)
 
     for size in range(min(devices, MAX_RANKS), 1, -1):
         spreads = {
             role: spread for role, allowed in allowed_by_role.items() if (spread := _fitting_degrees(size, allowed))
         }
-        if spreads.keys() & {*deciding}:
+        if spreads.keys() & {*deciding_roles}:
             return ",".join(f"{role}={spread}" for role, spread in spreads.items())
     return ""
 
@@ -242,19 +245,24 @@ def _roles(stages: Iterable[StageSpec]) -> dict[str, None]:
     return dict.fromkeys(stage.role for stage in stages)
 
 
-def _common_spreads(ways: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Return the kinds by which all of several stages can be spread, as in `StageSpec.parallelism`."""
-    each = {kind: [way[kind] for way in ways] for kind in ways[0] if all(kind in way for way in ways)}
-    return {kind: min(most) if kind == "layers" else gcd(*most) for kind, most in each.items()}
+def _common_spreads(allowed_by_stage: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Return the parallelism that all of several stages support, as in `StageSpec.parallelism`."""
+    limits_by_kind = {
+        kind: [allowed[kind] for allowed in allowed_by_stage]
+        for kind in allowed_by_stage[0]
+        if all(kind in allowed for allowed in allowed_by_stage)
+    }
+    # gcd(0, n) is n: a stage that allows any degree adds no condition
+    return {kind: min(limits) if kind == "layers" else gcd(*limits) for kind, limits in limits_by_kind.items()}
 
 
 def _fitting_degrees(size: int, allowed: Mapping[str, int]) -> ParallelDegrees | None:
-    """Return the first of `_ways` that `parallelism` allows, or None."""
-    candidates = (ParallelDegrees(degrees) for degrees in _ways(size))
+    """Return the first of `_degree_options` that `allowed` permits; None if there is none."""
+    candidates = (ParallelDegrees(degrees) for degrees in _degree_options(size))
     return next((degrees for degrees in candidates if not degrees.refusal(allowed)), None)
 
 
-def _ways(size: int) -> Iterator[Mapping[str, int]]:
+def _degree_options(size: int) -> Iterator[Mapping[str, int]]:
     """Yield degrees for this number of ranks, those with the least communication first.
 
     Each rank has all weights, except with `tensor`.
@@ -277,19 +285,25 @@ Offload = Literal["none", "model", "sequential"]
 DEFAULT_MAX_BATCH = 8  # the most tasks in one forward by default
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""Environment variables that decide whether OpenMP's threads spin or sleep while they wait for each other."""
+"""Environment variables that decide whether OpenMP's threads spin or block while they wait for each other."""
 
 
-def compute_environment(threads: int, given: Mapping[str, str]) -> dict[str, str]:
+def compute_environment(threads: int, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a compute process with this number of threads.
 
-    `given` is the caller's environment. Libraries draw no progress bars. OpenMP threads that wait for each other sleep,
-    unless `given` decides otherwise: a spinning thread takes its core from other processes, and then the thread that it
-    waits for may have none.
+    It extends `environment`, which is the caller's. Libraries draw no progress bars. OpenMP threads block while they
+    wait for each other, unless `environment` sets one of WAITING: a spinning thread occupies a core that the other
+    thread may need.
     """
-    counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-    waiting = {} if given.keys() & {*WAITING} else {"OMP_WAIT_POLICY": "PASSIVE"}
-    return {**given, **waiting, **counts, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    thread_counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    wait_policy = {} if environment.keys() & {*WAITING} else {"OMP_WAIT_POLICY": "PASSIVE"}
+    return {
+        **environment,
+        **wait_policy,
+        **thread_counts,
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
 
 
 class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

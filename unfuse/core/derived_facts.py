@@ -1,6 +1,6 @@
 """Facts that the server derives from a request. No client can set them.
 
-They travel beside the request's parameters.
+A request carries them next to its parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DerivedFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int = 0
     #: Predicted number of tokens of each answer.
     expected_tokens: int = 0
-    #: Pictures and videos in the prompt of a chat, in order. A stage for one of them gets only that one.
+    #: Pictures and videos in the prompt of a chat, in order. A stage that runs once for each has only that one here.
     media: tuple[MediaItem, ...] = ()
     #: Whether the answer continues a text in the prompt.
     continues: bool = False
@@ -64,5 +64,5 @@ class DerivedFacts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def expected_tokens(params: Params) -> int:
     """Predict the number of tokens of an answer; 0 if the request has no `max_tokens`."""
-    most = params.get("max_tokens")
-    return min(most, MAX_EXPECTED_TOKENS) if isinstance(most, int) else 0
+    max_tokens = params.get("max_tokens")
+    return min(max_tokens, MAX_EXPECTED_TOKENS) if isinstance(max_tokens, int) else 0

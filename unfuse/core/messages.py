@@ -34,7 +34,7 @@ Amounts = Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_l
 _Word = Annotated[str, Meta(max_length=128)]
 
 Numerics = Annotated[dict[_Word, _Word], Meta(max_length=32)]
-"""A worker's numerics: all that the bytes of its results depend on beside weights, dtypes and parameters."""
+"""A worker's numerics: all that the bytes of its results depend on, except weights, dtypes and parameters."""
 
 DURABLE_SCHEMES = frozenset({"disk", "s3"})
 """Schemes of the URLs of result stores that outlive their process. A worker that drains saves checkpoints there."""
@@ -144,10 +144,11 @@ class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     #: KV blocks and prompts of the language stages. None without language stages.
     texts: TextStats | None = None
 
-    #: By exact pool, the batch invariance that was found so far.
+    #: By exact pool, the batch invariance that comparisons showed so far.
     batch_invariance: dict[str, BatchInvarianceStats] = {}
 
-    #: Name of the loaded model, out of the worker's `sets`. Empty during a model swap, and without `sets`.
+    #: Name of the loaded model, out of `WorkerInfo.swappable_models`. Empty during a model swap, and without model
+    #: swapping.
     loaded: str = ""
 
     #: Seconds that loading it took.
@@ -169,7 +170,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     #: Roles whose stages it runs, joined by "+".
     role: str
 
-    #: The pools that it registers, with the hash of `outcome`.
+    #: Ids of the pools that it serves, with the hash of its numerics.
     pools: tuple[str, ...]
 
     #: Number of tasks that it accepts at a time.
@@ -178,13 +179,13 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     #: Address of the socket by which readers map its arena.
     arena: str
 
-    #: Bytes of the arena. 0 before there is one.
+    #: Bytes of the arena; 0: the arena does not exist yet.
     arena_bytes: Count
 
     #: Process id of the worker's parent process.
     pid: Count = 0
 
-    #: BLAKE2 hash of its secret: another connection with this id must know the secret.
+    #: BLAKE2 hash of its secret: another connection with this id must send the secret.
     secret_hash: bytes = b""
 
     #: Addresses at which other nodes pull its objects, by transfer engine.
@@ -218,9 +219,10 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 class Register(msgspec.Struct, frozen=True, tag=True):
     """A worker registers. The answer is Registered.
 
-    Without pools, and without `changed` pools, it asks what it should serve.
+    Without pools, and without `changed` pools, the worker is not registered: the answer only has the models to serve.
     """
 
+    #: Identity, pools, resources and status of the worker.
     worker: WorkerInfo
     #: Model specs of the models that it serves.
     model_specs: tuple[ModelSpec, ...] = ()
@@ -237,7 +239,7 @@ class RequestTasks(msgspec.Struct, frozen=True, tag=True):
     free_arena_bytes: int | None
     #: Seconds to wait for a task.
     wait: float
-    #: Ask only for tasks of a higher priority than this, for which a running task is paused; None: for any.
+    #: Only tasks of a higher priority than this are leased, since a running task is paused for them; None: any task.
     min_priority: int | None = None
     #: Affinity of the running tasks, or of the last task with a LoRA adapter, which is still loaded.
     affinity: str = ""
@@ -250,7 +252,7 @@ class RequestTasks(msgspec.Struct, frozen=True, tag=True):
 
 
 class TransferStats(msgspec.Struct, frozen=True):
-    """What one transfer engine brought to this worker."""
+    """Bytes that one transfer engine read from other workers, and its failures."""
 
     #: Verified bytes.
     bytes: Count = 0
@@ -266,7 +268,7 @@ class TransferStats(msgspec.Struct, frozen=True):
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A heartbeat, which renews leases. The answer is HeartbeatReply.
 
-    It comes at once when there is news, such as a cancelled request, else within `wait` seconds.
+    The answer is sent at once if it has content, such as a cancelled request, else within `wait` seconds.
     """
 
     #: Leases to renew.
@@ -281,13 +283,13 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     #: What the worker runs and uses now.
     status: WorkerStatus = WorkerStatus()
 
-    #: By transfer engine, what it brought to this worker since the last heartbeat.
+    #: By transfer engine, its transfers to this worker since the last heartbeat.
     transfers: Annotated[dict[str, TransferStats], Meta(max_length=16)] = {}
 
     #: Number of sequences that were retracted since the last heartbeat: their KV blocks were freed for others.
     retracted: Count = 0
 
-    #: Leaked bytes, found since the last heartbeat while the worker had no task.
+    #: By memory, leaked bytes that were found since the last heartbeat, while the worker had no task.
     leaks: dict[Memory, Count] = {}
 
 
@@ -297,10 +299,13 @@ class StepProgress(msgspec.Struct, frozen=True, tag=True):
     Within a worker, step 0 means that the task began.
     """
 
+    #: Claim of the task.
     claim: Claim
+    #: The last step that is done, counted from 1.
     step: int
     #: Number of steps of the stage.
     steps: int
+    #: The first step that no earlier message reported.
     first: int
     #: Those of the steps that have a preview.
     previews: tuple[int, ...] = ()
@@ -311,6 +316,7 @@ class StepProgress(msgspec.Struct, frozen=True, tag=True):
 class ReportProgress(msgspec.Struct, frozen=True, tag=True):
     """Progress of several tasks. The answer, HeartbeatReply, names the claims whose lease is lost."""
 
+    #: One entry for each task.
     progress: Annotated[tuple[StepProgress, ...], Meta(max_length=4096)]
 
 
@@ -320,12 +326,14 @@ class AppendOutput(msgspec.Struct, frozen=True, tag=True):
     The answer, HeartbeatReply, names the claims whose chunks can no longer be recorded. All other chunks are recorded.
     """
 
+    #: The new chunks of each task, one entry for a task.
     deltas: Annotated[tuple[OutputDeltas, ...], Meta(max_length=MAX_DELTAS_PER_MESSAGE)]
 
 
 class ReadOutput(msgspec.Struct, frozen=True, tag=True):
     """A worker reads the recorded output chunks of a task. The answer is RecordedOutput."""
 
+    #: Claim of the task.
     claim: Claim
     #: Number of the first chunk to read.
     after: Count = 0
@@ -348,11 +356,13 @@ class TaskCompleted(msgspec.Struct, frozen=True, tag=True):
     The answer is LeasesGranted if the report has a `next_request`.
     """
 
+    #: Claim of the completed task.
     claim: Claim
     #: The object that the stage made; None: it is a last stage.
     output: ObjectRef | None
     #: The results that a last stage wrote.
     results: tuple[ResultFile, ...]
+    #: Usage of the attempt.
     timings: Timings
     #: The worker's next lease request. It is answered in the same transaction, without waiting for tasks.
     next_request: RequestTasks | None = None
@@ -361,7 +371,9 @@ class TaskCompleted(msgspec.Struct, frozen=True, tag=True):
 class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):
     """A checkpoint of a task exists: a later attempt can resume from it."""
 
+    #: Claim of the task.
     claim: Claim
+    #: The saved state.
     checkpoint: ObjectRef
     #: Number of steps that it covers.
     step: int
@@ -370,28 +382,34 @@ class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):
 class OutputAnnounced(msgspec.Struct, frozen=True, tag=True):
     """The output of a running task can be read while it is written.
 
-    Its ref has no checksums yet, or few: readers ask the owner for them.
+    Its ref has no checksums yet, or few: readers get the others from the owner.
     """
 
+    #: Claim of the task.
     claim: Claim
+    #: The output, of which the first chunks may be written.
     output: ObjectRef
 
 
 class CachePrefix(msgspec.Struct, frozen=True, tag=True):
     """Prefix caching: a running task has stored a prefix block that other tasks may reuse."""
 
+    #: Claim of the task that computed the block.
     claim: Claim
-    #: Key of the block: one of the task's `prefixes`, or made of `digest` in the space that the task `extends`.
+    #: Key of the block: one of the stage's `prefixes`, or the key of `digest` in its `extends_prefix_of`.
     key: str
+    #: The block.
     output: ObjectRef
-    #: Digest of the block, for a block in the space that the task `extends`; else "".
+    #: Digest of a block whose key is in `extends_prefix_of`; "": the key is one of the `prefixes`.
     digest: _Word = ""
 
 
 class TaskFailed(msgspec.Struct, frozen=True, tag=True):
     """A task ended without output. The retry policy decides what happens next."""
 
+    #: Claim of the failed task.
     claim: Claim
+    #: Kind of the failure. The retry policy depends on it.
     kind: FailureKind
     #: One sentence, for people.
     message: str
@@ -401,13 +419,13 @@ class TaskFailed(msgspec.Struct, frozen=True, tag=True):
     object_id: str = ""
     #: After a crash: whether other tasks had begun in the same compute process, any of which may be the cause.
     had_companions: bool = False
-    #: REFUSED: a permanent failure is the client's mistake. Else why a task was handed back: drain, preempted, full (no
-    #: room), producer (the stage of an input runs again) and compute (the process died for another reason) are not
-    #: counted; after any other reason, a worker gets the same task only a few times.
+    #: CLIENT_ERROR: a permanent failure is the client's mistake. Else why a task was handed back. drain, preempted,
+    #: full (no room), producer (the stage of an input runs again) and compute (the process died for another reason)
+    #: are not counted; after any other reason, a worker gets the same task only a few times.
     reason: str = ""
     #: Type of an exception that no rule in `core/retries.py` names; "": a rule names it.
     error: str = ""
-    #: Usage of the attempt, as far as the worker knows it.
+    #: Usage of the attempt, if the worker measured it.
     timings: Timings = Timings()
 
 
@@ -418,13 +436,14 @@ class TaskStopped(msgspec.Struct, frozen=True, tag=True):
     repeated.
     """
 
+    #: Claim of the dropped task.
     claim: Claim
     #: Usage of the attempt.
     timings: Timings = Timings()
 
 
 class Unregister(msgspec.Struct, frozen=True, tag=True):
-    """A worker leaves and does not come back."""
+    """A worker ends. Its leases expire at once."""
 
 
 class Registered(msgspec.Struct, frozen=True, tag=True):
@@ -432,12 +451,13 @@ class Registered(msgspec.Struct, frozen=True, tag=True):
 
     #: Models to serve, as (name, source, dtype).
     models: tuple[tuple[str, str, str], ...]
+    #: Where the worker stores objects and results.
     storage: StorageLocations
     #: Seconds after which a lease expires, unless a heartbeat renews it.
     lease_ttl: float
     #: Seconds between heartbeats.
     heartbeat_s: float
-    #: Settings with which the worker's ComputeOptions must agree. Empty: any will do.
+    #: Settings that the worker's `ComputeOptions.numerics` must equal, by name. Empty: any settings are allowed.
     required_numerics: dict[str, str] = {}
     #: Version of the scheduler's package.
     version: str = ""
@@ -451,6 +471,7 @@ class LeasesGranted(msgspec.Struct, frozen=True, tag=True):
     It also confirms that the TaskCompleted was recorded.
     """
 
+    #: At most `RequestTasks.slots` leases. Empty: no task can be leased now.
     leases: tuple[Lease, ...]
     #: The owners of the tasks' inputs: worker id → (node, arena address).
     peers: dict[str, tuple[str, str]]
@@ -459,7 +480,10 @@ class LeasesGranted(msgspec.Struct, frozen=True, tag=True):
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, tag=True):
-    """The answer to Heartbeat, ReportProgress and AppendOutput. The latter two get `ended` alone."""
+    """The answer to Heartbeat, ReportProgress and AppendOutput.
+
+    The answers to the latter two have `ended_claims` alone.
+    """
 
     #: Claims that are no longer valid: their lease is lost, or their request was cancelled.
     ended_claims: tuple[Claim, ...]
@@ -478,6 +502,7 @@ class HeartbeatReply(msgspec.Struct, frozen=True, tag=True):
 class RecordedOutput(msgspec.Struct, frozen=True, tag=True):
     """The answer to ReadOutput: output chunks in order. More chunks may follow."""
 
+    #: Consecutive chunks, the first of which has the requested number.
     deltas: tuple[bytes, ...]
 
 
@@ -486,6 +511,7 @@ class AdapterBytes(msgspec.Struct, frozen=True, tag=True):
 
     #: Size of the whole file, in bytes.
     size: Count
+    #: A part of the file; empty at the end of the file.
     data: bytes
 
 
@@ -494,13 +520,15 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class UnknownWorker(msgspec.Struct, frozen=True, tag=True):
-    """The scheduler does not know this connection, perhaps after a restart: register, then send again."""
+    """The connection is not registered, perhaps after a restart of the scheduler: register, then resend."""
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
     """The message had no effect. With `lease_lost`, the worker drops the output of the attempt."""
 
+    #: Why, in one sentence for people.
     message: str
+    #: Whether the cause is that the task is no longer leased to the worker.
     lease_lost: bool = False
 
 

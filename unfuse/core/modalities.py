@@ -1,7 +1,4 @@
-"""Modalities (image, video, text): their parameters, limits, and rules for sizes.
-
-Nothing else in `core/` depends on pixels.
-"""
+"""Modalities (image, video, text): their parameters, limits, and rules for sizes."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ IMAGE_UPLOADS = ("image", *(f"image_{number}" for number in range(2, 9)))
 UPLOAD = IMAGE_UPLOADS[0]
 
 MASK, LAST_FRAME = "mask", "last_frame"
-"""Names of uploads beside a start picture: the mask of the area to redraw, and the last frame of a video."""
+"""Names of uploads in addition to a start picture: the mask of the area to redraw, and the last frame of a video."""
 
 UPLOADS = (*IMAGE_UPLOADS, MASK, LAST_FRAME)
 
@@ -54,7 +51,7 @@ FRAME_SLACK = 0.001  # fraction of a frame by which a length in seconds may be t
 class MediaLimits(msgspec.Struct, frozen=True):
     """Limits of a model that generates pictures or videos."""
 
-    #: Each side is a multiple of this many pixels.
+    #: Each side of a picture or frame is a multiple of this many pixels.
     size_multiple: int = 16
     #: The shortest side, in pixels.
     min_size: int = 16
@@ -62,13 +59,17 @@ class MediaLimits(msgspec.Struct, frozen=True):
     max_size: int = 2048
     #: The most pixels of a picture or frame.
     max_pixels: int = 2048 * 2048
+    #: The most frames of a result; 1: the model generates no videos.
     max_frames: int = 1
-    #: k allows k·i + 1 frames.
+    #: A video has i · frame_multiple + 1 frames, as the VAE encodes its first frame alone.
     frame_multiple: int = 4
+    #: The most denoising steps.
     max_steps: int = 1000
+    #: Largest guidance scale.
     max_guidance: float = 100.0
+    #: The most characters of a prompt, or of a negative prompt.
     max_prompt_chars: int = 10_000
-    #: Tokens of a prompt.
+    #: The most tokens of a prompt.
     max_sequence_length: int = 512
     #: The most results of one request.
     max_n: int = 10
@@ -79,33 +80,33 @@ def seconds_of(frames: float, fps: float) -> str:
     return f"{frames / fps:.6f}".rstrip("0").rstrip(".")
 
 
-def _complete_image(limits: MediaLimits, params: Params, read: Mapping[str, Any], _: object) -> Params:
+def _complete_image(limits: MediaLimits, params: Params, values: Mapping[str, Any], _: object) -> Params:
     """Return the further parameters of a picture (`Modality.complete_params`)."""
-    return _complete_common(limits, params, read) | {"num_frames": 1}
+    return _complete_common(limits, params, values) | {"num_frames": 1}
 
 
-def _complete_video(limits: MediaLimits, params: Params, read: Mapping[str, Any], _: object) -> Params:
+def _complete_video(limits: MediaLimits, params: Params, values: Mapping[str, Any], _: object) -> Params:
     """Return the further parameters of a video (`Modality.complete_params`)."""
-    frames = _frames(limits, params, read)
-    return _complete_common(limits, params, read) | {"num_frames": frames}
+    frames = _frames(limits, params, values)
+    return _complete_common(limits, params, values) | {"num_frames": frames}
 
 
-def _complete_common(limits: MediaLimits, params: Params, read: Mapping[str, Any]) -> Params:
+def _complete_common(limits: MediaLimits, params: Params, values: Mapping[str, Any]) -> Params:
     """Return the interval of previews and the size, each only if the client requested it."""
     completed: Params = {}
-    if every := _preview_every(int(default_of(params, "num_inference_steps")), read):
-        completed["preview_every"] = every
-    if asks_size(read):
-        completed["width"], completed["height"] = _checked_size(limits, params, read)
+    if interval := _preview_every(int(default_of(params, "num_inference_steps")), values):
+        completed["preview_every"] = interval
+    if asks_size(values):
+        completed["width"], completed["height"] = _checked_size(limits, params, values)
     return completed
 
 
-def asks_size(given: Mapping[str, Any]) -> bool:
+def asks_size(fields: Mapping[str, Any]) -> bool:
     """Whether these fields set the size of the result."""
-    return given.get("size") not in (None, "auto") or any(given.get(side) is not None for side in ("width", "height"))
+    return fields.get("size") not in (None, "auto") or any(fields.get(side) is not None for side in ("width", "height"))
 
 
-def _frames(limits: MediaLimits, params: Params, read: Mapping[str, Any]) -> int:
+def _frames(limits: MediaLimits, params: Params, values: Mapping[str, Any]) -> int:
     """Return the number of frames of a video, from `num_frames` or `seconds`.
 
     For `seconds` it is the fewest frames that last that long. Without either it is the model's default, or the model's
@@ -113,65 +114,65 @@ def _frames(limits: MediaLimits, params: Params, read: Mapping[str, Any]) -> int
     """
     multiple = limits.frame_multiple
     fps = default_of(params, "fps")
-    most = limits.max_frames - (limits.max_frames - 1) % multiple
+    max_frames = limits.max_frames - (limits.max_frames - 1) % multiple
 
     name = "num_frames"
-    usual = int(default_of({"num_frames": 1, **params}, "num_frames"))
-    frames = read.get(name) or (usual if usual > 1 else most)
-    seconds = read.get("seconds")
-    if seconds and name not in read:
+    default_frames = int(default_of({"num_frames": 1, **params}, "num_frames"))
+    frames = values.get(name) or (default_frames if default_frames > 1 else max_frames)
+    seconds = values.get("seconds")
+    if seconds and name not in values:
         name = "seconds"
         frames = max(1, math.ceil(seconds * fps - FRAME_SLACK))
-        frames += (1 - frames) % multiple
+        frames += (1 - frames) % multiple  # up to the next allowed number
 
-    if frames > most:
-        bound = f"at most {most} frames, {seconds_of(most, fps)} seconds at {fps:g} fps"
-        asked = f"{read[name]:g}" if name == "seconds" else printable(frames)
-        raise InvalidParameter(f"{name} {asked} is too long: the model supports {bound}", name)
-    if beyond := (frames - 1) % multiple:
+    if frames > max_frames:
+        bound = f"at most {max_frames} frames, {seconds_of(max_frames, fps)} seconds at {fps:g} fps"
+        requested = f"{values[name]:g}" if name == "seconds" else printable(frames)
+        raise InvalidParameter(f"{name} {requested} is too long: the model supports {bound}", name)
+    if excess := (frames - 1) % multiple:
         rule = f"num_frames must be one more than a multiple of {multiple}, not {frames}"
-        raise InvalidParameter(f"{rule}; the nearest below is {frames - beyond}", name)
+        raise InvalidParameter(f"{rule}; the nearest below is {frames - excess}", name)
     return frames
 
 
-def _preview_every(steps: int, read: Mapping[str, Any]) -> int:
+def _preview_every(steps: int, values: Mapping[str, Any]) -> int:
     """Return the number of steps between previews; 0 for none.
 
     It is `preview_every`, or follows from the number of `partial_images`. `steps` is the number of denoising steps.
     """
-    partial = read.get("partial_images", 0)
-    every = integer("preview_every", read.get("preview_every", 0), 0, steps)
-    if partial and not read.get("stream"):
+    partial_images = values.get("partial_images", 0)
+    interval = integer("preview_every", values.get("preview_every", 0), 0, steps)
+    if partial_images and not values.get("stream"):
         raise InvalidParameter("partial_images need a streamed response: set stream to true", "partial_images")
-    if partial and every:
+    if partial_images and interval:
         raise InvalidParameter("partial_images and preview_every both set previews: send one of them", "partial_images")
 
-    return math.ceil(steps / (partial + 1)) if partial else every
+    return math.ceil(steps / (partial_images + 1)) if partial_images else interval
 
 
-def _checked_size(limits: MediaLimits, params: Params, read: Mapping[str, Any]) -> tuple[int, int]:
+def _checked_size(limits: MediaLimits, params: Params, values: Mapping[str, Any]) -> tuple[int, int]:
     """Return the requested width and height; a missing side has its default.
 
     They come from `size`, or from `width` and `height`.
     """
-    size = read.get("size", "auto")
+    size = values.get("size", "auto")
     sides = ("width", "height")
     if size == "auto":
-        width, height = (int(read.get(side) or default_of(params, side)) for side in sides)
+        width, height = (int(values.get(side) or default_of(params, side)) for side in sides)
     else:
         width, height = map(int, size.split("x"))
     for side, length in zip(sides, (width, height), strict=True):
-        if read.get(side, length) != length:
-            raise InvalidParameter(f"size {size} contradicts {side} {read[side]}: send one of them", side)
+        if values.get(side, length) != length:
+            raise InvalidParameter(f"size {size} contradicts {side} {values[side]}: send one of them", side)
 
-    near = nearest_size(limits, width, height)
-    if near != (width, height):
-        wrong = "width" if near[0] != width else "height"
+    nearest = nearest_size(limits, width, height)
+    if nearest != (width, height):
+        wrong_side = "width" if nearest[0] != width else "height"
         raise InvalidParameter(
             f"size {width}x{height} is not supported: each side must be a multiple of {limits.size_multiple} from "
             f"{limits.min_size} to {limits.max_size}, with at most {limits.max_pixels} pixels in all; "
-            f"the nearest is {near[0]}x{near[1]}",
-            wrong if size == "auto" else "size",
+            f"the nearest is {nearest[0]}x{nearest[1]}",
+            wrong_side if size == "auto" else "size",
         )
     return width, height
 
@@ -185,8 +186,8 @@ def size_like(limits: MediaLimits, area: float, width: int, height: int) -> tupl
     multiple = limits.size_multiple
     area = min(area, limits.max_pixels)
     sides = math.sqrt(area * width / height), math.sqrt(area * height / width)
-    smaller = min(1.0, limits.max_size / max(sides))
-    columns, rows = (max(round(side * smaller) // multiple * multiple, multiple) for side in sides)
+    scale = min(1.0, limits.max_size / max(sides))
+    columns, rows = (max(round(side * scale) // multiple * multiple, multiple) for side in sides)
     return nearest_size(limits, columns, rows)
 
 
@@ -200,6 +201,7 @@ def nearest_size(limits: MediaLimits, width: int, height: int) -> tuple[int, int
         return min(max((side + multiple // 2) // multiple * multiple, low), high)
 
     width, height = fit(width), fit(height)
+    # the longer side shrinks first, which keeps the shape as near as possible
     while width * height > limits.max_pixels and max(width, height) > low:
         width, height = (width - multiple, height) if width > height else (width, height - multiple)
     return width, height
@@ -438,10 +440,12 @@ def modality_of(id: str) -> Modality:
     return next((modality for modality in MODALITIES if id.startswith(modality.prefix)), IMAGE)
 
 
-def modality_for(asked: Mapping[str, object]) -> Modality:
+def modality_for(fields: Mapping[str, object]) -> Modality:
     """Return the modality that these parameters suggest.
 
     It is image, unless a parameter exists only in another modality.
     """
-    not_image = [(name, value) for name, value in asked.items() if value is not None and not IMAGE.allows(name, value)]
-    return next((modality for modality in MODALITIES if any(modality.allows(*field) for field in not_image)), IMAGE)
+    other_fields = [
+        (name, value) for name, value in fields.items() if value is not None and not IMAGE.allows(name, value)
+    ]
+    return next((modality for modality in MODALITIES if any(modality.allows(*field) for field in other_fields)), IMAGE)

@@ -1,4 +1,4 @@
-"""Model specs: what the gateway and the scheduler know of a model without loading it."""
+"""Model specs: descriptions of models for the gateway and the scheduler, which load no model."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ PART = r"[A-Za-z0-9_][A-Za-z0-9_.:@+-]*"
 NAME = rf"{PART}(/{PART})?"
 """Pattern of a model's name: a hub name, with or without an owner. No path matches: not /a, ./a, ../a or a/b/c."""
 
+# A "#" in a folder's name is no separator unless COMPONENT= follows it.
 _COMPONENTS = re.compile(r"#(?=\w+=.)")
 UNNAMED = "model"  # the name of a model whose path has no last part
 
@@ -29,10 +30,7 @@ def is_name(text: str) -> bool:
 
 
 def is_path(source: str) -> bool:
-    """Return whether a source is a path rather than a hub name.
-
-    It reads no disk.
-    """
+    """Return whether a source is a path and no hub name, by its text alone."""
     return source.startswith(("/", ".", "~")) or source.count("/") > 1
 
 
@@ -44,16 +42,16 @@ def name_of(source: str) -> str:
     source = _COMPONENTS.split(source, maxsplit=1)[0]
     if not is_path(source):
         return source
-    last = PurePath(source).name
-    return UNNAMED if last in ("", "..", "~") else last
+    last_part = PurePath(source).name
+    return UNNAMED if last_part in ("", "..", "~") else last_part
 
 
 def without_source(text: str, source: str, name: str) -> str:
     """Return a text with the model's name for its path, and no other absolute paths."""
     if not is_path(source):
         return without_paths(text)
-    path = rf"(?<![\w./~-]){re.escape(source)}(?![\w.-])"  # not the dot in a file's name, for the source "."
-    return without_paths(re.sub(path, lambda _: name, text))
+    path_pattern = rf"(?<![\w./~-]){re.escape(source)}(?![\w.-])"  # not the dot in a file's name, for the source "."
+    return without_paths(re.sub(path_pattern, lambda _: name, text))
 
 
 WORD = re.compile(r"[^\W_]+")
@@ -65,9 +63,9 @@ MAX_NAMED, MAX_CHARS = 5, 30
 class PromptVocabulary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The words of a prompt that a model with a small vocabulary understands."""
 
-    #: In any case.
+    #: Known words, in upper or lower case.
     words: tuple[str, ...]
-    #: What the model generates, to follow the word "makes" in a sentence.
+    #: What the model generates. It follows "it generates" in a hint.
     makes: str
 
     def hint(self, model: str, prompt: str) -> str:
@@ -76,9 +74,9 @@ class PromptVocabulary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         unknown = list(dict.fromkeys(word for word in _words(prompt) if word not in known))
         if not unknown:
             return ""
-        named = ", ".join(word[:MAX_CHARS] for word in unknown[:MAX_NAMED])
-        more = f" and {len(unknown) - MAX_NAMED} more" if len(unknown) > MAX_NAMED else ""
-        return f"{model} was not trained on {named}{more}: it generates {self.makes}"
+        listed = ", ".join(word[:MAX_CHARS] for word in unknown[:MAX_NAMED])
+        suffix = f" and {len(unknown) - MAX_NAMED} more" if len(unknown) > MAX_NAMED else ""
+        return f"{model} was not trained on {listed}{suffix}: it generates {self.makes}"
 
 
 def _words(text: str) -> list[str]:
@@ -91,14 +89,14 @@ class AcceptedInput(msgspec.Struct, frozen=True):
 
     #: Name of the upload, or of a parameter that the model refuses (with a `max` of 0).
     name: str
-    #: A result starts from the picture (start), is the picture redrawn (redraw), ends with it (end), or is only
-    #: conditioned on it (reference).
+    #: start: the result starts from the picture. redraw: the result is the picture, redrawn. end: the result ends with
+    #: the picture. reference: the result is only conditioned on it.
     mode: Literal["start", "redraw", "reference", "end"] = "start"
-    #: The fewest uploads.
+    #: The fewest uploads of a request.
     min: int = 0
-    #: The most uploads; 0: the upload or parameter is refused.
+    #: The most uploads of a request; 0: the upload or parameter is refused.
     max: int = 1
-    #: Default `strength` of redrawing.
+    #: Default of the parameter `strength`, for the mode redraw.
     strength: float = 0.0
 
 
@@ -109,21 +107,23 @@ START_IMAGE = AcceptedInput(UPLOAD, min=1)
 class ModelSpec(msgspec.Struct, frozen=True):
     """A served model: its pipeline, limits, defaults, accepted inputs and the fingerprints of its weights."""
 
+    #: Name by which requests choose the model.
     name: str
     #: Folder or hub name from which workers load the model.
     source: str
     #: Model family, which has the code.
     family: str
+    #: The stages, from which each request's execution plan is compiled.
     pipeline: Pipeline
     #: Values of the modality's limits, by name (such as MediaLimits).
     limits: dict[str, int | float]
-    #: Default parameters.
+    #: Default parameters of a request.
     defaults: Params
     #: Hash of the weights, by component.
     weights: dict[str, str]
     #: Dtype, by component.
     dtypes: dict[str, str]
-    #: Unix seconds.
+    #: When the model was saved, in Unix seconds; 0: unknown, as for a model from the hub.
     created: int = 0
     #: Whether a request may name LoRA adapters.
     takes_lora: bool = False
@@ -154,7 +154,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         """The default strength of each upload that can be redrawn, by the upload's name."""
         return {accepted.name: accepted.strength for accepted in self.accepts if accepted.mode == "redraw"}
 
-    def pools(self, choice: StageSelector | None = None) -> dict[str, str]:
+    def pools(self, selector: StageSelector | None = None) -> dict[str, str]:
         """Return the declared pool of each stage, by stage name.
 
         With `choice`, it returns those of the selected stages only.
@@ -162,5 +162,5 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return {
             stage.name: pool_name(stage, self.weights, self.dtypes, self.classes)
             for stage in self.pipeline.stages
-            if choice is None or choice.selects(stage)
+            if selector is None or selector.selects(stage)
         }

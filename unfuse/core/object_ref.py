@@ -41,13 +41,15 @@ MAX_DIMS = 16
 class TensorMeta(msgspec.Struct, frozen=True):
     """One named tensor inside an object."""
 
+    #: Name of the value, unique within the object.
     name: str
     #: A key of DTYPES, PACKED, or "none" for a value that is None.
     dtype: str
+    #: Number of elements along each dimension.
     shape: tuple[int, ...]
     #: Offset in the object, in bytes.
     offset: int
-    #: Size in bytes.
+    #: Bytes of the tensor, without padding.
     nbytes: int
     #: Dtype to which readers convert the tensor, if it was narrowed to `dtype` to be stored; "": it was not.
     is_wide: str = ""
@@ -56,6 +58,7 @@ class TensorMeta(msgspec.Struct, frozen=True):
 class ObjectRef(msgspec.Struct, frozen=True):
     """The handle to one stage output: named tensors in one sealed allocation."""
 
+    #: Id under which the owner stores the object.
     id: str
     #: Id of the worker that stores the object.
     owner: str
@@ -63,18 +66,21 @@ class ObjectRef(msgspec.Struct, frozen=True):
     node: str
     #: Id of the request.
     request: str
+    #: Name of the stage that made it.
     stage: str
+    #: Number of the attempt that made it.
     attempt: int
-    #: Number that distinguishes the sealed allocation from a later one in the same place.
+    #: Number that distinguishes the allocation from later ones at the same offset of the arena.
     generation: int
-    #: Size in bytes.
+    #: Bytes of the allocation, with the padding between tensors.
     nbytes: int
+    #: Its tensors, in the order of their offsets.
     tensors: tuple[TensorMeta, ...]
     #: xxh3-64 of each chunk of `chunk_bytes(nbytes)` bytes.
     checksums: tuple[int, ...]
     #: Secret with which readers prove that they may read the object.
     key: bytes
-    #: Unix seconds.
+    #: When it was allocated, in Unix seconds.
     created_at: float
 
     @property
@@ -100,10 +106,11 @@ def layout_tensors(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple
     metas: list[TensorMeta] = []
     offset = 0
     for name, dtype, shape in tensors:
-        if len(shape) > MAX_DIMS or any(side < 0 for side in shape):
+        if len(shape) > MAX_DIMS or any(dimension < 0 for dimension in shape):
             raise ValueError(f"tensor {name!r} has the invalid shape {shape}")
         if dtype not in ("none", PACKED) and dtype not in DTYPES:
             raise ValueError(f"tensor {name!r} has the unsupported dtype {dtype}; supported: {', '.join(DTYPES)}")
+        # in each form -(-a // b), the division rounds up
         size = -(-prod(shape) // BLOCK) * BLOCK_BYTES if dtype == PACKED else DTYPES.get(dtype, 0) * prod(shape)
         metas.append(TensorMeta(name, dtype, shape, offset, size))
         offset += -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,7 +1,7 @@
-"""Parameters: the fields that a client may send, each one line of a modality's table.
+"""Parameters: the fields that a client may send, each an entry in a modality's table.
 
-The line bounds and describes the field. Values arrive as JSON values (where 2.0 is the whole number 2) or as form
-strings. A value that is not allowed raises InvalidParameter, whose message has the bound and the value.
+The entry has the bounds and the description of the field. Values are JSON values (where 2.0 is the whole number 2) or
+form strings. A value that is not allowed raises InvalidParameter, whose message has the bound and the value.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ _NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.[0-9]{1,18})?")
 class Parameter(msgspec.Struct, frozen=True):
     """One field that a client may send: its type, bounds, default and description."""
 
+    #: Name of the field, as in the client's body.
     name: str
+    #: Type of its value.
     kind: Kind
     #: Lower bound of a number, or of a text's length in characters.
     low: Bound = 0
@@ -52,12 +54,15 @@ class Parameter(msgspec.Struct, frozen=True):
     high: Bound = 0
     #: All values that are allowed; empty: the bounds decide.
     choices: tuple[object, ...] = ()
+    #: Which part of the server uses it.
     use: Use = "stages"
-    #: Value if neither the client nor the model gives one.
+    #: Value if neither the client nor the model's defaults set one; None: it is missing then.
     default: Value = None
+    #: Text for `--help`, the OpenAPI schema and error messages.
     description: str = ""
     #: Whether it exists only for models that have a default for it.
     by_model: bool = False
+    #: Whether a request without it is refused.
     required: bool = False
     #: Flag of the command line; "": made from the name; None: there is no flag.
     flag: str | None = ""
@@ -70,13 +75,13 @@ class Parameter(msgspec.Struct, frozen=True):
     def offered(self) -> bool:
         """Whether the command line has a flag for it.
 
-        It must shape the result, and be one plain value.
+        There is none for parameters of the delivery, for objects, and if `flag` is None.
         """
         return self.use in ("stages", "request") and self.kind not in ("texts", "any") and self.flag is not None
 
     @property
     def fixed(self) -> bool:
-        """Whether its bounds are the same for every model."""
+        """Whether its bounds are numbers, which are the same for every model."""
         return not isinstance(self.low, str) and not isinstance(self.high, str)
 
     @property
@@ -86,13 +91,15 @@ class Parameter(msgspec.Struct, frozen=True):
             return ", ".join(dict.fromkeys(map(str, self.choices)))
         if self.kind not in ("text", "integer", "number"):
             return ""
-        low, high = (f"the model's {end}" if isinstance(end, str) else str(end) for end in (self.low, self.high))
+        low, high = (
+            f"the model's {bound}" if isinstance(bound, str) else str(bound) for bound in (self.low, self.high)
+        )
         return f"up to {high} characters" if self.kind == "text" else f"{low} to {high}"
 
     def read(self, value: object, limits: object) -> Any:
         """Return the client's value, checked and converted. Raises InvalidParameter.
 
-        `limits` has the model's limits as attributes; None will do for a parameter whose bounds are `fixed`.
+        `limits` has the model's limits as attributes. None is enough for a parameter whose bounds are `fixed`.
         """
         low, high = (getattr(limits, bound) if isinstance(bound, str) else bound for bound in (self.low, self.high))
         match self.kind:
@@ -122,6 +129,7 @@ def text(name: str, value: object, low: int, high: int) -> str:
         raise InvalidParameter(f"{name} must be text, not {printable(value)}", name)
     if not low <= len(value) <= high:
         raise InvalidParameter(f"{name} must be {low} to {high} characters long, not {len(value)}", name)
+    # JSON escapes can contain them, but UTF-8 and msgpack cannot
     if any("\ud800" <= char <= "\udfff" for char in value):
         raise InvalidParameter(f"{name} contains an unpaired surrogate, which is not valid Unicode", name)
     return value
@@ -149,10 +157,11 @@ def number(name: str, value: object, low: float, high: float) -> float:
     return float(parsed)
 
 
-def choice(name: str, value: object, known: tuple[object, ...]) -> object:
-    """Return the value if it is one of the `known` values."""
-    if value not in known or isinstance(value, bool):
-        allowed = list(dict.fromkeys(map(str, known)))
+def choice(name: str, value: object, choices: tuple[object, ...]) -> object:
+    """Return the value if it is one of the choices."""
+    # True == 1 in Python, but a client that sends true does not mean the choice 1
+    if value not in choices or isinstance(value, bool):
+        allowed = list(dict.fromkeys(map(str, choices)))
         rule = f"must be one of {', '.join(allowed)}" if len(allowed) > 1 else f"must be {allowed[0]}"
         raise InvalidParameter(f"{name} {rule}, not {printable(value)}", name)
     return value
@@ -180,19 +189,22 @@ def parse_scaled(name: str, value: object, low: float, high: float) -> str:
     """
     items = value if isinstance(value, list) else [value]
     pairs: list[tuple[object, object]] = []
+    # one more than allowed, so that the error below is raised, but a long list costs no time
     for item in items[: MAX_SCALED_NAMES + 1]:
         if isinstance(item, dict) and {"name"} <= item.keys() <= {"name", "scale"}:
             pairs.append((item["name"], item.get("scale")))
         else:
-            cut = _split_names(text(name, item, 1, 129 * MAX_SCALED_NAMES))
-            pairs += [(part if scale or not colon else "", scale or None) for part, colon, scale in cut]
+            entries = _split_names(text(name, item, 1, 129 * MAX_SCALED_NAMES))
+            pairs += [(raw_name if scale or not colon else "", scale or None) for raw_name, colon, scale in entries]
 
     by_name: dict[str, str] = {}
-    for part, scale in pairs:
-        called = matching(name, part, "[^,:]{1,128}", "NAME or NAME:SCALE, or several separated by commas")
-        if called in by_name:
-            raise InvalidParameter(f"{name} has {printable(called)} twice: send it once, with the sum of scales", name)
-        by_name[called] = called if scale is None else f"{called}:{number(name, scale, low, high)!r}"
+    for raw_name, scale in pairs:
+        item_name = matching(name, raw_name, "[^,:]{1,128}", "NAME or NAME:SCALE, or several separated by commas")
+        if item_name in by_name:
+            raise InvalidParameter(
+                f"{name} has {printable(item_name)} twice: send it once, with the sum of scales", name
+            )
+        by_name[item_name] = item_name if scale is None else f"{item_name}:{number(name, scale, low, high)!r}"
     if not 1 <= len(by_name) <= MAX_SCALED_NAMES:
         raise InvalidParameter(f"{name} must be 1 to {MAX_SCALED_NAMES} names", name)
     return ",".join(by_name.values())
@@ -216,6 +228,7 @@ def printable(value: object) -> str:
         return "a file"
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
+    # str() raises ValueError for integers of more than 4300 digits
     if isinstance(value, int) and abs(value) >= 10**30:
         return f"a number of {int(math.log10(abs(value))) + 1} digits"
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
@@ -233,7 +246,7 @@ MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
 """The range of seeds that torch's `manual_seed` accepts. It takes negative seeds modulo 2**64: -1 is 2**64 - 1."""
 
 RANDOM_SEED = -1
-"""A client sends this seed to get a random one."""
+"""A client sends this seed to get a random seed."""
 
 MIN_S, MAX_S = 0.001, 86_400  # bounds of a duration that a client may send, in seconds
 
@@ -253,7 +266,7 @@ DELIVERY_PARAMETERS = (
         description="URL of a signed call when the request is completed, failed or cancelled",
     ),
 )
-"""Parameters of every modality: how a request is handled, whatever it generates."""
+"""Parameters of every modality: the model, and how the request is handled."""
 
 
 PIXELS = ("width", "height", "num_frames")  # the parameters whose product is the size of a picture or video, in pixels
@@ -292,7 +305,7 @@ class Workload(msgspec.Struct, frozen=True):
     guidance: tuple[str, ...] = ()
     #: Names of the parameters whose product is the size of a forward.
     size: tuple[str, ...] = PIXELS
-    #: Name of a parameter with the share of the steps that is computed, such as `strength`; a request without it
+    #: Name of a parameter with the share of the steps that is computed, such as `strength`. A request without it
     #: computes all steps.
     part: str = ""
 
@@ -312,8 +325,8 @@ def nth_seed(seed: int, index: int) -> int:
 
     Instead of RANDOM_SEED it returns the largest seed. torch treats both alike, and a client can send the latter again.
     """
-    following = (seed + index) % 2**64 if seed + index > MAX_SEED else seed + index
-    return MAX_SEED if following == RANDOM_SEED else following
+    result_seed = (seed + index) % 2**64 if seed + index > MAX_SEED else seed + index
+    return MAX_SEED if result_seed == RANDOM_SEED else result_seed
 
 
 def _count(params: Params, name: str) -> int:
@@ -325,23 +338,25 @@ def _count(params: Params, name: str) -> int:
 class Modality(msgspec.Struct, frozen=True):
     """A kind of result (image, video or text): its table of parameters, and its limits."""
 
+    #: Name of the modality: image, video or text.
     name: str
     #: Word for several results.
     plural: str
     #: Beginning of the ids of its requests.
     prefix: str
-    #: Name of a limit. A model generates this modality if the limit is at least `least`.
+    #: Name of a limit. A model generates this modality if the limit is at least `min_limit`.
     limit_name: str
+    #: Least value of that limit. A video has at least 2 frames.
     min_limit: int
     #: Type of the model's limits.
     limits: type[msgspec.Struct]
-    #: `settle(limits, params, read, tokens)` returns further parameters for the stages, or raises InvalidParameter. It
-    #: gets the model's limits, the stages' parameters so far, the client's checked values, and, for text only, the
-    #: tokenizer's output.
+    #: `complete_params(limits, params, values, tokens)` returns further parameters for the stages, or raises
+    #: InvalidParameter. Its arguments are the model's limits, the stages' parameters so far, the client's checked
+    #: values, and, for text only, the chat's PromptTokens.
     complete_params: Callable[[Any, Params, Mapping[str, Any], Any], Params]
-    #: The table.
+    #: All fields that a client may send.
     parameters: tuple[Parameter, ...]
-    #: Parameters that tasks must have in common to share a forward.
+    #: Parameters that tasks must have in common to share a forward, since they decide the shapes of tensors.
     size: tuple[str, ...] = PIXELS
 
     def is_supported_by(self, limits: Mapping[str, float]) -> bool:
@@ -357,8 +372,8 @@ class Modality(msgspec.Struct, frozen=True):
 
     def allows(self, name: str, value: object) -> bool:
         """Whether the table has this parameter, and allows this value for some model."""
-        named = (parameter for parameter in self.parameters if parameter.name == name)
-        return any(not parameter.choices or value in parameter.choices for parameter in named)
+        candidates = (parameter for parameter in self.parameters if parameter.name == name)
+        return any(not parameter.choices or value in parameter.choices for parameter in candidates)
 
     def parameters_for(self, defaults: Params) -> dict[str, Parameter]:
         """Return the parameters that exist for a model with these defaults, by name."""

@@ -15,7 +15,7 @@ def expand_path(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
-# absolute paths in quotes, which may have spaces, and without quotes
+# Absolute paths in quotes may have spaces. Without quotes, a final dot belongs to the sentence.
 _QUOTED = re.compile(r"""(["'])(?:~|[a-z_0-9]+:)?/[^"'\n]*/([^"'\n/]*)/?\1""")
 _PLAIN = re.compile(r"(?:(?<![\w./…-])/(?!/)|(?<=file://)/)[^\s\"'`:;,()<>\[\]{}|]*[^\s\"'`:;,.()<>\[\]{}|]")
 

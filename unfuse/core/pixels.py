@@ -125,17 +125,18 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
     It is RGBA if it has transparency.
     """
+    # load() empties `tile`, which has the mode of the stored pixels
     tiles = getattr(image, "tile", None)
-    stored = str(tiles[0].args) if tiles else ""
+    raw_mode = str(tiles[0].args) if tiles else ""
     key = image.info.get("transparency")
-    if isinstance(key, int) and stored in _KEY_SCALES:
-        image.info["transparency"] = key * _KEY_SCALES[stored]
-    if isinstance(key, tuple) and stored == "RGB;16B":
+    if isinstance(key, int) and raw_mode in _KEY_SCALES:
+        image.info["transparency"] = key * _KEY_SCALES[raw_mode]
+    if isinstance(key, tuple) and raw_mode == "RGB;16B":
         image.info["transparency"] = tuple(part >> 8 for part in key)
 
     image.load()
-    turn = ROTATIONS.get(_orientation(image))
-    upright = image if turn is None else image.transpose(turn)
+    transposition = ROTATIONS.get(_orientation(image))
+    upright = image if transposition is None else image.transpose(transposition)
     if upright.mode.startswith("I"):
         return _from_sixteen_bits(upright, key)
     return upright.convert("RGBA" if _has_transparency(image) else "RGB")
@@ -157,13 +158,14 @@ def _has_transparency(image: Image.Image) -> bool:
 
     A BMP file whose pixels are all transparent counts as opaque: programs without transparency write zeros there.
     """
-    is_blank = image.format == "BMP" and image.mode == "RGBA" and image.getchannel("A").getextrema() == (0, 0)
-    return image.has_transparency_data and not is_blank
+    is_all_transparent = image.format == "BMP" and image.mode == "RGBA" and image.getchannel("A").getextrema() == (0, 0)
+    return image.has_transparency_data and not is_all_transparent
 
 
 def _from_sixteen_bits(image: Image.Image, key: object) -> Image.Image:
     """Return 16-bit gray as RGB; as RGBA if the value `key` is transparent."""
     wide = image.convert("I")
+    # Pillow allows only a scale and an offset for 32-bit pixels; 0.5 rounds
     gray = wide.point(lambda value: value * (1 / 257) + 0.5).convert("L")
     if not isinstance(key, int):
         return gray.convert("RGB")

@@ -60,9 +60,9 @@ class StageSpec(msgspec.Struct, frozen=True):
     #: Predicted bytes of its output.
     output_size: OutputSize = OutputSize()
     #: All parameters that the output depends on (an upload by the hash of its bytes). Requests with equal values share
-    #: one output. A stage with inputs, or without `reads`, shares no output.
+    #: one output. A stage with inputs, or without `depends_on_params`, shares no output.
     depends_on_params: tuple[str, ...] = ()
-    #: Workers of this role run the stage.
+    #: Role of the workers that run the stage, such as denoiser.
     role: str = ""
     #: Default number of tasks of a worker: some run, the others wait for their inputs.
     slots: int = 2
@@ -81,8 +81,8 @@ class StageSpec(msgspec.Struct, frozen=True):
     prefix_cached: bool = False
     #: Name of an input: it adds prefix blocks to those of the stage that produces this input. "": it adds none.
     extends_prefix_of: str = ""
-    #: "shown": it runs once for each picture or video in the prompt, and has that one alone in its derived facts. A
-    #: reader of its output reads the outputs of all runs.
+    #: "shown": it runs once for each picture or video in the prompt, which is the only one in the derived facts of that
+    #: run. A reader of its output reads the outputs of all runs. "": it runs once for a request or sample.
     per_item: Literal["", "shown"] = ""
     #: Whether it reads the request's uploads from the result store.
     uploads: bool = False
@@ -98,6 +98,7 @@ class StageSpec(msgspec.Struct, frozen=True):
 class Pipeline(msgspec.Struct, frozen=True):
     """A model's graph of stages."""
 
+    #: The stages, in any order. Their inputs and outputs connect them.
     stages: tuple[StageSpec, ...]
 
     def validate(self) -> None:
@@ -131,7 +132,7 @@ class Pipeline(msgspec.Struct, frozen=True):
                 raise ConfigError(f"stage {stage.name} runs once per request, but an input once per picture")
 
     def with_parallelism(self, kinds: Mapping[str, dict[str, int]]) -> Pipeline:
-        """Return the pipeline with other kinds of parallelism (`StageSpec.parallelism`), given by stage kind."""
+        """Return the pipeline with other `StageSpec.parallelism` for the stage kinds in `kinds`."""
         return Pipeline(
             tuple(
                 msgspec.structs.replace(stage, parallelism=kinds.get(stage.kind, stage.parallelism))
@@ -151,6 +152,7 @@ class PlannedStage(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str
     #: Stage kind.
     kind: str
+    #: Id of the pool whose workers run it.
     pool: str
     #: Names of the stages whose outputs it reads.
     after: tuple[str, ...]
@@ -177,8 +179,9 @@ class PlannedStage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ExecutionPlan(msgspec.Struct, frozen=True):
-    """A pipeline compiled for one request. Each stage follows all stages whose outputs it reads."""
+    """A pipeline compiled for one request."""
 
+    #: The stages. Each one follows all stages whose outputs it reads.
     stages: tuple[PlannedStage, ...]
 
     def stage(self, name: str) -> PlannedStage:
@@ -236,14 +239,14 @@ def readable_pool(pool: str) -> str:
     dtype = re.sub(r"^(b?)float(?=\d)", r"\1f", parts[-1] if len(parts) > 1 else "")
     digest = blake2b(pool.encode(errors="surrogatepass"), digest_size=4).hexdigest()
 
-    start, end = _label(parts[0], MAX_KIND), _label(dtype, MAX_DTYPE)
-    room = MAX_LABEL - len(f"{start}--{end}-{digest}")
-    return "-".join(filter(None, (start, _label("-".join(words), room), end, digest)))
+    kind_label, dtype_label = _label(parts[0], MAX_KIND), _label(dtype, MAX_DTYPE)
+    max_class_chars = MAX_LABEL - len(f"{kind_label}--{dtype_label}-{digest}")
+    return "-".join(filter(None, (kind_label, _label("-".join(words), max_class_chars), dtype_label, digest)))
 
 
-def _label(text: str, most: int) -> str:
-    """Return the start of a text, as a part of a DNS label."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:most].strip("-")
+def _label(text: str, max_chars: int) -> str:
+    """Return a text as a part of a DNS label, cut to `max_chars` characters."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:max_chars].strip("-")
 
 
 class StageSelector(msgspec.Struct, frozen=True):
@@ -255,15 +258,15 @@ class StageSelector(msgspec.Struct, frozen=True):
     components: tuple[str, ...] = ()
 
     def selects(self, stage: StageSpec) -> bool:
-        """Whether the worker runs this stage; of its components, only the first counts."""
-        of_role = self.roles is None or stage.role in self.roles
-        return of_role and (not self.components or stage.components[0] in self.components)
+        """Whether the worker runs this stage. Of the stage's components, only the first counts."""
+        has_role = self.roles is None or stage.role in self.roles
+        return has_role and (not self.components or stage.components[0] in self.components)
 
 
 def roles_of(text: str) -> frozenset[str] | None:
-    """Return the roles in `a`, `a+b` or `a,b`; None, which means all roles, for ALL.
+    """Return the roles in `a`, `a+b` or `a,b`; None for `all`, which means all roles.
 
-    Raises ConfigError for an empty role.
+    A name of several roles stands for these (ROLE_GROUPS). Raises ConfigError for an empty role.
     """
     roles = [role.strip() for role in text.replace(",", "+").split("+")]
     if not all(roles):
@@ -274,10 +277,7 @@ def roles_of(text: str) -> frozenset[str] | None:
 
 
 def slots_of(stages: Iterable[StageSpec]) -> int:
-    """Return the default number of tasks of a worker with these stages.
-
-    It is the least of their `slots`.
-    """
+    """Return the default number of tasks of a worker: the least `slots` of its stages."""
     return min((stage.slots for stage in stages), default=1)
 
 
@@ -328,8 +328,8 @@ def compile_plan(
     order = TopologicalSorter({s.name: [producers[n].name for n in s.inputs] for s in pipeline.stages}).static_order()
     specs = {spec.name: spec for spec in pipeline.stages}
     sample_params = list(samples)
-    known = params | derived.values()
-    runs = {spec.name: _runs(spec, known, sample_params, derived) for spec in pipeline.stages}
+    request_values = params | derived.values()
+    runs = {spec.name: _runs(spec, request_values, sample_params, derived) for spec in pipeline.stages}
 
     planned: list[PlannedStage] = []
     for spec in (specs[name] for name in order):
@@ -338,9 +338,10 @@ def compile_plan(
         space = prefix_space(shared_by or (), pools[spec.name])
 
         for index, (name, overrides, item) in enumerate(runs[spec.name]):
-            values = known | overrides | (msgspec.structs.asdict(item) if item else {})
-            read = [(key, values.get(key)) for key in sorted(spec.depends_on_params)]
-            is_shared = read and not spec.inputs and shared_by is not None
+            values = request_values | overrides | (msgspec.structs.asdict(item) if item else {})
+            dependencies = [(key, values.get(key)) for key in sorted(spec.depends_on_params)]
+            # the key covers parameters alone, and not the content of inputs
+            is_shared = dependencies and not spec.inputs and shared_by is not None
             # sample N reads run N of a stage that runs once per sample, and all runs of any other stage
             source_runs = (
                 runs[source][index : index + 1] if specs[source].per_sample else runs[source] for source in sources
@@ -350,11 +351,11 @@ def compile_plan(
                     name=name,
                     kind=spec.kind,
                     pool=pools[spec.name],
-                    after=tuple(source for several in source_runs for source, *_ in several),
+                    after=tuple(source for stage_runs in source_runs for source, *_ in stage_runs),
                     params=overrides,
                     output_size=spec.output_size.bytes(values),
                     final=not spec.outputs,
-                    cache_key=cache_key(shared_by, pools[spec.name], read) if is_shared else "",
+                    cache_key=cache_key(shared_by, pools[spec.name], dependencies) if is_shared else "",
                     work=spec.work.of(values),
                     needs={resource: need.bytes(values) for resource, need in spec.needs.items()},
                     prefixes=tuple(prefix_key(space, digest) for digest in digests),
@@ -374,18 +375,19 @@ def _extended_space(
     """
     if not spec.extends_prefix_of or shared_by is None:
         return ""
+    # keys and values of another rounding would change the bytes of answers
     source = pools[producers[spec.extends_prefix_of].name]
     return prefix_space(shared_by, source) if numerics_of(source) == numerics_of(pools[spec.name]) else ""
 
 
 def _runs(
-    spec: StageSpec, known: Params, samples: Sequence[Params], derived: DerivedFacts
+    spec: StageSpec, values: Params, samples: Sequence[Params], derived: DerivedFacts
 ) -> list[tuple[str, Params, MediaItem | None]]:
     """Return the runs of a stage as (name, sample's parameters, picture or video).
 
     Equal pictures share one run.
     """
-    if spec.only_with and known.get(spec.only_with) is None:
+    if spec.only_with and values.get(spec.only_with) is None:
         return []
     if spec.per_item:
         return [(f"{spec.name}.{index}", {}, item) for index, item in enumerate(dict.fromkeys(derived.media))]
@@ -394,14 +396,14 @@ def _runs(
     return [(spec.name, {}, None)]
 
 
-def pool_with_numerics(pool: str, outcome: Mapping[str, str]) -> str:
+def pool_with_numerics(pool: str, numerics: Mapping[str, str]) -> str:
     """Return the id of a declared pool for workers of these numerics.
 
     It is the declared id, followed by "@" and a hash.
     """
-    if not outcome:
+    if not numerics:
         return pool
-    return f"{pool}@{blake2b(encode(sorted(outcome.items())), digest_size=4).hexdigest()}"
+    return f"{pool}@{blake2b(encode(sorted(numerics.items())), digest_size=4).hexdigest()}"
 
 
 def declared_pool(pool: str) -> str:

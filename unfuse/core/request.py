@@ -40,11 +40,13 @@ TERMINAL_EVENTS = frozenset({"completed", "failed", "cancelled"})
 class Event(msgspec.Struct, frozen=True):
     """One entry of a request's history, which clients read as an event stream."""
 
+    #: What happened.
     type: EventType
-    #: Unix seconds.
+    #: When it happened, in Unix seconds.
     at: float = 0.0
     #: Name of the stage; "": the event is about the whole request.
     stage: str = ""
+    #: Number of the stage's attempt; 0: the event is about no single attempt.
     attempt: int = 0
     #: Id of the worker that runs the stage.
     worker: str = ""
@@ -52,6 +54,7 @@ class Event(msgspec.Struct, frozen=True):
     step: int = 0
     #: Number of steps of the stage, for `progress`.
     steps: int = 0
+    #: Details for people, such as an error; "": none.
     message: str = ""
     #: Number of the event within its request, from 1. The queue sets it; 0 before that.
     seq: int = 0
@@ -131,6 +134,7 @@ class ResultFile(msgspec.Struct, frozen=True):
 
     #: Number of the result within its request, from 0. Results are sorted by it.
     index: int
+    #: Media type, such as image/png; FLAGGED_TYPE: it is a placeholder.
     content_type: str
     #: Size in bytes.
     bytes: int
@@ -170,6 +174,7 @@ class UnreportedAttempt(msgspec.Struct, frozen=True):
 class StageState(msgspec.Struct, frozen=True, omit_defaults=True):
     """The state of one stage of one request."""
 
+    #: Status of its task (see TASK_MOVES).
     status: TaskStatus = "waiting"
     #: Number of the current or last attempt.
     attempt: int = 0
@@ -177,10 +182,11 @@ class StageState(msgspec.Struct, frozen=True, omit_defaults=True):
     token: bytes = b""
     #: Id of the worker of the current or last attempt.
     worker: str = ""
+    #: The output, complete or announced; None: there is none, as for a last stage.
     output: ObjectRef | None = None
     #: Usage of the attempt that is billed.
     timings: Timings = Timings()
-    #: Unix seconds.
+    #: When its task was last queued, in Unix seconds.
     queued_at: float = 0.0
     #: Failed attempts, out of the stage's retry budget.
     failures: int = 0
@@ -192,6 +198,7 @@ class StageState(msgspec.Struct, frozen=True, omit_defaults=True):
     alone: bool = False
     #: The saved state after `checkpoint_step` steps.
     checkpoint: ObjectRef | None = None
+    #: Number of steps that `checkpoint` covers.
     checkpoint_step: int = 0
     #: Largest share of the stage that an earlier attempt completed, from 0 to 1.
     max_progress: float = 0.0
@@ -221,6 +228,7 @@ class StageState(msgspec.Struct, frozen=True, omit_defaults=True):
     attempts_not_started: int = 0
     #: Steps that the last accounted attempt computed, out of `steps`.
     step: int = 0
+    #: Number of steps of the stage, as that attempt reported it; 0: it reported none.
     steps: int = 0
 
     @property
@@ -236,26 +244,29 @@ class TenantLimits(msgspec.Struct, frozen=True):
     concurrent: int = 0
     #: The most new requests in `per_s` seconds. It is a token bucket: all of them may arrive at once.
     rate: int = 0
+    #: Seconds in which `rate` new requests are allowed.
     per_s: int = 60
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A client's request: a model, checked parameters, and the facts derived from them."""
 
-    #: "": the scheduler draws an id.
+    #: Id of the request; "": the scheduler draws one.
     id: str
     #: Name of the model.
     model: str
+    #: Checked parameters, as the stages read them.
     params: Params
     #: Number of results. They have the seeds seed … seed + n − 1.
     n: int = 1
     #: The client's name for the model, if that is an alias.
     alias: str = ""
-    #: Seconds that the leases along any chain of stages may last in all; None: any time.
+    #: The most seconds for which the stages of one chain may be leased in all; None: no limit.
     time_limit_s: float | None = None
-    #: Key in the result cache: a hash of everything beside the pools that results depend on; "": no result is reused.
+    #: Key in the result cache: a hash of everything that results depend on, except the pools; "": no
+    #: result is reused.
     result_cache_key: str = ""
-    #: Advice to the client, such as words of the prompt that the model does not know; "": none.
+    #: Advice to the client, such as words of the prompt that the model was not trained on; "": none.
     hint: str = ""
     #: Facts that the server derived from the parameters and the uploads.
     derived: DerivedFacts = DerivedFacts()
@@ -269,6 +280,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     """Who sent a request: the tenant, its limits, and its idempotency key."""
 
+    #: Name of the tenant to which the API key belongs.
     tenant: str = "default"
     #: With the tenant, it identifies a repeat of the same call; "": each call is a new request.
     idempotency_key: str = ""
@@ -283,13 +295,17 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a request is handled, whatever it generates: priority, timeout, webhook, caching."""
+    """Options of a request that do not change its results: priority, timeout, webhook, caching."""
 
+    #: Whether the response has the pictures themselves, as base64, or links to them.
     response_format: Literal["b64_json", "url"] = "b64_json"
+    #: Whether the response is a stream of server-sent events.
     stream: bool = False
+    #: Tasks of a request with a higher priority are leased first.
     priority: int = 0
     #: Seconds after which the request expires; None: it does not.
     timeout: float | None = None
+    #: Strings of the client, which are returned with the request.
     metadata: dict[str, str] = {}
     #: Whether encoder outputs may be shared with other requests, in both directions.
     cache: bool = True
@@ -298,7 +314,7 @@ class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WebhookDelivery(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The progress of delivering a request's webhook."""
+    """The progress of a request's webhook delivery."""
 
     #: "delivered": the receiver accepted it. "given_up": no further attempt follows.
     state: Literal["waiting", "delivered", "given_up"] = "waiting"
@@ -313,33 +329,41 @@ class WebhookDelivery(msgspec.Struct, frozen=True, omit_defaults=True):
 class RequestContext(msgspec.Struct, frozen=True, omit_defaults=True):
     """The whole state of a request: the request, its caller, its plan and its progress."""
 
+    #: What the client requested.
     request: GenerationRequest
+    #: Who requested it.
     caller: Caller
+    #: Its options that do not change the results.
     delivery: Delivery
+    #: Its stages, compiled from the model's pipeline.
     plan: ExecutionPlan
     #: The state of each stage of the plan, by name.
     stages: dict[str, StageState]
+    #: Committed status (see REQUEST_MOVES). `RequestRecord.status` is the one to show.
     status: RequestStatus = "queued"
     #: Number of changes that were committed.
     version: int = 0
-    #: Seconds of the queue's clock; None: it never expires.
+    #: When the request expires, in seconds of the queue's clock; None: it never expires.
     deadline: float | None = None
     #: Seconds by which the deadline was moved because of cold starts of pools that were scaled to zero.
     deadline_extension_s: float = 0.0
     #: Predicted seconds of compute. Admission control adds them up.
     cost: float = 0.0
-    #: Sorts its tasks among those of their priority.
+    #: Sort key of its tasks among those of equal priority. The lowest is leased first.
     order: float = 0.0
-    #: Unix seconds.
+    #: When it was accepted, in Unix seconds.
     created_at: float = 0.0
     #: When one of its tasks was first leased, in Unix seconds; None: not yet.
     started_at: float | None = None
-    #: Unix seconds; None: it is not over.
+    #: When it was over, in Unix seconds; None: it is not over.
     completed_at: float | None = None
+    #: The result files; empty until the request is completed.
     result: tuple[ResultFile, ...] = ()
+    #: Why it failed, expired or was cancelled; None: it did not.
     error: ErrorInfo | None = None
     #: Whether it is a dead letter: somebody should look at it.
     is_dead_letter: bool = False
+    #: Progress of its webhook, if it has one (`Delivery.webhook`).
     webhook: WebhookDelivery = WebhookDelivery()
 
     @property
@@ -403,6 +427,7 @@ class RunningStage(msgspec.Struct, frozen=True):
 
     #: Name of the stage.
     stage: str
+    #: Number of the attempt.
     attempt: int
     #: Id of the worker.
     worker: str
@@ -410,6 +435,7 @@ class RunningStage(msgspec.Struct, frozen=True):
     since: float
     #: Steps that are done, out of `steps`.
     step: int = 0
+    #: Number of steps of the stage; 0: not reported yet.
     steps: int = 0
     #: Seconds of the lease, when the record was read, that count toward time limits: see `TaskQueue.sweep_expired`.
     ran_s: float = 0.0
@@ -420,6 +446,7 @@ class RunningStage(msgspec.Struct, frozen=True):
 class RequestRecord(msgspec.Struct, frozen=True):
     """A stored request: its context, and the parts that change without a new version."""
 
+    #: The state that changes only with a new version.
     context: RequestContext
     #: The stages that are leased now.
     running: tuple[RunningStage, ...] = ()
@@ -445,7 +472,8 @@ def new_request_id(modality: Modality = IMAGE) -> str:
 def request_ids(modality: Modality = IMAGE, after: str = "") -> Iterator[str]:
     """Yield new request ids without end; the caller may use any of them.
 
-    The ids that follow from the request `after` are the same each time, so that a repeat creates no second request.
+    Without `after` they are random. The ids after request `after` are the same in each call, so that a repeated
+    submission creates no second request.
     """
     for number in count():
         text = f"{after}/{number}" if number else after
@@ -465,8 +493,8 @@ def billed_seconds(
 
     A running attempt counts for no longer than it has run at the Unix time `wall`.
     """
-    ended = [state.timings for state in context.stages.values()]
-    return _sums([*ended, *(clamp_to_elapsed(run.timings, wall - run.since) for run in running)])
+    ended_attempts = [state.timings for state in context.stages.values()]
+    return _sums([*ended_attempts, *(clamp_to_elapsed(run.timings, wall - run.since) for run in running)])
 
 
 def lost_seconds(context: RequestContext) -> DeviceSeconds:
@@ -479,11 +507,11 @@ def lost_seconds(context: RequestContext) -> DeviceSeconds:
 
 
 def device_seconds_since(before: Mapping[str, float], after: Mapping[str, float]) -> DeviceSeconds:
-    """Return by how many seconds each device has grown.
+    """Return, by device, the device seconds in `after` that are not in `before`.
 
-    Devices that have not grown are left out.
+    Devices without any are left out.
     """
-    return {name: more for name, seconds in after.items() if (more := seconds - before.get(name, 0.0)) > 0}
+    return {name: increase for name, seconds in after.items() if (increase := seconds - before.get(name, 0.0)) > 0}
 
 
 def clamp_to_elapsed(timings: Timings, elapsed_s: float) -> Timings:
@@ -496,10 +524,10 @@ def clamp_to_elapsed(timings: Timings, elapsed_s: float) -> Timings:
     return msgspec.structs.replace(timings, share_s=elapsed_s)
 
 
-def merge_timings(known: Timings, reported: Timings) -> Timings:
-    """Return the last report of an attempt. The seconds that it used never decrease."""
-    device_source = reported if reported.device else known
-    share_s = max(known.share_s, reported.share_s)
+def merge_timings(previous: Timings, reported: Timings) -> Timings:
+    """Return the last report of an attempt, with the largest `share_s` of both reports."""
+    device_source = reported if reported.device else previous
+    share_s = max(previous.share_s, reported.share_s)
     return msgspec.structs.replace(
         reported, share_s=share_s, device=device_source.device, devices=device_source.devices
     )

@@ -41,21 +41,22 @@ def _is_a(*types: type[BaseException]) -> Callable[[BaseException], bool]:
 
 
 def _is_either(*rules: Callable[[BaseException], bool]) -> Callable[[BaseException], bool]:
-    """Return a rule that matches what any of these rules matches."""
+    """Return a rule that matches an exception if any of these rules matches it."""
     return lambda error: any(matches(error) for matches in rules)
 
 
-def _is_named(names: Iterable[str], text: str) -> Callable[[BaseException], bool]:
+def _is_named(names: Iterable[str], message_pattern: str) -> Callable[[BaseException], bool]:
     """Return a rule that matches exceptions by full class name, without importing the class.
 
-    It also matches RuntimeErrors whose message contains the regular expression `text`.
+    It also matches RuntimeErrors whose message matches the regular expression `message_pattern`: torch raises these for
+    errors of a device.
     """
-    wanted = frozenset(names)
-    pattern = re.compile(text)
+    class_names = frozenset(names)
+    pattern = re.compile(message_pattern)
 
     def matches(error: BaseException) -> bool:
         type_names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
-        is_named = not wanted.isdisjoint(type_names)
+        is_named = not class_names.isdisjoint(type_names)
         return is_named or (isinstance(error, RuntimeError) and bool(pattern.search(str(error))))
 
     return matches
@@ -145,7 +146,7 @@ UNKNOWN = RetryRule(
 )
 
 RULES = (LOST, REQUEST, PERMANENT, MEMORY, DEVICE, CONNECTION, FILE, TRANSIENT, UNKNOWN)
-"""The retry policy. The first rule that matches an exception applies."""
+"""The retry policy. The first rule that matches an exception applies: a ConnectionError is an OSError, too."""
 
 
 def rule_of(error: BaseException) -> RetryRule:

@@ -57,16 +57,16 @@ class RepeatedErrors:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._throttle = LogThrottle(now)
 
-    def log(self, what: str, error: Exception, **about: object) -> None:
-        """Log that `what` failed, and how often since the last line.
+    def log(self, operation: str, error: Exception, **fields: object) -> None:
+        """Log that an operation failed, and how often since the last line.
 
-        If it was logged just now, it is only counted. `about` has further fields of the log line.
+        Within LOG_EVERY_S of the last line, it is only counted. `fields` are further fields of the log line.
         """
-        times = self._throttle.count_if_due(f"{what}: {type(error).__name__}")
+        times = self._throttle.count_if_due(f"{operation}: {type(error).__name__}")
         if times and isinstance(error, UnfuseError):
-            log.warning("operation failed, continuing", doing=what, reason=str(error), times=times, **about)
+            log.warning("operation failed, continuing", doing=operation, reason=str(error), times=times, **fields)
         elif times:
-            log.error("operation failed, continuing", doing=what, exc_info=error, times=times, **about)
+            log.error("operation failed, continuing", doing=operation, exc_info=error, times=times, **fields)
 
 
 class Supervisor:
@@ -76,41 +76,41 @@ class Supervisor:
         self._errors = RepeatedErrors()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start_loop(self, what: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+    def start_loop(self, operation: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         """Start a task that repeats this work until `close`.
 
-        It waits PAUSE_S only after an error, so `work` must pace itself. `what` names the work in log lines.
+        It waits PAUSE_S only after an error, so `work` must wait by itself. `operation` names the work in log lines.
         """
-        return self._start_task(self.repeat(what, work))
+        return self._start_task(self.repeat(operation, work))
 
-    def start(self, what: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """Start a task that does this work once. `what` names the work in log lines."""
-        return self._start_task(self._once(what, work))
+    def start(self, operation: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        """Start a task that does this work once. `operation` names the work in log lines."""
+        return self._start_task(self._once(operation, work))
 
-    async def repeat(self, what: str, work: Callable[[], Awaitable[None]]) -> None:
+    async def repeat(self, operation: str, work: Callable[[], Awaitable[None]]) -> None:
         """Repeat this work as `start_loop` does, in the caller's task."""
         while True:
             failed = True
-            with self.log_errors(what):
+            with self.log_errors(operation):
                 await work()
                 failed = False
             if failed:
                 await asyncio.sleep(PAUSE_S)
 
     @contextmanager
-    def log_errors(self, what: str, **about: object) -> Iterator[None]:
+    def log_errors(self, operation: str, **fields: object) -> Iterator[None]:
         """Return a context manager that logs and suppresses any error raised inside.
 
-        `about` has further fields of the log line.
+        `fields` are further fields of the log line.
         """
         try:
             yield
         except Exception as error:  # unexpected errors too: one failure must not end other work
-            self.log(what, error, **about)
+            self.log(operation, error, **fields)
 
-    def log(self, what: str, error: Exception, **about: object) -> None:
-        """Log an error of this work, throttled as in RepeatedErrors."""
-        self._errors.log(what, error, **about)
+    def log(self, operation: str, error: Exception, **fields: object) -> None:
+        """Log that an operation failed, throttled as in RepeatedErrors."""
+        self._errors.log(operation, error, **fields)
 
     async def close(self) -> None:
         """Cancel all background tasks and wait until they have ended."""
@@ -118,26 +118,27 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _once(self, what: str, work: Callable[[], Awaitable[None]]) -> None:
-        with self.log_errors(what):
+    async def _once(self, operation: str, work: Callable[[], Awaitable[None]]) -> None:
+        with self.log_errors(operation):
             await work()
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
+        # the event loop has only weak references to tasks: without this one, a task could be garbage-collected
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
 
-async def first_completed(*works: Awaitable[Any], timeout: float | None = None) -> None:
-    """Wait until one of these has ended, or until the timeout, and cancel the others.
+async def first_completed(*awaitables: Awaitable[Any], timeout: float | None = None) -> None:
+    """Wait until one awaitable has ended, or until the timeout, and cancel the others.
 
-    Raises the error of one that ended. `timeout` is in seconds; None: wait without limit.
+    Raises the error of an awaitable that failed. `timeout` is in seconds; None: wait without limit.
     """
-    tasks = [asyncio.ensure_future(work) for work in works]
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
-        ended, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        for task in ended:
+        completed, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        for task in completed:
             task.result()
     finally:
         for task in tasks:
@@ -180,22 +181,25 @@ class Observers(Generic[Observer]):
 
     def __init__(self, background: Supervisor) -> None:
         self._background = background
-        self._all: list[Observer] = []
+        self._observers: list[Observer] = []
 
     def add(self, *observers: Observer) -> None:
         """Add observers, which are called from now on."""
-        self._all += observers
+        self._observers += observers
 
-    def notify(self, of: Callable[Concatenate[Observer, Args], None], *said: Args.args, **more: Args.kwargs) -> None:
+    def notify(
+        self, method: Callable[Concatenate[Observer, Args], None], *args: Args.args, **kwargs: Args.kwargs
+    ) -> None:
         """Call a method of each observer with these arguments.
 
-        For example, `observers.tell(Observer.on_ended, context)`. An exception of an observer is logged.
+        For example, `observers.notify(Observer.on_ended, context)`. An exception of an observer is logged.
         """
-        for observer in self._all:
+        for observer in self._observers:
             try:
-                getattr(observer, of.__name__)(*said, **more)
+                # by name, since the observer's class may override the method
+                getattr(observer, method.__name__)(*args, **kwargs)
             except Exception as error:  # the other observers must still be called
-                self._background.log(f"notifying {type(observer).__name__} of {of.__name__}", error)
+                self._background.log(f"notifying {type(observer).__name__} of {method.__name__}", error)
 
 
 T = TypeVar("T")
@@ -214,7 +218,7 @@ async def run_in_thread(work: Callable[[], T]) -> T:
         future.set_running_or_notify_cancel()
         try:
             future.set_result(context.run(work))
-        except BaseException as error:
+        except BaseException as error:  # also SystemExit, else the caller would wait forever
             future.set_exception(error)
 
     Thread(target=run, daemon=True).start()

@@ -44,7 +44,9 @@ class Task(msgspec.Struct, frozen=True):
 
     #: Id of the request.
     request: str
+    #: The stage, as planned for the request.
     planned: PlannedStage
+    #: Number of the attempt, from 1.
     attempt: int
     #: Name of the model.
     model: str
@@ -54,11 +56,12 @@ class Task(msgspec.Struct, frozen=True):
     inputs: tuple[ObjectRef, ...] = ()
     #: Higher runs sooner.
     priority: int = 0
-    #: Computed once, when the task is queued. Queues sort by (−priority, order, arrival).
+    #: Sort key among tasks of equal priority, computed once, when the request is queued. Queues sort by (−priority,
+    #: order, arrival).
     order: float = 0.0
     #: Earliest start, in seconds of the queue's clock.
     not_before: float = 0.0
-    #: Seconds of the queue's clock; None: it never expires.
+    #: When the request expires, in seconds of the queue's clock; None: it never expires.
     deadline: float | None = None
     #: The node that stores most bytes of the inputs. A worker on it is preferred.
     preferred_node: str = ""
@@ -97,6 +100,7 @@ class Claim(msgspec.Struct, frozen=True):
 
     #: Id of the request.
     request: str
+    #: Name of the stage.
     stage: str
     #: Number of the attempt. A higher number supersedes all lower ones.
     attempt: int
@@ -112,12 +116,13 @@ class Claim(msgspec.Struct, frozen=True):
 class Lease(msgspec.Struct, frozen=True):
     """A timed claim of one worker on a task."""
 
+    #: The leased task.
     task: Task
     #: Id of the worker.
     worker: str
     #: The lease token: 128 random bits.
     token: bytes
-    #: Seconds of the queue's clock.
+    #: When the lease expires, in seconds of the queue's clock, unless a heartbeat renews it.
     expires: float
     #: The checkpoint of an earlier attempt, to resume from, if one can be read.
     checkpoint: ObjectRef | None = None
@@ -146,16 +151,18 @@ MAX_DELTAS_PER_MESSAGE = 512  # the most output chunks in one call, and in one a
 class OutputDeltas(msgspec.Struct, frozen=True, tag=True):
     """New output chunks of a running task, such as packed token deltas."""
 
+    #: Claim of the task.
     claim: Claim
     #: Number of the first of these chunks, counted from 0 over the whole stage.
     offset: int
+    #: The chunks, each of at most MAX_DELTA_BYTES.
     deltas: tuple[bytes, ...]
 
 
 def check_deltas(appended: Sequence[OutputDeltas]) -> None:
-    """Raise ProtocolError for too many or too large output chunks in one call.
+    """Raise ProtocolError for too many or too large chunks, or a task that occurs twice.
 
-    The bounds are above. A task may be in a call only once.
+    The bounds are MAX_DELTAS_PER_MESSAGE, MAX_DELTAS and MAX_DELTA_BYTES.
     """
     if sum(len(deltas.deltas) for deltas in appended) > MAX_DELTAS_PER_MESSAGE:
         raise ProtocolError(f"more than {MAX_DELTAS_PER_MESSAGE} output chunks in one call")
@@ -169,8 +176,8 @@ def check_deltas(appended: Sequence[OutputDeltas]) -> None:
             raise ProtocolError(f"an output chunk of {size} bytes exceeds the limit of {MAX_DELTA_BYTES} bytes")
 
 
-def check_gap(grown: OutputDeltas, recorded: int) -> None:
-    """Raise ProtocolError if chunks are missing between the `recorded` ones and these."""
-    if grown.offset > recorded:
-        stage = f"{grown.claim.stage} of {grown.claim.request}"
-        raise ProtocolError(f"output chunks of {stage} from number {grown.offset}, but only {recorded} are recorded")
+def check_gap(deltas: OutputDeltas, recorded: int) -> None:
+    """Raise ProtocolError if chunks are missing between the first `recorded` chunks and these."""
+    if deltas.offset > recorded:
+        stage = f"{deltas.claim.stage} of {deltas.claim.request}"
+        raise ProtocolError(f"output chunks of {stage} from number {deltas.offset}, but only {recorded} are recorded")

@@ -30,18 +30,20 @@ def unpack_ids(data: bytes) -> list[int]:
     return array("I", data).tolist()
 
 
-def prefix_digests(ids: Sequence[int], shown: Sequence[tuple[int, str]] = ()) -> tuple[str, ...]:
+def prefix_digests(ids: Sequence[int], media_positions: Sequence[tuple[int, str]] = ()) -> tuple[str, ...]:
     """Return the digests for prefix caching: one per prefix of whole chunks, shortest first.
 
-    Equal digests mean equal tokens, and equal pictures and videos. `shown` has these as (place of the first token,
-    identity), in order. The last token belongs to no prefix, because decoding starts with its keys and values.
+    Equal digests mean equal tokens, and equal pictures and videos. `media_positions` has the pictures and videos as
+    (position of the first token, identity), in order. The last token belongs to no prefix, because decoding starts with
+    its keys and values.
     """
     digests: list[str] = []
     digest = b""
-    remaining = deque(shown)
+    remaining = deque(media_positions)
     for start in range(
         0, min(len(ids) - PREFILL_CHUNK_TOKENS, MAX_PREFIX_BLOCKS * PREFILL_CHUNK_TOKENS), PREFILL_CHUNK_TOKENS
     ):
+        # all pictures have the same placeholder tokens, so the digest must cover their identities too
         while remaining and remaining[0][0] < start + PREFILL_CHUNK_TOKENS:
             digest = blake2b(digest + remaining.popleft()[1].encode(), digest_size=16).digest()
         digest = blake2b(digest + pack_ids(ids[start : start + PREFILL_CHUNK_TOKENS]), digest_size=16).digest()
@@ -69,7 +71,7 @@ class TextStats(msgspec.Struct, frozen=True):
 class TokenBytes(msgspec.Struct, frozen=True, array_like=True):
     """The bytes of a token and of its alternatives."""
 
-    #: May be an incomplete character.
+    #: Bytes of the sampled token, which may be an incomplete character.
     data: bytes
     #: Bytes of the most likely tokens, in the order of `TokenDelta.top`.
     top: tuple[bytes, ...]
@@ -80,12 +82,12 @@ class TokenBytes(msgspec.Struct, frozen=True, array_like=True):
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """One sampled token, and the text that became final with it.
 
-    `logprob`, `top` and `token_bytes` are set only if the client asked for log probabilities.
+    `logprob`, `top` and `token_bytes` are set only if the client requested log probabilities.
     """
 
     #: Id of the token.
     id: int
-    #: Empty while a character is incomplete, or while a stop string may remove it.
+    #: Text that became final. Empty while a character is incomplete, or while a stop string may remove the text.
     text: str = ""
     #: Natural logarithm of the token's probability.
     logprob: float | None = None
@@ -106,6 +108,7 @@ def token_name(data: bytes) -> str:
 class Answer(msgspec.Struct, frozen=True):
     """A whole answer."""
 
+    #: The decoded text.
     text: str
     #: Why it ended: "stop" or "length".
     finish_reason: str
@@ -129,7 +132,9 @@ class CallFormat(msgspec.Struct, frozen=True, omit_defaults=True):
     calls separated by `between`, then `close`. A call is `head` with NAME replaced, the arguments as JSON, then `tail`.
     """
 
+    #: Name of the format, as in vLLM's tool parsers.
     name: str
+    #: Syntax of one call.
     syntax: Syntax
     #: Marks after which a call begins.
     starts: tuple[str, ...] = ()
@@ -140,10 +145,15 @@ class CallFormat(msgspec.Struct, frozen=True, omit_defaults=True):
     #: Marks within a call.
     inner: tuple[str, ...] = ()
 
+    #: Text before the first call.
     open: str = ""
+    #: Text of a call before its arguments. NAME stands for the function's name.
     head: str = '{"name": "NAME", "arguments": '
+    #: Text of a call after its arguments.
     tail: str = "}"
+    #: Text between two calls; "": the format allows only one call.
     between: str = ""
+    #: Text after the last call.
     close: str = ""
     #: The format that grammars write instead of this one; None: they write this one.
     written: CallFormat | None = None
@@ -164,9 +174,11 @@ class ReasoningFormat(msgspec.Struct, frozen=True, omit_defaults=True):
 
     #: Name of vLLM's reasoning parser.
     name: str
+    #: The mark before reasoning.
     start_mark: str = "<think>"
+    #: The mark after reasoning.
     end_mark: str = "</think>"
-    #: Whether reasoning may start without `begin`.
+    #: Whether an answer without `start_mark` may begin with reasoning.
     always: bool = False
 
 
@@ -175,17 +187,17 @@ class AnswerParsing(msgspec.Struct, frozen=True, omit_defaults=True):
 
     #: None: tool calls are not parsed.
     calls: CallFormat | None = None
-    #: Each offered function, with the types of its parameters by name.
+    #: By name of a function that the model may call, the types of its parameters by name.
     functions: dict[str, dict[str, str]] = {}
-    #: As in CallReader.
+    #: Whether more than one call is parsed.
     allows_several_calls: bool = True
-    #: As in CallReader.
+    #: Whether the answer consists of calls, so that the rest of a truncated call is never content.
     forced: bool = False
     #: None: reasoning is not parsed.
     reasoning: ReasoningFormat | None = None
     #: Whether the prompt ends within reasoning.
     starts_in_reasoning: bool = False
-    #: Whether reasoning is kept from clients.
+    #: Whether responses leave out the reasoning.
     hides_reasoning: bool = False
     #: Whether the prompt has reasoning of this turn, which has ended.
     has_reasoning: bool = False

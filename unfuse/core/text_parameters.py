@@ -77,7 +77,7 @@ TEMPLATE = (
 """Parameters that control how messages become a prompt, with vLLM's names."""
 
 OWN_PARAMETERS = ("messages", "tools", "chat_template", "tokenize", "continue_final_message", "documents")
-"""Template variables that the server sets, so chat_template_kwargs cannot set them."""
+"""Template variables that the server sets, so `chat_template_kwargs` must not contain them."""
 
 IGNORED = (
     "user",
@@ -126,12 +126,12 @@ def template_kwargs(fields: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises InvalidParameter.
     """
-    read: Params = {
+    values: Params = {
         parameter.name: parameter.read(fields[parameter.name], None)
         for parameter in TEMPLATE
         if fields.get(parameter.name) is not None
     }
-    kwargs: Any = read.get("chat_template_kwargs", {})
+    kwargs: Any = values.get("chat_template_kwargs", {})
     if not isinstance(kwargs, dict):
         example = '{"enable_thinking": false}'
         message = f"chat_template_kwargs must be an object, such as {example}, not {printable(kwargs)}"
@@ -139,15 +139,15 @@ def template_kwargs(fields: Mapping[str, Any]) -> dict[str, Any]:
     if reserved := sorted(kwargs.keys() & {*OWN_PARAMETERS}):
         raise InvalidParameter(f"chat_template_kwargs cannot set {reserved[0]}: leave it out", "chat_template_kwargs")
 
-    continues = bool(read.get("continue_final_message"))
-    opens = read.get("add_generation_prompt")
-    if continues and (opens or kwargs.get("add_generation_prompt")):
+    continues_message = bool(values.get("continue_final_message"))
+    adds_prompt = values.get("add_generation_prompt")
+    if continues_message and (adds_prompt or kwargs.get("add_generation_prompt")):
         message = "continue_final_message and add_generation_prompt cannot both be true: leave one of them out"
         raise InvalidParameter(message, "continue_final_message")
 
-    passed = ("enable_thinking", "reasoning_effort", "add_generation_prompt")
-    variables = {name: read[name] for name in passed if name in read} | kwargs
-    return variables | ({"continue_final_message": True} if continues else {})
+    passed_names = ("enable_thinking", "reasoning_effort", "add_generation_prompt")
+    variables = {name: values[name] for name in passed_names if name in values} | kwargs
+    return variables | ({"continue_final_message": True} if continues_message else {})
 
 
 MAX_STOPS, MAX_STOP = 64, 1000  # the most stop strings, and characters of one
@@ -162,9 +162,9 @@ class PromptTokens(msgspec.Struct, frozen=True):
 
     #: Number of tokens of the messages, as the chat template writes them.
     count: int
-    #: Ids of the stop strings that are special tokens: these never occur in the text.
+    #: Ids of the stop strings that are special tokens. Their text is never decoded, so their ids are compared.
     special_stops: Sequence[int] = ()
-    #: The ways to write each of the `bad_words`, as token ids.
+    #: The token ids of each spelling of the `bad_words`, such as with a space before the word.
     bad_words: Sequence[Sequence[int]] = ()
 
 
@@ -173,70 +173,70 @@ class TextLimits(msgspec.Struct, frozen=True):
 
     #: Maximum context length: tokens of messages and answer together.
     max_tokens: int
-    #: Number of token ids.
+    #: Number of token ids that the model has.
     vocabulary: int
     #: The most answers of one request.
     max_n: int = 128
-    #: Characters of the messages.
+    #: The most characters of the messages.
     max_prompt_chars: int = 4_000_000
 
 
-def _complete(limits: TextLimits, params: Params, read: Mapping[str, Any], tokens: PromptTokens) -> Params:
+def _complete(limits: TextLimits, params: Params, values: Mapping[str, Any], tokens: PromptTokens) -> Params:
     """Return the further parameters of a chat (`Modality.complete_params`)."""
-    check_modalities(read.get("modalities", ["text"]))
-    most = _max_tokens(limits, params, read, tokens.count)
-    if read.get("top_logprobs") and not read.get("logprobs"):
+    check_modalities(values.get("modalities", ["text"]))
+    max_tokens = _max_tokens(limits, params, values, tokens.count)
+    if values.get("top_logprobs") and not values.get("logprobs"):
         raise InvalidParameter("top_logprobs needs logprobs: set logprobs to true", "top_logprobs")
-    if "stream_options" in read:
-        check_stream_options(read["stream_options"], stream=bool(read.get("stream")))
+    if "stream_options" in values:
+        check_stream_options(values["stream_options"], stream=bool(values.get("stream")))
 
-    completed: Params = {"max_tokens": most}
-    completed["stop"] = json.dumps(_stops(read.get("stop", [])))
-    completed["logit_bias"] = json.dumps(_biases(read.get("logit_bias", {}), limits.vocabulary))
-    completed["logprobs"] = read.get("top_logprobs", 0) if read.get("logprobs") else None
-    return completed | _stop_conditions(limits, read, most, tokens)
+    completed: Params = {"max_tokens": max_tokens}
+    completed["stop"] = json.dumps(_stops(values.get("stop", [])))
+    completed["logit_bias"] = json.dumps(_biases(values.get("logit_bias", {}), limits.vocabulary))
+    completed["logprobs"] = values.get("top_logprobs", 0) if values.get("logprobs") else None
+    return completed | _stop_conditions(limits, values, max_tokens, tokens)
 
 
-def _max_tokens(limits: TextLimits, params: Params, read: Mapping[str, Any], prompt: int) -> int:
-    """Return the most tokens of the answer, for a prompt of `prompt` tokens.
+def _max_tokens(limits: TextLimits, params: Params, values: Mapping[str, Any], prompt_tokens: int) -> int:
+    """Return the most tokens of the answer, for a prompt of `prompt_tokens` tokens.
 
     Raises ContextLengthExceeded if they do not fit.
     """
-    window = limits.max_tokens
-    asked = read.get("max_completion_tokens", read.get("max_tokens", UNBOUNDED))
-    room = window - prompt
-    if asked == 0:
+    context_length = limits.max_tokens
+    requested = values.get("max_completion_tokens", values.get("max_tokens", UNBOUNDED))
+    room = context_length - prompt_tokens
+    if requested == 0:
         raise InvalidParameter("max_tokens must be at least 1, or -1 for as many as fit", "max_tokens")
 
-    is_window = f"This model's maximum context length is {window} tokens."
+    # OpenAI's wording, by which clients recognize that they must shorten the conversation
+    limit = f"This model's maximum context length is {context_length} tokens."
     if room < 1:
-        however = f"However, your messages resulted in {prompt} tokens, and the answer needs at least one."
-        raise ContextLengthExceeded(f"{is_window} {however} Please reduce the length of the messages.", "messages")
-    if asked > room:
+        however = f"However, your messages resulted in {prompt_tokens} tokens, and the answer needs at least one."
+        raise ContextLengthExceeded(f"{limit} {however} Please reduce the length of the messages.", "messages")
+    if requested > room:
         however = (
-            f"However, you requested {prompt + asked} tokens ({prompt} in the messages, {asked} in the completion)"
+            f"However, you requested {prompt_tokens + requested} tokens "
+            f"({prompt_tokens} in the messages, {requested} in the completion)"
         )
         advice = f"Please reduce the length of the messages, or request at most {room} tokens."
-        raise ContextLengthExceeded(f"{is_window} {however}. {advice}", "messages")
+        raise ContextLengthExceeded(f"{limit} {however}. {advice}", "messages")
 
-    usual = params.get("max_tokens")
-    return int(asked if asked != UNBOUNDED else min(room, usual if isinstance(usual, int) else room))
+    # the model's default is reduced to what fits, while a client's number that does not fit is an error
+    default = params.get("max_tokens")
+    return int(requested if requested != UNBOUNDED else min(room, default if isinstance(default, int) else room))
 
 
-def _stop_conditions(limits: TextLimits, read: Mapping[str, Any], most: int, tokens: PromptTokens) -> Params:
-    """Return the further parameters that decide where an answer ends.
-
-    They also have the texts that it must not contain.
-    """
-    params: Params = {name: True for name in ("ignore_eos", "include_stop_str_in_output") if read.get(name)}
-    if least := read.get("min_tokens", 0):
-        if least > most:
-            raise InvalidParameter(f"min_tokens {least} exceeds the maximum of {most} tokens", "min_tokens")
-        params["min_tokens"] = least
+def _stop_conditions(limits: TextLimits, values: Mapping[str, Any], max_tokens: int, tokens: PromptTokens) -> Params:
+    """Return the parameters that decide where an answer ends, and its `bad_words`."""
+    params: Params = {name: True for name in ("ignore_eos", "include_stop_str_in_output") if values.get(name)}
+    if min_tokens := values.get("min_tokens", 0):
+        if min_tokens > max_tokens:
+            raise InvalidParameter(f"min_tokens {min_tokens} exceeds the maximum of {max_tokens} tokens", "min_tokens")
+        params["min_tokens"] = min_tokens
 
     stop_ids = [*tokens.special_stops]
-    if "stop_token_ids" in read:
-        ids = read["stop_token_ids"]
+    if "stop_token_ids" in values:
+        ids = values["stop_token_ids"]
         if not isinstance(ids, list) or len(ids) > MAX_STOP_IDS:
             message = f"stop_token_ids must be a list of at most {MAX_STOP_IDS} token ids"
             raise InvalidParameter(message, "stop_token_ids")
@@ -244,7 +244,7 @@ def _stop_conditions(limits: TextLimits, read: Mapping[str, Any], most: int, tok
     if stop_ids:
         params["stop_token_ids"] = json.dumps(stop_ids)
 
-    if read.get("skip_special_tokens") is False:
+    if values.get("skip_special_tokens") is False:
         params["skip_special_tokens"] = False
     if tokens.bad_words:
         params["bad_words"] = json.dumps(tokens.bad_words)
@@ -463,7 +463,7 @@ TEXT = Modality(
             Parameter(name, "any", use="nothing", description="accepted and ignored")
             for name in (*IGNORED, *SERVER_PARAMETERS)
         ),
-        *(Parameter(name, "any", use="refused", flag=None, description=why) for name, why in REFUSED),
+        *(Parameter(name, "any", use="refused", flag=None, description=reason) for name, reason in REFUSED),
     ),
     size=(),
 )
@@ -512,12 +512,12 @@ BELOW = ("items", "additionalProperties", "additionalItems")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 
 
-def strict_in(about: Mapping[Any, Any], param: str) -> bool:
+def strict_in(fields: Mapping[Any, Any], param: str) -> bool:
     """Return the field `strict` of an object; False if it is missing. Raises InvalidParameter.
 
     `param` is the name of the object, for the error.
     """
-    strict = about.get("strict")
+    strict = fields.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise InvalidParameter(f"{param}: strict must be true or false, not {printable(strict)}", param)
     return bool(strict)
@@ -548,6 +548,7 @@ def _relaxed(schema: Any) -> Any:
     """
     if not isinstance(schema, dict):
         return schema
+    # the server fetches no other document
     if not str(schema.get("$ref", "#")).startswith("#"):
         return {}
     relaxed = {
@@ -558,10 +559,10 @@ def _relaxed(schema: Any) -> Any:
         relaxed |= {"type": types} if types else {}
     for key in relaxed.keys() & set(BY_NAME):
         if isinstance(relaxed[key], dict):
-            relaxed[key] = {name: _relaxed(inner) for name, inner in relaxed[key].items()}
+            relaxed[key] = {name: _relaxed(subschema) for name, subschema in relaxed[key].items()}
     for key in relaxed.keys() & {*BELOW, *LISTS}:
         value = relaxed[key]
-        relaxed[key] = [_relaxed(inner) for inner in value] if isinstance(value, list) else _relaxed(value)
+        relaxed[key] = [_relaxed(subschema) for subschema in value] if isinstance(value, list) else _relaxed(value)
     return relaxed
 
 
@@ -580,15 +581,15 @@ def types_of(schema: object) -> dict[str, str]:
     properties = schema.get("properties") if isinstance(schema, dict) else None
     if not isinstance(properties, dict):
         return {}
-    return {name: "|".join(sorted(_types(about))) for name, about in properties.items() if not _SURROGATES.search(name)}
+    return {name: "|".join(sorted(_types(value))) for name, value in properties.items() if not _SURROGATES.search(name)}
 
 
 def _types(schema: object, depth: int = 4) -> set[str]:
     """Return the types that a schema allows, down to `depth` levels of anyOf and oneOf."""
     if not isinstance(schema, dict) or depth == 0:
         return set()
-    named = schema.get("type")
-    types = {name for name in TYPES if name in (named if isinstance(named, list) else [named])}
+    type_field = schema.get("type")
+    types = {name for name in TYPES if name in (type_field if isinstance(type_field, list) else [type_field])}
     if isinstance(values := schema.get("enum"), list) and not types:
         types |= {"string"} if all(isinstance(value, str) for value in values) else set()
     for key in ("anyOf", "oneOf"):

@@ -1,4 +1,4 @@
-"""How a language model sees pictures and videos: their tokens and places in the prompt."""
+"""Pictures and videos in the prompts of language models: their patches, tokens and positions."""
 
 from __future__ import annotations
 
@@ -16,17 +16,22 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 
 
 class PixelBounds(msgspec.Struct, frozen=True):
-    """The range of a number, usually of pixels after resizing."""
+    """The range of a number of pixels after resizing, or of frames (`VisionConfig.images`)."""
 
+    #: The least number.
     min_pixels: int
+    #: The largest number.
     max_pixels: int
 
 
 class Grid(NamedTuple):
     """The patches of a picture or video: groups of frames, rows and columns."""
 
+    #: Groups of frames; 1 for a picture.
     frames: int
+    #: Rows of patches.
     rows: int
+    #: Columns of patches.
     columns: int
 
 
@@ -59,10 +64,11 @@ class TokenRun(NamedTuple):
     For a `timed` video, a run stands for one group of its frames.
     """
 
-    #: Place of the first token in the prompt.
+    #: Position of the first token in the prompt.
     start: int
+    #: The picture or video.
     item: MediaItem
-    #: Number of that token among the tokens of `shown`.
+    #: Number of that token among the tokens of `item`; not 0 only for later groups of a `timed` video.
     first: int
     #: The grid of this run.
     grid: Grid
@@ -101,25 +107,26 @@ class VisionConfig(msgspec.Struct, frozen=True):
     def picture_grid(self, width: int, height: int) -> Grid:
         """Return the grid of a picture.
 
-        Raises InvalidParameter if one side is too long beside the other.
+        Raises InvalidParameter if one side is more than MAX_RATIO times the other.
         """
         return Grid(1, *self._resized(width, height, 1, 1, self.pictures))
 
     def video_grid(self, width: int, height: int, images: int) -> Grid:
         """Return the grid of a video of `images` frames.
 
-        Raises InvalidParameter if one side is too long beside the other.
+        Raises InvalidParameter if one side is more than MAX_RATIO times the other.
         """
         groups = -(-images // self.group)
         if not self.timed:
             return Grid(groups, *self._resized(width, height, 1, 1, self.videos))
 
+        # transformers enlarges these videos too, so that each side has at least one token
         side = self.patch * self.merge
         if min(width, height) < side:
             scale = max(side / height, side / width)
             width, height = int(width * scale), int(height * scale)
-        counted = round(images / self.group) * self.group
-        return Grid(groups, *self._resized(width, height, images, counted, self.videos))
+        counted_images = round(images / self.group) * self.group
+        return Grid(groups, *self._resized(width, height, images, counted_images, self.videos))
 
     def tokens(self, grid: Grid) -> int:
         """Return the number of tokens of a grid."""
@@ -131,29 +138,33 @@ class VisionConfig(msgspec.Struct, frozen=True):
         The video has `frames` frames, `rate` per second. Unless `timed`, the sampled frames are whole groups. In some
         places transformers' 32-bit floats choose a neighbouring frame.
         """
-        wanted = frames / rate * self.rate
-        least = self.images.min_pixels
-        most = min(self.images.max_pixels, frames)
+        target_frames = frames / rate * self.rate
+        min_frames = self.images.min_pixels
+        max_frames = min(self.images.max_pixels, frames)
         if self.timed:
-            number = min(max(int(wanted), least), most)
-            return [round(place * ((frames - 1) / max(1, number - 1))) for place in range(number)]
-        number = int(min(max(wanted, least), most // self.group * self.group)) // self.group * self.group
-        return [place * frames // number for place in range(number)]
+            count = min(max(int(target_frames), min_frames), max_frames)
+            return [round(index * ((frames - 1) / max(1, count - 1))) for index in range(count)]
+        count = (
+            int(min(max(target_frames, min_frames), max_frames // self.group * self.group)) // self.group * self.group
+        )
+        return [index * frames // count for index in range(count)]
 
-    def frame_times(self, picked: Sequence[int], rate: float) -> list[float]:
+    def frame_times(self, frame_numbers: Sequence[int], rate: float) -> list[float]:
         """Return the time of each group of sampled frames, in seconds.
 
         It is the middle between the first and the last frame of the group. `rate` is the video's frames per second.
         """
-        padded = [*picked, *[picked[-1]] * (-len(picked) % self.group)]
-        ends = zip(padded[:: self.group], padded[self.group - 1 :: self.group], strict=True)
-        return [(first / rate + last / rate) / 2 for first, last in ends]
+        padded = [*frame_numbers, *[frame_numbers[-1]] * (-len(frame_numbers) % self.group)]
+        group_ends = zip(padded[:: self.group], padded[self.group - 1 :: self.group], strict=True)
+        return [(first / rate + last / rate) / 2 for first, last in group_ends]
 
-    def _resized(self, width: int, height: int, images: int, counted: int, bounds: PixelBounds) -> tuple[int, int]:
+    def _resized(
+        self, width: int, height: int, images: int, counted_images: int, bounds: PixelBounds
+    ) -> tuple[int, int]:
         """Return (rows, columns) of patches, as in transformers.
 
-        They preserve the shape and are within the bounds. `images` is the number of frames, `counted` the number of
-        them that counts toward the bounds.
+        They preserve the shape and are within the bounds. `images` is the number of frames. `counted_images` is that
+        number, rounded to whole groups: transformers compares it with the bounds, but scales by `images`.
         """
         if max(width, height) > MAX_RATIO * min(width, height):
             rule = f"the longer side must be at most {MAX_RATIO} times the shorter side"
@@ -161,27 +172,28 @@ class VisionConfig(msgspec.Struct, frozen=True):
 
         side = self.patch * self.merge
         rows, columns = round(height / side), round(width / side)
-        if counted * rows * columns * side**2 > bounds.max_pixels:
-            smaller = math.sqrt(images * height * width / bounds.max_pixels)
-            rows, columns = (max(1, math.floor(length / smaller / side)) for length in (height, width))
-        elif counted * rows * columns * side**2 < bounds.min_pixels:
-            larger = math.sqrt(bounds.min_pixels / (images * height * width))
-            rows, columns = (math.ceil(length * larger / side) for length in (height, width))
+        if counted_images * rows * columns * side**2 > bounds.max_pixels:
+            reduction = math.sqrt(images * height * width / bounds.max_pixels)
+            rows, columns = (max(1, math.floor(length / reduction / side)) for length in (height, width))
+        elif counted_images * rows * columns * side**2 < bounds.min_pixels:
+            enlargement = math.sqrt(bounds.min_pixels / (images * height * width))
+            rows, columns = (math.ceil(length * enlargement / side) for length in (height, width))
         return rows * self.merge, columns * self.merge
 
-    def expand_placeholders(self, ids: Sequence[int], shown: Sequence[MediaItem]) -> list[int]:
+    def expand_placeholders(self, ids: Sequence[int], media: Sequence[MediaItem]) -> list[int]:
         """Return token ids with each placeholder repeated for each of its tokens.
 
         `ids` has one placeholder for each picture and video; for a `timed` video, one for each group of frames. Raises
-        InvalidParameter if `ids` has more or fewer placeholders than `shown` needs.
+        InvalidParameter if `ids` has more or fewer placeholders than `media` needs.
         """
-        items_by_id = {self.picture: [item for item in shown if not item.images], self.video: self._groups(shown)}
+        # a client's text may contain a placeholder token, so the numbers may differ
+        items_by_id = {self.picture: [item for item in media if not item.images], self.video: self._groups(media)}
         remaining = {id: iter(items) for id, items in items_by_id.items()}
         for id, items in items_by_id.items():
             if (count := ids.count(id)) != len(items):
-                places = f"the messages have {count} placeholders for {'videos' if id == self.video else 'pictures'}"
+                mismatch = f"the messages have {count} placeholders for {'videos' if id == self.video else 'pictures'}"
                 raise InvalidParameter(
-                    f"{places}, but need {len(items)}: remove placeholder tokens from the texts", "messages"
+                    f"{mismatch}, but need {len(items)}: remove placeholder tokens from the texts", "messages"
                 )
 
         expanded: list[int] = []
@@ -190,46 +202,49 @@ class VisionConfig(msgspec.Struct, frozen=True):
             expanded += [id] * self._run_tokens(item) if item else [id]
         return expanded
 
-    def _groups(self, shown: Sequence[MediaItem]) -> list[MediaItem]:
+    def _groups(self, media: Sequence[MediaItem]) -> list[MediaItem]:
         """Return the videos, each repeated for each of its placeholders."""
-        return [item for item in shown if item.images for _ in range(item.frames if self.timed else 1)]
+        return [item for item in media if item.images for _ in range(item.frames if self.timed else 1)]
 
     def _run_tokens(self, item: MediaItem) -> int:
         """Return the number of tokens in one run (see TokenRun)."""
         return item.tokens // item.frames if item.images and self.timed else item.tokens
 
-    def token_runs(self, ids: Sequence[int], shown: Sequence[MediaItem]) -> Iterator[TokenRun]:
+    def token_runs(self, ids: Sequence[int], media: Sequence[MediaItem]) -> Iterator[TokenRun]:
         """Yield the runs of tokens in expanded ids, in order.
 
-        Raises PermanentError if the ids do not fit `shown`.
+        Raises PermanentError if the ids do not fit `media`.
         """
         remaining = {
-            self.picture: iter([item for item in shown if not item.images]),
-            self.video: iter(self._groups(shown)),
+            self.picture: iter([item for item in media if not item.images]),
+            self.video: iter(self._groups(media)),
         }
-        place = 0
-        previous = ""
-        first = 0
-        while place < len(ids):
-            if (id := ids[place]) not in remaining:
-                place += 1
+        position = 0
+        previous_hash = ""
+        first_token = 0
+        while position < len(ids):
+            if (id := ids[position]) not in remaining:
+                position += 1
                 continue
 
             item = next(remaining[id], None)
-            if item is None or {*ids[place : place + self._run_tokens(item)]} != {id}:
+            if item is None or {*ids[position : position + self._run_tokens(item)]} != {id}:
                 raise PermanentError("the prompt does not contain the pictures and videos of the request")
+            # consecutive runs of one video are its groups; the same video may follow itself, and then starts again
             is_group = bool(item.images) and self.timed
-            first = first if is_group and item.content_hash == previous and first < item.tokens else 0
-            yield TokenRun(place, item, first, Grid(1 if is_group else item.frames, item.rows, item.columns))
+            first_token = (
+                first_token if is_group and item.content_hash == previous_hash and first_token < item.tokens else 0
+            )
+            yield TokenRun(position, item, first_token, Grid(1 if is_group else item.frames, item.rows, item.columns))
 
-            place += self._run_tokens(item)
-            previous = item.content_hash
-            first += self._run_tokens(item)
+            position += self._run_tokens(item)
+            previous_hash = item.content_hash
+            first_token += self._run_tokens(item)
 
 
-def media_positions(vision: VisionConfig, ids: Sequence[int], shown: Sequence[MediaItem]) -> list[tuple[int, str]]:
-    """Return the places of pictures and videos in expanded ids.
+def media_positions(vision: VisionConfig, ids: Sequence[int], media: Sequence[MediaItem]) -> list[tuple[int, str]]:
+    """Return the positions of pictures and videos in expanded ids.
 
-    Each is (place of the first token, MediaItem as JSON).
+    Each is (position of the first token, MediaItem as JSON).
     """
-    return [(run.start, msgspec.json.encode(run.item).decode()) for run in vision.token_runs(ids, shown)]
+    return [(run.start, msgspec.json.encode(run.item).decode()) for run in vision.token_runs(ids, media)]

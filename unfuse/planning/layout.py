@@ -29,7 +29,7 @@ from unfuse.planning.placement import (
 from unfuse.scheduler.costs import UNMEASURED_S, Costs
 
 THREADS = 4
-"""The most threads of a worker on the CPU, and the fewest workers on a machine with as many cores.
+"""The most threads of a worker on the CPU, and the fewest workers if there are as many cores.
 
 A forward in one thread waits for no other thread, and on few cores two threads are slow as soon as anything else runs.
 """
@@ -55,6 +55,7 @@ class Layout(msgspec.Struct, frozen=True):
     rate: float
     #: Why the layout is impossible; "": it is possible.
     refusal: str = ""
+    #: "1": a worker loads one model at a time (model swapping). "all": it loads all models at its start.
     max_loaded_models: MaxLoadedModels = "all"
 
     @property
@@ -62,16 +63,16 @@ class Layout(msgspec.Struct, frozen=True):
         """The layout as it follows `--workers` on a command line."""
         return self.workers + (" --max-loaded-models 1" if self.max_loaded_models == "1" else "")
 
-    def apply_to(self, wanted: WorkerPlan) -> WorkerPlan:
+    def apply_to(self, plan: WorkerPlan) -> WorkerPlan:
         """Return the plan with the workers of this layout."""
         counts = parse_workers(self.workers)
-        return replace(wanted, auto=False, counts=counts, max_loaded_models=self.max_loaded_models)
+        return replace(plan, auto=False, counts=counts, max_loaded_models=self.max_loaded_models)
 
 
 class LayoutSearch(msgspec.Struct, frozen=True):
-    """The layouts that were compared."""
+    """The compared layouts, the best first."""
 
-    #: The best one first.
+    #: The layouts, the best first.
     layouts: tuple[Layout, ...]
     #: Whether the costs of all stages were measured.
     measured: bool
@@ -92,15 +93,15 @@ class LayoutSearch(msgspec.Struct, frozen=True):
     def reason(self) -> str:
         """One line with the chosen layout and the reason."""
         workers = self.chosen.workers
-        main = workers.rpartition(",")[2].partition("=")[0]
+        main_role = workers.rpartition(",")[2].partition("=")[0]
         if self.chosen.max_loaded_models == "1":
             reason = "each worker loads one model at a time"
             reason += ", since not all fit at the same time" if len(self.layouts) > 1 else ""
         elif ALL_STAGES not in workers:
-            refused = next((layout.refusal for layout in self.layouts if ALL_STAGES in layout.workers), "")
-            reason = f"each stage has its own workers, since not all fit in one worker: {refused.partition(';')[0]}"
-        elif main != ALL_STAGES:
-            reason = f"workers run all stages on GPUs where all fit, and only {main} on the others"
+            refusal = next((layout.refusal for layout in self.layouts if ALL_STAGES in layout.workers), "")
+            reason = f"each stage has its own workers, since not all fit in one worker: {refusal.partition(';')[0]}"
+        elif main_role != ALL_STAGES:
+            reason = f"workers run all stages on GPUs where all fit, and only {main_role} on the others"
         elif len(self.roles) == 1:
             reason = f"each worker runs all stages, since all have the role {self.roles[0]}"
         else:
@@ -109,7 +110,7 @@ class LayoutSearch(msgspec.Struct, frozen=True):
 
 
 def search_layouts(
-    specs: Iterable[ModelSpec], needs: Needs, wanted: WorkerPlan, devices: tuple[Device, ...], means: HostResources
+    specs: Iterable[ModelSpec], needs: Needs, plan: WorkerPlan, devices: tuple[Device, ...], host: HostResources
 ) -> LayoutSearch:
     """Return the layouts that could serve these models, the best first.
 
@@ -118,25 +119,26 @@ def search_layouts(
     measured costs, where there are any.
     """
     specs = list(specs)
-    shares, measured = role_shares(specs, means.costs)
+    shares, measured = role_shares(specs, host.costs)
     guessed_shares, _ = role_shares(specs, None)
 
-    def judge(workers: str, loaded: MaxLoadedModels = "all") -> tuple[float, Layout]:
+    def evaluate(workers: str, max_loaded_models: MaxLoadedModels = "all") -> tuple[float, Layout]:
         """Return the guessed rate of a layout, by which layouts are sorted, and the layout."""
-        layout = Layout(workers, 0.0, max_loaded_models=loaded)
+        layout = Layout(workers, 0.0, max_loaded_models=max_loaded_models)
         try:
-            placed = place_workers(needs, layout.apply_to(wanted), devices)
+            placed = place_workers(needs, layout.apply_to(plan), devices)
         except ConfigError as error:
             return 0.0, replace(layout, refusal=str(error))
-        refusal = _too_large(placed, means.memory_limit)
-        layout = replace(layout, rate=predict_rate(placed, shares, wanted, means), refusal=refusal)
-        return predict_rate(placed, guessed_shares, wanted, means), layout
+        refusal = _too_large(placed, host.memory_limit)
+        layout = replace(layout, rate=predict_rate(placed, shares, plan, host), refusal=refusal)
+        return predict_rate(placed, guessed_shares, plan, host), layout
 
-    candidates = () if wanted.max_loaded_models == "1" else _candidates(needs, wanted, devices, means.cores)
-    judged = [judge(workers) for workers in candidates]
-    if not judged or (len(specs) > 1 and all(layout.refusal for _, layout in judged)):
-        judged.append(judge(f"{ALL_STAGES}={len(devices_of(ALL_STAGES, wanted, devices))}", "1"))
-    ordered = sorted(judged, key=lambda pair: -round(pair[0], 3))
+    candidates = () if plan.max_loaded_models == "1" else _candidates(needs, plan, devices, host.cores)
+    evaluated = [evaluate(workers) for workers in candidates]
+    if not evaluated or (len(specs) > 1 and all(layout.refusal for _, layout in evaluated)):
+        evaluated.append(evaluate(f"{ALL_STAGES}={len(devices_of(ALL_STAGES, plan, devices))}", "1"))
+    # rounded, so that layouts of equal rates keep their order: those with whole models come first
+    ordered = sorted(evaluated, key=lambda pair: -round(pair[0], 3))
     return LayoutSearch(tuple(layout for _, layout in ordered), measured, tuple(needs))
 
 
@@ -145,22 +147,22 @@ def role_shares(specs: Iterable[ModelSpec], costs: Path | None) -> tuple[dict[st
 
     The request has the default parameters. Without the file `costs`, shares are guessed.
     """
-    known = Costs(costs)
+    measured_costs = Costs(costs)
     seconds: dict[str, float] = {}
     measured = True
     for spec in specs:
         pools = spec.pools()
         for stage in spec.pipeline.stages:
             work = stage.work.of(spec.defaults)
-            stage_seconds = known.seconds(pools[stage.name], work)
+            stage_seconds = measured_costs.seconds(pools[stage.name], work)
             measured = measured and stage_seconds is not None
             seconds[stage.role] = seconds.get(stage.role, 0.0) + (stage_seconds or UNMEASURED_S * prod(work))
     total = sum(seconds.values())
-    return {role: part / total for role, part in seconds.items()}, measured
+    return {role: role_seconds / total for role, role_seconds in seconds.items()}, measured
 
 
 def predict_rate(
-    placed: Iterable[PlacedWorker], shares: Mapping[str, float], wanted: WorkerPlan, means: HostResources
+    placed: Iterable[PlacedWorker], shares: Mapping[str, float], plan: WorkerPlan, host: HostResources
 ) -> float:
     """Return the predicted rate of these workers.
 
@@ -169,8 +171,8 @@ def predict_rate(
     """
     placed = list(placed)
     gpus = {worker.device for worker in placed if not worker.on_cpu}
-    threads = wanted.compute.threads or max(1, means.cores // len(placed))
-    most = float(len(gpus)) if gpus else float(means.cores)
+    threads = plan.compute.threads or max(1, host.cores // len(placed))
+    max_rate = float(len(gpus)) if gpus else float(host.cores)
 
     def speed(worker: PlacedWorker) -> float:
         """Return the speed of a worker, in the unit of `predict_rate`.
@@ -178,34 +180,34 @@ def predict_rate(
         It is the worker's cores, or its share of its GPU, where workers take turns.
         """
         if worker.on_cpu:
-            return float(min(threads * len(worker.devices), means.cores))
+            return float(min(threads * len(worker.devices), host.cores))
         return 1.0 / sum(other.device == worker.device for other in placed)
 
     # workers of all roles do the work that the workers of single roles leave: find the highest rate for which that fits
-    whole_speed = sum(speed(worker) for worker in placed if worker.role == ALL_STAGES)
+    all_stages_speed = sum(speed(worker) for worker in placed if worker.role == ALL_STAGES)
     role_speed = {role: sum(speed(worker) for worker in placed if role in worker.role.split("+")) for role in shares}
     low = 0.0
-    high = most
+    high = max_rate
     for _ in range(40):
         middle = (low + high) / 2
-        remaining = sum(max(0.0, middle * share - role_speed[role]) for role, share in shares.items())
-        low, high = (middle, high) if remaining <= whole_speed else (low, middle)
+        unmet = sum(max(0.0, middle * share - role_speed[role]) for role, share in shares.items())
+        low, high = (middle, high) if unmet <= all_stages_speed else (low, middle)
     return low
 
 
-def _candidates(needs: Needs, wanted: WorkerPlan, devices: tuple[Device, ...], cores: int) -> Iterator[str]:
+def _candidates(needs: Needs, plan: WorkerPlan, devices: tuple[Device, ...], cores: int) -> Iterator[str]:
     """Yield the values of `--workers` to compare.
 
     The main role, whose workers are placed first, is that of the stages with many forwards.
     """
-    (main, *_) = [*(role for role in needs if role in wanted.first), *needs]
-    gpus = [name for name in devices_of(ALL_STAGES, wanted, devices) if name != CPU]
-    most = len(gpus) or max(1, cores // (wanted.compute.threads or min(THREADS, max(1, cores // THREADS))))
-    for whole in range(most, 0, -1):
-        more = most - whole if gpus else 0
-        yield f"{ALL_STAGES}={whole}" + (f",{main}={more}" if more else "")
-    for count in range(most, 1, -1):
-        yield ",".join(f"{role}={count if role == main else 1}" for role in needs)
+    (main_role, *_) = [*(role for role in needs if role in plan.first), *needs]
+    gpus = [name for name in devices_of(ALL_STAGES, plan, devices) if name != CPU]
+    max_workers = len(gpus) or max(1, cores // (plan.compute.threads or min(THREADS, max(1, cores // THREADS))))
+    for all_stages_count in range(max_workers, 0, -1):
+        main_count = max_workers - all_stages_count if gpus else 0
+        yield f"{ALL_STAGES}={all_stages_count}" + (f",{main_role}={main_count}" if main_count else "")
+    for count in range(max_workers, 1, -1):
+        yield ",".join(f"{role}={count if role == main_role else 1}" for role in needs)
     yield SPLIT
 
 

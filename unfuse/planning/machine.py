@@ -26,13 +26,13 @@ LIBRARIES = ("torch", "diffusers", "transformers", "safetensors", "numpy", "msgs
 ASK_GPUS = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits")
 """The command that lists NVIDIA GPUs."""
 
-GPU_ANSWER_S = 10.0  # the most seconds that it may take
+GPU_ANSWER_S = 10.0  # timeout of that command, in seconds
 
 BUILDS = ("+xpu", "+rocm")
 """Marks in the version of torch builds for GPUs that nvidia-smi does not list."""
 
 ASK_TORCH = (sys.executable, "-m", "unfuse.parallel.devices")
-"""The command that lists the GPUs of those builds, in a process of its own."""
+"""The command that lists the GPUs of those builds. It is a separate process, since importing torch takes seconds."""
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 """The folder with the limits of this process's control group."""
@@ -45,10 +45,11 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"  # users choose a process's GPUs with it, by in
 class Gpu(msgspec.Struct, frozen=True):
     """One GPU."""
 
+    #: Name of the model, as the driver reports it.
     name: str
-    #: Bytes.
+    #: Bytes of GPU memory.
     memory: int
-    #: Free bytes.
+    #: Free bytes of GPU memory.
     free: int
     #: torch's device type, such as "cuda".
     kind: str = "cuda"
@@ -67,7 +68,7 @@ class Machine(msgspec.Struct, frozen=True):
     memory: int
     #: Bytes of host memory that are available.
     available: int
-    #: In the order in which this process numbers them.
+    #: The GPUs, in the order of their device numbers in this process.
     gpus: tuple[Gpu, ...]
     #: Version of each library; None: it is not installed.
     libraries: dict[str, str | None]
@@ -76,7 +77,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def inspect_machine(ports: tuple[int, ...], group: Path = CONTROL_GROUP) -> Machine:
-    """Return what this machine has, and whether these ports of the loopback address are free.
+    """Return the resources and software of this machine, and which of these ports are free.
 
     `group` is the folder with the limits of this process's control group.
     """
@@ -99,8 +100,8 @@ def usable_devices(caps: Mapping[str, int] = MappingProxyType({}), elsewhere: bo
     ConfigError for a name that this machine does not have. If workers run `elsewhere`, `caps` adds devices and replaces
     sizes instead.
     """
-    usable = () if (_version("torch") or "").endswith("+cpu") else find_gpus()
-    free = {CPU: available_memory(), **{f"{gpu.kind}:{n}": gpu.free for n, gpu in enumerate(usable)}}
+    gpus = () if (_version("torch") or "").endswith("+cpu") else find_gpus()
+    free = {CPU: available_memory(), **{f"{gpu.kind}:{n}": gpu.free for n, gpu in enumerate(gpus)}}
     if elsewhere:
         free |= caps
     if unknown := sorted(caps.keys() - free):
@@ -119,8 +120,8 @@ def devices_to_size(caps: Mapping[str, int]) -> tuple[tuple[Device, ...], bool]:
     for name in caps:
         if not DEVICE_NAME.fullmatch(name):
             raise UsageError(f"--device-memory {name}: not a device name: use cpu, cuda:0, cuda:1, xpu:0 and so on")
-    here = usable_devices()
-    free = {device.name: device.free for device in here}
+    devices = usable_devices()
+    free = {device.name: device.free for device in devices}
     if all(size <= free.get(name, -1) for name, size in caps.items()):
         return usable_devices(caps), True
     return tuple(Device(name, size) for name, size in ({CPU: free[CPU]} | dict(caps)).items()), False
@@ -131,10 +132,10 @@ def usable_cpus(group: Path) -> float:
 
     The CPU affinity and the control group's quota limit it.
     """
-    allowed = float(len(os.sched_getaffinity(0)))
+    affinity_cpus = float(len(os.sched_getaffinity(0)))
     file = group / "cpu.max"
     quota, period = file.read_text().split() if file.is_file() else ("max", "1")
-    return allowed if quota == "max" else min(allowed, int(quota) / int(period))
+    return affinity_cpus if quota == "max" else min(affinity_cpus, int(quota) / int(period))
 
 
 def find_gpus() -> tuple[Gpu, ...]:
@@ -146,10 +147,11 @@ def find_gpus() -> tuple[Gpu, ...]:
 
     if shutil.which(ASK_GPUS[0]) is None:
         return ()
-    answer = subprocess.run(ASK_GPUS, capture_output=True, text=True, timeout=GPU_ANSWER_S, check=False)
-    if answer.returncode:
+    completed = subprocess.run(ASK_GPUS, capture_output=True, text=True, timeout=GPU_ANSWER_S, check=False)
+    if completed.returncode:
         return ()
-    rows = list(csv.reader(answer.stdout.splitlines(), skipinitialspace=True))
+    rows = list(csv.reader(completed.stdout.splitlines(), skipinitialspace=True))
+    # nvidia-smi ignores the variable, but CUDA numbers the visible GPUs in its order
     visible = os.environ.get(VISIBLE, ",".join(index for index, *_ in rows)).split(",")
     visible_rows = (row for name in visible for row in rows if name and (row[0] == name or row[1].startswith(name)))
     return tuple(Gpu(name, int(total) << 20, int(free) << 20) for _, _, name, total, free in visible_rows)
@@ -158,6 +160,7 @@ def find_gpus() -> tuple[Gpu, ...]:
 def is_free(port: int) -> bool:
     """Return whether a server could listen on this port of the loopback address."""
     with socket.socket() as probe:
+        # without it, old connections of an earlier server would make the port look used
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))

@@ -27,10 +27,10 @@ from unfuse.core.plan import ALL_STAGES, roles_of
 
 CPU = "cpu"
 AUTO, SPLIT, NONE = "auto", "split", "none"
-"""The values of `--workers` that are no plan: choose a layout, one worker for each role, and no worker."""
+"""Values of `--workers` that name no roles: choose a layout, one worker for each role, and no worker."""
 
 CONTEXT = 512 << 20  # GPU memory that a process takes before its first weight: the context and the libraries' kernels
-PROCESS = 288 << 20  # host memory that a worker takes beside its weights and its arena, for libraries
+PROCESS = 288 << 20  # host memory that a worker needs for libraries, in addition to its weights and its arena
 NO_DEVICE = "there is no device"  # the beginning of the error for a device that the machine does not have
 MAX_WORKERS = 1024  # the most workers of one role
 LAYER = 2 << 30  # more bytes than any layer of a served model takes; the largest are embeddings of a large vocabulary
@@ -42,7 +42,9 @@ Needs = Mapping[str, "tuple[ComponentMemory, ...]"]
 class ComponentMemory(msgspec.Struct, frozen=True):
     """The memory of one loaded component in one worker."""
 
+    #: Folder of the component within its model, such as vae.
     component: str
+    #: Dtype in which it is loaded.
     dtype: str
     #: Bytes in this dtype, on each rank.
     bytes: int
@@ -62,8 +64,8 @@ class ComponentMemory(msgspec.Struct, frozen=True):
 
         Only a float32 component that is no VAE can be bfloat16.
         """
-        has_half = self.dtype == "float32" and not self.component.startswith("vae")
-        if self.dtype == dtype or not (has_half or dtype == "float32"):
+        can_be_bfloat16 = self.dtype == "float32" and not self.component.startswith("vae")
+        if self.dtype == dtype or not (can_be_bfloat16 or dtype == "float32"):
             return self
         factor = 2 if dtype == "float32" else 1 / 2
         sizes = {"bytes": int(self.bytes * factor), "tensor_parallel_bytes": int(self.tensor_parallel_bytes * factor)}
@@ -71,17 +73,17 @@ class ComponentMemory(msgspec.Struct, frozen=True):
 
     def of_rank(self, spread: ParallelDegrees) -> ComponentMemory:
         """Return the part of it on one rank."""
-        missing = self.tensor_parallel_bytes - -(-self.tensor_parallel_bytes // spread.degrees.get("tensor", 1))
-        rank_bytes = -(-(self.bytes - missing) // spread.parts)
+        absent_bytes = self.tensor_parallel_bytes - -(-self.tensor_parallel_bytes // spread.degrees.get("tensor", 1))
+        rank_bytes = -(-(self.bytes - absent_bytes) // spread.parts)
         return replace(self, bytes=rank_bytes, mapped=False, differs_by_rank=True) if rank_bytes < self.bytes else self
 
     def resident(self, offload: Offload) -> int:
         """Return the most bytes of it on a GPU at one time, with this offload.
 
-        With `sequential`, that is one layer; a VAE is always loaded whole.
+        With `sequential`, that is one layer, except for a VAE.
         """
-        layers = offload == "sequential" and not self.component.startswith("vae")
-        return min(self.bytes, LAYER) if layers else self.bytes
+        by_layer = offload == "sequential" and not self.component.startswith("vae")
+        return min(self.bytes, LAYER) if by_layer else self.bytes
 
 
 class Device(msgspec.Struct, frozen=True):
@@ -103,6 +105,7 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     counts: Mapping[str, int] | None = None
     #: Devices that `--place` names for workers, by the worker's name.
     place: Mapping[str, tuple[str, ...]] = {}
+    #: Compute options of all workers.
     compute: ComputeOptions = ComputeOptions()
     #: Bytes of each worker's arena.
     arena: int = 0
@@ -112,6 +115,7 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     shardable_roles: frozenset[str] = frozenset()
     #: Whether `counts` and `max_loaded_models` are still to be chosen (`--workers auto`).
     auto: bool = False
+    #: "1": a worker loads one model at a time (model swapping). "all": it loads all models at its start.
     max_loaded_models: MaxLoadedModels = "all"
 
     def worker_counts(self, roles: Iterable[str]) -> dict[str, int]:
@@ -124,14 +128,14 @@ class WorkerPlan(msgspec.Struct, frozen=True):
             if unknown := sorted((roles_of(name) or set()) - {*known}):
                 raise UsageError(f"no stage has the role {unknown[0]}: roles are {', '.join(known)}, and {ALL_STAGES}")
 
-        words = joined_by(self.compute.parallel)
-        one_each = {words.get(role, role): 1 for role in known}
+        shared_names = joined_by(self.compute.parallel)
+        one_each = {shared_names.get(role, role): 1 for role in known}
         counts = one_each if self.counts is None else dict(self.counts)
-        if idle := [name for name in self.place if not counts.get(name)]:
+        if unused := [name for name in self.place if not counts.get(name)]:
             started = ", ".join(name for name, count in counts.items() if count)
             raise UsageError(
-                f"--place {idle[0]}: no worker of that name is started, only: {started or NONE}; place one of these, "
-                f"or add {idle[0]}=1 to --workers"
+                f"--place {unused[0]}: no worker of that name is started, only: {started or NONE}; place one of these, "
+                f"or add {unused[0]}=1 to --workers"
             )
         return counts
 
@@ -160,19 +164,20 @@ class PlacedWorker(msgspec.Struct, frozen=True):
         """Whether it runs on the CPU."""
         return is_cpu_only([self.device])
 
-    def device_bytes(self, wanted: WorkerPlan) -> Counter[str]:
+    def device_bytes(self, plan: WorkerPlan) -> Counter[str]:
         """Return the bytes that it needs on each device, without activations."""
         ranks = len(self.devices)
         weights = sum(part.bytes for part in self.parts)
-        host = ranks * PROCESS + wanted.arena
+        host = ranks * PROCESS + plan.arena
         if self.on_cpu:
             return Counter(
                 {CPU: host + sum(part.bytes * (ranks if part.differs_by_rank else 1) for part in self.parts)}
             )
 
-        offload = wanted.compute.offload
+        offload = plan.compute.offload
         if offload == "none":
             return Counter(dict.fromkeys(self.devices, CONTEXT + weights) | {CPU: host})
+        # weights that are not in use are in pinned host memory
         resident = max((part.resident(offload) for part in self.parts), default=0)
         return Counter(dict.fromkeys(self.devices, CONTEXT + resident) | {CPU: host + weights})
 
@@ -214,17 +219,17 @@ def parse_workers(text: str) -> dict[str, int] | None:
     return counts
 
 
-def devices_of(role: str, wanted: WorkerPlan, devices: Sequence[Device]) -> tuple[str, ...]:
+def devices_of(role: str, plan: WorkerPlan, devices: Sequence[Device]) -> tuple[str, ...]:
     """Return the devices that a role may run on.
 
     They are those of `--place`, else `--device`, else every GPU, else the CPU. If `--device` names a device for each
     rank, roles without parallelism may run on any of them.
     """
-    if role in wanted.place:
-        return wanted.place[role]
-    if wanted.compute.device != "auto":
-        device = with_index(wanted.compute.device)
-        has_ranks = worker_parallelism(wanted.compute.parallel, roles_of(role))
+    if role in plan.place:
+        return plan.place[role]
+    if plan.compute.device != "auto":
+        device = with_index(plan.compute.device)
+        has_ranks = worker_parallelism(plan.compute.parallel, roles_of(role))
         return (device,) if has_ranks else (*dict.fromkeys(device.split("+")),)
     return tuple(device.name for device in devices if device.name != CPU) or (CPU,)
 
@@ -237,7 +242,7 @@ def is_cpu_only(devices: Iterable[str]) -> bool:
     return all(device == CPU for names in devices for device in names.split("+"))
 
 
-def place_workers(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> tuple[PlacedWorker, ...]:
+def place_workers(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -> tuple[PlacedWorker, ...]:
     """Return the workers to start, each on a device with enough free memory.
 
     A role with named devices has at least one worker on each, and more workers go to them in turn. All others go to the
@@ -248,59 +253,62 @@ def place_workers(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -
     Raises ConfigError for an unknown device, and if the workers do not fit: the message has the sums, the free memory,
     and what would help.
     """
-    if not any(wanted.worker_counts(needs).values()):
+    if not any(plan.worker_counts(needs).values()):
         return ()
-    if wanted.max_loaded_models == "1":
+    if plan.max_loaded_models == "1":
         needs = _largest_model(needs)
-    placed = _arrange(needs, wanted, devices)
-    if wanted.compute.offload != "none" and all(worker.on_cpu for worker in placed):
-        raise ConfigError(f"--offload {wanted.compute.offload} needs a GPU: on a CPU weights are in host memory anyway")
-    if short := _short(placed, wanted, devices):
-        raise ConfigError(_refusal(short, placed, needs, wanted, devices))
+    placed = _assign_devices(needs, plan, devices)
+    if plan.compute.offload != "none" and all(worker.on_cpu for worker in placed):
+        raise ConfigError(f"--offload {plan.compute.offload} needs a GPU: on a CPU weights are in host memory anyway")
+    if full_devices := _full_devices(placed, plan, devices):
+        raise ConfigError(_refusal(full_devices, placed, needs, plan, devices))
     return placed
 
 
-def taken_bytes(placed: Sequence[PlacedWorker], wanted: WorkerPlan) -> Counter[str]:
+def taken_bytes(placed: Sequence[PlacedWorker], plan: WorkerPlan) -> Counter[str]:
     """Return the bytes that these workers need together, by device."""
-    return sum(worker_bytes(placed, wanted), Counter())
+    return sum(worker_bytes(placed, plan), Counter())
 
 
-def worker_bytes(placed: Sequence[PlacedWorker], wanted: WorkerPlan) -> list[Counter[str]]:
+def worker_bytes(placed: Sequence[PlacedWorker], plan: WorkerPlan) -> list[Counter[str]]:
     """Return the bytes that each of these workers needs, by device.
 
     Memory that several workers map together counts for the first of them.
     """
-    counted: set[ComponentMemory] = set()
-    needed: list[Counter[str]] = []
+    counted_parts: set[ComponentMemory] = set()
+    bytes_by_worker: list[Counter[str]] = []
     for worker in placed:
         mapped = {part for part in worker.parts if part.mapped and worker.on_cpu}
-        needed.append(worker.device_bytes(wanted) - Counter({CPU: sum(part.bytes for part in mapped & counted)}))
-        counted |= mapped
-    return needed
+        bytes_by_worker.append(
+            worker.device_bytes(plan) - Counter({CPU: sum(part.bytes for part in mapped & counted_parts)})
+        )
+        counted_parts |= mapped
+    return bytes_by_worker
 
 
-def _arrange(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> tuple[PlacedWorker, ...]:
+def _assign_devices(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -> tuple[PlacedWorker, ...]:
     """Choose a device for each worker, without a check that all of them fit."""
     free = {device.name: device.free for device in devices}
     placed: list[PlacedWorker] = []
-    counts = wanted.worker_counts(needs)
-    for role in sorted(counts, key=lambda role: not wanted.goes_first(role)):
-        allowed = devices_of(role, wanted, devices)
+    counts = plan.worker_counts(needs)
+    for role in sorted(counts, key=lambda role: not plan.goes_first(role)):
+        allowed = devices_of(role, plan, devices)
         if missing := sorted({name for names in allowed for name in names.split("+")} - {*free}):
             raise ConfigError(f"{NO_DEVICE} {missing[0]} for the {role}; available are {', '.join(free)}")
 
-        named = wanted.place.get(role, ())
-        spreads = worker_parallelism(wanted.compute.parallel, roles_of(role))
-        in_turn = named or (allowed if wanted.max_loaded_models == "1" else ())
-        for number in range(max(counts[role], len(named))):
-            name = in_turn[number % len(in_turn)] if in_turn else _roomiest(allowed, free, spreads)
+        placed_devices = plan.place.get(role, ())
+        spreads = worker_parallelism(plan.compute.parallel, roles_of(role))
+        rotation = placed_devices or (allowed if plan.max_loaded_models == "1" else ())
+        for index in range(max(counts[role], len(placed_devices))):
+            name = rotation[index % len(rotation)] if rotation else _pick_device(allowed, free, spreads)
             worker = PlacedWorker(role, "+".join(rank_devices(name, spreads)), parts_of(role, needs, spreads))
             placed.append(worker)
-            for device, size in worker.device_bytes(wanted).items():
-                free[device] -= size
+            for device, size in worker.device_bytes(plan).items():
+                free[device] -= size  # may become negative: `place_workers` compares the sums afterwards
 
+    # the workers of the first roles were placed first, but are started in the order of the counts
     order = list(counts)
-    return _join_offloaded(sorted(placed, key=lambda worker: order.index(worker.role)), needs, wanted)
+    return _join_offloaded(sorted(placed, key=lambda worker: order.index(worker.role)), needs, plan)
 
 
 def _largest_model(needs: Needs) -> Needs:
@@ -310,8 +318,8 @@ def _largest_model(needs: Needs) -> Needs:
     """
 
     def of_model(name: str) -> Needs:
-        used = {role: (part for part in parts if name in part.models) for role, parts in needs.items()}
-        return {role: tuple(replace(part, mapped=False) for part in parts) for role, parts in used.items()}
+        model_parts = {role: (part for part in parts if name in part.models) for role, parts in needs.items()}
+        return {role: tuple(replace(part, mapped=False) for part in parts) for role, parts in model_parts.items()}
 
     models = dict.fromkeys(name for parts in needs.values() for part in parts for name in part.models)
     return max(
@@ -321,8 +329,11 @@ def _largest_model(needs: Needs) -> Needs:
     )
 
 
-def _roomiest(allowed: Sequence[str], free: Mapping[str, int], spreads: Mapping[str, ParallelDegrees]) -> str:
-    """Return the device with most free memory, or a GPU for each rank."""
+def _pick_device(allowed: Sequence[str], free: Mapping[str, int], spreads: Mapping[str, ParallelDegrees]) -> str:
+    """Return the device with most free memory, or a GPU for each rank.
+
+    Raises ConfigError for too few GPUs.
+    """
     ordered = sorted(allowed, key=lambda names: -min(free[name] for name in names.split("+")))
     size = next((spread.size for spread in spreads.values()), 1)
     if size == 1 or ordered[0] == CPU or "+" in ordered[0]:
@@ -339,18 +350,21 @@ def parts_of(role: str, needs: Needs, spreads: Mapping[str, ParallelDegrees]) ->
     """Return the components that a worker of these roles loads, per rank."""
     roles = roles_of(role)
     spread_by_role = {name: spreads.get(name, ParallelDegrees()) for name in needs}
-    named = [(name, part) for name, parts in needs.items() if roles is None or name in roles for part in parts]
-    components = [part for _, part in named]
+    # a component that one copy serves is counted once, although several roles need it
+    role_parts = [(name, part) for name, parts in needs.items() if roles is None or name in roles for part in parts]
+    components = [part for _, part in role_parts]
     distinct = [
-        (name, part) for at, (name, part) in enumerate(named) if not (part.shared_by_stages and part in components[:at])
+        (name, part)
+        for index, (name, part) in enumerate(role_parts)
+        if not (part.shared_by_stages and part in components[:index])
     ]
     return tuple(part.of_rank(spread_by_role[name]) for name, part in distinct)
 
 
-def _join_offloaded(placed: list[PlacedWorker], needs: Needs, wanted: WorkerPlan) -> tuple[PlacedWorker, ...]:
-    """With `--offload model`, join the workers of all roles on one GPU into one worker."""
+def _join_offloaded(placed: list[PlacedWorker], needs: Needs, plan: WorkerPlan) -> tuple[PlacedWorker, ...]:
+    """With `--offload model`, replace the workers of all roles on one GPU by one."""
     gpus = dict.fromkeys(worker.device for worker in placed if not worker.on_cpu)
-    for gpu in gpus if wanted.compute.offload == "model" else ():
+    for gpu in gpus if plan.compute.offload == "model" else ():
         parts_here = {worker.role: worker.parts for worker in placed if worker.device == gpu}
         if parts_here.keys() == needs.keys() and len(parts_here) > 1:
             joined = PlacedWorker(ALL_STAGES, gpu, tuple(part for parts in parts_here.values() for part in parts))
@@ -358,78 +372,88 @@ def _join_offloaded(placed: list[PlacedWorker], needs: Needs, wanted: WorkerPlan
     return tuple(placed)
 
 
-def _short(placed: Sequence[PlacedWorker], wanted: WorkerPlan, devices: Sequence[Device]) -> list[Device]:
+def _full_devices(placed: Sequence[PlacedWorker], plan: WorkerPlan, devices: Sequence[Device]) -> list[Device]:
     """Return the devices on which these workers need more than is free."""
-    needed = taken_bytes(placed, wanted)
+    needed = taken_bytes(placed, plan)
     return [device for device in devices if needed[device.name] > device.free]
 
 
 def _refusal(
-    short: list[Device], placed: Sequence[PlacedWorker], needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]
+    full_devices: list[Device],
+    placed: Sequence[PlacedWorker],
+    needs: Needs,
+    plan: WorkerPlan,
+    devices: Sequence[Device],
 ) -> str:
     """Return the error message for workers that do not fit.
 
     It has the sums, the free memory, and what would help.
     """
     sums = []
-    needed = worker_bytes(placed, wanted)
-    for device in short:
-        sizes = [(worker.role, by_device[device.name]) for worker, by_device in zip(placed, needed, strict=True)]
+    bytes_by_worker = worker_bytes(placed, plan)
+    for device in full_devices:
+        sizes = [
+            (worker.role, by_device[device.name]) for worker, by_device in zip(placed, bytes_by_worker, strict=True)
+        ]
         shares = " + ".join(f"{role} {readable_bytes(size)}" for role, size in sizes if size)
         total = readable_bytes(sum(size for _, size in sizes))
         sums.append(f"{device.name} would need {total} ({shares}) and has {readable_bytes(device.free)} free")
-    others = [f"{device.name} has {readable_bytes(device.free)} free" for device in devices if device not in short]
-
-    ways = [
-        way for way, other_needs, other_plan in _ways(needs, wanted, devices) if _fits(other_needs, other_plan, devices)
+    others = [
+        f"{device.name} has {readable_bytes(device.free)} free" for device in devices if device not in full_devices
     ]
-    if ways:
-        helps = f"it would fit with {', or with '.join(ways)}"
+
+    remedies = [
+        remedy
+        for remedy, other_needs, other_plan in _remedies(needs, plan, devices)
+        if _fits(other_needs, other_plan, devices)
+    ]
+    if remedies:
+        advice = f"it would fit with {', or with '.join(remedies)}"
     else:
-        helps = (
+        advice = (
             "no single change of --workers, --arena, --dtype, --parallel, --offload or --place is enough: "
             "more memory is needed"
         )
-    return f"the models do not fit: {'; '.join([*sums, *others])}; activations come on top; {helps}"
+    return f"the models do not fit: {'; '.join([*sums, *others])}; activations come on top; {advice}"
 
 
-def _fits(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> bool:
+def _fits(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -> bool:
     """Return whether these workers can be placed and fit."""
     with suppress(ConfigError):  # there may be more ranks than devices
-        return not _short(_arrange(needs, wanted, devices), wanted, devices)
+        return not _full_devices(_assign_devices(needs, plan, devices), plan, devices)
     return False
 
 
-def _ways(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> Iterator[tuple[str, Needs, WorkerPlan]]:
+def _remedies(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -> Iterator[tuple[str, Needs, WorkerPlan]]:
     """Yield changes with which the workers may fit: (text, its needs, its plan)."""
-    numbers = wanted.worker_counts(needs)
-    counts = {role: min(1, count) for role, count in numbers.items()}
-    if counts != numbers:
-        yield "one worker for each role", needs, replace(wanted, counts=counts)
-    yield "--arena 64MiB", needs, replace(wanted, arena=min(64 << 20, wanted.arena))
-    halved = {role: tuple(part.stored_as("bfloat16") for part in parts) for role, parts in needs.items()}
-    yield "--dtype bfloat16", halved, wanted
+    counts = plan.worker_counts(needs)
+    single_counts = {role: min(1, count) for role, count in counts.items()}
+    if single_counts != counts:
+        yield "one worker for each role", needs, replace(plan, counts=single_counts)
+    yield "--arena 64MiB", needs, replace(plan, arena=min(64 << 20, plan.arena))
+    half_needs = {role: tuple(part.stored_as("bfloat16") for part in parts) for role, parts in needs.items()}
+    yield "--dtype bfloat16", half_needs, plan
 
-    on_gpu = [role for role in numbers if not is_cpu_only(devices_of(role, wanted, devices))]
-    spreads = parse_parallel(wanted.compute.parallel)
-    parted = {role for role, spread in spreads.items() if {*WEIGHT_SPLITTING_KINDS} & {*spread.degrees}}
-    for role in sorted(wanted.shardable_roles - parted):
+    gpu_roles = [role for role in counts if not is_cpu_only(devices_of(role, plan, devices))]
+    spreads = parse_parallel(plan.compute.parallel)
+    split_roles = {role for role, spread in spreads.items() if {*WEIGHT_SPLITTING_KINDS} & {*spread.degrees}}
+    for role in sorted(plan.shardable_roles - split_roles):
         spread = spreads.get(role, ParallelDegrees())
         sharded = spreads | {role: ParallelDegrees({**spread.degrees, SHARD: max(2, spread.size)})}
         text = ",".join(f"{name}={degrees}" for name, degrees in sharded.items())
-        yield f"--parallel {text}", needs, replace(wanted, compute=replace(wanted.compute, parallel=text))
+        yield f"--parallel {text}", needs, replace(plan, compute=replace(plan.compute, parallel=text))
 
-    offloads: tuple[Offload, ...] = ("model", "sequential") if on_gpu and not parted else ()
+    offloads: tuple[Offload, ...] = ("model", "sequential") if gpu_roles and not split_roles else ()
     for offload in offloads:
-        yield f"--offload {offload}", needs, replace(wanted, compute=replace(wanted.compute, offload=offload))
+        yield f"--offload {offload}", needs, replace(plan, compute=replace(plan.compute, offload=offload))
 
-    for role in on_gpu:
+    for role in gpu_roles:
         roles = roles_of(role)
-        moved = {
+        moved_needs = {
             name: tuple(part.stored_as("float32") for part in parts) if roles is None or name in roles else parts
             for name, parts in needs.items()
         }
-        yield f"--place {role}={CPU}", moved, replace(wanted, place={**wanted.place, role: (CPU,)})
+        yield f"--place {role}={CPU}", moved_needs, replace(plan, place={**plan.place, role: (CPU,)})
 
 
 def with_index(name: str) -> str:
