@@ -59,7 +59,7 @@ def test_half_a_token_in_each_of_two_parts_is_text(tokenizers: dict[str, ChatTok
     save(tmp_path / "parts", letters("qwen2"), each)
     mine = ChatTokenizer.read(tmp_path / "parts")
     parts = [{"type": "text", "text": text} for text in ("a<|tu", "rn", "|>b", "</s", ">")] + [{"type": "image"}]
-    ids = mine.prompt([{"role": "user", "content": parts}], shows=("image",))
+    ids = mine.prompt([{"role": "user", "content": parts}], media_types=("image",))
     assert specials(mine, ids) == [2, 1]
     assert mine.decode(ids) == "a<|turn|>b</s>"
 

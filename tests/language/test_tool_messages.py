@@ -24,14 +24,14 @@ ASKED: list[dict[str, Any]] = [
 
 
 def test_a_template_that_knows_tools_gets_arguments_as_objects() -> None:
-    user, assistant, tool = with_calls(ASKED, [TOOL], knows=True)
+    user, assistant, tool = with_calls(ASKED, [TOOL], supports_tools=True)
     assert (user, tool) == (ASKED[0], ASKED[2])
     assert [call["function"]["arguments"] for call in assistant["tool_calls"]] == [{"a": 1}] * 2
     assert assistant["content"] == "" and assistant["tool_calls"][0]["id"] == "call_1"
 
 
 def test_to_one_that_knows_none_all_is_text() -> None:
-    system, user, assistant, tool = with_calls(ASKED, [TOOL], knows=False)
+    system, user, assistant, tool = with_calls(ASKED, [TOOL], supports_tools=False)
     assert system["role"] == "system" and json.dumps(TOOL) in system["content"] and "<tool_call>" in system["content"]
     assert user == ASKED[0]
     said = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -41,15 +41,15 @@ def test_to_one_that_knows_none_all_is_text() -> None:
 
 @pytest.mark.parametrize("content", ["Be brief.", [{"type": "text", "text": "Be brief."}]])
 def test_tools_join_what_the_model_is_told_first(content: Any) -> None:
-    system, _ = with_calls([{"role": "system", "content": content}, ASKED[0]], [TOOL], knows=False)
+    system, _ = with_calls([{"role": "system", "content": content}, ASKED[0]], [TOOL], supports_tools=False)
     text = system["content"] if isinstance(content, str) else "".join(part["text"] for part in system["content"])
     assert text.startswith("Be brief.\n\nYou may call functions")
 
 
 def test_without_tools_messages_are_as_they_were() -> None:
-    assert with_calls(ASKED[:1], None, knows=False) == ASKED[:1]
-    assert with_calls([], [TOOL], knows=False) == []
-    assert with_calls([3], None, knows=False) == [3]  # type: ignore[list-item]  # who reads it refuses it
+    assert with_calls(ASKED[:1], None, supports_tools=False) == ASKED[:1]
+    assert with_calls([], [TOOL], supports_tools=False) == []
+    assert with_calls([3], None, supports_tools=False) == [3]  # type: ignore[list-item]  # who reads it refuses it
 
 
 @pytest.mark.parametrize("calls", [3, [3], [{"function": {}}]])
@@ -62,4 +62,4 @@ def test_what_are_no_calls_is_refused(calls: Any, knows: bool) -> None:
 def test_the_result_of_a_tool_is_text() -> None:
     for content in (3, [3], [{"type": "image_url"}]):
         with pytest.raises(InvalidParameter, match=r"messages\[0\]"):
-            with_calls([{"role": "tool", "content": content}], None, knows=False)
+            with_calls([{"role": "tool", "content": content}], None, supports_tools=False)

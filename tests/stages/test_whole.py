@@ -202,7 +202,7 @@ def test_another_size_than_was_asked_for_is_an_error() -> None:
 
     pipeline = Rounding()
     stage = stage_of(pipeline)
-    stage._known = frozenset({"callback_on_step_end"})
+    stage._call_parameters = frozenset({"callback_on_step_end"})
     state = stage.start(StageInput(PARAMS, {}))
     while stage.progress(state)[0] < 3:
         stepped(stage, state)

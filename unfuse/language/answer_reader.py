@@ -1,7 +1,7 @@
 """Parse answers into reasoning, content and tool calls, by the model's formats.
 
-A format is a table row. The result does not depend on where the text is split. Text that starts like a call, but is
-not a call of an offered function, is content, unchanged. Formats have vLLM's parser names.
+The formats are data, named like vLLM's parsers. The result does not depend on where the text is split. Text that starts
+like a call, but does not call an offered function, is content, unchanged.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ REASONING_FORMATS = {
 
 def format_of(template: str) -> CallFormat:
     """Return the tool-call format of a model with this chat template."""
+    # Qwen3-Coder's template also contains `<tool_call>`, so its own mark is looked for first.
     if "<function=" in template:
         return CALL_FORMATS["qwen3_coder"]
     if "<tool_call>" in template:
@@ -111,11 +112,12 @@ def reasoning_of(template: str) -> ReasoningFormat | None:
 
     None if the template does not mention the marks of a format.
     """
+    # Several formats have the marks of qwen3, and a template does not tell which of them it is.
     formats = (REASONING_FORMATS[name] for name in ("seed_oss", "mistral", "qwen3"))
     return next((format for format in formats if format.start_mark in template or format.end_mark in template), None)
 
 
-#: What a part of an answer is. "mark" is text that is not shown.
+#: The kind of a part of an answer. A "mark" is text that clients do not get.
 Kind = Literal["content", "reasoning", "call", "arguments", "mark"]
 
 #: Characters between a call and a mark or another call, including a surplus brace and the end of a code fence.
@@ -128,7 +130,7 @@ MIN_MARK_CHARS = 4
 class AnswerPart(msgspec.Struct, frozen=True):
     """A part of the text that a model generated."""
 
-    #: What the part is.
+    #: The kind of the part.
     kind: Kind
     #: Content, reasoning, the name of a called function, a delta of the last call's arguments, or "" for a mark.
     text: str
@@ -191,8 +193,8 @@ class CallReader:
             self._end_truncated_call(cut)
         elif self._text:
             is_space = self._between and not self._text.strip(BETWEEN)
-            hidden = is_space or (cut and (self._forced or self._between or self._is_truncated_mark(self._text)))
-            self._emit("mark" if hidden else "content", "" if hidden else self._text, self._text)
+            is_hidden = is_space or (cut and (self._forced or self._between or self._is_truncated_mark(self._text)))
+            self._emit("mark" if is_hidden else "content", "" if is_hidden else self._text, self._text)
         self._text = ""
         return self._pop_parts()
 
@@ -210,61 +212,67 @@ class CallReader:
     def _read_content(self) -> bool:
         """Parse content up to a possible call.
 
-        White space at the beginning of an answer is held back.
+        White space at the beginning of an answer is held back, because it is dropped before a call.
         """
         text, index = self._text, 0
         if not self._has_content:
             index = len(text) - len(text.lstrip())
+
         while index < len(text):
             mark = self._find_start(text, index)
             if mark is None:
-                certain = index if self._has_content else 0
-                self._emit_content(text[:certain])
-                self._text = text[certain:]
+                certain_chars = index if self._has_content else 0
+                self._emit_content(text[:certain_chars])
+                self._text = text[certain_chars:]
                 return False
+
             if mark:
                 before = "" if self._has_content else text[:index]
                 self._emit_content(text[len(before) : index])
                 self._text = text[index + len(mark) :]
                 self._start_call(before, mark)
                 return True
+
             self._at_line_start = text[index] == "\n" or (self._at_line_start and text[index].isspace())
             self._has_content = True
             index += 1
+
         if self._has_content:
             self._emit_content(text)
             self._text = ""
         return False
 
-    def _find_start(self, text: str, place: int) -> str | None:
-        """Return the text that starts a call at this place.
+    def _find_start(self, text: str, index: int) -> str | None:
+        """Return the text that starts a call at this index.
 
         "" if no call starts there, None if more text is needed.
         """
-        if self._at_line_start and text[place] in self._format.bare:
-            return text[place]
-        marks = [mark for mark in self._format.starts if mark[0] == text[place]]
+        if self._at_line_start and text[index] in self._format.bare:
+            return text[index]
+
+        marks = [mark for mark in self._format.starts if mark[0] == text[index]]
         for mark in marks:
-            if text.startswith(mark, place):
+            if text.startswith(mark, index):
                 return mark
-        rest = text[place : place + max(map(len, self._format.marks), default=0)]
-        return None if any(mark.startswith(rest) for mark in marks) else ""
+        lookahead = text[index : index + max(map(len, self._format.marks), default=0)]
+        return None if any(mark.startswith(lookahead) for mark in marks) else ""
 
     def _read_between(self) -> bool:
         """Parse the text after a call: marks, separators, white space, a call or content."""
-        rest = self._text.lstrip(BETWEEN)
-        skipped = self._text[: len(self._text) - len(rest)]
+        remaining = self._text.lstrip(BETWEEN)
+        skipped = self._text[: len(self._text) - len(remaining)]
         marks = (*self._format.ends, *self._format.starts)
-        mark = next((mark for mark in marks if rest.startswith(mark)), "")
-        if not rest or (not mark and any(mark.startswith(rest) for mark in marks)):
+        mark = next((mark for mark in marks if remaining.startswith(mark)), "")
+
+        if not remaining or (not mark and any(mark.startswith(remaining) for mark in marks)):
             return False
-        if mark in self._format.starts or (not mark and self._continues_calls(rest)):
+        if mark in self._format.starts or (not mark and self._continues_calls(remaining)):
             self._between = False
-            self._text = rest[len(mark or rest[0]) :]
-            self._start_call(skipped, mark or rest[0])
+            self._text = remaining[len(mark or remaining[0]) :]
+            self._start_call(skipped, mark or remaining[0])
         elif mark:
             self._emit("mark", "", skipped + mark)
-            self._text = rest[len(mark) :]
+            self._text = remaining[len(mark) :]
         else:
             space = self._text[: len(self._text) - len(self._text.lstrip())]
             self._emit("mark", "", space)
@@ -273,18 +281,18 @@ class CallReader:
             self._at_line_start = "\n" in space
         return True
 
-    def _continues_calls(self, rest: str) -> bool:
-        """Return whether this may be another object of a list, or another bare call."""
-        listed = self._format.syntax in ("json", "listed") and rest[0] == "{"
-        return listed or rest[0] in self._format.bare
+    def _continues_calls(self, text: str) -> bool:
+        """Return whether the text after a call may be another call without a mark."""
+        is_list_item = self._format.syntax in ("json", "listed") and text[0] == "{"
+        return is_list_item or text[0] in self._format.bare
 
-    def _start_call(self, before: str, start: str) -> None:
-        """Start parsing a possible call at `start`.
+    def _start_call(self, space: str, start: str) -> None:
+        """Start the parser of a possible call, after its start mark or first character, `start`.
 
-        If it is not a call, `before` and `start` are content.
+        If it is not a call, `start` and the white space before it are content.
         """
-        self._chars.reset(before + start)
-        self._candidate, self._has_mark = before + start, start in self._format.starts
+        self._chars.reset(space + start)
+        self._candidate, self._has_mark = space + start, start in self._format.starts
         self._parsing = self._syntax.parse(start)
         next(self._parsing)
 
@@ -292,11 +300,11 @@ class CallReader:
         """Feed the text to the call parser, up to the end of the call."""
         assert self._parsing is not None
         text, self._text = self._text, ""
-        for place, char in enumerate(text):
+        for index, char in enumerate(text):
             try:
                 self._parsing.send(char)
             except (StopIteration, NotACall) as end:
-                self._text = text[place + 1 :]
+                self._text = text[index + 1 :]
                 self._emit_events()
                 self._end_parsing(isinstance(end, NotACall))
                 return True
@@ -310,9 +318,10 @@ class CallReader:
             self.calls += kind == "call"
 
     def _end_parsing(self, failed: bool) -> None:
-        """Handle the end of the call parser.
+        """Continue after the end of the call parser.
 
-        Its unparsed text is content if the call `failed` before it was certain; otherwise it is parsed again.
+        If it `failed` before the call was certain, the start of the call is content. The text that the parser did not
+        use is parsed again.
         """
         self._parsing = None
         unparsed = self._chars.remaining_text()
@@ -322,6 +331,7 @@ class CallReader:
             self._text = unparsed[len(self._candidate) :] + self._text
             self._at_line_start, self._has_content = False, True
             return
+
         self._text = unparsed + self._text
         self._between = True
         self.is_over = not self._several and self.calls > 0
@@ -333,8 +343,8 @@ class CallReader:
             self._syntax.end()
         self._emit_events()
         unparsed = self._chars.remaining_text()
-        hidden = self._chars.started or (cut and (self._forced or self._has_mark))
-        self._emit("mark" if hidden else "content", "" if hidden else unparsed, unparsed)
+        is_hidden = self._chars.started or (cut and (self._forced or self._has_mark))
+        self._emit("mark" if is_hidden else "content", "" if is_hidden else unparsed, unparsed)
         self._parsing = None
 
     def _emit_content(self, text: str) -> None:
@@ -344,9 +354,10 @@ class CallReader:
         """Add a part, or extend the last one if both are of the same kind."""
         if not raw and not text:
             return
-        last = self._parts[-1] if self._parts else None
-        if last and last.kind == kind and kind != "call":
-            self._parts[-1] = AnswerPart(kind, last.text + text, last.raw + raw)
+
+        last_part = self._parts[-1] if self._parts else None
+        if last_part and last_part.kind == kind and kind != "call":
+            self._parts[-1] = AnswerPart(kind, last_part.text + text, last_part.raw + raw)
         else:
             self._parts.append(AnswerPart(kind, text, raw))
 
@@ -371,12 +382,13 @@ class AnswerReader:
     The parts do not depend on where the text is split.
     """
 
-    def __init__(self, reading: AnswerParsing) -> None:
-        self.reasoning = ReasoningReader(reading.reasoning, reading.starts_in_reasoning) if reading.reasoning else None
+    def __init__(self, parsing: AnswerParsing) -> None:
+        #: The parser of the reasoning; None if reasoning is not parsed.
+        self.reasoning = ReasoningReader(parsing.reasoning, parsing.starts_in_reasoning) if parsing.reasoning else None
         self._calls: CallReader | None = None
-        if reading.calls:
-            options = {"several": reading.allows_several_calls, "forced": reading.forced}
-            self._calls = CallReader(reading.calls, reading.functions, **options)
+        if parsing.calls:
+            options = {"several": parsing.allows_several_calls, "forced": parsing.forced}
+            self._calls = CallReader(parsing.calls, parsing.functions, **options)
 
     @property
     def is_over(self) -> bool:
@@ -412,7 +424,7 @@ class ReasoningReader:
 
     White space around the reasoning is dropped.
 
-    `opened`: whether the prompt already contains the begin mark.
+    `opened`: whether the prompt already contains the start mark.
     """
 
     def __init__(self, format: ReasoningFormat, opened: bool) -> None:
@@ -426,8 +438,8 @@ class ReasoningReader:
         """Add text. Returns the parts that are certain now."""
         self._buffer += text
         parts = list[AnswerPart]()
-        while self._buffer and (more := self._advance()) is not None:
-            parts += more
+        while self._buffer and (new_parts := self._advance()) is not None:
+            parts += new_parts
         return parts
 
     def finish(self, *, cut: bool = False) -> list[AnswerPart]:
@@ -435,12 +447,16 @@ class ReasoningReader:
 
         `cut`: the answer ran out of tokens.
         """
-        rest, self._buffer = self._buffer, ""
+        remaining, self._buffer = self._buffer, ""
         if self.state in ("opened", "inside"):
-            text = "" if cut or not rest.strip() else rest.rstrip()
-            return [AnswerPart("reasoning", text, rest)] if text else _mark_part(rest)
-        is_truncated_mark = self.state == "start" and cut and len(rest.strip()) >= MIN_MARK_CHARS
-        return _mark_part(rest) if is_truncated_mark or not rest else [AnswerPart("content", rest, rest)]
+            text = "" if cut or not remaining.strip() else remaining.rstrip()
+            return [AnswerPart("reasoning", text, remaining)] if text else _mark_part(remaining)
+        is_truncated_mark = self.state == "start" and cut and len(remaining.strip()) >= MIN_MARK_CHARS
+        return (
+            _mark_part(remaining)
+            if is_truncated_mark or not remaining
+            else [AnswerPart("content", remaining, remaining)]
+        )
 
     def _advance(self) -> list[AnswerPart] | None:
         """Parse one step. Returns its parts, or None if more text is needed."""
@@ -455,19 +471,23 @@ class ReasoningReader:
         return [AnswerPart("content", content, content)]
 
     def _read_start(self) -> list[AnswerPart] | None:
-        """Parse the begin mark and the white space around it."""
-        begin, rest = self._format.start_mark, self._buffer.lstrip()
-        if begin.startswith(rest):
-            if rest != begin:
+        """Parse the start mark and the white space around it.
+
+        Without a start mark, the answer is content.
+        """
+        start_mark, text_from_mark = self._format.start_mark, self._buffer.lstrip()
+        if start_mark.startswith(text_from_mark):
+            if text_from_mark != start_mark:
                 return None
-            rest = ""
-        elif rest.startswith(begin):
-            rest = rest[len(begin) :]
+            text_from_mark = ""
+        elif text_from_mark.startswith(start_mark):
+            text_from_mark = text_from_mark[len(start_mark) :]
         elif self.state == "start":
             self.state = "content"
             return []
+
         self.state = "inside"
-        text = rest.lstrip()
+        text = text_from_mark.lstrip()
         mark = self._buffer[: len(self._buffer) - len(text)]
         self._buffer = text
         self._only_space = True
@@ -483,18 +503,20 @@ class ReasoningReader:
             mark = _mark_part(self._buffer[: len(self._buffer) - len(text)])
             self._buffer, self._only_space = text, not text
             return mark
-        end = self._format.end_mark
-        position = self._buffer.find(end)
-        if position >= 0:
-            text, raw = self._buffer[:position].rstrip(), self._buffer[: position + len(end)]
-            self._buffer = self._buffer[position + len(end) :]
+
+        end_mark = self._format.end_mark
+        mark_index = self._buffer.find(end_mark)
+        if mark_index >= 0:
+            text, raw = self._buffer[:mark_index].rstrip(), self._buffer[: mark_index + len(end_mark)]
+            self._buffer = self._buffer[mark_index + len(end_mark) :]
             self.state = "behind"
             return [AnswerPart("reasoning", text, text), *_mark_part(raw[len(text) :])] if text else _mark_part(raw)
-        certain = self._buffer[: len(self._buffer) - overlap(self._buffer, end)].rstrip()
-        if not certain:
+
+        certain_text = self._buffer[: len(self._buffer) - overlap(self._buffer, end_mark)].rstrip()
+        if not certain_text:
             return None
-        self._buffer = self._buffer[len(certain) :]
-        return [AnswerPart("reasoning", certain, certain)]
+        self._buffer = self._buffer[len(certain_text) :]
+        return [AnswerPart("reasoning", certain_text, certain_text)]
 
     def _read_after_reasoning(self) -> list[AnswerPart]:
         """Drop white space between reasoning and content."""
@@ -512,5 +534,5 @@ def overlap(text: str, mark: str) -> int:
 
 
 def _mark_part(raw: str) -> list[AnswerPart]:
-    """Return text that is not shown as a part; no part for ""."""
+    """Return text that clients do not get as a part; no part for ""."""
     return [AnswerPart("mark", "", raw)] if raw else []

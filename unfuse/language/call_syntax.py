@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from unfuse.core.text import SEPARATOR, CallFormat
 
-#: A parser coroutine: it receives characters by `send`, and returns a value when its element is complete.
+#: A parser as a generator: it receives characters by `send`, and returns a value when its element is complete.
 Parsing = Generator[None, str, Any]
 
 #: What a parser emits: the kind, its text, and the model's text for it.
@@ -197,7 +197,9 @@ class CallParsers:
             elif char != ",":
                 self._chars.unread()
                 break
+
         if not self._chars.started:
+            # In a format without marks, an object with a name but no arguments may just be an answer in JSON.
             if not call.name or call.depth or self._format.bare:
                 raise NotACall
             self._emit_call(call.name)
@@ -218,6 +220,7 @@ class CallParsers:
             call.depth += 1
         else:
             yield from self._other(char)
+
         if call.name and call.arguments and not self._chars.started:
             self._emit_call(call.name)
             self._chars.emit("arguments", call.arguments)
@@ -244,25 +247,25 @@ class CallParsers:
     def _nested(self) -> Parsing:
         """Return the rest of an object or list, up to its end.
 
-        Also ends at a character that JSON does not allow. Line breaks and other control characters in strings are
-        escaped, as JSON requires.
+        Also ends at a character that JSON does not allow, if the call is certain; else raises NotACall. Line breaks and
+        other control characters in strings are escaped, as JSON requires.
         """
-        open = 1
+        depth = 1
         text = list[str]()
-        quoted = escaped = False
-        while open:
+        in_string = escaped = False
+        while depth:
             char = yield from self._chars.next()
-            if quoted and char < " ":
+            if in_string and char < " ":
                 char, escaped = json.dumps(char)[1:-1], False
                 self._chars.write(char)
-            elif quoted:
-                quoted, escaped = escaped or char != '"', char == "\\" and not escaped
+            elif in_string:
+                in_string, escaped = escaped or char != '"', char == "\\" and not escaped
             elif char in "{[":
-                open += 1
+                depth += 1
             elif char in "}]":
-                open -= 1
+                depth -= 1
             elif char == '"':
-                quoted = True
+                in_string = True
             elif char not in _JSON:
                 if not self._chars.started:
                     raise NotACall
@@ -273,15 +276,15 @@ class CallParsers:
 
     def _string(self) -> Parsing:
         """Return the value of a JSON string whose opening quote was consumed."""
-        written, escaped = ['"'], False
+        chars, escaped = ['"'], False
         while True:
             char = yield from self._chars.next()
-            written.append(char)
+            chars.append(char)
             if char == '"' and not escaped:
                 break
             escaped = char == "\\" and not escaped
         try:
-            return json.loads("".join(written), strict=False)
+            return json.loads("".join(chars), strict=False)
         except ValueError as error:
             raise NotACall from error
 
@@ -339,6 +342,7 @@ class CallParsers:
             char = yield from self._chars.next()
         if char in SPACE:
             char = yield from self._space()
+
         while char == "[":
             mark = yield from self._until("]")
             if mark == "CALL_ID":
@@ -353,6 +357,8 @@ class CallParsers:
         """Parse the arguments of a call whose name is known."""
         if char != "{":
             raise NotACall
+
+        # "" would mean that the name comes later. A blank is no function's name, so it raises NotACall.
         yield from self._arguments(char, name or " ")
 
     def _tags(self, start: str) -> Parsing:
@@ -368,10 +374,12 @@ class CallParsers:
                 return
             if char + (yield from self._until("=")) != "<function":
                 raise NotACall
+
         name = (yield from self._until(">")).strip("\"' ")
         self._emit_call(name)
         self._tagged = TaggedArguments(self._functions[name])
         self._chars.emit("arguments", "{")
+
         tag = yield from self._tag()
         while tag == "<parameter=":
             self._tagged.start_value((yield from self._until(">")).strip("\"' "))
@@ -421,10 +429,10 @@ class CallParsers:
 
     def _parentheses(self) -> Parsing:
         """Return the text up to the closing parenthesis; the opening one was consumed."""
-        open = 1
+        depth = 1
         text = ""
         quote, escaped = "", False
-        while open:
+        while depth:
             char = yield from self._chars.next()
             if quote:
                 quote = "" if char == quote and not escaped else quote
@@ -432,9 +440,9 @@ class CallParsers:
             elif char in "\"'":
                 quote = char
             elif char in "([{":
-                open += 1
+                depth += 1
             elif char in ")]}":
-                open -= 1
+                depth -= 1
             text += char
         return text[:-1]
 
@@ -461,18 +469,19 @@ class TaggedArguments:
         self._value.append(char)
         if char not in "=>":
             return ""
-        end = "".join(self._value[-MAX_NAME:])
-        tag = next((tag for tag in ("<parameter=", "</function>", "</tool_call>") if end.endswith(tag)), "")
-        before = end.removesuffix(tag).rstrip()
-        if not tag or not (before.endswith("</parameter>") or self._ends_call(tag, before)):
+        # Only the end is examined, so that the cost of a long value is linear in its length.
+        tail = "".join(self._value[-MAX_NAME:])
+        tag = next((tag for tag in ("<parameter=", "</function>", "</tool_call>") if tail.endswith(tag)), "")
+        text_before = tail.removesuffix(tag).rstrip()
+        if not tag or not (text_before.endswith("</parameter>") or self._ends_call(tag, text_before)):
             return ""
         self._value = ["".join(self._value).removesuffix(tag)]
         return tag
 
-    def _ends_call(self, tag: str, before: str) -> bool:
+    def _ends_call(self, tag: str, text_before: str) -> bool:
         """Return whether this tag ends the call although the value has no closing tag."""
-        ends = tag == "</tool_call>" and before.endswith("\n</function>")
-        return ends and "<function=" not in "".join(self._value)
+        has_end_tags = tag == "</tool_call>" and text_before.endswith("\n</function>")
+        return has_end_tags and "<function=" not in "".join(self._value)
 
     @property
     def has_value(self) -> bool:
@@ -487,21 +496,21 @@ class TaggedArguments:
         text = "".join(self._value).rstrip()
         for tag in ("</tool_call>", "</function>", "</parameter>"):
             text = text.removesuffix(tag).rstrip() if tag != "</parameter>" else text.removesuffix(tag)
-        written = ""
-        while (opened := _OPENED.search(text)) and opened[1] in self._types and opened[1] != self._name:
-            written += self._member(text[: opened.start()])
-            self._name = opened[1]
-            text = text[opened.end() :]
-        return written + self._member(text)
+        members = ""
+        while (omitted_end := _OPENED.search(text)) and omitted_end[1] in self._types and omitted_end[1] != self._name:
+            members += self._member(text[: omitted_end.start()])
+            self._name = omitted_end[1]
+            text = text[omitted_end.end() :]
+        return members + self._member(text)
 
     def _member(self, text: str) -> str:
         """Return the current parameter with this value as a JSON member, and end it."""
         text = text.removeprefix("\n").removesuffix("\n")
         value = json_value(text, self._types.get(self._name, "string").split("|"))
-        written = f"{', ' if self._count else ''}{json.dumps(self._name, ensure_ascii=False)}: {value}"
+        member = f"{', ' if self._count else ''}{json.dumps(self._name, ensure_ascii=False)}: {value}"
         self._count += 1
         self._name = ""
-        return written
+        return member
 
 
 def json_value(text: str, types: Sequence[str]) -> str:
@@ -544,13 +553,13 @@ def keywords(text: str) -> str:
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise NotACall
         values = {keyword.arg: _literal(keyword.value) for keyword in call.keywords}
-        written = json.dumps(values, ensure_ascii=False, allow_nan=False)
-        written.encode()
+        arguments = json.dumps(values, ensure_ascii=False, allow_nan=False)
+        arguments.encode()  # raises ValueError for a lone surrogate, which cannot be sent
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise NotACall from error
     if None in values:
         raise NotACall
-    return written
+    return arguments
 
 
 def _literal(node: ast.expr) -> Any:
@@ -580,7 +589,7 @@ def object_in(text: str) -> str:
     """Return the JSON object in a string of arguments, as text. Raises NotACall."""
     try:
         value = json.loads(text or "{}")
-        text.encode()
+        text.encode()  # raises ValueError for a lone surrogate, which cannot be sent
     except (ValueError, RecursionError) as error:
         raise NotACall from error
     if not isinstance(value, dict):

@@ -46,7 +46,7 @@ class TemplateTooLarge(TemplateError):
 
 
 class _Generation(Extension):
-    """Support for `{% generation %}`, which marks text for training and has no effect here."""
+    """Support for `{% generation %}`, which marks text for training and changes nothing here."""
 
     tags = {"generation"}
 
@@ -88,7 +88,7 @@ class ChatTemplate:
 
     `text`: the Jinja source.
     `source`: where it comes from, for error messages.
-    `characters`: the longest prompt.
+    `characters`: the length of the longest prompt.
     `seconds`: the most CPU seconds for rendering.
     """
 
@@ -159,10 +159,10 @@ def _call(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": CallArguments(function["arguments"])}}
 
 
-def plain(messages: Sequence[Message], shows: Collection[str] = ()) -> list[dict[str, Any]]:
+def plain(messages: Sequence[Message], media_types: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return messages with text content as one string and no keys without a value.
 
-    `shows`: the types of parts, such as "image", that stay in the content, which is then a list of parts.
+    `media_types`: the types of parts, such as "image", that stay in the content, which is then a list of parts.
     Raises InvalidParameter for a malformed message, or a part of another type.
     """
     if not messages:
@@ -174,7 +174,7 @@ def plain(messages: Sequence[Message], shows: Collection[str] = ()) -> list[dict
             raise InvalidParameter(f"messages[{number}] must be an object with a role", "messages")
         if message.get("content") is None and message["role"] != "assistant":
             raise InvalidParameter(f"messages[{number}] of role {message['role'][:40]} needs a content", "messages")
-        content = {"content": _content(message["content"], number, shows)} if "content" in message else {}
+        content = {"content": _content(message["content"], number, media_types)} if "content" in message else {}
         plain_messages.append({key: value for key, value in {**message, **content}.items() if value is not None})
     return plain_messages
 
@@ -190,19 +190,20 @@ def text_only(message: Message) -> Message:
     }
 
 
-def _content(content: Any, number: int, shows: Collection[str]) -> str | list[Any] | None:
+def _content(content: Any, number: int, media_types: Collection[str]) -> str | list[Any] | None:
     """Return the content of message `number` as a string, or as a list of parts.
 
-    It is a list if it has any part in `shows`.
+    It is a list if it has any part of a type in `media_types`.
     """
     if content is None:
         return None
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list | tuple):
         raise InvalidParameter(f"messages[{number}].content must be a text or a list of parts", "messages")
+
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else part
-        if kind in shows:
+        if kind in media_types:
             continue
         if kind not in TEXT_PARTS:
             type_name = str(kind)[:40]
@@ -297,7 +298,7 @@ class SpecialText:
         # Each token is replaced by an unguessable name while a prompt is encoded.
         nonce = "".join(chr(PRIVATE[byte]) for byte in secrets.token_bytes(8))
         self._names = {
-            token: f"{nonce}{chr(PRIVATE[256 + place])}{nonce}" for place, token in enumerate(sorted(self._all))
+            token: f"{nonce}{chr(PRIVATE[256 + index])}{nonce}" for index, token in enumerate(sorted(self._all))
         }
 
     def occurs_in(self, value: Any) -> bool:
@@ -313,18 +314,20 @@ class SpecialText:
             return True
         return self._normalized and any(token in self._tokenizer.normalizer.normalize_str(text) for token in self._all)
 
-    def marked(self, value: Any, mark: str, answer: bool = False) -> Any:
+    def marked(self, value: Any, mark: str, is_answer: bool = False) -> Any:
         """Return the JSON value with a mark inserted into each special token in its strings.
 
-        In an assistant's message (`answer`) the tokens `marks` stay unchanged.
+        In an assistant's message (`is_answer`) the tokens `marks` stay unchanged.
         """
         if isinstance(value, str):
-            return self._mark_text(value, mark, self._specials if answer else self._all)
+            return self._mark_text(value, mark, self._specials if is_answer else self._all)
         if isinstance(value, Mapping):
-            answer = answer or value.get("role") == "assistant"
-            return {self.marked(key, mark, answer): self.marked(item, mark, answer) for key, item in value.items()}
+            is_answer = is_answer or value.get("role") == "assistant"
+            return {
+                self.marked(key, mark, is_answer): self.marked(item, mark, is_answer) for key, item in value.items()
+            }
         if isinstance(value, list | tuple):
-            return self._mark_parts([self.marked(item, mark, answer) for item in value], mark)
+            return self._mark_parts([self.marked(item, mark, is_answer) for item in value], mark)
         return value
 
     def _mark_text(self, text: str, mark: str, tokens: Collection[str]) -> str:
@@ -341,15 +344,16 @@ class SpecialText:
 
     def _mark_parts(self, parts: list[Any], mark: str) -> list[Any]:
         """Return the parts with a mark between texts that together form a special token."""
-        before = ""
-        for place, part in enumerate(parts):
+        text_before = ""
+        for index, part in enumerate(parts):
             text = part.get("text") if isinstance(part, dict) else None
             if not isinstance(text, str):
-                before = ""
+                text_before = ""
                 continue
-            if before and any(token in before + text for token in self._all):
-                parts[place] = {**part, "text": mark + text}
-            before = (before + parts[place]["text"])[-1000:]
+            if text_before and any(token in text_before + text for token in self._all):
+                parts[index] = {**part, "text": mark + text}
+            # Special tokens are shorter than this. The limit bounds the cost of messages with many parts.
+            text_before = (text_before + parts[index]["text"])[-1000:]
         return parts
 
     def ids(self, text: str, mark: str) -> list[int]:
@@ -357,9 +361,9 @@ class SpecialText:
 
         `mark`: the character that `marked` inserted into special tokens of clients.
         """
-        written = [token for token in self._all if token in text]
-        if written:
-            text = _any_of(written).sub(lambda match: self._names[match[0]], text)
+        template_tokens = [token for token in self._all if token in text]
+        if template_tokens:
+            text = _any_of(template_tokens).sub(lambda match: self._names[match[0]], text)
         text = text.replace(mark, "").replace(_escaped(mark), "")
         return list(self._renamed_tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -373,19 +377,24 @@ class SpecialText:
         model, names = settings["model"], self._names
         for token in settings["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])
+
         if isinstance(model["vocab"], dict):
             model["vocab"] = {names.get(token, token): id for token, id in model["vocab"].items()}
         else:
             model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
+
         if model.get("unk_token") in names:
             model["unk_token"] = names[model["unk_token"]]
         if "merges" in model:
             model["merges"] = [merge for merge in model["merges"] if not _merge_tokens(merge) & names.keys()]
+
+        # It adds special tokens by their former names, and prompts have them from the template.
         settings["post_processor"] = None
-        copy = Tokenizer.from_str(json.dumps(settings))
-        if any(copy.token_to_id(name) != self._tokenizer.token_to_id(token) for token, name in names.items()):
+
+        renamed = Tokenizer.from_str(json.dumps(settings))
+        if any(renamed.token_to_id(name) != self._tokenizer.token_to_id(token) for token, name in names.items()):
             raise ConfigError("the model's tokenizer cannot distinguish its special tokens from text")
-        return copy
+        return renamed
 
 
 def _escaped(character: str) -> str:

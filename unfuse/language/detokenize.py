@@ -25,9 +25,8 @@ class Detokenizer:
     tokens are omitted, except those in `marks`. The state depends on the tokens alone, so a new detokenizer that is fed
     the same tokens continues the text.
 
-    `marks`: the text of special tokens to show, by id.
-    `first`: false for tokens that continue a text, where the space that some tokenizers put before each text is part of
-    it.
+    `marks`: the text of special tokens that are not omitted, by id.
+    `first`: whether the tokens begin a text. Then the space that some tokenizers put before each text is omitted.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, marks: Mapping[int, str] | None = None, *, first: bool = True) -> None:
@@ -75,12 +74,12 @@ class StopStrings:
         # The text that was held back is the first `pending` characters of `string`.
         longest = self._longest_match()
         string, pending = longest.string, longest.length
-        for read, char in enumerate(text, 1):
+        for count, char in enumerate(text, 1):
             complete = [match for match in self._matches if match.advance(char)]
             if complete:
                 self._stopped = True
                 self.stopped_by = max(complete, key=lambda match: match.length).string
-                return _prefix(string, pending, text, pending + read - len(self.stopped_by)), True
+                return _prefix(string, pending, text, pending + count - len(self.stopped_by)), True
 
         return _prefix(string, pending, text, pending + len(text) - self._longest_match().length), False
 
@@ -134,15 +133,17 @@ def _prefix(string: str, pending: int, text: str, count: int) -> str:
 
 
 class ContentStopStrings:
-    """Stop strings for the content of a parsed answer, not its reasoning and tool calls.
+    """Ends an answer before the first stop string in its content.
+
+    Stop strings are not searched in its reasoning and its tool calls.
 
     Without parallel tool calls the text also stops after the first call.
     """
 
-    def __init__(self, strings: Sequence[str], reading: AnswerParsing) -> None:
+    def __init__(self, strings: Sequence[str], parsing: AnswerParsing) -> None:
         self._strings = strings
         self._stops = StopStrings(strings)
-        self._reader = AnswerReader(reading)
+        self._reader = AnswerReader(parsing)
 
     @property
     def stopped_by(self) -> str:
@@ -182,7 +183,7 @@ class ContentStopStrings:
                 if stopped:
                     return output, True
             else:
-                # A stop string does not extend over reasoning or a tool call.
+                # Stop strings apply to content only, and none extends over reasoning or a tool call.
                 output += self._stops.finish() + part.raw
                 self._stops = StopStrings(self._strings)
         return output, self._reader.is_over
@@ -213,9 +214,9 @@ class StopConditions(msgspec.Struct, frozen=True):
 class AnswerText:
     """The text of an answer while its tokens are generated, and why it ended.
 
-    `ending`: the stop conditions.
-    `most`: the maximum length in tokens.
-    `reading`: how the answer is parsed. With None, all of it is content.
+    `conditions`: the stop conditions.
+    `max_tokens`: the maximum length in tokens.
+    `parsing`: how the answer is parsed. With None, all of it is content.
     """
 
     #: The token ids that end the answer.
@@ -230,27 +231,31 @@ class AnswerText:
     stop_reason: str | int | None
 
     def __init__(
-        self, tokenizer: ChatTokenizer, ending: StopConditions, most: int, reading: AnswerParsing | None = None
+        self,
+        tokenizer: ChatTokenizer,
+        conditions: StopConditions,
+        max_tokens: int,
+        parsing: AnswerParsing | None = None,
     ) -> None:
-        self.end_ids = ending.stop_ids if ending.ignore_eos else tokenizer.stops | ending.stop_ids
-        self.max_tokens = most
+        self.end_ids = conditions.stop_ids if conditions.ignore_eos else tokenizer.stops | conditions.stop_ids
+        self.max_tokens = max_tokens
         self.deltas = []
         self.finish_reason = ""
         self.stop_reason = None
 
         self._tokenizer = tokenizer
-        self._ending = ending
-        self._reading = reading
-        marks = tokenizer.mark_ids(reading.marks) if reading else {}
-        if ending.keep_special:
+        self._conditions = conditions
+        self._parsing = parsing
+        marks = tokenizer.mark_ids(parsing.marks) if parsing else {}
+        if conditions.keep_special:
             marks |= {id: tokenizer.piece(id).decode(errors="replace") for id in tokenizer.specials}
-        self._detokenizer = Detokenizer(tokenizer, marks, first=not ending.continues)
-        self._stops = ContentStopStrings(ending.stops, reading) if reading else StopStrings(ending.stops)
+        self._detokenizer = Detokenizer(tokenizer, marks, first=not conditions.continues)
+        self._stops = ContentStopStrings(conditions.stops, parsing) if parsing else StopStrings(conditions.stops)
 
         self._starts = list[int]()  # for each token, the length of the text before it
         self._length = 0  # of the text of all tokens
         self._sent_length = 0  # of the text in all deltas
-        self._certain = 0  # how many of the first tokens have final text
+        self._final_tokens = 0  # how many of the first tokens have final text
 
     @property
     def has_reasoning(self) -> bool:
@@ -258,12 +263,12 @@ class AnswerText:
 
         Chat templates omit reasoning from later turns.
         """
-        reading = self._reading
-        if reading is None or reading.reasoning is None:
+        parsing = self._parsing
+        if parsing is None or parsing.reasoning is None:
             return False
         text = "".join(delta.text for delta in self.deltas)
-        marked = any(mark in text for mark in (reading.reasoning.start_mark, reading.reasoning.end_mark))
-        return marked or reading.starts_in_reasoning or reading.has_reasoning
+        has_marks = any(mark in text for mark in (parsing.reasoning.start_mark, parsing.reasoning.end_mark))
+        return has_marks or parsing.starts_in_reasoning or parsing.has_reasoning
 
     def add(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> TokenDelta:
         """Add a token, and return the new text that may be sent.
@@ -271,30 +276,34 @@ class AnswerText:
         `logprob`: the token's logprob, or None if not requested.
         `top`: (id, logprob) of the likeliest tokens, if requested.
         """
-        over = token in self.end_ids
+        is_end_token = token in self.end_ids
         self._starts.append(self._length)
-        hidden = over and not self._is_included(token)
-        text, stopped = ("", False) if hidden else self._feed(self._detokenizer.add(token))
+        is_hidden = is_end_token and not self._is_included(token)
+        text, stopped = ("", False) if is_hidden else self._feed(self._detokenizer.add(token))
 
-        self.finish_reason = "stop" if over or stopped else "length" if len(self._starts) == self.max_tokens else ""
+        self.finish_reason = (
+            "stop" if is_end_token or stopped else "length" if len(self._starts) == self.max_tokens else ""
+        )
+
+        # The text that was held back for later tokens is certain now, and may complete a stop string.
         if self.finish_reason and not stopped:
-            more, stopped = self._feed(self._detokenizer.finish())
-            text += more + ("" if stopped else self._stops.finish(cut=self.finish_reason == "length"))
+            remaining, stopped = self._feed(self._detokenizer.finish())
+            text += remaining + ("" if stopped else self._stops.finish(cut=self.finish_reason == "length"))
             self.finish_reason = "stop" if stopped else self.finish_reason
 
         if stopped:
             self.stop_reason = self._stops.stopped_by or None
-            text += self._stops.stopped_by if self._ending.include else ""
-        elif over and token in self._ending.stop_ids and token not in self._tokenizer.stops:
+            text += self._stops.stopped_by if self._conditions.include else ""
+        elif is_end_token and token in self._conditions.stop_ids and token not in self._tokenizer.stops:
             self.stop_reason = token
 
         self._sent_length += len(text)
-        self.deltas.append(self._delta(token, text, logprob, top, over=over, stopped=stopped))
+        self.deltas.append(self._delta(token, text, logprob, top, is_end_token=is_end_token, stopped=stopped))
         return self.deltas[-1]
 
     def _is_included(self, token: int) -> bool:
         """Return whether this token, which ends the answer, is part of it."""
-        return self._ending.include and token in self._ending.stop_ids
+        return self._conditions.include and token in self._conditions.stop_ids
 
     def _feed(self, text: str) -> tuple[str, bool]:
         """Add text.
@@ -303,7 +312,7 @@ class AnswerText:
         Stop strings are ignored in the first `min_tokens` tokens.
         """
         self._length += len(text)
-        if len(self._starts) <= self._ending.min_tokens:
+        if len(self._starts) <= self._conditions.min_tokens:
             return self._stops.skip(text), False
         return self._stops.feed(text)
 
@@ -314,17 +323,21 @@ class AnswerText:
         logprob: float | None,
         top: tuple[tuple[int, float], ...],
         *,
-        over: bool,
+        is_end_token: bool,
         stopped: bool,
     ) -> TokenDelta:
         """Return the delta of a token, with its logprobs if requested."""
         if logprob is None:
             return TokenDelta(token, text)
-        if self.finish_reason and (not stopped or self._ending.include):
-            self._certain = len(self._starts) - (over and not self._is_included(token))
-        while self._certain < len(self._starts) and self._starts[self._certain] < self._sent_length:
-            self._certain += 1
+        if self.finish_reason and (not stopped or self._conditions.include):
+            self._final_tokens = len(self._starts) - (is_end_token and not self._is_included(token))
+        while self._final_tokens < len(self._starts) and self._starts[self._final_tokens] < self._sent_length:
+            self._final_tokens += 1
 
-        data = tuple(self._tokenizer.piece(id) for id, _ in top)
-        named = tuple((id, token_name(token_bytes), value) for (id, value), token_bytes in zip(top, data, strict=True))
-        return TokenDelta(token, text, logprob, named, TokenBytes(self._tokenizer.piece(token), data, self._certain))
+        top_bytes = tuple(self._tokenizer.piece(id) for id, _ in top)
+        top_logprobs = tuple(
+            (id, token_name(token_bytes), value) for (id, value), token_bytes in zip(top, top_bytes, strict=True)
+        )
+        return TokenDelta(
+            token, text, logprob, top_logprobs, TokenBytes(self._tokenizer.piece(token), top_bytes, self._final_tokens)
+        )

@@ -40,6 +40,7 @@ MEMORY = 512 * 1024 * 1024
 #: The longest error message, in characters.
 MAX_ERROR = 300
 
+#: llguidance's own limits, besides those of the process.
 LIMITS = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
 
 
@@ -55,7 +56,7 @@ class _Bytes:
 
 
 class _Model:
-    """The tokenizer of a model, with the interface that llguidance expects."""
+    """A model's tokenizer, with the interface that llguidance expects."""
 
     bos_token_id = None
 
@@ -176,6 +177,7 @@ def serve(tokenizer: LLTokenizer, grammar: Grammar, connection: socket.socket, s
                 texts.pop(message.text, None)
                 continue
             with _cpu_limit(STEP_S):
+                # A copy, because a matcher advances with its text.
                 if message.text not in texts:
                     texts[message.text] = matcher.deep_copy()
                 answer = follow(texts[message.text], message)

@@ -1,7 +1,7 @@
 """Structured outputs: grammars that constrain decoding, each compiled in a process of its own.
 
-The process returns a bit mask of the tokens that may follow a text. No call here blocks longer than its caller allows.
-A grammar that exhausts or crashes its process fails only the texts that follow this grammar.
+The process returns a bit mask of the tokens that may follow a text. A step of decoding waits for it at most
+`patience_s` seconds. A grammar that exhausts or crashes its process fails only the texts that must match this grammar.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class AllowedTokensQuery(msgspec.Struct, frozen=True, array_like=True):
     text: int
     #: The position of the first of `ids` in the text.
     start: Annotated[int, msgspec.Meta(ge=0)] = 0
-    #: The token ids from `start` on, packed (`core.text.packed`).
+    #: The token ids from `start` on, packed (`core.text.pack_ids`).
     ids: bytes = b""
     #: Whether the text is over. The query then has no answer.
     is_over: bool = False
@@ -110,6 +110,7 @@ PATIENCE_S = 0.03
 #: The module that compiles grammars.
 PROGRAM = "unfuse.language.grammar_process"
 
+#: The error message for a grammar process that ended without an answer.
 TOO_MUCH = "the grammar exceeds the limits of computing time, memory or nesting: simplify it"
 
 
@@ -180,9 +181,9 @@ class _Process:
 class Grammars:
     """The grammar processes of one model, one per grammar.
 
-    `open` and `refusal` are thread-safe. A GrammarConstraint belongs to one thread.
+    `refusal` is thread-safe. `open`, and all constraints that it returns, must be used by one thread only.
 
-    `source`: the path of the model. With "" grammars can be checked, but not applied.
+    `source`: the path of the model; "": its tokens are bytes, to check grammars that no text follows.
     `patience_s`: seconds that a step waits for the allowed tokens. None: without limit.
     """
 
@@ -226,7 +227,7 @@ class Grammars:
     def process(self, grammar: bytes) -> _Process:
         """Return the process that the texts of this grammar share.
 
-        Starts it if needed, and closes idle processes beyond KEPT.
+        Starts it if needed, and closes idle processes beyond MAX_IDLE_PROCESSES.
         """
         process = self._processes.get(grammar)
         if process is None or process.dead:
@@ -239,7 +240,7 @@ class Grammars:
         return process
 
     def start(self, grammar: bytes) -> _Process:
-        """Start and return a process for a grammar, shared with no other text."""
+        """Start a new process for a grammar, and return it."""
         ours, theirs = socket.socketpair()
         file = os.memfd_create("grammar")
         try:
@@ -270,6 +271,7 @@ class Grammars:
         self.close()
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", PROGRAM, str(theirs.fileno()), self._source]
+        # The tokenizers library must start no threads, which a fork would not copy.
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
         with theirs:
             program = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
@@ -368,7 +370,7 @@ class GrammarConstraint:
     def _restart_in_private_process(self) -> None:
         """Continue in a new process, which no other text shares.
 
-        The shared one has ended because of this text or another.
+        The shared process has ended, because of this text or of another one.
         """
         self.close()
         self._process = self._grammars.start(self._grammar)
@@ -412,16 +414,16 @@ class ConstraintAfterReasoning:
     the mark that starts reasoning is allowed too.
     """
 
-    def __init__(self, constraint: GrammarConstraint, reading: AnswerParsing, tokenizer: ChatTokenizer) -> None:
-        format = reading.reasoning
+    def __init__(self, constraint: GrammarConstraint, parsing: AnswerParsing, tokenizer: ChatTokenizer) -> None:
+        format = parsing.reasoning
         assert format
         self._constraint = constraint
-        self._reader = ReasoningReader(format, reading.starts_in_reasoning)
-        self._detokenizer = Detokenizer(tokenizer, tokenizer.mark_ids(reading.marks))
+        self._reader = ReasoningReader(format, parsing.starts_in_reasoning)
+        self._detokenizer = Detokenizer(tokenizer, tokenizer.mark_ids(parsing.marks))
         self._all_tokens = b"\xff" * (-(-tokenizer.size // 8))
-        self._start_marks = tokenizer.mark_ids([format.start_mark]) if not reading.starts_in_reasoning else {}
-        self._read = 0  # how many tokens were read
-        self._reasoned = 0  # how many of them belong to the reasoning
+        self._start_marks = tokenizer.mark_ids([format.start_mark]) if not parsing.starts_in_reasoning else {}
+        self._read_tokens = 0  # how many tokens were read
+        self._reasoning_tokens = 0  # how many of them belong to the reasoning
 
     @property
     def compiling(self) -> bool:
@@ -434,7 +436,7 @@ class ConstraintAfterReasoning:
         They are computed in the background.
         """
         if self._is_constrained(ids):
-            self._constraint.query(ids[self._reasoned :])
+            self._constraint.query(ids[self._reasoning_tokens :])
 
     def waits(self, wait_s: float = 0.0) -> bool:
         """Return whether the answer is still overdue after waiting up to `wait_s` seconds.
@@ -450,9 +452,10 @@ class ConstraintAfterReasoning:
         """
         if not self._is_constrained(ids):
             return self._all_tokens
-        mask = self._constraint.allowed(ids[self._reasoned :])
+        mask = self._constraint.allowed(ids[self._reasoning_tokens :])
         if ids or mask is None:
             return mask
+
         bits = bytearray(mask)
         for id in self._start_marks:
             if id // 8 < len(bits):
@@ -473,12 +476,12 @@ class ConstraintAfterReasoning:
 
         They must extend the ids of the previous call.
         """
-        for id in ids[self._read :]:
-            reasoned = self._is_reasoning or id in self._start_marks
+        for id in ids[self._read_tokens :]:
+            is_reasoning = self._is_reasoning or id in self._start_marks
             self._reader.feed(self._detokenizer.add(id))
-            self._read += 1
-            if reasoned:
-                self._reasoned = self._read
+            self._read_tokens += 1
+            if is_reasoning:
+                self._reasoning_tokens = self._read_tokens
         return not self._is_reasoning
 
 

@@ -18,7 +18,7 @@ from unfuse.language.answer_reader import CALL_FORMATS
 #: A chat message: an object with a role, a content and more.
 Message = Mapping[str, Any]
 
-#: Types of content parts with a picture or video. They are handled as in new messages.
+#: Types of content parts with a picture or video. They stay as they are, and are read later like those of new messages.
 MEDIA_PARTS = ("image_url", "video_url", "video", "image")
 
 #: Types of text parts, of chat completions and of the Responses API.
@@ -50,14 +50,14 @@ def _read_message(message: Any, knows_developer: bool) -> Any:
 
 def _read_assistant(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return an assistant message with text content, and with arguments of calls as objects."""
-    read = {key: value for key, value in message.items() if key not in ("tool_calls", "function_call")}
+    converted = {key: value for key, value in message.items() if key not in ("tool_calls", "function_call")}
     calls = message.get("tool_calls")
     if not calls and isinstance(message.get("function_call"), Mapping):
         calls = [{"type": "function", "function": message["function_call"]}]
     if isinstance(calls, list):
         calls = [call for value in calls if (call := _read_call(value)) is not None]
     if calls:
-        read["tool_calls"] = calls
+        converted["tool_calls"] = calls
 
     content = message.get("content")
     if isinstance(content, list):
@@ -68,7 +68,7 @@ def _read_assistant(message: Mapping[str, Any]) -> dict[str, Any]:
         content = _replace_surrogates(message["refusal"])
     if content is None and not calls:
         content = ""
-    return {**read, "content": content, "reasoning_content": _read_reasoning(message)}
+    return {**converted, "content": content, "reasoning_content": _read_reasoning(message)}
 
 
 def _read_reasoning(message: Mapping[str, Any]) -> str | None:
@@ -86,6 +86,7 @@ def _read_part(part: Any) -> dict[str, Any] | None:
         return {"type": "text", "text": _replace_surrogates(part)}
     if not isinstance(part, Mapping):
         return None
+
     kind = part.get("type")
     if kind in MEDIA_PARTS:
         return dict(part)
@@ -129,9 +130,10 @@ def _read_call(call: Any) -> dict[str, Any] | None:
         function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         return None
+
     others = {key: value for key, value in call.items() if key != "custom"}
-    read = {"name": function["name"], "arguments": _read_arguments(function.get("arguments"))}
-    return {**others, "type": "function", "function": read}
+    converted = {"name": function["name"], "arguments": _read_arguments(function.get("arguments"))}
+    return {**others, "type": "function", "function": converted}
 
 
 def _read_arguments(arguments: Any) -> dict[str, Any]:
@@ -174,10 +176,10 @@ def system_in_user(messages: Sequence[Message]) -> list[Message]:
     if not messages or messages[0].get("role") != "system":
         return [*messages]
     system, *others = messages
-    place = next((place for place, message in enumerate(others) if message.get("role") == "user"), None)
-    if place is None:
+    index = next((index for index, message in enumerate(others) if message.get("role") == "user"), None)
+    if index is None:
         return [{**system, "role": "user"}, *others]
-    return [*others[:place], {**_join(system, others[place]), "role": "user"}, *others[place + 1 :]]
+    return [*others[:index], {**_join(system, others[index]), "role": "user"}, *others[index + 1 :]]
 
 
 def _join_user_messages(messages: Sequence[Message]) -> list[Message]:
@@ -243,9 +245,9 @@ def _split_calls(
     """
     separate = list[Mapping[str, Any]]()
     remaining = [*results]
-    for place, call in enumerate(calls):
+    for index, call in enumerate(calls):
         # The text of the message belongs to the first call.
-        separate.append({**message, "tool_calls": [call], **({"content": ""} if place else {})})
+        separate.append({**message, "tool_calls": [call], **({"content": ""} if index else {})})
         call_results = [result for result in remaining if result.get("tool_call_id") == call.get("id")]
         separate += call_results
         remaining = [result for result in remaining if result not in call_results]
@@ -266,20 +268,21 @@ For each call, answer with a JSON object of the function's name and its argument
 
 
 def with_calls(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, knows: bool
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, supports_tools: bool
 ) -> list[Mapping[str, Any]]:
     """Return the messages with tool calls in the form that the template supports.
 
-    If the template supports tools (`knows`), the calls become objects. Otherwise calls and their results become text,
+    If the template supports tools, the calls become objects. Otherwise calls and their results become text,
     and the system message describes the tools. Raises InvalidParameter for malformed calls.
     """
-    adapted = [_adapt_calls(message, number, knows) for number, message in enumerate(messages)]
-    if not tools or knows or not adapted:
+    adapted = [_adapt_calls(message, number, supports_tools) for number, message in enumerate(messages)]
+    if not tools or supports_tools or not adapted:
         return adapted
 
     instruction = CALL_INSTRUCTIONS.format(
         tools="\n".join(json.dumps(tool) for tool in tools), begin=PLAIN_FORMAT.open, end=PLAIN_FORMAT.close
     )
+
     system: Message = {"role": "system", "content": instruction}
     if not isinstance(adapted[0], Mapping) or adapted[0].get("role") != "system":
         return [system, *adapted]
@@ -309,39 +312,40 @@ def result_as_user(message: Any, number: int) -> Any:
     return {"role": "user", "content": f"<tool_response>\n{_text(message, number)}\n</tool_response>"}
 
 
-def _adapt_calls(message: Any, number: int, knows: bool) -> Any:
+def _adapt_calls(message: Any, number: int, supports_tools: bool) -> Any:
     """Return message `number` with its calls as objects, or as text.
 
-    They become text unless the template `knows` tools. A value that is not a message stays unchanged.
+    They become text unless the template supports tools. A value that is not a message stays unchanged.
     Raises InvalidParameter for malformed calls.
     """
     if not isinstance(message, Mapping):
         return message
-    if message.get("role") == "tool" and not knows:
+    if message.get("role") == "tool" and not supports_tools:
         return result_as_user(message, number)
+
     calls = message.get("tool_calls")
     if not calls:
         return {key: value for key, value in message.items() if key != "tool_calls"}
 
-    read = [call for value in calls if (call := _read_call(value))] if isinstance(calls, list) else []
-    if not isinstance(calls, list) or len(read) < len(calls):
+    converted = [call for value in calls if (call := _read_call(value))] if isinstance(calls, list) else []
+    if not isinstance(calls, list) or len(converted) < len(calls):
         raise InvalidParameter(f"messages[{number}].tool_calls must be a list of function calls", "messages")
 
-    if knows:
+    if supports_tools:
         return {
             "content": "",
             **{key: value for key, value in message.items() if value is not None},
-            "tool_calls": read,
+            "tool_calls": converted,
         }
 
-    written = (
+    calls_text = (
         PLAIN_FORMAT.open
-        + PLAIN_FORMAT.between.join(json.dumps(call["function"]) for call in read)
+        + PLAIN_FORMAT.between.join(json.dumps(call["function"]) for call in converted)
         + PLAIN_FORMAT.close
     )
     text = _text(message, number) if message.get("content") else ""
     reasoning = {key: message[key] for key in ("reasoning_content",) if message.get(key)}
-    return {"role": "assistant", **reasoning, "content": "\n".join(part for part in (text, written) if part)}
+    return {"role": "assistant", **reasoning, "content": "\n".join(part for part in (text, calls_text) if part)}
 
 
 def _text(message: Mapping[str, Any], number: int) -> str:

@@ -73,16 +73,16 @@ class _FreeBlocks:
 
         def fit_and_room(index: int) -> tuple[int, int]:
             start, end = self._gaps[index]
-            fits = min(max_blocks, end - start)
-            return fits, (end - start - fits) // (2 if start in tails else 1)
+            blocks = min(max_blocks, end - start)
+            return blocks, (end - start - blocks) // (2 if start in tails else 1)
 
         index = max(range(len(self._gaps)), key=fit_and_room)
         start, _ = self._gaps[index]
-        fits, room = fit_and_room(index)
+        blocks, room = fit_and_room(index)
 
         first = start + room if start in tails else start
-        self._allocate(index, (first, first + fits))
-        return first, first + fits
+        self._allocate(index, (first, first + blocks))
+        return first, first + blocks
 
     def release(self, run: Span) -> None:
         """Free a run, and merge it with the adjacent gaps."""
@@ -274,12 +274,12 @@ class KvSequence:
 
         Raises ValueError if they extend beyond the sequence; nothing is written then.
         """
-        written = 0
+        offset = 0
         for first, end in self.spans(start, start + keys.shape[1]):
-            source = slice(written, written + end - first)
+            source = slice(offset, offset + end - first)
             self._kv.keys[layer][:, first:end] = keys[:, source]
             self._kv.values[layer][:, first:end] = values[:, source]
-            written += end - first
+            offset += end - first
 
 
 def joined(tensor: Tensor, spans: list[Span]) -> Tensor:
@@ -294,10 +294,10 @@ def joined(tensor: Tensor, spans: list[Span]) -> Tensor:
 
 def _subspans(runs: Iterable[Span], start: int, stop: int) -> Iterator[Span]:
     """Yield the spans of positions `start` to `stop` of these runs, counted in order."""
-    passed = 0
+    offset = 0
     for first, end in runs:
-        low = max(start - passed, 0)
-        high = min(stop - passed, end - first)
+        low = max(start - offset, 0)
+        high = min(stop - offset, end - first)
         if low < high:
             yield first + low, first + high
-        passed += end - first
+        offset += end - first

@@ -17,7 +17,7 @@ from unfuse.core.errors import PermanentError
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: The weight of the likeliest token. A token 2⁴⁰ times less likely has weight 0 and is never drawn.
+#: The weight of the likeliest token. A token more than 2⁴⁰ times less likely has weight 0 and is never drawn.
 #: The sum of the weights of any vocabulary fits into 64 bits.
 UNIT_WEIGHT = 1 << 40
 
@@ -27,7 +27,7 @@ LN_2 = 0.6931471805599453
 #: Coefficients of the Taylor series of 2ˣ. It is accurate to 2·10⁻¹⁰ for |x| ≤ ½.
 SERIES = tuple(accumulate(range(1, 9), lambda term, n: term * LN_2 / n, initial=1.0))
 
-#: Temperatures below this mean greedy sampling, as in vLLM.
+#: A temperature below this selects greedy sampling, as in vLLM.
 GREEDY = 1e-5
 
 #: The least logprob that is returned. OpenAI's API uses it for tokens of almost no probability.
@@ -57,7 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     seed: int = 0
     #: How many of the likeliest tokens are returned with their logprobs. None: no logprobs at all.
     logprobs: int | None = None
-    #: The tokens `ends` are not drawn before this many other tokens.
+    #: The tokens in `end_ids` are not drawn before this many other tokens.
     min_tokens: int = 0
     #: The token ids that end a text.
     end_ids: tuple[int, ...] = ()
@@ -82,10 +82,10 @@ class SampledToken(msgspec.Struct, frozen=True):
 
 def sample(
     logits: Tensor,
-    how: SamplingParams,
+    params: SamplingParams,
     position: int,
     prompt_ids: Sequence[int],
-    made_ids: Sequence[int],
+    output_ids: Sequence[int],
     allowed: bytes | None = None,
 ) -> SampledToken:
     """Return the token to append at this position of a text.
@@ -95,38 +95,40 @@ def sample(
 
     `logits`: (vocabulary).
     `position`: the token's position, which together with the seed determines the draw.
-    `prompt_ids`, `made_ids`: the token ids of the prompt, and of the text generated so far.
+    `prompt_ids`, `output_ids`: the token ids of the prompt, and of the text generated so far.
     `allowed`: a bit mask by token id; only tokens whose bit is set are drawn. None: all.
     Raises PermanentError if the largest logit is not finite, and if no known token is allowed.
     """
-    scores = adjusted(logits, how, prompt_ids, made_ids)
+    scores = adjusted(logits, params, prompt_ids, output_ids)
     if not bool(scores.max().isfinite()):
         raise PermanentError("the logits of the next token are not finite: the model's weights may be damaged")
+
     if allowed is not None:
         scores = scores.masked_fill(~_unpack_mask(allowed, scores), float("-inf"))
-    scores = _exclude(scores, banned(how, made_ids))
+    scores = _exclude(scores, banned(params, output_ids))
 
-    if how.temperature < GREEDY:
+    if params.temperature < GREEDY:
         token = int(scores.argmax())
     else:
         # The draw is a point below the total weight. The token whose interval contains it is chosen.
-        sums = weights(scores, how).cumsum(0)
-        drawn = chance(how.seed, position) * int(sums[-1]) >> 64
-        token = int((sums <= drawn).sum())
+        # It is computed with Python's integers, because the product has more than 64 bits.
+        sums = weights(scores, params).cumsum(0)
+        point = chance(params.seed, position) * int(sums[-1]) >> 64
+        token = int((sums <= point).sum())
 
-    if how.logprobs is None:
+    if params.logprobs is None:
         return SampledToken(token)
     logprobs = logits.float().log_softmax(0)
-    best = logprobs.topk(min(how.logprobs, len(logprobs)))
-    top = tuple(zip(best.indices.tolist(), best.values.clamp(min=UNLIKELY).tolist(), strict=True))
+    topk = logprobs.topk(min(params.logprobs, len(logprobs)))
+    top = tuple(zip(topk.indices.tolist(), topk.values.clamp(min=UNLIKELY).tolist(), strict=True))
     return SampledToken(token, max(UNLIKELY, float(logprobs[token])), top)
 
 
-def banned(how: SamplingParams, made_ids: Sequence[int]) -> set[int]:
+def banned(params: SamplingParams, output_ids: Sequence[int]) -> set[int]:
     """Return the tokens that must not be drawn next."""
-    tokens = {*how.end_ids} if len(made_ids) < how.min_tokens else set[int]()
-    for *before, last in how.bad_words:
-        if not before or [*made_ids[-len(before) :]] == before:
+    tokens = {*params.end_ids} if len(output_ids) < params.min_tokens else set[int]()
+    for *prefix, last in params.bad_words:
+        if not prefix or [*output_ids[-len(prefix) :]] == prefix:
             tokens.add(last)
     return tokens
 
@@ -138,11 +140,11 @@ def _exclude(scores: Tensor, tokens: set[int]) -> Tensor:
     """
     import torch
 
-    known = [token for token in tokens if token < len(scores)]
-    if not known:
+    known_ids = [token for token in tokens if token < len(scores)]
+    if not known_ids:
         return scores
-    others = scores.index_fill(0, torch.tensor(known, device=scores.device), float("-inf"))
-    return others if bool(others.max() > float("-inf")) else scores
+    other_scores = scores.index_fill(0, torch.tensor(known_ids, device=scores.device), float("-inf"))
+    return other_scores if bool(other_scores.max() > float("-inf")) else scores
 
 
 def _unpack_mask(bits: bytes, scores: Tensor) -> Tensor:
@@ -171,7 +173,7 @@ def chance(seed: int, position: int) -> int:
     return int.from_bytes(blake2b(f"{seed}:{position}".encode(), digest_size=8).digest())
 
 
-def adjusted(logits: Tensor, how: SamplingParams, prompt_ids: Sequence[int], made_ids: Sequence[int]) -> Tensor:
+def adjusted(logits: Tensor, params: SamplingParams, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Tensor:
     """Return the logits as float64 with bias and penalties applied, (vocabulary).
 
     The repetition penalty is the first one, as in vLLM.
@@ -179,51 +181,52 @@ def adjusted(logits: Tensor, how: SamplingParams, prompt_ids: Sequence[int], mad
     import torch
 
     scores = logits.double()
-    if how.logit_bias:
-        biased = torch.tensor([*how.logit_bias], device=scores.device)
-        scores = scores.index_put((biased,), scores[biased] + scores.new_tensor([*how.logit_bias.values()]))
+    if params.logit_bias:
+        biased_ids = torch.tensor([*params.logit_bias], device=scores.device)
+        scores = scores.index_put((biased_ids,), scores[biased_ids] + scores.new_tensor([*params.logit_bias.values()]))
 
-    if how.repetition_penalty != 1:
-        text_ids = torch.tensor([*prompt_ids, *made_ids], dtype=torch.long, device=scores.device)
-        seen = text_ids.unique()  # type: ignore[no-untyped-call]
-        seen_scores = scores[seen]
+    if params.repetition_penalty != 1:
+        text_ids = torch.tensor([*prompt_ids, *output_ids], dtype=torch.long, device=scores.device)
+        seen_ids = text_ids.unique()  # type: ignore[no-untyped-call]
+        seen_scores = scores[seen_ids]
         penalized = torch.where(
-            seen_scores > 0, seen_scores / how.repetition_penalty, seen_scores * how.repetition_penalty
+            seen_scores > 0, seen_scores / params.repetition_penalty, seen_scores * params.repetition_penalty
         )
-        scores = scores.index_put((seen,), penalized)
+        scores = scores.index_put((seen_ids,), penalized)
 
-    if made_ids and (how.frequency_penalty or how.presence_penalty):
-        text_ids = torch.tensor(made_ids, device=scores.device)
-        seen, counts = text_ids.unique(return_counts=True)  # type: ignore[no-untyped-call]
-        penalty = counts.double() * how.frequency_penalty + how.presence_penalty
-        scores = scores.index_put((seen,), scores[seen] - penalty)
+    if output_ids and (params.frequency_penalty or params.presence_penalty):
+        text_ids = torch.tensor(output_ids, device=scores.device)
+        seen_ids, counts = text_ids.unique(return_counts=True)  # type: ignore[no-untyped-call]
+        penalty = counts.double() * params.frequency_penalty + params.presence_penalty
+        scores = scores.index_put((seen_ids,), scores[seen_ids] - penalty)
 
     return scores
 
 
-def weights(scores: Tensor, how: SamplingParams) -> Tensor:
-    """Return each token's probability as an integer weight, (vocabulary): ONE for the likeliest token.
+def weights(scores: Tensor, params: SamplingParams) -> Tensor:
+    """Return each token's probability as an integer weight, (vocabulary).
 
-    Tokens excluded by top-k, top-p or min-p have weight 0. Equally likely tokens are all included or all excluded.
+    The likeliest token has the weight UNIT_WEIGHT. Tokens excluded by top-k, top-p or min-p have weight 0. Equally
+    likely tokens are all included or all excluded.
     `scores`: the adjusted logits as float64, (vocabulary).
     """
     import torch
 
     # 2ˣ as a Taylor series of the fraction, shifted by the integer part: exp() differs between devices.
-    powers = ((scores - scores.max()) * (LOG2_E / how.temperature)).clamp(min=-62)
-    whole = powers.round()
-    fraction = powers - whole
+    powers = ((scores - scores.max()) * (LOG2_E / params.temperature)).clamp(min=-62)
+    integer = powers.round()
+    fraction = powers - integer
     series = torch.full_like(fraction, SERIES[-1])
     for factor in reversed(SERIES[:-1]):
         series = series.mul_(fraction).add_(factor)
-    weight = series.mul_(UNIT_WEIGHT).long() >> (-whole).long()
+    weight = series.mul_(UNIT_WEIGHT).long() >> (-integer).long()
 
-    if 0 < how.top_k < len(weight):
-        weight = weight * (weight >= weight.topk(how.top_k).values[-1])
-    if how.top_p < 1:
-        weight = weight * (weight >= _nucleus_threshold(weight, how.top_p))
-    if how.min_p > 0:
-        weight = weight * (weight >= int(how.min_p * UNIT_WEIGHT))
+    if 0 < params.top_k < len(weight):
+        weight = weight * (weight >= weight.topk(params.top_k).values[-1])
+    if params.top_p < 1:
+        weight = weight * (weight >= _nucleus_threshold(weight, params.top_p))
+    if params.min_p > 0:
+        weight = weight * (weight >= int(params.min_p * UNIT_WEIGHT))
     return weight
 
 
@@ -232,6 +235,6 @@ def _nucleus_threshold(weight: Tensor, share: float) -> Tensor:
     total = int(weight.sum())
 
     # All tokens lighter than this weigh less than the excluded share together: the nucleus needs none of them.
-    least = int((1 - share) * total) // len(weight)
-    largest = weight[weight >= least].sort(descending=True).values
-    return largest[int((largest.cumsum(0) < int(share * total)).sum())]
+    min_weight = int((1 - share) * total) // len(weight)
+    candidates = weight[weight >= min_weight].sort(descending=True).values
+    return candidates[int((candidates.cumsum(0) < int(share * total)).sum())]

@@ -37,7 +37,7 @@ WITHOUT_EFFECT = (
 class AnswerFormat(msgspec.Struct, frozen=True):
     """The required format of an answer: a JSON schema, or a grammar as text."""
 
-    #: The request field that it came from, for error messages.
+    #: The request field that sets the format, for error messages.
     param: str
     #: The notation.
     kind: Kind
@@ -73,9 +73,9 @@ def answer_format(fields: Mapping[str, Any]) -> AnswerFormat | None:
 def _read_formats(fields: Mapping[str, Any]) -> Iterator[AnswerFormat | None]:
     """Yield the formats in all fields of a request. Raises InvalidParameter."""
     yield _response_format(fields.get(FORMAT))
-    for name, read in FIELDS.items():
+    for name, read_field in FIELDS.items():
         if (value := fields.get(name)) is not None:
-            yield read(value, name)
+            yield read_field(value, name)
 
     structured = fields.get(STRUCTURED)
     if structured is None:
@@ -84,8 +84,9 @@ def _read_formats(fields: Mapping[str, Any]) -> Iterator[AnswerFormat | None]:
         raise InvalidParameter(f"{STRUCTURED} must be an object, not {printable(structured)}", STRUCTURED)
     for name, value in structured.items():
         if name not in STRUCTURES and name not in WITHOUT_EFFECT:
-            known = ", ".join(STRUCTURES)
-            raise InvalidParameter(f"{STRUCTURED} has no {printable(name)}: send one of {known}", STRUCTURED)
+            names = ", ".join(STRUCTURES)
+            raise InvalidParameter(f"{STRUCTURED} has no {printable(name)}: send one of {names}", STRUCTURED)
+        # `json_object: false` sets no format.
         if name in STRUCTURES and value is not None and value is not False:
             yield STRUCTURES[name](value, STRUCTURED)
 
@@ -193,8 +194,8 @@ def _response_format(value: object) -> AnswerFormat | None:
             raise InvalidParameter(f"{FORMAT} of type {kind} needs {NEEDS[kind]}", FORMAT)
 
     type_name = value.get("type") if isinstance(value, dict) else value
-    known = "text, json_object, json_schema, regex or grammar"
-    raise InvalidParameter(f"{FORMAT} must be of type {known}, not {printable(type_name)}", FORMAT)
+    types = "text, json_object, json_schema, regex or grammar"
+    raise InvalidParameter(f"{FORMAT} must be of type {types}, not {printable(type_name)}", FORMAT)
 
 
 def _strict(schema: object, options: Mapping[Any, Any]) -> AnswerFormat:

@@ -119,11 +119,13 @@ def of_folder(folder: Path) -> TokenizerFiles:
         entries = settings.get("chat_template") or []
         entries = [{"name": "default", "template": entries}] if isinstance(entries, str) else entries
         templates = {entry["name"]: entry["template"] for entry in entries}
-        from_files = {"default" if file == files[0] else file.stem: file.read_text() for file in files if file.exists()}
+        file_templates = {
+            "default" if file == files[0] else file.stem: file.read_text() for file in files if file.exists()
+        }
     except Exception as error:  # the tokenizers library raises only this type
         raise ConfigError(f"the tokenizer of model {folder} cannot be read ({error!r}); {REPAIR}") from error
     return TokenizerFiles(
-        folder, tokenizer, from_files or templates, named, stops if isinstance(stops, list) else [stops]
+        folder, tokenizer, file_templates or templates, named, stops if isinstance(stops, list) else [stops]
     )
 
 
@@ -136,8 +138,10 @@ def of_gguf(file: Path) -> TokenizerFiles:
     metadata = contents(file).metadata
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or split not in SPLITS:
-        served = f"supported is gpt2 with {', '.join(SPLITS)}"
-        raise ConfigError(f"{file} has a tokenizer {kind} with the pre-tokenizer {split}: {served}; add tokenizer.json")
+        supported = f"supported is gpt2 with {', '.join(SPLITS)}"
+        raise ConfigError(
+            f"{file} has a tokenizer {kind} with the pre-tokenizer {split}: {supported}; add tokenizer.json"
+        )
 
     ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in (*NAMED_IDS.values(), "eot", "eom")}
     templates = {
@@ -157,19 +161,19 @@ def of_gguf(file: Path) -> TokenizerFiles:
     return TokenizerFiles(file, tokenizer, templates, named, [ids["eos"], ids["eot"], ids["eom"]])
 
 
-def _byte_level_bpe(tokens: Sequence[str], merges: Sequence[str], how: PreTokenization) -> Tokenizer:
+def _byte_level_bpe(tokens: Sequence[str], merges: Sequence[str], pre_tokenization: PreTokenization) -> Tokenizer:
     """Return a byte-level BPE tokenizer, without its special tokens.
 
     The id of a token is its index in `tokens`. A merge is a text of two tokens with a space between them.
     """
     pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
     tokenizer = Tokenizer(
-        models.BPE({token: id for id, token in enumerate(tokens)}, pairs, ignore_merges=how.ignores_merges)
+        models.BPE({token: id for id, token in enumerate(tokens)}, pairs, ignore_merges=pre_tokenization.ignores_merges)
     )
-    if how.composed:
+    if pre_tokenization.composed:
         tokenizer.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(Regex(how.regex), "isolated")] if how.regex else []
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=how.splits_further)
+    splits = [pre_tokenizers.Split(Regex(pre_tokenization.regex), "isolated")] if pre_tokenization.regex else []
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre_tokenization.splits_further)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -202,8 +206,11 @@ class ChatTokenizer:
 
     def __init__(self, parts: TokenizerFiles) -> None:
         source, tokenizer, templates, named, stops = parts
+
+        # tokenizer.json may have settings of training, which would cut or pad prompts.
         tokenizer.no_truncation()
         tokenizer.no_padding()
+
         ids = {name: id for name, token in named.items() if (id := tokenizer.token_to_id(token)) is not None}
         added = tokenizer.get_added_tokens_decoder()
         self._added = {token.content: token.special for token in added.values()}  # token → whether it is special
@@ -213,6 +220,8 @@ class ChatTokenizer:
         self._named = named
 
         self._templates = {name: ChatTemplate(text, str(source)) for name, text in templates.items()}
+
+        # Chats with tools are rendered by the template `tool_use`, which therefore shows the format of calls.
         template = templates.get("tool_use") or templates.get("default", "")
         self.calls = format_of(template)
         self.reasoning = reasoning_of(template)
@@ -269,34 +278,36 @@ class ChatTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         *,
-        shows: Collection[str] = (),
+        media_types: Collection[str] = (),
         edit: Callable[[str], str] = str,
     ) -> list[int]:
         """Return the ids of a chat up to the beginning of the answer.
 
         All special tokens, including the first one, come from the template; in the texts of messages they are plain
-        text. Content parts of the types in `shows` are passed to the template, and `edit` may change the rendered text.
+        text. Content parts of the types in `media_types` are passed to the template. `edit` may change the rendered
+        text.
         With `continue_final_message` in `template_kwargs`, the prompt ends with the text of the last message.
         Raises InvalidParameter for messages that are malformed, or that the template refuses.
         """
         template = self._template(tools)
-        variables = {**(template_kwargs or {}), "messages": plain(messages, shows), "tools": tools}
+        variables = {**(template_kwargs or {}), "messages": plain(messages, media_types), "tools": tools}
         continue_final_message = bool(variables.pop("continue_final_message", False))
 
-        # `mark` is inserted into special tokens in clients' texts, `end` shows where the last message ends.
+        # `mark` is inserted into special tokens in clients' texts. `end_mark` is appended to the last message, with a
+        # space that shows whether the template trims the message.
         has_special = self._special_text.occurs_in(variables)
-        mark = end = ""
+        mark = end_mark = ""
         if has_special or continue_final_message:
-            mark, end = unused_characters("".join((*texts_in(variables), template.text, *self._added)), 2)
+            mark, end_mark = unused_characters("".join((*texts_in(variables), template.text, *self._added)), 2)
         if continue_final_message:
-            variables["messages"] = _append_to_last(variables["messages"], f"{end} ")
+            variables["messages"] = _append_to_last(variables["messages"], f"{end_mark} ")
         if has_special:
             variables = self._special_text.marked(variables, mark)
 
         defaults = {**self._named, "documents": None, "add_generation_prompt": not continue_final_message}
         text = _render(template, self._adapt_content(template, variables.pop("messages")), defaults | variables)
         if continue_final_message:
-            text = _cut_at(text, end)
+            text = _cut_at(text, end_mark)
         return self._special_text.ids(edit(text), mark) if has_special else self.ids(edit(text))
 
     def _template(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
@@ -312,11 +323,11 @@ class ChatTokenizer:
 
     @cached_property
     def _special_text(self) -> SpecialText:
-        """The distinction of special tokens in clients' texts from those that templates write."""
+        """Distinguishes special tokens in clients' texts from those that templates write."""
         special = {token for token, is_special in self._added.items() if is_special}
         special |= {token for id in self.stops if (token := self._tokenizer.id_to_token(id)) in self._added}
-        written = "".join(_render_short_chat(template, self._named) for template in self._templates.values())
-        return SpecialText(self._tokenizer, special, {token for token in self._added if token in written} - special)
+        rendered = "".join(_render_short_chat(template, self._named) for template in self._templates.values())
+        return SpecialText(self._tokenizer, special, {token for token in self._added if token in rendered} - special)
 
     def start_of_answer(
         self,
@@ -337,10 +348,10 @@ class ChatTokenizer:
         variables = {**self._named, "tools": tools, "documents": None}
         adapted = self._adapt_content(template, texts)
         with suppress(InvalidParameter):
-            whole = _render(template, adapted, {**variables, "add_generation_prompt": True, **kwargs})
-            before = _render(template, adapted, {**variables, **kwargs, "add_generation_prompt": False})
-            if whole.startswith(before):
-                return whole[len(before) :]
+            with_start = _render(template, adapted, {**variables, "add_generation_prompt": True, **kwargs})
+            without_start = _render(template, adapted, {**variables, **kwargs, "add_generation_prompt": False})
+            if with_start.startswith(without_start):
+                return with_start[len(without_start) :]
         return ""
 
     def mark_ids(self, marks: Iterable[str]) -> dict[int, str]:
@@ -360,8 +371,8 @@ class ChatTokenizer:
         if not self._templates:
             return messages, tools
         mentions_developer = re.search("['\"]developer['\"]", self._template(tools).text) is not None
-        read = read_leniently(messages, knows_developer=mentions_developer)
-        adapted = self._adapt_roles(with_calls(read, tools, self._supports_tools), self._template(tools))
+        converted = read_leniently(messages, knows_developer=mentions_developer)
+        adapted = self._adapt_roles(with_calls(converted, tools, self._supports_tools), self._template(tools))
         return adapted, tools if self._supports_tools else None
 
     def _adapt_roles(self, messages: Sequence[Any], template: ChatTemplate) -> Sequence[Any]:
@@ -372,17 +383,19 @@ class ChatTokenizer:
         roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
         for role in dict.fromkeys(role for role in roles if isinstance(role, str) and role not in ROLES):
             if not self._renders_role(template, role, later=True):
-                what = f"messages[{roles.index(role)}].role is {printable(role)}"
-                known = f"send one of {', '.join(ROLES[:5])}"
-                raise InvalidParameter(f"{what}, which the model's chat template ignores: {known}", "messages")
+                problem = f"messages[{roles.index(role)}].role is {printable(role)}"
+                remedy = f"send one of {', '.join(ROLES[:5])}"
+                raise InvalidParameter(f"{problem}, which the model's chat template ignores: {remedy}", "messages")
+
         if "tool" in roles and not self._renders_role(template, "tool", later=True):
             messages = [result_as_user(message, number) for number, message in enumerate(messages)]
+
         if None in roles or "system" not in roles:
             return messages
         if "system" in roles[1:] and not self._renders_role(template, "system", later=True):
             messages = systems_first(messages)
-        first = messages[0]["role"] == "system" and not self._renders_role(template, "system", later=False)
-        return system_in_user(messages) if first else messages
+        ignores_first = messages[0]["role"] == "system" and not self._renders_role(template, "system", later=False)
+        return system_in_user(messages) if ignores_first else messages
 
     def _renders_role(self, template: ChatTemplate, role: str, *, later: bool) -> bool:
         """Return whether a template renders messages of this role.
@@ -409,6 +422,7 @@ class ChatTokenizer:
         key = template.text, json.dumps(chat)
         if key in self._probe_results:
             return self._probe_results[key]
+
         rendered = None
         with suppress(InvalidParameter):
             variables = {**self._named, "tools": None, "documents": None, "add_generation_prompt": True}
@@ -420,7 +434,7 @@ class ChatTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids, without special tokens; U+FFFD for invalid UTF-8."""
         text_ids = [id for id in ids if id not in self.specials]
-        return b"".join(self.piece(id, place == 0) for place, id in enumerate(text_ids)).decode(errors="replace")
+        return b"".join(self.piece(id, index == 0) for index, id in enumerate(text_ids)).decode(errors="replace")
 
     def piece(self, id: int, first: bool = False) -> bytes:
         """Return the bytes of a token, special or not; b"" for an unknown id.
@@ -472,43 +486,44 @@ def _render(template: ChatTemplate, messages: Sequence[Message], variables: Mapp
         tools = variables.get("tools")
         completed = {**variables, "tools": [*map(with_properties, tools)]} if tools else variables
 
-        before = [*messages] if completed == variables else None
+        previous = [*messages] if completed == variables else None
         for simpler in ([*messages], *simpler_forms(messages)):
-            if simpler != before:
+            if simpler != previous:
                 with suppress(InvalidParameter):
                     return template.prompt(simpler, completed)
-            before = simpler
+            previous = simpler
         raise
 
 
-def _append_to_last(messages: Sequence[Mapping[str, Any]], end: str) -> list[Mapping[str, Any]]:
-    """Return the messages with `end` appended to the last one.
+def _append_to_last(messages: Sequence[Mapping[str, Any]], end_mark: str) -> list[Mapping[str, Any]]:
+    """Return the messages with `end_mark` appended to the last one.
 
     Raises InvalidParameter if that has no text.
     """
-    *before, last = messages
+    *others, last = messages
     content = last.get("content")
     if isinstance(content, str):
-        return [*before, {**last, "content": content + end}]
+        return [*others, {**last, "content": content + end_mark}]
+
     parts = list(content or ())
-    for place in range(len(parts) - 1, -1, -1):
-        if parts[place].get("type") == "text":
-            parts[place] = {**parts[place], "text": parts[place]["text"] + end}
-            return [*before, {**last, "content": parts}]
+    for index in range(len(parts) - 1, -1, -1):
+        if parts[index].get("type") == "text":
+            parts[index] = {**parts[index], "text": parts[index]["text"] + end_mark}
+            return [*others, {**last, "content": parts}]
     message = "continue_final_message: the last message has no text to continue"
     raise InvalidParameter(message, "continue_final_message")
 
 
-def _cut_at(text: str, end: str) -> str:
-    """Return the text before the last `end`, without the white space that a template trims.
+def _cut_at(text: str, end_mark: str) -> str:
+    """Return the text before the last `end_mark`, without the white space that a template trims.
 
     Raises InvalidParameter.
     """
-    before, separator, behind = text.rpartition(end)
+    before, separator, after = text.rpartition(end_mark)
     if not separator:
         message = "continue_final_message: the model's chat template changes the last message, so leave it out"
         raise InvalidParameter(message, "continue_final_message")
-    return before if behind.startswith(" ") else before.rstrip()
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _byte_decoder(source: Path, tokenizer: Tokenizer) -> tuple[Callable[[str], bytes], bool]:
@@ -525,6 +540,7 @@ def _byte_decoder(source: Path, tokenizer: Tokenizer) -> tuple[Callable[[str], b
             f"{source}: a tokenizer with the decoder {', '.join(steps)} is not supported; supported: byte-level "
             "and SentencePiece tokenizers"
         )
+
     strips = "Strip" in steps or steps.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
     return _sentencepiece_bytes, strips
 

@@ -29,7 +29,7 @@ NO_PARAMETERS = {"type": "object", "additionalProperties": False}
 #: The same for chat templates.
 NO_PARAMETERS_IN_TEMPLATE = {"type": "object", "properties": {}}
 
-#: Names of functions, as in MCP. OpenAI's API allows 64 characters, and no dot.
+#: The names that a function may have, as in MCP. OpenAI's API allows 64 characters, and no dot.
 _NAME = re.compile("[a-zA-Z0-9_.-]{1,128}")
 
 #: Whether a model may or must call a function.
@@ -82,21 +82,23 @@ def read_tools(fields: Mapping[str, Any]) -> Tools | None:
 
     Raises InvalidParameter.
     """
-    for name, newer in OLDER.items():
+    for name, replacement in OLDER.items():
         if fields.get(name) is not None:
-            raise InvalidParameter(f"{name} is deprecated: send {newer} instead", name)
+            raise InvalidParameter(f"{name} is deprecated: send {replacement} instead", name)
+
     functions, choice = fields.get("tools"), fields.get("tool_choice")
     if functions is None or functions == []:
         if choice not in (None, "none", "auto"):
             raise InvalidParameter("tool_choice needs tools: send tools, or leave it out", "tool_choice")
         return None
+
     if not isinstance(functions, list) or len(functions) > MAX_TOOLS:
         raise InvalidParameter(f"tools must be a list of at most {MAX_TOOLS} functions", "tools")
 
     tools = tuple(_read_function(value, f"tools[{number}]") for number, value in enumerate(functions))
     names = tuple(tool["function"]["name"] for tool in tools)
-    if double := next((name for name in names if names.count(name) > 1), None):
-        raise InvalidParameter(f"tools: two functions have the name {double}", "tools")
+    if duplicate := next((name for name in names if names.count(name) > 1), None):
+        raise InvalidParameter(f"tools: two functions have the name {duplicate}", "tools")
     return _apply_choice(choice, Tools(tools, "auto", names, fields.get("parallel_tool_calls") is not False))
 
 
@@ -116,8 +118,8 @@ def _apply_choice(choice: object, tools: Tools) -> Tools | None:
             return replace(tools, choice="required", names=(name,), allows_several_calls=False)
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}}:
             return replace(tools, choice=mode, names=_allowed(allowed, names))
-    known = f"none, auto, required, allowed_tools, or a function by its name ({', '.join(names)[:200]})"
-    raise InvalidParameter(f"tool_choice must be {known}, not {printable(choice)}", "tool_choice")
+    choices = f"none, auto, required, allowed_tools, or a function by its name ({', '.join(names)[:200]})"
+    raise InvalidParameter(f"tool_choice must be {choices}, not {printable(choice)}", "tool_choice")
 
 
 def _allowed(allowed: list[Any], names: tuple[str, ...]) -> tuple[str, ...]:
@@ -140,56 +142,62 @@ def _allowed(allowed: list[Any], names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(allowed_names)
 
 
-def _read_function(value: Any, where: str) -> dict[str, Any]:
+def _read_function(value: Any, location: str) -> dict[str, Any]:
     """Return a tool as an object with `type` and `function`. Raises InvalidParameter.
 
-    `where`: its place in the request, for error messages.
+    `location`: its path in the request, such as "tools[0]", for error messages.
     """
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "function":
-        message = f"{where} is of type {kind[:40]}, which is not supported: send it as a tool of type function"
+        message = f"{location} is of type {kind[:40]}, which is not supported: send it as a tool of type function"
         raise InvalidParameter(message, "tools")
     if kind == "function" and "function" not in value and "name" in value:  # the form of the Responses API
         value = {"type": kind, "function": {key: item for key, item in value.items() if key != "type"}}
+
     function = value.get("function") if kind == "function" else None
     if not isinstance(function, dict):
-        raise InvalidParameter(f"{where} must be an object of type function, with a function", "tools")
+        raise InvalidParameter(f"{location} must be an object of type function, with a function", "tools")
+
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         rule = "1 to 128 letters, digits, _, . or -"
-        raise InvalidParameter(f"{where}.function.name must be {rule}, not {printable(name)}", "tools")
+        raise InvalidParameter(f"{location}.function.name must be {rule}, not {printable(name)}", "tools")
     if not isinstance(function.get("description"), str | None):
-        raise InvalidParameter(f"{where}.function.description must be a text", "tools")
+        raise InvalidParameter(f"{location}.function.description must be a text", "tools")
     if not isinstance(parameters, dict | None):
-        raise InvalidParameter(f"{where}.function.parameters must be a JSON schema, an object", "tools")
+        raise InvalidParameter(f"{location}.function.parameters must be a JSON schema, an object", "tools")
     strict_in(function, "tools")
     return dict(value)
 
 
 def grammar_of(
-    answer: AnswerFormat | None, tools: Tools | None, how: CallFormat, relaxed: bool = False
+    answer: AnswerFormat | None, tools: Tools | None, call_format: CallFormat, relaxed: bool = False
 ) -> Grammar | None:
     """Return the grammar of an answer with these tools; None for free text.
 
     With an answer format and optional tools, the model writes either calls or an answer of the format. With
     optional tools, some of them strict, any text is allowed, but a call must follow the schema.
 
-    `how`: the model's format of tool calls.
+    `call_format`: the model's format of tool calls.
     `relaxed`: relaxes the schemas as in `schema_text`.
     Raises InvalidParameter.
     """
     if tools is None:
         return answer.grammar(relaxed) if answer else None
     if tools.choice == "required":
-        return _lark("start: calls", *_calls(tools, how.as_written, relaxed))
+        return _lark("start: calls", *_calls(tools, call_format.as_written, relaxed))
     if answer is None:
-        strict = any(function.get("strict") is True for function in tools.callable)
-        return _lark(*_free(how), *_calls(tools, how, relaxed)) if strict and how.open and not how.written else None
+        has_strict = any(function.get("strict") is True for function in tools.callable)
+        return (
+            _lark(*_free(call_format), *_calls(tools, call_format, relaxed))
+            if has_strict and call_format.open and not call_format.written
+            else None
+        )
     if answer.kind != "json_schema":
         message = f"{answer.param} of type {answer.kind} does not allow tool calls: set tool_choice to none"
         raise InvalidParameter(message, answer.param)
     schema = answer.grammar(relaxed).text
-    return _lark("start: calls | answer", f"answer: %json {schema}", *_calls(tools, how.as_written, relaxed))
+    return _lark("start: calls | answer", f"answer: %json {schema}", *_calls(tools, call_format.as_written, relaxed))
 
 
 def _lark(*rules: str) -> Grammar:
@@ -202,30 +210,35 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-def _free(how: CallFormat) -> list[str]:
+def _free(call_format: CallFormat) -> list[str]:
     """Return rules for any text in which a call must follow a call's mark."""
-    mark = how.starts[0]
+    mark = call_format.starts[0]
     return [
         "start: (text_and_mark rest)* TEXT",
         f"text_and_mark[lazy]: TEXT {_literal(mark)}",
         "TEXT: /(.|\\n)*/",
-        f"rest: {_literal(how.open.removeprefix(mark))} body {_literal(how.close)}",
+        f"rest: {_literal(call_format.open.removeprefix(mark))} body {_literal(call_format.close)}",
     ]
 
 
-def _calls(tools: Tools, how: CallFormat, relaxed: bool) -> list[str]:
-    """Return the rules for `calls`, one or several, and for their `bodies`."""
+def _calls(tools: Tools, call_format: CallFormat, relaxed: bool) -> list[str]:
+    """Return the grammar rules for `calls` and for the body of each function's call."""
     names = [f"body_{number}" for number in range(len(tools.callable))]
-    more = f" ({_literal(how.between)} body){{0,{MAX_CALLS - 1}}}" if tools.allows_several_calls and how.between else ""
+    further_bodies = (
+        f" ({_literal(call_format.between)} body){{0,{MAX_CALLS - 1}}}"
+        if tools.allows_several_calls and call_format.between
+        else ""
+    )
     rules = [
-        f"calls: {_literal(how.open)} bodies {_literal(how.close)}",
-        f"bodies: body{more}",
+        f"calls: {_literal(call_format.open)} bodies {_literal(call_format.close)}",
+        f"bodies: body{further_bodies}",
         f"body: {' | '.join(names)}",
     ]
+
     for name, function in zip(names, tools.callable, strict=True):
-        head = _literal(how.head.replace("NAME", function["name"]))
+        head = _literal(call_format.head.replace("NAME", function["name"]))
         strict = function.get("strict") is True
         schema = function.get("parameters") or NO_PARAMETERS
         arguments = schema_text(schema, strict, "tools", relaxed)
-        rules.append(f"{name}: {head} %json {arguments} {_literal(how.tail)}")
+        rules.append(f"{name}: {head} %json {arguments} {_literal(call_format.tail)}")
     return rules

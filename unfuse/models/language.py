@@ -76,7 +76,7 @@ class LanguageFamily(Family):
         with model.reading("model"):
             limits = TextLimits(int(config["max_position_embeddings"]), int(config["vocab_size"]))
             pipeline, vision = self.pipeline(model, dtypes), self.vision(model)
-        if reason := refusal(config, sees=vision is not None):
+        if reason := refusal(config, multimodal=vision is not None):
             raise ConfigError(f"model {folder} cannot be served: {reason}")
 
         serving = read_serving(model.home, TextServingConfig)

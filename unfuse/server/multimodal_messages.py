@@ -69,7 +69,7 @@ def read_messages(
     reader = _MessageReader(vision)
     template_messages = [reader.message(message, index) for index, message in enumerate(messages)]
     edit = partial(_with_timestamps, vision, tokenizer, reader.moments)
-    ids = tokenizer.prompt(template_messages, tools, template_kwargs, shows=PLACEHOLDER_TYPES, edit=edit)
+    ids = tokenizer.prompt(template_messages, tools, template_kwargs, media_types=PLACEHOLDER_TYPES, edit=edit)
     ids = vision.expand_placeholders(ids, reader.media)
     return ids, tuple(reader.media), reader.uploads
 

@@ -34,7 +34,7 @@ class StageInput(msgspec.Struct, frozen=True):
 
     #: The parameters of the request.
     params: Params
-    #: The input tensors by name. Read-only: a stage never writes to them. Without the inputs in `received`.
+    #: The input tensors by name, without the input in `received`. Read-only: a stage never writes to them.
     tensors: Tensors
     #: The uploaded files that the stage reads, by name.
     uploads: Mapping[str, bytes] = {}
@@ -55,7 +55,9 @@ class StageInput(msgspec.Struct, frozen=True):
 class EncodedMedia(msgspec.Struct, frozen=True):
     """One encoded file for the result store: a picture, a video or a text."""
 
+    #: The MIME type of the file.
     content_type: str
+    #: The contents of the file.
     data: bytes
 
 
@@ -82,13 +84,13 @@ class OpenOutput(Protocol):
         """The tensors to write into, by name."""
 
     def completes_chunk(self, name: str, elements: int) -> bool:
-        """Return whether readers gain data once this is written.
+        """Return whether writing up to here completes a transfer chunk, which readers can then read.
 
-        `elements`: how many elements of tensor `name` would be written, and all of the tensors before it.
+        `elements`: how many elements of tensor `name` would be written, besides all tensors before it.
         """
 
     def written(self, name: str, elements: int) -> None:
-        """Announce that these first elements of a tensor are written and final. Never fails."""
+        """Announce that the first `elements` elements of a tensor are written and final. Never fails."""
 
 
 class StreamedInput(Protocol):
@@ -150,6 +152,7 @@ class ReportsTextStats(Protocol):
 class OneStepState:
     """The state of a task in a stage with one step."""
 
+    #: The inputs of the task.
     task: StageInput
     #: None before the step.
     output: StageOutput | None = None
@@ -181,9 +184,8 @@ class Stage(ABC):
     differs_alone = False
     #: Whether all tasks that may share a forward always do, within memory, without measuring if batching is faster.
     all_together = False
-    #: Whether the next step may run while `grown` reports the last one, and its prefix blocks are stored, in a second
-    #: thread. The report uses no data that steps need. It may find that the state is finished: then that step was
-    #: wasted.
+    #: Whether a second thread may call `new_chunks` for a step, and store its prefix blocks, while the next step runs.
+    #: The report of a step then uses no data that steps need. If it ends the task, the next step was computed in vain.
     can_overlap = False
 
     @abstractmethod
@@ -352,8 +354,8 @@ class SteppedStage(Stage, Generic[State]):
 
         The given state must not be used again.
         """
-        following: State = result
-        return following
+        next_state: State = result
+        return next_state
 
     @abstractmethod
     def progress(self, state: State) -> tuple[int, int]:
@@ -369,10 +371,11 @@ class SteppedStage(Stage, Generic[State]):
         for task in batch:
             state = self.start(task)
             while len({*self.progress(state)}) > 1:
-                (following,) = next_states(self, [state])
-                if isinstance(following, Exception):
-                    raise following
-                state = following
+                (next_state,) = next_states(self, [state])
+                if isinstance(next_state, Exception):
+                    raise next_state
+                state = next_state
+                # Called for its effect: an answer adds the step's token to its text here.
                 self.new_chunks(state)
 
             outputs.append(self.finish(state))
@@ -401,15 +404,18 @@ def need(params: Params, name: str, kind: type[T]) -> T:
     value = params.get(name)
     if kind is float and type(value) is int:
         return kind(value)
+
+    # In Python a bool is an int.
     if not isinstance(value, kind) or isinstance(value, bool):
         raise PermanentError(f"parameter {name} must be of type {kind.__name__}, not {value!r}")
     return value
 
 
-def need_tensor(task: StageInput, name: str, shape: Sequence[int | None], whole: bool = False) -> Tensor:
+def need_tensor(task: StageInput, name: str, shape: Sequence[int | None], integer: bool = False) -> Tensor:
     """Return a required input tensor of a task. Checks its shape and dtype.
 
-    `shape`: the expected shape; None is any length. `whole`: the dtype must be an integer, else floating point.
+    `shape`: the expected shape; None is any length.
+    `integer`: whether the dtype must be an integer; else it must be floating point.
     Raises PermanentError if the tensor is missing or does not match.
     """
     tensor = task.tensors.get(name)
@@ -418,10 +424,10 @@ def need_tensor(task: StageInput, name: str, shape: Sequence[int | None], whole:
 
     expected_shape = [side if side is not None else actual for side, actual in zip(shape, tensor.shape, strict=False)]
     has_shape = list(tensor.shape) == expected_shape and len(shape) == tensor.ndim
-    if not has_shape or tensor.is_floating_point() == whole:
+    if not has_shape or tensor.is_floating_point() == integer:
         sides = "×".join("any" if side is None else str(side) for side in shape)
         actual_type = f"{tensor.dtype} of {tuple(tensor.shape)}"
-        expected_kind = "integer" if whole else "floating point"
+        expected_kind = "integer" if integer else "floating point"
         raise PermanentError(f"input {name} must be {expected_kind} of {sides}, not {actual_type}")
     return tensor
 

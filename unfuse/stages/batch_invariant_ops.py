@@ -34,8 +34,13 @@ def _functions_named(names: str) -> frozenset[Function]:
 
     They are found in torch, torch.nn.functional, torch.special and Tensor.
     """
-    places = (functional, torch, Tensor, torch.special)
-    candidates = (getattr(place, name + end, None) for name in names.split() for end in ("", "_") for place in places)
+    namespaces = (functional, torch, Tensor, torch.special)
+    candidates = (
+        getattr(namespace, name + suffix, None)
+        for name in names.split()
+        for suffix in ("", "_")
+        for namespace in namespaces
+    )
     return frozenset(function for function in candidates if function is not None)
 
 
@@ -89,7 +94,7 @@ class BatchInvariantOps(TorchFunctionMode):
     def __init__(self, rows: int, parts: int = 1) -> None:
         super().__init__()
         self._rows = rows
-        self._lengths = rows, rows * parts
+        self._batch_sizes = rows, rows * parts
 
     @override
     def __torch_function__(
@@ -100,9 +105,10 @@ class BatchInvariantOps(TorchFunctionMode):
             args = (kwargs.pop("input"),)
 
         batch = args[0] if args else None
-        if not isinstance(batch, Tensor) or batch.dim() < 2 or batch.shape[0] not in self._lengths:
+        if not isinstance(batch, Tensor) or batch.dim() < 2 or batch.shape[0] not in self._batch_sizes:
             return func(*args, **kwargs)
 
+        # A slice may be contiguous for one row and not for several, and then `linear` takes another path.
         first_row = batch[: batch.shape[0] // self._rows]
         if func is functional.linear and first_row.is_contiguous():
             args = (batch := batch.contiguous(), *args[1:])
@@ -122,6 +128,7 @@ class BatchInvariantOps(TorchFunctionMode):
             return output
 
         outputs = [func(row_input, *args[1:], **kwargs) for row_input in batch.chunk(self._rows)]
+        # An in-place function has already written its result into the batch, through the views of its rows.
         is_in_place = outputs[0].data_ptr() == batch.data_ptr()
         return batch if is_in_place else torch.cat(outputs)
 
@@ -168,8 +175,8 @@ def _vectors_per_row(batch: Tensor, rows: int) -> int:
 
 
 def _shares_operand(args: Sequence[Any]) -> bool:
-    """Return whether all rows of a product share its other operand, such as a weight."""
-    return all(other.dim() <= MATRIX for other in args[1:2])
+    """Return whether the other operand of a product is the same for all rows."""
+    return all(operand.dim() <= MATRIX for operand in args[1:2])
 
 
 def one_by_one(rows: int, parts: int = 1) -> AbstractContextManager[object]:

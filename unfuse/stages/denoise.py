@@ -59,7 +59,9 @@ class NoiseScheduler(Protocol):
     Each request has its own, because it has state.
     """
 
+    #: The timestep of each step, (steps,).
     timesteps: Tensor
+    #: The noise level before each step and after the last, (steps + 1,).
     sigmas: Tensor
 
     def scale_model_input(self, sample: Tensor, timestep: Tensor) -> Tensor:
@@ -90,8 +92,8 @@ class Denoiser(Protocol):
     masks: Mapping[str, tuple[int | None, ...]]
     #: Shapes of further inputs, which both halves of guidance share. They keep their dtype.
     conditions: Mapping[str, tuple[int | None, ...]]
-    #: TOWARDS or AWAY: the half of guidance that comes first in the forward that an undivided pipeline uses for both.
-    #: "": there each half has its own forward.
+    #: CONDITIONAL or UNCONDITIONAL: which half of guidance comes first if an undivided pipeline computes both in one
+    #: forward. "": the pipeline computes each half in its own forward.
     first: str
 
     def verify(self, params: Params) -> None:
@@ -107,10 +109,7 @@ class Denoiser(Protocol):
         """Return further inputs that `predict` needs of a request, each (1, …)."""
 
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
-        """Return a new noise scheduler for one request, set to its first step.
-
-        `latents`: (1, …).
-        """
+        """Return a new noise scheduler for a request with these latents, (1, …)."""
 
     def predict(self, latents: Tensor, timestep: Tensor, inputs: Inputs, params: Params) -> Tensor:
         """Return the transformer's output for these latents, (rows, …).
@@ -153,6 +152,7 @@ class FeatureCache:
         """Install the hooks. Raises PermanentError for a transformer that cannot skip its blocks."""
         from diffusers import FirstBlockCacheConfig
 
+        # A call that failed midway has installed some hooks already; diffusers refuses to enable a cache twice.
         for transformer in self._transformers[len(self._hooks) :]:
             try:
                 transformer.enable_cache(FirstBlockCacheConfig(threshold=NEVER))
@@ -166,14 +166,15 @@ class FeatureCache:
 
     @contextmanager
     def use_memory(self, memory: Memory | None, threshold: float, forward: str) -> Iterator[None]:
-        """Run the forward of this name, within the block, with a request's cached residuals.
+        """Make the forwards in this context use a request's cached residuals.
 
-        `memory`: None: no residuals are used or stored. `threshold`: the relative change of the first block's residual
-        up to which the other blocks are skipped.
+        `memory`: the residuals; None: none are used or stored. `threshold`: the relative change of the first block's
+        residual up to which the other blocks are skipped. `forward`: the name under which residuals are stored.
         """
         with ExitStack() as contexts:
             for number, (transformer, hook) in enumerate(self._hooks):
                 hook.threshold = NEVER if memory is None else threshold
+                # diffusers has no public way to exchange the states of a hook.
                 hook.state_manager._state_cache = {} if memory is None else memory.setdefault(number, {})
                 contexts.enter_context(transformer.cache_context(forward))
             yield
@@ -183,11 +184,13 @@ class FeatureCache:
 class DenoiseState:
     """A request between two denoising steps."""
 
+    #: The parameters of the request.
     params: Params
     #: The latents after the last step, (1, …).
     latents: Tensor
     #: The noise scheduler. It changes with every step.
     scheduler: NoiseScheduler
+    #: The guidance scale of the request. Guidance applies above 1.
     guidance: float
     #: The transformer's inputs for the prompt, each (1, …).
     inputs: Inputs
@@ -201,7 +204,7 @@ class DenoiseState:
     step: int = 0
     #: The number of steps that were skipped at the start.
     skipped_steps: int = 0
-    #: What denoising must keep of a picture, or None.
+    #: The latents of a picture that must stay where its mask is 0, or None.
     kept_latents: KeptLatents | None = None
     #: The predicted final latents at the last step, (1, …), for previews.
     estimate: Tensor | None = None
@@ -278,17 +281,17 @@ class Denoise(SteppedStage[DenoiseState]):
             for name, shape in self._denoiser.embeds.items():
                 need_tensor(task, prefix + name, shape)
             for name, shape in self._denoiser.masks.items():
-                need_tensor(task, prefix + name, shape, whole=True)
+                need_tensor(task, prefix + name, shape, integer=True)
 
-        redraws = self._redraw.shapes(task) if self._redraw else {}
-        for name, shape in {**self._denoiser.conditions, **redraws}.items():
+        redraw_shapes = self._redraw.shapes(task) if self._redraw else {}
+        for name, shape in {**self._denoiser.conditions, **redraw_shapes}.items():
             need_tensor(task, name, shape)
 
     def batch_key(self, task: StageInput) -> Hashable:
         """Return a key of sizes, text length, adapters, their scale, and whether guidance applies."""
-        guided = applies(self._denoiser.guidance(task.params))
-        shared = (task.params.get(name) for name in ("max_sequence_length", "lora", "lora_scale"))
-        return super().batch_key(task), guided, task.derived.lora_id, *shared
+        is_guided = applies(self._denoiser.guidance(task.params))
+        shared_params = (task.params.get(name) for name in ("max_sequence_length", "lora", "lora_scale"))
+        return super().batch_key(task), is_guided, task.derived.lora_id, *shared_params
 
     @torch.no_grad()
     def start(self, task: StageInput) -> DenoiseState:
@@ -298,6 +301,8 @@ class Denoise(SteppedStage[DenoiseState]):
         """
         params, denoiser = task.params, self._denoiser
         generator = torch.Generator(self._noise_device).manual_seed(need(params, "seed", int))
+
+        # The picture's sample comes before the noise: pipelines draw both from one generator, in this order.
         moments, grid = task.tensors.get(MOMENTS), None
         if self._redraw and moments is not None:
             grid = self._redraw.sample_latents(moments.to(denoiser.device), generator)
@@ -338,17 +343,17 @@ class Denoise(SteppedStage[DenoiseState]):
         Raises PermanentError for a checkpoint with other shapes or steps than the task's.
         """
         initial = self.start(task)
-        saved = checkpoint.tensors.get("latents")
+        latents = checkpoint.tensors.get("latents")
         step = checkpoint.values.get("step")
         steps = range(len(initial.scheduler.timesteps))
-        if saved is None or saved.shape != initial.latents.shape or not isinstance(step, int) or step not in steps:
+        if latents is None or latents.shape != initial.latents.shape or not isinstance(step, int) or step not in steps:
             raise PermanentError(f"a checkpoint at step {step} does not match its task")
 
         restore_scheduler(initial.scheduler, checkpoint.tensors, checkpoint.values["scheduler"], initial.latents.device)
+
+        # `empty_like` restores the memory layout, by which convolutions round: see `layout`.
         return replace(
-            initial,
-            latents=torch.empty_like(initial.latents, dtype=saved.dtype).copy_(saved),
-            step=step,
+            initial, latents=torch.empty_like(initial.latents, dtype=latents.dtype).copy_(latents), step=step
         )
 
     def exact_batch_key(self, state: DenoiseState) -> Hashable:
@@ -358,10 +363,7 @@ class Denoise(SteppedStage[DenoiseState]):
         return state.tokens, self._sizes(state), phase, layout(state.latents)
 
     def step(self, batch: Sequence[DenoiseState]) -> list[Tensor | Exception]:
-        """Return the predictions, each (1, …).
-
-        A request whose prediction is not finite gets a PermanentError.
-        """
+        """Return the predictions, each (1, …), or a PermanentError for one that is not finite."""
         positive, negative = batch[0].tokens
         return self._checked_predictions(batch, self._fused or (self.differs_alone and positive == negative))
 
@@ -378,6 +380,7 @@ class Denoise(SteppedStage[DenoiseState]):
         estimate = None
         if state.params.get("preview_every"):
             sigma, next_sigma = state.scheduler.sigmas[step : step + 2].tolist()
+            # The change of this step, continued to noise level 0.
             estimate = latents - next_sigma * (latents - previous) / (next_sigma - sigma)
 
         latents = state.kept_latents.apply_to(state.scheduler, latents, step + 1) if state.kept_latents else latents
@@ -440,9 +443,9 @@ class Denoise(SteppedStage[DenoiseState]):
         if self._adapters is not None:
             self._adapters.use(batch[0].params, batch[0].lora_id)
         predictions = self._predict(batch, fused)
-        finite = torch.isfinite(predictions).flatten(1).all(1).tolist()
+        is_finite = torch.isfinite(predictions).flatten(1).all(1).tolist()
         dtype, rows = self._denoiser.dtype, enumerate(batch)
-        return [predictions[row : row + 1] if finite[row] else _not_finite(state, dtype) for row, state in rows]
+        return [predictions[row : row + 1] if is_finite[row] else _not_finite(state, dtype) for row, state in rows]
 
     def _forward(
         self, latents: Tensor, timestep: Tensor, inputs: Inputs, params: Params, rows_per_request: int = 1
@@ -460,11 +463,13 @@ class Denoise(SteppedStage[DenoiseState]):
 
         Uses the operations of an undivided pipeline in its order, because another order rounds differently.
         """
-        skipping = any(state.threshold for state in batch)
-        if len(batch) > 1 and (skipping or len({self._sizes(state) for state in batch}) > 1):
+        uses_feature_cache = any(state.threshold for state in batch)
+
+        # Cached residuals belong to one request, and inputs of other shapes cannot be concatenated.
+        if len(batch) > 1 and (uses_feature_cache or len({self._sizes(state) for state in batch}) > 1):
             return _concatenate([self._predict([state], fused) for state in batch])
-        memory = batch[0].memory if skipping else None
-        remembering = partial(self._feature_cache.use_memory, memory, batch[0].threshold)
+        memory = batch[0].memory if uses_feature_cache else None
+        use_memory = partial(self._feature_cache.use_memory, memory, batch[0].threshold)
 
         latents = _concatenate([_scaled_input(state) for state in batch]).to(self._denoiser.dtype)
         timestep = torch.stack([state.scheduler.timesteps[state.step] for state in batch])
@@ -475,16 +480,19 @@ class Denoise(SteppedStage[DenoiseState]):
         if negatives and fused:
             is_away_first = self._denoiser.first == UNCONDITIONAL
             pairs = zip(negatives, (state.inputs for state in batch), strict=True)
-            both = _concatenate_inputs([half for pair in pairs for half in (pair if is_away_first else reversed(pair))])
+            both_inputs = _concatenate_inputs(
+                [half for pair in pairs for half in (pair if is_away_first else reversed(pair))]
+            )
+            # `repeat_interleave` drops the memory layout.
             doubled_latents = latents.repeat_interleave(2, 0).contiguous(memory_format=layout(latents))
-            twice = doubled_latents, timestep.repeat_interleave(2, 0)
-            with remembering("both"):
-                halves = self._forward(*twice, both, params, 2 if self._paired else 1)
+            doubled = doubled_latents, timestep.repeat_interleave(2, 0)
+            with use_memory("both"):
+                halves = self._forward(*doubled, both_inputs, params, 2 if self._paired else 1)
             towards, away = halves[is_away_first::2], halves[not is_away_first :: 2]
         else:
 
             def predict_half(name: str, half_inputs: Inputs) -> Tensor:
-                with remembering(name):
+                with use_memory(name):
                     return self._forward(latents, timestep, half_inputs, params)
 
             if not negatives:
@@ -531,7 +539,6 @@ def _concatenate_inputs(rows: Sequence[Inputs]) -> Inputs:
 
 
 def _not_finite(state: DenoiseState, dtype: torch.dtype) -> PermanentError:
-
     steps = len(state.scheduler.timesteps)
     return PermanentError(
         f"denoising produced values that are not finite at step {min(state.step + 1, steps)} of {steps}: "
@@ -546,8 +553,8 @@ def scheduler_state(scheduler: object, fresh: object) -> tuple[dict[str, Tensor]
     one also in its last predictions. Tensors are copied to the CPU. Raises PermanentError for values of other types.
     """
     tensors: dict[str, Tensor] = {}
-    before = vars(fresh)
-    changed = {n: value for n, value in vars(scheduler).items() if n not in before or not _equal(value, before[n])}
+    original = vars(fresh)
+    changed = {n: value for n, value in vars(scheduler).items() if n not in original or not _equal(value, original[n])}
     return tensors, {name: _serialize(f"scheduler.{name}", value, tensors) for name, value in changed.items()}
 
 
@@ -563,7 +570,6 @@ def restore_scheduler(
 
 
 def _equal(left: Any, right: Any) -> bool:
-
     if isinstance(left, Tensor):
         return isinstance(right, Tensor) and left.dtype == right.dtype and torch.equal(left, right)
     if isinstance(left, list):
@@ -572,15 +578,12 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 def _serialize(name: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return the value in plain types.
-
-    A tensor becomes its name and whether it was on the CPU.
-    """
+    """Return the value with each tensor replaced by its name and its device."""
     if isinstance(value, Tensor):
         tensors[name] = value.detach().to("cpu", copy=True)
         return {"tensor": name, "cpu": value.device.type == "cpu"}
     if isinstance(value, list):
-        return [_serialize(f"{name}.{index}", part, tensors) for index, part in enumerate(value)]
+        return [_serialize(f"{name}.{index}", item, tensors) for index, item in enumerate(value)]
     if isinstance(value, PLAIN):
         return value
     raise PermanentError(f"a noise scheduler with a {type(value).__name__} in {name} cannot be saved between steps")
@@ -593,5 +596,5 @@ def _deserialize(value: Any, tensors: Mapping[str, Tensor | None], device: Any) 
         assert tensor is not None
         return tensor.clone() if value["cpu"] else tensor.to(device, copy=True)
     if isinstance(value, list):
-        return [_deserialize(part, tensors, device) for part in value]
+        return [_deserialize(item, tensors, device) for item in value]
     return value

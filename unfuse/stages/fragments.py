@@ -65,6 +65,8 @@ class Fragments:
         mdhd = _full_box(b"mdhd", pack(">4IHH", 0, 0, rate, 0, undefined_language, 0))
         hdlr = _full_box(b"hdlr", bytes(4), b"vide", bytes(12), b"video\0")
         dinf = _box(b"dinf", _full_box(b"dref", pack(">I", 1), _full_box(b"url ", flags=1)))
+
+        # 0x480000 is 72 dpi, 24 are the bits per pixel. Both are fixed by the standard.
         visual_entry = (
             pack(">HHIIIH", self._width, self._height, 0x480000, 0x480000, 0, 1) + bytes(32) + pack(">Hh", 24, -1)
         )
@@ -93,6 +95,8 @@ class Fragments:
         tfdt = _full_box(b"tfdt", pack(">Q", decode_time), version=1)
         sample = pack(">3I", self._rate.denominator, len(frame), KEY if _is_key_frame(frame) else OTHER)
 
+        # The data begins after this box and the header of `mdat`, 8 bytes. The offset has a fixed width, so a pass with
+        # offset 0 gives the size of the box.
         moof_size = len(self._moof(tfhd, tfdt, sample, 0))
         return self._moof(tfhd, tfdt, sample, moof_size + 8) + _box(b"mdat", frame)
 

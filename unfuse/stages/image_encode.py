@@ -72,6 +72,7 @@ class ImageEncode(Stage):
         if self._encoder.one_by_one and len(batch) > 1:
             return [output for task in batch for output in self.run([task])]
 
+        # `RedrawEncode` scales the mask to the latents; the VAE does not encode it.
         names = [name for name in self.uploads_of(batch[0].derived) if name != MASK]
         pictures = {name: [read_image(task.uploads[name]) for task in batch] for name in names}
         encoded = self._encoder.encode(pictures, batch[0].params)
@@ -109,7 +110,7 @@ MOMENTS = "moments"
 
 
 class KeptLatents(NamedTuple):
-    """The latents of a picture that denoising must keep where the mask is 0.
+    """The latents of a picture that must stay where its mask is 0.
 
     All three have the shape of the request's latents; the mask may have one channel only.
     """
@@ -122,7 +123,7 @@ class KeptLatents(NamedTuple):
     mask: Tensor
 
     def apply_to(self, scheduler: Any, latents: Tensor, step: int) -> Tensor:
-        """Return latents after a step, with the kept parts replaced by the picture's latents.
+        """Return latents after a step, with the picture's latents where the mask is 0.
 
         `step`: the number of steps done. The picture's latents get as much noise as the next step expects, none after
         the last.
@@ -141,7 +142,7 @@ class DenoiseStart(NamedTuple):
     latents: Tensor
     #: How many steps are skipped.
     step: int = 0
-    #: What denoising must keep of a picture, or None.
+    #: The latents of the picture that must stay where its mask is 0; None without a mask.
     kept_latents: KeptLatents | None = None
 
 
@@ -183,8 +184,8 @@ class Redraw:
         """
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-        as_pictures = moments.clone(memory_format=torch.channels_last)  # as the VAE made them: see `layout`
-        sample = DiagonalGaussianDistribution(as_pictures).sample(generator).to(self.dtype)
+        channels_last_moments = moments.clone(memory_format=torch.channels_last)  # the layout that the VAE returns
+        sample = DiagonalGaussianDistribution(channels_last_moments).sample(generator).to(self.dtype)
 
         shift, scale = self.config.get("shift_factor"), self.config.get("scaling_factor", 0.18215)
         if self.config.get("latents_mean"):
@@ -251,8 +252,8 @@ def layout(latents: Tensor) -> torch.memory_format:
 
     Convolutions round differently by layout.
     """
-    as_pictures = latents.ndim == 4 and not latents.is_contiguous()
-    return torch.channels_last if as_pictures else torch.contiguous_format
+    is_channels_last = latents.ndim == 4 and not latents.is_contiguous()
+    return torch.channels_last if is_channels_last else torch.contiguous_format
 
 
 class RedrawEncode(ImageEncode):
@@ -281,5 +282,5 @@ def _latent_mask(task: StageInput, encoded: StageOutput) -> Tensor | None:
 
     processor = VaeImageProcessor(vae_scale_factor=1, do_normalize=False, do_binarize=True, do_convert_grayscale=True)
     size = {side: need(task.params, side, int) for side in ("height", "width")}
-    changes = processor.preprocess(Image.eval(alpha, lambda opaque: 255 - opaque), **size)
-    return torch.nn.functional.interpolate(changes, size=tuple(moments.shape[-2:]))
+    change_mask = processor.preprocess(Image.eval(alpha, lambda opacity: 255 - opacity), **size)
+    return torch.nn.functional.interpolate(change_mask, size=tuple(moments.shape[-2:]))

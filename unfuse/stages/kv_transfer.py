@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from unfuse.parallel.group import Axis
 
-#: The names of the tensors: all full chunks (chunks, layers, heads, 2, CHUNK, width), and the last chunk if it is not
-#: full (layers, heads, 2, tokens, width).
+#: The names of the tensors: all full chunks (chunks, layers, heads, 2, PREFILL_CHUNK_TOKENS, width), and the tokens
+#: after them (layers, heads, 2, tokens, width).
 CHUNKS, LAST_CHUNK = "chunks", "rest"
 #: All heads.
 ALL = slice(None)
@@ -56,21 +56,21 @@ class KvLayout:
 
     def outline(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Return names, dtypes and shapes of the tensors."""
-        chunks, rest = divmod(self.tokens, PREFILL_CHUNK_TOKENS)
+        chunks, last_tokens = divmod(self.tokens, PREFILL_CHUNK_TOKENS)
         dtype = str(self.dtype).removeprefix("torch.")
         return [
             (CHUNKS, dtype, (chunks, self.layers, *self.unit(PREFILL_CHUNK_TOKENS))),
-            (LAST_CHUNK, dtype, (self.layers, *self.unit(rest))),
+            (LAST_CHUNK, dtype, (self.layers, *self.unit(last_tokens))),
         ]
 
     def fits(self, tensors: Mapping[str, Tensor | None]) -> bool:
         """Return whether these tensors are an object of this layout."""
-        types = [
+        actual_types = [
             (tensor.dtype, tuple(tensor.shape))
             for tensor in map(tensors.get, (CHUNKS, LAST_CHUNK))
             if tensor is not None
         ]
-        return types == [(self.dtype, shape) for _, _, shape in self.outline()]
+        return actual_types == [(self.dtype, shape) for _, _, shape in self.outline()]
 
     def read(self, tensors: Mapping[str, Any]) -> Iterator[tuple[int, int, Tensor]]:
         """Yield the units in order: (first token, layer, KV of shape `unit`)."""
@@ -83,7 +83,7 @@ class KvBlocks(NamedTuple):
 
     #: The number of tokens.
     tokens: int
-    #: The tensors CHUNKS and REST.
+    #: The tensors CHUNKS and LAST_CHUNK.
     tensors: Mapping[str, Tensor | None]
 
 
@@ -109,6 +109,8 @@ class KvReader:
     def write(self, piece: Tensor) -> None:
         """Consume the next bytes, uint8 (bytes,). Does nothing once the sequence is retracted."""
         memory = self._unit.view(torch.uint8)
+
+        # A sequence that was retracted between two calls has another length.
         while piece.numel() and (tokens := self._unit_tokens()) and self._kv.length == self._layout.tokens:
             elements = prod(self._layout.unit(tokens))
 
@@ -131,12 +133,12 @@ class KvReader:
 class KvWriter:
     """A writer of a sequence's KV into an object while prefill computes it.
 
-    Each unit is written once. Before `redirect`, nothing is written. The `first` chunks are left out.
+    Each unit is written once. Before `redirect`, nothing is written. Chunks before `first_chunk` are not written.
     """
 
-    def __init__(self, kv: KvSequence, layout: KvLayout, first: int = 0) -> None:
+    def __init__(self, kv: KvSequence, layout: KvLayout, first_chunk: int = 0) -> None:
         self._kv, self._layout = kv, layout
-        self._done = first * layout.layers
+        self._done = first_chunk * layout.layers
         self._output: OpenOutput | None = None
 
     def redirect(self, output: OpenOutput) -> None:
@@ -151,8 +153,10 @@ class KvWriter:
         )
         if not (self._output and chunks):
             return None
-        whole, rest = (self._output.tensors[name] for name in (CHUNKS, LAST_CHUNK))
-        return KvBlocks(chunks * PREFILL_CHUNK_TOKENS, {CHUNKS: whole[:chunks], LAST_CHUNK: rest[..., :0, :]})
+        full_chunks, last_chunk = (self._output.tensors[name] for name in (CHUNKS, LAST_CHUNK))
+        return KvBlocks(
+            chunks * PREFILL_CHUNK_TOKENS, {CHUNKS: full_chunks[:chunks], LAST_CHUNK: last_chunk[..., :0, :]}
+        )
 
     def layer(self, layer: int) -> None:
         """Write a layer's KV of the sequence's last chunk, if readers gain data by it.
@@ -173,7 +177,7 @@ class KvWriter:
     def prefix_block(self, number: int) -> Tensors:
         """Return the KV of a chunk as a prefix block.
 
-        Its only tensor is `kv`, (layers, 2, heads, CHUNK, width).
+        Its only tensor is `kv`, (layers, 2, heads, PREFILL_CHUNK_TOKENS, width).
         """
         span = number * PREFILL_CHUNK_TOKENS, (number + 1) * PREFILL_CHUNK_TOKENS
         return {"kv": torch.stack([torch.stack(self._kv.read(layer, *span)) for layer in range(self._layout.layers)])}
@@ -182,7 +186,8 @@ class KvWriter:
         """Return all tensors of a complete sequence; none if they were written into an output."""
         units = -(-self._layout.tokens // PREFILL_CHUNK_TOKENS) * self._layout.layers
         if self._output:
-            if self._done < units:  # no step has computed what came last
+            # No step writes the units of cached prefix blocks that end the sequence.
+            if self._done < units:
                 self._write(units, self._output.tensors)
                 self._output.written(*self._end_of(units))
             return {}
@@ -208,41 +213,41 @@ class KvWriter:
         return {name: torch.empty(shape, dtype=self._layout.dtype) for name, _, shape in outline}
 
     def _chunk(self, tensors: Mapping[str, Tensor], chunk: int) -> Tensor:
-        """Return where all layers of a chunk are: (layers, heads, 2, tokens, width)."""
+        """Return the part of the tensors that has this chunk: (layers, heads, 2, tokens, width)."""
         return tensors[CHUNKS][chunk] if chunk < self._layout.tokens // PREFILL_CHUNK_TOKENS else tensors[LAST_CHUNK]
 
     def _end_of(self, units: int) -> tuple[str, int]:
         """Return the position after this many units: the tensor, and elements of it."""
-        chunks, rest = divmod(self._layout.tokens, PREFILL_CHUNK_TOKENS)
-        full = chunks * self._layout.layers
-        if units <= full:
+        chunks, last_tokens = divmod(self._layout.tokens, PREFILL_CHUNK_TOKENS)
+        full_units = chunks * self._layout.layers
+        if units <= full_units:
             return CHUNKS, units * prod(self._layout.unit(PREFILL_CHUNK_TOKENS))
-        return LAST_CHUNK, (units - full) * prod(self._layout.unit(rest))
+        return LAST_CHUNK, (units - full_units) * prod(self._layout.unit(last_tokens))
 
 
 class SharedKvWriter(KvWriter):
     """Writes the KV of a sequence with tensor parallelism, where each rank has some heads.
 
-    After a step the ranks gather the chunks that it completed, and rank 0 writes them. Prefix blocks are read from
-    there.
+    After a step the ranks gather the chunks that it completed, and rank 0 writes them. Rank 0 reads prefix blocks from
+    these tensors.
 
     `layout`: that of all ranks' heads.
     `axis`: the ranks.
     """
 
-    def __init__(self, kv: KvSequence, layout: KvLayout, axis: Axis, first: int = 0) -> None:
-        super().__init__(kv, layout, first)
+    def __init__(self, kv: KvSequence, layout: KvLayout, axis: Axis, first_chunk: int = 0) -> None:
+        super().__init__(kv, layout, first_chunk)
         self._axis = axis
         self._new_tensors: dict[str, Tensor] = {}
 
     @property
     @override
     def written(self) -> None:
-        """None: other ranks than the first do not have the written KV."""
+        """None, on all ranks: only rank 0 has the written KV."""
 
     @override
     def layer(self, layer: int) -> None:
-        pass
+        """Do nothing: ranks gather once per step, not once per layer."""
 
     @override
     def stepped(self) -> None:

@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from unfuse.parallel.group import Group
 
 
-#: Tokens of the made-up prompt of a warm-up.
+#: The length of the made-up prompt of a warm-up, in tokens.
 WARM_UP_TOKENS = 16
 #: Seconds that a step waits for a grammar if it has nothing else to compute.
 PATIENCE_S = 0.005
 
-#: A token; the error of drawing it; or None while its grammar has not computed which tokens are allowed.
+#: A sampled token, or the error of sampling. None: the grammar has not computed the allowed tokens yet.
 Drawn = SampledToken | PermanentError | None
 
 #: Sampling parameters that are required numbers.
@@ -67,7 +67,7 @@ class PrefillState(SequenceState):
 
     #: Tokens in the KV cache before the last step.
     cached_tokens: int = 0
-    #: Writes the KV for decode.
+    #: Writes the KV of the prompt into the object that decode reads.
     handed_tokens: KvWriter = field(kw_only=True)
 
     @property
@@ -151,8 +151,8 @@ class Prefill(PromptStage[PrefillState]):
 class RecomputedChunks(PrefillState):
     """Whole chunks of a prompt and its answer, recomputed as prefill computes them.
 
-    Only chunks with tokens of the answer are computed. A token that is computed alone has other bytes than the same
-    token in a chunk, and the prefix cache must have the bytes of the chunk, for later prompts.
+    Only chunks with tokens of the answer are recomputed. Decode computed each of these tokens alone, and its KV then
+    has other bytes than in a chunk. The prefix cache must have the bytes of chunks, because prefill computes chunks.
     """
 
     #: The digests of the chunks, by their number.
@@ -183,7 +183,7 @@ class DecodeState(SequenceState):
 
     #: Tokens of the prompt.
     prompt: int = 0
-    #: How tokens are sampled.
+    #: The sampling parameters of the request.
     sampling: SamplingParams = SamplingParams()
     #: The text of the answer.
     words: AnswerText = field(kw_only=True)
@@ -223,7 +223,9 @@ class DecodeState(SequenceState):
 
 
 class ReceivedKv(StreamedInput):
-    """Receives the KV of a prompt in chunks (`StreamedInput`). Tokens without room are recomputed later.
+    """Receives the KV of a prompt in chunks (`StreamedInput`).
+
+    If the cache has no room for the whole prompt, the data is dropped, and decode computes the prompt's tokens.
 
     `tokens`: how many tokens of the prompt the object has.
     """
@@ -271,14 +273,21 @@ class Decode(PromptStage[DecodeState]):
 
     @override
     def warm_up(self) -> None:
-        """Decode one token of a made-up prompt, with a KV written as from prefill."""
+        """Decode one token of a made-up prompt, whose KV is written like that of prefill."""
         layout = self._sequences.layout(WARM_UP_TOKENS - 1)
         tensors = {name: torch.zeros(shape, dtype=layout.dtype) for name, _, shape in layout.outline()}
         kv, kv_blocks = self._sequences.start(0), self._kv_blocks(tensors, layout.tokens)
         assert kv_blocks
-        done = self._sequences.write_received_kv(kv, kv_blocks)
-        words = AnswerText(self._tokenizer, StopConditions(), 1)
-        state = DecodeState(kv, [0] * (done + 1), done, received_kv=kv_blocks, prompt=done + 1, words=words)
+        cached_tokens = self._sequences.write_received_kv(kv, kv_blocks)
+        answer_text = AnswerText(self._tokenizer, StopConditions(), 1)
+        state = DecodeState(
+            kv,
+            [0] * (cached_tokens + 1),
+            cached_tokens,
+            received_kv=kv_blocks,
+            prompt=cached_tokens + 1,
+            words=answer_text,
+        )
 
         (next_state,) = next_states(self, [state])
         self.release(state)
@@ -300,45 +309,47 @@ class Decode(PromptStage[DecodeState]):
     def start(self, task: StageInput) -> DecodeState:
         """Return the state before the first step.
 
-        A KV that does not fit into the cache now is written once there is room.
+        KV that has no room in the cache now is written once there is room.
         """
         prompt = unpack_ids(task.uploads[PROMPT])
         max_tokens, derived = need(task.params, "max_tokens", int), task.derived
 
-        words = AnswerText(self._tokenizer, ending(task.params, derived), max_tokens, derived.parsing)
+        answer_text = AnswerText(self._tokenizer, ending(task.params, derived), max_tokens, derived.parsing)
         ids = [*prompt]
         for data in task.recorded:
             delta: TokenDelta = decode(data, TokenDelta)
-            words.add(delta.id, delta.logprob, tuple((id, logprob) for id, _, logprob in delta.top))
+            answer_text.add(delta.id, delta.logprob, tuple((id, logprob) for id, _, logprob in delta.top))
             ids.append(delta.id)
 
         vision_inputs = self._sequences.vision_inputs(prompt, task)
-        sampling_params = msgspec.structs.replace(sampling(task.params), end_ids=tuple(words.end_ids))
+        sampling_params = msgspec.structs.replace(sampling(task.params), end_ids=tuple(answer_text.end_ids))
 
         if isinstance(task.received, ReceivedKv):
             kv = task.received.kv
-            done = task.received.tokens
+            cached_tokens = task.received.tokens
             kv_blocks = None
         else:
             kv_blocks = self._kv_blocks(task.tensors, len(prompt) - 1)
             with self._sequences.common_prefix(task.priority) as kv:
-                done = self._sequences.write_received_kv(kv, kv_blocks) if kv_blocks else 0
+                cached_tokens = self._sequences.write_received_kv(kv, kv_blocks) if kv_blocks else 0
 
         state = DecodeState(
             kv,
             ids,
-            done,
+            cached_tokens,
             vision=vision_inputs,
             received_kv=kv_blocks,
             prompt=len(prompt),
             sampling=sampling_params,
-            words=words,
+            words=answer_text,
             media=derived.media,
             extends=task.extends,
         )
         try:
             state = replace(state, constraint=self._open_constraint(task))
-            return replace(state, is_over=bool(words.finish_reason) or (bool(task.recorded) and _is_last(state)))
+
+            # An attempt that resumes after the last token of an answer has nothing left to compute.
+            return replace(state, is_over=bool(answer_text.finish_reason) or (bool(task.recorded) and _is_last(state)))
         except BaseException:
             self.release(state)
             raise
@@ -348,11 +359,12 @@ class Decode(PromptStage[DecodeState]):
         grammar = task.uploads.get(GRAMMAR)
         if grammar is None or (self._group and self._group.rank):
             return None
-        reading = task.derived.parsing
+        parsing = task.derived.parsing
+
         constraint: GrammarMatcher
         constraint = matcher = self._grammars.open(grammar)
-        if reading and reading.reasoning:
-            constraint = ConstraintAfterReasoning(matcher, reading, self._tokenizer)
+        if parsing and parsing.reasoning:
+            constraint = ConstraintAfterReasoning(matcher, parsing, self._tokenizer)
         self._sequences.constraints.add(constraint)
         return constraint
 
@@ -404,22 +416,28 @@ class Decode(PromptStage[DecodeState]):
             if isinstance(token, PermanentError):
                 results[state.kv] = token
             else:
+                # Without a token the step does not count: the next one computes its last tokens again, for the logits.
                 results[state.kv] = (state.kv.length if token else state.done), token
 
         return [results.get(state.kv, (state.done, None)) for state in batch]
 
-    def _sample_all(self, ends: Sequence[tuple[DecodeState, Tensor]]) -> list[Drawn]:
+    def _sample_all(self, samplable: Sequence[tuple[DecodeState, Tensor]]) -> list[Drawn]:
         """Sample the next token of each state, from logits (vocabulary,).
 
         On several ranks, rank 0 samples for all.
         """
         group = self._group
-        own_tokens = [_sample_token(*end) for end in ends] if group is None or group.rank == 0 else []
-        if group is None or not ends:
-            return own_tokens
+        sampled_tokens = (
+            [_sample_token(*state_and_logits) for state_and_logits in samplable]
+            if group is None or group.rank == 0
+            else []
+        )
+        if group is None or not samplable:
+            return sampled_tokens
 
+        # This raises the error of a rank whose forward failed, instead of waiting for its tokens.
         group.meet()
-        packed = encode([str(token) if isinstance(token, PermanentError) else token for token in own_tokens])
+        packed = encode([str(token) if isinstance(token, PermanentError) else token for token in sampled_tokens])
         tokens: list[SampledToken | str | None] = decode(group.exchange(packed)[0], list[SampledToken | str | None])
         return [PermanentError(token) if isinstance(token, str) else token for token in tokens]
 
@@ -443,11 +461,15 @@ class Decode(PromptStage[DecodeState]):
         """
         first_chunk = (state.prompt - 1) // PREFILL_CHUNK_TOKENS
         chunks = min((len(state.ids) - 1) // PREFILL_CHUNK_TOKENS, MAX_PREFIX_BLOCKS)
+
+        # Templates leave reasoning out of later turns, so no later prompt starts with these tokens.
         if not state.extends or first_chunk >= chunks or state.words.has_reasoning:
             return None
+        # If the prompt ends with a picture, the tokens after it have other positions than in a longer prompt.
         if state.vision and not state.vision.ends_in_text:
             return None
 
+        # The answer is complete, so every other sequence may take these blocks.
         self._sequences.step_back(state.kv)
         digests = self._sequences.digests(state.ids[: state.prompt], state.answer, state.media)
         writer = self._sequences.writer(state.kv, chunks * PREFILL_CHUNK_TOKENS, first_chunk)
@@ -468,7 +490,7 @@ class Decode(PromptStage[DecodeState]):
 
     @override
     def progress(self, state: DecodeState) -> tuple[int, int]:
-        """Return (tokens of the answer, its final or most tokens).
+        """Return (tokens of the answer so far, its final number or its maximum).
 
         While a finished answer still has chunks to recompute, one token less counts as done.
         """
@@ -489,9 +511,12 @@ class Decode(PromptStage[DecodeState]):
 
     @override
     def finish(self, state: DecodeState) -> StageOutput:
-        words = state.words
+        answer_text = state.words
         answer = Answer(
-            "".join(delta.text for delta in words.deltas), words.finish_reason, words.deltas, words.stop_reason
+            "".join(delta.text for delta in answer_text.deltas),
+            answer_text.finish_reason,
+            answer_text.deltas,
+            answer_text.stop_reason,
         )
         return StageOutput(media=(EncodedMedia("application/json", msgspec.json.encode(answer)),))
 
@@ -504,9 +529,9 @@ class Decode(PromptStage[DecodeState]):
 
 
 def _is_last(state: DecodeState) -> bool:
-    """Return whether the last token ends an answer, whatever its text.
+    """Return whether the last token ends the answer, by its id or the maximum length.
 
-    It does by its number (the maximum length) or by its id.
+    Stop strings are not checked.
     """
     return len(state.answer) == state.words.max_tokens or state.ids[-1] in state.words.end_ids
 

@@ -21,13 +21,13 @@ from unfuse.stages.refusal import refusal
 
 @dataclass(frozen=True)
 class VisionRows:
-    """The visible tokens of a chunk: those that stand for a picture or video."""
+    """The visible tokens of a chunk: those that represent a picture or video."""
 
     #: Their rows in the chunk, (visible tokens,).
     rows: Tensor
     #: Their embeddings, (visible tokens, width).
     embeddings: Tensor
-    #: What each deepstack layer adds to them, each (visible tokens, width).
+    #: The features that each deepstack layer adds to their hidden states, each (visible tokens, width).
     deep: list[Tensor]
 
 
@@ -36,20 +36,20 @@ class VisionInputs:
 
     Positions are (3, tokens): frame, row and column (multimodal rotary positions). Positions of the answer continue
     from the prompt's last token, in each of the three. This is what `generate` of transformers 5.23 does. Its forward,
-    if it gets no positions, continues from the largest position instead (`rope_deltas`), which differs if a video has
-    just been shown.
+    if it gets no positions, continues from the largest position instead (`rope_deltas`). The two differ if the prompt
+    ends with a video.
 
     `ids`: the token ids of the prompt.
+    `media`: its pictures and videos.
     `tensors`: the features of each picture and video, (tokens, width), by name.
     `layers`: the number of deepstack layers.
     Raises PermanentError if features are missing or of another size.
     """
 
     def __init__(
-        self, ids: Sequence[int], shown: Sequence[MediaItem], tensors: Tensors, vision: VisionConfig, layers: int
+        self, ids: Sequence[int], media: Sequence[MediaItem], tensors: Tensors, vision: VisionConfig, layers: int
     ) -> None:
-
-        runs = [*vision.token_runs(ids, shown)]
+        runs = [*vision.token_runs(ids, media)]
         self._positions = _token_positions(len(ids), runs, vision)
 
         suffixes = ["", *(f".{layer}" for layer in range(layers))]
@@ -74,16 +74,16 @@ class VisionInputs:
 
     def visible_rows(self, start: int, stop: int) -> VisionRows | None:
         """Return the visible tokens from `start` to `stop`, or None. Their rows count from `start`."""
-        rows, values = list[Tensor](), list[list[Tensor]]()
-        for place, parts in self._runs:
-            first, last = max(place, start), min(place + len(parts[0]), stop)
+        rows, row_features = list[Tensor](), list[list[Tensor]]()
+        for run_start, features in self._runs:
+            first, last = max(run_start, start), min(run_start + len(features[0]), stop)
             if first < last:
                 rows.append(torch.arange(first - start, last - start))
-                values.append([part[first - place : last - place] for part in parts])
+                row_features.append([feature[first - run_start : last - run_start] for feature in features])
 
         if not rows:
             return None
-        embeddings, *deep = (torch.cat(layer) for layer in zip(*values, strict=True))
+        embeddings, *deep = (torch.cat(layer) for layer in zip(*row_features, strict=True))
         return VisionRows(torch.cat(rows), embeddings, deep)
 
 
@@ -104,26 +104,26 @@ def _token_positions(length: int, runs: Sequence[TokenRun], vision: VisionConfig
     Text advances all three positions by one per token. A picture or video has frame, row and column positions, counted
     from its first token. Text after it continues behind the larger of its rows and columns.
     """
-    parts: list[Tensor] = []
-    place = position = 0
+    positions: list[Tensor] = []
+    token_index = position = 0
     for run in [*runs, None]:
         stop = run.start if run else length
-        parts.append((torch.arange(stop - place) + position).expand(3, -1))
-        position += stop - place
+        positions.append((torch.arange(stop - token_index) + position).expand(3, -1))
+        position += stop - token_index
         if run is None:
             break
 
         frames, rows, columns = (
             side // divisor for side, divisor in zip(run.grid, (1, vision.merge, vision.merge), strict=True)
         )
-        is_paced = run.item.images and not vision.timed
-        pace = vision.pace * torch.tensor(run.item.seconds) if is_paced else 1
-        frame_positions = (torch.arange(frames) * pace).long()
+        advances_by_time = run.item.images and not vision.timed
+        frame_step = vision.pace * torch.tensor(run.item.seconds) if advances_by_time else 1
+        frame_positions = (torch.arange(frames) * frame_step).long()
         axes = torch.meshgrid(frame_positions, torch.arange(rows), torch.arange(columns), indexing="ij")
-        parts.append(torch.stack(axes).reshape(3, -1) + position)
+        positions.append(torch.stack(axes).reshape(3, -1) + position)
 
-        place, position = stop + frames * rows * columns, position + max(rows, columns)
-    return torch.cat(parts, 1)
+        token_index, position = stop + frames * rows * columns, position + max(rows, columns)
+    return torch.cat(positions, 1)
 
 
 #: The name under which transformers finds paged attention.
@@ -145,21 +145,21 @@ class _Part:
 
     #: The rows of its new tokens.
     rows: slice
-    #: Where all its tokens lie in the KV cache.
+    #: The positions of all its tokens in the KV cache.
     spans: list[Span]
 
 
 @dataclass(frozen=True)
 class _Forward:
-    """What paged attention needs of a forward."""
+    """The inputs of paged attention that all layers of a forward share."""
 
     #: The KV cache.
     kv: PagedKvCache
     #: The sequences.
     parts: list[_Part]
-    #: Where the new tokens of all sequences lie in the KV cache, (tokens,).
-    places: Tensor
-    #: Whether the forward has one sequence only, whose bytes must not depend on where its KV lies.
+    #: The positions of the new tokens of all sequences in the KV cache, (tokens,).
+    slot_mapping: Tensor
+    #: Whether the forward has one sequence only, whose bytes must not depend on the positions of its KV in the cache.
     alone: bool
     #: Called after each layer, or None.
     on_layer: OnLayer | None
@@ -175,7 +175,7 @@ class LanguageModel:
 
     def __init__(self, model: Any, kv: PagedKvCache) -> None:
         config = model.config.get_text_config()
-        if reason := refusal(config.to_dict(), sees=config is not model.config):
+        if reason := refusal(config.to_dict(), multimodal=config is not model.config):
             raise ConfigError(f"this model cannot be served: {reason}")
         AttentionInterface.register(PAGED, _attention)
         self._decoder, self._head = model.get_decoder(), model.get_output_embeddings()
@@ -193,16 +193,17 @@ class LanguageModel:
         `parts`: each sequence at most once. It has already been extended by its new tokens; the tokens before them were
         computed earlier.
         `alone`: each sequence gets a forward of its own, for batch invariance: its bytes depend neither on the batch
-        nor on where its KV lies. Else all share one forward.
+        nor on the positions of its KV in the cache. Else all share one forward.
         `on_layer`: called for each layer, in order, when its KV of these tokens is written (on the device's current
-        stream). With `alone`, in the last forward only. A repeated call computes the same again. Raises ValueError for
-        a part without tokens, or with more tokens than its sequence has.
+        stream). With `alone`, in the last forward only.
+        A repeated call computes the same again. Raises ValueError for a part without tokens, or with more tokens than
+        its sequence has.
         """
         if not alone:
             return self._forward(parts, False, on_layer) if parts else []
-        last = len(parts) - 1
+        last_index = len(parts) - 1
         forwards = (
-            self._forward([part], True, on_layer if index == last else None) for index, part in enumerate(parts)
+            self._forward([part], True, on_layer if index == last_index else None) for index, part in enumerate(parts)
         )
         return [logits for (logits,) in forwards]
 
@@ -210,34 +211,37 @@ class LanguageModel:
         """Compute one forward of all parts. Returns the logits of each part."""
         ids: list[int] = []
         positions: list[int] = []
-        places: list[int] = []
+        slots: list[int] = []
         model_parts: list[_Part] = []
         vision_parts = list[tuple[slice, int, VisionInputs]]()
-        for sequence, tokens, *vision in parts:
+        for sequence, tokens, *optional_vision in parts:
             start = sequence.length - len(tokens)
             if not tokens:
                 raise ValueError("a part has no tokens to compute logits for")
             model_parts.append(_Part(slice(len(ids), len(ids) + len(tokens)), sequence.spans()))
-            vision_parts += [(model_parts[-1].rows, start, vision_inputs) for vision_inputs in vision if vision_inputs]
+            vision_parts += [
+                (model_parts[-1].rows, start, vision_inputs) for vision_inputs in optional_vision if vision_inputs
+            ]
             ids += tokens
             positions += range(start, sequence.length)
-            places += (place for span in sequence.spans(start) for place in range(*span))
+            slots += (slot for span in sequence.spans(start) for slot in range(*span))
 
         device = self._kv.keys[0].device
-        packed, rope_positions, cache_positions = torch.tensor([ids, positions, places], device=device)
+        # One tensor for all three, so that there is one copy to the device.
+        packed_ids, rope_positions, slot_mapping = torch.tensor([ids, positions, slots], device=device)
 
-        hidden = self._decoder(
+        hidden_states = self._decoder(
             **(
-                self._vision_inputs(packed, rope_positions, vision_parts)
+                self._vision_inputs(packed_ids, rope_positions, vision_parts)
                 if vision_parts
-                else {"input_ids": packed[None], "position_ids": rope_positions[None]}
+                else {"input_ids": packed_ids[None], "position_ids": rope_positions[None]}
             ),
             use_cache=False,
-            paged=_Forward(self._kv, model_parts, cache_positions, alone, on_layer),
+            paged=_Forward(self._kv, model_parts, slot_mapping, alone, on_layer),
         ).last_hidden_state
 
         last_rows = [part.rows.stop - 1 for part in model_parts]
-        return [*self._head(hidden[0, last_rows]).float()]
+        return [*self._head(hidden_states[0, last_rows]).float()]
 
     def _vision_inputs(
         self, ids: Tensor, positions: Tensor, vision_parts: list[tuple[slice, int, VisionInputs]]
@@ -252,18 +256,18 @@ class LanguageModel:
         for rows, start, vision_inputs in vision_parts:
             stop = start + rows.stop - rows.start
             rope_positions[:, 0, rows] = vision_inputs.positions(start, stop).to(rope_positions)
-            if seen := vision_inputs.visible_rows(start, stop):
-                visible.append((rows.start, seen))
+            if vision_rows := vision_inputs.visible_rows(start, stop):
+                visible.append((rows.start, vision_rows))
 
         if not visible:
             return {"input_ids": ids[None], "position_ids": rope_positions}
 
         embeddings = self._decoder.get_input_embeddings()(ids)
-        visible_rows = torch.cat([first + seen.rows for first, seen in visible]).to(ids.device)
-        embeddings[visible_rows] = torch.cat([seen.embeddings for _, seen in visible]).to(embeddings)
+        visible_rows = torch.cat([first_row + vision_rows.rows for first_row, vision_rows in visible]).to(ids.device)
+        embeddings[visible_rows] = torch.cat([vision_rows.embeddings for _, vision_rows in visible]).to(embeddings)
 
         inputs = {"inputs_embeds": embeddings[None], "position_ids": rope_positions}
-        if deep := [*zip(*(seen.deep for _, seen in visible), strict=True)]:
+        if deep := [*zip(*(vision_rows.deep for _, vision_rows in visible), strict=True)]:
             mask = torch.zeros_like(ids, dtype=torch.bool)
             mask[visible_rows] = True
             deepstack = [torch.cat(layer).to(embeddings) for layer in deep]
@@ -284,8 +288,8 @@ def _attention(
     """
     layer = module.layer_idx
     keys, values = paged.kv.keys[layer], paged.kv.values[layer]
-    keys.index_copy_(1, paged.places, key[0])
-    values.index_copy_(1, paged.places, value[0])
+    keys.index_copy_(1, paged.slot_mapping, key[0])
+    values.index_copy_(1, paged.slot_mapping, value[0])
 
     if paged.on_layer:
         paged.on_layer(layer)
@@ -301,12 +305,13 @@ def _attend_contiguous(query: Tensor, keys: Tensor, values: Tensor, spans: list[
     `query`: (heads, new tokens, width). `keys`, `values`: (KV heads, cache tokens, width). Returns (heads, new tokens,
     width). Several runs are copied into one.
     """
-    new, length = query.shape[1], sum(stop - start for start, stop in spans)
+    # A single new token attends to all tokens of its sequence, so it needs no mask.
+    new_tokens, length = query.shape[1], sum(stop - start for start, stop in spans)
     return scaled_dot_product_attention(
         query[None],
         joined(keys, spans)[None],
         joined(values, spans)[None],
-        attn_mask=causal_lower_right(new, length) if new > 1 else None,
+        attn_mask=causal_lower_right(new_tokens, length) if new_tokens > 1 else None,
         scale=scaling,
         enable_gqa=True,
     )[0]
@@ -319,8 +324,8 @@ def _attend_in_place(query: Tensor, keys: Tensor, values: Tensor, spans: list[Sp
     share a KV head are rows of one product. Chunks of several new tokens may copy: that is once per chunk, which
     computes much more.
     """
-    heads, new, width = query.shape
-    if new > 1:
+    heads, new_tokens, width = query.shape
+    if new_tokens > 1:
         return _attend_contiguous(query, keys, values, spans, scaling)
 
     rows = query.reshape(keys.shape[0], -1, width)

@@ -89,16 +89,16 @@ def record(params: Params) -> MediaWriter:
     return ImageWriter(output_format, max(1, quality) if isinstance(quality, int) else 100)
 
 
-def to_bytes(frames: NDArray[Any], whose: str, advice: str) -> Frames:
+def to_bytes(frames: NDArray[Any], component: str, advice: str) -> Frames:
     """Return float frames in 0 to 1 as uint8, of the same shape.
 
     Halves round to even.
 
-    `whose`: the component that made the pixels. `advice`: what to do about values that are not finite. Raises
-    PermanentError, with both, unless all values are finite.
+    `component`: the component that produced the pixels. `advice`: the remedy for values that are not finite.
+    Raises PermanentError, whose message has both, unless all values are finite.
     """
     if not np.isfinite(frames).all():
-        raise PermanentError(f"the {whose} produced pixels that are not finite: {advice}")
+        raise PermanentError(f"the {component} produced pixels that are not finite: {advice}")
     return (frames * 255).round().astype(np.uint8)
 
 
@@ -182,6 +182,7 @@ class VideoWriter(MediaWriter):
         if height % 2 or width % 2:
             raise PermanentError(f"a video must have even sides, not {width}x{height}: request png frames instead")
 
+        # The file has no name, so that it is gone when its last descriptor is closed, even if the process is killed.
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
         self._path = Path(f"/proc/self/fd/{descriptor}")
@@ -204,13 +205,13 @@ class VideoWriter(MediaWriter):
 
         The stream's header comes before the first one.
         """
-        head = b""
+        header = b""
         if self._fragments is None:
             codec = self._stream.codec_context
             decoder_configuration = configuration(codec.extradata)
             self._fragments = Fragments(codec.width, codec.height, self._rate, decoder_configuration)
-            head = self._fragments.head()
-        return head + self._fragments.fragment(with_lengths(encoded))
+            header = self._fragments.head()
+        return header + self._fragments.fragment(with_lengths(encoded))
 
 
 def read_frames(data: bytes, numbers: Sequence[int]) -> Iterator[Image.Image]:
@@ -241,7 +242,7 @@ def read_frames(data: bytes, numbers: Sequence[int]) -> Iterator[Image.Image]:
 def _close_file(descriptor: int, container: Any) -> None:
     """Close the file and libav's container of it.
 
-    Nothing else closes them if the video is abandoned midway.
+    Called when a `VideoWriter` is freed, also if its video was not finished.
     """
     with suppress(Exception):
         container.close()
@@ -259,20 +260,20 @@ def _encode_picture(frame: Frames, output_format: str, quality: int) -> bytes:
     return file.getvalue()
 
 
-def remedy(what: str, dtype: torch.dtype | None, params: Params | None = None) -> str:
+def remedy(component: str, dtype: torch.dtype | None, params: Params | None = None) -> str:
     """Return advice for a component that produced NaN or infinite values.
 
-    `what`: the component. `dtype`: its dtype. `params`: the request's parameters, if they may be the cause.
+    `component`: its name. `dtype`: its dtype. `params`: the request's parameters, if they may be the cause.
     """
     import torch  # imported here because encoding files needs no torch
 
     parameters = params or {}
-    knobs = ["guidance_scale"] * bool(parameters.get("guidance_scale")) + ["lora_scale"] * bool(parameters.get("lora"))
+    causes = ["guidance_scale"] * bool(parameters.get("guidance_scale")) + ["lora_scale"] * bool(parameters.get("lora"))
 
-    suggestions = [f"try a smaller {' or '.join(knobs)}"] if knobs else []
+    suggestions = [f"try a smaller {' or '.join(causes)}"] if causes else []
 
     if dtype == torch.float32:
         suggestions.append("download the model's files again, in case they are damaged")
     else:
-        suggestions.append(f"serve {what} in float32")
+        suggestions.append(f"serve {component} in float32")
     return ", or ".join(suggestions)

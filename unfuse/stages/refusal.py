@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-#: The kinds of rotary position scaling whose results were compared, and are served. Others depend on the current length
-#: of the text.
+#: The kinds of rotary position scaling that are served: results with them were compared with transformers. The other
+#: kinds depend on the current length of the text.
 ROPES = ("default", "linear", "llama3", "yarn")
 
-#: Configuration entries whose presence means that the model has another kind of attention, and what that does.
+#: Configuration entries of models with another kind of attention, each with a verb phrase for the error message.
 UNLIKE = {
     "attention_chunk_size": "uses chunked attention",
     "attn_logit_softcapping": "caps attention logits",
@@ -17,15 +17,15 @@ UNLIKE = {
 }
 
 
-def refusal(config: Mapping[str, Any], sees: bool = False) -> str:
+def refusal(config: Mapping[str, Any], multimodal: bool = False) -> str:
     """Return why a model of this configuration cannot be served, or "" if it can.
 
     `config`: the contents of `config.json`.
-    `sees`: whether the model is multimodal; it may then have rotary positions of three sections.
+    `multimodal`: whether the model also reads pictures. It may then have rotary positions of three sections.
     """
-    kinds = sorted({*(config.get("layer_types") or ())} - {"full_attention"})
-    if kinds:
-        return f"its layers are of kind {', '.join(kinds)}: only full_attention is supported"
+    unsupported_layers = sorted({*(config.get("layer_types") or ())} - {"full_attention"})
+    if unsupported_layers:
+        return f"its layers are of kind {', '.join(unsupported_layers)}: only full_attention is supported"
 
     window = config.get("use_sliding_window", True) and config.get("sliding_window")
     if window and "layer_types" not in config:
@@ -40,7 +40,7 @@ def refusal(config: Mapping[str, Any], sees: bool = False) -> str:
         return f"it has attention sinks ({sinks[0]}), which are not supported"
 
     rope = {**(config.get("rope_parameters") or config.get("rope_scaling") or {})}
-    if sees and rope.pop("mrope_section", None):
+    if multimodal and rope.pop("mrope_section", None):
         rope = {name: "default" if value == "mrope" else value for name, value in rope.items()}
 
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -42,13 +42,13 @@ class SequenceState:
     ids: list[int]
     #: How many of its tokens were in the KV cache before this step.
     done: int = 0
-    #: The pictures and videos that its prompt shows, or None.
+    #: The pictures and videos of its prompt, or None.
     vision: VisionInputs | None = field(default=None, kw_only=True)
     #: Writes its KV for another worker; None if no worker needs it.
     handed_tokens: KvWriter | None = field(default=None, kw_only=True)
-    #: Its KV from another worker, as long as that can be read.
+    #: Its KV from another worker. None: there is none, or it was received directly into the KV cache.
     received_kv: KvBlocks | None = field(default=None, kw_only=True)
-    #: Whether it stops when there is no room, instead of retracting others or waiting.
+    #: Whether the sequence ends if there is no room, instead of retracting others or waiting.
     is_preemptible: bool = field(default=False, kw_only=True)
 
     @property
@@ -102,7 +102,7 @@ class SequencePool:
         #: The heads of the model whose keys and values this process has.
         self.heads = slice(rank * self._own_heads, (rank + 1) * self._own_heads)
 
-        #: The place of each sequence: (negative priority, number). The smallest comes first.
+        #: The order key of each sequence: (negative priority, start number). The smallest comes first.
         self._order: dict[KvSequence, tuple[int, int]] = {}
         #: The blocks that each sequence needs by its present tokens, or by the most that it may have.
         self._wanted_blocks: dict[KvSequence, int] = {}
@@ -112,7 +112,7 @@ class SequencePool:
         self.retracted = 0
         #: How many sequences are prompts in prefill.
         self.prompts = 0
-        #: The grammars of the texts that must match one.
+        #: The grammar constraints of the sequences that have one.
         self.constraints = set[GrammarMatcher]()
 
     @property
@@ -125,13 +125,17 @@ class SequencePool:
         heads = self._own_heads * (self._axis.size if self._axis else 1)
         return KvLayout(len(self._kv.keys), heads, self._kv.keys[0].shape[-1], self._kv.keys[0].dtype, tokens)
 
-    def writer(self, sequence: KvSequence, tokens: int, first: int = 0) -> KvWriter:
+    def writer(self, sequence: KvSequence, tokens: int, first_chunk: int = 0) -> KvWriter:
         """Return a writer that transfers the KV of a sequence's first `tokens` tokens.
 
-        Its `first` chunks are left out.
+        Chunks before `first_chunk` are not written.
         """
         layout = self.layout(tokens)
-        return SharedKvWriter(sequence, layout, self._axis, first) if self._axis else KvWriter(sequence, layout, first)
+        return (
+            SharedKvWriter(sequence, layout, self._axis, first_chunk)
+            if self._axis
+            else KvWriter(sequence, layout, first_chunk)
+        )
 
     def usage(self) -> KvUsage:
         """Return the used and the total number of blocks."""
@@ -144,7 +148,10 @@ class SequencePool:
         return TextStats(usage.used, usage.free, self.prompts, compiling)
 
     def vision_inputs(self, ids: Sequence[int], task: StageInput) -> VisionInputs | None:
-        """Return what a prompt of these token ids shows, or None. Raises PermanentError."""
+        """Return the pictures and videos of a task's prompt, or None. Raises PermanentError.
+
+        `ids`: the token ids of the prompt.
+        """
         if self._vision is None or not task.derived.media:
             return None
         return VisionInputs(ids, task.derived.media, task.tensors, self._vision, self._deep)
@@ -170,9 +177,9 @@ class SequencePool:
 
     @contextmanager
     def common_prefix(self, priority: int) -> Iterator[KvSequence]:
-        """Start a sequence for a state that is created in the block.
+        """Start a sequence for a state that is created in this context.
 
-        It ends if the block raises.
+        Its memory is freed if the context is left by an error.
         """
         sequence = self.start(priority)
         try:
@@ -181,13 +188,13 @@ class SequencePool:
             self.free(sequence)
             raise
 
-    def digests(self, prompt: Sequence[int], answer: Sequence[int], shown: Sequence[MediaItem]) -> tuple[str, ...]:
+    def digests(self, prompt: Sequence[int], answer: Sequence[int], media: Sequence[MediaItem]) -> tuple[str, ...]:
         """Return the digests for prefix caching of a prompt and its answer.
 
-        Later prompts find the chunks of both under these digests. `shown`: the pictures and videos of the prompt.
+        Later prompts find the chunks of both under these digests. `media`: the pictures and videos of the prompt.
         """
-        places = media_positions(self._vision, prompt, shown) if self._vision and shown else ()
-        return prefix_digests([*prompt, *answer], places)
+        positions = media_positions(self._vision, prompt, media) if self._vision and media else ()
+        return prefix_digests([*prompt, *answer], positions)
 
     def start(self, priority: int) -> KvSequence:
         """Start a sequence, the youngest of its priority."""
@@ -196,19 +203,19 @@ class SequencePool:
         self._order[sequence] = -priority, self._started
         return sequence
 
-    def write_prefix_blocks(self, sequence: KvSequence, prefix: Sequence[Tensors], most: int) -> int:
+    def write_prefix_blocks(self, sequence: KvSequence, prefix: Sequence[Tensors], max_tokens: int) -> int:
         """Write cached prefix blocks (prefix caching) while there is room.
 
         Returns the tokens in the cache.
 
-        `prefix`: consecutive blocks; their tensor `kv` is (layers, 2, heads, CHUNK, width).
-        `most`: the most tokens to write.
+        `prefix`: consecutive blocks; their tensor `kv` is (layers, 2, heads, PREFILL_CHUNK_TOKENS, width).
+        `max_tokens`: the most tokens to write.
         """
         layout = self.layout(PREFILL_CHUNK_TOKENS)
         for block in prefix:
             block_kv, start = block.get("kv"), sequence.length
             shape = layout.layers, 2, layout.heads, PREFILL_CHUNK_TOKENS, layout.width
-            if block_kv is None or block_kv.shape != shape or start + PREFILL_CHUNK_TOKENS > most:
+            if block_kv is None or block_kv.shape != shape or start + PREFILL_CHUNK_TOKENS > max_tokens:
                 break
             try:
                 sequence.extend(PREFILL_CHUNK_TOKENS)
@@ -218,14 +225,14 @@ class SequencePool:
                 sequence.write(layer, keys[self.heads], values[self.heads], start)
         return sequence.length
 
-    def write_received_kv(self, sequence: KvSequence, given: KvBlocks) -> int:
+    def write_received_kv(self, sequence: KvSequence, kv_blocks: KvBlocks) -> int:
         """Write KV from another worker, if there is room now.
 
         Returns the tokens in the cache.
         """
         with suppress(NoKvBlocks):
-            sequence.extend(given.tokens)
-            self._write(sequence, given)
+            sequence.extend(kv_blocks.tokens)
+            self._write(sequence, kv_blocks)
         return sequence.length
 
     def step_back(self, sequence: KvSequence) -> None:
@@ -245,18 +252,20 @@ class SequencePool:
         Returns, for each, logits (vocabulary,) after its last token, or None if some of its tokens are not computed
         yet.
         """
-        parts = dict[KvSequence, tuple[list[int], VisionInputs | None]]()
+        chunks = dict[KvSequence, tuple[list[int], VisionInputs | None]]()
         writers = list[KvWriter]()
+
+        # Earlier sequences take blocks first, and may retract later ones for them.
         for state in sorted(states, key=lambda state: self._order[state.kv]):
             if chunk := self._next_chunk(state, exact):
-                parts[state.kv] = chunk, state.vision
+                chunks[state.kv] = chunk, state.vision
                 writers += [state.handed_tokens] if state.handed_tokens else []
 
         def on_layer(layer: int) -> None:
             for writer in writers:
                 writer.layer(layer)
 
-        model_parts = [(kv, *part) for kv, part in parts.items()]
+        model_parts = [(kv, *chunk_and_vision) for kv, chunk_and_vision in chunks.items()]
         try:
             logits_per_part = self._model.forward(model_parts, exact, on_layer if writers else None)
         except BaseException:
@@ -269,7 +278,7 @@ class SequencePool:
             if state.handed_tokens:
                 state.handed_tokens.stepped()
 
-        logits = dict(zip(parts, logits_per_part, strict=True))
+        logits = dict(zip(chunks, logits_per_part, strict=True))
         return [logits.get(state.kv) if state.kv.length == len(state.ids) else None for state in states]
 
     def _next_chunk(self, state: SequenceState, exact: bool) -> list[int]:
@@ -277,7 +286,7 @@ class SequencePool:
 
         Empty if the sequence has to wait.
         """
-        # A step that is repeated, to compare its results, has left tokens of the first time.
+        # If a step is repeated to compare its results, the first run has already added its tokens.
         state.kv.truncate(min(state.done, state.kv.length))
         self._wanted_blocks[state.kv] = self._kv.blocks(state.max_length if exact else len(state.ids))
 
@@ -292,12 +301,12 @@ class SequencePool:
     def _may_start(self, state: SequenceState) -> bool:
         """Return whether an empty sequence may take room: if all its present tokens fit.
 
-        Otherwise it would soon be retracted again. Where its tokens are computed one per forward (`exact`), there must
-        be room for all tokens that it may have, beside those that the sequences before it may have. Writes its KV from
-        elsewhere if there is any.
+        Otherwise it would soon be retracted again. In exact pools, where recomputing takes one forward per token, there
+        must be room for all tokens that it and the sequences before it may have. If its KV is stored elsewhere, this
+        writes it.
         """
         sequences_before = [
-            other for other, rank in self._order.items() if other.length and rank < self._order[state.kv]
+            other for other, order in self._order.items() if other.length and order < self._order[state.kv]
         ]
         blocks_before = sum(max(other.blocks, self._wanted_blocks.get(other, 0)) for other in sequences_before)
         if self._wanted_blocks[state.kv] + blocks_before > self.usage().blocks:
@@ -308,14 +317,14 @@ class SequencePool:
             self._write(state.kv, stored_kv)
         return True
 
-    def _write(self, sequence: KvSequence, given: KvBlocks) -> None:
+    def _write(self, sequence: KvSequence, kv_blocks: KvBlocks) -> None:
         """Write KV from another worker into a sequence that has room for it."""
-        for start, layer, unit in self.layout(given.tokens).read(given.tensors):
+        for start, layer, unit in self.layout(kv_blocks.tokens).read(kv_blocks.tensors):
             own_unit = unit[self.heads]
             sequence.write(layer, own_unit[:, 0], own_unit[:, 1], start)
 
     def _make_room(self, sequence: KvSequence, tokens: int) -> bool:
-        """Grow a sequence, retracting later ones if necessary.
+        """Extend a sequence, retracting later ones if necessary.
 
         Returns False if it has to wait for earlier ones.
         """
@@ -324,13 +333,14 @@ class SequencePool:
                 sequence.extend(tokens)
                 return True
             except NoKvBlocks:
-                last = max(
+                last_sequence = max(
                     (other for other in self._order if other.length), key=self._order.__getitem__, default=sequence
                 )
-                if self._order[last] <= self._order[sequence]:
+                if self._order[last_sequence] <= self._order[sequence]:
                     return False
-                last.free()
-                self.retracted += self._order[last][0] != LAST
+                last_sequence.free()
+                # A finished answer is complete without its remaining chunks.
+                self.retracted += self._order[last_sequence][0] != LAST
 
 
 class PromptStage(SteppedStage[State]):

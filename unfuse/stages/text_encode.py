@@ -71,15 +71,16 @@ class TextEncode(Stage):
 
         For one task these are the two forwards of an undivided pipeline. Each embedding is (1, …).
         """
-        tasks = [task.params for task in batch]
-        length = need(tasks[0], "max_sequence_length", int)
-        guided = [params for params in tasks if applies(self._encoder.guidance(params))]
+        requests = [task.params for task in batch]
+        length = need(requests[0], "max_sequence_length", int)
+        guided = [params for params in requests if applies(self._encoder.guidance(params))]
 
-        prompts = self._encode([need(params, "prompt", str) for params in tasks], length)
+        prompts = self._encode([need(params, "prompt", str) for params in requests], length)
         negatives = self._encode(self._negative_prompts(guided), length)
 
         outputs = []
-        for params, positive in zip(tasks, prompts, strict=True):
+        # `negatives` has no row for a request without guidance, so the rows are taken one by one.
+        for params, positive in zip(requests, prompts, strict=True):
             negative = next(negatives) if params in guided else dict.fromkeys(positive)
             if self._zeros and params in guided and params.get("negative_prompt") is None:
                 negative = {
@@ -89,9 +90,9 @@ class TextEncode(Stage):
 
         return outputs
 
-    def _negative_prompts(self, tasks: Sequence[Params]) -> list[str]:
+    def _negative_prompts(self, requests: Sequence[Params]) -> list[str]:
         """Return the negative prompts of the guided requests, "" where there is none."""
-        guided = (params for params in tasks if applies(self._encoder.guidance(params)))
+        guided = (params for params in requests if applies(self._encoder.guidance(params)))
         return [str(params.get("negative_prompt") or "") for params in guided]
 
     def _encode(self, texts: Sequence[str], length: int) -> Iterator[Tensors]:

@@ -44,11 +44,11 @@ REFUSALS = ValueError, TypeError, NotImplementedError, AssertionError
 
 
 class CallAbandoned(UnfuseError):
-    """Raised inside a paused call that was stopped."""
+    """Raised in the thread of a paused call to stop it."""
 
 
 class PausedCall:
-    """A call in its own thread that pauses at points of its own choice.
+    """A call in its own thread, which runs from one pause to the next.
 
     `make`: the function to call. Its argument is a function that pauses the call.
     The step loop calls `advance` and `stop`, from one thread.
@@ -70,6 +70,7 @@ class PausedCall:
         Raises what the call raised.
         """
         if self._thread is None:
+            # A daemon, so that a call that hangs does not keep the process from exiting.
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
         else:
@@ -185,10 +186,14 @@ class UndividedStage(SteppedStage[RunningCall]):
         self._takes = takes
         self._loras = loras
         self._picture_scale = picture_scale
-        self._known = frozenset(inspect.signature(pipeline.__call__).parameters)
+        self._call_parameters = frozenset(inspect.signature(pipeline.__call__).parameters)
         self._device = device
         self.uploads = uploads
-        models: list[Any] = [part for part in pipeline.components.values() if isinstance(part, torch.nn.Module)]
+
+        # Some pipelines change the dtype of a component during a call: see `_restore_dtypes`.
+        models: list[Any] = [
+            component for component in pipeline.components.values() if isinstance(component, torch.nn.Module)
+        ]
         self._dtypes = [(model, model.dtype) for model in models if hasattr(model, "dtype")]
         self._generator_device = device if draws_there else torch.device("cpu")
 
@@ -216,6 +221,7 @@ class UndividedStage(SteppedStage[RunningCall]):
         params = task.params
         values = ((argument, params.get(name)) for argument, name in self._takes.items())
         arguments: dict[str, Any] = {argument: value for argument, value in values if value is not None}
+
         pictures = {name: self._picture(data, params) for name, data in task.uploads.items()}
         arguments |= {argument: pictures[name] for argument, name in self._takes.items() if name in pictures}
         if (references := [pictures[name] for name in IMAGE_UPLOADS if name in pictures])[1:]:
@@ -224,8 +230,10 @@ class UndividedStage(SteppedStage[RunningCall]):
         generator = torch.Generator(self._generator_device).manual_seed(need(params, "seed", int))
 
         steps = max(1, _requested_steps(params))
-        running = RunningCall(params, task.derived.lora_id, PausedCall(lambda rest: None), steps)
-        running.call = PausedCall(lambda rest: self._call(arguments | {"generator": generator}, running, rest))
+
+        # The call reports its steps to its `RunningCall`, which is therefore created first, with a placeholder.
+        running = RunningCall(params, task.derived.lora_id, PausedCall(lambda pause: None), steps)
+        running.call = PausedCall(lambda pause: self._call(arguments | {"generator": generator}, running, pause))
         return running
 
     @override
@@ -296,15 +304,16 @@ class UndividedStage(SteppedStage[RunningCall]):
 
         def on_step(pipeline: Any, *_: object) -> dict[str, Any]:
             running.done += 1
+            # The first step replaces the requested total by the pipeline's. From then on the total only grows.
             known_steps = running.steps if running.done > 1 else 1
             running.steps = max(known_steps, _pipeline_steps(pipeline) or _requested_steps(running.params))
             if running.done < running.steps:
                 pause()
             return {}
 
-        if "callback_on_step_end" in self._known:
+        if "callback_on_step_end" in self._call_parameters:
             arguments["callback_on_step_end"] = on_step
-        elif "callback_steps" in self._known:
+        elif "callback_steps" in self._call_parameters:
             arguments |= {"callback": lambda *_: on_step(pipeline) and None, "callback_steps": 1}
         else:
             pipeline.progress_bar = _reporting_bar(pipeline.progress_bar, lambda *_: on_step(pipeline))
@@ -341,19 +350,21 @@ class UndividedStage(SteppedStage[RunningCall]):
 
         None if no component has floating-point weights.
         """
-        dtypes = {getattr(part, "dtype", None) for part in self._pipeline.components.values()}
+        dtypes = {getattr(component, "dtype", None) for component in self._pipeline.components.values()}
         floats = [dtype for dtype in dtypes if isinstance(dtype, torch.dtype) and dtype.is_floating_point]
         return min(floats, key=lambda dtype: torch.finfo(dtype).bits, default=None)
 
     def _copy_pipeline(self) -> Any:
         """Return a copy of the pipeline that shares all components except its noise scheduler."""
-        shared = [part for part in self._pipeline.components.values() if not hasattr(part, "set_timesteps")]
-        return copy.deepcopy(self._pipeline, {id(part): part for part in shared})
+        shared = [
+            component for component in self._pipeline.components.values() if not hasattr(component, "set_timesteps")
+        ]
+        return copy.deepcopy(self._pipeline, {id(component): component for component in shared})
 
     def _pixels(self, result: Any, params: Params) -> NDArray[np.uint8]:
         """Return the result of a call for one request as frames, (frames, height, width, 3).
 
-        `made`: (frames, height, width, 3), with a batch axis of 1 before it for videos. Values are 0 to 1.
+        `result`: (frames, height, width, 3), with a batch axis of 1 before it for videos. Values are 0 to 1.
         Raises PermanentError for other shapes, for values that are not finite, and for a size that was not requested.
         """
         frames = np.asarray(result)
@@ -364,27 +375,27 @@ class UndividedStage(SteppedStage[RunningCall]):
         pixels = to_bytes(frames, "pipeline", remedy("the model", self._lowest_dtype(), params))
         for name, size in zip(("num_frames", "height", "width"), frames.shape[:3], strict=True):
             if name in self._takes and params[name] != size:
-                made = f"the pipeline returned {name} {size}, not {params[name]}"
-                raise PermanentError(f"{made}: request {name} {size}")
+                mismatch = f"the pipeline returned {name} {size}, not {params[name]}"
+                raise PermanentError(f"{mismatch}: request {name} {size}")
         return pixels
 
 
-def _reporting_bar(bar: Callable[..., Any], reached: Callable[..., object]) -> Callable[..., Any]:
-    """Wrap a pipeline's progress bar factory: its bars call `reached` at each step.
+def _reporting_bar(create_original_bar: Callable[..., Any], on_update: Callable[..., object]) -> Callable[..., Any]:
+    """Return a factory of progress bars that call `on_update` at each step.
 
-    For a pipeline without a step callback.
+    It wraps a pipeline's own factory, `create_original_bar`, and is for pipelines without a step callback.
     """
 
     def create_bar(*args: Any, **kwargs: Any) -> Any:
-        progress_bar = bar(*args, **kwargs)
-        progress_bar.update = reached
+        progress_bar = create_original_bar(*args, **kwargs)
+        progress_bar.update = on_update
         return progress_bar
 
     return create_bar
 
 
 def _pipeline_steps(pipeline: Any) -> int:
-    """Return the number of steps by the pipeline itself; 0 if it does not know."""
+    """Return the number of steps that the pipeline states; 0 if it states none."""
     with suppress(AttributeError, TypeError):
         return int(pipeline.num_timesteps)
     return 0

@@ -70,11 +70,11 @@ class VaeDecodeState:
     steps: int
     #: The remaining pieces of pixels; empty for a VAE that decodes at once.
     fragments: Iterator[Tensor]
-    #: The open file to which the frames are added.
+    #: Encodes the frames into files as they are decoded.
     recording: MediaWriter
     #: The steps done.
     done: int = 0
-    #: What the last step added to the stream of the file.
+    #: The bytes that the last step added to the stream of the file; b"" if there is nothing to stream.
     new_bytes: bytes = b""
 
 
@@ -149,8 +149,8 @@ def to_pixels(video: Tensor) -> NDArray[np.uint8]:
     diffusers' `VideoProcessor.postprocess_video` and `numpy_to_pil`: halves round to even. Raises PermanentError for
     values that are not finite.
     """
-    unit = (video.permute(1, 0, 2, 3) * 0.5 + 0.5).clamp(0, 1)
-    frames: NDArray[np.float32] = unit.cpu().permute(0, 2, 3, 1).float().numpy()
+    zero_to_one = (video.permute(1, 0, 2, 3) * 0.5 + 0.5).clamp(0, 1)
+    frames: NDArray[np.float32] = zero_to_one.cpu().permute(0, 2, 3, 1).float().numpy()
     return to_bytes(frames, "decoder", remedy("the model's decoder", video.dtype))
 
 

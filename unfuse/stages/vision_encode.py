@@ -25,7 +25,7 @@ class VisionFeatures:
 
     #: The embeddings of its tokens, (tokens, width).
     embeddings: torch.Tensor
-    #: What is added after each of the first layers of the language model (deepstack), each (tokens, width).
+    #: Added to the hidden states after the first layers of the language model (deepstack), each (tokens, width).
     deep: Sequence[torch.Tensor] = ()
 
 
@@ -61,8 +61,8 @@ class VisionEncoder(Protocol):
 class VisionEncode(Stage):
     """The vision encoder stage: an upload in, its features out.
 
-    Features are named by the content of the upload (`MediaItem.content_hash`). Different uploads never share a batch:
-    the features of each are announced once they are computed, so that readers need not wait for others.
+    Features are named by the content of the upload (`MediaItem.content_hash`). Different uploads never share a batch.
+    So the features of each are announced once they are computed, and their readers wait for no other upload.
     """
 
     kind = "vision_encode"
@@ -124,7 +124,7 @@ def _tensor_names(task: StageInput, deep: int) -> list[str]:
 
 
 def _decode_images(task: StageInput, item: MediaItem) -> Iterator[Image.Image]:
-    """Yield the picture, or the shown frames of the video, of a task."""
+    """Yield the picture, or the sampled frames of the video, of a task."""
     (data,) = task.uploads.values()
     if item.frame_indexes:
         yield from read_frames(data, [int(number) for number in item.frame_indexes.split(",")])
