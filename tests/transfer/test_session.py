@@ -471,7 +471,7 @@ def test_chunks_that_an_earlier_transfer_left_are_not_pulled_again_as_far_as_the
         engine.pulled.clear()
         other = ArenaSink(arena, again)
         other.extent = sink.extent
-        fetching.fetch(again, other, kept=session.verified).result(60)
+        fetching.fetch(again, other, sink_checksums=session.verified).result(60)
     assert engine.pulled[0][0] == CHUNK_BYTES and engine.pulled[-1][1] == again.nbytes
     assert here(arena, other)[::CHUNK_BYTES].tolist() == [1, 5, 3, 4]
 

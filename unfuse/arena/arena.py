@@ -23,8 +23,8 @@ class Arena(ObjectTable):
     """Shared memory of `capacity` bytes, in a file without a name.
 
     The capacity is rounded down to whole pages. Only objects use memory; free room does not. The kernel frees the
-    memory when the last process that maps it has ended, however it ended. `fd` is for writers and `read_fd` for
-    readers: no writable map can be made of it. Raises ConfigError if there is not enough memory now.
+    memory when the last process that maps it has ended, however it ended. `fd` is for writers. `read_fd` is for
+    readers, which cannot make a writable map of it. Raises ConfigError if there is not enough memory now.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -39,6 +39,7 @@ class Arena(ObjectTable):
             raise _too_large(capacity, free) from error
         super().__init__(self._extents)
         self.capacity, self.fd = capacity, self._extents.fd
+        # Opened anew, because a duplicate of `fd` would be writable, too.
         self.read_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     @cached_property
@@ -71,12 +72,12 @@ class Arena(ObjectTable):
         """How often memory was given back."""
         return self._extents.release_count
 
-    def on_trimmable(self, call: Callable[[], object]) -> None:
-        """Have `call` called, from any thread, when `trim` has memory to give back.
+    def on_trimmable(self, callback: Callable[[], object]) -> None:
+        """Set the function that is called when `trim` has memory to give back.
 
-        It must not block.
+        It is called from any thread and must not block.
         """
-        self._extents.spared = call
+        self._extents.spared = callback
 
     def trim(self) -> float | None:
         """Give back memory that held no object for a while.
@@ -87,7 +88,7 @@ class Arena(ObjectTable):
             return self._extents.trim()
 
     def fill(self) -> None:
-        """Allocate all of the memory for good. Raises ConfigError.
+        """Allocate all of the memory now, and give none back. Raises ConfigError.
 
         Hardware that registers memory once needs this.
         """
@@ -100,7 +101,7 @@ class Arena(ObjectTable):
     def close(self) -> None:
         """Close the file.
 
-        The kernel frees the memory when this arena, its readers and all arrays over it are gone.
+        The kernel frees the memory when no process maps it any more: no reader, and no array over it.
         """
         os.close(self.fd)
         os.close(self.read_fd)
@@ -113,12 +114,12 @@ class WritableMap:
         memory = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self._pages, self.bytes = WritablePages(memory), np.frombuffer(memory, np.uint8)
 
-    def object_bytes(self, extent: Extent, given_back: int) -> NDArray[np.uint8]:
-        """Return the bytes of an object.
+    def object_bytes(self, extent: Extent, release_count: int) -> NDArray[np.uint8]:
+        """Return the bytes of an object, with their pages populated.
 
-        `release_count` is how often the arena had given memory back when the object was placed.
+        `release_count` is how often the arena had given memory back when the object was placed, or later.
         """
-        self._pages.populate(extent.offset, extent.nbytes, given_back)
+        self._pages.populate(extent.offset, extent.nbytes, release_count)
         return self.bytes[extent.offset : extent.offset + extent.nbytes]
 
 

@@ -24,7 +24,7 @@ from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError, TransientEr
 
 Reply = TypeVar("Reply", bound=protocol.FromOwner)
 
-#: Seconds without an answer after which an owner counts as gone. Usually it takes microseconds.
+#: Seconds without an answer after which an owner counts as ended. An answer usually takes microseconds.
 ANSWER_WITHIN_S = 30
 
 
@@ -32,14 +32,15 @@ class ArenaClient:
     """A connection to the arena at `address`. Thread-safe.
 
     With `token`, it may write. With `folder`, the socket must be in it; with `owner`, the arena must be that owner's.
-    Every method that asks the owner raises TransientError when the owner is gone; then only `close` may be called.
+    Every method that sends a request raises TransientError when the owner has ended. After that error, only `close` may
+    be called.
     """
 
     #: The map for reading objects. It exists from the first hold on.
     view: NDArray[np.uint8]
 
     _writable_map: WritableMap
-    _given_back = 0
+    _release_count = 0
 
     def __init__(self, address: str, token: bytes = b"", folder: Path | None = None, owner: str = "") -> None:
         name = socket_name(address, folder)
@@ -91,7 +92,7 @@ class ArenaClient:
 
     def writable(self, extent: Extent) -> NDArray[np.uint8]:
         """Return the bytes of an object that was created here."""
-        return self._writable_map.object_bytes(extent, self._given_back)
+        return self._writable_map.object_bytes(extent, self._release_count)
 
     @property
     def memory(self) -> NDArray[np.uint8]:
@@ -163,13 +164,14 @@ class ArenaClient:
     def _ask_place(self, message: protocol.HoldObject | protocol.Create, id: str = "") -> Extent:
         """Send HoldObject or Create, and return the place of the object."""
         reply = self._ask(message, protocol.ObjectPlace, id)
-        self._given_back = max(self._given_back, reply.release_count)
+        # Two threads may get here in another order than their answers were sent.
+        self._release_count = max(self._release_count, reply.release_count)
         return reply.extent
 
     def _ask(self, message: protocol.ToOwner, kind: type[Reply], id: str = "") -> Reply:
         """Send a request and return its answer.
 
-        Raises ObjectLost or ArenaFull if the owner answers so, TransientError if it is gone, and ProtocolError for
+        Raises ObjectLost or ArenaFull if the owner answers so, TransientError if it has ended, and ProtocolError for
         another kind of answer.
         """
         with self._lock:
@@ -181,9 +183,10 @@ class ArenaClient:
             except OSError as error:
                 self._hang_up()
                 raise self._unreachable(error) from error
-            except BaseException:
+            except BaseException:  # an answer that is read late would count for the next request
                 self._hang_up()
                 raise
+
         match reply:
             case protocol.ObjectUnavailable(text):
                 raise ObjectLost(text, id)

@@ -32,6 +32,7 @@ POPULATE_WRITE = 23
 class MemoryUsage(msgspec.Struct, frozen=True):
     """How full a span is. All fields are bytes."""
 
+    #: Size of the span.
     capacity: int
 
     #: Allocated bytes, rounded up to blocks.
@@ -40,6 +41,7 @@ class MemoryUsage(msgspec.Struct, frozen=True):
     #: Allocated bytes, as requested. `used` − `requested` is lost by rounding.
     requested: int
 
+    #: Bytes that are not allocated: `capacity` − `used`.
     free: int
 
     #: The largest contiguous free part. The buddy allocator counts powers of two of blocks only.
@@ -60,10 +62,10 @@ class MemoryUsage(msgspec.Struct, frozen=True):
 class BuddyAllocator:
     """Allocates parts of `capacity` bytes in multiples of `block`.
 
-    A capacity that is no multiple loses its rest. A power of two of blocks starts at a multiple of its size if there
-    is such a place (Knowlton, 1965). Any other allocation takes just the blocks it needs, of the first row of free
-    ones that is long enough: rounded up to powers of two, up to half the span would be free and unusable. No lock:
-    the caller has one.
+    Bytes behind the last whole block are not used. An allocation of a power of two of blocks starts at a multiple of
+    its size if such a place is free (Knowlton, 1965). Any other allocation takes just the blocks that it needs, from
+    the first row of free blocks that is long enough. Rounded up to powers of two, it could leave half of the span free
+    and unusable. Not thread-safe: the caller has a lock.
     """
 
     def __init__(self, capacity: int, block: int = BLOCK) -> None:
@@ -81,15 +83,16 @@ class BuddyAllocator:
         blocks = max(1, -(-nbytes // self._block))
         orders = range((blocks - 1).bit_length(), len(self._free)) if blocks.bit_count() == 1 else ()
         if (order := next((order for order in orders if self._free[order]), None)) is not None:
-            start = min(self._free[order])  # a low place, so that memory behind it may be given back
+            start = min(self._free[order])  # a low place, so that the memory behind it can be given back
             self._free[order].remove(start)
             end = start + (1 << order)
         elif row := next((row for row in self._rows() if row[1] - row[0] >= blocks), None):
             start, end = row
             for free in self._free:
-                free.difference_update([place for place in free if start <= place < end])
+                free.difference_update([block for block in free if start <= block < end])
         else:
             raise ArenaFull(nbytes, (self._blocks - self._used) * self._block, self._blocks * self._block)
+
         self._put_back(start + blocks, end)
         self._allocated[start] = blocks, nbytes
         self._used += blocks
@@ -134,13 +137,13 @@ class BuddyAllocator:
         """Add a row of blocks to the free ones, as powers of two."""
         while start < end:
             order = (end - start).bit_length() - 1
-            if start:
+            if start:  # 0 is a multiple of every size
                 order = min(order, (start & -start).bit_length() - 1)
             self._merge(start, order)
             start += 1 << order
 
     def _merge(self, start: int, order: int) -> None:
-        """Add a free place, merged with its free buddies."""
+        """Add 2^`order` free blocks from `start` on, merged with their free buddies."""
         while (buddy := start ^ (1 << order)) in self._free[order]:
             self._free[order].remove(buddy)
             start, order = min(start, buddy), order + 1
@@ -148,11 +151,11 @@ class BuddyAllocator:
 
 
 class ExtentAllocator:
-    """The room of an arena. Only extents that hold objects, or lately did, use memory.
+    """The memory of an arena. Only extents that contain objects, or did lately, use memory.
 
-    An extent is allocated for real before an object is placed in it, so that no write ever fails for lack of memory.
-    `fd` is a file without a name. `spared` is called when `trim` has extents to give back, and not again until that
-    has returned None. No lock: the caller has one.
+    The kernel allocates an extent before an object is placed in it, so that no write ever fails for lack of memory.
+    `fd` is a file without a name. `spared` is called when `trim` has extents to give back, and not again until `trim`
+    has returned None. Not thread-safe: the caller has a lock.
     """
 
     def __init__(self, capacity: int, name: str, now: Callable[[], float] = time.monotonic) -> None:
@@ -164,10 +167,10 @@ class ExtentAllocator:
         self._spare: dict[int, float] = {}  # empty extents, with the monotonic time since when
         self._is_whole = self._is_trim_pending = False
 
-        #: Called when `trim` has extents to give back.
+        #: Called when `trim` has extents to give back. `bool` does nothing.
         self.spared: Callable[[], object] = bool
 
-        #: How often extents were given back. Their pages in existing maps are not populated any more.
+        #: How often extents were given back. Existing maps then lack their pages, which must be populated anew.
         self.release_count = 0
 
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -224,8 +227,8 @@ class ExtentAllocator:
 
         Returns the seconds until more is due, or None if nothing is.
         """
-        over = self._now() - SPARE_S
-        due = [extent for extent, since in self._spare.items() if since <= over]
+        cutoff = self._now() - SPARE_S
+        due = [extent for extent, since in self._spare.items() if since <= cutoff]
         for first, last in rows(due):
             start, stop = first * EXTENT, min((last + 1) * EXTENT, self._capacity)
             with mmap.mmap(self.fd, stop - start, mmap.MAP_SHARED, offset=start) as part:
@@ -233,9 +236,10 @@ class ExtentAllocator:
         for extent in due:
             del self._spare[extent]
         self.release_count += bool(due)
-        rest = next((since - over for since in self._spare.values()), None)
-        self._is_trim_pending = rest is not None
-        return rest
+
+        delay = next((since - cutoff for since in self._spare.values()), None)  # the first is empty longest
+        self._is_trim_pending = delay is not None
+        return delay
 
     def fill(self) -> None:
         """Allocate all memory now, and give none back. Raises ArenaFull."""
@@ -248,6 +252,7 @@ class ExtentAllocator:
         if not extents or self._is_whole:
             return
         needed, free = len(extents) * EXTENT, available_memory()
+        # Compared first: the kernel might swap or kill a process instead of refusing the allocation.
         try:
             if needed > free:
                 raise MemoryError
@@ -260,19 +265,22 @@ class ExtentAllocator:
 
 
 class WritablePages:
-    """The populated extents of a process's writable map: writing there has no faults."""
+    """The extents of a process's writable map whose pages are populated.
+
+    Writing to a populated page causes no page fault.
+    """
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
-        self._given_back, self._populated = 0, set[int]()
+        self._release_count, self._populated = 0, set[int]()
 
-    def populate(self, offset: int, nbytes: int, given_back: int) -> None:
-        """Populate the pages of an object. They exist.
+    def populate(self, offset: int, nbytes: int, release_count: int) -> None:
+        """Populate the pages of an object, unless it is small. The file has them already.
 
         `release_count` is the arena's number after the object was placed.
         """
-        if given_back != self._given_back:
-            self._given_back, self._populated = given_back, set()
+        if release_count != self._release_count:
+            self._release_count, self._populated = release_count, set()
         missing = [extent for extent in extents_of(offset, nbytes) if extent not in self._populated]
         if nbytes < ENTERED_FROM or not missing:
             return

@@ -31,7 +31,7 @@ def readable_bytes(count: int) -> str:
 
 def _group_room(root: Path) -> Iterator[int]:
     """Yield the free bytes of each control group of this process and its parents."""
-    yield 1 << 62
+    yield 1 << 62  # no limit: `min` needs two numbers, even without control groups
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         for controller in {"", "memory"} & set(controllers.split(",")):
@@ -45,8 +45,9 @@ def _room_of(folder: Path, limit: str, usage: str, reclaimable: str) -> Iterator
     """Yield the free bytes of one control group, if it has a limit."""
     if not (folder / limit).is_file() or (limit_text := (folder / limit).read_text().strip()) == "max":
         return
-    used = int((folder / usage).read_text())
-    yield int(limit_text) - used + int(_table(folder / "memory.stat").get(reclaimable, "0"))
+    used_bytes = int((folder / usage).read_text())
+    # The kernel reclaims unused pages of files before it refuses memory.
+    yield int(limit_text) - used_bytes + int(_table(folder / "memory.stat").get(reclaimable, "0"))
 
 
 def _table(path: Path) -> dict[str, str]:

@@ -89,16 +89,19 @@ class Allocator(Protocol):
 class Extent(msgspec.Struct, frozen=True):
     """The place of an object."""
 
+    #: Id of the object: 32 random hex digits.
     id: str
 
     #: The secret that readers must show.
     key: bytes
 
-    #: Distinguishes the object from earlier ones in the same place.
+    #: Number of the object among all that the table created. A later object in the same place has a higher one.
     generation: int
 
-    #: The bytes are at `offset` of the arena.
+    #: Offset of the object's first byte in the arena.
     offset: int
+
+    #: Size of the object.
     nbytes: int
 
     #: The request that the object belongs to, or another name that keeps it (see `ObjectTable.retain`).
@@ -161,14 +164,14 @@ class ObjectTable:
         """
         with self._lock:
             entry = self._entry(id)
-            released = entry.state == "deleted"
-            if not released:
+            is_released = entry.state == "deleted"
+            if not is_released:
                 self._move(entry, "sealed")
                 entry.whole = True
             entry.unfinished = False
             self._end_hold(id)
         self._wake_waiters()
-        if released:
+        if is_released:
             raise ObjectLost(f"object {id} was released while it was written, because its request has ended", id)
 
     def abort(self, id: str) -> None:
@@ -200,6 +203,7 @@ class ObjectTable:
         For objects that were not announced the checksums are empty. Waits up to `wait` seconds for more chunks than
         `known`. Raises ObjectLost if the writer aborted the object.
         """
+        # `_changed` is acquired before `_lock` here, so no thread may notify while it has `_lock`.
         with self._changed:
             self._changed.wait_for(lambda: self._has_news(id, known), wait)
         with self._lock:
@@ -213,17 +217,21 @@ class ObjectTable:
         with self._lock:
             entry = self._entry(id)
             is_known = hmac.compare_digest(entry.extent.key, key)
-            readable = entry.state in ("sealed", "spilled") or (entry.state == "writing" and entry.written is not None)
-            if not (is_known and readable and (entry.extent.generation, entry.extent.nbytes) == (generation, nbytes)):
+            is_readable = entry.state in ("sealed", "spilled") or (
+                entry.state == "writing" and entry.written is not None
+            )
+            if not (
+                is_known and is_readable and (entry.extent.generation, entry.extent.nbytes) == (generation, nbytes)
+            ):
                 raise _lost(id)
             return entry.written or (), entry.whole
 
     def hold(self, id: str, key: bytes, generation: int, nbytes: int, *, announced: bool = False) -> Extent:
         """Hold a sealed object in its place until `unhold`. Raises ObjectLost.
 
-        ObjectLost is raised unless key, generation and size match. With `announced`, an announced object can be held,
-        too; `written` says which bytes of it can be read. A spilled object is loaded first then; this raises
-        ArenaFull while there is no room for it.
+        ObjectLost is also raised unless key, generation and size match. With `announced`, an announced object can be
+        held, too; `written` returns how much of it can be read. With `announced`, a spilled object is loaded first,
+        which raises ArenaFull while there is no room for it.
         """
         with self._lock:
             entry = self._entry(id)
@@ -238,8 +246,9 @@ class ObjectTable:
                 raise _lost(id)
             if not recall:
                 entry.holds += 1
-                self._entries[id] = self._entries.pop(id)
+                self._entries[id] = self._entries.pop(id)  # now the most recently used
                 return extent
+        # Without the lock, because loading takes long. `restore` acquires it.
         return recall(extent)
 
     def unhold(self, id: str) -> None:
@@ -327,7 +336,7 @@ class ObjectTable:
             return frozenset(name for entry in alive for name in (entry.extent.request, *entry.shared))
 
     def idle(self) -> list[Extent]:
-        """Return the first MOST_IDLE sealed objects without a hold, least recently used first.
+        """Return the first MAX_IDLE_OBJECTS sealed objects without a hold, least recently used first.
 
         Spare objects are left out.
         """
@@ -343,8 +352,8 @@ class ObjectTable:
     def unaccounted(self) -> int:
         """Return the allocated bytes that belong to no object."""
         with self._lock:
-            placed = (entry.extent.nbytes for entry in self._entries.values() if entry.state != "spilled")
-            return self._space.usage().used - sum(map(_room, placed)) - self._restoring
+            sizes = (entry.extent.nbytes for entry in self._entries.values() if entry.state != "spilled")
+            return self._space.usage().used - sum(map(_room, sizes)) - self._restoring
 
     def usage(self) -> MemoryUsage:
         """Return how full the space is.
@@ -366,13 +375,13 @@ class ObjectTable:
         return (e for e in self._entries.values() if e.spare and e.state == "sealed" and not e.holds)
 
     def _allocate(self, nbytes: int) -> int:
-        """Allocate room, deleting spare objects while there is none. Raises ArenaFull."""
+        """Allocate room. Deletes spare objects while there is none. Raises ArenaFull."""
         while True:
             try:
                 return self._space.allocate(nbytes)
             except ArenaFull as full:
                 entry = next(self._spare(), None)
-                if entry is None or nbytes > full.capacity:
+                if entry is None or nbytes > full.capacity:  # deleting objects cannot help
                     raise
                 self._delete(entry)
 

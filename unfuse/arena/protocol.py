@@ -23,7 +23,7 @@ MAX_MESSAGE = 128 * 1024
 
 SCHEME = "unix:"
 
-#: Names of sockets. They have 96 random bits, so that no two arenas have one name, on any machine.
+#: Names of sockets. They have 96 random bits, so that no two arenas have the same name, on any machine.
 NAME = re.compile(r"arena-[0-9a-f]{24}")
 
 #: Prefix of a socket's name until it listens.
@@ -36,28 +36,39 @@ _CREDENTIALS = struct.Struct("3i")
 class ShownRef(msgspec.Struct, frozen=True):
     """The fields of an object's ref that a reader must show."""
 
+    #: The object's id.
     id: str
+
+    #: The object's secret, without which it cannot be read.
     key: bytes
+
+    #: Number of the object among all that its arena created.
     generation: int
+
+    #: Size of the object.
     nbytes: int
 
 
 class HoldObject(ShownRef, frozen=True, tag=True):
-    """Hold a sealed object until Unhold or disconnection. Answered by ObjectPlace or Lost."""
+    """Hold a sealed object until Unhold or the end of the connection.
+
+    Answered by ObjectPlace or ObjectUnavailable.
+    """
 
 
 class GetWritten(ShownRef, frozen=True, tag=True):
-    """A request for an object's written part, answered at once by Written or Lost."""
+    """Request an object's progress. Answered at once by Written or ObjectUnavailable."""
 
 
 class Unhold(msgspec.Struct, frozen=True, tag=True):
     """End one hold. Not answered."""
 
+    #: Id of the object that this connection holds.
     id: str
 
 
 class GetOwner(msgspec.Struct, frozen=True, tag=True):
-    """A request for the owner of the arena, answered by OwnerReply."""
+    """Request the owner of the arena. Answered by OwnerReply."""
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
@@ -66,6 +77,7 @@ class Write(msgspec.Struct, frozen=True, tag=True):
     Answered by Acknowledged with a writable descriptor.
     """
 
+    #: The arena's write token, which only its owner's processes have.
     token: bytes
 
 
@@ -75,13 +87,17 @@ class Create(msgspec.Struct, frozen=True, tag=True):
     The object is aborted if this connection ends before Seal.
     """
 
+    #: Size of the object.
     nbytes: Annotated[int, msgspec.Meta(ge=0)]
+
+    #: Id of the request that the object belongs to, or another name that keeps it (see `ObjectTable.retain`).
     request: str
 
 
 class Announce(msgspec.Struct, frozen=True, tag=True):
-    """Let an object be read while it is written. Answered by Acknowledged or Lost."""
+    """Let an object be read while it is written. Answered by Acknowledged or ObjectUnavailable."""
 
+    #: Id of an object that this connection is writing.
     id: str
 
     #: Checksums of the complete chunks.
@@ -89,37 +105,45 @@ class Announce(msgspec.Struct, frozen=True, tag=True):
 
 
 class Seal(msgspec.Struct, frozen=True, tag=True):
-    """Make this connection's object readable. Answered by Acknowledged or Lost."""
+    """Make this connection's object readable. Answered by Acknowledged or ObjectUnavailable."""
 
+    #: Id of an object that this connection is writing.
     id: str
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """Drop an object that this connection is writing. Answered by Acknowledged."""
 
+    #: Id of the object.
     id: str
 
 
 class Delete(msgspec.Struct, frozen=True, tag=True):
     """Delete an object. Answered by Acknowledged."""
 
+    #: Id of the object, which need not exist.
     id: str
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
     """Delete every object of a request. Answered by Acknowledged."""
 
+    #: Id of the request, or another name that keeps objects.
     request: str
 
 
 class SpillObject(msgspec.Struct, frozen=True, tag=True):
-    """Free the room of an object that was copied elsewhere. Answered by Acknowledged or Lost."""
+    """Free the room of an object that was copied elsewhere.
 
+    Answered by Acknowledged or ObjectUnavailable.
+    """
+
+    #: Id of the object. A held object keeps its room.
     id: str
 
 
 class GetState(msgspec.Struct, frozen=True, tag=True):
-    """A request for the state of the arena, answered by ArenaState."""
+    """Request the state of the arena. Answered by ArenaState."""
 
 
 class ObjectPlace(msgspec.Struct, frozen=True, tag=True):
@@ -128,9 +152,10 @@ class ObjectPlace(msgspec.Struct, frozen=True, tag=True):
     The answer to a connection's first HoldObject comes with the read-only descriptor.
     """
 
+    #: Place of the object in the arena.
     extent: Extent
 
-    #: How often the arena has given memory back, whose pages are not populated in any map any more.
+    #: How often the arena has given memory back. Each time, writers must populate their maps' pages anew.
     release_count: int = 0
 
 
@@ -147,6 +172,7 @@ class Written(msgspec.Struct, frozen=True, tag=True):
 class OwnerReply(msgspec.Struct, frozen=True, tag=True):
     """The owner of the arena, as in the refs of its objects."""
 
+    #: Id of the owner (`ObjectRef.owner`).
     id: str
 
 
@@ -155,17 +181,22 @@ class Acknowledged(msgspec.Struct, frozen=True, tag=True):
 
 
 class ObjectUnavailable(msgspec.Struct, frozen=True, tag=True):
-    """The object cannot be held, read, sealed or spilled, for the reason in `message`."""
+    """The object cannot be held, read, sealed or spilled."""
 
+    #: The reason, as the text of the client's ObjectLost.
     message: str
 
 
 class NoRoom(msgspec.Struct, frozen=True, tag=True):
-    """There is no room."""
+    """There is no room. The fields are those of ArenaFull, in the same order."""
 
-    #: These three are bytes.
+    #: Bytes that the object needs.
     needed: int
+
+    #: Free bytes, not necessarily contiguous.
     free: int
+
+    #: Bytes of the arena.
     capacity: int
 
     #: What is full, as the beginning of the error message.
@@ -214,8 +245,8 @@ def frame(message: ToOwner | FromOwner) -> bytes:
 def listen(folder: Path) -> tuple[socket.socket, Path]:
     """Return a listening, non-blocking socket in a folder, and its path. Raises ConfigError.
 
-    The socket gets its name only once it listens. So a socket of such a name that refuses connections has lost its
-    owner for good.
+    The socket gets its final name only once it listens. So a socket with such a name that refuses connections has no
+    owner any more.
     """
     while True:
         path = folder / f"arena-{secrets.token_hex(12)}"
@@ -230,6 +261,7 @@ def listen(folder: Path) -> tuple[socket.socket, Path]:
                 f"cannot create a socket in the run folder {folder} ({reason}): set UNFUSE_RUN_DIR to another folder"
             ) from error
         listener.listen()
+
         try:
             os.rename(draft, path)
         except FileNotFoundError:  # another process removed it as stale before it listened
@@ -271,7 +303,7 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 def receive_exactly(connection: socket.socket, count: int) -> bytes:
     """Read `count` bytes from a blocking socket. Raises OSError.
 
-    The socket's timeout holds for all of them together.
+    The socket's timeout applies to all of them together.
     """
     data = connection.recv(count, socket.MSG_WAITALL) if count else b""
     if len(data) < count:
@@ -287,6 +319,6 @@ def is_refused(path: Path) -> bool:
                 probe.connect(os.fspath(path))
         except ConnectionRefusedError:
             return True
-        except OSError:  # the socket is gone by now, or its owner is too busy
+        except OSError:  # the socket was removed meanwhile, or its owner's backlog is full
             return False
     return False

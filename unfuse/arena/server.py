@@ -1,6 +1,6 @@
 """The server of an arena: one thread answers readers and writers, in rotation.
 
-It ends the holds of clients that disconnect.
+When a client disconnects, it ends the client's holds and aborts the client's unsealed objects.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Connection:
     #: Whether it has proved the right to write.
     writer: bool = False
 
-    #: Whether it has got the descriptor for reading.
+    #: Whether the descriptor for reading was sent to it.
     reads: bool = False
 
 
@@ -95,7 +95,7 @@ class ArenaServer:
         self._selector.close()
         self._path.unlink(missing_ok=True)
         self._listener.close()
-        self._arena.on_trimmable(bool)
+        self._arena.on_trimmable(bool)  # the arena may outlive the descriptor that is closed below
         os.close(self._stop)
         os.close(self._spared)
 
@@ -103,13 +103,14 @@ class ArenaServer:
         """Answer clients and trim the arena, until `close`."""
         due = self._trim()
         while True:
-            rest = None if due is None else max(0.0, due - time.monotonic())
-            ready = [key for key, _ in self._selector.select(0 if self._unanswered else rest)]
-            if rest == 0:
+            timeout = None if due is None else max(0.0, due - time.monotonic())
+            ready = [key for key, _ in self._selector.select(0 if self._unanswered else timeout)]
+            if timeout == 0:
                 due = self._trim()
-            behind, self._unanswered = self._unanswered, {}
-            for connection in behind:
+            unanswered, self._unanswered = self._unanswered, {}
+            for connection in unanswered:
                 self._serve_client(connection, receive=False)
+
             for key in ready:
                 if key.fileobj == self._stop:
                     return
@@ -118,23 +119,25 @@ class ArenaServer:
                     due = self._trim()
                 elif key.data is None:
                     self._accept()
-                elif key.data not in behind and key.data.socket.fileno() >= 0:
+                # Not a client that was served above, or disconnected since `select`.
+                elif key.data not in unanswered and key.data.socket.fileno() >= 0:
                     self._serve_client(key.data)
 
     def _trim(self) -> float | None:
         """Trim the arena. Returns the monotonic time when that is due again, or None."""
-        rest = self._arena.trim()
-        return None if rest is None else time.monotonic() + rest
+        delay = self._arena.trim()
+        return None if delay is None else time.monotonic() + delay
 
     def _accept(self) -> None:
         """Accept a client of the same user."""
         try:
             client, _ = self._listener.accept()
-        except BlockingIOError:  # the client is gone already
+        except BlockingIOError:  # the client has disconnected already
             return
-        except OSError:  # there are no free descriptors
+        except OSError:  # no free descriptors: the client is accepted once a connection is closed
             self._make_room()
             return
+
         pid, uid = peer_of(client)
         if uid != os.geteuid() or (len(self._connections()) >= MAX_CLIENTS and not self._make_room()):
             client.close()
@@ -159,7 +162,7 @@ class ArenaServer:
     def _serve_client(self, connection: _Connection, *, receive: bool = True) -> None:
         """Answer up to AT_A_TIME messages of a client.
 
-        The others are answered in its next rotation, before more bytes are received.
+        Its other messages are answered in the next rotation, before more bytes are received.
         """
         try:
             if receive:

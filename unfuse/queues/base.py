@@ -88,8 +88,11 @@ class RequestFilter(msgspec.Struct, frozen=True):
 
     #: Whether the request has ended.
     is_over: bool | None = None
+    #: Compared to `Caller.tenant`. None: all tenants.
     tenant: str | None = None
+    #: Compared to `Caller.idempotency_key`, which is unique within a tenant.
     idempotency_key: str | None = None
+    #: Compared to `Caller.fingerprint`, the hash of the client's body.
     fingerprint: str | None = None
     #: Compared to `RequestRecord.status`, which is `in_progress` as soon as a stage runs.
     status: RequestStatus | None = None
@@ -107,6 +110,7 @@ class RequestFilter(msgspec.Struct, frozen=True):
     @property
     def index_key(self) -> IndexKey:
         """The key of the narrowest index that contains all matching requests."""
+        # Keys of single requests first: their lists are the shortest.
         for name in TENANT_FIELDS if self.tenant is not None else ():
             if value := getattr(self, name):
                 return self.tenant, name, value
@@ -121,6 +125,7 @@ class RequestFilter(msgspec.Struct, frozen=True):
 class RegisteredWorker(msgspec.Struct, frozen=True):
     """A registered worker and the time of its last heartbeat."""
 
+    #: The worker's description of itself in its last registration.
     info: WorkerInfo
     #: Specs of the models that the worker serves.
     models: tuple[ModelSpec, ...]
@@ -131,8 +136,9 @@ class RegisteredWorker(msgspec.Struct, frozen=True):
 
 
 class DeclaredModels(msgspec.Struct, frozen=True):
-    """One declaration of models to serve, even while they have no workers."""
+    """A declaration of models to serve, even while they have no workers."""
 
+    #: Specs of the models to serve.
     models: tuple[ModelSpec, ...]
     #: Pools that may be scaled to zero, and the slots that their workers will have.
     scalable_to_zero: dict[str, int] = {}
@@ -156,7 +162,7 @@ class PoolStats(msgspec.Struct, frozen=True):
 
     #: Number of waiting tasks, delayed ones included.
     waiting: int = 0
-    #: Age of the oldest of the first FRONT tasks, in seconds.
+    #: Age of the oldest of the first FRONT_TASKS tasks, in seconds.
     oldest_s: float = 0.0
     #: Predicted seconds of the pool's stages that are not done, summed over all active requests.
     left_s: float = 0.0
@@ -165,7 +171,9 @@ class PoolStats(msgspec.Struct, frozen=True):
 class QueueStats(msgspec.Struct, frozen=True):
     """The number of active requests, and statistics of some pools."""
 
+    #: Number of stored requests that are not over.
     active: int
+    #: Statistics of the pools that the call named, by pool.
     pools: dict[str, PoolStats]
 
 
@@ -178,14 +186,18 @@ class DamagedRecord(msgspec.Struct, frozen=True):
 
     #: The id of a request or worker, or the name of a task or declaration.
     id: str
+    #: "request", "worker", "card" (the specs of a worker's models), "task", "lease" or "declaration".
     kind: str
+    #: Why it cannot be read.
     reason: str
 
 
 class RenewalResult(msgspec.Struct, frozen=True):
-    """The result of `renew`: claims whose lease was extended, and claims without a lease."""
+    """The result of `renew`, with every claim of the call in one of two lists."""
 
+    #: Claims whose lease was extended.
     renewed: tuple[Claim, ...]
+    #: Claims that hold no lease any more. Their tasks must be stopped.
     ended: tuple[Claim, ...]
 
 
@@ -210,7 +222,7 @@ class PoolOffer(msgspec.Struct, frozen=True):
 
         The amounts in `used` are subtracted from the offer first.
         """
-        return {name for name, most in self.amounts.items() if used.get(name, 0) + needs.get(name, 0) > most}
+        return {name for name, free in self.amounts.items() if used.get(name, 0) + needs.get(name, 0) > free}
 
 
 class LeaseRequest(msgspec.Struct, frozen=True):
@@ -219,6 +231,7 @@ class LeaseRequest(msgspec.Struct, frozen=True):
     All offers share the same resources.
     """
 
+    #: The offer to the tasks of each pool, by pool.
     pools: dict[str, PoolOffer]
     #: Lease only tasks of a higher priority, because less urgent tasks occupy the slots. None: any priority.
     priority_above: int | None = None
@@ -266,17 +279,17 @@ class TaskQueue(QueueClock):
     async def lease(self, worker: str, wanted: LeaseRequest, ttl: float, wait: float = 0.0) -> list[Lease]:
         """Lease the first tasks in the queue that the worker can accept, for `ttl` seconds.
 
-        Tasks are in order of (−priority, −later, order, arrival) over all pools that are not held back. Tasks whose
-        `not_before` is in the future are passed over. Among the first PREFERENCE_TASKS tasks with the priority and
-        `stage_depth` of the first one, a task near the worker is preferred, then one of its affinity, unless the first
-        one could have been leased for PREFERENCE_S already.
+        Tasks are in order of (−priority, −stage_depth, order, arrival) over all pools that are not held back. A task
+        whose `not_before` is in the future is passed over. Among the first PREFERENCE_TASKS tasks with the priority
+        and `stage_depth` of the first one, a task near the worker is preferred, then one of its affinity, unless the
+        first one could have been leased for PREFERENCE_S already.
 
         When the next task needs more of a resource than its pool's offer has left, no more tasks of pools that use this
-        resource are leased, so that small tasks do not starve a large one. Two kinds of pools are exempt: pools that do
-        not use the resource, and later pools, since they complete requests, which frees the resource.
+        resource are leased. Otherwise small tasks would starve a large one. Pools of a greater `stage_depth` are
+        exempt: their tasks complete requests, which frees the resource.
 
-        Waits up to `wait` seconds for a first task. It is woken by a push, a hand-back, a `not_before` that passes, the
-        removal of a task ahead, and the end of back-pressure on a pool. Among waiting callers, those without
+        Waits up to `wait` seconds for a first task. The wait ends with a push, a hand-back, a `not_before` that passes,
+        the removal of a task ahead, and the end of back-pressure on a pool. Among waiting callers, those without
         `priority_above` are served first, then lower `rank`s, then longer waits. A caller that is cancelled while it
         waits leases nothing. A lease publishes `stage_started` and appears in `RequestRecord.running`; the context does
         not change. `Lease.recorded_deltas` is the number of recorded output deltas of the stage.
@@ -284,10 +297,7 @@ class TaskQueue(QueueClock):
 
     @abstractmethod
     async def renew(self, claims: Sequence[Claim], ttl: float) -> RenewalResult:
-        """Extend these leases to now + `ttl` seconds.
-
-        Claims that hold no lease are returned as ended.
-        """
+        """Extend the leases of these claims to now + `ttl` seconds."""
 
     @abstractmethod
     async def progress(self, claim: Claim, events: Sequence[Event], used: Timings | None = None) -> bool:
@@ -304,8 +314,8 @@ class TaskQueue(QueueClock):
 
         With a claim: a commit that was already applied (the stored stage is done with the same attempt and token)
         changes nothing and succeeds; a claim that holds no lease raises LeaseLost. Then a version that is not the
-        stored one plus one raises Conflict. A lease whose time has passed is held until a change closes it. `close`
-        removes queued tasks and ends leases. `push` queues tasks; a pushed task replaces a queued or leased one of its
+        stored one plus one raises Conflict. An expired lease stays valid until a change closes it. `close` removes
+        queued tasks and ends leases. `push` queues tasks; a pushed task replaces a queued or leased one of its
         key. Events are numbered here. After a terminal change, no task of the request is queued or leased.
         """
 
@@ -331,14 +341,14 @@ class TaskQueue(QueueClock):
     async def refuse(self, claim: Claim) -> int:
         """Hand a leased task back, and count it as refused by its worker.
 
-        It is not counted if a step was reported under this lease. After MAX_REFUSALS refusals, and if it is in the
-        task's `avoid_worker`, a worker is excluded from the task until the task is pushed anew. Returns the number of
-        excluded workers. Raises LeaseLost without the lease.
+        It is not counted if a step was reported under this lease. A worker is excluded from the task after MAX_REFUSALS
+        refusals, or if it is the task's `avoid_worker`, until the task is pushed anew. Returns the number of excluded
+        workers. Raises LeaseLost without the lease.
         """
 
     @abstractmethod
     async def sweep_expired(self, ttl: float) -> list[Lease]:
-        """Return the leases whose time has passed. They stay held until a commit closes them.
+        """Return the expired leases. They stay valid until a commit closes them.
 
         If the last call was more than ttl / 2 ago, no scheduler ran and workers could not renew, or the clock was set:
         then all leases are extended to now + ttl, and none is returned. For `RunningStage.ran_s`, on which time limits
@@ -366,10 +376,7 @@ class RequestStore(ABC):
         """
 
     def cached_record(self, claim: Claim) -> RequestRecord | None:
-        """Return the cached record of a leased task's request, possibly stale, or None.
-
-        `commit` detects staleness.
-        """
+        """Return the request's cached record, or None. It may be stale, which `commit` detects."""
         return None
 
     @abstractmethod
@@ -400,24 +407,21 @@ class RequestStore(ABC):
         """
 
     @abstractmethod
-    async def append_deltas(self, grown: Sequence[OutputDeltas]) -> builtins.list[bool]:
+    async def append_deltas(self, outputs: Sequence[OutputDeltas]) -> builtins.list[bool]:
         """Record output deltas of leased tasks, as durably as a commit.
 
-        Returns whether each lease is held. A claim without a lease changes nothing. A recorded delta is never replaced,
-        whichever attempt sent it; only deltas beyond the recorded ones are added. For each stage with new deltas, an
-        event `appended`, whose `step` is their total number, replaces the last such event. The context's version does
-        not change. Deltas are dropped with their request, and not before. Raises ProtocolError, with nothing changed,
-        for an offset beyond the recorded deltas, and for calls that `check_deltas` refuses.
+        Returns for each output whether its claim holds a lease. Nothing is recorded without a lease. A recorded delta
+        is never replaced, whichever attempt sent it; only deltas beyond the recorded ones are added. For each stage
+        with new deltas, an event `appended`, whose `step` is their total number, replaces the last such event. The
+        context's version does not change. Deltas are dropped with their request, and not before. Raises ProtocolError,
+        with nothing changed, for an offset beyond the recorded deltas, and for calls that `check_deltas` refuses.
         """
 
     @abstractmethod
     async def read_deltas(
         self, request: str, stage: str, after: int = 0, limit: int = MAX_DELTAS_PER_MESSAGE
     ) -> builtins.list[bytes]:
-        """Return up to `limit` recorded output deltas of a stage, from number `after` on.
-
-        Raises NotFound.
-        """
+        """Return up to `limit` recorded deltas of a stage, from number `after` on. Raises NotFound."""
 
     def choose_id(self, ids: Iterator[str], caller: Caller) -> str:
         """Return the first of these endless new ids whose shard may store this caller's request.
@@ -485,10 +489,7 @@ class WorkerRegistry(QueueClock):
 
 
 class EncoderIndex(ABC):
-    """An LRU index of reusable encoder outputs, by cache key.
-
-    It need not survive a restart.
-    """
+    """An LRU index of reusable encoder outputs by cache key. A restart may lose it."""
 
     @abstractmethod
     async def put_encoding(self, key: str, ref: ObjectRef, room: int) -> None:
@@ -543,7 +544,7 @@ class QueueBackend(TaskQueue, RequestStore, WorkerRegistry, EncoderIndex):
         """Release the backend. Waiting callers of `lease` get an empty list."""
 
 
-#: Every backend stores integers up to this one exactly.
+#: Every backend stores integers up to this one exactly. Lua in Redis has only doubles, which end there.
 MAX_SAFE_INTEGER = 2**53
 
 #: Types of numeric fields.

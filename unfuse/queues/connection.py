@@ -69,8 +69,8 @@ class ClusterSlots:
         for client in self.sentinels:
             with suppress(RedisError, OSError):
                 ranges = await client.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]
-                for first, last, (host, port, *_), *_ in ranges:
-                    if first <= slot <= last:
+                for first_slot, last_slot, (host, port, *_), *_ in ranges:
+                    if first_slot <= slot <= last_slot:
                         return host.decode(), port
         raise ConnectionError(f"no server of the cluster returned the owner of {tag}")
 
@@ -107,19 +107,20 @@ class RedisAddress(msgspec.Struct, frozen=True):
 
         With Sentinels or a cluster, each new connection goes to the present primary.
         """
+        # No retries by the library: a call that failed may have had its effect, so only its caller can repeat it.
         options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), "socket_timeout": REPLY_TIMEOUT_S}
         if not self.kind:
             return Redis.from_url(self.server, **options)
 
         options |= parse_url(self.server) | {"socket_timeout": FAILOVER_TIMEOUT_S}
-        ssl = options.pop("connection_class", None) is not None
+        uses_tls = options.pop("connection_class", None) is not None
         del options["host"], options["port"]
-        discovery = {"ssl": ssl, "socket_timeout": DISCOVERY_TIMEOUT_S, "retry": options["retry"]}
+        discovery = {"ssl": uses_tls, "socket_timeout": DISCOVERY_TIMEOUT_S, "retry": options["retry"]}
         if self.kind == "cluster":
             slots = ClusterSlots(self.hosts, **options | discovery)
-            pool = SentinelConnectionPool(self.tag, slots, ssl=ssl, **options)  # type: ignore[no-untyped-call]
+            pool = SentinelConnectionPool(self.tag, slots, ssl=uses_tls, **options)  # type: ignore[no-untyped-call]
             return Redis.from_pool(pool)
-        sentinel = Sentinel(self.hosts, sentinel_kwargs=discovery, ssl=ssl, **options)  # type: ignore[no-untyped-call]
+        sentinel = Sentinel(self.hosts, sentinel_kwargs=discovery, ssl=uses_tls, **options)  # type: ignore[no-untyped-call]
         return cast(Redis, sentinel.master_for(self.service))
 
 
@@ -140,32 +141,33 @@ def parse_address(url: str) -> list[RedisAddress]:
         prefix = options.pop("prefix")
         replicas = int(options.pop("replicas"))
         shards = int(options.pop("shards"))
-        user, at, locations = parts.netloc.rpartition("@")
+        user, at_sign, host_list = parts.netloc.rpartition("@")
         scheme, _, kind = parts.scheme.partition("+")
-        hosts = tuple(_host(text, 26379 if kind == "sentinel" else 6379) for text in locations.split(","))
+        hosts = tuple(_host(text, 26379 if kind == "sentinel" else 6379) for text in host_list.split(","))
         pattern = r"/([\w.-]+(?:,[\w.-]+)*)(/\d*)?" if kind == "sentinel" else r"()(/?\d*)"
-        services, path = re.fullmatch(pattern, parts.path).groups("")  # type: ignore[union-attr]
-        places = services.split(",") if services else [""] if kind else locations.split(",")
+        services, database = re.fullmatch(pattern, parts.path).groups("")  # type: ignore[union-attr]
+        # What the shards are assigned to: services of Sentinels, one cluster (""), or servers.
+        targets = services.split(",") if services else [""] if kind else host_list.split(",")
         if options or replicas < 0 or not re.fullmatch(r"[\w.-]{1,64}", prefix):
             raise ValueError
-        if not len(places) <= shards <= MAX_SHARDS or len({*places}) < len(places):
+        if not len(targets) <= shards <= MAX_SHARDS or len({*targets}) < len(targets):
             raise ValueError
     except (ValueError, AttributeError):
         raise ConfigError(f"the address of a Redis queue must be {ADDRESS}") from None
 
     host, port = hosts[0]
-    first = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    first_host = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     addresses = []
     for shard in range(shards):
-        place = places[shard % len(places)]
-        netloc = f"{user}{at}{first if kind else place}"
-        server = parts._replace(scheme=scheme, netloc=netloc, path=path, query="").geturl()
-        address = RedisAddress(server, f"{{{prefix}}}", "", replicas, hosts, kind, place if services else "")
+        target = targets[shard % len(targets)]
+        netloc = f"{user}{at_sign}{first_host if kind else target}"
+        server = parts._replace(scheme=scheme, netloc=netloc, path=database, query="").geturl()
+        address = RedisAddress(server, f"{{{prefix}}}", "", replicas, hosts, kind, target if services else "")
         if shards > 1:
-            here = ", ".join(str(number) for number in range(shard % len(places), shards, len(places)))
-            beside = msgspec.structs.replace(address, part=f"shards {here} of {shards}")
+            numbers = ", ".join(str(number) for number in range(shard % len(targets), shards, len(targets)))
+            unsharded = msgspec.structs.replace(address, part=f"shards {numbers} of {shards}")
             part = f"shard {shard} of {shards}"
-            address = msgspec.structs.replace(address, tag=f"{{{prefix}:{shard}}}", part=part, unsharded=beside)
+            address = msgspec.structs.replace(address, tag=f"{{{prefix}:{shard}}}", part=part, unsharded=unsharded)
         addresses.append(address)
     return addresses
 
@@ -186,7 +188,7 @@ def _host(text: str, port: int) -> tuple[str, int]:
     return parts.hostname, parts.port or port
 
 
-#: A server that hangs up this often in a row is not Redis. A Redis server that shuts down does not do that.
+#: A server that closes this many connections in a row is not Redis. A Redis server that shuts down does not.
 TRIES = 3
 #: Seconds between two tries.
 PAUSE_S = 0.2
@@ -196,20 +198,20 @@ LOOK_S = 3.0
 NOT_REDIS = "the server closes each connection: it is not Redis, or it requires TLS (rediss://)"
 
 
-async def permanent_failure(url: str, ask: Callable[[], Awaitable[object]]) -> str:
-    """Return why calls of the server at `url` can never succeed, or "".
+async def permanent_failure(url: str, probe: Callable[[], Awaitable[object]]) -> str:
+    """Return why calls to a server can never succeed, or "" if they may.
 
-    "" means that they may succeed.
-    `ask`: makes one call. It is repeated while the server hangs up.
+    `probe`: makes one call. It is repeated up to TRIES times while the server closes the connection.
     """
     for _ in range(TRIES):
         try:
             async with asyncio.timeout(LOOK_S):
-                await ask()
+                await probe()
             return ""
         except TimeoutError:
-            plain = url.startswith("rediss") and await _answers_plainly(url)
-            return "Redis does not use TLS there: use redis://, or configure TLS in Redis" if plain else ""
+            # A server without TLS may leave a TLS handshake unanswered.
+            is_plain = url.startswith("rediss") and await _answers_plainly(url)
+            return "Redis does not use TLS there: use redis://, or configure TLS in Redis" if is_plain else ""
         except RedisError as error:
             reason = _permanent_reason(error)
             if reason != NOT_REDIS:
@@ -232,16 +234,16 @@ def _permanent_reason(error: RedisError) -> str:
         case ResponseError() if "unknown command" in str(error):
             return f"it is not Redis 6.2 or later ({error})"
         case MovedError():
-            home = f"{error.host}:{error.port}"
-            return f"a Redis Cluster stores this prefix on {home}: use that server, or redis+cluster://"
+            server = f"{error.host}:{error.port}"
+            return f"a Redis Cluster stores this prefix on {server}: use that server, or redis+cluster://"
         case InvalidResponse():
             return f"the server is not Redis ({error})"
     causes = list(_causes(error))
     if tls_error := next((cause for cause in causes if isinstance(cause, ssl.SSLError)), None):
         reason = tls_error.reason or tls_error
         return f"TLS failed ({reason}): check that the certificate is trusted, or use redis:// without TLS"
-    hung_up = any(isinstance(cause, ConnectionResetError | BrokenPipeError) for cause in causes)
-    return NOT_REDIS if hung_up or "closed by server" in str(error) else ""
+    is_reset = any(isinstance(cause, ConnectionResetError | BrokenPipeError) for cause in causes)
+    return NOT_REDIS if is_reset or "closed by server" in str(error) else ""
 
 
 async def _answers_plainly(url: str) -> bool:
@@ -301,13 +303,14 @@ async def answers(redis: Redis, tag: str, calls: Sequence[Call], replicas: int =
     batches = runs(calls)
     async with redis.pipeline(transaction=False) as pipeline:
         for batch in batches:
-            words: list[str | bytes] = [word for call in batch for word in call]
-            pipeline.evalsha(SCRIPT_ID, 1, tag, *words)
+            arguments: list[str | bytes] = [argument for call in batch for argument in call]
+            pipeline.evalsha(SCRIPT_ID, 1, tag, *arguments)
         if replicas:
             pipeline.execute_command("WAIT", replicas, REPLICATED_MS)
         replies = await pipeline.execute(raise_on_error=False)
-    if replicas and (reached := replies.pop()) not in range(replicas, 1000):
-        raise RedisError(f"{reached} replicas received the changes, but {replicas} are required")
+    # The reply to WAIT may also be an error, which is in no range.
+    if replicas and (confirmed := replies.pop()) not in range(replicas, 1000):
+        raise RedisError(f"{confirmed} replicas received the changes, but {replicas} are required")
 
     results: list[Any] = []
     for batch, reply in zip(batches, replies, strict=True):
@@ -317,7 +320,7 @@ async def answers(redis: Redis, tag: str, calls: Sequence[Call], replicas: int =
         else:
             results += [reply] * len(batch) if isinstance(reply, Exception) else reply
     if any(isinstance(result, ReadOnlyError | MovedError) for result in results):
-        # The server is not the primary any more: new connections find the present one.
+        # The server is not the primary any more. New connections look up the present primary.
         await redis.connection_pool.disconnect()
     return results
 
@@ -346,7 +349,7 @@ class PipelinedCalls:
             batch, self._unsent = self._unsent[:MAX_BATCH], self._unsent[MAX_BATCH:]
             try:
                 replies = await self._execute([call for call, _ in batch])
-            except Exception as error:  # the callers must get any error
+            except Exception as error:  # every caller must get the error
                 replies = [error] * len(batch)
             for (_, answer), reply in zip(batch, replies, strict=True):
                 if answer.done():
@@ -358,7 +361,7 @@ class PipelinedCalls:
             await asyncio.sleep(0)  # the next calls of all answered callers then share a round trip
 
 
-#: Seconds without a message after which all waiters are woken anyway.
+#: Seconds without a message after which all waiters are woken anyway. A lost message delays them no longer.
 SWEEP_S = 5.0
 
 

@@ -37,12 +37,12 @@ APPENDED = "appended"
 class EventHistory:
     """The bounded history of a request's numbered events, with streams that follow it.
 
-    Above MAX_EVENTS the oldest event is dropped: PASSING ones first, then any.
+    Above MAX_EVENTS the oldest event is dropped: DROPPABLE_EVENTS first, then any.
     """
 
     def __init__(self, events: Iterable[Event] = (), last: int = 0) -> None:
         self._events = {event.seq: event for event in events}
-        #: Numbers of the PASSING events, in order.
+        #: Numbers of the DROPPABLE_EVENTS, in order.
         self._droppable: deque[int] = deque()
         #: Number of the last APPENDED event, by stage.
         self._appended: dict[str, int] = {}
@@ -73,7 +73,7 @@ class EventHistory:
         return list(takewhile(lambda event: event.seq > after, reversed(self._events.values())))[::-1]
 
     def undroppable(self) -> tuple[Event, ...]:
-        """Return the events that must be durable: all but PASSING and APPENDED ones."""
+        """Return the events that must be durable: all but DROPPABLE_EVENTS and APPENDED ones."""
         return tuple(event for event in self._events.values() if event.type not in (*DROPPABLE_EVENTS, APPENDED))
 
     def end(self) -> None:
@@ -91,6 +91,7 @@ class EventHistory:
             if self.ended:
                 return
 
+            # No await since the last read, so that no event is missed.
             woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._followers.append(woken)
             try:
@@ -108,13 +109,15 @@ class EventHistory:
 class IndexEntry:
     """A stored request with its tasks, its event history, and its place in the index."""
 
+    #: The present context. A commit replaces it.
     context: RequestContext
     #: Number of arrival. Lists are sorted by it.
     number: int
     #: The task of each stage that ever had one; None once it is neither waiting nor leased.
     tasks: dict[str, QueuedTask | None] = field(default_factory=dict)
+    #: The request's numbered events.
     history: EventHistory = field(default_factory=EventHistory)
-    #: The displayed status. Set by the index, as are `headings` and `ended`.
+    #: The displayed status. Set by the index, as are `index_keys` and `ended`.
     status: RequestStatus = "queued"
     #: The keys under which it is indexed.
     index_keys: tuple[IndexKey, ...] = ()
@@ -156,20 +159,20 @@ class RequestIndex:
         """Index an entry by its present context and its displayed status."""
         context = entry.context
         entry.status = status
-        self._list(entry, _headings(context, status), (context.completed_at or 0.0) if context.is_over else None)
+        self._list(entry, _index_keys(context, status), (context.completed_at or 0.0) if context.is_over else None)
 
     def remove(self, entry: IndexEntry) -> None:
         """Remove an entry from the index."""
         self._list(entry, (), None)
 
-    def find(self, which: RequestFilter, behind: int | None = None, oldest_first: bool = False) -> Iterator[IndexEntry]:
-        """Yield the entries that the filter selects, newest or oldest first, after the number `behind`."""
+    def find(self, which: RequestFilter, after: int | None = None, oldest_first: bool = False) -> Iterator[IndexEntry]:
+        """Yield the entries that the filter selects, newest or oldest first, after the number `after`."""
         entries = self._listed(which.index_key)
         if oldest_first:
-            places = range(0 if behind is None else bisect_right(entries, behind, key=_number), len(entries))
+            positions = range(0 if after is None else bisect_right(entries, after, key=_number), len(entries))
         else:
-            places = range(len(entries) if behind is None else bisect_left(entries, behind, key=_number))[::-1]
-        return (entry for place in places if (entry := entries[place]).matches(which))
+            positions = range(len(entries) if after is None else bisect_left(entries, after, key=_number))[::-1]
+        return (entry for position in positions if (entry := entries[position]).matches(which))
 
     def count_active(self, tenant: str | None = None) -> int:
         """Return the number of requests that are not over, of one tenant or of all."""
@@ -184,11 +187,11 @@ class RequestIndex:
         """Return the requests that ended before this Unix time, in the order of their ends."""
         return self._over[: bisect_left(self._over, (time, -1), key=_end)]
 
-    def _listed(self, heading: IndexKey) -> list[IndexEntry]:
+    def _listed(self, index_key: IndexKey) -> list[IndexEntry]:
         """Return the entries of a key, by number."""
-        return self._under[heading][1] if heading in self._under else []
+        return self._under[index_key][1] if index_key in self._under else []
 
-    def _list(self, entry: IndexEntry, headings: tuple[IndexKey, ...], ended: float | None) -> None:
+    def _list(self, entry: IndexEntry, index_keys: tuple[IndexKey, ...], ended: float | None) -> None:
         """Index an entry under these keys and no others.
 
         It is also indexed by the time of its end, if it has ended.
@@ -199,20 +202,20 @@ class RequestIndex:
             entry.ended = ended
             if ended is not None:
                 insort(self._over, entry, key=_end)
-        if headings == entry.index_keys:
+        if index_keys == entry.index_keys:
             return
 
-        for heading in set(entry.index_keys).difference(headings):
-            entries = self._listed(heading)
+        for index_key in set(entry.index_keys).difference(index_keys):
+            entries = self._listed(index_key)
             del entries[bisect_left(entries, entry.number, key=_number)]
             if not entries:
-                del self._under[heading]
-        for heading in set(headings).difference(entry.index_keys):
-            insort(self._under.setdefault(heading, (heading, []))[1], entry, key=_number)
-        entry.index_keys = tuple(self._under[heading][0] for heading in headings)
+                del self._under[index_key]
+        for index_key in set(index_keys).difference(entry.index_keys):
+            insort(self._under.setdefault(index_key, (index_key, []))[1], entry, key=_number)
+        entry.index_keys = tuple(self._under[index_key][0] for index_key in index_keys)
 
 
-def _headings(context: RequestContext, status: RequestStatus) -> tuple[IndexKey, ...]:
+def _index_keys(context: RequestContext, status: RequestStatus) -> tuple[IndexKey, ...]:
     """Return all index keys of a request: every `RequestFilter.index_key` that must find it."""
     fields: list[tuple[str, object]] = [("", ""), ("status", status)]
     fields += [(name, value) for name, value in LISTED_VALUES.items() if INDEXED_FIELDS[name](context) == value]

@@ -74,6 +74,7 @@ class StoredTask(msgspec.Struct, frozen=True, array_like=True):
 
     #: Number of arrival among all pushed tasks.
     arrival: int
+    #: The task, with the number of its next or running attempt.
     task: Task
     #: When it was pushed, in Unix seconds.
     pushed: float
@@ -90,6 +91,7 @@ class StoredTask(msgspec.Struct, frozen=True, array_like=True):
 class RequestRow(msgspec.Struct, frozen=True):
     """A whole stored request. Any change replaces its row."""
 
+    #: The context after the last change that was written.
     context: RequestContext
     #: All stages that ever had a task.
     stages: tuple[str, ...]
@@ -136,8 +138,8 @@ class Journal:
         except (OSError, apsw.Error, msgspec.MsgspecError, ConfigError) as error:
             if isinstance(error, OSError) and error.errno in DISK_FULL_ERRORS:
                 raise TransientError(NO_ROOM) from error
-            kind = UsageError if isinstance(error, UsageError) else ConfigError
-            raise kind(f"the queue cannot use {path}: {error}") from error
+            error_type = UsageError if isinstance(error, UsageError) else ConfigError
+            raise error_type(f"the queue cannot use {path}: {error}") from error
         self.thread = ThreadPoolExecutor(1, "queue")
 
     def write(
@@ -152,13 +154,19 @@ class Journal:
         changed = [(number, row.context.id, msgspec.msgpack.encode(row)) for number, row in rows if row is not None]
         deleted = [(number,) for number, row in rows if row is None]
         appended = [
-            (*new.claim.key, new.offset, new.offset + len(new.deltas), msgspec.msgpack.encode(new.deltas))
-            for new in pieces
+            (
+                *output.claim.key,
+                output.offset,
+                output.offset + len(output.deltas),
+                msgspec.msgpack.encode(output.deltas),
+            )
+            for output in pieces
         ]
         with self._disk_may_be_full():
             self._file.pragma("synchronous", "FULL" if durable else "NORMAL")
             self._file.execute("BEGIN IMMEDIATE")
             if deleted:
+                # The deltas first: they are found by the id in the request's row.
                 self._file.executemany(
                     "DELETE FROM pieces WHERE id = (SELECT id FROM requests WHERE number = ?)", deleted
                 )
@@ -252,7 +260,7 @@ class Journal:
         file.pragma("locking_mode", "EXCLUSIVE")
         is_new = not file.pragma("schema_version")
         _check_ours(file)
-        if is_new:
+        if is_new:  # SQLite needs this setting before the first table
             file.pragma("auto_vacuum", "INCREMENTAL")
         file.pragma("journal_mode", "WAL")
         file.pragma("synchronous", "FULL")
@@ -414,6 +422,7 @@ class JournalWriter:
         Raises TransientError if the disk is full or the file cannot be written.
         """
         for batch in self._unwritten(entry)[-1:]:
+            # Shielded: a caller that is cancelled must not cancel the future that others wait for.
             await asyncio.shield(batch.done)
             if self.is_blocked(entry):
                 raise TransientError(self._full)
@@ -451,7 +460,7 @@ class JournalWriter:
                 loop = asyncio.get_running_loop()
                 write = loop.run_in_executor(self._journal.thread, self._journal.write, rows, batch.durable, pieces)
                 write.add_done_callback(lambda write: self._on_written(write.exception()))
-            except Exception as error:  # otherwise callers would wait for ever
+            except Exception as error:  # callers would otherwise wait forever
                 self._on_written(error)
 
     def _on_written(self, error: BaseException | None) -> None:

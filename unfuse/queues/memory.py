@@ -136,6 +136,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
             if limits.tenant.rate:
                 self._rate_whole_at[context.caller.tenant] = whole_at
+            # Unix microseconds, so that a queue of several shards can merge their lists by number.
             self._arrivals = max(self._arrivals, int(self._clock.wall() * 1e6))
             entry = self._requests[context.id] = IndexEntry(context, self._arrival())
             self._apply(entry, tasks, events)
@@ -145,24 +146,23 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
     def _require_allowance(self, tenant: str, allowance: TenantLimits) -> int:
         """Apply the tenant's limits to one more request. Raises LimitReached.
 
-        Returns the time at which the tenant has its whole rate limit again if this request is accepted, in
-        microseconds.
+        Returns when the tenant has its whole rate again if the request is accepted, in microseconds.
         """
         concurrent = allowance.concurrent
         if concurrent and (active := self._index.count_active(tenant)) >= concurrent:
             message = f"tenant {tenant} has {active} requests in progress, its key allows {concurrent}"
             raise LimitReached(f"{message}: try again when one has ended")
 
-        # a token bucket, stored as the time at which it is full: each request moves that by period / rate
+        # A token bucket, stored as the time at which it is full. Each request moves that time by period / rate.
         now = int(self._clock.now() * MICROSECONDS)
         period = allowance.per_s * MICROSECONDS
         refill = period // allowance.rate if allowance.rate else 0
         whole_at = max(self._rate_whole_at.get(tenant, 0), now) + refill
-        early = whole_at - now - period
-        if allowance.rate and early > 0:
-            wait = ceil(early / MICROSECONDS)
+        excess = whole_at - now - period
+        if allowance.rate and excess > 0:
+            wait = ceil(excess / MICROSECONDS)
             limit = f"{allowance.rate} requests in {allowance.per_s} s"
-            raise LimitReached(f"the key of {tenant} allows {limit}: try again in {wait} s", early / MICROSECONDS)
+            raise LimitReached(f"the key of {tenant} allows {limit}: try again in {wait} s", excess / MICROSECONDS)
         return whole_at
 
     def _require_capacity(self, context: RequestContext, tasks: Sequence[Task], limits: QueueLimits) -> None:
@@ -174,23 +174,23 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
             raise Overloaded(
                 f"the predicted cost of all active requests would exceed {limits.max_cost:g} s: try again later"
             )
-        for pool, more in Counter(task.planned.pool for task in tasks).items():
-            size, shown = self._pools.size(pool), readable_pool(pool)
-            if size + more > limits.max_queue:
-                raise Overloaded(f"{size} tasks wait in pool {shown}, the limit is {limits.max_queue}: try again later")
+        for pool, added in Counter(task.planned.pool for task in tasks).items():
+            size, label = self._pools.size(pool), readable_pool(pool)
+            if size + added > limits.max_queue:
+                raise Overloaded(f"{size} tasks wait in pool {label}, the limit is {limits.max_queue}: try again later")
 
     @override
     async def lease(self, worker: str, wanted: LeaseRequest, ttl: float, wait: float = 0.0) -> list[Lease]:
         """Return leases before they are stored: after a crash, tasks may be leased again."""
         self._check_writable()
-        until = self._clock.now() + wait
+        deadline = self._clock.now() + wait
         while True:
             leases = self._claim(worker, wanted, ttl)
             self._wake()
-            if leases or wanted.slots < 1 or self._closed or self._clock.now() >= until:
+            if leases or wanted.slots < 1 or self._closed or self._clock.now() >= deadline:
                 self._check_readable()
                 return leases
-            await self._wait(worker, wanted, until)
+            await self._wait(worker, wanted, deadline)
 
     def _claim(self, worker: str, wanted: LeaseRequest, ttl: float) -> builtins.list[Lease]:
         """Lease tasks, without waiting."""
@@ -216,14 +216,14 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         self._release_due()
         return self._pools.next(worker, wanted, self._clock.now(), used)
 
-    async def _wait(self, worker: str, wanted: LeaseRequest, until: float) -> None:
-        """Wait until there may be a task for a worker, or the clock reaches `until`."""
+    async def _wait(self, worker: str, wanted: LeaseRequest, deadline: float) -> None:
+        """Wait until there may be a task for a worker, or the clock reaches `deadline`."""
         waiter = _Waiter(worker, wanted, wanted.watched_pools(), asyncio.get_running_loop().create_future())
         self._waiters[waiter] = None
-        withdraw_alarm = self._clock.call_at(until, waiter.wake)
+        withdraw_alarm = self._clock.call_at(deadline, waiter.wake)
         try:
             await waiter.woken
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # it may have been woken: then the task is for another waiter
             self._changed_pools |= dict.fromkeys(wanted.pools)
             self._wake()
             raise
@@ -283,28 +283,29 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         return True
 
     @override
-    async def append_deltas(self, grown: Sequence[OutputDeltas]) -> builtins.list[bool]:
+    async def append_deltas(self, outputs: Sequence[OutputDeltas]) -> builtins.list[bool]:
         self._check_writable()
-        check_deltas(grown)
-        has_lease = [self._leases.find(deltas.claim) is not None for deltas in grown]
-        outputs = [(deltas, self._requests[deltas.claim.request]) for deltas in compress(grown, has_lease)]
-        for deltas, entry in outputs:
-            check_gap(deltas, entry.appended.get(deltas.claim.stage, 0))
+        check_deltas(outputs)
+        has_lease = [self._leases.find(output.claim) is not None for output in outputs]
+        leased = [(output, self._requests[output.claim.request]) for output in compress(outputs, has_lease)]
+        # All checks before the first effect: a call changes everything or nothing.
+        for output, entry in leased:
+            check_gap(output, entry.appended.get(output.claim.stage, 0))
 
-        for deltas, entry in outputs:
-            claim = deltas.claim
+        for output, entry in leased:
+            claim = output.claim
             recorded = entry.appended.get(claim.stage, 0)
-            if new := deltas.deltas[recorded - deltas.offset :]:
+            if new := output.deltas[recorded - output.offset :]:
                 self._store_pieces(entry, OutputDeltas(claim, recorded, new))
                 count = entry.appended[claim.stage] = recorded + len(new)
                 self._publish(entry, [Event("appended", stage=claim.stage, attempt=claim.attempt, step=count)])
-        for _, entry in outputs:  # also if nothing is new: the call that is repeated may not be stored yet
+        for _, entry in leased:  # also if nothing is new: the call that is repeated may not be stored yet
             await self._wait_until_stored(entry)
         return has_lease
 
-    def _store_pieces(self, entry: IndexEntry, grown: OutputDeltas) -> None:
+    def _store_pieces(self, entry: IndexEntry, output: OutputDeltas) -> None:
         """Store new output deltas. To be called before their event is published."""
-        self._pieces[entry.context.id][grown.claim.stage] += grown.deltas
+        self._pieces[entry.context.id][output.claim.stage] += output.deltas
 
     @override
     async def read_deltas(
@@ -342,7 +343,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         if claim is not None:
             state = before.stages.get(claim.stage)
             if state and (state.status, state.attempt, state.token) == ("done", claim.attempt, claim.token):
-                return entry  # this commit was already applied
+                return entry  # this commit was applied already
             if self._leases.find(claim) is None:
                 raise _lost(claim)
         if context.version != before.version + 1:
@@ -370,18 +371,15 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         leased = self._leases.find(claim)
         if leased is None:
             raise _lost(claim)
-        returned, worker = leased.queued.returned, leased.lease.worker
+        refusals, worker = leased.queued.returned, leased.lease.worker
         if not leased.running.step:
-            returned[worker] = returned.get(worker, 0) + 1
-        excluded = sum(times >= MAX_REFUSALS for times in returned.values())
+            refusals[worker] = refusals.get(worker, 0) + 1
+        excluded = sum(count >= MAX_REFUSALS for count in refusals.values())
         await self.hand_back(claim)
         return excluded
 
     def _hand_back(self, claim: Claim) -> IndexEntry | None:
-        """Requeue a leased task in its place, as the next attempt.
-
-        Returns its request, or None without the lease.
-        """
+        """Requeue a leased task as its next attempt. Returns its request, None without the lease."""
         leased = self._leases.find(claim)
         if leased is None:
             return None
@@ -441,10 +439,10 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
     @override
     async def drop_ended_before(self, before: float) -> Sequence[str]:
-        old = [entry.context.id for entry in self._index.ended_before(before)]
-        for request in old:
+        dropped = [entry.context.id for entry in self._index.ended_before(before)]
+        for request in dropped:
             await self.drop(request)
-        return old
+        return dropped
 
     @override
     async def drop(self, request: str) -> None:
@@ -460,9 +458,9 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
     @override
     async def register(self, worker: WorkerInfo, specs: Sequence[ModelSpec] = ()) -> None:
-        known = self._members.get(worker.id)
+        earlier = self._members.get(worker.id)
         self._members[worker.id] = RegisteredWorker(
-            worker, tuple(specs) or (known.models if known else ()), self._clock.now()
+            worker, tuple(specs) or (earlier.models if earlier else ()), self._clock.now()
         )
 
     @override
@@ -581,11 +579,9 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         self._index.put(entry, "in_progress" if is_running and context.status == "queued" else context.status)
 
     def _account(self, entry: IndexEntry, before: RequestContext | None) -> None:
-        """Update the sums over active requests.
-
-        `before` is the last context, None for a new request. To be called after the index is updated.
-        """
+        """Update the sums over active requests, after the index. `before`: the last context, if any."""
         change = (not entry.context.is_over) - (before is not None and not before.is_over)
+        # Without active requests exactly 0, since sums of floats drift.
         self._cost = self._cost + change * entry.context.cost if self._index.count_active() else 0.0
         self._remaining.update(remaining_of(entry.context))
         self._remaining.subtract(remaining_of(before) if before is not None else {})

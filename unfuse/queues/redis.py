@@ -73,12 +73,12 @@ class RedisQueue(QueueBackend):
 
     shared = True
 
-    def __init__(self, at: connection.RedisAddress, clock: Clock | None) -> None:
-        self._address = at
-        self._tag = at.tag
+    def __init__(self, address: connection.RedisAddress, clock: Clock | None) -> None:
+        self._address = address
+        self._tag = address.tag
         #: Replaces the server's clock, if not None.
         self._clock = clock
-        self._redis = at.connect()
+        self._redis = address.connect()
         self._background = NamedTasks()
         self._calls = connection.PipelinedCalls(self._execute, self._background)
         self._unreadable = UnreadableRecords()
@@ -96,8 +96,11 @@ class RedisQueue(QueueBackend):
         """
         addresses = connection.parse_address(url)
         shards = [cls(address, clock) for address in addresses]
-        beside = [cls(address, clock) for address in {address.unsharded for address in addresses if address.unsharded}]
-        return ShardedQueue(shards, beside) if len(shards) > 1 else shards[0]
+        # A set: shards at one server have the same unsharded address.
+        unsharded = [
+            cls(address, clock) for address in {address.unsharded for address in addresses if address.unsharded}
+        ]
+        return ShardedQueue(shards, unsharded) if len(shards) > 1 else shards[0]
 
     @override
     async def now(self) -> float:
@@ -128,9 +131,9 @@ class RedisQueue(QueueBackend):
         self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: QueueLimits
     ) -> RequestRecord:
         fields = script.context_fields(context, tasks, events)
-        more = Counter(task.planned.pool for task in tasks)
-        names = {pool: readable_pool(pool) for pool in more}
-        reply = await self._call("submit", **fields, limits=limits, more=more, names=names)
+        new_tasks = Counter(task.planned.pool for task in tasks)
+        names = {pool: readable_pool(pool) for pool in new_tasks}
+        reply = await self._call("submit", **fields, limits=limits, more=new_tasks, names=names)
         return self._known.put(script.record(reply, context))
 
     @override
@@ -155,9 +158,9 @@ class RedisQueue(QueueBackend):
         return bool(await self._call("progress", claim=script.claim_fields(claim), events=events, used=used))
 
     @override
-    async def append_deltas(self, grown: Sequence[OutputDeltas]) -> list[bool]:
-        check_deltas(grown)
-        replies = await self._call("append_deltas", grown=[script.delta_fields(deltas) for deltas in grown])
+    async def append_deltas(self, outputs: Sequence[OutputDeltas]) -> list[bool]:
+        check_deltas(outputs)
+        replies = await self._call("append_deltas", grown=[script.delta_fields(output) for output in outputs])
         return [bool(has_lease) for has_lease in replies]
 
     @override
@@ -191,7 +194,7 @@ class RedisQueue(QueueBackend):
         `claims`: the stored task, the attempt, and the number of recorded output deltas, for each lease.
         `now`, `wall`: the queue's time and the Unix time of the leases.
         """
-        tokens = (waiter.tokens[at : at + 16] for at in range(0, len(waiter.tokens), 16))
+        tokens = (waiter.tokens[start : start + 16] for start in range(0, len(waiter.tokens), 16))
         leases = []
         for (stored, attempt, appended), token in zip(claims, tokens, strict=False):
             task = self._unreadable.read("task", f"of {waiter.worker}", script.task, stored, attempt)
@@ -238,14 +241,16 @@ class RedisQueue(QueueBackend):
         conditions = {name: script.text(value) for name, value in which.conditions().items()}
         query = {"which": conditions, "heading": (tenant, field, script.text(value)), "oldest_first": oldest_first}
         records: list[RequestRecord] = []
-        beyond: str | None = "-inf" if oldest_first else "+inf"
+        start_number: str | None = "-inf" if oldest_first else "+inf"
         if isinstance(after, int):
-            after, beyond = None, str(after)
+            after, start_number = None, str(after)
 
-        # One run of the script reads a bounded number of requests: `beyond` is where the next run continues.
-        while beyond is not None and len(records) < limit:
-            left = limit - len(records)
-            last, page, damaged = await self._call("list", **query, after=after, beyond=beyond, limit=left)
+        # One run of the script reads a bounded number of requests. The next run continues after `start_number`.
+        while start_number is not None and len(records) < limit:
+            remaining = limit - len(records)
+            last_number, page, damaged = await self._call(
+                "list", **query, after=after, beyond=start_number, limit=remaining
+            )
             readable = (
                 self._unreadable.read("request", script.printable_name(reply[3]), script.record, reply)
                 for reply in page
@@ -253,7 +258,7 @@ class RedisQueue(QueueBackend):
             records += [record for record in readable if record]
             for id in damaged:
                 self._unreadable.note("request", script.printable_name(id), "it is not a request record")
-            after, beyond = None, last and last.decode()
+            after, start_number = None, last_number and last_number.decode()
         return records
 
     @override
@@ -280,26 +285,29 @@ class RedisQueue(QueueBackend):
         is_known = is_over = False
         try:
             while not self._closed and not is_over:
-                news = self._subscription.news_of(request)
+                # Before the read, so that a change between the read and the wait is not missed.
+                changed = self._subscription.news_of(request)
                 try:
                     over, events = await self._call("events", id=request, after=after)
                 except NotFound:
-                    if is_known:
+                    if is_known:  # the request was dropped since the last read
                         return
                     raise
                 except TransientError:
                     await asyncio.sleep(RETRY_S)
                     continue
+
                 is_known = True
                 is_over = over == b"1"
-                for data in events:
-                    event = self._unreadable.read("event", request, decode, data, Event)
+                for stored in events:
+                    event = self._unreadable.read("event", request, decode, stored, Event)
                     if event:
                         yield event
                         after = event.seq
                 if not is_over:
-                    await news
+                    await changed
         finally:
+            # Removes this stream's future. Other streams of the request read once more in vain.
             self._subscription.notify(request)
 
     @override
@@ -324,8 +332,8 @@ class RedisQueue(QueueBackend):
 
     @override
     async def register(self, worker: WorkerInfo, specs: Sequence[ModelSpec] = ()) -> None:
-        encoded_cards = script.raw(encode(tuple(specs))) if specs else None
-        await self._call("register", worker=worker.id, info=script.raw(encode(worker)), cards=encoded_cards)
+        encoded_specs = script.raw(encode(tuple(specs))) if specs else None
+        await self._call("register", worker=worker.id, info=script.raw(encode(worker)), cards=encoded_specs)
 
     @override
     async def unregister(self, worker: str) -> None:
@@ -343,29 +351,29 @@ class RedisQueue(QueueBackend):
     @override
     async def declarations(self) -> dict[str, DeclaredModels]:
         stored = await self._call("declarations")
-        named = [(script.printable_name(by), data) for by, data in zip(stored[::2], stored[1::2], strict=True)]
+        pairs = [(script.printable_name(by), data) for by, data in zip(stored[::2], stored[1::2], strict=True)]
         declarations = {
-            by: self._unreadable.read("declaration", by, script.decoded, data, DeclaredModels) for by, data in named
+            by: self._unreadable.read("declaration", by, script.decoded, data, DeclaredModels) for by, data in pairs
         }
         return {by: declaration for by, declaration in declarations.items() if declaration}
 
     @override
     async def workers(self) -> Sequence[RegisteredWorker]:
-        members: list[RegisteredWorker] = []
-        for id, info, stored_cards, seen, leased in await self._call("workers"):
+        workers: list[RegisteredWorker] = []
+        for id, info, stored_specs, last_heartbeat, leased in await self._call("workers"):
             name = script.printable_name(id)
-            specs = stored_cards and self._unreadable.read(
-                "card", name, script.decoded, stored_cards, tuple[ModelSpec, ...]
+            specs = stored_specs and self._unreadable.read(
+                "card", name, script.decoded, stored_specs, tuple[ModelSpec, ...]
             )
-            member = self._unreadable.read("worker", name, script.member, info, specs or (), seen, leased)
-            members += [member] if member else []
-        return members
+            worker = self._unreadable.read("worker", name, script.member, info, specs or (), last_heartbeat, leased)
+            workers += [worker] if worker else []
+        return workers
 
     @override
     async def damaged(self) -> Sequence[DamagedRecord]:
-        await self.workers()  # notes the workers that are unreadable now
+        await self.workers()  # records the workers that are unreadable now
         for record in [record for record in self._unreadable.all() if record.kind == "request"]:
-            # A request that is gone, or readable again, is not damaged any more.
+            # A request that was dropped, or is readable again, is not damaged any more.
             with suppress(RecordDamaged):
                 with suppress(NotFound):
                     await self.load(record.id)
@@ -404,6 +412,7 @@ class RedisQueue(QueueBackend):
 
     async def _call(self, verb: str, **args: Any) -> Any:
         """Run a verb of the script. Raises TransientError, and the errors of the verb."""
+        # `undo` hands back the leases of a cancelled caller. They would otherwise stay leased until they expire.
         if self._closed and "undo" not in args:
             raise TransientError("the queue is closed")
         args |= {"max_events": MAX_EVENTS, "among": PREFERENCE_TASKS, "moment": PREFERENCE_S}
@@ -411,8 +420,8 @@ class RedisQueue(QueueBackend):
         if self._clock:
             args |= {"now": self._clock.now(), "wall": self._clock.wall()}
         if args.get("push"):
-            # The waiters of this process ask for tasks in the same run of the script. A task that they lease at once
-            # does not wake other processes.
+            # The waiters of this process then lease in the same run of the script. A task that one of them leases at
+            # once wakes no other process.
             self._waiting.serve()
         try:
             return await self._calls.call(verb, encode(args))

@@ -61,7 +61,7 @@ class LeaseWaiter:
     def __init__(self, worker: str, wanted: LeaseRequest, ttl: float, patient: bool) -> None:
         self.worker = worker
         self.ttl = ttl
-        #: Whether to wait on after a call of the script without leases or with an error.
+        #: Whether it continues to wait after a call of the script that brings no leases or an error.
         self.patient = patient
         #: Sort key among waiters: the lowest is served first.
         self.sort_key = wanted.priority_above is not None, wanted.rank
@@ -69,15 +69,15 @@ class LeaseWaiter:
         self.pools = wanted.watched_pools()
         #: Lease tokens, 16 random bytes each, one for every task that it can lease.
         self.tokens = secrets.token_bytes(16 * min(wanted.slots, MAX_CLAIMS))
-        ask = {"worker": worker, "ttl": ttl, "tokens": script.raw(self.tokens), "wanted": wanted}
+        fields = {"worker": worker, "ttl": ttl, "tokens": script.raw(self.tokens), "wanted": wanted}
         #: The lease request as an argument of the script, without the codec's version byte.
-        self.request = msgspec.Raw(encode(ask)[1:])
+        self.request = msgspec.Raw(encode(fields)[1:])
         self.answer: asyncio.Future[list[Lease]] = asyncio.get_running_loop().create_future()
         #: Whether a call of the script for this waiter is under way.
         self.in_flight = False
 
     def complete(self, leases: list[Lease], error: Exception | None = None) -> None:
-        """Complete the answer after a call of the script.
+        """Complete the answer with the result of a call of the script.
 
         A patient waiter without leases continues to wait, also after an error.
         """
@@ -119,15 +119,16 @@ class RemoteWaiters:
         self._waiters[waiter] = None
         self.serve()
 
-        until = self._clock.now() + wait
+        deadline = self._clock.now() + wait
         time_out = partial(self._time_out, waiter)
-        withdraw_alarm = self._clock.call_at(until, time_out) if waiter.patient else lambda: None
+        withdraw_alarm = self._clock.call_at(deadline, time_out) if waiter.patient else lambda: None
         try:
             await asyncio.wait([waiter.answer])
             return waiter.answer.result()
         except asyncio.CancelledError:
             waiter.patient = False
             if waiter.in_flight or waiter.answer.done():  # it may have leased tasks
+                # Shielded, because a second cancellation must not lose these leases.
                 await asyncio.shield(self._background.run(f"undo {id(waiter)}", partial(self._undo, waiter)))
             raise
         finally:
@@ -157,14 +158,14 @@ class RemoteWaiters:
         self._withdraw_alarm()
 
     async def _serve_all(self) -> None:
-        """Lease tasks for all waiters, MAX_BATCH in one call, until `serve` is not called meanwhile."""
+        """Lease tasks for all waiters, MAX_BATCH in one call. Repeats if `serve` is called meanwhile."""
         while self._stale:
-            self._stale = False
+            self._stale = False  # before the calls: a change during one of them needs another round
             self._withdraw_alarm()
             waiting = [waiter for waiter in self._waiters if not waiter.answer.done()]
             waiting.sort(key=lambda waiter: waiter.sort_key)
-            for first in range(0, len(waiting), MAX_BATCH):
-                await self._lease_for(waiting[first : first + MAX_BATCH])
+            for start in range(0, len(waiting), MAX_BATCH):
+                await self._lease_for(waiting[start : start + MAX_BATCH])
 
     async def _lease_for(self, waiters: list[LeaseWaiter]) -> None:
         """Lease tasks for these waiters in one call of the script.
@@ -176,7 +177,7 @@ class RemoteWaiters:
         called_at = self._clock.now()
         try:
             now, due, replies, wall = await self._call("lease", asks=[waiter.request for waiter in waiters])
-        except Exception as error:  # the callers must get any error
+        except Exception as error:  # every caller must get the error
             for waiter in waiters:
                 waiter.complete([], error)
             self._withdraw_alarm = asyncio.get_running_loop().call_later(RETRY_S, self.serve).cancel
@@ -185,6 +186,7 @@ class RemoteWaiters:
         for waiter, claims in zip(waiters, replies, strict=True):
             waiter.complete(self._read_leases(waiter, claims, now, wall))
         if due is not None:
+            # `due` and `now` are times of the server's clock, the alarm is one of this process's clock.
             self._withdraw_alarm = self._clock.call_at(called_at + float(due) - float(now), self.serve)
 
     def _time_out(self, waiter: LeaseWaiter) -> None:

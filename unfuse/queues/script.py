@@ -33,7 +33,7 @@ from unfuse.queues.base import (
     remaining_of,
 )
 
-#: The files of the script, in order.
+#: The files of the script, in order: a Lua function sees only the locals that are defined above it.
 PARTS = ("common", "pieces", "index", "left", "requests", "history", "cached", "returned", "leases", "tasks")
 #: All verbs as one script, and the SHA-1 by which Redis finds it when it is loaded.
 SCRIPT = "\n".join(
@@ -86,15 +86,15 @@ def claim_fields(claim: Claim) -> dict[str, Any]:
     return {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt, "mark": mark}
 
 
-def delta_fields(grown: OutputDeltas) -> dict[str, Any]:
+def delta_fields(output: OutputDeltas) -> dict[str, Any]:
     """Encode output deltas for the script."""
-    pieces = [raw(piece) for piece in grown.deltas]
-    return {"claim": claim_fields(grown.claim), "offset": grown.offset, "pieces": pieces}
+    pieces = [raw(delta) for delta in output.deltas]
+    return {"claim": claim_fields(output.claim), "offset": output.offset, "pieces": pieces}
 
 
-def task(task: bytes, attempt: bytes) -> Task:
+def task(stored: bytes, attempt: bytes) -> Task:
     """Decode a stored task. Its attempt is stored separately."""
-    return msgspec.structs.replace(decode(task, Task), attempt=int(attempt))
+    return msgspec.structs.replace(decode(stored, Task), attempt=int(attempt))
 
 
 def lease(stored: bytes, attempt: bytes, worker: bytes, mark: bytes, expires: bytes, _: bytes) -> Lease:
@@ -105,36 +105,36 @@ def lease(stored: bytes, attempt: bytes, worker: bytes, mark: bytes, expires: by
     return Lease(task(stored, attempt), worker.decode(), mark.partition(b":")[2], float(expires))
 
 
-def record(reply: Sequence[Any], sent: RequestContext | None = None) -> RequestRecord:
+def record(reply: Sequence[Any], sent_context: RequestContext | None = None) -> RequestRecord:
     """Decode a record from the fields of a reply.
 
-    `sent`: the context of the call. The reply leaves it out if it is the stored one.
+    `sent_context`: the context in the call's arguments. The reply has no context if this one was stored.
     An unreadable number of arrival becomes 0: the record loses its place in lists.
     """
     data, running, position, _, number = reply
-    context = sent if data is None and sent else decode(data, RequestContext)
+    context = sent_context if data is None and sent_context else decode(data, RequestContext)
     is_number = isinstance(number, int) or (number or b"").isdigit()
     return RequestRecord(context, decode(running, tuple[RunningStage, ...]), position, int(number) if is_number else 0)
 
 
-def error(met: Exception, place: str) -> errors.UnfuseError:
-    """Return the exception for an error of the script, or of the server at `place`."""
-    kind, _, text = str(met).partition(" ")
-    if kind == "LIMITED":
-        seconds, _, text = text.partition(" ")
-        return errors.LimitReached(text, float(seconds))
-    if kind in REFUSALS:
-        return REFUSALS[kind](text)
-    if BROKEN.search(str(met)):
-        return errors.RecordDamaged(f"the queue at {place} contains unexpected data: {met}")
-    if FULL.search(str(met)):
-        return errors.TransientError(f"the queue at {place} is out of memory: increase maxmemory, or free memory")
-    return errors.TransientError(f"the queue at {place} does not respond: {str(met) or 'timeout'}")
+def error(cause: Exception, server: str) -> errors.UnfuseError:
+    """Return the exception for an error of the script, or of the connection to `server`."""
+    code, _, message = str(cause).partition(" ")
+    if code == "LIMITED":
+        seconds, _, message = message.partition(" ")
+        return errors.LimitReached(message, float(seconds))
+    if code in REFUSALS:
+        return REFUSALS[code](message)
+    if BROKEN.search(str(cause)):
+        return errors.RecordDamaged(f"the queue at {server} contains unexpected data: {cause}")
+    if FULL.search(str(cause)):
+        return errors.TransientError(f"the queue at {server} is out of memory: increase maxmemory, or free memory")
+    return errors.TransientError(f"the queue at {server} does not respond: {str(cause) or 'timeout'}")
 
 
-def member(info: bytes, specs: tuple[ModelSpec, ...], seen: bytes, leased: bytes) -> RegisteredWorker:
+def member(info: bytes, specs: tuple[ModelSpec, ...], last_heartbeat: bytes, leased: bytes) -> RegisteredWorker:
     """Decode a worker from the fields of a reply."""
-    return RegisteredWorker(decode(info, WorkerInfo), specs, float(seen), int(leased or 0))
+    return RegisteredWorker(decode(info, WorkerInfo), specs, float(last_heartbeat), int(leased or 0))
 
 
 def printable_name(name: bytes) -> str:
@@ -142,9 +142,9 @@ def printable_name(name: bytes) -> str:
     return name.decode(errors="backslashreplace")
 
 
-def raw_name(shown: str) -> msgspec.Raw:
+def raw_name(printable: str) -> msgspec.Raw:
     """Return the bytes of a printable name, as a msgpack string: the inverse of `printable_name`."""
-    return raw(re.sub(rb"\\x([0-9a-f]{2})", lambda match: bytes.fromhex(match[1].decode()), shown.encode()))
+    return raw(re.sub(rb"\\x([0-9a-f]{2})", lambda match: bytes.fromhex(match[1].decode()), printable.encode()))
 
 
 @lru_cache(maxsize=128)
@@ -177,19 +177,19 @@ def context_fields(context: RequestContext, push: Sequence[Task], events: Sequen
     """
     check_numbers(context, *push, *events)
     done = {name: _mark(s.attempt, s.token) for name, s in context.stages.items() if s.status == "done"}
-    left = remaining_of(context)
+    remaining = remaining_of(context)
     facts: dict[str, Any] = {name: getattr(context, name) for name in ("version", "status", "cost", "completed_at")}
-    facts |= {name: read(context) for name, read in INDEXED_FIELDS.items() if name != "video"}
+    facts |= {name: get(context) for name, get in INDEXED_FIELDS.items() if name != "video"}
     stored: dict[str, Any] = {name: text(value) for name, value in facts.items()}
     stored |= {
         "context": raw(encode(context)),
         "done": raw(msgspec.msgpack.encode(done)),
-        "left": raw(msgspec.msgpack.encode(left)),
+        "left": raw(msgspec.msgpack.encode(remaining)),
     }
     return facts | {
         "id": context.id,
-        "left": left,
-        "fields": [part for item in stored.items() for part in item],
+        "left": remaining,
+        "fields": [argument for item in stored.items() for argument in item],
         "push": [task_fields(task) for task in push],
         "events": events,
     }
@@ -197,8 +197,8 @@ def context_fields(context: RequestContext, push: Sequence[Task], events: Sequen
 
 def change_fields(change: Change) -> dict[str, Any]:
     """Encode the arguments of `commit`."""
-    more = {"close": change.close, "claim": change.claim and claim_fields(change.claim)}
-    return context_fields(change.context, change.push, change.events) | more
+    change_only = {"close": change.close, "claim": change.claim and claim_fields(change.claim)}
+    return context_fields(change.context, change.push, change.events) | change_only
 
 
 #: Most unreadable records that are remembered: enough to start a repair.
@@ -242,8 +242,8 @@ class UnreadableRecords:
 
 #: Most cached records. The one that was stored longest ago is evicted.
 MAX_CACHED_RECORDS = 1024
-#: Longest age of a cached record, in seconds. Its `ran_s` is extrapolated, but
-#: `TaskQueue.sweep_expired` may leave out gaps.
+#: Longest age of a cached record, in seconds. Its `ran_s` is extrapolated, without the gaps that
+#: `TaskQueue.sweep_expired` leaves out, so it must not be old.
 CACHED_RECORD_S = 10.0
 
 
@@ -256,7 +256,7 @@ class RecordCache:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        #: Records by request id, in the order of `keep`, each with the time of its last update.
+        #: Records by request id, in the order of `put`, each with the time of its last update.
         self._records: dict[str, tuple[RequestRecord, float]] = {}
 
     def put(self, record: RequestRecord) -> RequestRecord:

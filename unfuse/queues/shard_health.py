@@ -10,9 +10,7 @@ from typing import TypeVar
 import structlog
 
 from unfuse.core.errors import TransientError, UnfuseError
-from unfuse.queues.base import (
-    QueueBackend,
-)
+from unfuse.queues.base import QueueBackend
 from unfuse.queues.remote_waiters import NamedTasks
 
 log = structlog.get_logger(__name__)
@@ -30,14 +28,18 @@ LOOK_S = 0.2
 
 
 class ShardHealth:
-    """Calls shards, tracks which are reachable, and calls `returned` with each that is reachable again."""
+    """Calls shards, and tracks which of them are reachable.
 
-    def __init__(self, shards: Sequence[QueueBackend], returned: Callable[[QueueBackend], Awaitable[object]]) -> None:
+    A shard is unreachable after a call that raised TransientError or timed out. It is then checked every LOOK_S.
+    `on_return` is called with each shard that can be reached again, before `reachable` includes it.
+    """
+
+    def __init__(self, shards: Sequence[QueueBackend], on_return: Callable[[QueueBackend], Awaitable[object]]) -> None:
         self.shards = tuple(shards)
         self.background = NamedTasks()
         #: Why a shard is unreachable, by its number.
         self.unreachable: dict[int, str] = {}
-        self._on_return = returned
+        self._on_return = on_return
         self._closed = False
 
     async def call(self, shard: int, work: Work[T]) -> T:
@@ -45,7 +47,7 @@ class ShardHealth:
         try:
             return await work(self.shards[shard])
         except TransientError as error:
-            self._mark_away(shard, str(error))
+            self._mark_unreachable(shard, str(error))
             raise
 
     async def call_with_timeout(self, shard: int, work: Work[T]) -> T:
@@ -54,12 +56,13 @@ class ShardHealth:
             async with asyncio.timeout(PATIENCE_S):
                 return await self.call(shard, work)
         except TimeoutError as error:
-            self._mark_away(shard, f"no response within {PATIENCE_S:g} s")
+            self._mark_unreachable(shard, f"no response within {PATIENCE_S:g} s")
             raise TransientError(self.unreachable.get(shard, "")) from error
 
     def reachable(self, among: Iterable[int] | None = None) -> list[int]:
         """Return the reachable ones of these shards, or all if the whole queue is unreachable."""
         shards = range(len(self.shards)) if among is None else among
+        # All, so that callers get the shards' errors and not an empty result.
         return [shard for shard in shards if shard not in self.unreachable or len(self.unreachable) == len(self.shards)]
 
     async def call_each(self, work: Work[T], among: Iterable[int] | None = None) -> dict[int, T]:
@@ -96,7 +99,7 @@ class ShardHealth:
         await asyncio.gather(*(shard.close() for shard in self.shards))
         await self.background.end(*(f"shard {shard}" for shard in self.unreachable))
 
-    def _mark_away(self, shard: int, reason: str) -> None:
+    def _mark_unreachable(self, shard: int, reason: str) -> None:
         """Record that a shard is unreachable, and check it until it is reachable again."""
         if shard not in self.unreachable and not self._closed:
             self.unreachable[shard] = self._describe(shard, reason)
@@ -107,12 +110,13 @@ class ShardHealth:
         return f"shard {shard} of {len(self.shards)}: {reason}"
 
     async def _wait_for_return(self, shard: int) -> None:
-        """Check a shard until it is reachable again, with its own data, not another shard's."""
+        """Check a shard until it is reachable again and has its own data."""
         queue = self.shards[shard]
         while shard in self.unreachable:
             await asyncio.sleep(LOOK_S)
             try:
                 await queue.check()
+                # While the shard is still left out: it lacks the declarations that were stored meanwhile.
                 await self._on_return(queue)
             except UnfuseError as error:
                 self.unreachable[shard] = self._describe(shard, str(error))

@@ -47,7 +47,7 @@ from unfuse.queues.shard_health import ShardHealth, T, Work
 MAX_LISTED = 1024
 
 P = ParamSpec("P")
-Shard = TypeVar("Shard")
+Item = TypeVar("Item")
 
 log = structlog.get_logger(__name__)
 
@@ -62,9 +62,9 @@ class ShardRotation:
     that one: otherwise small tasks would starve a large one.
     """
 
-    def __init__(self, answering: ShardHealth) -> None:
-        self._health = answering
-        self._count = len(answering.shards)
+    def __init__(self, health: ShardHealth) -> None:
+        self._health = health
+        self._count = len(health.shards)
         #: The first shard to ask, and the number of commits, by worker.
         self._next = Counter[str]()
         self._commits = Counter[str]()
@@ -73,8 +73,8 @@ class ShardRotation:
 
     def of(self, worker: str, last: int = -1) -> list[int]:
         """Return the reachable shards in the worker's order, with shard `last` moved to the end."""
-        turn = self._next[worker]
-        order = sorted(range(self._count), key=lambda shard: (shard == last, (shard - turn) % self._count))
+        first = self._next[worker]
+        order = sorted(range(self._count), key=lambda shard: (shard == last, (shard - first) % self._count))
         return self._health.reachable(order)
 
     def is_due(self, worker: str) -> bool:
@@ -94,45 +94,47 @@ class ShardRotation:
 
         Returns the leases and, by shard, the requests to wait with. Raises TransientError if no shard is reachable.
         """
-        wants = dict[int, LeaseRequest]()
+        requests = dict[int, LeaseRequest]()
         failures = dict[int, TransientError]()
         leases = list[Lease]()
         blocking = None  # the first shard with a task for which the worker lacks resources
         for shard in among:
-            wants[shard] = wanted
+            requests[shard] = wanted
             try:
-                leases = await self._health.call(shard, lambda queue: queue.lease(worker, wants[shard], ttl))  # noqa: B023
+                leases = await self._health.call(shard, lambda queue: queue.lease(worker, requests[shard], ttl))  # noqa: B023
                 if leases:
                     self._next[worker] = shard + 1
                     break
                 wanted = await self._health.call(shard, partial(_restrict, wanted))
             except TransientError as error:
                 failures[shard] = error
-            if blocking is None and wanted is not wants[shard]:
+            if blocking is None and wanted is not requests[shard]:
                 blocking = shard
             if not wanted.pools:
                 break
-        if failures and len(failures) == len(wants):
+        if failures and len(failures) == len(requests):
             raise failures.popitem()[1]
 
         self._blocked.discard(worker)
         if blocking is not None:
+            # The worker calls this shard first until the large task is leased.
             self._blocked.add(worker)
             self._next[worker] = blocking
-        return leases, wants
+        return leases, requests
 
-    async def wait(self, worker: str, wants: Mapping[int, LeaseRequest], ttl: float, wait: float) -> list[Lease]:
+    async def wait(self, worker: str, requests: Mapping[int, LeaseRequest], ttl: float, wait: float) -> list[Lease]:
         """Lease tasks from the shard that has any first, within `wait` seconds.
 
-        Later leases are handed back, unreachable shards not waited for. Raises TransientError if none is reachable.
+        Leases of the other shards are handed back. Stops waiting when only calls to unreachable shards are
+        left. Raises TransientError if every call failed.
         """
         calls = {
             asyncio.create_task(self._health.shards[shard].lease(worker, wanted, ttl, wait)): shard
-            for shard, wanted in wants.items()
+            for shard, wanted in requests.items()
         }
         pending, winner = {*calls}, None
         try:
-            while winner is None and pending and not self._are_away(calls[call] for call in pending):
+            while winner is None and pending and not self._are_unreachable(calls[call] for call in pending):
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 winner = next((call for call in done if call.exception() is None and call.result()), None)
             failed = [call for call in calls if call.done() and call.exception()]
@@ -142,13 +144,14 @@ class ShardRotation:
             for call in losers:
                 call.cancel()
             cleanup = self._health.background.run(f"wait {id(losers)}", partial(self._hand_back_all, losers))
+            # Without a winner the caller gets no lease, so none may exist when this returns or raises.
             if winner is None:
                 await asyncio.shield(cleanup)
 
-    def _are_away(self, shards: Iterable[int]) -> bool:
+    def _are_unreachable(self, shards: Iterable[int]) -> bool:
         """Return whether all of these shards are unreachable, but not the whole queue."""
-        away = self._health.unreachable
-        return len(away) < self._count and all(shard in away for shard in shards)
+        unreachable = self._health.unreachable
+        return len(unreachable) < self._count and all(shard in unreachable for shard in shards)
 
     async def _hand_back_all(self, calls: Mapping[Asking, int]) -> None:
         """Hand back all leases of these calls, once they have ended."""
@@ -163,30 +166,30 @@ async def _restrict(wanted: LeaseRequest, queue: QueueBackend) -> LeaseRequest:
     """Return the request without pools that may not overtake the next tasks of this queue."""
     stats = (await queue.stats([*wanted.watched_pools()])).pools
     for pool, offer in wanted.pools.items():
-        is_held_back = any(stats[fed].waiting > most for fed, most in offer.backpressure.items())
+        is_held_back = any(stats[fed].waiting > limit for fed, limit in offer.backpressure.items())
         for task in await queue.peek(pool, 1) if stats[pool].waiting and not is_held_back else ():
-            lacking = offer.missing_resources(task.resources, {})
+            missing = offer.missing_resources(task.resources, {})
             if (
-                lacking
+                missing
                 and pool in wanted.pools
                 and (wanted.priority_above is None or task.priority > wanted.priority_above)
             ):
                 others = {
                     name: other
                     for name, other in wanted.pools.items()
-                    if other.stage_depth > offer.stage_depth or lacking.isdisjoint(other.amounts)
+                    if other.stage_depth > offer.stage_depth or missing.isdisjoint(other.amounts)
                 }
                 wanted = msgspec.structs.replace(wanted, pools=others)
     return wanted
 
 
 def _delegate(
-    verb: Callable[Concatenate[QueueBackend, P], Awaitable[T]], ask: Callable[..., Awaitable[T]]
+    verb: Callable[Concatenate[QueueBackend, P], Awaitable[T]], call_shards: Callable[..., Awaitable[T]]
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """Return a method that calls `verb` on the shards that the second function selects."""
+    """Return a method that calls `verb` on the shards that `call_shards` selects."""
 
     async def delegate(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await ask(self, lambda queue: getattr(queue, verb.__name__)(*args, **kwargs), *args[:1])
+        return await call_shards(self, lambda queue: getattr(queue, verb.__name__)(*args, **kwargs), *args[:1])
 
     return delegate
 
@@ -195,9 +198,10 @@ class ShardedQueue(QueueBackend):
     """A queue backend that shards requests over several queues by a hash of their ids.
 
     All processes must name the same `shards` in the same order. Leases and the order of tasks are those of each shard;
-    workers ask them round-robin. Each shard has an equal part of the limits. The worker registry and declarations are
-    in all shards, the encoder index and secrets in the first. Times are the first reachable shard's, so the shards'
-    clocks must agree. `beside` are the unsharded queues at the same addresses: `check_address` checks them too.
+    workers call the shards round-robin. Each shard has an equal part of the limits. The worker registry and
+    declarations are in all shards, the encoder index and secrets in the first. Times are the first reachable shard's,
+    so the shards' clocks must agree. `unsharded` are the queues without shards at the same addresses: `check_address`
+    checks that these addresses store no other layout.
     """
 
     async def _at_home(self, work: Work[T], subject: str | Claim | Change) -> T:
@@ -238,15 +242,15 @@ class ShardedQueue(QueueBackend):
     )
     damaged, discard = _delegate(QueueBackend.damaged, _of_all), _delegate(QueueBackend.discard, _at_each)
 
-    def __init__(self, shards: Sequence[QueueBackend], beside: Sequence[QueueBackend] = ()) -> None:
+    def __init__(self, shards: Sequence[QueueBackend], unsharded: Sequence[QueueBackend] = ()) -> None:
         self.shared = any(shard.shared for shard in shards)
-        self._beside = beside
+        self._unsharded = unsharded
         self._count = len(shards)
         self._health = ShardHealth(shards, self._restore_declarations)
         self._each = self._health.call_each
         self._rotation = ShardRotation(self._health)
         self._declared: dict[str, DeclaredModels] = {}
-        #: Tenant and number of arrival of the last requests of pages, by id.
+        #: Tenant and number of arrival of the last requests of listed pages, by id.
         self._listed: dict[str, tuple[str, int]] = {}
         self._latest = 0.0
 
@@ -266,7 +270,7 @@ class ShardedQueue(QueueBackend):
 
     @override
     async def check_address(self) -> None:
-        checks = (queue.check_address() for queue in (*self._beside, *self._health.shards))
+        checks = (queue.check_address() for queue in (*self._unsharded, *self._health.shards))
         for error in await asyncio.gather(*checks, return_exceptions=True):
             if error is not None:
                 raise error
@@ -281,38 +285,42 @@ class ShardedQueue(QueueBackend):
 
     @override
     def choose_id(self, ids: Iterator[str], caller: Caller) -> str:
-        tenant_home, key_home = self._shared_homes(caller.tenant, caller.idempotency_key)
+        tenant_shard, key_shard = self._shared_homes(caller.tenant, caller.idempotency_key)
         if caller.limits == TenantLimits() and not caller.idempotency_key:
-            present = self._health.reachable()
-            return next(id for id in ids if self.shard_of(id) in present)
-        home = key_home if caller.limits == TenantLimits() else tenant_home
-        return next(id for id in ids if self.shard_of(id) == home)
+            reachable = self._health.reachable()
+            return next(id for id in ids if self.shard_of(id) in reachable)
+        shard = key_shard if caller.limits == TenantLimits() else tenant_shard
+        return next(id for id in ids if self.shard_of(id) == shard)
 
     def _shared_homes(self, tenant: str, key: str) -> tuple[int, int]:
-        """Return two shards: that of a tenant with an allowance, otherwise that of its key."""
+        """Return the shard of a tenant with an allowance, and that of an idempotency key.
+
+        The second one is for tenants without an allowance.
+        """
         return self.shard_of(tenant), self.shard_of(f"{tenant}\0{key}")
 
     @override
     async def submit(
         self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: QueueLimits
     ) -> RequestRecord:
-        cost = None if limits.max_cost is None else limits.max_cost / self._count
-        active, queue = -(-limits.max_active // self._count), -(-limits.max_queue // self._count)
-        share = QueueLimits(active, queue, cost, limits.tenant)
-        return await self._at_home(lambda queue: queue.submit(context, tasks, events, share), context.id)
+        max_cost = None if limits.max_cost is None else limits.max_cost / self._count
+        max_active, max_queue = -(-limits.max_active // self._count), -(-limits.max_queue // self._count)
+        # The tenant's limits are not divided: all requests of a tenant with an allowance are in one shard.
+        shard_limits = QueueLimits(max_active, max_queue, max_cost, limits.tenant)
+        return await self._at_home(lambda queue: queue.submit(context, tasks, events, shard_limits), context.id)
 
     @override
     async def lease(self, worker: str, wanted: LeaseRequest, ttl: float, wait: float = 0.0) -> builtins.list[Lease]:
         if wanted.slots < 1:
             return []
-        wants = dict.fromkeys(self._rotation.of(worker), wanted)
+        requests = dict.fromkeys(self._rotation.of(worker), wanted)
         try:
-            leases, wants = await self._rotation.claim(worker, wanted, ttl, wants)
+            leases, requests = await self._rotation.claim(worker, wanted, ttl, requests)
         except TransientError:
             if not wait:
                 raise
             leases = []
-        return leases if leases or not wait else await self._rotation.wait(worker, wants, ttl, wait)
+        return leases if leases or not wait else await self._rotation.wait(worker, requests, ttl, wait)
 
     @override
     async def renew(self, claims: Sequence[Claim], ttl: float) -> RenewalResult:
@@ -323,15 +331,15 @@ class ShardedQueue(QueueBackend):
         return RenewalResult(renewed, tuple(claim for claim in claims if claim in ended))
 
     @override
-    async def append_deltas(self, grown: Sequence[OutputDeltas]) -> builtins.list[bool]:
+    async def append_deltas(self, outputs: Sequence[OutputDeltas]) -> builtins.list[bool]:
         """Each shard records all of its part or nothing. Raises the errors of all shards."""
-        check_deltas(grown)
-        homes = [self.shard_of(deltas.claim.request) for deltas in grown]
+        check_deltas(outputs)
+        shards = [self.shard_of(output.claim.request) for output in outputs]
         results = dict[int, Iterator[bool]]()
-        for home in dict.fromkeys(homes):
-            part = [deltas for deltas, other in zip(grown, homes, strict=True) if other == home]
-            results[home] = iter(await self._health.call(home, partial(_append_all, part)))
-        return [next(results[home]) for home in homes]
+        for shard in dict.fromkeys(shards):
+            part = [output for output, other in zip(outputs, shards, strict=True) if other == shard]
+            results[shard] = iter(await self._health.call(shard, partial(_append_all, part)))
+        return [next(results[shard]) for shard in shards]
 
     @override
     async def commit_and_lease(
@@ -339,11 +347,11 @@ class ShardedQueue(QueueBackend):
     ) -> tuple[RequestRecord, builtins.list[Lease]]:
         """Leases of the same transaction are from the request's shard.
 
-        So that a worker does not stay with it, the other shards are sometimes asked first, after the transaction, and
-        one of them if the request's shard has no task.
+        If that shard has no task, the next one is called after the transaction. Sometimes the transaction leases
+        nothing and all other shards are called first, so that a worker does not stay with one shard.
         """
         request = change.context.id
-        home = self.shard_of(request)
+        request_shard = self.shard_of(request)
         leases = builtins.list[Lease]()
         if is_due := wanted.slots > 0 and self._rotation.is_due(worker):
             record = await self.commit(change)
@@ -352,7 +360,7 @@ class ShardedQueue(QueueBackend):
                 lambda queue: queue.commit_and_lease(change, worker, wanted, ttl), request
             )
         if wanted.slots > 0 and not leases:
-            shards = self._rotation.of(worker, last=home)
+            shards = self._rotation.of(worker, last=request_shard)
             with suppress(TransientError):
                 leases, _ = await self._rotation.claim(worker, wanted, ttl, shards if is_due else shards[:1])
                 if any(lease.task.request == request for lease in leases):
@@ -366,8 +374,8 @@ class ShardedQueue(QueueBackend):
     @override
     async def ended_among(self, requests: Sequence[str]) -> builtins.list[str]:
         results = await self._by_home(requests, lambda request: request, lambda queue, part: queue.ended_among(part))
-        over = {*chain(*results)}
-        return [request for request in requests if request in over]
+        ended = {*chain(*results)}
+        return [request for request in requests if request in ended]
 
     @override
     async def list(
@@ -377,19 +385,23 @@ class ShardedQueue(QueueBackend):
 
         A filter by idempotency key raises KeyUnavailable while a shard that may have the request is unreachable.
         """
-        last: int | None = None
+        after_shard: int | None = None
         if isinstance(after, str):
-            last = self.shard_of(after)
+            after_shard = self.shard_of(after)
             after = await self._number(after, which.tenant)
         bounds = {queue: after for queue in self._health.shards}
-        if after is not None and last is not None:  # of two with one number, the one in the lower shard came first
+        if after is not None and after_shard is not None:
+            # Of two requests with one number, that in the lower shard came first.
             for shard, queue in enumerate(self._health.shards):
-                bounds[queue] = after + (shard < last and not oldest_first) - (shard > last and oldest_first)
+                bounds[queue] = (
+                    after + (shard < after_shard and not oldest_first) - (shard > after_shard and oldest_first)
+                )
         pages = await self._each(
             lambda queue: queue.list(which, after=bounds[queue], limit=limit, oldest_first=oldest_first)
         )
         entries = ((record.number, shard, record) for shard, page in pages.items() for record in page)
         merged = sorted(entries, key=itemgetter(0, 1), reverse=not oldest_first)
+
         if which.tenant is not None and which.idempotency_key and not merged:
             for shard in {*self._shared_homes(which.tenant, which.idempotency_key)} - pages.keys():
                 raise KeyUnavailable(self._health.unreachable.get(shard, "a shard of the queue is unreachable"))
@@ -404,12 +416,12 @@ class ShardedQueue(QueueBackend):
         """
         try:
             record = await self.load(request)
-            owner, number = record.context.caller.tenant, record.number
+            request_tenant, number = record.context.caller.tenant, record.number
         except TransientError:
             if request not in self._listed:
                 raise
-            owner, number = self._listed[request]
-        if tenant not in (None, owner):
+            request_tenant, number = self._listed[request]
+        if tenant not in (None, request_tenant):
             raise NotFound(f"request {request} does not exist")
         return number
 
@@ -426,8 +438,8 @@ class ShardedQueue(QueueBackend):
         shards = (await self._each(lambda queue: queue.stats(pools))).values()
         by_pool = {pool: [shard.pools[pool] for shard in shards] for pool in pools}
         summed = {
-            pool: PoolStats(sum(s.waiting for s in of), max(s.oldest_s for s in of), sum(s.left_s for s in of))
-            for pool, of in by_pool.items()
+            pool: PoolStats(sum(s.waiting for s in parts), max(s.oldest_s for s in parts), sum(s.left_s for s in parts))
+            for pool, parts in by_pool.items()
         }
         return QueueStats(sum(shard.active for shard in shards), summed)
 
@@ -480,6 +492,7 @@ class ShardedQueue(QueueBackend):
         for member in chain(*(await self._each(lambda queue: queue.workers())).values()):
             other = members.get(member.info.id)
             if other is not None:
+                # Each shard has some of the worker's leases. Heartbeats may lack specs, and miss an unreachable shard.
                 newest = max(other, member, key=lambda worker: worker.last_heartbeat)
                 specs = newest.models or other.models or member.models
                 member = msgspec.structs.replace(newest, models=specs, leased=other.leased + member.leased)
@@ -488,7 +501,7 @@ class ShardedQueue(QueueBackend):
 
     @override
     async def close(self) -> None:
-        await asyncio.gather(self._health.close(), *(queue.close() for queue in self._beside))
+        await asyncio.gather(self._health.close(), *(queue.close() for queue in self._unsharded))
 
     async def _restore_declarations(self, shard: QueueBackend) -> None:
         """Store all known declarations in a shard that is reachable again."""
@@ -497,17 +510,17 @@ class ShardedQueue(QueueBackend):
 
     async def _by_home(
         self,
-        items: Sequence[Shard],
-        request: Callable[[Shard], str],
-        call: Callable[[QueueBackend, builtins.list[Shard]], Awaitable[T]],
+        items: Sequence[Item],
+        request_of: Callable[[Item], str],
+        call: Callable[[QueueBackend, builtins.list[Item]], Awaitable[T]],
     ) -> Iterable[T]:
-        """Call each shard with its items, by `request`, and return the reachable shards' results."""
-        parts = defaultdict[QueueBackend, builtins.list[Shard]](list)
+        """Call each shard with the items of its requests. Returns the reachable shards' results."""
+        parts = defaultdict[QueueBackend, builtins.list[Item]](list)
         for item in items:
-            parts[self._health.shards[self.shard_of(request(item))]].append(item)
-        homes = {self.shard_of(request(item)) for item in items}
-        return (await self._each(lambda queue: call(queue, parts[queue]), homes)).values()
+            parts[self._health.shards[self.shard_of(request_of(item))]].append(item)
+        shards = {self.shard_of(request_of(item)) for item in items}
+        return (await self._each(lambda queue: call(queue, parts[queue]), shards)).values()
 
 
-async def _append_all(grown: Sequence[OutputDeltas], queue: QueueBackend) -> Sequence[bool]:
-    return await queue.append_deltas(grown)
+async def _append_all(outputs: Sequence[OutputDeltas], queue: QueueBackend) -> Sequence[bool]:
+    return await queue.append_deltas(outputs)

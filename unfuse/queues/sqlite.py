@@ -38,7 +38,7 @@ EVENTS_A_START = 2**24
 class _UnixClock(Clock):
     """A clock of Unix time that stays valid across restarts.
 
-    It shows the Unix time at the start plus the monotonic seconds since.
+    Its time is the Unix time at the start plus the monotonic seconds since then.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -73,6 +73,7 @@ class SqliteQueue(MemoryQueue):
         rows, self._journal.rows = self._journal.rows, []  # the journal's copy is not needed any more
         for number, row in rows:
             self._restore(number, row)
+        # Numbers of unreadable rows stay in use: a new request must not replace such a row.
         self._arrivals = max([self._arrivals, *(number + 1 for number, _ in self._journal.damaged.values())])
         self._declared = self._journal.declared
         #: Serializes `declare`, whose check and change have an await between them.
@@ -114,9 +115,9 @@ class SqliteQueue(MemoryQueue):
         return renewal
 
     @override
-    def _store_pieces(self, entry: IndexEntry, grown: OutputDeltas) -> None:
+    def _store_pieces(self, entry: IndexEntry, output: OutputDeltas) -> None:
         """Only the file has the output deltas; memory has their number."""
-        self._writer.append(entry, grown)
+        self._writer.append(entry, output)
 
     @override
     async def read_deltas(
@@ -149,8 +150,9 @@ class SqliteQueue(MemoryQueue):
     @override
     async def ended_among(self, requests: Sequence[str]) -> builtins.list[str]:
         """Requests whose end cannot be stored, because the disk is full, are left out."""
-        over = await super().ended_among([request for request in requests if request not in self._journal.damaged])
-        entries = [(request, self._requests.get(request)) for request in over]
+        # Without unreadable requests: they are not in memory, and would count as unknown.
+        ended = await super().ended_among([request for request in requests if request not in self._journal.damaged])
+        entries = [(request, self._requests.get(request)) for request in ended]
         return [request for request, entry in entries if entry is None or await self._is_stored(entry)]
 
     @override
@@ -184,13 +186,11 @@ class SqliteQueue(MemoryQueue):
         row = await self._in_file("read", self._journal.row, entry.number)
         if row is None:
             return None
-        leased = [stored for stored in row.tasks if stored.token]
-        running = [
-            RunningStage(stored.task.stage, stored.task.attempt, stored.worker, stored.since) for stored in leased
-        ]
+        leased = [task for task in row.tasks if task.token]
+        running = [RunningStage(task.task.stage, task.task.attempt, task.worker, task.since) for task in leased]
         record = RequestRecord(row.context, tuple(running), None, entry.number)
-        stored = IndexEntry(row.context, entry.number, {}, entry.history, status=record.status)
-        return record if stored.matches(which) else None
+        stored_entry = IndexEntry(row.context, entry.number, {}, entry.history, status=record.status)
+        return record if stored_entry.matches(which) else None
 
     @override
     def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
@@ -211,8 +211,8 @@ class SqliteQueue(MemoryQueue):
     async def declare(self, by: str, declaration: DeclaredModels, *, new: bool = False) -> bool:
         self._check_writable()
         async with self._declaring:
-            known = self._declared.get(by)
-            if known != declaration and not (new and known and known.is_current):
+            current = self._declared.get(by)
+            if current != declaration and not (new and current and current.is_current):
                 await self._in_file("written", self._journal.declare, by, declaration)
             return await super().declare(by, declaration, new=new)
 
@@ -240,17 +240,17 @@ class SqliteQueue(MemoryQueue):
         await self._writer.close()
         self._journal.close()
 
-    async def _in_file(self, done: str, work: Callable[..., T], *args: Any) -> T:
+    async def _in_file(self, action: str, work: Callable[..., T], *args: Any) -> T:
         """Run a function in the writer thread. Raises TransientError if it fails.
 
-        `done`: "read" or "written", for the error message.
+        `action`: "read" or "written", for the error message.
         """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._journal.thread, work, *args)
         except TransientError:
             raise
         except Exception as error:
-            raise TransientError(f"the queue's file cannot be {done}: {error}") from error
+            raise TransientError(f"the queue's file cannot be {action}: {error}") from error
 
     def _row(self, entry: IndexEntry) -> RequestRow | None:
         """Return the row to store for a request, or None if it was dropped."""
@@ -272,10 +272,10 @@ class SqliteQueue(MemoryQueue):
         """
         context = row.context
         now = self._clock.now()
-        last = row.last_event if context.is_over else max(row.last_event, self._journal.start * EVENTS_A_START)
+        last_event = row.last_event if context.is_over else max(row.last_event, self._journal.start * EVENTS_A_START)
         appended = self._journal.deltas.pop(context.id, {})
         entry = IndexEntry(
-            context, number, dict.fromkeys(row.stages), EventHistory(row.events, last), appended=appended
+            context, number, dict.fromkeys(row.stages), EventHistory(row.events, last_event), appended=appended
         )
         self._requests[context.id] = entry
         self._arrivals = max([self._arrivals, number + 1, *(stored.arrival + 1 for stored in row.tasks)])

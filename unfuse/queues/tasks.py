@@ -22,6 +22,7 @@ from unfuse.queues.base import MAX_REFUSALS, PREFERENCE_S, PREFERENCE_TASKS, Lea
 class QueuedTask:
     """A task of a stored request, waiting or leased."""
 
+    #: The task. A hand-back replaces it by one with the next attempt number.
     task: Task
     #: Number of arrival among all pushed tasks.
     arrival: int
@@ -112,23 +113,23 @@ class PoolQueues:
         """Return the next task that a worker may lease, or None.
 
         `used`: the resources, by name, that tasks of the same call use already.
-        Pools that feed a full pool are held back (back-pressure). When a task needs more of a resource than is left,
-        only later pools, and pools that do not use this resource, are considered further.
+        Pools that feed a full pool are left out (back-pressure). When a task needs more of a resource than is free,
+        only pools of a greater `stage_depth`, and pools that do not use this resource, are considered further.
         """
         pools = [
             pool
             for pool, offer in wanted.pools.items()
-            if pool in self._queues and all(self._sizes[fed] <= most for fed, most in offer.backpressure.items())
+            if pool in self._queues and all(self._sizes[fed] <= limit for fed, limit in offer.backpressure.items())
         ]
         while (queued := self._first(worker, wanted, pools, now)) is not None:
             offer = wanted.pools[queued.task.planned.pool]
-            lacking = offer.missing_resources(queued.task.resources, used)
-            if not lacking:
+            missing = offer.missing_resources(queued.task.resources, used)
+            if not missing:
                 return queued
             pools = [
                 pool
                 for pool in pools
-                if wanted.pools[pool].stage_depth > offer.stage_depth or lacking.isdisjoint(wanted.pools[pool].amounts)
+                if wanted.pools[pool].stage_depth > offer.stage_depth or missing.isdisjoint(wanted.pools[pool].amounts)
             ]
         return None
 
@@ -144,25 +145,26 @@ class PoolQueues:
         """
         heads = []
         for pool in pools:
-            head = next((rank for rank in self._queues[pool] if not rank[3].excludes(worker)), None)
+            head = next((sort_key for sort_key in self._queues[pool] if not sort_key[3].excludes(worker)), None)
             if head is not None:
                 heads.append((head[0], -wanted.pools[pool].stage_depth, head))
         if not heads:
             return None
 
-        negative_priority, negative_later, (*_, first) = min(heads)
+        negative_priority, negative_depth, (*_, first) = min(heads)
         if wanted.priority_above is not None and -negative_priority <= wanted.priority_above:
             return None
         if not (wanted.preferred_node or wanted.affinity) or now - (first.ready_since or 0.0) >= PREFERENCE_S:
             return first
 
-        equally_late = [pool for pool in pools if -wanted.pools[pool].stage_depth == negative_later]
-        front = heapq.merge(*(self._queues[pool][:PREFERENCE_TASKS] for pool in equally_late))
+        equally_deep = [pool for pool in pools if -wanted.pools[pool].stage_depth == negative_depth]
+        front = heapq.merge(*(self._queues[pool][:PREFERENCE_TASKS] for pool in equally_deep))
         candidates = [
             queued
             for priority, _, _, queued in islice(front, PREFERENCE_TASKS)
             if priority == negative_priority and not queued.excludes(worker)
         ]
+        # Of equal preferences, `max` returns the first in the queue.
         return max(candidates, key=lambda queued: _preference(wanted, queued.task))
 
 
@@ -180,8 +182,11 @@ def _preference(wanted: LeaseRequest, task: Task) -> int:
 class LeasedTask:
     """A leased task and its progress."""
 
+    #: The task, to be requeued with its old arrival number if it is handed back.
     queued: QueuedTask
+    #: The lease. A renewal replaces it by one that expires later.
     lease: Lease
+    #: Its attempt, worker and progress, as the request's record shows them.
     running: RunningStage
     #: The reading of `Leases`' time-limit clock when the task was leased, in seconds.
     started: float

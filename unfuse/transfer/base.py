@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def threads_for(cores: float) -> int:
     """Return the default number of threads for one owner on a machine with `cores`.
 
-    More than twelve threads move no more bytes.
+    More than twelve threads transfer no more bytes per second.
     """
     return min(max(4, int(0.75 * cores) // 8), 12)
 
@@ -127,23 +127,24 @@ class PeerLink(ABC):
 
     @abstractmethod
     def pull(self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
-        """Fill `into` with bytes `start` to `stop` of an object; yields their number.
+        """Fill `into` with bytes `start` to `stop` of an object, and yield the progress.
 
-        Each yielded number is how many bytes are filled so far; these are there whatever is raised. They are
-        not verified. Closing the iterator ends the pull. Raises ObjectLost if the owner replies that the
-        object cannot be read, and ArenaFull while the object is spilled and the owner has no room to load it.
+        Each yielded number is the number of bytes that are filled so far. These bytes stay valid if the pull fails
+        later. They are not verified. Closing the iterator ends the pull. Raises ObjectLost if the owner replies that
+        the object cannot be read, and ArenaFull while the object is spilled and the owner has no room to load it.
         """
 
     @abstractmethod
     def written(self, ref: ObjectRef, known: int, wait: float) -> tuple[tuple[int, ...], bool]:
-        """Return the owner's `ObjectTable.written`, for a `ref` without all checksums.
+        """Return the checksums of the chunks that are written, and whether the object is whole.
 
-        Raises ObjectLost.
+        It is `ObjectTable.written` of the owner, for a `ref` that lacks checksums. Waits up to `wait` seconds for more
+        than `known` checksums. Raises ObjectLost.
         """
 
     @abstractmethod
     def ping(self) -> None:
-        """Return when the owner has answered, or while it sends bytes."""
+        """Wait until the owner answers. Returns at once while the owner sends bytes."""
 
     @abstractmethod
     def close(self) -> None:
@@ -153,8 +154,8 @@ class PeerLink(ABC):
 class ProcessPairs(Protocol):
     """Pairs of processes that move bytes between the memory of two workers.
 
-    Every method but `part` raises OSError if it fails; the pair cannot be used any more then. A method returns when
-    nothing more is read or written here.
+    Every method but `part` raises OSError if it fails. The pair cannot be used after an error. When a method returns,
+    no memory of this process is read or written any more.
     """
 
     def offer(self, pair: str, backend: str, host: str, patience_s: float) -> int:
@@ -167,12 +168,13 @@ class ProcessPairs(Protocol):
     def join(self, pair: str, backend: str, host: str, patience_s: float, at: tuple[str, int]) -> None:
         """Join a pair as its receiver.
 
-        It is offered `at` a host and port; this process is at `host`.
+        `at`: host and port at which the sender offers the pair.
+        `host`: address of this process.
         """
         ...
 
     def move(self, pair: str, start: int, stop: int) -> None:
-        """Send or receive bytes `start` to `stop` of the memory here."""
+        """Send or receive bytes `start` to `stop` of this worker's memory."""
         ...
 
     def part(self, pair: str) -> None:
@@ -240,16 +242,15 @@ class Pull(ShownRef, frozen=True, tag=True):
     For an engine whose reader reads the memory itself, the owner retains the object until the reader's next message.
     """
 
-    #: The bytes are `start` to `stop` of the object.
+    #: Offset of the first byte in the object.
     start: int
+
+    #: Offset behind the last byte.
     stop: int
 
 
 class Watch(ShownRef, frozen=True, tag=True):
-    """Request the progress of writing an announced object.
-
-    Answered by Written.
-    """
+    """Request the progress of writing an announced object. Answered by Written."""
 
     #: Number of chunks that the reader knows to be written.
     known: int
@@ -263,7 +264,7 @@ class Got(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Request a Pong, which shows that the owner is there."""
+    """Request a Pong, which shows that the owner is reachable."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -274,15 +275,20 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Full(msgspec.Struct, frozen=True, tag=True):
-    """The object is spilled and the arena has no room for it. Fields are bytes."""
+    """The object is spilled and the arena has no room for it."""
 
+    #: Bytes that the object needs.
     needed: int
+
+    #: Free bytes of the owner's arena, not necessarily contiguous.
     free: int
+
+    #: Bytes of the owner's arena.
     capacity: int
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """The owner is there."""
+    """The owner is reachable."""
 
 
 ToOwner = Pull | Watch | Got | Ping
@@ -290,7 +296,7 @@ FromOwner = Ready | Written | ObjectUnavailable | Full | Pong
 
 
 def refusal(error: ObjectLost | ArenaFull) -> ObjectUnavailable | Full:
-    """Return the reply for an error of the owner."""
+    """Return the reply that reports an owner's error to the reader."""
     return (
         Full(error.needed, error.free, error.capacity)
         if isinstance(error, ArenaFull)
@@ -314,8 +320,8 @@ def hold_object(arena: Arena, pull: Pull) -> Extent:
     """
     extent = arena.hold(pull.id, pull.key, pull.generation, pull.nbytes, announced=True)
     try:
-        chunks, whole = arena.written(pull.id)
-        readable = pull.nbytes if whole else len(chunks) * chunk_bytes(pull.nbytes)
+        checksums, is_whole = arena.written(pull.id)
+        readable = pull.nbytes if is_whole else len(checksums) * chunk_bytes(pull.nbytes)
         if not 0 <= pull.start <= pull.stop <= readable:
             raise ObjectLost(
                 f"bytes {pull.start} to {pull.stop} of object {pull.id} cannot be read yet, or do not exist", pull.id
@@ -326,10 +332,10 @@ def hold_object(arena: Arena, pull: Pull) -> Extent:
     return extent
 
 
-def answer_watch(arena: Arena, asked: Watch, longest: float) -> Written:
-    """Return the answer to a Watch; waits up to `longest` seconds. Raises ObjectLost and ArenaFull."""
-    arena.hold(asked.id, asked.key, asked.generation, asked.nbytes, announced=True)
+def answer_watch(arena: Arena, watch: Watch, max_wait_s: float) -> Written:
+    """Return the answer to a Watch; waits up to `max_wait_s`. Raises ObjectLost and ArenaFull."""
+    arena.hold(watch.id, watch.key, watch.generation, watch.nbytes, announced=True)
     try:
-        return Written(*arena.written(asked.id, asked.known, max(0.0, min(asked.wait, longest))))
+        return Written(*arena.written(watch.id, watch.known, max(0.0, min(watch.wait, max_wait_s))))
     finally:
-        arena.unhold(asked.id)
+        arena.unhold(watch.id)

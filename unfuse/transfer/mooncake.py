@@ -55,8 +55,8 @@ class MooncakeEngine(OneSidedEngine):
         """
         present = {entry.name for entry in DEVICES.iterdir()} if DEVICES.is_dir() else set()
         if missing := {*options.mooncake_devices} - present:
-            there = ", ".join(sorted(present)) or "none"
-            log.warning("Mooncake uses tcp: an RDMA device does not exist", devices=sorted(missing), there=there)
+            existing = ", ".join(sorted(present)) or "none"
+            log.warning("Mooncake uses tcp: an RDMA device does not exist", devices=sorted(missing), there=existing)
             return False
         if not present:
             log.warning("Mooncake uses tcp: this machine has no RDMA device")
@@ -65,15 +65,15 @@ class MooncakeEngine(OneSidedEngine):
         code = self._library.initialize(options.host, "P2PHANDSHAKE", "rdma", ",".join(options.mooncake_devices))
         if code != 0:
             log.warning("Mooncake uses tcp: rdma did not start, see its log on standard error", code=code)
-            self._library = Mooncake()
+            self._library = Mooncake()  # an instance that was not initialized yet
             return False
-        used = options.mooncake_devices or tuple(sorted(present))
-        log.info("Mooncake uses rdma, which is untested on RDMA hardware", devices=used)
+        devices = options.mooncake_devices or tuple(sorted(present))
+        log.info("Mooncake uses rdma, which is untested on RDMA hardware", devices=devices)
         return True
 
     @override
     def publish(self) -> bytes:
-        """Return the address that the library listens on. The library chooses the port."""
+        """Return host and port at which the library listens. The library chooses the port."""
         return f"{self.options.host}:{self._library.get_rpc_port()}".encode()
 
     @override
@@ -89,10 +89,10 @@ class MooncakeEngine(OneSidedEngine):
         """
         owner, library = name.decode(), self._library
         if hasattr(library, "batch_transfer_sync_read"):
-            addresses, targets, counts = map(list, zip(*ranges, strict=True))
-            code = library.batch_transfer_sync_read(owner, targets, addresses, counts)
+            addresses, destinations, sizes = map(list, zip(*ranges, strict=True))
+            code = library.batch_transfer_sync_read(owner, destinations, addresses, sizes)
         else:
-            codes = (library.transfer_sync_read(owner, item.destination, item.address, item.nbytes) for item in ranges)
+            codes = (library.transfer_sync_read(owner, r.destination, r.address, r.nbytes) for r in ranges)
             code = next((code for code in codes if code != 0), 0)
         if code != 0:
             raise LinkBroken(f"Mooncake could not read from {owner}: code {code}")

@@ -30,14 +30,14 @@ class SteppedSession(Protocol):
 
 
 class SessionThreads:
-    """Runs the sessions of each owner in at most `most` threads.
+    """Runs the sessions of each owner in at most `max_threads` threads.
 
-    A thread is started for a session that finds none idle, and ends after SPARE_S seconds without one. The sessions
-    of an owner run round-robin, each when its next step is due.
+    A thread is started for a session if all threads of its owner have one. It ends after IDLE_THREAD_S without a
+    session. The sessions of an owner run round-robin, each when its next step is due.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_threads: int) -> None:
+        self._most = max_threads
         self._lock = Lock()
         self._owners: dict[str, _OwnerThreads] = {}
         self._stopped = False
@@ -61,7 +61,7 @@ class SessionThreads:
                 threads.changed.notify_all()
 
     def join(self) -> None:
-        """After `stop`: wait until all threads have ended, and end the remaining sessions."""
+        """Wait until all threads have ended, then end the remaining sessions. Call `stop` first."""
         with self._lock:
             owners = list(self._owners.values())
             running = [thread for threads in owners for thread in threads.running]
@@ -79,25 +79,27 @@ class SessionThreads:
             with self._lock:
                 if delay is None:
                     threads.sessions -= 1
-                    threads.changed.notify_all()
+                    threads.changed.notify_all()  # threads without a session now count their idle time
                 else:
                     threads.schedule(session, delay)
 
     def _wait_for_due(self, owner: str, threads: _OwnerThreads) -> SteppedSession | None:
         """Wait for the next due session. Returns None if this thread must end.
 
-        It must end after `stop`, or if there were more threads than sessions for SPARE_S seconds.
+        It must end after `stop`, or if there were more threads than sessions for IDLE_THREAD_S.
         """
         with self._lock:
-            ends = inf
+            ends_at = inf
             while not self._stopped:
                 now, due = time.monotonic(), threads.due[0][0] if threads.due else inf
                 if due <= now:
                     return heappop(threads.due)[2]
-                ends = min(ends, now + IDLE_THREAD_S) if len(threads.running) > threads.sessions else inf
-                if ends <= now:
+                ends_at = min(ends_at, now + IDLE_THREAD_S) if len(threads.running) > threads.sessions else inf
+                if ends_at <= now:
                     break
-                threads.changed.wait(None if due == ends == inf else min(due, ends) - now)
+                threads.changed.wait(None if due == ends_at == inf else min(due, ends_at) - now)
+
+            # After `stop`, `join` still needs the owners and their threads.
             if not self._stopped:
                 threads.running.remove(current_thread())
                 if not threads.running:
@@ -114,11 +116,13 @@ class _OwnerThreads:
         #: A heap of the sessions that no thread runs, by due time.
         self.due: list[tuple[float, int, SteppedSession]] = []
 
+        #: Threads that were started and have not ended.
         self.running: list[Thread] = []
 
-        #: Number of sessions.
+        #: Number of sessions that have not ended.
         self.sessions = 0
 
+        #: Numbers the entries of `due`: of equal times, the first scheduled is the first due.
         self._order = itertools.count()
 
     def schedule(self, session: SteppedSession, delay: float) -> None:

@@ -34,7 +34,7 @@ ERRORS = tuple(kind for kind in vars(_bindings).values() if isinstance(kind, typ
 class NixlEngine(OneSidedEngine):
     """Moves bytes by one NIXL agent.
 
-    The agent has a thread that answers the reads of other agents; they would hang without it.
+    The agent has a progress thread, without which the reads of other agents would hang.
     """
 
     name = "nixl"
@@ -57,9 +57,9 @@ class NixlEngine(OneSidedEngine):
     def read(self, name: bytes, ranges: Sequence[CopyRange]) -> None:
         try:
             owner = self._agent.add_remote_agent(name)
-            ours = self._agent.get_xfer_descs([(item.destination, item.nbytes, 0) for item in ranges], "DRAM")
-            theirs = self._agent.get_xfer_descs([(item.address, item.nbytes, 0) for item in ranges], "DRAM")
-            handle = self._agent.initialize_xfer("READ", ours, theirs, owner)
+            local_descs = self._agent.get_xfer_descs([(r.destination, r.nbytes, 0) for r in ranges], "DRAM")
+            remote_descs = self._agent.get_xfer_descs([(r.address, r.nbytes, 0) for r in ranges], "DRAM")
+            handle = self._agent.initialize_xfer("READ", local_descs, remote_descs, owner)
             try:
                 state, deadline = self._agent.transfer(handle), time.monotonic() + self.options.silence_s
                 while state == "PROC" and time.monotonic() < deadline:

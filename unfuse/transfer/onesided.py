@@ -34,11 +34,12 @@ class CopyRange(NamedTuple):
     #: Address in this process.
     destination: int
 
+    #: Number of bytes to copy.
     nbytes: int
 
 
 class OwnerInfo(msgspec.Struct, frozen=True):
-    """What a reader must know about an owner."""
+    """The name and the memory address of an owner, which its readers need."""
 
     #: The owner's name in the library.
     name: bytes
@@ -57,17 +58,18 @@ class OneSidedEngine(OwnerEngine):
 
     @abstractmethod
     def publish(self) -> bytes:
-        """Return the name by which peers `read` from here. Memory is registered before."""
+        """Return the name by which peers `read` from this process. Called after `register`."""
 
     @abstractmethod
     def read(self, name: bytes, ranges: Sequence[CopyRange]) -> None:
         """Copy these ranges from the process that published `name`, in one library call.
 
-        Raises LinkBroken; then some of the ranges may be there.
+        Raises LinkBroken. Some of the ranges may be copied then.
         """
 
     @override
     def serve(self, arena: Arena) -> str:
+        # Registered memory must stay allocated, so the arena allocates all of it now.
         arena.fill()
         self.register(arena.view)
         info = msgspec.msgpack.encode(OwnerInfo(self.publish(), arena.view.ctypes.data))
@@ -94,19 +96,20 @@ class _OneSidedLink(ChannelLink):
     def receive_into(self, connection: OwnerClient, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         owner = msgspec.msgpack.decode(connection.about, type=OwnerInfo)
         start = 0
-        at = owner.base + offset
-        target = into.ctypes.data
+        source = owner.base + offset
+        destination = into.ctypes.data
+
         while start < into.nbytes:
             stop = min(start + self._at_once * MAX_RANGE_BYTES, into.nbytes)
             starts = range(start, stop, MAX_RANGE_BYTES)
             try:
                 self._engine.read(
                     owner.name,
-                    [CopyRange(at + begin, target + begin, min(MAX_RANGE_BYTES, stop - begin)) for begin in starts],
+                    [CopyRange(source + at, destination + at, min(MAX_RANGE_BYTES, stop - at)) for at in starts],
                 )
             except LinkBroken:
                 self._at_once = 1
                 raise
             self._at_once, start = RANGES_PER_CALL, stop
             yield stop
-        send(connection.socket, Got())
+        send(connection.socket, Got())  # the owner retains the object until then

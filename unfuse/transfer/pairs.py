@@ -65,31 +65,32 @@ class PairsEngine(OwnerEngine):
         if not pair:
             port: int = decode(read(connection.socket), int)
             pair = self._new_pair(connection)
-            at = urlsplit(address).hostname or "", port
-            self._pairs.join(pair, self.name, self.options.host, self.options.silence_s, at)
+            sender_address = urlsplit(address).hostname or "", port
+            self._pairs.join(pair, self.name, self.options.host, self.options.silence_s, sender_address)
         yield from self._move(pair, into.ctypes.data - self._memory.ctypes.data, into.nbytes)
 
     def _send(self, peer: socket.socket, extent: Extent, pull: Pull) -> None:
-        """Send the bytes of a pull. The first one of a connection offers its pair."""
-        if pull.stop == pull.start:
+        """Send the bytes of a pull. The first pull of a connection makes its pair."""
+        if pull.stop == pull.start:  # the reader does not receive then, either
             return
         pair = self._pair_names.get(peer)
         if not pair:
             pair = self._new_pair(peer)
             port = self._pairs.offer(pair, self.name, self.options.host, self.options.silence_s)
             write(peer, encode(port))
-        deque(self._move(pair, extent.offset + pull.start, pull.stop - pull.start), 0)
+        deque(self._move(pair, extent.offset + pull.start, pull.stop - pull.start), 0)  # runs it to its end
 
     def _new_pair(self, connection: object) -> str:
         """Return the name of a new pair, which ends with the connection."""
         pair = self._pair_names[connection] = secrets.token_hex(8)
+        # Not at the exit of the interpreter, when the compute process may be gone.
         finalize(connection, self._pairs.part, pair).atexit = False
         return pair
 
     def _move(self, pair: str, start: int, count: int) -> Generator[int, None, None]:
-        """Move bytes in pieces; yields the bytes so far.
+        """Move bytes in pieces, and yield the number of bytes so far.
 
-        Both ends cut them at the same places.
+        Both ends use the same pieces.
         """
         try:
             for done in range(0, count, MOVE_BYTES):
@@ -97,7 +98,7 @@ class PairsEngine(OwnerEngine):
                 self._pairs.move(pair, start + done, start + stop)
                 yield stop
         except BaseException:
-            self._pairs.part(pair)  # at once, because the other end may be waiting
+            self._pairs.part(pair)  # now, because the other end may be waiting
             raise
 
 
@@ -131,5 +132,6 @@ class _PairsLink(ChannelLink):
         if into.nbytes:
             for done in self._engine.receive(connection, self._address, into):
                 yield done
+                # With all bytes received, a closed connection does not matter any more.
                 if done < into.nbytes and not connection.is_alive():
                     raise ConnectionAbortedError("the connection was closed")

@@ -1,7 +1,7 @@
-"""Transfer sessions: fetch whole, verified objects of other nodes over failures on the way.
+"""Transfer sessions: fetch whole, verified objects of other nodes, and continue after failures.
 
-A session ends with success or one error. Chunks are verified by XXH3 checksums; broken links are retried with
-back-off and other engines.
+A session ends with success or one error. Each chunk is verified by its XXH3 checksum. After a broken link the session
+continues behind the last verified chunk, after a pause (back-off) and with another engine.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ class TransferSink(Protocol):
     """
 
     def buffers(self, start: int) -> Sequence[NDArray[np.uint8]]:
-        """Return memory for the bytes from `start` on, in order. Raises ArenaFull.
+        """Return arrays for the bytes from `start` on, in order. Raises ArenaFull.
 
-        It is empty if there is no room now.
+        Returns arrays without bytes if there is no room now.
         """
         ...
 
     def verified(self, stop: int) -> None:
-        """All bytes before `stop` are here and verified."""
+        """Called when all bytes before `stop` are received and verified."""
         ...
 
     def finish(self) -> None:
-        """The object is complete. Raises ObjectLost if its request was released meanwhile."""
+        """Called when the object is complete. Raises ObjectLost if its request was released."""
         ...
 
     def fail(self, error: Exception) -> None:
-        """The session has failed: no more bytes will come."""
+        """Called when the session has failed. No more bytes follow."""
         ...
 
 
@@ -87,7 +87,7 @@ class ArenaSink(TransferSink):
 
     @override
     def verified(self, stop: int) -> None:
-        """Do nothing: the object is read only when it is whole."""
+        """Do nothing: the object is read only after `finish`."""
 
     @override
     def finish(self) -> None:
@@ -108,10 +108,9 @@ class ArenaSink(TransferSink):
 class RingBuffer(TransferSink):
     """A ring buffer for streaming an object of any length.
 
-    Iterate over it for the bytes.
-
-    Each yielded array is valid until the next one. `buffer` must have room for one chunk, because only verified bytes
-    are yielded; the caller may use it again when the iteration has ended. Iterating raises the session's error.
+    Iterating over it yields the bytes. Each yielded array is valid until the next one. `buffer` must have room for one
+    chunk, because only verified bytes are yielded. The caller may use it again when the iteration has ended. Iterating
+    raises the session's error.
     """
 
     def __init__(self, buffer: NDArray[np.uint8], ref: ObjectRef) -> None:
@@ -128,8 +127,9 @@ class RingBuffer(TransferSink):
             free, size = self._buffer.nbytes - (start - self._consumed), self._buffer.nbytes
         if not size:
             return (self._buffer,)
-        place = start % size
-        return self._buffer[place : place + free], self._buffer[: max(0, place + free - size)]
+        # Up to the end of the buffer, then from its beginning.
+        begin = start % size
+        return self._buffer[begin : begin + free], self._buffer[: max(0, begin + free - size)]
 
     @override
     def verified(self, stop: int) -> None:
@@ -154,7 +154,7 @@ class RingBuffer(TransferSink):
             if self._verified == self._consumed and self._error:
                 raise self._error
             start = self._consumed % self._buffer.nbytes
-            piece = self._buffer[start : start + self._verified - self._consumed]
+            piece = self._buffer[start : start + self._verified - self._consumed]  # up to the end of the buffer
             yield piece
             with self._moved:
                 self._consumed += piece.nbytes
@@ -167,10 +167,10 @@ class TransferCounters:
         self._lock = Lock()
         self._moved: dict[str, TransferStats] = {}
 
-    def add(self, engine: str, moved: TransferStats) -> None:
+    def add(self, engine: str, stats: TransferStats) -> None:
         """Add to the sums of an engine."""
         with self._lock:
-            self._moved[engine] = self._moved.get(engine, TransferStats()) + moved
+            self._moved[engine] = self._moved.get(engine, TransferStats()) + stats
 
     def take_counts(self) -> dict[str, TransferStats]:
         """Return the sums and reset them."""
@@ -178,10 +178,10 @@ class TransferCounters:
             sums, self._moved = self._moved, {}
             return sums
 
-    def put_back(self, taken: Mapping[str, TransferStats]) -> None:
-        """Add sums again that could not be reported."""
-        for engine, moved in taken.items():
-            self.add(engine, moved)
+    def put_back(self, counts: Mapping[str, TransferStats]) -> None:
+        """Add sums of `take_counts` again, because they could not be reported."""
+        for engine, stats in counts.items():
+            self.add(engine, stats)
 
 
 State = Literal["bootstrapping", "waiting_for_input", "transferring", "success", "failed"]
@@ -212,7 +212,7 @@ Peers = Callable[[str], Mapping[str, str]]
 class TransferSession:
     """One transfer of an object, run step by step.
 
-    `kept` are checksums of the first chunks that an earlier transfer left in the sink, perhaps of another object.
+    `sink_checksums` are those of the first chunks that an earlier transfer left in the sink, perhaps of another object.
     Chunks with equal checksums are not pulled again.
     """
 
@@ -222,11 +222,11 @@ class TransferSession:
         sink: TransferSink,
         links: PeerLinks,
         options: TransferOptions,
-        kept: tuple[int, ...] = (),
+        sink_checksums: tuple[int, ...] = (),
     ) -> None:
         self.id, self.ref = secrets.token_hex(8), ref
 
-        #: Number of first bytes that are here and verified: whole chunks, or everything.
+        #: Number of first bytes that are received and verified: whole chunks, or everything.
         self.good = 0
 
         self.state: State = "bootstrapping"
@@ -240,25 +240,25 @@ class TransferSession:
         #: Whether `cancel` was called.
         self.cancelled = False
 
-        #: Done when the transfer has ended. It cannot be cancelled.
+        #: Done when the transfer has ended. The future itself cannot be cancelled.
         self.over: Future[None] = Future()
         self.over.set_running_or_notify_cancel()
 
         self._sink, self._links = sink, links
         self._options = options
         self._chunk, self._checksums = chunk_bytes(ref.nbytes), ref.checksums
-        self._kept_checksums = kept
+        self._sink_checksums = sink_checksums
         self._failures = 0  # broken links since the last verified chunk
         self._stalled_since: float | None = None  # monotonic time, in seconds
 
     @property
     def verified(self) -> tuple[int, ...]:
-        """The checksums of the chunks that are here."""
+        """The checksums of the chunks that are received and verified."""
         return self._checksums[: -(-self.good // self._chunk)]
 
     @property
     def is_complete(self) -> bool:
-        """Whether all bytes are here."""
+        """Whether all bytes are received and verified."""
         return self.good == self.ref.nbytes
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -266,7 +266,7 @@ class TransferSession:
         return bool(wait([self.over], timeout).done)
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait until all bytes are here.
+        """Wait until all bytes are received.
 
         Raises the transfer's error (ObjectLost, ArenaFull, …), or TimeoutError after `timeout` seconds.
         """
@@ -291,7 +291,7 @@ class TransferSession:
             return self._set_back(error)
         except ArenaFull as error:
             return self._wait_for_room(error)
-        except Exception as error:  # a session that fails must not end the thread
+        except Exception as error:  # the thread serves other sessions, too
             if not isinstance(error, UnfuseError):
                 log.exception("a transfer failed with an unexpected error", object=self.ref.id)
             return self._end(error)
@@ -309,15 +309,19 @@ class TransferSession:
         pieces = self._free_memory()
         if not pieces:
             return RECHECK_S
+
         self._move("transferring")
-        began, good_before = time.monotonic(), self.good
+        started_at, good_before = time.monotonic(), self.good
         try:
             self._pull(pieces)
         except LinkBroken:
             self._links.counters.add(self._engine, TransferStats(failures=1))
             raise
         finally:
-            self._links.counters.add(self._engine, TransferStats(self.good - good_before, time.monotonic() - began))
+            self._links.counters.add(
+                self._engine, TransferStats(self.good - good_before, time.monotonic() - started_at)
+            )
+
         if self.is_complete:
             self._sink.finish()
             return self._end(None)
@@ -338,27 +342,30 @@ class TransferSession:
 
     def _free_memory(self) -> list[NDArray[np.uint8]]:
         """Return memory for the bytes that can be pulled now: whole chunks with known checksums."""
-        written = self._readable_bytes()
-        self._skip_kept(written)
-        room = self._sink.buffers(self.good)
-        budget = min(sum(piece.nbytes for piece in room), max(MAX_PULL, self._chunk))
-        stop = min(self.good + budget, written)
+        readable = self._readable_bytes()
+        self._skip_stored_chunks(readable)
+        buffers = self._sink.buffers(self.good)
+        budget = min(sum(buffer.nbytes for buffer in buffers), max(MAX_PULL, self._chunk))
+        stop = min(self.good + budget, readable)
         if stop < self.ref.nbytes:
             stop -= stop % self._chunk
         if stop <= self.good < self.ref.nbytes:
             return []
+
         pieces, remaining = [], stop - self.good
-        for piece in room:
-            pieces.append(piece[:remaining])
+        for buffer in buffers:
+            pieces.append(buffer[:remaining])
             remaining -= pieces[-1].nbytes
+        # Without bytes to pull, one empty pull still asks the owner whether the object can be read.
         return [piece for piece in pieces if piece.nbytes] or pieces[:1]
 
-    def _skip_kept(self, written: int) -> None:
+    def _skip_stored_chunks(self, readable: int) -> None:
         """Skip chunks that an earlier transfer left in the sink."""
-        while self.good < written:
+        while self.good < readable:
             index = self.good // self._chunk
-            if index >= len(self._kept_checksums) or self._kept_checksums[index] != self._checksums[index]:
-                self._kept_checksums = ()
+            if index >= len(self._sink_checksums) or self._sink_checksums[index] != self._checksums[index]:
+                # The next pull overwrites the sink's bytes from here on.
+                self._sink_checksums = ()
                 return
             self.good = min(self.good + self._chunk, self.ref.nbytes)
             self._sink.verified(self.good)
@@ -366,24 +373,24 @@ class TransferSession:
     def _readable_bytes(self) -> int:
         """Return the number of bytes that can be pulled: all, or those written so far."""
         if len(self._checksums) * self._chunk < self.ref.nbytes:
-            checksums, whole = self._link.written(self.ref, len(self._checksums), RECHECK_S)
+            checksums, is_whole = self._link.written(self.ref, len(self._checksums), RECHECK_S)
             known = len(self._checksums)
-            if checksums[:known] != self._checksums or (whole and len(checksums) * self._chunk < self.ref.nbytes):
+            if checksums[:known] != self._checksums or (is_whole and len(checksums) * self._chunk < self.ref.nbytes):
                 raise ObjectLost(f"object {self.ref.id} does not match the announced one", self.ref.id)
             self._checksums = checksums
         return min(len(self._checksums) * self._chunk, self.ref.nbytes)
 
-    def _verify(self, hasher: xxhash.xxh3_64, at: int, data: memoryview) -> None:
-        """Hash the bytes from `at` on. Each complete chunk advances `good`.
+    def _verify(self, hasher: xxhash.xxh3_64, position: int, data: memoryview) -> None:
+        """Hash the bytes from `position` on. Each complete chunk advances `good`.
 
         Raises LinkBroken for a damaged chunk.
         """
         while data:
             end = min(self.good + self._chunk, self.ref.nbytes)
-            part, data = data[: end - at], data[end - at :]
+            part, data = data[: end - position], data[end - position :]
             hasher.update(part)
-            at += len(part)
-            if at == end:
+            position += len(part)
+            if position == end:
                 if hasher.intdigest() != self._checksums[self.good // self._chunk]:
                     raise LinkBroken(f"its bytes {self.good} to {end} are damaged")
                 hasher.reset()
@@ -396,10 +403,11 @@ class TransferSession:
         self._failures += 1
         self.setbacks += 1
         if self._failures >= self._options.attempts or self._is_stalled():
-            text = f"object {self.ref.id} cannot be fetched from its owner {self.ref.owner}: {error}"
-            return self._end(ObjectLost(text, self.ref.id))
+            message = f"object {self.ref.id} cannot be fetched from its owner {self.ref.owner}: {error}"
+            return self._end(ObjectLost(message, self.ref.id))
         if self.state != "bootstrapping":
             self._move("bootstrapping")
+        # Random, so that the sessions of a failed owner do not all try again at one time.
         return min(BACKOFF_S * 2.0 ** (self._failures - 1), MAX_BACKOFF_S) * random.uniform(0.5, 1)
 
     def _wait_for_room(self, error: ArenaFull) -> float | None:
@@ -466,8 +474,8 @@ class PeerLinks:
         addresses = self._peers(ref.owner)
         names = agree(self._engines, addresses)
         if not names:
-            text = f"its owner {ref.owner} is unknown, or has none of the transfer engines of this worker"
-            raise ObjectLost(f"object {ref.id} cannot be reached: {text} ({', '.join(self._engines)})", ref.id)
+            reason = f"its owner {ref.owner} is unknown, or has none of the transfer engines of this worker"
+            raise ObjectLost(f"object {ref.id} cannot be reached: {reason} ({', '.join(self._engines)})", ref.id)
         name = names[failures % len(names)]
         key = name, addresses[name]
         with self._lock:
@@ -475,6 +483,7 @@ class PeerLinks:
             if link and not failures:
                 return name, link
             link = self._links[key] = link or self._engines[name].connect(addresses[name])
+        # Without the lock, because a silent owner takes long and must not delay the links to others.
         try:
             link.ping()
         except LinkBroken:
@@ -488,6 +497,7 @@ class PeerLinks:
         self._thread.join()
         for key in list(self._links):
             self._drop(key)
+        # The running pings fail now, because their links are closed.
         for thread in self._pinged.values():
             thread.join()
 
@@ -507,7 +517,7 @@ class PeerLinks:
             link.ping()
             self._missed.pop(key, None)
         except LinkBroken:
-            if self._links.get(key) is link:
+            if self._links.get(key) is link:  # otherwise a newer link replaced it
                 self._missed[key] += 1
         if self._missed[key] >= self._options.max_missed:
             self._drop(key)
@@ -530,22 +540,22 @@ class Transfers:
     def __init__(self, engines: Mapping[str, TransferEngine], peers: Peers, options: TransferOptions) -> None:
         self._options = options
         self._links = PeerLinks(engines, peers, options)
-        #: How much each engine has fetched.
+        #: The statistics of each engine.
         self.counters = self._links.counters
         self._threads = SessionThreads(options.threads)
 
-    def fetch(self, ref: ObjectRef, sink: TransferSink, kept: tuple[int, ...] = ()) -> TransferSession:
+    def fetch(self, ref: ObjectRef, sink: TransferSink, sink_checksums: tuple[int, ...] = ()) -> TransferSession:
         """Start to fetch an object into `sink`. Returns the session.
 
-        `kept` are checksums of chunks that the sink has already; chunks of the object with the same checksums are not
-        fetched.
+        `sink_checksums` are those of the first chunks that the sink has already. Chunks of the object with the same
+        checksums are not fetched.
         """
-        session = TransferSession(ref, sink, self._links, self._options, kept)
+        session = TransferSession(ref, sink, self._links, self._options, sink_checksums)
         self._threads.add(ref.owner, session)
         return session
 
     def close(self) -> None:
         """End every session and close all links."""
         self._threads.stop()
-        self._links.close()
+        self._links.close()  # running pulls fail, so that their threads end soon
         self._threads.join()

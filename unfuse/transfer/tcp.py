@@ -72,7 +72,7 @@ class OwnerConnection(Protocol):
         ...
 
     def is_alive(self) -> bool:
-        """Whether the connection can be used again, without asking the owner."""
+        """Whether the connection can be used again. Sends nothing."""
         ...
 
     def interrupt(self) -> None:
@@ -106,22 +106,22 @@ class PooledLink(PeerLink, Generic[C]):
 
     @contextmanager
     def connection(self) -> Iterator[C]:
-        """A context with a connection.
+        """Lend a connection to the body of a `with` statement.
 
-        It is used again if the body succeeds, or raises the owner's answer. Other `errors` raise LinkBroken.
+        It is reused if the body succeeds, or raises the owner's answer. Other `errors` raise LinkBroken.
         """
         with self._slots:
             try:
                 connection = self._acquire()
-                reusable = False
+                is_reusable = False
                 try:
                     yield connection
-                    reusable = True
+                    is_reusable = True
                 except (ObjectLost, ArenaFull):
-                    reusable = True
+                    is_reusable = True
                     raise
                 finally:
-                    self._put_back(connection, reusable)
+                    self._put_back(connection, is_reusable)
             except self.errors as error:
                 raise LinkBroken(f"the owner at {self._address} cannot be reached: {error}") from error
 
@@ -133,6 +133,7 @@ class PooledLink(PeerLink, Generic[C]):
 
     @override
     def ping(self) -> None:
+        # With all connections busy there is none for a ping, and their timeouts notice a silent owner.
         if len(self._busy) < self._queues:
             with self.connection() as connection:
                 connection.call(Ping(), Pong)
@@ -157,16 +158,16 @@ class PooledLink(PeerLink, Generic[C]):
                     self._busy.add(connection)
                     return connection
                 connection.close()
-        connection = self._open()
+        connection = self._open()  # without the lock, because it may take seconds
         with self._lock:
             self._busy.add(connection)
         return connection
 
-    def _put_back(self, connection: C, reusable: bool) -> None:
+    def _put_back(self, connection: C, is_reusable: bool) -> None:
         """Return a connection to the pool, or close it."""
         with self._lock:
             self._busy.discard(connection)
-            if reusable and not self._closed:
+            if is_reusable and not self._closed:
                 self._idle.append(connection)
             else:
                 connection.close()
@@ -175,8 +176,8 @@ class PooledLink(PeerLink, Generic[C]):
 class OwnerServer:
     """Serves an arena to peers that prove the secret, each connection in its own thread.
 
-    It serves at `address` until `close`. Peers get `about` once they have proved the secret. `deliver` sends the
-    bytes of a Pull (then `sends` is true), or waits for the peer's Got; the object is retained until it returns.
+    It serves at `address` until `close`. A peer receives `about` once it has proved the secret. `deliver` sends the
+    bytes of a Pull if `sends` is true. Otherwise it waits for the peer's Got. The object is retained until it returns.
     """
 
     def __init__(
@@ -238,10 +239,13 @@ class OwnerServer:
         with self._lock:
             self._strangers.pop(current_thread(), None)
             del self._peers[current_thread()]
-            peer.close()
+            peer.close()  # under the lock, so that no other thread shuts down a reused descriptor
 
     def _authenticate(self, peer: socket.socket) -> None:
-        """Prove the secret to the peer and verify its proof, by HMAC-SHA256 over both nonces."""
+        """Verify the peer's proof of the secret, then prove it to the peer.
+
+        A proof is the HMAC-SHA256 of both nonces and the name of the side.
+        """
         reader_nonce, owner_nonce = read(peer), secrets.token_bytes(NONCE)
         write(peer, owner_nonce)
         check(read(peer), self._options.secret, b"reader", owner_nonce, reader_nonce)
@@ -268,17 +272,19 @@ class OwnerServer:
     def _serve_pull(self, peer: socket.socket, pull: Pull) -> None:
         """Deliver the bytes of a Pull while the object is retained."""
         extent = hold_object(self._arena, pull)
-        together = self._sends and pull.stop > pull.start  # so that the reader is woken once, when bytes are there
+        # In one packet with the first bytes, so that the reader wakes up once.
+        bytes_follow = self._sends and pull.stop > pull.start
         try:
-            send(peer, Ready(extent.offset + pull.start), socket.MSG_MORE if together else 0)
+            send(peer, Ready(extent.offset + pull.start), socket.MSG_MORE if bytes_follow else 0)
             self._deliver(peer, extent, pull)
         finally:
             self._arena.unhold(pull.id)
 
 
 class OwnerEngine(TransferEngine):
-    """An engine whose `owner` agrees over TCP on what may be read."""
+    """An engine whose owners serve control messages over TCP."""
 
+    #: The server of this process's arena. None before `serve`.
     owner: OwnerServer | None = None
 
     @override
@@ -319,7 +325,7 @@ class OwnerClient(OwnerConnection):
     def is_alive(self) -> bool:
         """Whether there is nothing to read.
 
-        An owner sends only answers, so data or an end mean that it is broken.
+        An owner sends only answers. So data, or the end of the stream, mean that the connection is broken.
         """
         try:
             self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -353,14 +359,14 @@ class OwnerClient(OwnerConnection):
 
 
 class ChannelLink(PooledLink[OwnerClient]):
-    """A link that agrees on each pull over a connection; `receive_into` moves the bytes."""
+    """A link that requests each pull over a connection; `receive_into` moves the bytes."""
 
     def __init__(self, address: str, options: TransferOptions) -> None:
         super().__init__(lambda: OwnerClient(address, options), address, options)
 
     @abstractmethod
     def receive_into(self, connection: OwnerClient, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
-        """Fill `into` with bytes at an `offset` of the owner's arena; yields their number.
+        """Fill `into` from `offset` of the owner's arena on; yields the bytes so far.
 
         The owner retains the object meanwhile.
         """
@@ -369,19 +375,19 @@ class ChannelLink(PooledLink[OwnerClient]):
     def pull(self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         pull = Pull(ref.id, ref.key, ref.generation, ref.nbytes, start, stop)
         with self.connection() as connection:
-            coming = connection.call(pull, Ready, ref.id)
-            yield from self.receive_into(connection, coming.offset, into[: stop - start])
+            ready = connection.call(pull, Ready, ref.id)
+            yield from self.receive_into(connection, ready.offset, into[: stop - start])
 
 
-def prepare(connection: socket.socket, patience: float) -> None:
-    """Set the timeouts of a connection to `patience` seconds, and send small messages at once.
+def prepare(connection: socket.socket, timeout_s: float) -> None:
+    """Set the timeouts of a connection, and make it send small messages at once.
 
-    It stays a blocking socket, as MSG_WAITALL needs.
+    It stays a blocking socket, as MSG_WAITALL needs. So the kernel has the timeouts, not Python's socket object.
     """
     connection.settimeout(None)
-    limit = struct.pack("ll", int(patience), int(patience % 1 * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    timeval = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
@@ -406,14 +412,16 @@ def send(connection: socket.socket, message: ToOwner | FromOwner, flags: int = 0
     write(connection, encode(message), flags)
 
 
-def prove(secret: str, side: bytes, owners: bytes, readers: bytes) -> bytes:
+def prove(secret: str, side: bytes, owner_nonce: bytes, reader_nonce: bytes) -> bytes:
     """Return the proof that this side has the secret, over two fresh nonces."""
-    return hmac.digest(secret.encode(), side + owners + readers, "sha256")
+    return hmac.digest(secret.encode(), side + owner_nonce + reader_nonce, "sha256")
 
 
-def check(proof: bytes, secret: str, side: bytes, owners: bytes, readers: bytes) -> None:
-    """Raise ProtocolError if the proof is wrong: the other side does not know the secret."""
-    if len(owners + readers) != 2 * NONCE or not hmac.compare_digest(proof, prove(secret, side, owners, readers)):
+def check(proof: bytes, secret: str, side: bytes, owner_nonce: bytes, reader_nonce: bytes) -> None:
+    """Raise ProtocolError if the proof is wrong: the other side does not have the secret."""
+    if len(owner_nonce + reader_nonce) != 2 * NONCE or not hmac.compare_digest(
+        proof, prove(secret, side, owner_nonce, reader_nonce)
+    ):
         raise ProtocolError("the peer has another secret: start all workers with the same --keys")
 
 
@@ -439,16 +447,16 @@ class TcpLink(ChannelLink):
     def receive_into(self, connection: OwnerClient, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         view, done = into.data, 0
         while done < len(view):
-            got = connection.socket.recv_into(view[done : done + RECEIVE_BYTES], 0, socket.MSG_WAITALL)
-            if not got:
+            received = connection.socket.recv_into(view[done : done + RECEIVE_BYTES], 0, socket.MSG_WAITALL)
+            if not received:
                 raise ConnectionResetError("the connection ended")
-            done += got
+            done += received
             yield done
 
 
 def _send_bytes(view: NDArray[np.uint8], peer: socket.socket, extent: Extent, pull: Pull) -> None:
     """Send the bytes of a Pull by copying.
 
-    sendfile would save the owner this copy, but make the reader, which has more to do, slower.
+    With sendfile the owner would save this copy, but the reader, which has more work, would be slower.
     """
     peer.sendall(view[extent.offset + pull.start : extent.offset + pull.stop].data)

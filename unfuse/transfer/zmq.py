@@ -55,7 +55,7 @@ OWNER_LOST_EVENTS = (
     zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
-#: Milliseconds between two checks of a waiting reader for interruption.
+#: Milliseconds between two checks of a waiting reader whether it was interrupted.
 LOOK_UP_MS = 100
 
 
@@ -127,23 +127,24 @@ class _Owner:
     def _serve(self) -> None:
         """Answer requests until `stop`."""
         poller = zmq.Poller()
-        for waited_for in (self._socket, self._auth_socket, self._stop):
-            poller.register(waited_for, zmq.POLLIN)
+        for source in (self._socket, self._auth_socket, self._stop):
+            poller.register(source, zmq.POLLIN)
         while self._stop not in (ready := dict(poller.poll())):
             if self._auth_socket in ready:
                 self._admit()
             if self._socket in ready:
                 peer, *message = self._socket.recv_multipart()
-                with suppress(ProtocolError, zmq.ZMQError):  # a peer that is gone, or breaks the protocol
+                with suppress(ProtocolError, zmq.ZMQError):  # the peer is gone or breaks the protocol
                     self._answer(peer, decode(b"".join(message), ToOwner))
+        # Closed by the thread that uses them, since ZeroMQ's sockets are not thread-safe.
         self._socket.close(linger=0)
         self._auth_socket.close(linger=0)
 
     def _admit(self) -> None:
         """Admit peers that have the same key, by ZAP (ZeroMQ's RFC 27)."""
         version, request_id, _, _, _, *credentials = self._auth_socket.recv_multipart()
-        admitted = credentials == [b"CURVE", self._peer_key]
-        self._auth_socket.send_multipart([version, request_id, b"200" if admitted else b"400", b"", b"", b""])
+        is_admitted = credentials == [b"CURVE", self._peer_key]
+        self._auth_socket.send_multipart([version, request_id, b"200" if is_admitted else b"400", b"", b"", b""])
 
     def _answer(self, peer: bytes, message: ToOwner) -> None:
         """Answer one request."""
@@ -159,7 +160,7 @@ class _Owner:
             self._send(peer, refusal(error))
 
     def _send_piece(self, peer: bytes, pull: Pull) -> None:
-        """Send the bytes of one pull. Raises ProtocolError for more than PIECE bytes."""
+        """Send the bytes of one pull. Raises ProtocolError for more than MESSAGE_BYTES."""
         if pull.stop - pull.start > MESSAGE_BYTES:
             raise ProtocolError(f"a pull may have at most {MESSAGE_BYTES} bytes")
         extent = hold_object(self._arena, pull)
@@ -176,13 +177,13 @@ class _Owner:
 class _ZmqConnection(OwnerConnection):
     """The reader's end of a connection.
 
-    Answers come in the order of the requests, so it cannot be used again while one was not read.
+    Answers arrive in the order of the requests. So it cannot be used again while an answer is unread.
     """
 
     def __init__(self, address: str, context: Context, options: TransferOptions) -> None:
         self._silence, self._interrupted = options.silence_s, False
 
-        #: Number of requests whose answer was not read yet.
+        #: Number of requests whose answer is unread.
         self.waiting = 0
         self._socket = _open(context, zmq.DEALER, options, MESSAGE_BYTES + MAX_MESSAGE)  # encryption adds some bytes
         if options.secret:
@@ -217,9 +218,9 @@ class _ZmqConnection(OwnerConnection):
                 break
         else:
             raise TimeoutError("the owner does not answer")
-        first, *frames = self._socket.recv_multipart(copy=False)
+        header, *frames = self._socket.recv_multipart(copy=False)
         self.waiting -= 1
-        reply: FromOwner = decode(first.buffer, FromOwner)
+        reply: FromOwner = decode(header.buffer, FromOwner)
         check_refusal(reply, id)
         if not isinstance(reply, kind):
             raise ProtocolError(f"the owner answered {type(reply).__name__}")
@@ -252,6 +253,7 @@ class _ZmqLink(PooledLink[_ZmqConnection]):
         with self.connection() as connection:
             done = start
             for end in ends:
+                # `requests` continues where the last round ended, so that IN_FLIGHT answers are always under way.
                 for piece_start, piece_stop in requests:
                     connection.request(Pull(ref.id, ref.key, ref.generation, ref.nbytes, piece_start, piece_stop))
                     if connection.waiting == IN_FLIGHT:
@@ -264,10 +266,10 @@ class _ZmqLink(PooledLink[_ZmqConnection]):
                 yield done - start
 
 
-def _open(context: Context, kind: int, options: TransferOptions, longest: int) -> zmq.Socket[bytes]:
+def _open(context: Context, kind: int, options: TransferOptions, max_message: int) -> zmq.Socket[bytes]:
     """Return a socket with bounded memory, which authenticates and encrypts if there is a secret."""
     zmq_socket = context.socket(kind)
-    zmq_socket.set(zmq.MAXMSGSIZE, longest)
+    zmq_socket.set(zmq.MAXMSGSIZE, max_message)
     zmq_socket.set(zmq.LINGER, 0)
     zmq_socket.set(zmq.IPV6, ":" in options.host)
     if options.secret:

@@ -502,7 +502,7 @@ class RemoteInputs:
             del self._partial_copies[key[0], ref.stage]
             self._fetched.discard(part)
             sink.extent, verified = part.sink.extent, part.session.verified
-        session = self._transfers.fetch(ref, sink, kept=verified)
+        session = self._transfers.fetch(ref, sink, sink_checksums=verified)
         over = asyncio.wrap_future(session.over)
         over.add_done_callback(_read_exception)
         copy = self._copies[key] = _Copy(ref, session, sink, over)

@@ -4,14 +4,15 @@
 -- their bytes: the rank (8 bytes of priority, 8 of order, 16 of arrival), then the task's name.
 local P, VERSION = KEYS[1], string.sub(ARGV[2], 1, 1)
 local call, verbs, RANK = redis.call, {}, 32
-local A, now, wall -- the arguments of the verb that runs, and its time
-local pools, news = {}, {} -- changed pools (true, or 'came' after a push) and requests, published by `tell`
+local A, now, wall -- the arguments of the verb that runs, its time on the queue's clock, and its Unix time
+-- Changed pools (true, or 'came' after a push) and changed requests, which `publish_changes` publishes.
+local pools, changed_requests = {}, {}
 
--- Returns the result of a function, or nil if it raises because a stored record is damaged. One such record must not
--- fail the whole verb.
-local function sound(f, ...)
-  local is_done, answer = pcall(f, ...)
-  if is_done then return answer end
+-- Returns the result of a function, or nil if it raises because a stored record is damaged. One damaged record must
+-- not fail the whole verb.
+local function try(f, ...)
+  local is_done, result = pcall(f, ...)
+  if is_done then return result end
   return nil
 end
 
@@ -29,8 +30,8 @@ local function delayed_key(pool) return P .. ':delayed:' .. pool end
 local RETURNED = 'returned:' -- prefix of a task's fields that count the refusals of each worker
 local LEASES, META, AWAITED, DAMAGED = P .. ':leases', P .. ':meta', P .. ':awaited', P .. ':damaged'
 
--- Returns whether member a sorts before b, by rank. Lua's own < depends on the server's locale. Whole words are
--- compared first, since most are equal.
+-- Returns whether member a sorts before b, by rank. Lua's own < depends on the server's locale. Words of 8 bytes are
+-- compared for equality first, since most are equal.
 local function before(a, b)
   for word = 1, RANK, 8 do
     if string.sub(a, word, word + 7) ~= string.sub(b, word, word + 7) then
@@ -43,14 +44,14 @@ local function before(a, b)
   return false
 end
 
--- The time-limit clock, in seconds: between two calls of `expired`, it advances by half a lease at most.
+-- The time-limit clock, in seconds: between two calls of `sweep_expired`, it advances by half a lease at most.
 local function worked()
-  local swept, sum, most = unpack(call('HMGET', META, 'swept', 'worked', 'most_between'))
-  return (tonumber(sum) or 0) + math.min(math.max(0, now - (tonumber(swept) or now)), tonumber(most) or 0)
+  local swept, sum, max_gap = unpack(call('HMGET', META, 'swept', 'worked', 'most_between'))
+  return (tonumber(sum) or 0) + math.min(math.max(0, now - (tonumber(swept) or now)), tonumber(max_gap) or 0)
 end
 
 -- Moves delayed tasks whose `not_before` has passed to the ready tasks.
-local function ripen(pool)
+local function release_due(pool)
   local due = call('ZRANGEBYSCORE', delayed_key(pool), '-inf', now)
   for _, member in ipairs(due) do
     call('ZADD', ready_key(pool), 0, member)
@@ -62,7 +63,7 @@ local function size(pool) return call('ZCARD', ready_key(pool)) + call('ZCARD', 
 
 -- Notes that a task has left a pool, if a waiting worker could not lease because of this pool: a pool that feeds it was
 -- held back, or the worker lacked resources for its first task.
-local function left(pool)
+local function note_removal(pool)
   if call('SREM', AWAITED, pool) == 1 then pools[pool] = true end
 end
 
@@ -86,7 +87,7 @@ local function remove(name)
     end_lease(name, worker)
   else
     if call('ZREM', ready_key(pool), member) == 0 then call('ZREM', delayed_key(pool), member) end
-    left(pool)
+    note_removal(pool)
   end
   call('DEL', task_key(name))
 end
@@ -94,12 +95,12 @@ end
 -- Queues tasks of a request, replacing earlier tasks of their stages, of which a new request has none. Returns the pool
 -- and member of each.
 local function push(id, tasks, is_new)
-  local places = {}
-  local last = #tasks > 0 and call('HINCRBY', META, 'arrivals', #tasks)
+  local positions = {}
+  local last_arrival = #tasks > 0 and call('HINCRBY', META, 'arrivals', #tasks)
   for i, task in ipairs(tasks) do
     local name = name_of(id, task.stage)
     if not is_new then remove(name) end
-    local member = task.rank .. string.format('%016x', last - #tasks + i) .. name
+    local member = task.rank .. string.format('%016x', last_arrival - #tasks + i) .. name
     call('ZADD', stages_key(id), 'NX', is_new and i - 1 or call('ZCARD', stages_key(id)), task.stage)
     local since = put(task.pool, member, task.not_before)
     call('HSET', task_key(name), 'request', id, 'stage', task.stage, 'attempt', task.attempt, 'pool', task.pool,
@@ -107,9 +108,9 @@ local function push(id, tasks, is_new)
       'affinity', task.affinity, 'task', task.task, 'pushed', exact(wall), 'since', since)
     if task.avoid_worker ~= '' then call('HSET', task_key(name), RETURNED .. task.avoid_worker, A.most_returns) end
     if next(task.needs) then call('HSET', task_key(name), 'needs', cmsgpack.pack(task.needs)) end
-    places[i] = {task.pool, member}
+    positions[i] = {task.pool, member}
   end
-  return places
+  return positions
 end
 
 -- Numbers and stores an event, sets its time if it has none, and drops the oldest progress of a full history.
@@ -124,9 +125,9 @@ local function log(id, event)
     call('HSET', request_key(id), 'appended:' .. event.stage, event.seq)
   end
   if event.seq > A.max_events and call('ZCARD', events_key(id)) > A.max_events then
-    local old = call('LPOP', droppable_key(id))
-    if old then
-      call('ZREMRANGEBYSCORE', events_key(id), old, old)
+    local oldest = call('LPOP', droppable_key(id))
+    if oldest then
+      call('ZREMRANGEBYSCORE', events_key(id), oldest, oldest)
     else
       call('ZREMRANGEBYRANK', events_key(id), 0, 0)
     end
@@ -134,8 +135,8 @@ local function log(id, event)
 end
 
 local function publish(id, event)
-  sound(log, id, event)
-  news[id] = true
+  try(log, id, event)
+  changed_requests[id] = true
 end
 
 local function damaged(id) return refuse('DAMAGED the stored record of request %s cannot be read', id) end
@@ -147,21 +148,21 @@ local function lost(claim)
 end
 
 -- Returns all stages of a request that ever had a task, in order; none if the record is damaged.
-local function stages_of(id) return sound(call, 'ZRANGE', stages_key(id), 0, -1) or {} end
+local function stages_of(id) return try(call, 'ZRANGE', stages_key(id), 0, -1) or {} end
 
 -- Returns the name of the claim's task, or false if the claim holds no lease.
-local function held(claim)
+local function leased_task(claim)
   local name = name_of(claim.request, claim.stage)
   return call('HGET', task_key(name), 'mark') == claim.mark and name
 end
 
--- Publishes all changes in one message. Pools whose pushed tasks are leased already are left out, since they would wake
--- waiting workers in vain.
-local function tell()
-  local told = {}
-  for pool, why in pairs(pools) do
-    if why == true or sound(size, pool) ~= 0 then told[#told + 1] = 'pool:' .. pool end
+-- Publishes all changes in one message. Pools whose pushed tasks are leased already are left out: their message would
+-- wake waiting workers in vain.
+local function publish_changes()
+  local changes = {}
+  for pool, reason in pairs(pools) do
+    if reason == true or try(size, pool) ~= 0 then changes[#changes + 1] = 'pool:' .. pool end
   end
-  for id in pairs(news) do told[#told + 1] = 'request:' .. id end
-  if #told > 0 then call('PUBLISH', P .. ':news', table.concat(told, '\0')) end
+  for id in pairs(changed_requests) do changes[#changes + 1] = 'request:' .. id end
+  if #changes > 0 then call('PUBLISH', P .. ':news', table.concat(changes, '\0')) end
 end

@@ -1,45 +1,45 @@
 -- Event histories, removal of requests, and the worker registry.
 local function drop(id)
-  local tenant, key = unpack(sound(call, 'HMGET', request_key(id), 'tenant', 'idempotency_key') or {})
+  local tenant, key = unpack(try(call, 'HMGET', request_key(id), 'tenant', 'idempotency_key') or {})
   if tenant and key and key ~= '' then call('HDEL', KEYED, name_of(tenant, key)) end
   call('ZREM', ALL, id)
   call('ZREM', OVER, id)
   for _, stage in ipairs(stages_of(id)) do call('DEL', pieces_key(name_of(id, stage))) end
   call('DEL', request_key(id), stages_key(id), events_key(id), droppable_key(id))
-  relist(id)
-  news[id] = true
+  update_index(id)
+  changed_requests[id] = true
 end
 
 function verbs.events()
   if call('EXISTS', request_key(A.id)) == 0 then return unknown(A.id) end
-  local over = sound(call, 'HGET', request_key(A.id), 'is_over')
-  if not over then return damaged(A.id) end
-  return {over, sound(call, 'ZRANGEBYSCORE', events_key(A.id), '(' .. A.after, '+inf') or {}}
+  local is_over = try(call, 'HGET', request_key(A.id), 'is_over')
+  if not is_over then return damaged(A.id) end
+  return {is_over, try(call, 'ZRANGEBYSCORE', events_key(A.id), '(' .. A.after, '+inf') or {}}
 end
 
 function verbs.drop_ended_before()
-  local old = call('ZRANGEBYSCORE', OVER, '-inf', '(' .. exact(A.before), 'LIMIT', 0, A.scan)
-  for _, id in ipairs(old) do drop(id) end
-  return old
+  local ids = call('ZRANGEBYSCORE', OVER, '-inf', '(' .. exact(A.before), 'LIMIT', 0, A.scan)
+  for _, id in ipairs(ids) do drop(id) end
+  return ids
 end
 
 function verbs.drop()
-  if sound(call, 'HGET', request_key(A.id), 'is_over') == '1' then drop(A.id) end
+  if try(call, 'HGET', request_key(A.id), 'is_over') == '1' then drop(A.id) end
 end
 
 -- Removes all records of this id, even damaged ones: a request with its tasks and leases, a worker, a declaration.
 function verbs.discard()
-  local id, cost = A.id, tonumber(sound(call, 'HGET', request_key(A.id), 'cost'))
+  local id, cost = A.id, tonumber(try(call, 'HGET', request_key(A.id), 'cost'))
   for _, stage in ipairs(stages_of(id)) do
     local name = name_of(id, stage)
-    sound(remove, name)
+    try(remove, name)
     call('DEL', task_key(name))
     call('ZREM', LEASES, name)
   end
   local was_active = call('ZREM', ACTIVE, id) == 1
   local sum = tonumber(call('HGET', META, 'cost')) or 0
   call('HSET', META, 'cost', exact(was_active and call('ZCARD', ACTIVE) > 0 and sum - (cost or 0) or sum))
-  recount()
+  recount() -- the request's own share may be unreadable
   drop(id)
   for _, name in ipairs(call('HKEYS', DAMAGED)) do
     if name == id or string.sub(name, 1, #name_of(id, '')) == name_of(id, '') then call('HDEL', DAMAGED, name) end
@@ -64,14 +64,15 @@ function verbs.unregister()
   call('ZREM', P .. ':joined', A.worker)
   for _, kind in ipairs({':workers', ':seen', ':cards'}) do call('HDEL', P .. kind, A.worker) end
   for _, name in ipairs(call('ZRANGE', LEASES, 0, -1)) do
-    if sound(call, 'HGET', task_key(name), 'worker') == A.worker then call('ZADD', LEASES, 'LT', now, name) end
+    if try(call, 'HGET', task_key(name), 'worker') == A.worker then call('ZADD', LEASES, 'LT', now, name) end
   end
 end
 
 -- Returns whether a stored declaration is current. Its first byte is the codec's version.
 local function is_current(stored)
-  local one = sound(cmsgpack.unpack, string.sub(stored, 2))
-  return type(one) == 'table' and #(one.models or {}) > 0 and #(one.withdrawn or {}) == 0 and (one.failure or '') == ''
+  local declared = try(cmsgpack.unpack, string.sub(stored, 2))
+  return type(declared) == 'table' and #(declared.models or {}) > 0 and #(declared.withdrawn or {}) == 0
+    and (declared.failure or '') == ''
 end
 
 function verbs.declare()
@@ -83,8 +84,8 @@ end
 
 -- Returns the secret of a name: the first proposed one.
 function verbs.secret()
-  local known = call('HGET', P .. ':secrets', A.name)
-  if known then return known end
+  local stored = call('HGET', P .. ':secrets', A.name)
+  if stored then return stored end
   call('HSET', P .. ':secrets', A.name, A.proposed)
   return A.proposed
 end
@@ -92,12 +93,12 @@ end
 function verbs.declarations() return call('HGETALL', P .. ':declared') end
 
 function verbs.workers()
-  local found = {}
+  local workers = {}
   for i, worker in ipairs(call('ZRANGE', P .. ':joined', 0, -1)) do
-    found[i] = {worker}
+    workers[i] = {worker}
     for j, kind in ipairs({':workers', ':cards', ':seen', ':leased'}) do
-      found[i][j + 1] = call('HGET', P .. kind, worker)
+      workers[i][j + 1] = call('HGET', P .. kind, worker)
     end
   end
-  return found
+  return workers
 end

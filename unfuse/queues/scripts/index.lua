@@ -10,57 +10,62 @@ end
 
 -- Returns the keys of all `RequestFilter.index_key`s that must find a request with these facts, except ALL and ACTIVE,
 -- which `store` and `submit` maintain.
-local function index_keys(number, tenant, status, over, dead, video, fingerprint, webhook_pending)
+local function index_keys(number, tenant, status, is_over, is_dead_letter, video, fingerprint, webhook_pending)
   local fields, keys = {{'status', status}}, {index_key(tenant, '', '')}
-  for field, value in pairs({is_dead_letter = dead, video = video, webhook_pending = webhook_pending}) do
+  for field, value in pairs({is_dead_letter = is_dead_letter, video = video, webhook_pending = webhook_pending}) do
     if value == '1' then fields[#fields + 1] = {field, '1'} end
   end
   for _, field in ipairs(fields) do
     keys[#keys + 1] = index_key(nil, field[1], field[2])
     keys[#keys + 1] = index_key(tenant, field[1], field[2])
   end
-  if over == '0' then keys[#keys + 1] = index_key(tenant, 'is_over', '0') end
+  if is_over == '0' then keys[#keys + 1] = index_key(tenant, 'is_over', '0') end
   if fingerprint ~= '' then keys[#keys + 1] = index_key(tenant, 'fingerprint', fingerprint) end
   return keys
 end
 
-local FACTS = {'number', 'tenant', 'status', 'is_over', 'is_dead_letter', 'fingerprint', 'idempotency_key', 'webhook_pending'}
+local FACTS = {'number', 'tenant', 'status', 'is_over', 'is_dead_letter', 'fingerprint', 'idempotency_key',
+  'webhook_pending'}
 
 -- Returns the filterable fields of a request, as text; nil for an unknown or damaged one. The status is the displayed
 -- one: without `is_leased`, the request's tasks are read to find out.
 local function facts(id, is_leased)
   local values = redis.pcall('HMGET', request_key(id), unpack(FACTS))
   if values.err or not values[1] then return end
-  local fact = {video = string.sub(id, 1, #A.video_id) == A.video_id and '1' or '0'}
-  for i, field in ipairs(FACTS) do fact[field] = values[i] or '' end
-  local is_unknown = is_leased == nil and fact.status == 'queued'
+  local fields = {video = string.sub(id, 1, #A.video_id) == A.video_id and '1' or '0'}
+  for i, field in ipairs(FACTS) do fields[field] = values[i] or '' end
+
+  local is_unknown = is_leased == nil and fields.status == 'queued'
   for _, stage in ipairs(is_unknown and stages_of(id) or {}) do
-    is_leased = is_leased or sound(call, 'HEXISTS', task_key(name_of(id, stage)), 'worker') == 1
+    is_leased = is_leased or try(call, 'HEXISTS', task_key(name_of(id, stage)), 'worker') == 1
   end
-  if is_leased and fact.status == 'queued' then fact.status = 'in_progress' end
-  return fact
+  if is_leased and fields.status == 'queued' then fields.status = 'in_progress' end
+  return fields
 end
 
 -- Updates the index of a request. A request without facts, because it was dropped, is removed.
-local function relist(id, is_leased)
-  local fact, before, was = facts(id, is_leased), call('HGET', LISTED, id), {}
-  local after = fact and {fact.number, fact.tenant, fact.status, fact.is_over, fact.is_dead_letter, fact.video, fact.fingerprint,
-    fact.webhook_pending}
-  local packed = after and cmsgpack.pack(after)
-  if packed == before then return end
-  local listed_by = before and sound(cmsgpack.unpack, before)
-  for _, key in ipairs(type(listed_by) == 'table' and sound(index_keys, unpack(listed_by)) or {}) do was[key] = true end
-  for _, key in ipairs(after and index_keys(unpack(after)) or {}) do
-    if not was[key] then sound(call, 'ZADD', key, fact.number, id) end
-    was[key] = nil
+local function update_index(id, is_leased)
+  local fields, old_packed, old_keys = facts(id, is_leased), call('HGET', LISTED, id), {}
+  local new_facts = fields and {fields.number, fields.tenant, fields.status, fields.is_over, fields.is_dead_letter,
+    fields.video, fields.fingerprint, fields.webhook_pending}
+  local packed = new_facts and cmsgpack.pack(new_facts)
+  if packed == old_packed then return end
+
+  local old_facts = old_packed and try(cmsgpack.unpack, old_packed)
+  for _, key in ipairs(type(old_facts) == 'table' and try(index_keys, unpack(old_facts)) or {}) do
+    old_keys[key] = true
   end
-  for key in pairs(was) do sound(call, 'ZREM', key, id) end
+  for _, key in ipairs(new_facts and index_keys(unpack(new_facts)) or {}) do
+    if not old_keys[key] then try(call, 'ZADD', key, fields.number, id) end
+    old_keys[key] = nil
+  end
+  for key in pairs(old_keys) do try(call, 'ZREM', key, id) end
   if packed then call('HSET', LISTED, id, packed) else call('HDEL', LISTED, id) end
 end
 
 -- Returns at most `scan` pairs of id and number of an index key, starting after a number.
-local function listed(heading, from)
-  local tenant, field, value = heading[1], heading[2], heading[3]
+local function listed(key_fields, from)
+  local tenant, field, value = key_fields[1], key_fields[2], key_fields[3]
   if field == 'idempotency_key' then
     local id = call('HGET', KEYED, name_of(tenant, value))
     local number = id and tonumber(call('HGET', request_key(id), 'number'))

@@ -5,8 +5,8 @@ local LEFT = P .. ':left'
 
 -- Returns a stored share, by pool, or nil if it is damaged.
 local function unpacked(share)
-  local found = share and sound(cmsgpack.unpack, share)
-  return type(found) == 'table' and found or nil
+  local by_pool = share and try(cmsgpack.unpack, share)
+  return type(by_pool) == 'table' and by_pool or nil
 end
 
 local function add(share)
@@ -17,49 +17,50 @@ local function add(share)
 end
 
 -- Replaces a share in the sums. Returns true, or raises if a sum is damaged.
-local function exchange(was, is)
-  local more = {}
-  for pool, nanoseconds in pairs(was) do more[pool] = -nanoseconds end
-  for pool, nanoseconds in pairs(is) do more[pool] = (more[pool] or 0) + nanoseconds end
-  for pool, nanoseconds in pairs(more) do
-    if nanoseconds == 0 then more[pool] = nil end
+local function exchange(old_share, new_share)
+  local change = {}
+  for pool, nanoseconds in pairs(old_share) do change[pool] = -nanoseconds end
+  for pool, nanoseconds in pairs(new_share) do change[pool] = (change[pool] or 0) + nanoseconds end
+  for pool, nanoseconds in pairs(change) do
+    if nanoseconds == 0 then change[pool] = nil end
   end
-  return add(more)
+  return add(change)
 end
 
 -- Returns the sum of a pool, or nil if it is damaged.
-local function left_in(pool)
-  local left = sound(call, 'HGET', LEFT, pool)
-  if left == false then return '0' end
-  return left and string.find(left, '^%d+$') and left
+local function remaining_in(pool)
+  local sum = try(call, 'HGET', LEFT, pool)
+  if sum == false then return '0' end
+  return sum and string.find(sum, '^%d+$') and sum
 end
 
 -- Computes all sums again from the shares of active requests.
 local function recount()
   call('DEL', LEFT)
   for _, id in ipairs(call('ZRANGE', ACTIVE, 0, -1)) do
-    local share = unpacked(sound(call, 'HGET', request_key(id), 'left'))
-    if share then sound(add, share) end
+    local share = unpacked(try(call, 'HGET', request_key(id), 'left'))
+    if share then try(add, share) end
   end
 end
 
 -- Returns the number of active requests, and for each pool the waiting tasks, the oldest age and the remaining work.
 function verbs.stats()
-  local lines = {}
+  local stats = {}
   for _, pool in ipairs(A.pools) do
-    if not left_in(pool) then
+    if not remaining_in(pool) then
       recount()
       break
     end
   end
+
   for i, pool in ipairs(A.pools) do
-    sound(ripen, pool)
+    try(release_due, pool)
     local oldest = 0
-    for _, member in ipairs(sound(call, 'ZRANGE', ready_key(pool), 0, A.front - 1) or {}) do
-      local pushed = tonumber(sound(call, 'HGET', task_of(member), 'pushed')) or wall
+    for _, member in ipairs(try(call, 'ZRANGE', ready_key(pool), 0, A.front - 1) or {}) do
+      local pushed = tonumber(try(call, 'HGET', task_of(member), 'pushed')) or wall
       oldest = math.max(oldest, wall - pushed)
     end
-    lines[i] = {sound(size, pool) or 0, exact(oldest), left_in(pool)}
+    stats[i] = {try(size, pool) or 0, exact(oldest), remaining_in(pool)}
   end
-  return {call('ZCARD', ACTIVE), lines}
+  return {call('ZCARD', ACTIVE), stats}
 end
