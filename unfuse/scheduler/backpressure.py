@@ -214,10 +214,10 @@ class Backpressure(msgspec.Struct, frozen=True):
 
 
 def ordinal(node: str) -> float:
-    """Return a fraction below 1 that grows with the number at the end of a node's name.
+    """Return a fraction below 1, from the number at the end of a node's name.
 
-    It is added to a worker's rank. So the last pods of a StatefulSet, which a scale-down removes first, get tasks last.
-    It is 0.0 for a name without a number.
+    It grows with the number and is added to a worker's rank. So the last pods of a StatefulSet, which a scale-down
+    removes first, get tasks last. It is 0.0 for a name without a number.
     """
     number = node.rpartition("-")[2]
     return min(int(number), 999) / 1000 if "-" in node and number.isdecimal() else 0.0

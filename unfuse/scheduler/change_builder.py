@@ -211,7 +211,7 @@ class ChangeBuilder:
         self.publish("stage_completed", stage, "cached")
 
     def drop_output(self, stage: str, running: Collection[str] = ()) -> None:
-        """Drop the output of a stage, if it has one, and let its readers wait for a new one.
+        """Drop a stage's output, if it has one. Its readers wait for a new one.
 
         Queued and announced readers wait again. The output of an announced reader is dropped in the same way.
 

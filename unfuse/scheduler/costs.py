@@ -352,7 +352,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def last_cold_start(last: ColdStart | None, cold_start: ColdStart) -> ColdStart:
-    """Return the last cold start of a pool, given one more cold start that a request waited for.
+    """Return a pool's last cold start, given one more that a request waited for.
 
     Overlapping ones are merged, since each request only knows the part that it waited for.
 

@@ -301,9 +301,9 @@ def fail_stage(
 def dead_letter_handed_back(
     context: RequestContext, stage: str, message: str, wall: float, running: Sequence[RunningStage] = ()
 ) -> Change | None:
-    """Make a request a dead letter after MAX_HAND_BACK_WORKERS workers handed back one of its stages too often.
+    """Make a request a dead letter, as too many workers handed back a stage.
 
-    None if the stage is not queued.
+    These are MAX_HAND_BACK_WORKERS workers that each did so too often. None if the stage is not queued.
     """
     if context.is_over or context.stages[stage].status != "queued":
         return None
@@ -426,7 +426,9 @@ def clear_dead_letter(context: RequestContext) -> Change | None:
 
 
 def set_order(change: Change, waiting_pool: Callable[[str], str]) -> Change:
-    """Return the change with each of its tasks in the pool that `waiting_pool` returns for the task's own pool.
+    """Return the change with its tasks moved to the pools where they should wait.
+
+    waiting_pool: returns the pool to wait in for the pool of a task.
 
     Tasks that change their pool lose their checkpoint, since workers of another pool compute other bytes.
     """
@@ -505,7 +507,7 @@ def _builder_for_claim(
 
 
 def _ending_attempt(claim: Claim, worker: str, timings: Timings, running: Sequence[RunningStage]) -> RunningStage:
-    """Return an attempt that ends, with the newer of the timings of its report and of the record."""
+    """Return an attempt that ends, with the newer timings of its report and its record."""
     recorded = [run for run in running if (run.stage, run.attempt) == (claim.stage, claim.attempt)]
     run = recorded[0] if recorded else RunningStage(claim.stage, claim.attempt, worker, 0.0)
     return replace(run, timings=merge_timings(run.timings, timings))
@@ -520,7 +522,7 @@ def _account_lost(builder: ChangeBuilder, run: RunningStage) -> None:
 
 
 def _claimed_state(context: RequestContext, claim: Claim, worker: str, running: Sequence[RunningStage]) -> StageState:
-    """Return the claimed stage's state. Raises LeaseLost if the stage cannot be leased under this claim."""
+    """Return the claimed stage's state. Raises LeaseLost if this claim cannot be current."""
     state = context.stages.get(claim.stage)
     if context.is_over or state is None or state.status not in LEASED_STATUSES or claim.attempt < state.attempt:
         raise LeaseLost(f"attempt {claim.attempt} of {claim.stage} of {context.id} is not current: discard its output")

@@ -104,7 +104,7 @@ class Maintenance(Observer):
         cancel()
 
     async def on_worker_registered(self) -> None:
-        """Move waiting tasks after a worker registered, since it may serve pools that were not live."""
+        """Move waiting tasks, since the new worker may serve pools that were not live."""
         await self._registry.workers()
         self._background.start("moving waiting tasks to live pools", self._move_waiting_tasks)
 

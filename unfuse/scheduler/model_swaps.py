@@ -149,10 +149,10 @@ class ModelSwaps:
         return worker
 
     async def decide_swap(self, worker: WorkerInfo, is_busy: bool) -> tuple[str, str]:
-        """Return the model that a worker should load now, and the likely next one. Each is "" if there is none.
+        """Return the model that a worker should load now, and the likely next one.
 
-        The likely next one is the decision if the present model had been loaded longer, by the seconds of loading.
-        The worker reads its files in advance.
+        Each is "" if there is none. The likely next one is the decision if the present model had been loaded longer, by
+        the seconds of loading. The worker reads its files in advance.
 
         worker: as `on_heartbeat` returned it. is_busy: whether it has tasks.
         """

@@ -391,7 +391,10 @@ class Scheduler:
         return record
 
     async def account_stopped(self, stopped: TaskStopped, worker: str) -> None:
-        """Account for the device time of an attempt that its worker stopped. Each attempt is counted once."""
+        """Account for the device time of an attempt that its worker stopped.
+
+        Each attempt is counted once.
+        """
         claim = stopped.claim
         if not stopped.timings.share_s:
             return
@@ -445,7 +448,7 @@ class Scheduler:
         return compute_s if wait_s is None else wait_s + (compute_s or record.context.cost)
 
     def awaited_condition(self, record: RequestRecord) -> tuple[WaitReason, float | None]:
-        """Return what a request waits for before it runs, and the predicted seconds of this wait.
+        """Return what a request waits for before it runs, and for how many predicted seconds.
 
         It waits for a cold start ("cold_start") or a model swap ("loading"). The seconds are None if it waits for
         neither; the reason then has no meaning.

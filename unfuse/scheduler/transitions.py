@@ -61,7 +61,10 @@ class OutputSizes:
         self._sizes[declared_pool(pool)].append(nbytes)
 
     def of(self, pool: str) -> int:
-        """Return the bytes that suffice for SHARE of a pool's last outputs, or 0 if none is recorded."""
+        """Return the bytes that suffice for SHARE of a pool's last outputs.
+
+        0 if no output was recorded.
+        """
         sizes = sorted(self._sizes.get(declared_pool(pool), ()))
         return sizes[ceil(SHARE * len(sizes)) - 1] if sizes else 0
 
@@ -107,10 +110,10 @@ class Transitions:
         commit: Callable[[Change], Awaitable[RequestRecord]] | None = None,
         cached: RequestRecord | None = None,
     ) -> tuple[RequestRecord, bool]:
-        """Load a request, decide on a change and commit it. Repeats this after a conflict with another change.
+        """Load a request, decide on a change and commit it.
 
-        Returns the record, and whether this call changed it. A decision of None changes nothing, and neither does the
-        repeat of a change that was applied.
+        This is repeated after a conflict with another change. Returns the record, and whether this call changed it. A
+        decision of None changes nothing, and neither does the repeat of a change that was applied.
 
         commit: commits the change. None: the queue's `commit`.
         cached: a cached record, possibly stale, that is tried first instead of a loaded one.
@@ -163,7 +166,7 @@ class Transitions:
         return record
 
     async def move_waiting(self, record: RequestRecord) -> RequestRecord:
-        """Move a request's waiting tasks to live pools, and record the cold starts that they wait for.
+        """Move a request's waiting tasks to live pools, and record their cold starts.
 
         Returns the new record, or the given one if nothing changed.
         """
