@@ -39,7 +39,9 @@ async def sleeping(queue: QueueBackend | None = None, **options: Any) -> AsyncIt
     """A scheduler whose encoder and decoder are there, and whose denoisers sleep."""
     clock = ManualClock()
     queue = queue or MemoryQueue(clock)
-    scheduler = Scheduler(queue, specs=[CARD], clock=clock, **{"asleep": ASLEEP, "wake_limit": LIMIT_S} | options)
+    scheduler = Scheduler(
+        queue, specs=[CARD], clock=clock, **{"scale_to_zero": ASLEEP, "cold_start_limit": LIMIT_S} | options
+    )
     await scheduler.registry.declare([CARD])
     await come(scheduler, WORKER, ENCODE, DECODE)
     await scheduler.registry.model_specs()
@@ -93,18 +95,18 @@ class TestWhatIsSaid:
             assert record.status == "in_progress" and scheduler.awaited_condition(record)[0] == "cold_start"
 
     async def test_nobody_waits_for_what_is_awake_or_missing_or_not_needed_any_more(self) -> None:
-        async with sleeping(asleep={"encoder": 1}) as (scheduler, _):
+        async with sleeping(scale_to_zero={"encoder": 1}) as (scheduler, _):
             assert slept(await submitted(scheduler)) == {}
-        async with sleeping(asleep={}) as (scheduler, _):
+        async with sleeping(scale_to_zero={}) as (scheduler, _):
             context = await submitted(scheduler)
             assert (slept(context), scheduler.registry.state(DENOISE)) == ({}, "unavailable")
 
     async def test_roles_sleep_by_the_words_that_workers_take(self) -> None:
-        async with sleeping(asleep={"encoder+decoder": 1, "all": 3}) as (scheduler, _):
+        async with sleeping(scale_to_zero={"encoder+decoder": 1, "all": 3}) as (scheduler, _):
             assert (await scheduler.queue.declarations())["serve"].scalable_to_zero == dict.fromkeys(
                 (ENCODE, DENOISE, DECODE), 3
             )
-        async with sleeping(asleep={"encoder+decoder": 1}) as (scheduler, _):
+        async with sleeping(scale_to_zero={"encoder+decoder": 1}) as (scheduler, _):
             await scheduler.registry.admit(CARD)
             assert (await scheduler.queue.declarations())[f"model {CARD.name}"].scalable_to_zero == {
                 ENCODE: 1,
@@ -126,7 +128,7 @@ class TestWhatIsSaid:
             )
 
     async def test_what_the_cache_has_wakes_no_encoder(self) -> None:
-        async with sleeping(asleep={"encoder": 1}, cache_bytes=1 << 20) as (scheduler, _):
+        async with sleeping(scale_to_zero={"encoder": 1}, cache_bytes=1 << 20) as (scheduler, _):
             await come(scheduler, WORKER, ENCODE, DENOISE, DECODE)
             await scheduler.submit(*asking(SHARING, params()))
             await run_to_the_end(scheduler)
@@ -180,7 +182,9 @@ class TestDeadlines:
         """Given a request for a pool that sleeps, then its deadline and its place move with it, in every queue."""
         clock = ManualClock()
         queue = queues.open(url, clock)
-        scheduler = Scheduler(queue, specs=[CARD], clock=clock, order="edf", asleep=ASLEEP, wake_limit=LIMIT_S)
+        scheduler = Scheduler(
+            queue, specs=[CARD], clock=clock, order="edf", scale_to_zero=ASLEEP, cold_start_limit=LIMIT_S
+        )
         await scheduler.registry.declare([CARD])
         await come(scheduler, WORKER, ENCODE, DECODE)
         await scheduler.registry.model_specs()
@@ -231,7 +235,9 @@ async def test_a_request_ends_at_its_moved_deadline_or_when_nobody_came_within_t
     clock = VirtualClock()
     for comes, ends in ((True, 90.0), (False, 30.0 + LIMIT_S)):
         queue = MemoryQueue(clock)
-        scheduler = Scheduler(queue, specs=[CARD], clock=clock, asleep=ASLEEP, wake_limit=LIMIT_S, lease_ttl=3600)
+        scheduler = Scheduler(
+            queue, specs=[CARD], clock=clock, scale_to_zero=ASLEEP, cold_start_limit=LIMIT_S, lease_ttl=3600
+        )
         await scheduler.registry.declare([CARD])
         await queue.register(info(WORKER, ENCODE, DECODE))
         await scheduler.registry.model_specs()
@@ -253,7 +259,9 @@ async def test_a_request_ends_at_its_moved_deadline_or_when_nobody_came_within_t
 async def test_a_pool_that_is_put_to_sleep_while_requests_wait_wakes_for_them_too() -> None:
     clock = VirtualClock()
     queue = MemoryQueue(clock)
-    scheduler = Scheduler(queue, specs=[CARD], clock=clock, asleep=ASLEEP, wake_limit=LIMIT_S, lease_ttl=3600)
+    scheduler = Scheduler(
+        queue, specs=[CARD], clock=clock, scale_to_zero=ASLEEP, cold_start_limit=LIMIT_S, lease_ttl=3600
+    )
     await scheduler.registry.declare([CARD])
     await queue.register(info(WORKER, ENCODE, DENOISE, DECODE))
     await scheduler.registry.model_specs()
@@ -275,7 +283,8 @@ async def test_a_scheduler_that_knew_another_deadline_looks_again() -> None:
     clock = VirtualClock()
     queue = MemoryQueue(clock)
     first, second = (
-        Scheduler(queue, specs=[CARD], clock=clock, asleep=ASLEEP, wake_limit=LIMIT_S, lease_ttl=3600) for _ in "12"
+        Scheduler(queue, specs=[CARD], clock=clock, scale_to_zero=ASLEEP, cold_start_limit=LIMIT_S, lease_ttl=3600)
+        for _ in "12"
     )
     await first.registry.declare([CARD])
     await queue.register(info(WORKER, ENCODE, DENOISE, DECODE))

@@ -92,7 +92,7 @@ class Child:
 
     def memory_file(self) -> int:
         """The inode of the arena this process owns."""
-        return os.fstat(self.store._backend._home.fd).st_ino
+        return os.fstat(self.store._backend._local_arena.fd).st_ino
 
     def modules(self) -> list[str]:
         """Names of the imported top-level modules."""

@@ -221,7 +221,7 @@ def test_a_memory_store_reaches_no_other() -> None:
 def test_a_byte_that_changed_in_memory_is_found(parent: TensorStore, where: str) -> None:
     value = np.zeros(6 << 20, np.uint8)
     ref = parent.put({"x": value}, request=new_request_id(), stage="s", attempt=1)
-    arena = parent._backend._home
+    arena = parent._backend._local_arena
     assert isinstance(arena, Arena)
     place = {"start": 0, "end": ref.nbytes - 1, "second chunk": 4 << 20}[where]
     arena.memory[arena._entries[ref.id].extent.offset + place] ^= 1

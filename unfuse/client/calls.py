@@ -53,6 +53,7 @@ def error_of(response: httpx2.Response) -> errors.UnfuseError:
             return errors.UnknownModel(message, param) if code == "model_not_found" else errors.NotFound(message)
         case 429:
             return errors.Overloaded(message, _retry_after(response.headers.get("retry-after", "")))
+        # Nothing was queued under the idempotency key: another key may belong to a reachable shard of the queue.
         case 503 if code == "key_unavailable":
             return errors.KeyUnavailable(message)
         case 502 | 503 | 504:
@@ -174,10 +175,10 @@ TIMEOUT_S = 60.0
 #: Read timeout of adding a model, in seconds. A server may read all bytes of the weights before it responds.
 ADD_TIMEOUT_S = 3600.0
 
-#: The default address of `unfuse serve`.
+#: The default URL of `unfuse serve`.
 DEFAULT_RETRIES = "http://127.0.0.1:8000"
 
-#: How often in a row an event stream is resumed without a new event.
+#: How often in a row an event stream is resumed without a new event, before the call fails.
 RECONNECTS = 8
 
 #: An API key, or an empty string for none.
@@ -191,7 +192,10 @@ MAX_KEYS = 64
 
 
 def fresh_key() -> dict[str, str]:
-    """Return the headers of a call with a new idempotency key."""
+    """Return the headers of a call with a new idempotency key.
+
+    The key is marked as never used before, so the server does not have to look for an earlier request.
+    """
     return {"idempotency-key": uuid.uuid4().hex, "unfuse-new-key": "true"}
 
 
@@ -228,14 +232,14 @@ def submit_call(
     """
     if video is None:
         video = modality_for(params) is VIDEO or last_frame is not None
-    still = "/v1/images/generations" if image is None else "/v1/images/edits"
+    image_path = "/v1/images/generations" if image is None else "/v1/images/edits"
     if mask is not None and image is None:
         raise InvalidParameter("mask selects the parts of image to edit: set image too", "mask")
     if last_frame is not None and image is None:
         raise InvalidParameter(
             "last_frame is the last frame of a video: set its first frame as image too", "last_frame"
         )
-    path = "/v1/videos" if video else still
+    path = "/v1/videos" if video else image_path
     body = {"prompt": prompt, **params}
     headers = {"prefer": "respond-async", **fresh_key()}
     if image is None:
@@ -366,9 +370,9 @@ def without_none(**params: Any) -> dict[str, Any]:
     return {name: value for name, value in params.items() if value is not None}
 
 
-def backoff(lost: int) -> float:
-    """Return the pause factor after `lost` broken connections in a row: exponential, at most 32."""
-    return 2.0 ** min(lost, 5)
+def backoff(failures: int) -> float:
+    """Return the pause factor after some failures in a row: 2, 4, …, 32."""
+    return 2.0 ** min(failures, 5)
 
 
 def foreign(url: str) -> PermanentError:
@@ -390,8 +394,8 @@ def checked(url: str) -> str:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return url.rstrip("/")
-        bare = parts.netloc if "://" in url else url
-        suggestion = f"http://{bare}" if urlsplit(f"http://{bare}").hostname else DEFAULT_RETRIES
+        host = parts.netloc if "://" in url else url
+        suggestion = f"http://{host}" if urlsplit(f"http://{host}").hostname else DEFAULT_RETRIES
     except ValueError:
         suggestion = DEFAULT_RETRIES
     raise InvalidParameter(f"{url!r} is not the URL of a server: did you mean {suggestion}?", "server")

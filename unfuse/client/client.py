@@ -49,26 +49,27 @@ class AsyncRequest:
 
         A broken connection is resumed. Raises TransientError if RECONNECTS resumptions in a row bring no event.
         """
-        lost = 0
+        failures = 0
         while True:
             headers = {"last-event-id": str(after)}
             events = self._client.stream(f"/v1/requests/{self.id}/events", calls.parse_request_event, headers=headers)
             try:
                 async for event in events:
                     after = event.seq
-                    lost = 0
+                    failures = 0
                     yield event
                     if event.type in TERMINAL_EVENTS:
                         return
+                # The connection may end without the last event: the request object shows whether the request is over.
                 if (await self.refresh())["status"] not in ("queued", "in_progress"):
                     return
             except TransientError:
-                if lost >= calls.RECONNECTS:
+                if failures >= calls.RECONNECTS:
                     raise
             finally:
                 await events.aclose()
-            lost += 1
-            await self._client.pause(calls.backoff(lost))
+            failures += 1
+            await self._client.pause(calls.backoff(failures))
 
     async def cancel(self) -> dict[str, Any]:
         """Cancel the request, and return its object. A request that is over does not change."""
@@ -133,9 +134,9 @@ class AsyncClient:
         """Close the connections. Submitted requests continue on the server."""
         await self._transport.close()
 
-    async def generate(self, prompt: str, **asked: Any) -> Result:
+    async def generate(self, prompt: str, **params: Any) -> Result:
         """Generate pictures or a video, and return the result. `Client.generate` documents the parameters."""
-        return await (await self.submit(prompt, **asked)).result()
+        return await (await self.submit(prompt, **params)).result()
 
     async def submit(
         self,
@@ -256,20 +257,25 @@ class AsyncClient:
         return (await self._send("GET", path)).content
 
     async def stream(
-        self, path: str, read: Callable[[httpx2.ServerSentEvent], T | None], *, to_its_end: bool = False, **sent: Any
+        self,
+        path: str,
+        parse: Callable[[httpx2.ServerSentEvent], T | None],
+        *,
+        to_its_end: bool = False,
+        **options: Any,
     ) -> AsyncGenerator[T, None]:
         """Yield the parsed server-sent events of one connection.
 
-        `read`: parses an event; the stream ends at an event that is parsed as None.
+        `parse`: parses an event; the stream ends at an event that is parsed as None.
         `to_its_end`: also raise TransientError if the connection ends without that event.
-        `sent`: options of the call.
+        `options`: options of the call.
 
         Raises TransientError if the connection breaks, PermanentError for events of another server.
         """
         try:
-            async with aclosing(self._transport.events(path, **sent)) as events:
+            async with aclosing(self._transport.events(path, **options)) as events:
                 async for event in events:
-                    if (item := read(event)) is None:
+                    if (item := parse(event)) is None:
                         return
                     yield item
         except (msgspec.DecodeError, httpx2.SSEError) as error:
@@ -294,6 +300,7 @@ class AsyncClient:
                 async for choice in choices:
                     yield choice
         except (GeneratorExit, asyncio.CancelledError, KeyboardInterrupt):
+            # A request with an idempotency key continues when its client disconnects, so it has to be cancelled.
             with suppress(UnfuseError, RuntimeError):  # a closed client raises RuntimeError
                 if state.request:
                     await self.post(state.cancel_path)
@@ -482,12 +489,12 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def generate(self, prompt: str, **asked: Any) -> Result:
+    def generate(self, prompt: str, **params: Any) -> Result:
         """Submit a request for pictures or a video, and wait for its result.
 
         The parameters and errors are those of `submit`. Also raises PermanentError if the request does not complete.
         """
-        return run(self._async.generate(prompt, **asked))
+        return run(self._async.generate(prompt, **params))
 
     def submit(
         self,

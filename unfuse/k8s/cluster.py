@@ -37,13 +37,15 @@ class ClusterClient:
             await self._client.aclose()
         self._client = None
 
-    async def call(self, method: str, path: str, body: object = None, kind: str = "application/json") -> Object | None:
+    async def call(
+        self, method: str, path: str, body: object = None, content_type: str = "application/json"
+    ) -> Object | None:
         """Send one request. Returns the answer, or None for status 404.
 
         Raises InvalidSpec if the server refuses the request, and TransientError if it cannot be reached or has an
         error. Status 500 for a write counts as a refusal, since an admission webhook that does not answer causes it.
 
-        body: JSON content. kind: its content type.
+        body: the JSON content, or None. content_type: the content type of `body`.
         """
         if self._client is None:
             connection = self._login()
@@ -55,12 +57,13 @@ class ClusterClient:
             )
         content = None if body is None else json.dumps(body)
         try:
-            response = await self._client.request(method, path, content=content, headers={"content-type": kind})
+            response = await self._client.request(method, path, content=content, headers={"content-type": content_type})
             # The 404 of an API that the cluster lacks is text.
             answer = {} if response.status_code == 404 else response.json()
         except (httpx2.HTTPError, ValueError) as error:
             raise TransientError(f"the API server does not answer: {error!r}") from error
 
+        # The next call logs in again, since the token may have expired.
         if response.status_code == 401:
             await self.close()
         if response.status_code in {401, 429} or response.status_code >= (500 if method == "GET" else 501):
@@ -77,32 +80,33 @@ class ClusterClient:
         answer = await self.call("GET", object_path(api, kind, namespace) + query) or {}
         return {item["metadata"]["name"]: item for item in answer.get("items", [])}
 
-    async def create(self, made: Object, namespace: str, owner: Object) -> None:
+    async def create(self, body: Object, namespace: str, owner: Object) -> None:
         """Create an object with this owner, unless one of its name exists.
 
         Raises as `call` does.
         """
-        owned = made | {"metadata": made["metadata"] | {"ownerReferences": [owner]}}
+        owned = body | {"metadata": body["metadata"] | {"ownerReferences": [owner]}}
         try:
-            await self.call("POST", object_path(made["apiVersion"], made["kind"], namespace), owned)
+            await self.call("POST", object_path(body["apiVersion"], body["kind"], namespace), owned)
         except InvalidSpec as error:
             if error.reason != "AlreadyExists":
                 raise
 
-    async def apply(self, made: Object, namespace: str, owner: Object) -> Object:
+    async def apply(self, body: Object, namespace: str, owner: Object) -> Object:
         """Create or update an object by server-side apply, and return the stored object.
 
         Raises as `call` does, and InvalidSpec if an object of its name has another owner, or the kind is unknown.
         """
-        api = made["apiVersion"]
-        kind = made["kind"]
-        metadata = made["metadata"]
+        api = body["apiVersion"]
+        kind = body["kind"]
+        metadata = body["metadata"]
         path = object_path(api, kind, namespace, metadata["name"])
+        # A forced server-side apply would take over an object of somebody else.
         if (existing := await self.call("GET", path)) and not owns(owner, existing):
             raise InvalidSpec(
                 "NameTaken", f"{kind} {metadata['name']} already exists and does not belong to this {owner['kind']}"
             )
-        owned = made | {"metadata": metadata | {"namespace": namespace, "ownerReferences": [owner]}}
+        owned = body | {"metadata": metadata | {"namespace": namespace, "ownerReferences": [owner]}}
         if (applied := await self.call("PATCH", f"{path}?{APPLIED}", owned, APPLY)) is None:
             raise InvalidSpec("KindUnknown", f"the cluster does not have the kind {kind} of {api}")
         return applied
@@ -120,6 +124,6 @@ def owns(owner: Object, body: Object) -> bool:
 
 
 def object_path(api: str, kind: str, namespace: str, name: str = "") -> str:
-    """Return the API path of an object; without a name, of all of its kind."""
+    """Return the API path of an object; without a name, of its kind."""
     plural = f"{kind.lower()[:-1]}ies" if kind.endswith("y") else f"{kind.lower()}s"
     return "/".join(("/apis" if "/" in api else "/api", api, "namespaces", namespace, plural, *filter(None, [name])))

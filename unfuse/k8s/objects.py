@@ -51,11 +51,12 @@ def pipeline_objects(name: str, spec: Object, apis: frozenset[str]) -> list[Obje
     if autoscaling.get("minReplicas") == 0:
         scale_to_zero_flags = [f"--scale-to-zero={pool['spec']['role']}=2" for pool in default_pools(name, spec)]
         scale_to_zero_flags.append(f"--cold-start-timeout={2 * autoscaling['coldStartSeconds']}")
+    # Only a queue in Redis can be shared by the old and the new scheduler during an update.
     rolling = {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
     service = spec["service"]
     policy = spec["networkPolicy"]
     monitoring = spec["monitoring"]
-    blanks = _common(name, "scheduler", spec) | {
+    values = _common(name, "scheduler", spec) | {
         "name": name,
         "replicas": scheduler["replicas"],
         "drain": scheduler["drainSeconds"],
@@ -67,7 +68,9 @@ def pipeline_objects(name: str, spec: Object, apis: frozenset[str]) -> list[Obje
         "clients": policy.get("clients"),
         "strategy": rolling if scheduler["queueBackend"] == "redis" else {"type": "Recreate"},
         "models": [*models(spec)],
-        "sources": [f"--component-source={part}={path}" for part, path in component_sources(spec).items()],
+        "sources": [
+            f"--component-source={component}={source}" for component, source in component_sources(spec).items()
+        ],
         "scale_to_zero": scale_to_zero_flags,
         "args": scheduler.get("args"),
         "queue": {"name": "UNFUSE_SERVE__QUEUE", **queue(scheduler)},
@@ -75,14 +78,14 @@ def pipeline_objects(name: str, spec: Object, apis: frozenset[str]) -> list[Obje
         "api": spec.get("apiKeysSecret", f"{name}-api"),
         "pools": [*pools(name, spec)],
     }
-    left_out = {kind for kind, field in OPTIONAL.items() if not spec[field]["enabled"]}
-    left_out |= {"PersistentVolumeClaim"} if "results" in spec else set()
+    disabled_kinds = {kind for kind, field in OPTIONAL.items() if not spec[field]["enabled"]}
+    disabled_kinds |= {"PersistentVolumeClaim"} if "results" in spec else set()
     overrides = {
         "Deployment": {"spec": {"template": scheduler.get("podTemplate", {})}},
         "ServiceMonitor": {"metadata": {"labels": monitoring.get("labels", {})}},
     }
-    objects = [item for item in _fill(_templates()["pipeline"], blanks) if _is_supported(item, apis)]
-    return [merged(item, overrides.get(item["kind"], {})) for item in objects if item["kind"] not in left_out]
+    objects = [item for item in _fill(_templates()["pipeline"], values) if _is_supported(item, apis)]
+    return [merged(item, overrides.get(item["kind"], {})) for item in objects if item["kind"] not in disabled_kinds]
 
 
 def pool_objects(
@@ -90,19 +93,21 @@ def pool_objects(
 ) -> list[Object]:
     """Return the objects of a pool, the StatefulSet last.
 
-    Raises InvalidSpec if its pipelines differ in a field of SHARED or in the queue.
+    Raises InvalidSpec if its pipelines differ in a field of SHARED or in the queue, or if several do not set the keys.
 
     users: the specs of the pipelines that use the pool, by name; at least one.
     apis: the optional APIs that the cluster has.
     """
-    (first, pipeline), *others = sorted(users.items())
+    (first_user, pipeline), *others = sorted(users.items())
     for other, other_spec in others:
-        differ = [key for key in SHARED if pipeline.get(key) != other_spec.get(key)]
+        differing_fields = [key for key in SHARED if pipeline.get(key) != other_spec.get(key)]
         scheduler, other_scheduler = pipeline["scheduler"], other_spec["scheduler"]
-        differ += [key for key in ("queue", "redis") if scheduler.get(key) != other_scheduler.get(key)]
-        if differ or "keysSecret" not in other_spec:
-            fields = ", ".join(differ) or "keysSecret, which both must set"
-            raise InvalidSpec("PipelinesDiffer", f"{first} and {other} cannot share workers: they differ in {fields}")
+        differing_fields += [key for key in ("queue", "redis") if scheduler.get(key) != other_scheduler.get(key)]
+        if differing_fields or "keysSecret" not in other_spec:
+            fields = ", ".join(differing_fields) or "keysSecret, which both must set"
+            raise InvalidSpec(
+                "PipelinesDiffer", f"{first_user} and {other} cannot share workers: they differ in {fields}"
+            )
 
     drain = max(spec["drainSeconds"], ceil(STEPS * spec["stepSeconds"]))
     model = spec.get("model", {})
@@ -116,11 +121,11 @@ def pool_objects(
     disabled = {"enabled": False, "minReplicas": 0, "maxReplicas": 0, "coldStartSeconds": 0}
     autoscaling = pipeline.get("autoscaling", disabled)
     may_scale_to_zero = all(user.get("autoscaling", {}).get("minReplicas") == 0 for user in users.values())
-    blanks = _common(first, "worker", pipeline) | {
+    values = _common(first_user, "worker", pipeline) | {
         "name": name,
-        "config": first,
+        "config": first_user,
         "replicas": max(spec["min"], min(spec["replicas"], spec.get("max", spec["replicas"]))),
-        "said": [f"--{flag}={value}" for flag, value in flags if value],
+        "flags": [f"--{flag}={value}" for flag, value in flags if value],
         "args": spec.get("args"),
         "drain": drain,
         "grace": drain + LEAVING_S,
@@ -137,25 +142,25 @@ def pool_objects(
         "triggers": _triggers(autoscaling, namespace, spec, sorted(users)) if autoscaling["enabled"] else None,
     }
     used_apis = apis if autoscaling["enabled"] else frozenset[str]()
-    objects = [item for item in _fill(_templates()["pool"], blanks) if _is_supported(item, used_apis)]
+    objects = [item for item in _fill(_templates()["pool"], values) if _is_supported(item, used_apis)]
     if not all(user["networkPolicy"]["enabled"] for user in users.values()):
         objects = [item for item in objects if item["kind"] != "NetworkPolicy"]
     return [*objects[:-1], merged(objects[-1], {"spec": {"template": spec.get("podTemplate", {})}})]
 
 
-def merged(made: Any, over: Any) -> Any:
+def merged(base: Any, overrides: Any) -> Any:
     """Return a part of an object with overrides merged into it, as `podTemplate` defines.
 
-    Mappings are merged by key, lists of named items by mountPath or name; other lists are appended to.
+    Mappings are merged by key, and lists of named items by mountPath or name. Other lists are appended to.
     """
-    if isinstance(made, dict) and isinstance(over, dict):
-        return made | {key: merged(made.get(key), value) for key, value in over.items()}
-    if not (isinstance(made, list) and isinstance(over, list)):
-        return over
-    if not all(isinstance(item, dict) and "name" in item for item in (*made, *over)):
-        return [*made, *over]
-    items = {item.get("mountPath", item["name"]): item for item in made}
-    overridden = {(key := item.get("mountPath", item["name"])): merged(items.get(key), item) for item in over}
+    if isinstance(base, dict) and isinstance(overrides, dict):
+        return base | {key: merged(base.get(key), value) for key, value in overrides.items()}
+    if not (isinstance(base, list) and isinstance(overrides, list)):
+        return overrides
+    if not all(isinstance(item, dict) and "name" in item for item in (*base, *overrides)):
+        return [*base, *overrides]
+    items = {item.get("mountPath", item["name"]): item for item in base}
+    overridden = {(key := item.get("mountPath", item["name"])): merged(items.get(key), item) for item in overrides}
     return [*(items | overridden).values()]
 
 
@@ -185,23 +190,23 @@ def secrets_of(name: str, spec: Object) -> list[Object]:
 
     They are only to be created, never applied, so that existing keys stay.
     """
-    key, metrics = secrets.token_urlsafe(30), secrets.token_urlsafe(30)
+    admin_key, metrics_key = secrets.token_urlsafe(30), secrets.token_urlsafe(30)
     lines = [
-        f"{holder} sha256:{sha256(secret.encode()).hexdigest()} {right}=yes\n"
-        for holder, secret, right in (("operator", key, "admin"), ("prometheus", metrics, "read"))
+        f"{holder} sha256:{sha256(secret.encode()).hexdigest()} {permission}=yes\n"
+        for holder, secret, permission in (("operator", admin_key, "admin"), ("prometheus", metrics_key, "read"))
     ]
-    texts = {
-        "keysSecret": ("wire", {f"{side}.key": text for side, text in new().items()}),
-        "apiKeysSecret": ("api", {"key": key, "metrics": metrics, "keys": "".join(lines)}),
+    data_by_field = {
+        "keysSecret": ("wire", {f"{side}.key": key for side, key in new().items()}),
+        "apiKeysSecret": ("api", {"key": admin_key, "metrics": metrics_key, "keys": "".join(lines)}),
     }
-    missing = {end: text for field, (end, text) in texts.items() if field not in spec}
-    return [_object("v1", "Secret", f"{name}-{end}", stringData=text) for end, text in missing.items()]
+    missing = {suffix: data for field, (suffix, data) in data_by_field.items() if field not in spec}
+    return [_object("v1", "Secret", f"{name}-{suffix}", stringData=data) for suffix, data in missing.items()]
 
 
 def unmet_requests(name: str, spec: Object, roles: Mapping[str, str], apis: frozenset[str]) -> list[str]:
     """Return a sentence for each requirement of a pipeline's spec that is not met.
 
-    roles: the role of each existing pool. apis: the optional APIs that the cluster has.
+    roles: by existing pool, its role. apis: the optional APIs that the cluster has.
     """
     messages: list[str] = []
     for pool, stages in pools(name, spec).items():
@@ -223,7 +228,7 @@ def unmet_requests(name: str, spec: Object, roles: Mapping[str, str], apis: froz
 
 def _amounts_as_strings(resources: Object) -> Object:
     """Return resource amounts as strings. A server-side apply of a number is refused."""
-    return {part: {name: str(amount) for name, amount in each.items()} for part, each in resources.items()}
+    return {section: {name: str(amount) for name, amount in amounts.items()} for section, amounts in resources.items()}
 
 
 def _common(name: str, side: str, pipeline: Object) -> Object:
@@ -260,20 +265,20 @@ def _triggers(autoscaling: Object, namespace: str, spec: Object, users: Sequence
     roles = roles_of(spec["role"])
     component = spec.get("model", {}).get("component")
     services = f'="{users[0]}"' if len(users) == 1 else f'=~"{"|".join(users)}"'
-    blanks = {"namespace": namespace, "services": services, "prometheus": autoscaling["prometheus"]}
-    blanks["roles"] = ".+" if roles is None else "|".join(sorted(roles))
-    blanks["component"] = f',component=~"{component}"' if component else ""
+    values = {"namespace": namespace, "services": services, "prometheus": autoscaling["prometheus"]}
+    values["roles"] = ".+" if roles is None else "|".join(sorted(roles))
+    values["component"] = f',component=~"{component}"' if component else ""
     triggers: list[Object] = []
     for metric in (entry["custom"] for entry in autoscaling["metrics"]):
-        query = _fill(_templates()["queries"][metric["name"]], blanks)
+        query = _fill(_templates()["queries"][metric["name"]], values)
         target = {"query": query, "type": metric["target"]["type"], "threshold": str(metric["target"]["value"])}
-        triggers.append(_fill(_templates()["trigger"], blanks | target))
+        triggers.append(_fill(_templates()["trigger"], values | target))
     return triggers
 
 
-def _object(api: str, kind: str, name: str, **more: Object) -> Object:
+def _object(api: str, kind: str, name: str, **fields: Object) -> Object:
     """Return an object with the operator's label."""
-    return {"apiVersion": api, "kind": kind, "metadata": {"name": name, "labels": MANAGED_BY}, **more}
+    return {"apiVersion": api, "kind": kind, "metadata": {"name": name, "labels": MANAGED_BY}, **fields}
 
 
 def _is_supported(item: Object, apis: frozenset[str]) -> bool:
@@ -287,18 +292,18 @@ def _templates() -> Object:
     return dict(msgspec.yaml.decode(Path(__file__).with_name("objects.yaml").read_bytes()))
 
 
-def _fill(node: Any, blanks: Mapping[str, Any]) -> Any:
-    """Return a template with its blanks filled, by the rules at the top of objects.yaml.
+def _fill(node: Any, values: Mapping[str, Any]) -> Any:
+    """Return a template with its placeholders replaced by values.
 
-    The values of blanks are not templates themselves.
+    The rules are at the top of objects.yaml. A value is not a template itself: a "$" in it stays.
     """
     if isinstance(node, str):
-        return blanks[node[1:]] if node[1:] in blanks and node[0] == "$" else Template(node).substitute(blanks)
+        return values[node[1:]] if node[1:] in values and node[0] == "$" else Template(node).substitute(values)
     if isinstance(node, dict):
-        fields = {key: _fill(value, blanks) for key, value in node.items()}
+        fields = {key: _fill(value, values) for key, value in node.items()}
         return {key: value for key, value in fields.items() if value is not None}
     if not isinstance(node, list):
         return node
-    items = [_fill(item, blanks) for item in node]
-    lists = (item if isinstance(item, list) else [item] for item in items if item is not None)
-    return [item for spliced in lists for item in spliced]
+    items = [_fill(item, values) for item in node]
+    item_lists = (item if isinstance(item, list) else [item] for item in items if item is not None)
+    return [item for item_list in item_lists for item in item_list]

@@ -20,7 +20,7 @@ from unfuse.k8s.objects import MANAGED_BY, VERSION
 from unfuse.k8s.reconcile import PIPELINE, POOL, Reconciler
 from unfuse.k8s.spec import InvalidSpec, Object
 
-#: Kinds whose objects are restored when they are changed or deleted.
+#: Kinds of objects that are restored when somebody changes or deletes them.
 OWNED = ("configmaps", "services", "poddisruptionbudgets", "networkpolicies", "deployments", "statefulsets")
 
 #: The custom resources.
@@ -57,12 +57,12 @@ class ReconcileTasks:
         Without a name, these are the objects that have a task already.
         """
         if name and (kind, namespace, name) not in self._tasks:
-            woken = asyncio.Event()
-            task = asyncio.create_task(self._reconcile_until_gone(woken, kind, namespace, name))
-            self._tasks[kind, namespace, name] = woken, task
-        for key, (woken, _) in self._tasks.items():
+            wakeup = asyncio.Event()
+            task = asyncio.create_task(self._reconcile_until_gone(wakeup, kind, namespace, name))
+            self._tasks[kind, namespace, name] = wakeup, task
+        for key, (wakeup, _) in self._tasks.items():
             if key[:2] == (kind, namespace) and name in {None, key[2]}:
-                woken.set()
+                wakeup.set()
 
     async def close(self, **_: Any) -> None:
         """Cancel all tasks and close the connections."""
@@ -72,36 +72,46 @@ class ReconcileTasks:
         await asyncio.gather(*running, return_exceptions=True)
         await self._cluster.close()
 
-    async def _reconcile_until_gone(self, woken: asyncio.Event, kind: str, namespace: str, name: str) -> None:
-        """Reconcile one object at each wake-up until it is deleted. Errors are logged and retried."""
-        pause: float | None = None
-        ready: bool | None = True
-        while ready is not None or woken.is_set():
+    async def _reconcile_until_gone(self, wakeup: asyncio.Event, kind: str, namespace: str, name: str) -> None:
+        """Reconcile one object at each wake-up until it is deleted.
+
+        While the object is not ready, and after an error, which is logged, it is also reconciled after pauses. They
+        double up to LONGEST_S.
+        """
+        pause_s: float | None = None
+        is_ready: bool | None = True
+        while is_ready is not None or wakeup.is_set():
             with suppress(TimeoutError):
-                async with asyncio.timeout(pause):  # wait_for loses a cancellation that comes with an event
-                    await woken.wait()
-                pause = None
-            woken.clear()
+                async with asyncio.timeout(pause_s):  # wait_for loses a cancellation that comes with an event
+                    await wakeup.wait()
+                pause_s = None
+            # Cleared before the object is read, so that a change during the reconciliation causes another one.
+            wakeup.clear()
             try:
-                ready = await self._reconciler.reconcile(kind, namespace, name)
+                is_ready = await self._reconciler.reconcile(kind, namespace, name)
             except Exception as error:  # no error may end the task
                 is_bug = not isinstance(error, TransientError | InvalidSpec)
                 log.warning("reconciliation failed, retrying", kind=kind, name=name, error=str(error), exc_info=is_bug)
-                ready = False
-            pause = None if ready else min(LONGEST_S, 2 * (pause or 0.5))
+                is_ready = False
+            pause_s = None if is_ready else min(LONGEST_S, 2 * (pause_s or 0.5))
         del self._tasks[kind, namespace, name]
 
 
-def credentials(**given: Any) -> kopf.ConnectionInfo | None:
-    """Return the credentials of the pod's service account, else those of the kubeconfig, else None."""
-    return kopf.login_with_service_account(**given) or kopf.login_with_kubeconfig(**given)
+def credentials(**arguments: Any) -> kopf.ConnectionInfo | None:
+    """Return the credentials of the pod's service account, or else those of the kubeconfig.
+
+    None if there are neither.
+
+    arguments: those of kopf's login functions.
+    """
+    return kopf.login_with_service_account(**arguments) or kopf.login_with_kubeconfig(**arguments)
 
 
 async def run_operator(image: str, namespaces: Sequence[str] = (), login: Login = credentials, **flags: Any) -> None:
     """Run the operator until it is stopped. Raises UsageError if there are no credentials.
 
     image: the image of pods whose pipeline names none.
-    namespaces: the namespaces to work for; none: the whole cluster.
+    namespaces: the namespaces to watch. Empty: the whole cluster.
     login: returns the credentials.
     flags: further arguments of `kopf.operator`.
     """
@@ -145,7 +155,7 @@ async def _are_kinds_defined(cluster: ClusterClient) -> bool:
 
 
 def _registry(tasks: ReconcileTasks, login: Login) -> kopf.OperatorRegistry:
-    """Return the handlers that kopf calls."""
+    """Return the functions that kopf calls, as a registry: they only wake tasks."""
     registry = kopf.OperatorRegistry()
     kopf.on.login(registry=registry)(login)
     kopf.on.cleanup(registry=registry)(tasks.close)

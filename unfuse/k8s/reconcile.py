@@ -22,7 +22,7 @@ from unfuse.k8s.spec import NAME, InvalidSpec, Object, gpus, pools as pools_in, 
 
 PIPELINE, POOL = "DiffusionPipeline", "DiffusionPool"
 
-#: Errors that an object causes which the server accepted against its definition.
+#: Errors that are raised for an object that does not match its definition, although the server accepted it.
 NOT_AS_DEFINED = (ConfigError, LookupError, TypeError, AttributeError)
 
 #: The API, kind and name of an object.
@@ -46,13 +46,13 @@ class Reconciler:
     """Reconciles one object at a time.
 
     image: the image of pods whose pipeline names none.
-    tell: publishes a problem of an object as an event.
+    publish: called with each new problem of an object, to publish it as an event.
     """
 
-    def __init__(self, cluster: ClusterClient, image: str, tell: EventRecorder) -> None:
+    def __init__(self, cluster: ClusterClient, image: str, publish: EventRecorder) -> None:
         self._cluster = cluster
         self._defaults = {"image": image}
-        self._publish = tell
+        self._publish = publish
 
     async def reconcile(self, kind: str, namespace: str, name: str) -> bool | None:
         """Apply the objects of a pipeline or pool and update its status.
@@ -74,11 +74,12 @@ class Reconciler:
             reason = f"the spec does not match its definition: {error!r}"
             observed = ObservedStatus(rejection=InvalidSpec("InvalidSpec", reason))
 
-        what = "schedulers and pools" if kind == PIPELINE else "workers"
+        noun = "schedulers and pools" if kind == PIPELINE else "workers"
         status = fields | {"observedGeneration": body["metadata"].get("generation", 0)}
-        status["conditions"] = conditions(body, observed, what, now())
+        status["conditions"] = conditions(body, observed, noun, now())
         if body.get("status", {}) | status != body.get("status", {}):
             degraded = condition({"status": status}, "Degraded")
+            # The event is published once for each reason, not at each reconciliation.
             if degraded["status"] == "True" and degraded["reason"] != condition(body, "Degraded").get("reason"):
                 self._publish(body, reason=degraded["reason"], message=degraded["message"])
             await self._cluster.call("PATCH", f"{path}/status", {"status": status}, MERGE)
@@ -105,15 +106,15 @@ class Reconciler:
 
         existing = await self._cluster.every(VERSION, POOL, namespace)
         roles = {pool: item["spec"]["role"] for pool, item in existing.items()}
-        troubles = [InvalidSpec("NotAsAsked", message) for message in objects.unmet_requests(name, spec, roles, apis)]
+        problems = [InvalidSpec("NotAsAsked", message) for message in objects.unmet_requests(name, spec, roles, apis)]
         ready = observed.ready
         for pool in pools:
             ready += condition(existing.get(pool, {}), "Ready").get("status") == "True"
             degraded = condition(existing.get(pool, {}), "Degraded")
             if degraded.get("status") == "True":
-                troubles.append(InvalidSpec(degraded["reason"], f"pool {pool}: {degraded['message']}"))
-        wanted = observed.desired_replicas + len(pools)
-        status = ObservedStatus(wanted, observed.replicas, ready, (*observed.problems, *troubles))
+                problems.append(InvalidSpec(degraded["reason"], f"pool {pool}: {degraded['message']}"))
+        desired_replicas = observed.desired_replicas + len(pools)
+        status = ObservedStatus(desired_replicas, observed.replicas, ready, (*observed.problems, *problems))
         return status, {"url": gateway_url(name, namespace, spec)}
 
     async def _reconcile_pool(self, body: Object, namespace: str) -> tuple[ObservedStatus, Object]:
@@ -146,10 +147,10 @@ class Reconciler:
         apis = await self._apis()
         items = objects.pool_objects(name, namespace, spec, users, apis)
         gateways = [gateway_url(user, namespace, user_spec) for user, user_spec in sorted(users.items())]
-        since, waits = await self._delay_scale_down(body, items[-1], spec["finishSeconds"], gateways)
+        since, waiting_reason = await self._delay_scale_down(body, items[-1], spec["finishSeconds"], gateways)
         optional = {(POLICIES, "NetworkPolicy", f"{name}-pool"), (KEDA, "ScaledObject", name)}
         await self._delete_unused(optional, items, apis, body)
-        observed = (await self._apply(items, body, namespace))._replace(waiting_reason=waits)
+        observed = (await self._apply(items, body, namespace))._replace(waiting_reason=waiting_reason)
 
         idle = await idle_gpus(name, spec, gateways if observed.ready else [])
         observed = observed._replace(problems=(*observed.problems, *idle))
@@ -158,35 +159,37 @@ class Reconciler:
         return observed, fields | ({"waitsSince": since} if is_waiting else {})
 
     async def _delay_scale_down(
-        self, body: Object, workload: Object, longest_s: int, gateways: list[str]
+        self, body: Object, workload: Object, limit_s: int, gateways: list[str]
     ) -> tuple[str | None, str]:
         """Raise a StatefulSet's replicas while workers that a scale-down would remove are busy.
 
         Changes `workload`. Returns since when the scale-down waits, and why; None and "" if it does not wait.
 
-        longest_s: seconds after which the scale-down is done anyway.
+        limit_s: longest wait, in seconds. Then the scale-down is done, and draining saves the work.
         """
         name = workload["metadata"]["name"]
-        wanted = workload["spec"]["replicas"]
+        desired = workload["spec"]["replicas"]
         existing = await self._cluster.call(
             "GET", object_path("apps/v1", "StatefulSet", body["metadata"]["namespace"], name)
         )
         count = existing["spec"]["replicas"] if existing and owns(owner_of(body), existing) else 0
-        if not 0 < wanted < count:
+        if not 0 < desired < count:
             return None, ""
 
         if (tasks := await busy(name, gateways)) is None:
             remaining = count
-            longest_s = min(longest_s, UNKNOWN_S)
+            limit_s = min(limit_s, UNKNOWN_S)
             reason = "no gateway reports which workers are busy"
         else:
-            remaining = staying(wanted, count, tasks)
+            remaining = staying(desired, count, tasks)
             reason = f"{name}-{remaining - 1} finishes its tasks while others are idle"
+
+        # From the status, so that a new operator does not start the wait again.
         since = body.get("status", {}).get("waitsSince") or now()
-        if remaining == wanted or datetime.now(UTC) - datetime.fromisoformat(since) >= timedelta(seconds=longest_s):
+        if remaining == desired or datetime.now(UTC) - datetime.fromisoformat(since) >= timedelta(seconds=limit_s):
             return None, ""
         workload["spec"]["replicas"] = remaining
-        return since, f"scale-down from {remaining} to {wanted} workers waits: {reason}"
+        return since, f"scale-down from {remaining} to {desired} workers waits: {reason}"
 
     async def _delete_unused(
         self, optional: set[Named], items: list[Object], apis: frozenset[str], body: Object
@@ -288,17 +291,17 @@ async def _metrics(gateways: Iterable[str]) -> str | None:
     return None
 
 
-def staying(wanted: int, there: int, has: Collection[int]) -> int:
-    """Return how many workers a scale-down to `wanted` leaves for now.
+def staying(desired: int, current: int, busy_ordinals: Collection[int]) -> int:
+    """Return how many workers a scale-down to `desired` leaves for now.
 
-    A StatefulSet removes its last pods first. While one of the first `wanted` workers is idle, the busy ones behind
-    them finish their tasks.
+    A StatefulSet removes its last pods first. While one of the first `desired` workers is idle, the busy workers behind
+    them stay until their tasks end.
 
-    there: the present number of workers. has: ordinals of the workers with tasks.
+    current: the present number of workers. busy_ordinals: ordinals of the workers with tasks.
     """
-    busy_removed = [number for number in range(wanted, there) if number in has]
-    has_idle = any(number not in has for number in range(wanted))
-    return busy_removed[-1] + 1 if busy_removed and has_idle else wanted
+    busy_surplus = [number for number in range(desired, current) if number in busy_ordinals]
+    has_idle = any(number not in busy_ordinals for number in range(desired))
+    return busy_surplus[-1] + 1 if busy_surplus and has_idle else desired
 
 
 class ObservedStatus(NamedTuple):
@@ -318,22 +321,22 @@ class ObservedStatus(NamedTuple):
     waiting_reason: str = ""
 
 
-def workload_status(made: Object, pods: Iterable[Object]) -> ObservedStatus:
+def workload_status(workload: Object, pods: Iterable[Object]) -> ObservedStatus:
     """Return the status of a workload and its pods.
 
     Pods of an older template do not count as ready.
 
-    made: the workload, as the server returned it.
+    workload: the object, as the server returned it.
     """
-    status = made.get("status", {})
-    wanted = made["spec"]["replicas"]
-    is_observed = status.get("observedGeneration", 0) >= made["metadata"].get("generation", 0)
+    status = workload.get("status", {})
+    desired = workload["spec"]["replicas"]
+    is_observed = status.get("observedGeneration", 0) >= workload["metadata"].get("generation", 0)
     ready = min(status.get("readyReplicas", 0), status.get("updatedReplicas", 0)) if is_observed else 0
-    return ObservedStatus(wanted, status.get("replicas", 0), ready, (*_troubles(pods),))
+    return ObservedStatus(desired, status.get("replicas", 0), ready, (*_pod_problems(pods),))
 
 
-def _troubles(pods: Iterable[Object]) -> Iterator[InvalidSpec]:
-    """Yield why pods do not run: unschedulable pods, and containers that do not start.
+def _pod_problems(pods: Iterable[Object]) -> Iterator[InvalidSpec]:
+    """Yield a problem for each unschedulable pod and each container that does not start.
 
     For a container, the message has the last line of its termination message.
     """
@@ -353,22 +356,26 @@ def _troubles(pods: Iterable[Object]) -> Iterator[InvalidSpec]:
                 yield InvalidSpec(reason, f"pod {name} does not run ({reason}): {last_line}")
 
 
-def conditions(body: Object, found: ObservedStatus, what: str, now: str) -> list[Object]:
+def conditions(body: Object, observed: ObservedStatus, noun: str, now: str) -> list[Object]:
     """Return the conditions Ready, Progressing and Degraded of an object.
 
     A condition whose status did not change keeps its transition time.
 
-    what: the noun of its replicas, for messages. now: the time, see `now`.
+    noun: the noun of its replicas, for messages. now: the time, see `now`.
     """
-    enough = found.ready >= found.desired_replicas and not found.rejection
-    wrong = [found.rejection] if found.rejection else found.problems
-    state = "Starting" if not enough else "AsWanted" if found.desired_replicas else "Asleep"
-    amount = str(found.rejection or f"{found.ready} of {found.desired_replicas} {what} are ready")
-    moves = ("WorkersFinish", found.waiting_reason) if found.waiting_reason else (state, amount)
+    is_ready = observed.ready >= observed.desired_replicas and not observed.rejection
+    problems = [observed.rejection] if observed.rejection else observed.problems
+    state = "Starting" if not is_ready else "AsWanted" if observed.desired_replicas else "Asleep"
+    amount = str(observed.rejection or f"{observed.ready} of {observed.desired_replicas} {noun} are ready")
+    progress = ("WorkersFinish", observed.waiting_reason) if observed.waiting_reason else (state, amount)
     states = {
-        "Ready": (enough, found.rejection.reason if found.rejection else state, amount),
-        "Progressing": (not wrong and (not enough or found.waiting_reason != ""), *moves),
-        "Degraded": (bool(wrong), wrong[0].reason if wrong else "AsWanted", "; ".join(map(str, wrong)) or amount),
+        "Ready": (is_ready, observed.rejection.reason if observed.rejection else state, amount),
+        "Progressing": (not problems and (not is_ready or observed.waiting_reason != ""), *progress),
+        "Degraded": (
+            bool(problems),
+            problems[0].reason if problems else "AsWanted",
+            "; ".join(map(str, problems)) or amount,
+        ),
     }
     entries: list[Object] = []
     for name, (is_true, reason, message) in states.items():

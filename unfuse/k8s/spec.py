@@ -64,9 +64,9 @@ def models(pipeline: Object) -> Sequence[str]:
 
 
 def component_sources(pipeline: Object) -> dict[str, str]:
-    """Return the sources of components that are not the model's own, by component.
+    """Return the sources of components that are not from the model itself, by component.
 
-    Stages name sources only in a pipeline of one model. Raises InvalidSpec for two sources of one component.
+    A stage's `model.path` counts only in a pipeline of one model. Raises InvalidSpec for two sources of one component.
     """
     served = models(pipeline)
     sources = dict(pipeline.get("componentSources", {}))
@@ -132,8 +132,8 @@ def gpus(resources: Object) -> int:
 def ranks(pool: Object) -> tuple[str, int | None]:
     """Return a pool's parallelism as the value of `--parallel`, and its number of ranks.
 
-    The number is None where the workers choose it. They do by default if they have several GPUs, and if `args` has
-    flags that override `parallel` or `device`.
+    The number is None if the spec does not determine it. The workers choose it if `parallel` is "auto", which is the
+    default for several GPUs. Flags in `args` may override `parallel` or `device`.
     """
     overriding = [flag for flag in pool.get("args", []) if flag.partition("=")[0] in ("--parallel", "--device")]
     parallelism = pool.get("parallel", "")
@@ -146,15 +146,15 @@ def ranks(pool: Object) -> tuple[str, int | None]:
     return parallelism, max((plan.size for plan in parse_parallel(parallelism).values()), default=1)
 
 
-def queue(own: Object) -> Object:
-    """Return the environment variable's value that names the queue.
+def queue(scheduler: Object) -> Object:
+    """Return the environment variable that names the queue, without its name.
 
-    own: the spec of the scheduler.
+    scheduler: the pipeline's `scheduler` field.
     """
-    if own["queueBackend"] != "redis":
-        return {"value": {"memory": "memory", "sqlite": "sqlite:/data/queue.db"}[own["queueBackend"]]}
-    if "redis" in own:
-        return {"value": "redis://{host}:{port}/{database}".format_map(own["redis"])}
-    if "secret" in own["queue"]:
-        return {"valueFrom": {"secretKeyRef": {"name": own["queue"]["secret"], "key": "url"}}}
-    return {"value": own["queue"]["url"]}
+    if scheduler["queueBackend"] != "redis":
+        return {"value": {"memory": "memory", "sqlite": "sqlite:/data/queue.db"}[scheduler["queueBackend"]]}
+    if "redis" in scheduler:
+        return {"value": "redis://{host}:{port}/{database}".format_map(scheduler["redis"])}
+    if "secret" in scheduler["queue"]:
+        return {"valueFrom": {"secretKeyRef": {"name": scheduler["queue"]["secret"], "key": "url"}}}
+    return {"value": scheduler["queue"]["url"]}

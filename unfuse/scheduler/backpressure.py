@@ -101,70 +101,80 @@ class Backpressure(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(
-        cls, specs: Iterable[ModelSpec], members: Iterable[RegisteredWorker], asleep: Mapping[str, int] | None = None
+        cls,
+        specs: Iterable[ModelSpec],
+        members: Iterable[RegisteredWorker],
+        scaled_to_zero: Mapping[str, int] | None = None,
     ) -> Backpressure:
         """Return the back-pressure between the pools of these models, as these workers serve them.
 
-        Among pools that feed each other, only the later ones hold back the others.
+        If two pools feed each other, only the deeper one can hold back the other.
 
-        asleep: declared pools that are scaled to zero, with the slots that their workers will have.
+        scaled_to_zero: declared pools that are scaled to zero, with the slots that their workers will have.
         """
-        depth: dict[str, int] = {}
-        fed: defaultdict[str, set[str]] = defaultdict(set)
-        draws: dict[str, frozenset[str]] = {}
+        depths: dict[str, int] = {}
+        readers_of: defaultdict[str, set[str]] = defaultdict(set)
+        resources: dict[str, frozenset[str]] = {}
         for spec in specs:
             pools = spec.pools()
             producers = spec.pipeline.producers()
-            draws |= {pools[stage.name]: frozenset(stage.needs) for stage in spec.pipeline.stages}
+            resources |= {pools[stage.name]: frozenset(stage.needs) for stage in spec.pipeline.stages}
             inputs = {stage.name: {producers[name].name for name in stage.inputs} for stage in spec.pipeline.stages}
-            distance: dict[str, int] = {}
+
+            distances: dict[str, int] = {}
             for name in TopologicalSorter(inputs).static_order():
-                distance[name] = max((distance[producer] + 1 for producer in inputs[name]), default=0)
-                depth[pools[name]] = max(distance[name], depth.get(pools[name], 0))
+                distances[name] = max((distances[producer] + 1 for producer in inputs[name]), default=0)
+                depths[pools[name]] = max(distances[name], depths.get(pools[name], 0))
                 for producer in inputs[name]:
-                    fed[pools[producer]].add(pools[name])
+                    readers_of[pools[producer]].add(pools[name])
 
         slots: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for member in members:
             for pool in member.info.pools:
                 slots[declared_pool(pool)][pool] += member.info.slots
-        behind = {
+
+        # A pool that is scaled to zero counts with its future slots, so that the stages before it continue.
+        later_depths = {
             pool: {
                 live_pool: AHEAD * count
                 for reader in readers
-                if depth[reader] > depth[pool]
-                for live_pool, count in (slots[reader] or {reader: (asleep or {}).get(reader, 0)}).items()
+                if depths[reader] > depths[pool]
+                for live_pool, count in (slots[reader] or {reader: (scaled_to_zero or {}).get(reader, 0)}).items()
             }
-            for pool, readers in fed.items()
+            for pool, readers in readers_of.items()
         }
         workers = Counter(pool for member in members for pool in member.info.pools)
-        several = frozenset(pool for pool, count in workers.items() if count > 1)
-        return cls(depth, behind, frozenset(fed), draws, several)
+        several_workers = frozenset(pool for pool, count in workers.items() if count > 1)
+        return cls(depths, later_depths, frozenset(readers_of), resources, several_workers)
 
     def reserved_bytes(self, worker: WorkerInfo, in_flight: InFlight) -> dict[str, int]:
         """Return the arena bytes that each pool must leave free for the worker's later pools.
 
-        That is the equal share of the later pools. The last pool may fill the arena: it ends requests, which frees all
-        their objects. It is also at least what any active request still puts into later pools. Otherwise a large
-        request could wait for others that wait for it.
+        Each depth has an equal share of the arena, and a pool leaves the shares of all deeper pools free. The deepest
+        pool may fill the arena: it ends requests, which frees all their objects. A pool also leaves at least the bytes
+        that the largest active request puts into the deeper pools. Otherwise requests could wait for each other.
 
         Only pools whose tasks leave an object are included.
         """
-        depth = {
+        depths = {
             pool: self.depth.get(declared_pool(pool), 0)
             for pool in worker.pools
             if declared_pool(pool) in self.stored_requests
         }
-        levels = sorted(set(depth.values()), reverse=True)
-        later_pools = {level: [pool for pool in depth if depth[pool] > level] for level in levels}
+        levels = sorted(set(depths.values()), reverse=True)
+        later_pools = {level: [pool for pool in depths if depths[pool] > level] for level in levels}
         largest = {level: in_flight.largest(pools) if pools else 0 for level, pools in later_pools.items()}
         return {
             pool: max(worker.arena_bytes * levels.index(level) // len(levels), largest[level])
-            for pool, level in depth.items()
+            for pool, level in depths.items()
         }
 
     def lease_request(
-        self, worker: WorkerInfo, ask: RequestTasks, keep: Mapping[str, int], dispatch: Dispatch = "locality"
+        self,
+        worker: WorkerInfo,
+        request: RequestTasks,
+        reserved_bytes: Mapping[str, int],
+        dispatch: Dispatch = "locality",
     ) -> LeaseRequest:
         """Return the lease request for a worker that requests tasks.
 
@@ -172,38 +182,42 @@ class Backpressure(msgspec.Struct, frozen=True):
         so that no worker queues tasks that another one could start. Before a model swap (`ask.after_pool` is set), only
         pools after that one are included.
 
-        keep: arena bytes to leave free, by pool, as `reserved_bytes` returns them.
+        reserved_bytes: arena bytes to leave free, by pool, as the method `reserved_bytes` returns them.
         """
-        # A request without a bound of room cannot leave bytes free, so it gets one task, of any size.
-        is_unbounded = ask.free_arena_bytes is None and any(keep.values())
-        slots = 1 if is_unbounded else min(ask.slots, worker.slots)
+        # A worker that reports no free bytes cannot leave any free, so it gets one task, of any size.
+        is_unbounded = request.free_arena_bytes is None and any(reserved_bytes.values())
+        slots = 1 if is_unbounded else min(request.slots, worker.slots)
         is_local = dispatch == "locality"
-        last_depth = self.depth.get(declared_pool(ask.after_pool), -1)
+        last_depth = self.depth.get(declared_pool(request.after_pool), -1)
 
         offers = {}
-        for pool in worker.swappable_models.get(ask.loaded_model, ()) if worker.swappable_models else worker.pools:
+        for pool in worker.swappable_models.get(request.loaded_model, ()) if worker.swappable_models else worker.pools:
             name = declared_pool(pool)
             if self.depth.get(name, 0) <= last_depth:
                 continue
-            arena = {} if ask.free_arena_bytes is None else {ARENA: ask.free_arena_bytes - keep.get(pool, 0)}
-            resources = {resource: ask.amounts.get(resource, 0) for resource in self.resource_amounts.get(name, ())}
+            arena = (
+                {}
+                if request.free_arena_bytes is None
+                else {ARENA: request.free_arena_bytes - reserved_bytes.get(pool, 0)}
+            )
+            resources = {resource: request.amounts.get(resource, 0) for resource in self.resource_amounts.get(name, ())}
             amounts = {SLOTS: min(slots, 1) if pool in self.several else slots} | arena | resources
             offers[pool] = PoolOffer(amounts, self.depth.get(name, 0), self.later_depths.get(name, {}))
 
         return LeaseRequest(
             offers,
-            ask.min_priority,
+            request.min_priority,
             preferred_node=worker.node if is_local else "",
-            affinity=ask.affinity if is_local else "",
-            rank=RANKS[dispatch](worker.slots, min(ask.slots, worker.slots)) + is_local * ordinal(worker.node),
+            affinity=request.affinity if is_local else "",
+            rank=RANKS[dispatch](worker.slots, min(request.slots, worker.slots)) + is_local * ordinal(worker.node),
         )
 
 
 def ordinal(node: str) -> float:
-    """Return a fraction, below 1, of the number that a node's name ends with.
+    """Return a fraction below 1, from the number at the end of a node's name.
 
-    Added to a rank, it serves pods of a StatefulSet in their order: the last ones, which a scale-down removes first,
-    get tasks last. 0.0 for other names.
+    It grows with the number and is added to a worker's rank. So the last pods of a StatefulSet, which a scale-down
+    removes first, get tasks last. It is 0.0 for a name without a number.
     """
     number = node.rpartition("-")[2]
     return min(int(number), 999) / 1000 if "-" in node and number.isdecimal() else 0.0

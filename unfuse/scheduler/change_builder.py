@@ -54,6 +54,7 @@ def account(state: StageState, run: RunningStage, *, is_billed: bool, is_final: 
     if not is_final:
         unreported[run.attempt] = UnreportedAttempt(run.worker, run.timings, not is_billed)
     newest_attempts = dict(list(unreported.items())[-MAX_UNREPORTED:])
+
     steps = {"step": run.step, "steps": run.steps} if run.steps else {}
     state = replace(
         state,
@@ -64,7 +65,7 @@ def account(state: StageState, run: RunningStage, *, is_billed: bool, is_final: 
     )
     if is_billed:
         return replace(state, timings=run.timings)
-    return _lost(state, run.timings.device, run.timings.device_s)
+    return _with_lost_seconds(state, run.timings.device, run.timings.device_s)
 
 
 def account_not_started(state: StageState, attempt: int) -> StageState:
@@ -76,7 +77,7 @@ def account_not_started(state: StageState, attempt: int) -> StageState:
 
 def lose_output(state: StageState) -> StageState:
     """Return the stage with its completed attempt counted as lost, because its output is lost."""
-    return replace(_lost(state, state.timings.device, state.timings.device_s), timings=Timings())
+    return replace(_with_lost_seconds(state, state.timings.device, state.timings.device_s), timings=Timings())
 
 
 def account_report(context: RequestContext, stopped: TaskStopped, worker: str, wall: float) -> StageState | None:
@@ -94,10 +95,11 @@ def account_report(context: RequestContext, stopped: TaskStopped, worker: str, w
         return None
     if known is not None:
         timings = merge_timings(known.timings, timings)
-        others = {number: attempt for number, attempt in state.unreported.items() if number != claim.attempt}
-        state = replace(state, unreported=others)
+        unreported = {number: attempt for number, attempt in state.unreported.items() if number != claim.attempt}
+        state = replace(state, unreported=unreported)
+        # Reports repeat the total amount, so only the seconds beyond the known ones are added.
         if known.lost:
-            return _lost(state, timings.device, timings.device_s - known.timings.device_s)
+            return _with_lost_seconds(state, timings.device, timings.device_s - known.timings.device_s)
         return replace(state, timings=timings)
     if (
         not state.accounted_attempt
@@ -112,7 +114,7 @@ def account_report(context: RequestContext, stopped: TaskStopped, worker: str, w
     return account(state, run, is_billed=is_billed, is_final=True)
 
 
-def _lost(state: StageState, device: str, seconds: float) -> StageState:
+def _with_lost_seconds(state: StageState, device: str, seconds: float) -> StageState:
     """Return the stage with these seconds of the device added to its lost ones."""
     if seconds <= 0:
         return state
@@ -170,8 +172,10 @@ class ChangeBuilder:
         not_before: earliest time of its lease, in seconds of the queue's clock.
         queued_at: Unix seconds; None: now.
         """
+        # Hand-backs raise an attempt's number in the queue only, so the accounted one may be newer than the context's.
         attempt = max(self.stages[stage].attempt, self.stages[stage].accounted_attempt) + 1
         self.move_stage(stage, "queued", attempt=attempt, queued_at=self._wall if queued_at is None else queued_at)
+
         context = self._before
         planned = context.plan.stage(stage)
         outputs = [self.stages[name].output for name in planned.after]
@@ -193,7 +197,7 @@ class ChangeBuilder:
                 preferred_node=_nearest(inputs),
                 affinity=_affinity(context, params),
                 alone=self.stages[stage].alone,
-                has_siblings=sum(stage.kind == planned.kind for stage in context.plan.stages) > 1,
+                has_siblings=sum(other.kind == planned.kind for other in context.plan.stages) > 1,
                 avoid_worker=self.stages[stage].avoid_worker,
             )
         )
@@ -201,15 +205,17 @@ class ChangeBuilder:
     def complete_from_cache(self, stage: str, output: ObjectRef) -> None:
         """Complete a stage with a cached output.
 
-        Its attempt is 0, its worker the object's owner.
+        The stage keeps attempt 0, and the object's owner becomes its worker.
         """
         self.move_stage(stage, "done", output=output, worker=output.owner, shares_with_request="")
         self.publish("stage_completed", stage, "cached")
 
     def drop_output(self, stage: str, running: Collection[str] = ()) -> None:
-        """Drop the output of a stage. Its queued readers wait again, and so do theirs.
+        """Drop a stage's output, if it has one. Its readers wait for a new one.
 
-        running: readers that already run and may finish.
+        Queued and announced readers wait again. The output of an announced reader is dropped in the same way.
+
+        running: names of readers that run already and may finish.
         """
         if self.stages[stage].output is None:
             return
@@ -238,7 +244,7 @@ class ChangeBuilder:
     def account(self, run: RunningStage, *, is_billed: bool, is_final: bool = False) -> None:
         """Account for an attempt as the function `account` does.
 
-        Its device time is limited to the seconds since the request was accepted.
+        Its device time is limited to the seconds since the request was accepted, since a worker may report any number.
         """
         run = replace(run, timings=clamp_to_elapsed(run.timings, self._wall - self._before.created_at))
         self.stages[run.stage] = account(self.stages[run.stage], run, is_billed=is_billed, is_final=is_final)
@@ -274,14 +280,16 @@ class ChangeBuilder:
         self, status: RequestStatus, error: ErrorInfo | None = None, claim: Claim | None = None, **fields: Any
     ) -> Change:
         """Return the change that ends the request: it cancels unfinished stages and releases all objects."""
-        event: dict[RequestStatus, EventType] = {"completed": "completed", "cancelled": "cancelled"}
-        self.publish(event.get(status, "failed"), message=error.message if error else "")
+        event_types: dict[RequestStatus, EventType] = {"completed": "completed", "cancelled": "cancelled"}
+        self.publish(event_types.get(status, "failed"), message=error.message if error else "")
         for run in self.running:
             if claim is None or run.stage != claim.stage:
                 self.account(run, is_billed=True)
                 state = self.stages[run.stage]
-                reached = max(state.max_progress, run.step / run.steps if run.steps else 0.0)
-                self.stages[run.stage] = replace(state, attempt=run.attempt, worker=run.worker, max_progress=reached)
+                max_progress = max(state.max_progress, run.step / run.steps if run.steps else 0.0)
+                self.stages[run.stage] = replace(
+                    state, attempt=run.attempt, worker=run.worker, max_progress=max_progress
+                )
         for name, state in self.stages.items():
             if state.status != "done":
                 self.move_stage(name, "cancelled")
@@ -303,10 +311,10 @@ class ChangeBuilder:
         return replace(self._before, version=version, stages=self.stages, started_at=started_at, **fields)
 
 
-def _check(moves: dict[str, frozenset[str]], what: str, old: str, new: str) -> None:
+def _check(moves: dict[str, frozenset[str]], subject: str, status: str, new_status: str) -> None:
     """Raise IllegalMove unless the table allows the move."""
-    if new not in moves[old]:
-        raise IllegalMove(f"{what} cannot change from {old} to {new}")
+    if new_status not in moves[status]:
+        raise IllegalMove(f"{subject} cannot change from {status} to {new_status}")
 
 
 def _nearest(inputs: Sequence[ObjectRef]) -> str:

@@ -66,11 +66,11 @@ class TimeModel:
     tried), with repeated weights by Cauchy's function (Holland and Welsch 1977). The first round takes errors relative
     to the measured seconds: a cold start takes 20 times the usual time, and nothing takes a twentieth.
 
-    known: measurements of an earlier process, by work.
+    measurements: those of an earlier process, by work.
     """
 
-    def __init__(self, known: Iterable[tuple[Work, Times]] = ()) -> None:
-        self.times: dict[Work, Times] = dict(known)
+    def __init__(self, measurements: Iterable[tuple[Work, Times]] = ()) -> None:
+        self.times: dict[Work, Times] = dict(measurements)
         #: Numbers of all measurements, and of those since the last fit.
         self._seen = self._unfitted = max((number for times in self.times.values() for number, _ in times), default=0)
         self._coefficients = [0.0] * 4
@@ -90,7 +90,9 @@ class TimeModel:
         """
         if self._unfitted > self._seen // 8:
             self.fit()
-        products = (part * feature for part, feature in zip(self._coefficients, _features(work), strict=True))
+        products = (
+            coefficient * feature for coefficient, feature in zip(self._coefficients, _features(work), strict=True)
+        )
         return sum(products)
 
     def fit(self) -> None:
@@ -113,29 +115,31 @@ class TimeModel:
 
 
 def _features(work: Work) -> list[float]:
-    """Return the factors of the four coefficients."""
+    """Return the features of this work: the factors of the four coefficients."""
     forwards, size = work
     return [1.0, forwards, forwards * size, forwards * size * size]
 
 
-def _fit(rows: Array, shares: Array, weights: Array) -> Array:
+def _fit(rows: Array, targets: Array, weights: Array) -> Array:
     """Return the non-negative coefficients with the least weighted squared errors and penalties.
 
-    rows: (measurements, 4) features. shares: (measurements,) targets.
+    rows: (measurements, 4) features. targets, weights: (measurements,).
     """
-    tops = rows.max(0)  # scales each feature to 1
-    rows = rows / tops
+    max_features = rows.max(0)  # scales each feature to 1
+    rows = rows / max_features
     ratios = rows / rows[:, [MAIN]]
     penalties = SIMPLE * np.maximum(1, FAR / np.maximum(ratios.max(0) / ratios.min(0) - 1, 1e-3)) ** 2
-    penalties[MAIN] = 1e-12
-    a, b = (rows.T * weights) @ rows + np.diag(penalties), rows.T @ (weights * shares)
+    penalties[MAIN] = 1e-12  # nearly 0, but the equations stay solvable
+
+    normal_matrix, normal_vector = (rows.T * weights) @ rows + np.diag(penalties), rows.T @ (weights * targets)
     best = np.zeros(4)
     for support in (list(subset) for size in range(1, 5) for subset in combinations(range(4), size)):
         candidate = np.zeros(4)
-        candidate[support] = np.linalg.solve(a[np.ix_(support, support)], b[support])
-        if candidate.min() >= 0 and b @ candidate > b @ best:  # the best non-negative candidate explains most
+        candidate[support] = np.linalg.solve(normal_matrix[np.ix_(support, support)], normal_vector[support])
+        # Of the solutions with some coefficients at 0, the best non-negative one explains most.
+        if candidate.min() >= 0 and normal_vector @ candidate > normal_vector @ best:
             best = candidate
-    coefficients: Array = best / tops
+    coefficients: Array = best / max_features
     return coefficients
 
 
@@ -148,7 +152,7 @@ LEARNED = 1024
 #: Most pools with a stored model, those learned last. Each version of a library creates new pools.
 POOLS = 256
 
-#: The completion rate covers the requests that ended in the last RECENT_S seconds, at most REMEMBERED of them.
+#: The completion rate covers the requests that ended in the last RECENT_S seconds, at most MAX_RECENT of them.
 RECENT_S, MAX_RECENT = 60.0, 64
 
 #: Bounds of the seconds that a refused client is asked to wait.
@@ -175,19 +179,19 @@ class _Saved(msgspec.Struct):
 class Costs(Observer):
     """Predicts costs by one time model per pool and device, and the rate of completions.
 
-    saved: file that stores what was learned, or None. A file that cannot be read is logged and replaced.
+    path: the file of measured costs, or None. A file that cannot be read is logged and replaced.
     workers: registered workers by id, for the devices on which a stage ran or may run.
     """
 
     def __init__(
         self,
-        saved: Path | None = None,
+        path: Path | None = None,
         clock: Clock | None = None,
         workers: Mapping[str, WorkerInfo] = MappingProxyType({}),
     ) -> None:
         self._workers = workers
         self._clock = clock or SystemClock()
-        self._path = saved
+        self._path = path
         #: Whether the file has all that was learned.
         self._is_saved = True
         #: Time models by pool and device.
@@ -199,11 +203,11 @@ class Costs(Observer):
         #: The last cold start of each declared pool.
         self.cold_starts: dict[str, ColdStart] = {}
 
-        if saved and saved.exists():
+        if path and path.exists():
             try:
-                stored = msgspec.json.decode(saved.read_bytes(), type=_Saved)
+                stored = msgspec.json.decode(path.read_bytes(), type=_Saved)
             except (OSError, msgspec.MsgspecError) as error:
-                log.warning("saved stage costs cannot be read, learning again", file=str(saved), reason=str(error))
+                log.warning("saved stage costs cannot be read, learning again", file=str(path), reason=str(error))
                 return
             self._learned = dict.fromkeys(stored.learned)
             self.cold_starts = stored.woken
@@ -218,7 +222,7 @@ class Costs(Observer):
         for model in (model for devices in self._models.values() for model in devices.values()):
             model.fit()
         if self._path and not self._is_saved:
-            self._is_saved = True
+            self._is_saved = True  # set before the write, during which further requests may be learned from
             times = {
                 pool: {device: list(model.times.items()) for device, model in devices.items()}
                 for pool, devices in self._models.items()
@@ -241,22 +245,22 @@ class Costs(Observer):
 
         for stage in context.plan.stages:
             state = context.stages[stage.name]
-            name = declared_pool(stage.pool)
+            declared = declared_pool(stage.pool)
             if state.cold_start[1]:
-                self.cold_starts[name] = last_cold_start(self.cold_starts.get(name), state.cold_start)
+                self.cold_starts[declared] = last_cold_start(self.cold_starts.get(declared), state.cold_start)
 
             timings = state.timings
             seconds = timings.run_s / max(1.0, timings.batch)
             if all(stage.work) and state.attempt and LEAST_S <= seconds <= MOST_S:
                 forwards, size = stage.work
                 has_steps = timings.steps > 0 <= timings.resumed
-                share = timings.steps / (timings.steps + timings.resumed) if has_steps else 1.0
-                devices = self._models[stage.pool] = self._models.pop(stage.pool, {})  # now the last one
+                computed_share = timings.steps / (timings.steps + timings.resumed) if has_steps else 1.0
+                devices = self._models[stage.pool] = self._models.pop(stage.pool, {})  # moved to the end, as the newest
                 if len(self._models) > POOLS:
                     del self._models[next(iter(self._models))]
                 worker = self._workers.get(state.worker)
                 device = timings.device or (worker.device if worker else "")
-                devices.setdefault(device, TimeModel()).add((forwards * share, size), seconds)
+                devices.setdefault(device, TimeModel()).add((forwards * computed_share, size), seconds)
 
     @override
     def on_ended(self, context: RequestContext) -> None:
@@ -290,7 +294,7 @@ class Costs(Observer):
         None if it has ended, or if the pool of a remaining stage was never measured.
         """
         context = record.context
-        stages_s = 0.0
+        compute_s = 0.0
         if context.is_over:
             return None
         progress = {run.stage: run.step / run.steps for run in record.running if run.steps}
@@ -299,9 +303,9 @@ class Costs(Observer):
                 seconds = self.seconds(stage.pool, stage.work)
                 if seconds is None:
                     return None
-                stages_s += seconds * (1.0 - progress.get(stage.name, 0.0))
+                compute_s += seconds * (1.0 - progress.get(stage.name, 0.0))
         interval_s, _ = self._completion_rate(context.cost)
-        return stages_s + interval_s * (record.position or 0)
+        return compute_s + interval_s * (record.position or 0)
 
     def _completion_rate(self, default: float) -> tuple[float, float]:
         """Return the mean seconds between recent ends of requests, and the mean cost of these.
@@ -317,13 +321,17 @@ class Costs(Observer):
     def seconds(self, pool: str, work: Work) -> float | None:
         """Return the predicted seconds of this work in a pool. None if nothing was measured.
 
-        The mean over the pool's workers with a measured device; without one, over the pool's measured devices; for a
-        pool that was not measured, over those of all pools that can serve in its place.
+        It is the mean over the pool's workers with a measured device. If there is no such worker, it is the mean over
+        the pool's measured devices. If the pool was never measured, it is the mean over all pools that can replace it.
         """
         models = self._models.get(pool)
         if not models:
-            others = (models for other, models in self._models.items() if declared_pool(other) == declared_pool(pool))
-            measured = [model for models in others for model in models.values()]
+            other_models = (
+                models
+                for other_pool, models in self._models.items()
+                if declared_pool(other_pool) == declared_pool(pool)
+            )
+            measured = [model for models in other_models for model in models.values()]
         else:
             devices = [worker.device for worker in self._workers.values() if pool in worker.pools]
             measured = [models[name] for name in devices if name in models] or list(models.values())
@@ -343,13 +351,13 @@ def _write(path: Path, data: bytes) -> None:
         log.warning("stage costs cannot be saved", file=str(path), reason=str(error))
 
 
-def last_cold_start(known: ColdStart | None, waking: ColdStart) -> ColdStart:
-    """Return the last cold start of a pool, including one that another request waited for.
+def last_cold_start(last: ColdStart | None, cold_start: ColdStart) -> ColdStart:
+    """Return a pool's last cold start, given one more that a request waited for.
 
     Overlapping ones are merged, since each request only knows the part that it waited for.
 
-    known: the result so far. waking: the cold start that a request waited for, with an end.
+    last: the pool's last cold start so far. cold_start: the start and the end of the request's wait.
     """
-    if known is None or waking[0] >= known[1]:
-        return waking
-    return known if waking[1] <= known[0] else (min(known[0], waking[0]), max(known[1], waking[1]))
+    if last is None or cold_start[0] >= last[1]:
+        return cold_start
+    return last if cold_start[1] <= last[0] else (min(last[0], cold_start[0]), max(last[1], cold_start[1]))

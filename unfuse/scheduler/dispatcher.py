@@ -67,10 +67,10 @@ class _Peer:
     #: The queue's `lease` call for the RequestTasks message that waits. None if no message waits.
     pending_lease: asyncio.Task[list[Lease]] | None = None
 
-    #: Claims that were verified to be leased to this worker.
+    #: Claims that are known to be leased to this worker, so that not every message needs a read of the queue.
     claims: set[Claim] = field(default_factory=set)
 
-    #: Whether it handed a task back because it drains. It gets no more tasks.
+    #: Whether the worker handed a task back because it drains. It gets no more tasks.
     is_draining: bool = False
 
     #: The clock's reading at which the connection is dropped if no message arrives before.
@@ -82,7 +82,7 @@ class _Peer:
     #: By pool, the arena bytes that the pending lease leaves free.
     reserved_bytes: dict[str, int] = field(default_factory=dict)
 
-    #: Number of tasks that it ran when it last requested tasks.
+    #: Number of tasks that the worker ran when it last requested tasks.
     task_count: int = 0
 
     @property
@@ -103,11 +103,11 @@ class _Peer:
 class Dispatcher(Observer):
     """Answers the messages of all workers that are connected to one scheduler.
 
-    Its own state is one record for each connection. Everything else is in the queue.
+    It stores one record for each connection. Everything else is in the queue.
 
     models: (name, source, dtype) of each model that is offered to workers that register without models.
-    places: where workers store results, tensors and checkpoints.
-    outcome: the numerics that the settings of workers must agree with.
+    locations: where workers store results, tensors and checkpoints.
+    required_numerics: the numerics that the settings of workers must agree with.
     dispatch: which task a worker gets, see `Dispatch`.
     node: name of this machine. Workers on it join without a log line at level info.
     """
@@ -116,8 +116,8 @@ class Dispatcher(Observer):
         self,
         scheduler: Scheduler,
         models: Sequence[tuple[str, str, str]],
-        places: messages.StorageLocations,
-        outcome: Mapping[str, str] | None = None,
+        locations: messages.StorageLocations,
+        required_numerics: Mapping[str, str] | None = None,
         dispatch: Dispatch = "locality",
         node: str = "",
     ) -> None:
@@ -128,10 +128,10 @@ class Dispatcher(Observer):
         self._node = node
         self._registered_reply = messages.Registered(
             tuple(models),
-            places,
+            locations,
             scheduler.lease_ttl,
             heartbeat_s=min(1.0, scheduler.lease_ttl / 4),
-            required_numerics=dict(outcome or {}),
+            required_numerics=dict(required_numerics or {}),
             version=__version__,
         )
         self._peers: dict[bytes, _Peer] = {}
@@ -141,8 +141,8 @@ class Dispatcher(Observer):
         self._backpressure_lock = asyncio.Lock()
 
         self._background = Supervisor()
-        #: Set when a lease ended or this scheduler is about to stop, so that waiting heartbeats are answered.
-        self._news = asyncio.Event()
+        #: Set when a lease ended or this scheduler is about to stop, so that waiting heartbeats are answered at once.
+        self._heartbeat_wakeup = asyncio.Event()
         self._is_withholding = False
         scheduler.observers.add(self)
 
@@ -157,40 +157,42 @@ class Dispatcher(Observer):
             peer.cancel_request()
         self._wake_heartbeats()
 
-    async def answer(self, peer: bytes, message: messages.ToScheduler) -> messages.ToWorker | None:
+    async def answer(self, identity: bytes, message: messages.ToScheduler) -> messages.ToWorker | None:
         """Return the reply to one message, or None while the queue cannot be reached.
 
-        A worker that gets no reply sends its message again. `peer` identifies the connection.
+        A worker that gets no reply sends its message again.
+
+        identity: the bytes that identify the connection.
         """
         if isinstance(message, messages.Register):
-            return await self._register(peer, message)
-        known = self._peers.get(peer)
-        if known is None or isinstance(message, messages.FetchAdapter):
-            return messages.Rejected("the dispatcher does not serve adapters") if known else messages.UnknownWorker()
-        self._note_contact(known)
+            return await self._register(identity, message)
+        peer = self._peers.get(identity)
+        if peer is None or isinstance(message, messages.FetchAdapter):
+            return messages.Rejected("the dispatcher does not serve adapters") if peer else messages.UnknownWorker()
+        self._note_contact(peer)
         match message:
             case messages.RequestTasks():
-                return await self._lease_tasks(known, message)
+                return await self._lease_tasks(peer, message)
             case messages.Heartbeat():
-                return await self._answer_heartbeat(known, message)
+                return await self._answer_heartbeat(peer, message)
             case messages.ReportProgress():
                 return messages.HeartbeatReply(
-                    tuple([step.claim for step in message.progress if not await self._publish_steps(known, step)]), ()
+                    tuple([step.claim for step in message.progress if not await self._publish_steps(peer, step)]), ()
                 )
             case messages.AppendOutput():
-                return await self._append_output(known, message)
+                return await self._append_output(peer, message)
             case messages.ReadOutput():
-                return await self._read_output(known, message.claim, message.after)
+                return await self._read_output(peer, message.claim, message.after)
             case messages.Unregister():
-                self._drop_peer(peer)
-                await self._queue.unregister(known.worker.id)
+                self._drop_peer(identity)
+                await self._queue.unregister(peer.worker.id)
                 return messages.Accepted()
             case _:
-                return await self._report(known, message)
+                return await self._report(peer, message)
 
     @override
     def on_announced(self, context: RequestContext) -> None:
-        """Cancel waiting task requests that leave less arena space free than is needed now.
+        """Cancel waiting task requests whose reserved arena bytes are out of date.
 
         Their workers send the next request at once, and then lease with the new reserve.
         """
@@ -209,14 +211,14 @@ class Dispatcher(Observer):
 
     def _wake_heartbeats(self) -> None:
         """Answer the waiting heartbeats now."""
-        self._news.set()
-        self._news = asyncio.Event()
+        self._heartbeat_wakeup.set()
+        self._heartbeat_wakeup = asyncio.Event()
 
-    async def handle_undelivered(self, peer: bytes, reply: messages.ToWorker) -> None:
-        """Hand back the leases of an undelivered reply, and drop the broken connection."""
-        if known := self._peers.get(peer):
-            self.scheduler.maintenance.on_client_disconnected(known.worker.id)
-        self._drop_peer(peer)
+    async def handle_undelivered(self, identity: bytes, reply: messages.ToWorker) -> None:
+        """Hand back the leases of an undelivered reply, and drop its broken connection."""
+        if peer := self._peers.get(identity):
+            self.scheduler.maintenance.on_client_disconnected(peer.worker.id)
+        self._drop_peer(identity)
         if isinstance(reply, messages.LeasesGranted):
             await self._return_leases(reply.leases)
 
@@ -226,39 +228,40 @@ class Dispatcher(Observer):
             with self._background.log_errors("handing back an undelivered task"):
                 await self._queue.hand_back(lease.claim)
 
-    async def _register(self, peer: bytes, request: messages.Register) -> messages.Registered | messages.Rejected:
+    async def _register(self, identity: bytes, request: messages.Register) -> messages.Registered | messages.Rejected:
         """Register a worker, or reject it if its id is registered with another secret.
 
         Each worker has one connection, the newest. A worker without pools only gets the models to serve.
         """
-        proof = blake2b(request.secret, digest_size=16).digest() if request.secret else b""
-        worker = msgspec.structs.replace(request.worker, secret_hash=proof)
+        secret_hash = blake2b(request.secret, digest_size=16).digest() if request.secret else b""
+        worker = msgspec.structs.replace(request.worker, secret_hash=secret_hash)
         reply = msgspec.structs.replace(self._registered_reply, now=self._clock.wall())
         if not worker.pools and not worker.changed:
             return reply
         if any(
-            member.info.id == worker.id and member.info.secret_hash != proof for member in await self._queue.workers()
+            member.info.id == worker.id and member.info.secret_hash != secret_hash
+            for member in await self._queue.workers()
         ):
             log.warning("rejected a worker with the id of another one", worker=worker.id)
             return messages.Rejected(
                 f"worker {worker.id} is registered with another secret: start this one with another id"
             )
         await self._queue.register(worker, request.model_specs)
-        if peer not in self._peers:
-            joined = {"worker": worker.id, "role": worker.role, "node": worker.node, "slots": worker.slots}
-            (log.debug if worker.node == self._node else log.info)("worker joined", **joined)
-        for identity in [identity for identity, other in self._peers.items() if other.worker.id == worker.id]:
-            self._drop_peer(identity)
+        if identity not in self._peers:
+            log_fields = {"worker": worker.id, "role": worker.role, "node": worker.node, "slots": worker.slots}
+            (log.debug if worker.node == self._node else log.info)("worker joined", **log_fields)
+        for stale in [other for other, registered in self._peers.items() if registered.worker.id == worker.id]:
+            self._drop_peer(stale)
 
-        self._peers[peer] = _Peer(msgspec.structs.replace(request, worker=worker, secret=b""))
-        self._note_contact(self._peers[peer])
-        self._check_contact(peer)
+        self._peers[identity] = _Peer(msgspec.structs.replace(request, worker=worker, secret=b""))
+        self._note_contact(self._peers[identity])
+        self._check_contact(identity)
         self._backpressure = None
         await self.scheduler.maintenance.on_worker_registered()
         return reply
 
     def _note_contact(self, peer: _Peer) -> None:
-        """Move the time at which the connection is dropped for silence."""
+        """Postpone the time at which the connection is dropped for silence."""
         peer.silent_at = self._clock.now() + MISSED_HEARTBEATS * self._registered_reply.heartbeat_s
 
     def _check_contact(self, identity: bytes) -> None:
@@ -284,7 +287,7 @@ class Dispatcher(Observer):
         """
         backpressure = await self._current_backpressure()
         reserved_bytes = backpressure.reserved_bytes(peer.worker, self.scheduler.in_flight)
-        wanted = backpressure.lease_request(peer.worker, request, reserved_bytes, self._dispatch)
+        lease_request = backpressure.lease_request(peer.worker, request, reserved_bytes, self._dispatch)
         peer.cancel_request()
         if peer.is_draining:
             return NOTHING
@@ -295,7 +298,7 @@ class Dispatcher(Observer):
         peer.count_tasks(request)
         peer.reserved_bytes = reserved_bytes
         wait = min(request.wait, MAX_WAIT_S)
-        lease_call = self._queue.lease(peer.worker.id, wanted, self.scheduler.lease_ttl, wait=wait)
+        lease_call = self._queue.lease(peer.worker.id, lease_request, self.scheduler.lease_ttl, wait=wait)
         pending = peer.pending_lease = asyncio.create_task(lease_call)
         try:
             await asyncio.wait({pending})
@@ -305,26 +308,28 @@ class Dispatcher(Observer):
             peer.pending_lease = None
         return await self._grant(peer, [] if pending.cancelled() else pending.result())
 
-    async def _complete(self, peer: _Peer, done: messages.TaskCompleted) -> messages.Accepted | messages.LeasesGranted:
+    async def _complete(
+        self, peer: _Peer, completed: messages.TaskCompleted
+    ) -> messages.Accepted | messages.LeasesGranted:
         """Record a completed task and lease the worker's next ones in the same transaction.
 
         The answer is empty, so that the worker sends a separate request, if the dispatch policy ranks waiting workers,
         or if a waiting worker with fewer tasks could take the next ones.
         """
-        request = done.next_request
+        request = completed.next_request
         worker = peer.worker
         if request is not None:
             peer.count_tasks(request)
         may_lease = not (peer.is_draining or self._is_withholding)
         if request is None or not may_lease or self._dispatch != "locality" or self._should_yield(peer):
-            await self.scheduler.complete(done, worker.id)
+            await self.scheduler.complete(completed, worker.id)
             return NOTHING if request else messages.Accepted()
 
         backpressure = await self._current_backpressure()
         reserved_bytes = backpressure.reserved_bytes(worker, self.scheduler.in_flight)
-        wanted = backpressure.lease_request(worker, request, reserved_bytes, self._dispatch)
+        lease_request = backpressure.lease_request(worker, request, reserved_bytes, self._dispatch)
         peer.cancel_request()
-        _, leases = await self.scheduler.complete(done, worker.id, wanted)
+        _, leases = await self.scheduler.complete(completed, worker.id, lease_request)
         return await self._grant(peer, leases)
 
     def _should_yield(self, peer: _Peer) -> bool:
@@ -336,7 +341,7 @@ class Dispatcher(Observer):
     async def _grant(self, peer: _Peer, leases: Sequence[Lease]) -> messages.LeasesGranted:
         """Return the answer with these leases, their checkpoints, and the addresses of their inputs' owners.
 
-        If that fails, the tasks are handed back and the error is raised.
+        If one of these cannot be read, the tasks are handed back and the error is raised.
         """
         try:
             leases = [await self.scheduler.add_resume_data(lease) for lease in leases]
@@ -350,12 +355,13 @@ class Dispatcher(Observer):
             self.scheduler.observers.notify(Observer.on_dispatched, lease.task.planned.pool)
             self.scheduler.model_swaps.note_activity(peer.worker.id)
             task, pool = lease.task, readable_pool(lease.task.planned.pool)
-            about = {"request": task.request, "stage": task.stage, "attempt": task.attempt, "pool": pool}
-            log.debug("task leased", **about, worker=peer.worker.id)
+            log_fields = {"request": task.request, "stage": task.stage, "attempt": task.attempt, "pool": pool}
+            log.debug("task leased", **log_fields, worker=peer.worker.id)
         return messages.LeasesGranted(tuple(leases), addresses, {id: owner.engines for id, owner in owners.items()})
 
     async def _current_backpressure(self) -> Backpressure:
         """Return the back-pressure between pools, computed again after BACKPRESSURE_S."""
+        # The lock lets requests that arrive at one time share one computation.
         async with self._backpressure_lock:
             now = self._clock.now()
             if self._backpressure is None or now > self._backpressure_until:
@@ -377,35 +383,37 @@ class Dispatcher(Observer):
             return await self._owns_claim(peer, claim)
         return True
 
-    async def _answer_heartbeat(self, peer: _Peer, beat: messages.Heartbeat) -> messages.HeartbeatReply:
+    async def _answer_heartbeat(self, peer: _Peer, heartbeat: messages.Heartbeat) -> messages.HeartbeatReply:
         """Renew the leases of a heartbeat.
 
-        Without news for the worker, the answer waits, for one heartbeat interval at most.
+        If there is nothing to report to the worker, the answer waits, for one heartbeat interval at most.
         """
         registration = peer.registration
         worker = self.scheduler.model_swaps.on_heartbeat(
-            msgspec.structs.replace(registration.worker, status=beat.status)
+            msgspec.structs.replace(registration.worker, status=heartbeat.status)
         )
         await self._queue.register(worker, registration.model_specs)
-        for engine, moved in beat.transfers.items():
-            self.scheduler.observers.notify(Observer.on_transfer, engine, moved)
-        if beat.retracted:
-            self.scheduler.observers.notify(Observer.on_retracted, beat.retracted)
-        for memory, nbytes in beat.leaks.items():
+        for engine, stats in heartbeat.transfers.items():
+            self.scheduler.observers.notify(Observer.on_transfer, engine, stats)
+        if heartbeat.retracted:
+            self.scheduler.observers.notify(Observer.on_retracted, heartbeat.retracted)
+        for memory, nbytes in heartbeat.leaks.items():
             self.scheduler.observers.notify(Observer.on_leaked, worker.role, memory, nbytes)
 
-        news = self._news  # read before the leases are: an event that is set meanwhile is not missed
-        claims = [claim for claim in beat.claims if await self._may_own_claim(peer, claim)]
+        wakeup = self._heartbeat_wakeup  # read before the leases are: an event that is set meanwhile is not missed
+        claims = [claim for claim in heartbeat.claims if await self._may_own_claim(peer, claim)]
         renewed = set((await self._queue.renew(claims, self.scheduler.lease_ttl)).renewed)
         peer.claims &= renewed
-        load, soon = await self.scheduler.model_swaps.decide_swap(worker, bool(renewed))
-        ended = tuple(claim for claim in beat.claims if claim not in renewed)
-        over = await self.scheduler.releasable(beat.stored_requests)
-        if not (ended or over or load):
+        to_load, likely_next = await self.scheduler.model_swaps.decide_swap(worker, bool(renewed))
+        ended_claims = tuple(claim for claim in heartbeat.claims if claim not in renewed)
+        releasable = await self.scheduler.releasable(heartbeat.stored_requests)
+        if not (ended_claims or releasable or to_load):
             with suppress(TimeoutError):
-                await asyncio.wait_for(news.wait(), min(beat.wait, self._registered_reply.heartbeat_s))
-        lost = tuple(self.scheduler.in_flight.lost_outputs(beat.stored_requests))
-        return messages.HeartbeatReply(ended, tuple(over), lost, load, soon, self._is_withholding)
+                await asyncio.wait_for(wakeup.wait(), min(heartbeat.wait, self._registered_reply.heartbeat_s))
+        lost_outputs = tuple(self.scheduler.in_flight.lost_outputs(heartbeat.stored_requests))
+        return messages.HeartbeatReply(
+            ended_claims, tuple(releasable), lost_outputs, to_load, likely_next, self._is_withholding
+        )
 
     async def _report(
         self, peer: _Peer, message: _Report
@@ -417,21 +425,22 @@ class Dispatcher(Observer):
         claim = message.claim
         worker = peer.worker.id
         self.scheduler.model_swaps.note_activity(worker)
-        about = {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt, "worker": worker}
+        log_fields = {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt, "worker": worker}
         if isinstance(message, messages.TaskFailed) and message.reason == "drain":
-            log.info("task handed back", reason=message.message, **about)
+            log.info("task handed back", reason=message.message, **log_fields)
         elif isinstance(message, messages.TaskFailed):
-            log.warning("task failed", kind=message.kind, reason=message.message, **about)
-        refused: messages.Rejected | None = None
+            log.warning("task failed", kind=message.kind, reason=message.message, **log_fields)
+
+        rejection: messages.Rejected | None = None
         for _ in range(QUEUE_TRIES):
             try:
-                recorded = await self._record(peer, message)
-                return refused or recorded
+                reply = await self._record(peer, message)
+                return rejection or reply
             except (LeaseLost, NotFound, RecordDamaged) as error:
-                log.info("report refused", reason=str(error), **about)
-                refused = messages.Rejected(str(error), lease_lost=True)
+                log.info("report refused", reason=str(error), **log_fields)
+                rejection = messages.Rejected(str(error), lease_lost=True)
                 if not isinstance(message, messages.TaskCompleted | messages.TaskFailed):
-                    return refused
+                    return rejection
                 message = messages.TaskStopped(claim, message.timings)  # the device time of the attempt counts anyway
             except TransientError:
                 await asyncio.sleep(QUEUE_PAUSE_S)
@@ -458,7 +467,7 @@ class Dispatcher(Observer):
         return messages.Accepted()
 
     async def _append_output(self, peer: _Peer, message: messages.AppendOutput) -> messages.HeartbeatReply:
-        """Record new output chunks. The answer names the claims whose chunks cannot be recorded."""
+        """Record new output chunks. The answer has the claims whose chunks cannot be recorded."""
         deltas = [delta for delta in message.deltas if await self._owns_claim(peer, delta.claim)]
         recorded = await self.scheduler.output_rates.append(deltas)
         return messages.HeartbeatReply(
@@ -481,22 +490,22 @@ class Dispatcher(Observer):
         While the queue cannot be reached, steps are dropped.
         """
         claim = message.claim
-        last = min(message.step, message.steps)
+        last_step = min(message.step, message.steps)
         events = [
             Event(
-                kind,
+                event_type,
                 stage=claim.stage,
                 attempt=claim.attempt,
                 worker=peer.worker.id,
                 step=step,
                 steps=message.steps,
             )
-            for step in range(max(1, message.first, last - MAX_STEPS + 1), last + 1)
-            for kind in PROGRESS[: 1 + (step in message.previews)]
+            for step in range(max(1, message.first, last_step - MAX_STEPS + 1), last_step + 1)
+            for event_type in PROGRESS[: 1 + (step in message.previews)]
         ]
         try:
-            used = _on_devices(Timings(share_s=message.share_s), peer.worker)
-            return await self._owns_claim(peer, claim) and await self._queue.progress(claim, events, used)
+            timings = _on_devices(Timings(share_s=message.share_s), peer.worker)
+            return await self._owns_claim(peer, claim) and await self._queue.progress(claim, events, timings)
         except (NotFound, RecordDamaged):
             return False
         except TransientError:

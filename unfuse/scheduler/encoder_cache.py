@@ -1,8 +1,8 @@
 """The encoder cache and prefix cache: reuses encoder outputs and prompt prefixes of other requests.
 
-Cached objects stay in the tensor store of the worker that made them, which retains each under a name of its own. The
-index is in the queue, so that all schedulers share it. A cached object may be lost: then it is computed again, as any
-lost object is.
+Cached objects stay in the tensor store of the worker that made them. The store retains each under an owner name of its
+own (`cache_owner_name`). The index is in the queue, so that all schedulers share it. A cached object that is lost is
+computed again, like any lost object.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from unfuse.scheduler.transitions import Transitions
 class EncoderCache:
     """A cache of encoder outputs, which also merges equal encodes.
 
-    It has up to `room` bytes; 0 disables it.
+    It has at most `capacity` bytes; 0 disables it.
 
     If several requests need the same encode at one time, one of them, the leader, runs it and the others wait. The
-    wait is recorded in the waiting request's context only, where every scheduler reads it. If its leader fails, the
-    stage is queued at the next review of the queue at the latest. Each scheduler knows the leaders of the last
+    wait is recorded in the waiting request's context only, where every scheduler reads it. If the leader fails, the
+    waiting stage is queued at the next review of the queue at the latest. Each scheduler knows the leaders of the last
     MAX_CACHED encodes that it queued.
     """
 
-    def __init__(self, transitions: Transitions, room: int, background: Supervisor) -> None:
+    def __init__(self, transitions: Transitions, capacity: int, background: Supervisor) -> None:
         self._queue = transitions.queue
         self._apply = transitions.apply
         self._workers = transitions.registry.workers
-        self._room = room
+        self._capacity = capacity
         self._background = background
         #: By cache key, the request whose stage encodes it.
         self._leaders: dict[str, str] = {}
 
-    def shared_by(self, tenant: str, wanted: bool) -> tuple[str, ...] | None:
+    def shared_by(self, tenant: str, use_cache: bool) -> tuple[str, ...] | None:
         """Return the scope in which a tenant's outputs are shared, or None.
 
-        None if they are not shared. The scope is part of the cache keys.
+        None if they are not shared: without `use_cache`, or if the cache is disabled. The scope is part of cache keys.
         """
-        return (tenant,) if wanted and self._room else None
+        return (tenant,) if use_cache and self._capacity else None
 
     async def find(self, plan: ExecutionPlan) -> tuple[dict[str, ObjectRef], int]:
         """Return the cached outputs of a plan, by stage, and the number of misses.
 
         Entries of workers that are not live are evicted.
         """
-        keys = {stage.name: stage.cache_key for stage in plan.stages if stage.cache_key and self._room}
+        keys = {stage.name: stage.cache_key for stage in plan.stages if stage.cache_key and self._capacity}
         cached = await self._queue.find_encoding(list(keys.values())) if keys else {}
         live = {member.info.id for member in await self._workers()} if cached else set()
         for key, ref in cached.items():
@@ -68,7 +68,7 @@ class EncoderCache:
     async def prefix(self, keys: Sequence[str]) -> tuple[ObjectRef, ...]:
         """Return the cached prefix blocks of these keys, up to the first missing one."""
         # In reverse, so that the last blocks of a prefix count as the least recently used ones.
-        cached = await self._queue.find_encoding(keys[::-1]) if self._room else {}
+        cached = await self._queue.find_encoding(keys[::-1]) if self._capacity else {}
         live = {member.info.id for member in await self._workers()} if cached else set()
         refs = [cached.get(key) for key in keys]
         return tuple(ref for ref in takewhile(lambda ref: ref is not None and ref.owner in live, refs) if ref)
@@ -78,9 +78,9 @@ class EncoderCache:
 
         Nothing is cached while the queue is unreachable.
         """
-        if key and self._room:
+        if key and self._capacity:
             with suppress(TransientError):
-                await self._queue.put_encoding(key, output, self._room)
+                await self._queue.put_encoding(key, output, self._capacity)
 
     async def evict_lost(self, plan: ExecutionPlan, reader: str, id: str) -> None:
         """Evict an object that the stage `reader` could not read, if it is cached.
@@ -97,6 +97,7 @@ class EncoderCache:
 
         For the names, see `cache_owner_name`. Empty while the queue is unreachable.
         """
+        # Without `use`: these lookups are not uses, and must not count for the least recently used entries.
         keys = [name.removeprefix(CACHED).partition(":")[0] for name in names]
         try:
             cached = await self._queue.find_encoding(keys, use=False) if keys else {}
@@ -108,16 +109,21 @@ class EncoderCache:
     async def leaders(self, context: RequestContext, hits: Mapping[str, ObjectRef]) -> dict[str, str]:
         """Return by stage the leaders that a new request can wait for.
 
-        They encode the same and are not behind it. Includes a leader that has just completed the encode, but whose
-        output is not cached yet.
+        A leader encodes the same and is not behind the request in the queue. A leader that has just completed the
+        encode is included, since its output may not be cached yet.
 
         hits: cached outputs by stage. These stages need no leader.
         """
         leaders: dict[str, str] = {}
         for stage in context.plan.stages:
             leader = self._leaders.get(stage.cache_key) if stage.cache_key and stage.name not in hits else None
-            leading, state = await self._load_state(stage.cache_key, leader) if leader else (None, StageState())
-            if leader and leading and not _is_ahead(context, leading) and (_is_first_try(state) or state.output):
+            leader_context, state = await self._load_state(stage.cache_key, leader) if leader else (None, StageState())
+            if (
+                leader
+                and leader_context
+                and not _is_ahead(context, leader_context)
+                and (_is_first_try(state) or state.output)
+            ):
                 leaders[stage.name] = leader
         return leaders
 
@@ -161,6 +167,7 @@ class EncoderCache:
     async def _end_wait(self, request: str, stage: PlannedStage, leader: str) -> None:
         """Complete a waiting stage with its leader's output, or queue it if there is none."""
         hits, _ = await self.find(ExecutionPlan((stage,)))
+        # An output that is not cached yet, or no longer, is still in the leader's record.
         output = hits.get(stage.name) or (await self._load_state(stage.cache_key, leader))[1].output
         with suppress(NotFound):
             record, _ = await self._apply(

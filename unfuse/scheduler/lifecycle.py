@@ -9,8 +9,8 @@ Parameters that many functions have:
 Leases are stored beside contexts, so a leased stage has the status "queued" in its context, or "announced". The claim
 of a report proves that its stage is leased; the queue checks it when the change is committed.
 
-A context that is over never changes: a report about it raises LeaseLost, unless it repeats the one that completed its
-stage. All other functions then return None.
+A context that is over never changes. A report about it raises LeaseLost, unless it repeats the report that completed
+the stage. All other functions then return None.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def admit(
 def complete_from_results(context: RequestContext, result: tuple[ResultFile, ...], wall: float) -> Change:
     """Complete a new request with the results of an equal one, without running any stage."""
     stages = {stage.name: StageState("done") for stage in context.plan.stages}
-    done = replace(context, stages=stages, status="completed", result=result, created_at=wall, completed_at=wall)
-    return Change(done, events=(Event("queued", wall), Event("completed", wall, message="reused")))
+    completed = replace(context, stages=stages, status="completed", result=result, created_at=wall, completed_at=wall)
+    return Change(completed, events=(Event("queued", wall), Event("completed", wall, message="reused")))
 
 
 def share_encoding(context: RequestContext, stage: str, output: ObjectRef | None, wall: float) -> Change | None:
@@ -109,36 +109,44 @@ def share_encoding(context: RequestContext, stage: str, output: ObjectRef | None
 
 
 def complete_stage(
-    context: RequestContext, done: TaskCompleted, worker: str, wall: float, running: Sequence[RunningStage] = ()
+    context: RequestContext, report: TaskCompleted, worker: str, wall: float, running: Sequence[RunningStage] = ()
 ) -> Change:
     """Complete a stage and queue its readers, or complete the request if nothing is left.
 
-    An output other than the stage declares fails the request, and so do results that are all flagged. A repeated
-    report changes nothing. Raises LeaseLost.
+    The request fails if the output is not of the declared kind, or if the safety checker flagged all results. A
+    repeated report changes nothing. Raises LeaseLost.
     """
-    claim = done.claim
+    claim = report.claim
     state = context.stages.get(claim.stage)
     is_done = state is not None and (state.status, state.worker) == ("done", worker)
     if state and is_done and (state.attempt, state.token) == (claim.attempt, claim.token):
         return Change(context, claim)
 
-    builder = _claimed(context, claim, worker, wall, running)
-    run = _attempt(claim, worker, done.timings, running)
-    if not _as_declared(context.plan.stage(claim.stage), done, worker):
+    builder = _builder_for_claim(context, claim, worker, wall, running)
+    run = _ending_attempt(claim, worker, report.timings, running)
+    if not _is_as_declared(context.plan.stage(claim.stage), report, worker):
         builder.account(run, is_billed=False, is_final=True)
         message = f"worker {worker} returned the wrong kind of output for stage {claim.stage}: check its version"
         return builder.end_request("failed", ErrorInfo("stage_failed", message, claim.stage), claim)
 
+    # Workers cannot measure how long a task was queued: it is the time until its lease began.
     queued_at = builder.stages[claim.stage].queued_at
     queued_s = sum(max(0.0, run.since - queued_at) for run in running if run.stage == claim.stage)
-    steps = done.timings.steps + done.timings.resumed or run.steps
+    steps = report.timings.steps + report.timings.resumed or run.steps
     builder.account(replace(run, step=steps, steps=steps), is_billed=True, is_final=True)
     timings = replace(clamp_to_elapsed(run.timings, wall - context.created_at), queued_s=queued_s)
     builder.move_stage(
-        claim.stage, "done", output=done.output, token=claim.token, timings=timings, checkpoint=None, checkpoint_step=0
+        claim.stage,
+        "done",
+        output=report.output,
+        token=claim.token,
+        timings=timings,
+        checkpoint=None,
+        checkpoint_step=0,
     )
     builder.publish("stage_completed", claim.stage)
-    result = tuple(sorted((*context.result, *done.results), key=lambda file: file.index))
+
+    result = tuple(sorted((*context.result, *report.results), key=lambda file: file.index))
     if all(builder.stages[stage.name].status == "done" for stage in context.plan.stages if stage.final):
         if all(file.flagged for file in result):
             error = ErrorInfo(MODERATION_BLOCKED, ALL_FLAGGED, claim.stage)
@@ -158,31 +166,31 @@ def save_checkpoint(
     """
     claim = saved.claim
     ref = saved.checkpoint
-    state = _current(context, claim, worker, running)
+    state = _claimed_state(context, claim, worker, running)
     previous = state.checkpoint
     if previous is not None and previous.attempt == claim.attempt and saved.step <= state.checkpoint_step:
         return None
-    if not _made_by(ref, claim, worker):
+    if not _may_be_from(ref, claim, worker):
         raise LeaseLost(f"worker {worker} saved a checkpoint of {claim.stage} that another attempt created")
     stages = context.stages | {claim.stage: replace(state, checkpoint=ref, checkpoint_step=saved.step)}
     return Change(replace(context, version=context.version + 1, stages=stages))
 
 
 def announce_output(
-    context: RequestContext, news: OutputAnnounced, worker: str, wall: float, running: Sequence[RunningStage] = ()
+    context: RequestContext, announced: OutputAnnounced, worker: str, wall: float, running: Sequence[RunningStage] = ()
 ) -> Change | None:
     """Queue the readers of an output that is still being written. The stage's lease stays.
 
     None if the output is announced already. Raises LeaseLost.
     """
-    claim = news.claim
-    ref = news.output
-    state = _current(context, claim, worker, running)
-    if not is_held_by(worker, claim, running) or not _made_by(ref, claim, worker):
+    claim = announced.claim
+    ref = announced.output
+    state = _claimed_state(context, claim, worker, running)
+    if not is_held_by(worker, claim, running) or not _may_be_from(ref, claim, worker):
         raise LeaseLost(f"worker {worker} announced an output of {claim.stage} that is not from its lease")
     if state.output is not None and state.output.id == ref.id:
         return None
-    builder = _claimed(context, claim, worker, wall)
+    builder = _builder_for_claim(context, claim, worker, wall)
     builder.running = running
     builder.drop_output(claim.stage)
     builder.move_stage(claim.stage, "announced", output=ref)
@@ -200,16 +208,16 @@ def hand_back(
 ) -> Change | None:
     """Withdraw the announced output of a running stage that is handed back.
 
-    The device time of the attempt is lost. None if all that is recorded already.
+    The device time of the attempt is lost. None if the worker has no lease on the stage, or nothing is left to record.
     """
     state = context.stages.get(claim.stage)
     if state is None or context.is_over or not is_held_by(worker, claim, running):
         return None
-    run = _attempt(claim, worker, timings or Timings(), running)
+    run = _ending_attempt(claim, worker, timings or Timings(), running)
     if state.status != "announced" and claim.attempt <= state.accounted_attempt:
         return None
     builder = ChangeBuilder(context, wall, running)
-    _lose(builder, run)
+    _account_lost(builder, run)
     if state.status == "announced":
         builder.move_stage(claim.stage, "queued")
         builder.drop_output(claim.stage)
@@ -231,7 +239,7 @@ def account_stopped(
 ) -> Change | None:
     """Account for the device time of an attempt whose lease has ended.
 
-    None if that was done, or the attempt is `running`: then it is counted when it ends.
+    None if it is accounted for already, or if the attempt is `running`: then it is counted when it ends.
     """
     claim = stopped.claim
     if (claim.stage, claim.attempt) in {(run.stage, run.attempt) for run in running}:
@@ -255,7 +263,7 @@ def fail_stage(
     """Apply the retry policy: retry a failed stage within its budgets, else fail the request.
 
     A crash beside other tasks may be caused by any of them. It is not charged, and the stage runs alone from then on.
-    Readers of a lost object that run already continue, since they may have read it.
+    Readers of a lost object that run already continue, since they may have read the object before.
 
     has_other: whether another live worker could run the stage.
 
@@ -263,16 +271,16 @@ def fail_stage(
     """
     claim = failed.claim
     stage = claim.stage
-    builder = _claimed(context, claim, worker, wall, running)
-    run = _attempt(claim, worker, failed.timings, running)
+    builder = _builder_for_claim(context, claim, worker, wall, running)
+    run = _ending_attempt(claim, worker, failed.timings, running)
     is_refused = failed.reason == CLIENT_ERROR
     if failed.kind == "object_lost":
-        _lose(builder, run)
+        _account_lost(builder, run)
     else:
         builder.account(run, is_billed=failed.kind == "permanent" and is_refused, is_final=True)
     match failed.kind:
         case "transient" if failed.error:
-            return _unknown_error(builder, failed, worker, has_other)
+            return _retry_unknown_error(builder, failed, worker, has_other)
         case "transient":
             backoff = BACKOFF_S * 2 ** builder.stages[stage].failures
             return builder.charge("failures", stage, failed.message, failed.evidence).retry(claim, queue_now + backoff)
@@ -283,7 +291,7 @@ def fail_stage(
         case "crash":
             return builder.charge("crashes", stage, failed.message, failed.evidence).retry(claim)
         case "object_lost":
-            return _object_lost(builder, failed, {run.stage for run in running})
+            return _recompute_lost_input(builder, failed, {run.stage for run in running})
         case "permanent":
             code = "invalid_parameter" if failed.reason == CLIENT_ERROR else "stage_failed"
             return builder.end_request("failed", ErrorInfo(code, failed.message, stage, failed.evidence), claim)
@@ -293,9 +301,9 @@ def fail_stage(
 def dead_letter_handed_back(
     context: RequestContext, stage: str, message: str, wall: float, running: Sequence[RunningStage] = ()
 ) -> Change | None:
-    """Make a request a dead letter after GIVEN_UP workers handed back one of its stages.
+    """Make a request a dead letter, as too many workers handed back a stage.
 
-    None if the stage is not queued.
+    These are MAX_HAND_BACK_WORKERS workers that each did so too often. None if the stage is not queued.
     """
     if context.is_over or context.stages[stage].status != "queued":
         return None
@@ -310,18 +318,20 @@ def dead_letter_handed_back(
 
 def fail_unavailable(
     context: RequestContext,
-    changed: Callable[[str], ChangedFile | None],
+    changed_file: Callable[[str], ChangedFile | None],
     wall: float,
     running: Sequence[RunningStage] = (),
 ) -> Change | None:
     """Fail a request that needs a pool which a changed model file left without workers.
 
-    None for other requests. Running stages do not count: they may complete. `changed` returns the file of such a pool.
+    None for other requests. Running stages do not count, since they may complete.
+
+    changed_file: returns the changed file of such a pool, or None for other pools.
     """
-    leased = {run.stage for run in running}
-    pending = [] if context.is_over else [stage for stage in context.plan.stages if stage.name not in leased]
+    running_stages = {run.stage for run in running}
+    pending = [] if context.is_over else [stage for stage in context.plan.stages if stage.name not in running_stages]
     for stage in pending:
-        if context.stages[stage.name].status != "done" and (file := changed(stage.pool)) and file.compared:
+        if context.stages[stage.name].status != "done" and (file := changed_file(stage.pool)) and file.compared:
             error = ErrorInfo(WEIGHTS_CHANGED, str(file), stage.name)
             return ChangeBuilder(context, wall, running).end_request("failed", error, is_dead_letter=True)
     return None
@@ -346,10 +356,10 @@ def expire_lease(
     """
     claim = lease.claim
     try:
-        builder = _claimed(context, claim, lease.worker, wall, running)
+        builder = _builder_for_claim(context, claim, lease.worker, wall, running)
     except LeaseLost:
         return None
-    builder.account(_attempt(claim, lease.worker, Timings(), running), is_billed=False)
+    builder.account(_ending_attempt(claim, lease.worker, Timings(), running), is_billed=False)
     message = f"worker {lease.worker} sent no heartbeats while it ran {claim.stage}"
     return builder.charge("failures", claim.stage, message).retry(claim)
 
@@ -371,25 +381,28 @@ def expire_deadline(
     context: RequestContext,
     wall: float,
     queue_now: float = math.inf,
-    wake_limit: float = 0.0,
+    cold_start_limit: float = 0.0,
     running: Sequence[RunningStage] = (),
 ) -> Change | None:
-    """Expire a request at its deadline, or return None before its `latest_end`."""
-    if context.is_over or (latest_end(context, wake_limit) or queue_now) > queue_now:
+    """Expire a request at its deadline, or return None before its `latest_end`.
+
+    The request must have a deadline.
+    """
+    if context.is_over or (latest_end(context, cold_start_limit) or queue_now) > queue_now:
         return None
-    asleep = [
+    pools = [
         readable_pool(stage.pool) for stage in context.plan.stages if context.stages[stage.name].waits_for_cold_start
     ]
-    why = f"; {asleep[0]} was not ready within the {wake_limit:.0f} s of --cold-start-timeout" if asleep else ""
-    error = ErrorInfo("expired", f"the request did not complete before its deadline: increase its timeout{why}")
+    hint = f"; {pools[0]} was not ready within the {cold_start_limit:.0f} s of --cold-start-timeout" if pools else ""
+    error = ErrorInfo("expired", f"the request did not complete before its deadline: increase its timeout{hint}")
     return ChangeBuilder(context, wall, running).end_request("expired", error)
 
 
 def enforce_time_limit(context: RequestContext, wall: float, running: Sequence[RunningStage] = ()) -> Change | None:
     """Expire a request whose stages were leased for longer than its time limit.
 
-    The longest chain of stages counts, so that parallel stages count once. Not counted are the time in queues, gaps
-    without a scheduler, and clock changes: see `TaskQueue.sweep_expired`. None if the limit is not exceeded.
+    The longest chain of stages counts, so that parallel stages count once. The time in queues, gaps without a scheduler
+    and clock changes are not counted: see `TaskQueue.sweep_expired`. None if the limit is not exceeded.
     """
     if context.is_over or context.request.time_limit_s is None:
         return None
@@ -412,22 +425,24 @@ def clear_dead_letter(context: RequestContext) -> Change | None:
     )
 
 
-def set_order(change: Change, home: Callable[[str], str]) -> Change:
-    """Return the change with its tasks queued in the pools that `home` returns for theirs.
+def set_order(change: Change, waiting_pool: Callable[[str], str]) -> Change:
+    """Return the change with its tasks moved to the pools where they should wait.
+
+    waiting_pool: returns the pool to wait in for the pool of a task.
 
     Tasks that change their pool lose their checkpoint, since workers of another pool compute other bytes.
     """
-    pools = {task.stage: pool for task in change.push if (pool := home(task.planned.pool)) != task.planned.pool}
+    pools = {task.stage: pool for task in change.push if (pool := waiting_pool(task.planned.pool)) != task.planned.pool}
     if not pools:
         return change
     context = change.context
-    fresh = {name: replace(context.stages[name], checkpoint=None, checkpoint_step=0) for name in pools}
-    context = replace(context, plan=context.plan.with_pools(pools), stages=context.stages | fresh)
-    push = tuple(_replanned(task, context.plan) for task in change.push)
+    states = {name: replace(context.stages[name], checkpoint=None, checkpoint_step=0) for name in pools}
+    context = replace(context, plan=context.plan.with_pools(pools), stages=context.stages | states)
+    push = tuple(_with_planned_stage(task, context.plan) for task in change.push)
     return replace(change, context=context, push=push)
 
 
-def _replanned(task: Task, plan: ExecutionPlan) -> Task:
+def _with_planned_stage(task: Task, plan: ExecutionPlan) -> Task:
     """Return the task with the plan's stage, except for `output_size`, which may have been learned."""
     planned = replace(plan.stage(task.stage), output_size=task.planned.output_size)
     return replace(task, planned=planned)
@@ -435,39 +450,40 @@ def _replanned(task: Task, plan: ExecutionPlan) -> Task:
 
 def requeue_waiting(
     context: RequestContext,
-    home: Callable[[str], str],
+    waiting_pool: Callable[[str], str],
     wall: float,
     running: Sequence[RunningStage] = (),
-    asleep: Collection[str] = (),
-    wake_limit: float = 0.0,
+    scaled_to_zero: Collection[str] = (),
+    cold_start_limit: float = 0.0,
     has_other: HasOther = lambda _pool, _worker: True,
 ) -> Change | None:
     """Queue waiting tasks again that no live worker would lease, or whose order changed.
 
-    Three kinds of tasks are queued again, as the same attempt: those whose `home` is another pool, those whose order
-    moved with the deadline after a cold start, and those that avoid the only worker left. Running tasks do not change.
-    New and ended waits for cold starts are recorded. None if nothing changed.
+    Three kinds of tasks are queued again, as the same attempt: those whose `waiting_pool` is another pool, those whose
+    order moved with the deadline after a cold start, and those that avoid the only worker left. Running tasks do not
+    change. New and ended waits for cold starts are recorded. None if nothing changed.
     """
     states = context.stages
     leased = {run.stage for run in running}
-    awaiting = record_cold_starts(context, asleep, wall, wake_limit)
+    updated = record_cold_starts(context, scaled_to_zero, wall, cold_start_limit)
     queued = [stage for stage in context.plan.stages if states[stage.name].status == "queued"]
-    moves = [stage for stage in queued if home(stage.pool) != stage.pool or awaiting.order != context.order]
-    alone = {
+    moved = [stage for stage in queued if waiting_pool(stage.pool) != stage.pool or updated.order != context.order]
+    stuck = {
         stage.name for stage in queued if (id := states[stage.name].avoid_worker) and not has_other(stage.pool, id)
     }
-    requeued = [stage.name for stage in queued if stage.name not in leased and (stage in moves or stage.name in alone)]
-    if context.is_over or (awaiting is context and not requeued):
+    requeued = [stage.name for stage in queued if stage.name not in leased and (stage in moved or stage.name in stuck)]
+    if context.is_over or (updated is context and not requeued):
         return None
 
-    builder = ChangeBuilder(awaiting, wall)
+    builder = ChangeBuilder(updated, wall)
     for name in requeued:
-        before = states[name]
+        state = states[name]
+        # `queue` raises the attempt by 1. It is lowered first, because the task was not tried.
         builder.move_stage(
-            name, "waiting", attempt=before.attempt - 1, avoid_worker="" if name in alone else before.avoid_worker
+            name, "waiting", attempt=state.attempt - 1, avoid_worker="" if name in stuck else state.avoid_worker
         )
-        builder.queue(name, queued_at=before.queued_at)
-    return set_order(builder.build(None, context.status), home)
+        builder.queue(name, queued_at=state.queued_at)
+    return set_order(builder.build(None, context.status), waiting_pool)
 
 
 def is_held_by(worker: str, claim: Claim, running: Sequence[RunningStage]) -> bool:
@@ -475,29 +491,29 @@ def is_held_by(worker: str, claim: Claim, running: Sequence[RunningStage]) -> bo
     return any((run.stage, run.attempt, run.worker) == (claim.stage, claim.attempt, worker) for run in running)
 
 
-def _claimed(
+def _builder_for_claim(
     context: RequestContext, claim: Claim, worker: str, wall: float, running: Sequence[RunningStage] = ()
 ) -> ChangeBuilder:
-    """Return a builder with the claimed stage marked as leased. Raises LeaseLost as `_current` does."""
-    state = _current(context, claim, worker, running)
+    """Return a builder with the claimed stage marked as leased. Raises LeaseLost as `_claimed_state` does."""
+    state = _claimed_state(context, claim, worker, running)
     builder = ChangeBuilder(context, wall, running)
     runs = [run for run in running if run.stage == claim.stage]
-    reached = max([state.max_progress, *(run.step / run.steps for run in runs if run.steps)])
+    max_progress = max([state.max_progress, *(run.step / run.steps for run in runs if run.steps)])
     leased_s = state.leased_s + sum(run.ran_s for run in runs)
     builder.move_stage(
-        claim.stage, "leased", attempt=claim.attempt, worker=worker, max_progress=reached, leased_s=leased_s
+        claim.stage, "leased", attempt=claim.attempt, worker=worker, max_progress=max_progress, leased_s=leased_s
     )
     return builder
 
 
-def _attempt(claim: Claim, worker: str, timings: Timings, running: Sequence[RunningStage]) -> RunningStage:
-    """Return an ending attempt with the newest timings of its report and of the record."""
+def _ending_attempt(claim: Claim, worker: str, timings: Timings, running: Sequence[RunningStage]) -> RunningStage:
+    """Return an attempt that ends, with the newer timings of its report and its record."""
     recorded = [run for run in running if (run.stage, run.attempt) == (claim.stage, claim.attempt)]
     run = recorded[0] if recorded else RunningStage(claim.stage, claim.attempt, worker, 0.0)
     return replace(run, timings=merge_timings(run.timings, timings))
 
 
-def _lose(builder: ChangeBuilder, run: RunningStage) -> None:
+def _account_lost(builder: ChangeBuilder, run: RunningStage) -> None:
     """Account for an attempt as lost, or as not begun if it did no work."""
     if run.step > 0 or run.timings.device_s > 0:
         builder.account(run, is_billed=False, is_final=True)
@@ -505,8 +521,8 @@ def _lose(builder: ChangeBuilder, run: RunningStage) -> None:
         builder.stages[run.stage] = account_not_started(builder.stages[run.stage], run.attempt)
 
 
-def _current(context: RequestContext, claim: Claim, worker: str, running: Sequence[RunningStage]) -> StageState:
-    """Return the claimed stage's state. Raises LeaseLost if it cannot be leased under this claim."""
+def _claimed_state(context: RequestContext, claim: Claim, worker: str, running: Sequence[RunningStage]) -> StageState:
+    """Return the claimed stage's state. Raises LeaseLost if this claim cannot be current."""
     state = context.stages.get(claim.stage)
     if context.is_over or state is None or state.status not in LEASED_STATUSES or claim.attempt < state.attempt:
         raise LeaseLost(f"attempt {claim.attempt} of {claim.stage} of {context.id} is not current: discard its output")
@@ -515,13 +531,13 @@ def _current(context: RequestContext, claim: Claim, worker: str, running: Sequen
     return state
 
 
-def _object_lost(builder: ChangeBuilder, failed: TaskFailed, running: set[str]) -> Change:
+def _recompute_lost_input(builder: ChangeBuilder, failed: TaskFailed, running: set[str]) -> Change:
     """Run the producer of a lost input again, and let its readers wait.
 
     - A lost input that is only announced is withdrawn. Its producer still runs, or its lease will expire.
-    - An object that is not the current output of any input changes no producer: the consumer is queued again with the
-      current refs. Unless an input was computed again since the consumer was queued, the consumer is charged, so that
-      a stage that always names unknown objects fails in the end.
+    - If the object is not the current output of any input, no producer changes: the consumer is queued again with the
+      current refs. It is charged, unless an input was computed again since it was queued. So a stage that always names
+      unknown objects fails in the end.
     """
     before = builder.context(0)
     consumer = failed.claim.stage
@@ -550,7 +566,7 @@ def _object_lost(builder: ChangeBuilder, failed: TaskFailed, running: set[str]) 
     return builder.build(failed.claim)
 
 
-def _unknown_error(builder: ChangeBuilder, failed: TaskFailed, worker: str, has_other: bool) -> Change:
+def _retry_unknown_error(builder: ChangeBuilder, failed: TaskFailed, worker: str, has_other: bool) -> Change:
     """Retry a stage, preferably elsewhere, or fail its request if the exception type repeats."""
     stage = failed.claim.stage
     state = builder.stages[stage]
@@ -558,19 +574,19 @@ def _unknown_error(builder: ChangeBuilder, failed: TaskFailed, worker: str, has_
         message = f"failed twice, on {state.failed_on} and {worker}: {failed.message}"
         error = ErrorInfo("model_error", message, stage, failed.evidence)
         return builder.end_request("failed", error, failed.claim, is_dead_letter=True)
-    avoids = worker if has_other else ""
-    builder.stages[stage] = replace(state, failed_with=failed.error, failed_on=worker, avoid_worker=avoids)
+    avoid_worker = worker if has_other else ""
+    builder.stages[stage] = replace(state, failed_with=failed.error, failed_on=worker, avoid_worker=avoid_worker)
     return builder.charge("failures", stage, failed.message, failed.evidence).retry(failed.claim)
 
 
-def _as_declared(stage: PlannedStage, done: TaskCompleted, worker: str) -> bool:
+def _is_as_declared(stage: PlannedStage, report: TaskCompleted, worker: str) -> bool:
     """Return whether a final stage has results, or another stage an output of this attempt."""
     if stage.final:
-        return bool(done.results) and done.output is None
-    return not done.results and done.output is not None and _made_by(done.output, done.claim, worker)
+        return bool(report.results) and report.output is None
+    return not report.results and report.output is not None and _may_be_from(report.output, report.claim, worker)
 
 
-def _made_by(ref: ObjectRef, claim: Claim, worker: str) -> bool:
+def _may_be_from(ref: ObjectRef, claim: Claim, worker: str) -> bool:
     """Return whether this attempt on this worker can have created the object."""
     origin = ref.request, ref.stage, ref.attempt, ref.owner
     return 0 <= ref.nbytes <= MAX_SAFE_INTEGER and origin == (claim.request, claim.stage, claim.attempt, worker)

@@ -23,13 +23,13 @@ from unfuse.scheduler.encoder_cache import EncoderCache
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.transitions import PAGE, Transitions
 
-#: Seconds between two looks for expired leases.
+#: Seconds between two sweeps that end expired leases.
 SWEEP_S = 0.5
 
 #: Seconds between two reviews of all active requests, and between two pages of one review.
 REVIEW_S, REVIEW_PAUSE_S = 5.0, 0.5
 
-#: Number of completed requests whose costs are learned at the start, and at each review of a shared queue.
+#: Number of completed requests, the newest, whose costs are learned at the start and at each review of a shared queue.
 LEARN_FROM = 64
 
 #: Seconds that a worker whose connection broke has to reconnect before its tasks are retried.
@@ -86,17 +86,17 @@ class Maintenance(Observer):
     def set_deadline_timer(self, context: RequestContext, now: float) -> None:
         """Start or move the timer that expires a request at its deadline.
 
-        `now` is the queue's time.
+        now: the time, in seconds of the queue's clock.
         """
         due = cold_starts.latest_end(context, self._registry.cold_start_limit)
         previous, cancel = self._deadlines.get(context.id, NO_ALARM)
         if due is not None and due != previous and not context.is_over:
             cancel()
-            end = partial(
+            expire = partial(
                 self._background.start, "expiring a request at its deadline", partial(self.expire_deadline, context.id)
             )
             clock = self._transitions.clock
-            self._deadlines[context.id] = due, clock.call_at(clock.now() + due - now, end)
+            self._deadlines[context.id] = due, clock.call_at(clock.now() + due - now, expire)
 
     @override
     def on_ended(self, context: RequestContext) -> None:
@@ -104,7 +104,7 @@ class Maintenance(Observer):
         cancel()
 
     async def on_worker_registered(self) -> None:
-        """Move waiting tasks after a worker registered: it may serve pools that were not live."""
+        """Move waiting tasks, since the new worker may serve pools that were not live."""
         await self._registry.workers()
         self._background.start("moving waiting tasks to live pools", self._move_waiting_tasks)
 
@@ -120,19 +120,21 @@ class Maintenance(Observer):
                 task.request, lambda record, wall: lifecycle.expire_lease(record.context, lease, wall, record.running)
             )
             if is_changed:
-                about = {"request": task.request, "stage": task.stage, "attempt": task.attempt}
-                log.warning("lease expired", **about, worker=lease.worker, pool=readable_pool(task.planned.pool))
+                log_fields = {"request": task.request, "stage": task.stage, "attempt": task.attempt}
+                log.warning("lease expired", **log_fields, worker=lease.worker, pool=readable_pool(task.planned.pool))
                 self._transitions.observers.notify(Observer.on_lease_expired, task.planned.pool)
 
     async def expire_deadline(self, request: str) -> None:
         """Expire a request at its deadline, or start a new timer if the deadline moved."""
         self._deadlines.pop(request, None)
         now = await self._queue.now()
-        wake_limit = self._registry.cold_start_limit
+        cold_start_limit = self._registry.cold_start_limit
         with suppress(NotFound):
             record, _ = await self._transitions.apply(
                 request,
-                lambda record, wall: lifecycle.expire_deadline(record.context, wall, now, wake_limit, record.running),
+                lambda record, wall: lifecycle.expire_deadline(
+                    record.context, wall, now, cold_start_limit, record.running
+                ),
             )
             self.set_deadline_timer(record.context, now)
 
@@ -142,12 +144,14 @@ class Maintenance(Observer):
         A worker is removed after GONE lease times without one, but not before one lease time since this was noticed:
         after a gap without a scheduler, or a change of the queue's clock, all workers seem to be silent.
         """
-        horizon = await self._queue.now() - GONE * self._lease_ttl
+        oldest_heartbeat = await self._queue.now() - GONE * self._lease_ttl
         now = self._transitions.clock.now()
         await self._registry.model_specs()
-        silent = {member.info.id for member in await self._queue.workers() if member.last_heartbeat < horizon}
+        silent = {member.info.id for member in await self._queue.workers() if member.last_heartbeat < oldest_heartbeat}
         self._silent_workers = {worker: self._silent_workers.get(worker, now) for worker in silent}
-        for worker in [worker for worker, noticed in self._silent_workers.items() if now - noticed > self._lease_ttl]:
+        for worker in [
+            worker for worker, noticed_at in self._silent_workers.items() if now - noticed_at > self._lease_ttl
+        ]:
             await self._queue.unregister(worker)
 
     async def learn_costs(self) -> None:
@@ -173,6 +177,7 @@ class Maintenance(Observer):
                 await self._transitions.apply_if_due(
                     started, lambda record, wall: lifecycle.enforce_time_limit(record.context, wall, record.running)
                 )
+            # A review of many requests must not delay the answers to workers.
             if len(page) == PAGE:
                 await asyncio.sleep(REVIEW_PAUSE_S)
         self._in_flight.sweep()
@@ -216,12 +221,12 @@ class Maintenance(Observer):
 
         An error in one of these does not stop the others.
         """
-        for what, work in (
+        for description, step in (
             ("refreshing workers", self.workers),
             ("learning costs", self.learn_costs),
             ("reviewing active requests", self.requests),
             ("saving learned costs", self._costs.update_models),
         ):
-            with self._background.log_errors(what):
-                await work()
+            with self._background.log_errors(description):
+                await step()
         await asyncio.sleep(REVIEW_S)

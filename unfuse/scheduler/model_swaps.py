@@ -26,11 +26,11 @@ class ModelBacklog(msgspec.Struct, frozen=True):
     waiting: int = 0
     #: Age of the oldest waiting task, in seconds.
     oldest_s: float = 0.0
-    #: Predicted seconds of compute in all.
+    #: Predicted seconds of compute of the waiting tasks together.
     left_s: float = 0.0
     #: Number of other workers that have the model loaded or load it.
     others: int = 0
-    #: Whether another worker loads it now.
+    #: Whether another worker loads the model now.
     loading: bool = False
 
 
@@ -42,42 +42,45 @@ def min_stay_s(load_s: float) -> float:
     return load_s * (1 - LOADING_SHARE) / LOADING_SHARE
 
 
-def choose_model(held: str, lines: Mapping[str, ModelBacklog], load_s: float, stayed_s: float, idle_s: float) -> str:
-    """Return the model that a worker should have: `held`, or one to swap to.
+def choose_model(
+    loaded: str, backlogs: Mapping[str, ModelBacklog], load_s: float, stayed_s: float, idle_s: float
+) -> str:
+    """Return the model that a worker should have: `loaded`, or one to swap to.
 
     A worker keeps its model for `min_stay_s` seconds, unless it is idle: without a task for `load_s` seconds. Then:
 
-    1. A model that no other worker has is next, if its backlog takes longer than loading, or its oldest task has waited
-       for a stay, or this worker is idle.
-    2. Else a model that other workers have is next, if the backlog of each of them is larger, by the seconds of
-       loading, than that of each remaining worker of `held`. A busy worker that is the only one of `held` stays.
+    1. A model that no other worker has is next, if it is worth loading: its backlog takes longer than loading, its
+       oldest task has waited for `min_stay_s` seconds, or this worker is idle.
+    2. Otherwise, a model that other workers have is next, if each of them has a larger backlog than each remaining
+       worker of `loaded`. The difference must exceed the seconds of loading. A busy worker keeps its model if no other
+       worker has it.
 
-    Among several, the one with the oldest waiting task is next.
+    Among several such models, the one with the oldest waiting task is next.
 
-    lines: the backlog of each model of the worker, by name.
+    backlogs: the backlog of each model of the worker, by name.
     load_s: seconds that loading takes.
-    stayed_s: seconds since `held` was loaded.
+    stayed_s: seconds since `loaded` was loaded.
     idle_s: seconds since the worker last had a task.
     """
     is_idle = idle_s >= load_s
     if not is_idle and stayed_s < min_stay_s(load_s):
-        return held
+        return loaded
 
-    current = lines[held]
-    candidates = {name: backlog for name, backlog in lines.items() if name != held and backlog.waiting}
+    loaded_backlog = backlogs[loaded]
+    candidates = {name: backlog for name, backlog in backlogs.items() if name != loaded and backlog.waiting}
 
     def is_worth_loading(backlog: ModelBacklog) -> bool:
         return is_idle or backlog.left_s >= load_s or backlog.oldest_s >= min_stay_s(load_s)
 
     def needs_more_workers(backlog: ModelBacklog) -> bool:
-        if backlog.loading or not (is_idle or current.others):
+        if backlog.loading or not (is_idle or loaded_backlog.others):
             return False
-        remaining_s = 0.0 if is_idle else current.left_s / current.others
+        remaining_s = 0.0 if is_idle else loaded_backlog.left_s / loaded_backlog.others
         return backlog.left_s / backlog.others > load_s + remaining_s
 
     unserved = [name for name, backlog in candidates.items() if not backlog.others and is_worth_loading(backlog)]
     overloaded = [name for name, backlog in candidates.items() if backlog.others and needs_more_workers(backlog)]
-    return max(unserved or overloaded, key=lambda name: candidates[name].oldest_s, default=held)
+    return max(unserved or overloaded, key=lambda name: candidates[name].oldest_s, default=loaded)
 
 
 @dataclass(eq=False, slots=True)
@@ -103,9 +106,9 @@ class _WorkerModel:
 class ModelSwaps:
     """Decides on model swaps of one scheduler's workers at their heartbeats, by the backlogs.
 
-    A decision is written to the registry first; the worker is ordered only if a second decision agrees. So of two
-    schedulers that decide at one time, at least the later one reads the other's decision. If both do, the worker with
-    the lower id swaps.
+    A decision is written to the registry first. The worker is ordered to swap only if a second decision agrees. So of
+    two schedulers that decide at one time, at least the later one reads the other's decision. If both read it, the
+    worker with the lower id swaps.
     """
 
     def __init__(self, queue: QueueBackend, registry: Registry, clock: Clock, observers: Observers[Observer]) -> None:
@@ -145,25 +148,25 @@ class ModelSwaps:
         self._registry.known_workers[worker.id] = worker = _with_target(worker, model.target)
         return worker
 
-    async def decide_swap(self, worker: WorkerInfo, works: bool) -> tuple[str, str]:
+    async def decide_swap(self, worker: WorkerInfo, is_busy: bool) -> tuple[str, str]:
         """Return the model that a worker should load now, and the likely next one.
 
-        The next one is what would be decided if its model had been loaded longer, by the seconds of loading. Each is ""
-        if there is none.
+        Each is "" if there is none. The likely next one is the decision if the present model had been loaded longer, by
+        the seconds of loading. The worker reads its files in advance.
 
-        worker: as `on_heartbeat` returned it. works: whether it has tasks.
+        worker: as `on_heartbeat` returned it. is_busy: whether it has tasks.
         """
         model = self._workers.get(worker.id)
         likely_next = ""
         if model is None:
             return "", ""
-        model.worked_at = self._clock.now() if works else model.worked_at
+        model.worked_at = self._clock.now() if is_busy else model.worked_at
         for _ in range(2 if worker.status.loaded and not model.is_ordered else 0):
-            to_load, likely_next, rivals = await self._decide(worker, model)
+            to_load, likely_next, swapping_ids = await self._decide(worker, model)
             if to_load == model.target:
                 model.is_ordered = bool(to_load)
                 break
-            if model.target and worker.id < min(rivals, default=""):
+            if model.target and worker.id < min(swapping_ids, default=""):
                 break  # keep the registered target: the others withdraw theirs, or will have loaded them soon
             model.target = to_load
             await self._queue.register(_with_target(worker, to_load))
@@ -174,13 +177,16 @@ class ModelSwaps:
         stats = (await self._queue.stats(worker.pools)).pools
         others = [member.info for member in await self._registry.workers() if member.info.id != worker.id]
         self._workers = {info.id: self._workers[info.id] for info in (*others, worker) if info.id in self._workers}
-        lines = {name: self._backlog(worker, name, stats, others) for name in worker.swappable_models}
+        backlogs = {name: self._backlog(worker, name, stats, others) for name in worker.swappable_models}
         load_s = max(self._load_s.get(name, worker.status.load_s) for name in worker.swappable_models)
         now = self._clock.now()
         stayed_s = now - model.loaded_at
         idle_s = now - max(model.loaded_at, model.worked_at)
-        decided = [choose_model(model.name, lines, load_s, at, idle_s) for at in (stayed_s, stayed_s + load_s)]
-        to_load, likely_next = ("" if name == model.name else name for name in decided)
+        choices = [
+            choose_model(model.name, backlogs, load_s, seconds_loaded, idle_s)
+            for seconds_loaded in (stayed_s, stayed_s + load_s)
+        ]
+        to_load, likely_next = ("" if name == model.name else name for name in choices)
         return to_load, likely_next, [other.id for other in others if other.status.target]
 
     def until_loaded(self, pool: str) -> float | None:
@@ -196,7 +202,10 @@ class ModelSwaps:
     def _backlog(
         self, worker: WorkerInfo, name: str, stats: Mapping[str, PoolStats], others: Sequence[WorkerInfo]
     ) -> ModelBacklog:
-        """Return the backlog of a model, without pools that the worker's loaded model serves too."""
+        """Return the backlog of a model, without pools that the worker's loaded model serves too.
+
+        If the loaded model serves all pools of the model, all of them count.
+        """
         pools = {*worker.swappable_models[name]}
         pool_stats = [stats[pool] for pool in pools - {*worker.available_pools} or pools if pool in stats]
         targets = [other.status.target for other in others]

@@ -32,7 +32,7 @@ class _Output:
     #: When its request was accepted, in Unix seconds.
     created_at: float
 
-    #: Number of the next chunk.
+    #: Number of chunks that were reported so far: the number of the next one.
     chunks: int
 
     #: When the last chunk was recorded, in monotonic seconds. None if another scheduler recorded it.
@@ -49,25 +49,25 @@ class OutputRates(Observer):
         self._store = store
         self._clock = clock
         self._observers = observers
-        #: By the key of the task.
+        #: Outputs that are still being written, by the key of the task. The one that is tracked longest is first.
         self._outputs: dict[tuple[str, str], _Output] = {}
 
-    async def append(self, grown: Sequence[OutputDeltas]) -> set[Claim]:
+    async def append(self, task_deltas: Sequence[OutputDeltas]) -> set[Claim]:
         """Record new output chunks of several tasks. Returns the claims whose chunks are recorded.
 
-        If the chunks of one task are invalid, those of the others are recorded. An example is a gap, after a queue has
-        lost chunks.
+        If the chunks of one task are invalid, those of the others are still recorded. Chunks are invalid after a gap,
+        for example, which exists if the queue has lost chunks.
         """
-        if not grown:
+        if not task_deltas:
             return set()
         try:
-            are_leased = await self._store.append_deltas(grown)
+            are_leased = await self._store.append_deltas(task_deltas)
         except ProtocolError as error:
-            if len(grown) > 1:  # try each alone
-                return {claim for deltas in grown for claim in await self.append([deltas])}
-            log.warning("output chunks cannot be recorded", request=grown[0].claim.request, reason=str(error))
+            if len(task_deltas) > 1:  # the queue refuses all of them for one that is invalid, so try each alone
+                return {claim for deltas in task_deltas for claim in await self.append([deltas])}
+            log.warning("output chunks cannot be recorded", request=task_deltas[0].claim.request, reason=str(error))
             return set()
-        recorded = [deltas for deltas, is_leased in zip(grown, are_leased, strict=True) if is_leased]
+        recorded = [deltas for deltas, is_leased in zip(task_deltas, are_leased, strict=True) if is_leased]
         for deltas in recorded:
             await self._report_rate(deltas)
         return {deltas.claim for deltas in recorded}

@@ -24,14 +24,14 @@ log = structlog.get_logger(__name__)
 class Registry:
     """Workers, models and pools of one queue.
 
-    A pool is live if a worker serves it (`live_pools`), else scaled to zero if that is declared (`scaled_to_zero`),
-    else unavailable (`unavailable_pools`). Methods that are not coroutines answer from the last read of the queue,
-    possibly stale.
+    A pool is live if a worker serves it (`live_pools`). Otherwise it is scaled to zero if that is declared
+    (`scaled_to_zero`), and unavailable if not (`unavailable_pools`). Methods that are not coroutines answer from the
+    last read of the queue, so their answers may be stale.
 
     lease_ttl: seconds since the last heartbeat for which a worker counts as live.
     specs: specs of the configured models.
-    may_sleep: roles whose pools may scale to zero, with the number of slots that their workers have.
-    wake_limit: most seconds by which cold starts move a request's deadline.
+    scalable_roles: roles whose pools may scale to zero, with the number of slots that their workers have.
+    cold_start_limit: most seconds by which cold starts move a request's deadline.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class Registry:
         queue: WorkerRegistry,
         lease_ttl: float,
         specs: Sequence[ModelSpec] = (),
-        may_sleep: Mapping[str, int] = MappingProxyType({}),
-        wake_limit: float = 0.0,
+        scalable_roles: Mapping[str, int] = MappingProxyType({}),
+        cold_start_limit: float = 0.0,
     ) -> None:
         self._queue = queue
         self._lease_ttl = lease_ttl
-        self._may_sleep = may_sleep
-        self.cold_start_limit = wake_limit
+        self._scalable_roles = scalable_roles
+        self.cold_start_limit = cold_start_limit
         self._cards = {spec.name: spec for spec in specs}
         #: By declared pool, the number of live workers of each pool that can serve it.
         self._live_pools: dict[str, Counter[str]] = {}
@@ -67,10 +67,10 @@ class Registry:
     async def workers(self) -> Sequence[RegisteredWorker]:
         """Return the live workers, those with a heartbeat within `lease_ttl`. Refreshes this registry."""
         members = await self._queue.workers()
-        horizon = await self._queue.now() - self._lease_ttl
+        oldest_heartbeat = await self._queue.now() - self._lease_ttl
         self.known_workers.clear()
         self.known_workers.update((member.info.id, member.info) for member in members)
-        live = [member for member in members if member.last_heartbeat >= horizon]
+        live = [member for member in members if member.last_heartbeat >= oldest_heartbeat]
         live_pools: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._changed = {pool: file for member in live for pool, file in member.info.changed.items()}
         for member in live:
@@ -83,8 +83,8 @@ class Registry:
     async def model_specs(self) -> dict[str, ModelSpec]:
         """Return the specs of the served models, by name. Refreshes this registry.
 
-        The spec of the live worker that comes last wins, then declared ones, then configured ones. Dismissed and failed
-        models are left out.
+        A live worker's spec of a model takes precedence over a declared one, and that over a configured one. Among
+        several workers, the last one's spec counts. Dismissed and failed models are left out.
         """
         declarations = await self._queue.declarations()
         admitted = {
@@ -94,7 +94,8 @@ class Registry:
         self.failed = {name: models for name, models in admitted.items() if models.failure}
 
         declared = [models for models in declarations.values() if not models.failure]
-        configured = self._declaration([*self._cards.values()])  # the last scheduler that declared may serve others
+        # The declaration in the queue may be of another scheduler, without this one's models, so these are added.
+        configured = self._declaration([*self._cards.values()])
         self._scalable_pools = {
             pool: slots for models in (configured, *declared) for pool, slots in models.scalable_to_zero.items()
         }
@@ -114,7 +115,7 @@ class Registry:
     def live_pools(self, pool: str) -> Mapping[str, int]:
         """Return the live pools that can serve a declared pool, with their numbers of workers.
 
-        They differ in their numerics only.
+        These pools differ in their numerics only.
         """
         return self._live_pools.get(declared_pool(pool), {})
 
@@ -136,10 +137,7 @@ class Registry:
         return pool if pool in live_pools or not live_pools else max(sorted(live_pools), key=live_pools.__getitem__)
 
     def state(self, pool: str) -> str:
-        """Return the state of a pool: live, scaled to zero or unavailable.
-
-        The values are "live", "scaled_to_zero" and "unavailable", in this order.
-        """
+        """Return the state of a pool: "live", "scaled_to_zero" or "unavailable"."""
         if pool in self.live_pools(pool):
             return "live"
         return "scaled_to_zero" if declared_pool(pool) in self._scalable_pools else "unavailable"
@@ -160,31 +158,33 @@ class Registry:
     async def declare(self, specs: Sequence[ModelSpec]) -> None:
         """Declare these models to all schedulers of the queue, whether or not workers are live.
 
-        A former dismissal or failure of one of them is withdrawn.
+        An earlier dismissal or failure of one of them is withdrawn.
         """
         await self._queue.declare("serve", self._declaration(specs))
         declared = await self._queue.declarations()
         for spec in specs:
-            known = declared.get(ADMITTED + spec.name)
-            if known and (known.withdrawn or known.failure):
+            record = declared.get(ADMITTED + spec.name)
+            if record and (record.withdrawn or record.failure):
                 await self.withdraw(spec.name)
 
-    async def admit(self, spec: ModelSpec, server: str = "", *, again: bool = False) -> bool:
+    async def admit(self, spec: ModelSpec, server: str = "", *, overwrite: bool = False) -> bool:
         """Add a model to all schedulers of the queue, unless its name is taken.
 
         Returns whether it was added.
 
         server: the server that serves it again after a restart ("": none).
-        again: replace an existing record of this name.
+        overwrite: whether to replace an existing record of this name.
         """
         declaration = replace(self._declaration([spec]), source="admin", server=server)
-        return await self._queue.declare(ADMITTED + spec.name, declaration, new=not again)
+        return await self._queue.declare(ADMITTED + spec.name, declaration, new=not overwrite)
 
     def _declaration(self, specs: Sequence[ModelSpec]) -> DeclaredModels:
         """Return a declaration of these models, with their pools that may scale to zero."""
-        roles = ((StageSelector(roles_of(role)), slots) for role, slots in self._may_sleep.items())
-        asleep = {pool: slots for role, slots in roles for spec in specs for pool in spec.pools(role).values()}
-        return DeclaredModels(tuple(specs), asleep)
+        selectors = ((StageSelector(roles_of(role)), slots) for role, slots in self._scalable_roles.items())
+        scalable_pools = {
+            pool: slots for selector, slots in selectors for spec in specs for pool in spec.pools(selector).values()
+        }
+        return DeclaredModels(tuple(specs), scalable_pools)
 
     async def admin_records(self) -> dict[str, DeclaredModels]:
         """Return the records of models that an admin added, by name.
@@ -245,9 +245,9 @@ class Registry:
         return {name: pools for name, pools in missing.items() if pools}
 
     def pools(self, specs: Mapping[str, ModelSpec]) -> dict[str, list[str]]:
-        """Return the names of the models of each pool.
+        """Return the names of the models of each pool, by pool.
 
-        Pools are all live ones, and the declared ones without a live equivalent.
+        The pools are all live ones, and the declared ones without a live equivalent.
 
         specs: the models to consider, by name.
         """
@@ -265,12 +265,12 @@ class Registry:
             await self.workers()
         return {owner: self.known_workers[owner] for owner in owners if owner in self.known_workers}
 
-    def _log_difference(self, known: ModelSpec | None, spec: ModelSpec, worker: str) -> None:
+    def _log_difference(self, previous: ModelSpec | None, spec: ModelSpec, worker: str) -> None:
         """Log once that a worker has other weights for a model name.
 
         New requests use the latest weights.
         """
         is_logged = (spec.name, worker) in self._logged_differences
-        if known is not None and known.weights != spec.weights and not is_logged:
+        if previous is not None and previous.weights != spec.weights and not is_logged:
             self._logged_differences.add((spec.name, worker))
             log.warning("worker has other weights for a model, new requests use them", model=spec.name, worker=worker)

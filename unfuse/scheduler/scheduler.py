@@ -57,7 +57,7 @@ from unfuse.scheduler.transitions import Transitions, WebhookDeliveries
 #: Queue limits of a request that is complete when it is submitted.
 UNLIMITED = QueueLimits(MAX_SAFE_INTEGER, MAX_SAFE_INTEGER)
 
-#: Tenant limits of a request that counts against no allowance.
+#: Tenant limits without any bound.
 ANY_NUMBER = TenantLimits()
 
 #: A request may run for this many times its predicted cost, even if that exceeds its time limit.
@@ -74,7 +74,7 @@ class Scheduler:
     cache_bytes: size of the encoder cache. 0 disables it.
     costs: file that stores the measured durations of stages. None: they are lost when the process ends.
     arenas: the workers' arenas. Requests whose outputs can never fit are refused.
-    asleep, wake_limit: pools that may scale to zero, see `Registry`.
+    scale_to_zero, cold_start_limit: `scalable_roles` and `cold_start_limit` of the `Registry`.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Scheduler:
         cache_bytes: int = 0,
         costs: Path | None = None,
         arenas: PoolArenas | None = None,
-        asleep: Mapping[str, int] | None = None,
-        wake_limit: float = 0.0,
+        scale_to_zero: Mapping[str, int] | None = None,
+        cold_start_limit: float = 0.0,
     ) -> None:
         self.queue = queue
         self.lease_ttl = lease_ttl
@@ -101,7 +101,7 @@ class Scheduler:
         self._order: Order = order
         self._arenas = arenas or PoolArenas()
         self.in_flight = InFlight()
-        self.registry = Registry(queue, lease_ttl, specs, asleep or {}, wake_limit)
+        self.registry = Registry(queue, lease_ttl, specs, scale_to_zero or {}, cold_start_limit)
 
         self._costs = Costs(costs, self.clock, self.registry.known_workers)
         self._background = Supervisor()
@@ -135,8 +135,8 @@ class Scheduler:
     ) -> RequestRecord:
         """Admit a request with checked parameters and queue its first tasks.
 
-        Its stages may run for its time limit, or PATIENCE times their predicted seconds if that is more. Without a
-        prediction there is no limit. A repeat (same tenant and idempotency key) returns the first record.
+        Its stages may run for its time limit, or for PATIENCE times their predicted seconds if that is more. If a stage
+        was never measured, there is no limit. A repeat (same tenant and idempotency key) returns the first record.
 
         prefixes: digests of the prompt prefixes that may be in the prefix cache, the shortest first.
 
@@ -183,39 +183,42 @@ class Scheduler:
     async def retry(self, request: str, id: str = "", allowance: TenantLimits = ANY_NUMBER) -> RequestRecord:
         """Submit a dead letter again, without a deadline, and return the new request.
 
-        The old request is no longer a dead letter. `id` is that of the new request ("": `choose_retry_id`).
-        Raises NotFound if the request is not a dead letter, and Overloaded.
+        The old request is no longer a dead letter. Raises NotFound if it is not one now, and Overloaded.
+
+        id: the id of the new request. "": that of `choose_retry_id`.
+        allowance: the tenant limits of the new request.
         """
-        old = (await self.queue.load(request)).context
-        if not old.is_dead_letter:
+        dead_letter = (await self.queue.load(request)).context
+        if not dead_letter.is_dead_letter:
             raise NotFound(f"request {request} is not a dead letter")
-        id = id or self.choose_retry_id(old, allowance)
-        metadata = old.delivery.metadata | {"retry_of": request}
-        stages = {stage.name: (stage.pool, stage.work) for stage in old.plan.stages}
-        plan = old.plan.with_pools(await self._choose_pools(stages))
-        fresh = RequestContext(
-            replace(old.request, id=id, result_cache_key=""),
-            Caller(old.caller.tenant, limits=allowance, base_url=old.caller.base_url),
-            replace(old.delivery, metadata=metadata, timeout=None),
+        id = id or self.choose_retry_id(dead_letter, allowance)
+        metadata = dead_letter.delivery.metadata | {"retry_of": request}
+        stages = {stage.name: (stage.pool, stage.work) for stage in dead_letter.plan.stages}
+        plan = dead_letter.plan.with_pools(await self._choose_pools(stages))
+        retry_context = RequestContext(
+            replace(dead_letter.request, id=id, result_cache_key=""),
+            Caller(dead_letter.caller.tenant, limits=allowance, base_url=dead_letter.caller.base_url),
+            replace(dead_letter.delivery, metadata=metadata, timeout=None),
             plan,
             {},
         )
-        record = await self._submit(fresh)
+        record = await self._submit(retry_context)
         await self._apply(request, lambda record, _: lifecycle.clear_dead_letter(record.context))
         return record
 
-    def choose_retry_id(self, old: RequestContext, allowance: TenantLimits) -> str:
+    def choose_retry_id(self, dead_letter: RequestContext, allowance: TenantLimits) -> str:
         """Return the id of the request that retries a dead letter.
 
-        It is the same each time, so that a repeated retry returns the same request.
+        It is the same for each retry of that dead letter, so that a repeated retry returns the same request.
         """
-        caller = Caller(old.caller.tenant, old.id, limits=allowance)
-        return self.queue.choose_id(request_ids(old.modality, old.id), caller)
+        caller = Caller(dead_letter.caller.tenant, dead_letter.id, limits=allowance)
+        return self.queue.choose_id(request_ids(dead_letter.modality, dead_letter.id), caller)
 
     async def _submit(self, context: RequestContext) -> RequestRecord:
-        """Price, order, admit and queue a request."""
+        """Predict a request's cost, choose its order, and admit and queue it."""
         if self.draining:
             raise ShuttingDown("the server is shutting down: try again when it is back", retry_after=5.0)
+
         timeout = context.delivery.timeout
         now = 0.0 if timeout is None else await self.queue.now()
 
@@ -234,6 +237,7 @@ class Scheduler:
         admitted = lifecycle.admit(context, self.clock.wall(), hits, leaders)
         push = self._transitions.output_sizes.with_learned_sizes(admitted.push)
 
+        # Announced before it is queued, so that no waiting worker leases its tasks with too small a reserve.
         self.observers.notify(Observer.on_announced, context)
         try:
             limits = replace(self._limits, tenant=context.caller.limits)
@@ -261,14 +265,17 @@ class Scheduler:
         stages: the declared pool and the work of each stage, by name.
         """
         candidates = {name: self.registry.live_pools(pool) for name, (pool, _) in stages.items()}
-        compared = sorted({pool for pools in candidates.values() if len(pools) > 1 for pool in pools})
-        backlogs = (await self.queue.stats(compared)).pools if compared else {}
+        pools_to_compare = sorted({pool for pools in candidates.values() if len(pools) > 1 for pool in pools})
+        backlogs = (await self.queue.stats(pools_to_compare)).pools if pools_to_compare else {}
 
-        def finish(name: str, pool: str) -> tuple[float, str]:
+        def predicted_end(name: str, pool: str) -> tuple[float, str]:
             left_s = backlogs[pool].left_s / candidates[name][pool] if pool in backlogs else 0.0
             return left_s + (self._costs.seconds(pool, stages[name][1]) or 0.0), pool
 
-        return {name: min(candidates[name] or [pool], key=partial(finish, name)) for name, (pool, _) in stages.items()}
+        return {
+            name: min(candidates[name] or [pool], key=partial(predicted_end, name))
+            for name, (pool, _) in stages.items()
+        }
 
     async def cancel(self, request: str) -> RequestRecord:
         """Cancel a request. A request that has ended stays as it is. Raises NotFound."""
@@ -292,34 +299,34 @@ class Scheduler:
             )
 
     async def complete(
-        self, done: TaskCompleted, worker: str, wanted: LeaseRequest | None = None
+        self, completed: TaskCompleted, worker: str, lease_request: LeaseRequest | None = None
     ) -> tuple[RequestRecord, list[Lease]]:
         """Record a completed task and lease the worker's next tasks in the same transaction.
 
-        Without `wanted`, nothing is leased. Raises LeaseLost if the worker's lease on the completed task has ended.
+        Without a `lease_request`, nothing is leased. Raises LeaseLost if the worker's lease on the task has ended.
         """
-        claim = done.claim
+        claim = completed.claim
         leases = list[Lease]()
 
         async def commit(change: Change) -> RequestRecord:
-            if wanted is None:
+            if lease_request is None:
                 return await self.queue.commit(change)
-            record, leases[:] = await self.queue.commit_and_lease(change, worker, wanted, self.lease_ttl)
+            record, leases[:] = await self.queue.commit_and_lease(change, worker, lease_request, self.lease_ttl)
             return record
 
         record, _ = await self._apply(
             claim.request,
-            lambda record, wall: lifecycle.complete_stage(record.context, done, worker, wall, record.running),
+            lambda record, wall: lifecycle.complete_stage(record.context, completed, worker, wall, record.running),
             commit,
             self.queue.cached_record(claim),
         )
         # An error from here on is only logged: the task is recorded as completed.
-        if done.output and record.context.stages[claim.stage].output == done.output:
+        if completed.output and record.context.stages[claim.stage].output == completed.output:
             stage = record.context.plan.stage(claim.stage)
             with self._background.log_errors("learning the size of an output"):
-                self._transitions.output_sizes.learn(stage.pool, done.output.nbytes)
+                self._transitions.output_sizes.learn(stage.pool, completed.output.nbytes)
             with self._background.log_errors("caching an output"):
-                await self._cache.add(stage.cache_key, done.output)
+                await self._cache.add(stage.cache_key, completed.output)
         return record, leases
 
     async def save_checkpoint(self, saved: CheckpointSaved, worker: str) -> None:
@@ -329,31 +336,31 @@ class Scheduler:
             lambda record, _: lifecycle.save_checkpoint(record.context, saved, worker, record.running),
         )
 
-    async def announce_output(self, news: OutputAnnounced, worker: str) -> None:
+    async def announce_output(self, announced: OutputAnnounced, worker: str) -> None:
         """Queue the readers of an output that is still being written.
 
         Raises LeaseLost as `save_checkpoint` does.
         """
         await self._apply(
-            news.claim.request,
-            lambda record, wall: lifecycle.announce_output(record.context, news, worker, wall, record.running),
+            announced.claim.request,
+            lambda record, wall: lifecycle.announce_output(record.context, announced, worker, wall, record.running),
         )
 
-    async def cache_prefix(self, kept: CachePrefix, worker: str) -> None:
+    async def cache_prefix(self, cached: CachePrefix, worker: str) -> None:
         """Add a running task's prefix to the prefix cache. Raises LeaseLost as `save_checkpoint` does."""
-        claim = kept.claim
+        claim = cached.claim
         record = await self.queue.load(claim.request)
-        is_allowed = claim.stage in record.context.stages and _may_cache(record.context.plan.stage(claim.stage), kept)
-        if not is_allowed or kept.output.owner != worker or not lifecycle.is_held_by(worker, claim, record.running):
+        is_allowed = claim.stage in record.context.stages and _may_cache(record.context.plan.stage(claim.stage), cached)
+        if not is_allowed or cached.output.owner != worker or not lifecycle.is_held_by(worker, claim, record.running):
             raise LeaseLost(f"worker {worker} may not cache this prefix for {claim.stage} of {claim.request}")
-        await self._cache.add(kept.key, kept.output)
+        await self._cache.add(cached.key, cached.output)
 
     async def add_resume_data(self, lease: Lease) -> Lease:
         """Return the lease with an earlier attempt's checkpoint and the cached prefix, if any."""
         task = lease.task
         if task.planned.prefixes:
             lease = replace(lease, prefix=await self._cache.prefix(task.planned.prefixes))
-        if task.attempt == 1:
+        if task.attempt == 1:  # there is no earlier attempt
             return lease
         with suppress(NotFound, RecordDamaged):
             state = (await self.queue.load(task.request)).context.stages[task.stage]
@@ -384,7 +391,7 @@ class Scheduler:
         return record
 
     async def account_stopped(self, stopped: TaskStopped, worker: str) -> None:
-        """Account for the device time of an attempt that its worker dropped.
+        """Account for the device time of an attempt that its worker stopped.
 
         Each attempt is counted once.
         """
@@ -441,10 +448,10 @@ class Scheduler:
         return compute_s if wait_s is None else wait_s + (compute_s or record.context.cost)
 
     def awaited_condition(self, record: RequestRecord) -> tuple[WaitReason, float | None]:
-        """Return what a request waits for before it runs, and the predicted seconds.
+        """Return what a request waits for before it runs, and for how many predicted seconds.
 
         It waits for a cold start ("cold_start") or a model swap ("loading"). The seconds are None if it waits for
-        neither.
+        neither; the reason then has no meaning.
         """
         context = record.context
         waking_s = cold_starts.seconds_until_started(context, self._costs.cold_starts, self.clock.wall())
@@ -467,9 +474,10 @@ class Scheduler:
 def _may_cache(stage: PlannedStage, prefix: CachePrefix) -> bool:
     """Return whether a stage may add this prefix to the cache.
 
-    It may add the prefixes of its plan, and a prefix block with a digest in the space that it extends.
+    It may add the prefixes of its plan. It may also add a block whose key is that of its digest under the
+    stage's `extends_prefix_of`.
     """
-    extends = bool(stage.extends_prefix_of and prefix.digest) and prefix.key == prefix_key(
+    is_extension = bool(stage.extends_prefix_of and prefix.digest) and prefix.key == prefix_key(
         stage.extends_prefix_of, prefix.digest
     )
-    return extends or prefix.key in stage.prefixes
+    return is_extension or prefix.key in stage.prefixes

@@ -31,7 +31,7 @@ from unfuse.scheduler import lifecycle
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.registry import Registry
 
-#: The learned room of an output fits this share of a pool's outputs, out of the last REMEMBERED ones.
+#: The learned size of an output suffices for this share of the last REMEMBERED outputs of its pool.
 SHARE, REMEMBERED = 0.95, 64
 
 #: Number of requests that one page of a review has.
@@ -61,12 +61,15 @@ class OutputSizes:
         self._sizes[declared_pool(pool)].append(nbytes)
 
     def of(self, pool: str) -> int:
-        """Return the bytes that fit SHARE of a pool's outputs, or 0 without a record."""
+        """Return the bytes that suffice for SHARE of a pool's last outputs.
+
+        0 if no output was recorded.
+        """
         sizes = sorted(self._sizes.get(declared_pool(pool), ()))
         return sizes[ceil(SHARE * len(sizes)) - 1] if sizes else 0
 
     def with_learned_sizes(self, tasks: Iterable[Task]) -> tuple[Task, ...]:
-        """Return the tasks with the learned room where their pipelines declare none."""
+        """Return the tasks with the learned output size where their pipelines declare none."""
         return tuple(
             task
             if task.planned.output_size
@@ -78,7 +81,7 @@ class OutputSizes:
 class Transitions:
     """Applies transitions to the requests of a queue and notifies the observers.
 
-    Tasks are queued with the room that was learned for their outputs, and in live pools where possible.
+    Tasks are queued with the learned size of their outputs, and in live pools where possible.
     """
 
     def __init__(self, queue: QueueBackend, registry: Registry, clock: Clock, observers: Observers[Observer]) -> None:
@@ -88,13 +91,13 @@ class Transitions:
         self.observers = observers
         self.output_sizes = OutputSizes()
 
-    async def pages(self, which: RequestFilter) -> AsyncIterator[Sequence[RequestRecord]]:
+    async def pages(self, request_filter: RequestFilter) -> AsyncIterator[Sequence[RequestRecord]]:
         """Yield pages of the selected requests, oldest first.
 
         Raises NotFound if the last request of a page is deleted before the next page is read.
         """
         after: str | None = None
-        while page := await self.queue.list(which, after=after, limit=PAGE, oldest_first=True):
+        while page := await self.queue.list(request_filter, after=after, limit=PAGE, oldest_first=True):
             yield page
             if len(page) < PAGE:
                 return
@@ -105,23 +108,23 @@ class Transitions:
         request: str,
         decide: Decide,
         commit: Callable[[Change], Awaitable[RequestRecord]] | None = None,
-        known: RequestRecord | None = None,
+        cached: RequestRecord | None = None,
     ) -> tuple[RequestRecord, bool]:
-        """Load a request, decide and commit, again while other changes come first.
+        """Load a request, decide on a change and commit it.
 
-        Returns the record, and whether this call changed it. A decision of None changes nothing, and neither does the
-        repeat of a change that was applied.
+        This is repeated after a conflict with another change. Returns the record, and whether this call changed it. A
+        decision of None changes nothing, and neither does the repeat of a change that was applied.
 
         commit: commits the change. None: the queue's `commit`.
-        known: a cached record, possibly stale, that is tried first instead of a loaded one.
+        cached: a cached record, possibly stale, that is tried first instead of a loaded one.
 
         Raises NotFound, and all errors of `decide` and `commit` except Conflict.
         """
-        pause = 0.0
+        pause_s = 0.0
         while True:
-            is_cached = known is not None
-            before = known or await self.queue.load(request)
-            known = None
+            is_cached = cached is not None
+            before = cached or await self.queue.load(request)
+            cached = None
             try:
                 change = decide(before, self.clock.wall())
             except LeaseLost:
@@ -139,8 +142,9 @@ class Transitions:
                 if is_changed:
                     self._notify_observers(before.context, record.context)
                 return record, is_changed
-            await asyncio.sleep(pause * random.random())
-            pause = min(CROWD_S, 2 * pause + 0.001)
+            # At random, so that two schedulers that conflicted do not conflict again.
+            await asyncio.sleep(pause_s * random.random())
+            pause_s = min(CROWD_S, 2 * pause_s + 0.001)
 
     def _notify_observers(self, before: RequestContext, after: RequestContext) -> None:
         """Notify observers of a request's end, later additions to its bill, and lost device time."""
@@ -162,12 +166,12 @@ class Transitions:
         return record
 
     async def move_waiting(self, record: RequestRecord) -> RequestRecord:
-        """Move waiting tasks to live pools, and record the cold starts that they wait for.
+        """Move a request's waiting tasks to live pools, and record their cold starts.
 
-        Returns the record after that.
+        Returns the new record, or the given one if nothing changed.
         """
         registry = self.registry
-        asleep = registry.scaled_to_zero()
+        scaled_to_zero = registry.scaled_to_zero()
 
         def move(record: RequestRecord, wall: float) -> Change | None:
             return lifecycle.requeue_waiting(
@@ -175,7 +179,7 @@ class Transitions:
                 registry.waiting_pool,
                 wall,
                 record.running,
-                asleep,
+                scaled_to_zero,
                 registry.cold_start_limit,
                 registry.has_other,
             )

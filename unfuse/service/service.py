@@ -275,8 +275,8 @@ class Service(Stoppable):
             cache_bytes=serve.encoder_cache if kind in ARENAS else 0,
             costs=options.costs,
             arenas=arenas,
-            asleep=options.scale_to_zero,
-            wake_limit=serve.cold_start_timeout,
+            scale_to_zero=options.scale_to_zero,
+            cold_start_limit=serve.cold_start_timeout,
         )
         places = msgspec.structs.replace(options.storage, results_store_id=store_id(options.storage.results))
         folder = open_run_folder(settings.run_dir)

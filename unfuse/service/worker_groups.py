@@ -281,7 +281,7 @@ class WorkerGroups(ModelAdder):
         if current.pools() != spec.pools():
             await self._end_requests([spec.name], "its files, or --dtype, have changed since the request was accepted")
         if not record.withdrawn and (record.failure or current != spec):
-            await registry.admit(current, self._owner, again=True)
+            await registry.admit(current, self._owner, overwrite=True)
         self._start_added(planned, group)
         log.info("a model that was added is served again", model=spec.name, workers=len(planned.workers))
 

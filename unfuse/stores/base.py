@@ -27,7 +27,7 @@ from unfuse.core.object_ref import ObjectRef, chunk_bytes
 from unfuse.core.registry import resolve
 from unfuse.stores import BACKENDS
 
-#: Bytes that are written and then hashed before the next ones: a core still has them in its own cache.
+#: Bytes that are written and then hashed before the next ones. So few of them are still in the core's own cache.
 HASH_BYTES = 256 * 1024
 
 
@@ -40,12 +40,12 @@ class Checksums:
         self._hashed, self._next = 0, min(self._chunk, memory.nbytes)
         self._values: list[int] = []
 
-    def filled(self, end: int, least: int = HASH_BYTES) -> None:
+    def filled(self, end: int, min_bytes: int = HASH_BYTES) -> None:
         """Hash the new ones of the first `end` bytes, filled from front to back.
 
-        Fewer than `least` new bytes are left for a later call.
+        If there are fewer than `min_bytes` new bytes, a later call hashes them.
         """
-        if end - self._hashed < least:
+        if end - self._hashed < min_bytes:
             return
         while self._hashed < end:
             stop = min(end, self._next)
@@ -108,9 +108,13 @@ class StoreOptions(msgspec.Struct, frozen=True):
 class ObjectDraft(msgspec.Struct, frozen=True):
     """An object that is being written."""
 
-    #: These three go into the object's ref.
+    #: The object's id, for its ref.
     id: str
+
+    #: Secret with which readers prove that they may read the object, for its ref.
     key: bytes
+
+    #: Number that distinguishes the object from a later one in the same memory, for its ref.
     generation: int
 
     #: The bytes of the object, as a uint8 array.
@@ -126,12 +130,12 @@ class ObjectHold:
     def __init__(self, memory: NDArray[np.uint8], release: Callable[[], None]) -> None:
         self._memory = memory
         self._finalizer = weakref.finalize(self, release)
-        self._finalizer.atexit = False
+        self._finalizer.atexit = False  # when the process ends, nothing has to be released
 
     def bytes(self, *, writable: bool = False) -> NDArray[np.uint8]:
         """Return the bytes, as an array that keeps this hold.
 
-        They must not be written; `writable` is a flag that torch needs.
+        They must not be written. `writable` only sets the array's flag, which torch needs.
         """
         return np.asarray(_Region(self._memory, writable, self))
 
@@ -143,7 +147,7 @@ class ObjectHold:
     def release(self) -> None:
         """End the hold.
 
-        Idempotent. Arrays over its bytes stay valid memory, but may show another object.
+        Idempotent. Arrays over its bytes stay valid memory, but may then have the bytes of another object.
         """
         self._finalizer()
 
@@ -151,16 +155,16 @@ class ObjectHold:
 class _Region:
     """The base of an array: keeps the hold alive as long as the array exists."""
 
-    def __init__(self, memory: NDArray[np.uint8], writable: bool, hold: ObjectHold) -> None:
-        self._hold = hold
+    def __init__(self, memory: NDArray[np.uint8], writable: bool, object_hold: ObjectHold) -> None:
+        self._object_hold = object_hold
         self.__array_interface__ = {**memory.__array_interface__, "data": (memory.ctypes.data, not writable)}
 
 
 class StorageBackend(ABC):
     """Objects of one owner: written once, sealed, read by many, and freed after deletion.
 
-    Thread-safe. An object can be read only when it is sealed, and never changes then. An object that is aborted, or
-    deleted and not held, frees its room.
+    Thread-safe. An object can be read only when it is sealed, and never changes then. Its room is freed when it is
+    aborted, or when it is deleted and its last hold has ended.
     """
 
     #: Where other processes read. Empty if no other process can reach the backend.
@@ -172,7 +176,7 @@ class StorageBackend(ABC):
     #: The memory for transfers, in the process that owns it.
     arena: Arena | None = None
 
-    #: Whether the backend has no room but that of its memory.
+    #: Whether the backend's room is only that of its memory. If not, it stores objects elsewhere too.
     bounded: bool = True
 
     #: Whether objects can be read while they are written.
@@ -188,13 +192,13 @@ class StorageBackend(ABC):
         return self.arena.create(nbytes, request)
 
     def memory(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """Return bytes of the objects' memory, whatever they are now."""
+        """Return bytes of the objects' memory, with their present content."""
         raise NotImplementedError(f"{type(self).__name__} does not give access to its memory")
 
-    def announce(self, id: str, written: tuple[int, ...]) -> None:
+    def announce(self, id: str, checksums: tuple[int, ...]) -> None:
         """Let an object be read while it is written.
 
-        `written` has the checksums of all complete chunks. Raises ObjectLost if its request was released meanwhile.
+        `checksums` are those of all complete chunks. Raises ObjectLost if the object's request was released meanwhile.
         """
         raise NotImplementedError(
             f"{type(self).__name__} cannot announce object {id}: its objects are readable only when complete"
@@ -226,7 +230,7 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def register_owners(self, peers: Mapping[str, tuple[str, str]]) -> None:
-        """Register the places of other owners, as {owner: (node, address)}.
+        """Register the addresses of other owners, as {owner: (node, address)}.
 
         Their objects can be read from now on.
         """

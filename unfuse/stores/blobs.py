@@ -29,8 +29,13 @@ PART_BYTES = 4 * 1024 * 1024
 class StoredBlob(NamedTuple):
     """One stored blob."""
 
+    #: The path of the blob's folder, as `folder_of` returns it.
     folder: str
+
+    #: The blob's name in its folder.
     name: str
+
+    #: Size of the blob, in bytes.
     nbytes: int
 
     #: Unix time of the last write, in seconds.

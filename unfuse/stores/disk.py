@@ -24,7 +24,7 @@ FSYNC = {"yes": True, "no": False, "": None}
 class DiskBlobs(BlobStore):
     """Blobs as files at `disk:PATH[?fsync=yes|no]`, readable by their owner only.
 
-    A file appears whole or not at all; with fsync it also survives a power cut once `write` has returned. Without
+    A file appears whole or not at all. If it is synced, it also survives a power cut once `write` has returned. Without
     `fsync` in the URL, only durable blobs are synced.
     """
 

@@ -26,21 +26,24 @@ class KeyedBackend(StorageBackend):
 
     Every process with access to the blob store can read them.
 
-    Without an `owner` it has the durable copies of all owners' objects, without a limit, in a folder of their own.
-    Objects that are being written or held are in this process's memory, and count in `usage`, too. `full` has the
-    beginning and the end of ArenaFull's message: what is full, and what helps.
+    Without an `owner`, it has the durable copies of all owners' objects, without a limit, in a folder of their own.
+    Objects that are being written or held are in this process's memory, and count in `usage`, too.
+
+    full_message: the beginning and the end of ArenaFull's message: what is full, and how to get more room.
     """
 
     bounded = False
 
-    def __init__(self, blobs: BlobStore, owner: str = "", capacity: int = 0, full: tuple[str, str] = ("", "")) -> None:
+    def __init__(
+        self, blobs: BlobStore, owner: str = "", capacity: int = 0, full_message: tuple[str, str] = ("", "")
+    ) -> None:
         self._blobs, self._owner = blobs, owner
-        self._capacity, self._full = capacity, full
+        self._capacity, self._full_message = capacity, full_message
         self._folder = partial(folder_of, OBJECTS if owner else COPIES)
         self._hold_lock = FinalizerLock()
         self._writing: dict[str, tuple[ObjectDraft, str]] = {}
         self._generations = count(1)
-        self._held = self._high_water = 0
+        self._held_bytes = self._high_water = 0
 
     @override
     def create(self, nbytes: int, request: str) -> ObjectDraft:
@@ -63,6 +66,7 @@ class KeyedBackend(StorageBackend):
                 raise
             if self._writing.pop(id, None):
                 return
+            # The request was released during the write: without this, the blob would remain.
             self._blobs.remove(folder, name)
         raise ObjectLost(f"object {id} was released while it was written, because its request has ended", id)
 
@@ -91,7 +95,8 @@ class KeyedBackend(StorageBackend):
         except (NotFound, TransientError) as error:
             raise ObjectLost(f"object {ref.id} is lost: {error}", ref.id) from error
         with self._hold_lock:
-            self._held += ref.nbytes
+            self._held_bytes += ref.nbytes
+        # A hold may end in the garbage collector, at any point of any thread: its end is posted, not waited for.
         return ObjectHold(memory, partial(self._hold_lock.post, partial(self._end_hold, ref.nbytes)))
 
     @override
@@ -105,7 +110,7 @@ class KeyedBackend(StorageBackend):
 
     @override
     def release(self, request: str) -> None:
-        for id in [id for id, (_, other) in tuple(self._writing.items()) if other == request]:
+        for id in [id for id, (_, writer) in tuple(self._writing.items()) if writer == request]:
             self.abort(id)
         self._blobs.drop(self._folder(self._owner, request))
 
@@ -119,9 +124,9 @@ class KeyedBackend(StorageBackend):
     @override
     def usage(self) -> MemoryUsage:
         used = self._used()
-        self._high_water = max(self._high_water, used + self._held)
+        self._high_water = max(self._high_water, used + self._held_bytes)
         free = max(0, self._capacity - used)
-        used += self._held
+        used += self._held_bytes
         return MemoryUsage(self._capacity, used, used, free, free, self._high_water)
 
     @override
@@ -149,7 +154,7 @@ class KeyedBackend(StorageBackend):
         """Raise ArenaFull unless there is room for so many bytes."""
         used = self._used()
         if used + nbytes > self._capacity:
-            raise ArenaFull(nbytes, max(0, self._capacity - used), self._capacity, *self._full)
+            raise ArenaFull(nbytes, max(0, self._capacity - used), self._capacity, *self._full_message)
         self._high_water = max(self._high_water, used + nbytes)
 
     def _read(
@@ -162,28 +167,28 @@ class KeyedBackend(StorageBackend):
         nbytes, parts = self._blobs.read(folder, _blob_name(object))
         if nbytes != object.nbytes:
             raise TransientError(f"{nbytes} bytes are stored instead of {object.nbytes}")
-        memory, end = np.empty(nbytes, np.uint8) if memory is None else memory, 0
+        memory, filled = np.empty(nbytes, np.uint8) if memory is None else memory, 0
         checksums = Checksums(memory)
         for part in parts:
-            memory[end : end + len(part)] = np.frombuffer(part, np.uint8)[: nbytes - end]
-            end += len(part)
-            checksums.filled(min(end, nbytes))
-        if end != nbytes or (isinstance(object, ObjectRef) and checksums.finish() != object.checksums):
+            memory[filled : filled + len(part)] = np.frombuffer(part, np.uint8)[: nbytes - filled]
+            filled += len(part)
+            checksums.filled(min(filled, nbytes))
+        if filled != nbytes or (isinstance(object, ObjectRef) and checksums.finish() != object.checksums):
             raise TransientError("its bytes do not match its checksums")
         return memory
 
     def _end_hold(self, nbytes: int) -> None:
         """Count the bytes of an ended hold as free."""
-        self._held -= nbytes
+        self._held_bytes -= nbytes
 
 
 def open_keyed(options: StoreOptions, remedy: str = "start the worker with a larger --arena") -> KeyedBackend:
     """Open the owner's objects at `options.url`. Raises ConfigError.
 
-    `remedy` says what helps when the store is full.
+    `remedy` is the end of ArenaFull's message: how to get more room.
     """
-    full = f"the {options.url.partition(':')[0]} store has no room", remedy
-    return KeyedBackend(open_blobs(options.url), options.owner, options.capacity, full)
+    full_message = f"the {options.url.partition(':')[0]} store has no room", remedy
+    return KeyedBackend(open_blobs(options.url), options.owner, options.capacity, full_message)
 
 
 def open_copies(url: str) -> KeyedBackend | None:

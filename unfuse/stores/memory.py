@@ -19,22 +19,25 @@ from unfuse.stores.base import ObjectDraft, ObjectHold, StoreOptions, TabledBack
 
 
 class _Heap:
-    """An allocator that requests memory from the operating system for each object."""
+    """An allocator that requests memory from the operating system for each object.
+
+    An offset is only a number that identifies the object's memory.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._places = count()
+        self._offsets = count()
         self._used = self._high_water = 0
         self.buffers: dict[int, NDArray[np.uint8]] = {}
 
     def allocate(self, nbytes: int) -> int:
         if nbytes > self._capacity - self._used:
             raise ArenaFull(nbytes, self._capacity - self._used, self._capacity)
-        place = next(self._places)
-        self.buffers[place] = np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8, nbytes)
+        offset = next(self._offsets)
+        self.buffers[offset] = np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8, nbytes)
         self._used += nbytes
         self._high_water = max(self._high_water, self._used)
-        return place
+        return offset
 
     def free(self, offset: int) -> None:
         self._used -= self.buffers.pop(offset).nbytes

@@ -29,9 +29,9 @@ SILENT_S = 30
 
 
 class RedisBlobs(BlobStore):
-    """Blobs in Redis: a hash of parts for each, and one hash listing all.
+    """Blobs in Redis: a hash of parts for each, and a hash as index.
 
-    All expire after `ttl` seconds (a day by default). How durable they are until then depends on the server's
+    All blobs expire after `ttl` seconds (a day by default). How durable they are until then depends on the server's
     settings.
     """
 
@@ -44,7 +44,7 @@ class RedisBlobs(BlobStore):
                 raise ValueError
         except ValueError:
             raise ConfigError(f"the Redis URL is not valid: use {ADDRESS}") from None
-        self._list, self._place = f"{self._prefix}:kept", f"Redis at {parts.hostname}"
+        self._index_key, self._server = f"{self._prefix}:kept", f"Redis at {parts.hostname}"
         self._redis = Redis.from_url(
             parts._replace(query="").geturl(),
             retry=Retry(NoBackoff(), 1),
@@ -54,29 +54,30 @@ class RedisBlobs(BlobStore):
 
     @override
     def write(self, folder: str, name: str, data: Data, *, durable: bool = True) -> None:
-        path, view = f"{folder}/{name}", memoryview(data)  # type: ignore[arg-type]  # an array is a buffer
-        draft = f"{self._prefix}:{path}:{secrets.token_hex(8)}"
+        path, data_view = f"{folder}/{name}", memoryview(data)  # type: ignore[arg-type]  # an array is a buffer
+        draft_key = f"{self._prefix}:{path}:{secrets.token_hex(8)}"
         with self._translated_errors(f"cannot store {path} ({len(data)} bytes)"):
             try:
+                # An empty blob has one empty part, since Redis has no empty hashes.
                 for start in range(0, len(data) or 1, PART_BYTES):
-                    self._redis.hset(draft, str(start), view[start : start + PART_BYTES])
-                    self._redis.expire(draft, self._ttl)
+                    self._redis.hset(draft_key, str(start), data_view[start : start + PART_BYTES])
+                    self._redis.expire(draft_key, self._ttl)
                 with self._redis.pipeline() as transaction:
-                    transaction.rename(draft, f"{self._prefix}:{path}")
-                    transaction.hset(self._list, path, f"{len(data)} {time.time()}")
+                    transaction.rename(draft_key, f"{self._prefix}:{path}")
+                    transaction.hset(self._index_key, path, f"{len(data)} {time.time()}")
                     transaction.execute()
             except RedisError:
                 with suppress(RedisError):
-                    self._redis.unlink(draft)
+                    self._redis.unlink(draft_key)
                 raise
 
     @override
     def read(self, folder: str, name: str) -> tuple[int, Iterator[bytes]]:
         path = f"{folder}/{name}"
         with self._translated_errors(f"cannot look up {path}"):
-            entry = self._redis.hget(self._list, path)
+            entry = self._redis.hget(self._index_key, path)
         if not isinstance(entry, bytes):
-            raise NotFound(f"{path} is not in {self._place}")
+            raise NotFound(f"{path} is not in {self._server}")
         nbytes = int(entry.split()[0])
         return nbytes, self._read_parts(path, nbytes)
 
@@ -84,7 +85,7 @@ class RedisBlobs(BlobStore):
     def remove(self, folder: str, name: str) -> None:
         with self._translated_errors(f"cannot delete {folder}/{name}"), self._redis.pipeline() as transaction:
             transaction.unlink(f"{self._prefix}:{folder}/{name}")
-            transaction.hdel(self._list, f"{folder}/{name}")
+            transaction.hdel(self._index_key, f"{folder}/{name}")
             transaction.execute()
 
     @override
@@ -95,10 +96,11 @@ class RedisBlobs(BlobStore):
     @override
     def entries(self, under: str = "") -> Iterator[StoredBlob]:
         with self._translated_errors("cannot list its contents"):
-            for path, value in self._redis.hscan_iter(self._list, f"{under}/*" if under else None, 1000):
+            for path, value in self._redis.hscan_iter(self._index_key, f"{under}/*" if under else None, 1000):
                 (folder, _, name), (nbytes, modified) = path.decode().rpartition("/"), map(float, value.split())
+                # Redis expires the parts of a blob, but not its entry in the index.
                 if modified + self._ttl < time.time():
-                    self._redis.hdel(self._list, path)
+                    self._redis.hdel(self._index_key, path)
                 else:
                     yield StoredBlob(folder, name, int(nbytes), modified)
 
@@ -108,7 +110,7 @@ class RedisBlobs(BlobStore):
             with self._translated_errors(f"cannot read {path}"):
                 part = self._redis.hget(f"{self._prefix}:{path}", str(start))
             if not isinstance(part, bytes):
-                raise NotFound(f"a part of {path} is no longer in {self._place}")
+                raise NotFound(f"a part of {path} is no longer in {self._server}")
             yield part
 
     @contextmanager
@@ -117,4 +119,4 @@ class RedisBlobs(BlobStore):
         try:
             yield
         except (RedisError, OSError) as error:
-            raise TransientError(f"{self._place} {action}: {error}") from error
+            raise TransientError(f"{self._server} {action}: {error}") from error

@@ -36,7 +36,7 @@ REQUEST_ID = re.compile(rf"({'|'.join(PREFIXES)})[0-9a-f]{{32}}")
 #: A disk with fewer free bytes than this, about a picture, counts as full.
 MIN_FREE_BYTES = 1 << 20
 
-#: The file in a result folder by whose content machines recognize the same folder.
+#: The file in a result folder with the folder's id. By the id, machines recognize the same folder.
 ID_FILE = "results.mark"
 
 #: Seconds that a local copy of a result is kept. No reader takes longer.
@@ -80,11 +80,11 @@ class ResultStore(ABC):
         """Return the attachment of that name. Raises NotFound."""
         return self._read(request, _attachment_name(name), name)
 
-    def detach(self, request: str, beginning: str = "") -> None:
-        """Delete a request's attachments whose names start with `beginning`. Idempotent."""
+    def detach(self, request: str, prefix: str = "") -> None:
+        """Delete a request's attachments whose names start with `prefix`. Idempotent."""
         with _unavailable():
             for entry in self._blobs.entries(_folder(request)):
-                if entry.name.startswith(ATTACHED + beginning):
+                if entry.name.startswith(ATTACHED + prefix):
                     self._blobs.remove(request, entry.name)
 
     def delete(self, request: str) -> None:
@@ -103,14 +103,14 @@ class ResultStore(ABC):
         return dict(sorted(stored.items(), key=lambda item: item[1]))
 
     def forget(self, before: float) -> list[str]:
-        """Delete the results of requests whose last write is older than `before`. Returns their ids.
+        """Delete the results of requests whose last write is older than `before`.
 
-        `before` is a Unix time in seconds.
+        Returns the ids of these requests. `before` is a Unix time in seconds.
         """
-        old = [request for request, (modified, _) in self.stored_requests().items() if modified < before]
-        for request in old:
+        expired = [request for request, (modified, _) in self.stored_requests().items() if modified < before]
+        for request in expired:
             self.delete(request)
-        return old
+        return expired
 
     def _read(self, request: str, name: str, description: str) -> bytes:
         folder = _folder(request)
@@ -187,12 +187,12 @@ class _InaccessibleBlobs(BlobStore):
 
 
 def store_id(url: str) -> str:
-    """Return the mark by which `is_same_store` recognizes a result folder; "" for other stores.
+    """Return the id by which `is_same_store` recognizes a result folder.
 
-    The mark is written if it is missing. If it cannot be written, as on a full disk, it is "": then every machine
-    counts as seeing the folder.
+    It is "" for other stores. The id is written if it is missing. If it cannot be written, as on a full disk, it is "".
+    Then the folder counts as the same on every machine.
     """
-    if not (path := _mark_in(url)):
+    if not (path := _id_file(url)):
         return ""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -206,23 +206,26 @@ def store_id(url: str) -> str:
         return ""
 
 
-def is_same_store(url: str, mark: str) -> bool:
-    """Whether this machine sees the scheduler's result store at `url`, with that mark."""
-    path = _mark_in(url)
+def is_same_store(url: str, expected_id: str) -> bool:
+    """Whether this machine reaches the scheduler's result store at `url`, by its expected id."""
+    path = _id_file(url)
     try:
-        return not (path and mark) or path.read_text() == mark
+        return not (path and expected_id) or path.read_text() == expected_id
     except OSError:
         return False
 
 
-def copies_here(places: StorageLocations) -> str:
-    """Return the URL of durable copies of this machine's objects, or "none"."""
-    is_here = places.durable != "none" or is_same_store(places.results, places.results_store_id)
-    return places.durable_url if is_here else "none"
+def copies_here(locations: StorageLocations) -> str:
+    """Return the URL of durable copies of this machine's objects, or "none".
+
+    Without a URL of their own, copies are in the result store. There are none if this machine cannot reach it.
+    """
+    is_here = locations.durable != "none" or is_same_store(locations.results, locations.results_store_id)
+    return locations.durable_url if is_here else "none"
 
 
-def _mark_in(url: str) -> Path | None:
-    """Return the path of the mark in a `disk:` URL's folder; None for other URLs."""
+def _id_file(url: str) -> Path | None:
+    """Return the path of a `disk:` URL's id file. None for other URLs."""
     kind, _, path = url.partition("?")[0].partition(":")
     return expand_path(path).absolute() / ID_FILE if kind == "disk" and path else None
 
@@ -240,10 +243,10 @@ def fragment_prefix(attempt: int) -> str:
     return f"{FRAGMENT}{attempt}-"
 
 
-def open_results(url: str, mark: str = "") -> ResultStore:
+def open_results(url: str, expected_id: str = "") -> ResultStore:
     """Open the result store at a URL.
 
-    If a folder has another mark, the store is empty.
+    If the folder has another id than the expected one, it is on another machine: nothing can be read or stored.
 
     `url` is `disk:PATH`, `s3://BUCKET/PREFIX`, or `redis://HOST:PORT/DATABASE`, which keeps results for a day. Raises
     ConfigError for any other URL, and for a folder that cannot be made.
@@ -252,7 +255,7 @@ def open_results(url: str, mark: str = "") -> ResultStore:
         raise ConfigError(
             f"--results {url!r} is not supported: use disk:PATH, s3://BUCKET/PREFIX or redis://HOST:PORT/DATABASE"
         )
-    if not is_same_store(url, mark):
+    if not is_same_store(url, expected_id):
         return RemoteResults(_InaccessibleBlobs())
     blobs = open_blobs(url)
     return DiskResults(blobs) if isinstance(blobs, DiskBlobs) else RemoteResults(blobs)

@@ -46,7 +46,7 @@ class ArenaReaders:
         self._watcher.start()
 
     def register_owners(self, peers: Mapping[str, tuple[str, str]]) -> None:
-        """Register the places of owners, as {owner: (node, address)}."""
+        """Register the addresses of owners, as {owner: (node, address)}."""
         self._addresses.update({owner: address for owner, (_, address) in peers.items()})
 
     def find(self, ref: ObjectRef) -> ArenaClient:
@@ -61,7 +61,7 @@ class ArenaReaders:
     def reaches(self, owner: str) -> bool:
         """Whether there is a connection to an owner, or one can be made now.
 
-        It stays until the owner is gone.
+        The connection stays until the owner has ended.
         """
         try:
             self._client(owner)
@@ -89,14 +89,15 @@ class ArenaReaders:
         if address is None:
             raise NotFound(f"its owner {owner} is unknown")
         with self._lock:
-            if known := self._clients.get((owner, address)):
-                return known
+            if existing := self._clients.get((owner, address)):
+                return existing
         client = ArenaClient(address, folder=self._folder, owner=owner)
+        # Another thread may have made the same connection meanwhile: then that one is used.
         with self._lock:
-            known = self._clients.get((owner, address))
-            if known or self._closed:
+            existing = self._clients.get((owner, address))
+            if existing or self._closed:
                 client.close()
-                return known or client
+                return existing or client
             self._epoll.register(client.fileno(), 0)  # without events, only the end of the connection is reported
             self._clients[owner, address] = client
         return client
@@ -115,38 +116,38 @@ class ArenaReaders:
 
 
 class SharedMemoryBackend(TabledBackend):
-    """Writes into `home`, and reads there and from peers.
+    """Writes into `local_arena`, and reads there and from peers.
 
-    `home` is the process's own arena or a connection to one. With a run folder, only sockets of peers in that folder
-    are opened; without one, the addresses that peers give.
+    `local_arena` is the process's own arena or a connection to one. With a run folder, only sockets of peers in that
+    folder are opened. Without one, the addresses that peers register are opened.
     """
 
     announces = True
 
-    def __init__(self, options: StoreOptions, home: Arena | ArenaClient, address: str, token: bytes) -> None:
-        super().__init__(home)
+    def __init__(self, options: StoreOptions, local_arena: Arena | ArenaClient, address: str, token: bytes) -> None:
+        super().__init__(local_arena)
         self.address, self.write_token = address, token
-        self._owner, self._home = options.owner, home
+        self._owner, self._local_arena = options.owner, local_arena
         self._readers = ArenaReaders(Path(options.run_dir) if options.run_dir else None)
 
     @override
     def create(self, nbytes: int, request: str) -> ObjectDraft:
-        extent = self._home.create(nbytes, request)
-        return ObjectDraft(extent.id, extent.key, extent.generation, self._home.writable(extent))
+        extent = self._local_arena.create(nbytes, request)
+        return ObjectDraft(extent.id, extent.key, extent.generation, self._local_arena.writable(extent))
 
     @override
     def memory(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        return self._home.memory[offset : offset + nbytes]
+        return self._local_arena.memory[offset : offset + nbytes]
 
     @override
-    def announce(self, id: str, written: tuple[int, ...]) -> None:
-        self._home.announce(id, written)
+    def announce(self, id: str, checksums: tuple[int, ...]) -> None:
+        self._local_arena.announce(id, checksums)
 
     @override
     def is_whole(self, ref: ObjectRef) -> bool:
         with _lost_if_unreachable(ref):
-            _, whole = self._reader(ref).watch(ref.id, ref.key, ref.generation, ref.nbytes)
-        return whole
+            _, is_complete = self._reader(ref).watch(ref.id, ref.key, ref.generation, ref.nbytes)
+        return is_complete
 
     @override
     def open(self, ref: ObjectRef) -> ObjectHold:
@@ -166,11 +167,11 @@ class SharedMemoryBackend(TabledBackend):
     @override
     def close(self) -> None:
         self._readers.close()
-        self._home.close()
+        self._local_arena.close()
 
     def _reader(self, ref: ObjectRef) -> Arena | ArenaClient:
         """Return the arena or connection with a ref's object. Raises ObjectLost."""
-        return self._home if ref.owner == self._owner else self._readers.find(ref)
+        return self._local_arena if ref.owner == self._owner else self._readers.find(ref)
 
 
 @contextmanager
@@ -193,23 +194,23 @@ class OwnedSharedMemory(SharedMemoryBackend):
     def __init__(self, options: StoreOptions) -> None:
         self.arena = Arena(options.capacity)
         token = secrets.token_bytes(16)
-        self._own_folder = None if options.run_dir else tempfile.TemporaryDirectory(prefix="unfuse-")
-        folder = Path(self._own_folder.name if self._own_folder else options.run_dir)
+        self._temporary_folder = None if options.run_dir else tempfile.TemporaryDirectory(prefix="unfuse-")
+        folder = Path(self._temporary_folder.name if self._temporary_folder else options.run_dir)
         self._server = ArenaServer(self.arena, token, folder, options.owner)
         super().__init__(options, self.arena, self._server.address, token)
 
     @override
     def close(self) -> None:
         self._server.close()
-        if self._own_folder:
-            self._own_folder.cleanup()
+        if self._temporary_folder:
+            self._temporary_folder.cleanup()
         super().close()
 
 
 def open_shared_memory(options: StoreOptions) -> SharedMemoryBackend:
     """Open a new arena, or that at `address` of another process. Raises ConfigError.
 
-    ConfigError means that there is not enough memory.
+    ConfigError is raised if there is not enough memory.
     """
     if not options.address:
         return OwnedSharedMemory(options)

@@ -1,4 +1,4 @@
-"""A store of two: unused objects are offloaded from the fast to the slow one."""
+"""The spill backend: moves unused objects from a fast to a slow backend."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from unfuse.stores.keyed import KeyedBackend, open_keyed
 #: Seconds after which a spilled object is deleted at the next start: its owner has ended by then.
 SPILLED_S = 24 * 3600
 
-Place = TypeVar("Place")
+Allocated = TypeVar("Allocated")
 
 
 class SpillBackend(StorageBackend):
     """Puts objects into `fast`, and offloads idle ones to `slow` above a threshold.
 
-    The threshold is the share `options.threshold` of `fast`; the least recently used idle objects are moved. Readers
-    of this machine read a spilled object from `slow`, verified. For a transfer to another node, the owner loads it
-    into its arena again, unverified, because the reader verifies it.
+    The threshold is the share `options.threshold` of `fast`. The least recently used idle objects are moved first.
+    Readers of this machine read a spilled object from `slow`, verified. For a transfer to another node, the owner loads
+    the object into its arena again, unverified, because the reader verifies it.
     """
 
     bounded = False
@@ -43,7 +43,7 @@ class SpillBackend(StorageBackend):
         self.address, self.write_token = fast.address, fast.write_token
         self.arena = fast.arena
         self.announces = fast.announces
-        self._recalling = Lock()
+        self._recall_lock = Lock()
         if self.arena:
             self.arena.recall = self._recall
 
@@ -62,8 +62,8 @@ class SpillBackend(StorageBackend):
         return self._fast.memory(offset, nbytes)
 
     @override
-    def announce(self, id: str, written: tuple[int, ...]) -> None:
-        self._fast.announce(id, written)
+    def announce(self, id: str, checksums: tuple[int, ...]) -> None:
+        self._fast.announce(id, checksums)
 
     @override
     def is_whole(self, ref: ObjectRef) -> bool:
@@ -126,13 +126,13 @@ class SpillBackend(StorageBackend):
             with suppress(TransientError):
                 self._slow.clear()
 
-    def _allocate(self, nbytes: int, allocate: Callable[[], Place]) -> Place:
+    def _allocate(self, nbytes: int, allocate: Callable[[], Allocated]) -> Allocated:
         """Spill until `allocate` finds room, and return its result."""
         usage, idle = self._fast.usage(), self._idle()
         excess = usage.used + nbytes - self._options.threshold * usage.capacity
         with suppress(TransientError):  # a slow store that fails matters only when the fast one is full
-            while excess > 0 and (moved := self._spill_next(idle)):
-                excess -= moved
+            while excess > 0 and (spilled := self._spill_next(idle)):
+                excess -= spilled
         while True:
             try:
                 return allocate()
@@ -145,11 +145,9 @@ class SpillBackend(StorageBackend):
         yield from self._fast.idle()  # a generator, because `idle` is slow and often not needed
 
     def _spill_next(self, idle: Iterator[Extent]) -> int:
-        """Spill the next of `idle` that still exists.
+        """Spill the next of the `idle` objects that still exists.
 
-        Returns its bytes, at least 1, or 0.
-
-        It is 0 if there is none.
+        Returns its size in bytes, at least 1, or 0 if no object is left.
         """
         for extent in idle:
             with suppress(ObjectLost):  # it was released meanwhile
@@ -158,17 +156,20 @@ class SpillBackend(StorageBackend):
         return 0
 
     def _spill_object(self, extent: Extent) -> None:
-        """Copy an object to the slow store and free it in the fast one."""
+        """Copy an object to the slow store and free it in the fast one.
+
+        Raises ObjectLost if it was released.
+        """
         id, nbytes = extent.id, extent.nbytes
         ref = ObjectRef(
             id, self._options.owner, "", extent.request, "", 0, extent.generation, nbytes, (), (), extent.key, 0.0
         )
-        hold = self._fast.open(ref)
-        self._slow.store(ref, hold.bytes())
-        hold.release()
+        object_hold = self._fast.open(ref)
+        self._slow.store(ref, object_hold.bytes())
+        object_hold.release()
         try:
             self._fast.spill(ref)
-        except ObjectLost:
+        except ObjectLost:  # released meanwhile, and nothing else would delete the copy
             self._slow.delete(ref)
             raise
 
@@ -183,7 +184,7 @@ class SpillBackend(StorageBackend):
         def fill(offset: int) -> None:
             self._slow.load(extent, arena.memory[offset : offset + extent.nbytes])
 
-        with self._recalling:
+        with self._recall_lock:
             with suppress(ObjectLost):  # another caller may have loaded it meanwhile
                 return arena.hold(extent.id, extent.key, extent.generation, extent.nbytes)
             try:

@@ -48,7 +48,7 @@ RECHECK_S = 0.005
 
 
 class UnsealedObject:
-    """An object that is being written; `ref` names it, without checksums.
+    """An object that is being written. `ref` is its ref, without checksums.
 
     If its request is released meanwhile, writing has no effect, and `finish` raises ObjectLost.
     """
@@ -57,7 +57,9 @@ class UnsealedObject:
         self.ref = ref
         self._backend, self._memory = backend, memory
         self._checksums = Checksums(memory)
-        self._announced = 0  # number of chunks
+        #: Number of chunks that were announced.
+        self._announced = 0
+        #: Why the object is lost. None if it is not.
         self._lost: ObjectLost | None = None
         self._is_open = True
         for meta in ref.tensors:
@@ -70,9 +72,9 @@ class UnsealedObject:
         return {meta.name: torch_over(self._memory, meta) for meta in self.ref.tensors}
 
     def completes_chunk(self, name: str, elements: int) -> bool:
-        """Whether readers gain a chunk once so many elements of a tensor are written.
+        """Whether another chunk is complete once so many elements of a tensor are written.
 
-        All tensors before it are written, too.
+        All tensors before it must be written by then, too.
         """
         return self._offset_behind(name, elements) >= (self._announced + 1) * chunk_bytes(self.ref.nbytes)
 
@@ -96,7 +98,10 @@ class UnsealedObject:
             self.announce()
 
     def write(self, tensors: Mapping[str, Value]) -> None:
-        """Copy all tensors to their places; hashes pieces while the CPU caches them."""
+        """Copy all tensors into the object's memory.
+
+        Each piece is hashed while it is in the CPU's cache.
+        """
         for meta in self.ref.tensors:
             value, end = tensors[meta.name], meta.offset + meta.nbytes
             value = value.data if isinstance(value, PackedTensor) else value
@@ -110,9 +115,9 @@ class UnsealedObject:
                     self._checksums.filled(stop)
 
     def finish(self) -> ObjectRef:
-        """Seal the object and return its ref with checksums. Raises ObjectLost.
+        """Seal the object and return its ref with checksums. All tensors must be written.
 
-        Everything must be written. ObjectLost means that the request was released meanwhile.
+        Raises ObjectLost if the request was released meanwhile.
         """
         self._is_open = False
         checksums = self._checksums.finish()
@@ -148,8 +153,8 @@ class HeldTensors(Mapping[str, Any]):
     last of them is garbage.
     """
 
-    def __init__(self, tensors: dict[str, Any], hold: ObjectHold) -> None:
-        self._tensors, self._hold_object = tensors, hold
+    def __init__(self, tensors: dict[str, Any], object_hold: ObjectHold) -> None:
+        self._tensors, self._object_hold = tensors, object_hold
 
     def __getitem__(self, name: str) -> Any:
         return self._tensors[name]
@@ -169,7 +174,7 @@ class HeldTensors(Mapping[str, Any]):
     def close(self) -> None:
         """End the hold on the object."""
         self._tensors = {}
-        self._hold_object.release()
+        self._object_hold.release()
 
 
 class TensorStore:
@@ -198,7 +203,7 @@ class TensorStore:
         #: The memory of the objects, if this process owns it.
         self.arena = backend.arena
 
-        #: Whether the store has no room but that memory.
+        #: Whether the store's room is only that memory. If not, it stores objects elsewhere too.
         self.bounded = backend.bounded
 
     @classmethod
@@ -241,7 +246,7 @@ class TensorStore:
         return self._backend.reserve(nbytes, request)
 
     def register_owners(self, peers: Mapping[str, tuple[str, str]]) -> None:
-        """Register the places of other owners, as {owner: (node, address)}.
+        """Register the addresses of other owners, as {owner: (node, address)}.
 
         Their objects can be read from now on.
         """
@@ -266,18 +271,24 @@ class TensorStore:
     ) -> ObjectRef:
         """Store one stage's output, copying each tensor once.
 
-        With an `encoding` ("bf16" or "fp16"), 32-bit floats are stored in 16 bits and read as 32 bits again; with
-        "int4", floats of 32 and 16 bits are stored in four bits, in blocks that share a scale (quantization). Waits
-        up to `wait` seconds for room. Raises ArenaFull if there is none, TransientError if the store fails,
-        ObjectLost if the request was released meanwhile, and TypeError or ValueError for values that no object can
-        have.
+        Waits up to `wait` seconds for room. With the `encoding` "bf16" or "fp16", 32-bit floats are stored in 16 bits,
+        and read as 32 bits again. With "int4", floats of 32 and 16 bits are quantized to four bits, in blocks that
+        share a scale.
+
+        Raises ArenaFull if there is no room, TransientError if the store fails, ObjectLost if the request was released
+        meanwhile, and TypeError or ValueError for values that no object can have.
         """
-        wide = tensors
+        originals = tensors
         if encoding != "none":
-            tensors = {name: narrowed(value, encoding) for name, value in wide.items()}
+            tensors = {name: narrowed(value, encoding) for name, value in originals.items()}
         metas, nbytes = layout_tensors((name, *describe(value)) for name, value in tensors.items())
-        narrow = {name: describe(wide[name])[0] for name in tensors if tensors[name] is not wide[name]}
-        metas = tuple(replace(meta, is_wide=narrow[meta.name]) if narrow.get(meta.name) else meta for meta in metas)
+        original_dtypes = {
+            name: describe(originals[name])[0] for name in tensors if tensors[name] is not originals[name]
+        }
+        metas = tuple(
+            replace(meta, is_wide=original_dtypes[meta.name]) if original_dtypes.get(meta.name) else meta
+            for meta in metas
+        )
         output = self._new_unsealed(metas, nbytes, request, stage, attempt, wait)
         try:
             output.write(tensors)
@@ -297,9 +308,11 @@ class TensorStore:
     ) -> UnsealedObject | None:
         """Start an output that can be read while it is written step by step.
 
-        `outline` has the names, dtypes and shapes of its tensors. Returns None if no part of it could be read before
-        it is whole: the store does not announce, or the output is a single chunk and not `small`. With `small`, such
-        an output is announced, too. Raises ArenaFull, and ValueError for an outline that no object can have.
+        Returns None if the store does not announce objects. Returns None also for an output of a single chunk, which
+        can only be read when it is complete, unless `small` asks to announce these as well. Raises ArenaFull, and
+        ValueError for an outline that no object can have.
+
+        outline: the names, dtypes and shapes of the output's tensors.
         """
         metas, nbytes = layout_tensors(outline)
         if not self._backend.announces or (nbytes <= chunk_bytes(nbytes) and not small):
@@ -319,37 +332,38 @@ class TensorStore:
     def get(self, ref: ObjectRef, *, as_torch: bool = False, verify: bool = False, reader: str = "") -> HeldTensors:
         """Read an object without copying, as numpy arrays or torch tensors.
 
-        numpy arrays have bfloat16 and float8 as their bits. The request `reader` may have a copy of its own of
-        another request's object. Raises ObjectLost if the object is gone or does not match the ref; with `verify`,
-        also if its checksums do not match.
+        numpy arrays have bfloat16 and float8 as their bits. Raises ObjectLost if the object is gone or does not match
+        the ref. With `verify`, it is raised also if the checksums do not match.
+
+        reader: the request that reads another request's object. It may have a durable copy of its own.
         """
-        hold = self.open(ref, verify=verify, reader=reader)
-        over, memory = (torch_over if as_torch else numpy_over), hold.bytes(writable=as_torch)
-        return HeldTensors({meta.name: over(memory, meta) for meta in ref.tensors}, hold)
+        object_hold = self.open(ref, verify=verify, reader=reader)
+        tensor_over, memory = (torch_over if as_torch else numpy_over), object_hold.bytes(writable=as_torch)
+        return HeldTensors({meta.name: tensor_over(memory, meta) for meta in ref.tensors}, object_hold)
 
     def open(self, ref: ObjectRef, *, verify: bool = False, reader: str = "") -> ObjectHold:
-        """Return a hold on an object, or else on its durable copy.
+        """Return a hold on an object, or on its durable copy if it is lost.
 
-        Raises ObjectLost, as `get`.
+        Raises ObjectLost as `get` does.
         """
         if not _is_consistent(ref):
             raise ObjectLost(f"object {ref.id} cannot be read: its ref is inconsistent", ref.id)
-        hold = self._hold_object(ref, verify, reader)
-        self._holds[hold] = ref
-        return hold
+        object_hold = self._hold_object(ref, verify, reader)
+        self._holds[object_hold] = ref
+        return object_hold
 
     def open_refs(self) -> list[ObjectRef]:
         """Return the refs of the objects that were read here and are still held."""
-        return [ref for hold, ref in list(self._holds.items()) if not hold.released]
+        return [ref for object_hold, ref in list(self._holds.items()) if not object_hold.released]
 
     def _hold_object(self, ref: ObjectRef, verify: bool, reader: str) -> ObjectHold:
         """Return a hold on an object or its durable copy. Raises ObjectLost."""
         try:
-            hold = self._backend.open(ref)
-            if verify and checksums_of(hold.bytes()) != ref.checksums:
-                hold.release()
+            object_hold = self._backend.open(ref)
+            if verify and checksums_of(object_hold.bytes()) != ref.checksums:
+                object_hold.release()
                 raise ObjectLost(f"object {ref.id} is damaged: its bytes do not match its checksums", ref.id)
-            return hold
+            return object_hold
         except ObjectLost:
             for request in dict.fromkeys([ref.request, reader or ref.request]):
                 with suppress(ObjectLost):
@@ -360,7 +374,7 @@ class TensorStore:
         """Write a durable copy of an object, if there is a store for copies.
 
         The copy is read if the object is lost. With a `reader`, the copy belongs to that request, which reads another
-        request's object. Raises ObjectLost if the object is lost already, TransientError if the copy cannot be
+        request's object. Raises ObjectLost if the object is lost already, and TransientError if the copy cannot be
         written.
         """
         if copies := self._copies():
@@ -452,16 +466,14 @@ class TensorStore:
         return UnsealedObject(self._backend, ref, draft.memory)
 
     def _wait_for_room(self, nbytes: int, request: str, wait: float) -> ObjectDraft:
-        """Return a new draft; tries again for `wait` seconds while there is no room.
-
-        Raises ArenaFull.
-        """
-        until = self._clock.now() + wait
+        """Return a new draft, waiting up to `wait` seconds for room. Raises ArenaFull."""
+        deadline = self._clock.now() + wait
         while True:
             try:
                 return self._backend.create(nbytes, request)
             except ArenaFull as full:
-                if nbytes > full.capacity or self._clock.now() >= until:
+                # An object that is larger than the whole store never fits.
+                if nbytes > full.capacity or self._clock.now() >= deadline:
                     raise
             time.sleep(RECHECK_S)
 
@@ -475,8 +487,8 @@ class TensorStore:
 def _is_consistent(ref: ObjectRef) -> bool:
     """Whether a ref's tensors are where `layout_tensors` puts them, inside their object."""
     try:
-        narrow = (meta for meta in ref.tensors if meta.is_wide or meta.dtype == PACKED)
-        if any(meta.is_wide not in WIDE.get(meta.dtype, ()) for meta in narrow):
+        encoded = (meta for meta in ref.tensors if meta.is_wide or meta.dtype == PACKED)
+        if any(meta.is_wide not in WIDE.get(meta.dtype, ()) for meta in encoded):
             return False
         stored = tuple(replace(meta, is_wide="") if meta.is_wide else meta for meta in ref.tensors)
         return layout_tensors((meta.name, meta.dtype, meta.shape) for meta in stored) == (stored, ref.nbytes)

@@ -1,9 +1,7 @@
 """Tensors as bytes, also with four-bit quantization.
 
-Four-bit numbers are in blocks of 32 that share a scale.
-
-Types that numpy lacks are stored as their bits, so none of this needs torch. The quantization is that of GGUF's Q4_0,
-but symmetric.
+Types that numpy lacks are stored as their bits, so numpy arrays are stored and read without torch. The quantization is
+that of GGUF's Q4_0, but symmetric: blocks of 32 four-bit numbers share a scale.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ LEVELS = 7
 
 
 class PackedTensor:
-    """A quantized tensor: the float16 scales of all blocks, then two numbers a byte."""
+    """A quantized tensor: the float16 scales of all blocks, then two numbers in each byte."""
 
     def __init__(self, data: NDArray[np.uint8], shape: tuple[int, ...]) -> None:
         self.data, self.shape = data, shape
@@ -36,9 +34,9 @@ class PackedTensor:
 def pack(values: NDArray[np.float32]) -> PackedTensor | None:
     """Quantize to four bits: round each number to the nearest multiple of its block's scale.
 
-    The scale is a seventh of the largest magnitude in the block. Blocks are 32 numbers that follow each other in C
-    order. A number is off by half a scale at most. Returns None for tensors with a number that is not finite, or one
-    that no scale reaches (beyond 458,000).
+    The scale is a seventh of the largest magnitude in the block. A block is 32 consecutive numbers in C order. The
+    error of a number is half a scale at most, except in blocks without a magnitude above about 1e-5. Returns None for
+    tensors with a number that is not finite, or so large (beyond 458,000) that its scale would overflow float16.
     """
     blocks = np.zeros((-(-values.size // BLOCK), BLOCK), np.float32)
     blocks.reshape(-1)[: values.size] = values.reshape(-1)
@@ -48,8 +46,8 @@ def pack(values: NDArray[np.float32]) -> PackedTensor | None:
     if not np.isfinite(scales).all():
         return None
     scales.view(np.uint16)[scales > largest] -= 1  # rounded down: otherwise, seven scales may overflow float16
-    wide = scales.astype(np.float32)[:, None]
-    multiples = np.divide(blocks, wide, out=np.zeros_like(blocks), where=wide > 0)
+    wide_scales = scales.astype(np.float32)[:, None]
+    multiples = np.divide(blocks, wide_scales, out=np.zeros_like(blocks), where=wide_scales > 0)
     levels = (np.clip(np.rint(multiples), -LEVELS, LEVELS) + LEVELS).astype(np.uint8)
     pairs = levels[:, ::2] | levels[:, 1::2] << 4
     return PackedTensor(np.concatenate([scales.view(np.uint8), pairs.reshape(-1)]), values.shape)
@@ -128,9 +126,9 @@ def _name(dtype: np.dtype[Any]) -> str:
 
 
 def flat_bytes(value: NDArray[Any] | Tensor) -> NDArray[np.uint8] | None:
-    """Return a tensor's bytes in C order without copying, or None.
+    """Return a tensor's bytes in C order without copying.
 
-    None: they are not contiguous in this process's memory.
+    None if they are not contiguous in this process's memory, or not in its byte order.
     """
     if isinstance(value, np.ndarray):
         is_plain = value.flags.c_contiguous and value.dtype.isnative
@@ -139,9 +137,9 @@ def flat_bytes(value: NDArray[Any] | Tensor) -> NDArray[np.uint8] | None:
         return None
     import torch
 
-    line = value.detach().as_strided((value.numel(),), (1,))  # dimensions of one element may have any stride
-    flat: NDArray[np.uint8] = line.view(torch.uint8).numpy()
-    return flat
+    elements = value.detach().as_strided((value.numel(),), (1,))  # dimensions of one element may have any stride
+    raw: NDArray[np.uint8] = elements.view(torch.uint8).numpy()
+    return raw
 
 
 def copy_into(memory: NDArray[np.uint8], value: NDArray[Any] | Tensor) -> None:
@@ -153,9 +151,9 @@ def copy_into(memory: NDArray[np.uint8], value: NDArray[Any] | Tensor) -> None:
 
 
 def numpy_over(memory: NDArray[np.uint8], meta: TensorMeta) -> NDArray[Any] | None:
-    """Return the array that `meta` describes over an object's bytes; None for dtype "none".
+    """Return the array that `meta` describes over an object's bytes. None for dtype "none".
 
-    It is a copy if it is widened. bfloat16 and float8 are returned as their bits.
+    It is a copy if the values are decoded to the dtype that they had before. bfloat16 and float8 are returned as bits.
     """
     if meta.dtype == "none":
         return None
@@ -164,6 +162,7 @@ def numpy_over(memory: NDArray[np.uint8], meta: TensorMeta) -> NDArray[Any] | No
         wide = unpack(part, meta.shape)
         return _bits_of_bfloat16(wide) if meta.is_wide in RAW else wide.astype(meta.is_wide, copy=False)
     array = part.view(RAW.get(meta.dtype, meta.dtype)).reshape(meta.shape)
+    # The bits of a bfloat16 are the upper half of the bits of a float32.
     if meta.is_wide and meta.dtype in RAW:
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(meta.is_wide) if meta.is_wide else array
@@ -189,8 +188,8 @@ def _floats(value: NDArray[Any] | Tensor) -> NDArray[np.float32]:
     """Return a tensor as a float32 array."""
     if isinstance(value, np.ndarray):
         return value.astype(np.float32, copy=False)
-    wide: NDArray[np.float32] = value.detach().float().cpu().numpy()
-    return wide
+    floats: NDArray[np.float32] = value.detach().float().cpu().numpy()
+    return floats
 
 
 def _bits_of_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
