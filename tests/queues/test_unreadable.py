@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from tests.examples import examples
 from tests.queues.conftest import Server
 from unfuse import queues
-from unfuse.core.errors import NotFound, RecordDamaged
+from unfuse.core.errors import NotFound, Overloaded, RecordDamaged
 from unfuse.core.request import Event
-from unfuse.queues.base import PoolStats, QueueBackend, RequestFilter
+from unfuse.queues.base import PoolStats, QueueBackend, QueueLimits, RequestFilter
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
@@ -204,6 +204,20 @@ async def test_what_cannot_be_read_is_listed_until_it_is_dropped(server: Server)
     assert [found.request for found in await queue.peek("p")] == [RUNS, *HEALTHY]
     assert (await queue.submit(request(BAD, tenant="t", idempotency_key=BAD), [], [], LIMITS)).context.version == 0
     assert not [key for key in server.client.scan_iter() if b"task:3:bad" in key]
+    await queue.close()
+
+
+async def test_discarding_the_last_active_request_frees_its_cost(server: Server) -> None:
+    """Given one active request, whose record is garbage, when it is discarded, then no cost counts any more."""
+    limits = QueueLimits(max_cost=15.0)
+    queue = queues.open(server.url, ManualClock())
+    await queue.submit(request(BAD, cost=10.0), [], [], limits)
+    server.client.hset(f"{P}:request:bad", "context", b"\xc1")
+    await queue.discard(BAD)
+    for name, cost in (("a", 1.0), ("b", 10.0)):
+        await queue.submit(request(name, cost=cost), [], [], limits)
+    with pytest.raises(Overloaded):
+        await queue.submit(request("c", cost=5.0), [], [], limits)
     await queue.close()
 
 

@@ -36,9 +36,10 @@ function verbs.discard()
     call('DEL', task_key(name))
     call('ZREM', LEASES, name)
   end
-  local was_active = call('ZREM', ACTIVE, id) == 1
-  local sum = tonumber(call('HGET', META, 'cost')) or 0
-  call('HSET', META, 'cost', exact(was_active and call('ZCARD', ACTIVE) > 0 and sum - (cost or 0) or sum))
+  if call('ZREM', ACTIVE, id) == 1 then
+    local sum = tonumber(call('HGET', META, 'cost')) or 0
+    call('HSET', META, 'cost', exact(call('ZCARD', ACTIVE) > 0 and sum - (cost or 0) or 0)) -- sums of floats drift
+  end
   recount() -- the request's own share may be unreadable
   drop(id)
   for _, name in ipairs(call('HKEYS', DAMAGED)) do
