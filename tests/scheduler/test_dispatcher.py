@@ -359,6 +359,20 @@ async def test_a_worker_has_one_connection_the_newest() -> None:
         assert len(await granted(dispatcher, peer=OTHER)) == 1
 
 
+@in_virtual_time
+async def test_a_connection_that_registers_another_worker_drops_the_first() -> None:
+    """Given a waiting lease request, when its connection registers another worker, then the request ends, and so does
+    the first worker's alarm."""
+    async with dispatching() as (dispatcher, clock):
+        asking = asyncio.create_task(granted(dispatcher, wait=20.0))
+        await settle()
+        welcome = await dispatcher.answer(PEER, Register(info("worker-2", ENCODE, DENOISE), (CARD,)))
+        assert isinstance(welcome, Registered)
+        assert await asyncio.wait_for(asking, 10.0) == []
+        await dispatcher.answer(PEER, Unregister())
+        clock.advance(2 * MISSED_HEARTBEATS * welcome.heartbeat_s)
+
+
 async def test_what_a_worker_says_of_another_s_task_has_no_effect() -> None:
     async with dispatching() as (dispatcher, clock):
         await dispatcher.answer(OTHER, Register(info("worker-2", ENCODE, DENOISE), (CARD,)))

@@ -250,7 +250,8 @@ class Dispatcher(Observer):
         if identity not in self._peers:
             log_fields = {"worker": worker.id, "role": worker.role, "node": worker.node, "slots": worker.slots}
             (log.debug if worker.node == self._node else log.info)("worker joined", **log_fields)
-        for stale in [other for other, registered in self._peers.items() if registered.worker.id == worker.id]:
+        replaced = [other for other, peer in self._peers.items() if other == identity or peer.worker.id == worker.id]
+        for stale in replaced:
             self._drop_peer(stale)
 
         self._peers[identity] = _Peer(msgspec.structs.replace(request, worker=worker, secret=b""))
