@@ -192,7 +192,7 @@ def pull(
     with progress_on(terminal, status):
         for name in models:
             reports.clear()
-            spec, folder = fetch(name, selector, revision=settings.serve.revision, tell=reports.append)
+            spec, folder = fetch(name, selector, revision=settings.serve.revision, on_progress=reports.append)
             if not any(selector.selects(stage) for stage in spec.pipeline.stages):
                 roles = ", ".join(dict.fromkeys(stage.role for stage in spec.pipeline.stages))
                 raise ConfigError(f"model {name} has no stage for --role and --component: its roles are {roles}")

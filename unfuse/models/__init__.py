@@ -59,19 +59,20 @@ def find(source: str | Path) -> Family:
     A folder of another pipeline is served undivided. Raises ConfigError if there is no model, or it is not supported.
     """
     folder = open_files(Path(source)) if source and Path(source).exists() else None
-    kind = folder.kind if folder else pipeline_class(str(source))
-    outside = entry_points(group=OUTSIDE) if kind not in FAMILIES else ()
-    families = {point.name: point.value for point in outside} | FAMILIES
+    class_name = folder.kind if folder else pipeline_class(str(source))
+    # Reading the entry points takes time, because it reads the metadata of every installed package.
+    plugins = entry_points(group=OUTSIDE) if class_name not in FAMILIES else ()
+    families = {plugin.name: plugin.value for plugin in plugins} | FAMILIES
 
-    if kind not in families and folder and not folder.is_transformers_model and declared_pipeline(kind):
+    if class_name not in families and folder and not folder.is_transformers_model and declared_pipeline(class_name):
         return WHOLE
-    if kind not in families:
+    if class_name not in families:
         raise ConfigError(
-            f"model {source} is a {kind[:80]}, which is not supported; supported: {', '.join(sorted(families))}, and "
-            "any other pipeline of the installed diffusers, undivided"
+            f"model {source} is a {class_name[:80]}, which is not supported; supported: "
+            f"{', '.join(sorted(families))}, and any other pipeline of the installed diffusers, undivided"
         )
 
-    family: Family = resolve(families, kind, "model family")
+    family: Family = resolve(families, class_name, "model family")
     return family if folder is None or family.supports(folder) else WHOLE
 
 
@@ -81,26 +82,27 @@ def fetch(
     source: str = "",
     revision: str = "",
     dtype: str = "auto",
-    tell: ProgressCallback | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> tuple[ModelSpec, Path]:
-    """Return the spec and the folder of a model, after downloading needed weights.
+    """Download the weights of some stages of a model. Returns its spec and folder.
 
     `choice`: the stages whose weights are downloaded.
     `source`: the name by which `resolve_source` finds the model, if it is not `name`.
-    `tell`: called with the download's progress.
+    `on_progress`: called with the download's progress.
     Raises ConfigError.
     """
+    # Without weights at first: only the configurations show which components the stages have.
     folder = resolve_source(source or name, revision or None, ())
     spec = read_model_spec(name, folder, dtype)
     stages = [stage for stage in spec.pipeline.stages if choice.selects(stage)]
-    resolve_source(spec.source, None, {component for stage in stages for component in stage.components}, tell)
+    resolve_source(spec.source, None, {component for stage in stages for component in stage.components}, on_progress)
     return spec, folder
 
 
 def read_model_spec(name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
-    """Return the spec of the model in a folder.
+    """Return the spec of the model in a folder, served as `name`.
 
-    Raises ConfigError if it is not supported, or its stages do not fit together.
+    Raises ConfigError if the model is not supported, or its stages do not fit together.
     """
     spec = find(folder).model_spec(name, folder, dtype)
     try:

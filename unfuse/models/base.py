@@ -77,12 +77,13 @@ class RuntimeOptions(msgspec.Struct, frozen=True):
     device: str
     #: The dtype of each component.
     dtypes: Mapping[str, str]
+    #: The settings that all stages of the worker share, such as batching and offload.
     options: ComputeOptions = ComputeOptions()
     #: The folder of LoRA adapters; "" for none.
     loras: str = ""
     #: The ranks over which the stage is spread; None for one rank.
     mesh: Mesh | None = None
-    #: Bytes of the KV cache, for all ranks together. 0: as much as fits.
+    #: Bytes of the KV cache, for all ranks together. 0: a share of the free memory.
     kv: int = 0
     #: Objects that the stages of one process share, such as models.
     shared_objects: dict[Hashable, Any] = {}
@@ -93,12 +94,12 @@ class RuntimeOptions(msgspec.Struct, frozen=True):
 
 
 class Family(ABC):
-    """A kind of model: its stages, its limits, and how its components load. Stateless."""
+    """A kind of model, without state: its stages, its limits, and how its components load."""
 
     #: Whether its stages compute with torch. Other families get numpy arrays, and their processes never import torch.
     torch = True
 
-    #: Installed packages, beside torch, on whose versions the bytes of its results depend.
+    #: Installed packages, besides torch, on whose versions the bytes of its results depend.
     libraries: tuple[str, ...] = ("diffusers", "transformers")
 
     #: Whether its requests are batched by default, with results equal within a tolerance. `--batching` overrides it.
@@ -174,7 +175,7 @@ class DiffusersFamily(Family):
         try:
             if not is_split(folder, self.classes):
                 return False
-            is_complete = self.else_whole and all((folder.path / part).exists() for part in self.components(folder))
+            is_complete = self.else_whole and all((folder.path / name).exists() for name in self.components(folder))
             return not is_complete or bool(self.standard(folder))
         except ConfigError:
             return False
@@ -185,6 +186,7 @@ class DiffusersFamily(Family):
         serving = read_serving(folder, ServingConfig)
         components = self.components(model)
         dtypes = choose_dtypes(dtype, components)
+
         standard = {**call_defaults(*self.source), **self.standard(model)}
         limits = serving.bounds(self.limits(model, serving.with_standard(standard)))
         pipeline = self.pipeline(model, limits, {component: WIDTHS[dtypes[component]] for component in dtypes})
@@ -246,17 +248,17 @@ class DiffusersFamily(Family):
         return {}
 
     def parallelism(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
-        """Return how each stage kind may be spread over ranks.
+        """Return the kinds of parallelism that each stage kind supports.
 
-        For each kind of parallelism a number of heads or layers, as `Spread.refusal` reads it.
+        By stage kind, a number of heads or layers for each parallel kind, as `ParallelDegrees.refusal` reads it.
         """
         denoisers = [name for name in self.components(folder) if name.startswith(self.adapts)]
         denoise = {} if any(map(folder.is_quantized, denoisers)) else self.denoiser_parallelism(folder)
-        spreads = {DENOISE.kind: denoise, VAE_DECODE.kind: {"tiles": 0}}
-        return spreads | encoder_parallelism(folder, self.components(folder))
+        parallelism = {DENOISE.kind: denoise, VAE_DECODE.kind: {"tiles": 0}}
+        return parallelism | encoder_parallelism(folder, self.components(folder))
 
     def denoiser_parallelism(self, folder: ModelFolder) -> dict[str, int]:
-        """Return how denoising may be spread, from the transformer's configuration."""
+        """Return the kinds of parallelism that denoising supports, from the transformer's configuration."""
         with folder.reading("transformer"):
             config = folder.config("transformer")
             heads, common = int(config["num_attention_heads"]), self.parallel_plans.matrices.common(config)
@@ -287,9 +289,9 @@ class DiffusersFamily(Family):
         inputs = tuple(name for encoder in encoders for name in encoder.outputs)
         denoisers = [name for name in self.components(folder) if name.startswith(self.adapts)]
         width = WIDTHS["float32"] if self.float32_latents else widths[self.adapts]
-        room = self.shape(folder).latent_size(width)
+        latent_size = self.shape(folder).latent_size(width)
         components = (*denoisers, "scheduler")
-        denoise = replace(DENOISE, components=components, inputs=inputs, output_size=room, batch_invariant=True)
+        denoise = replace(DENOISE, components=components, inputs=inputs, output_size=latent_size, batch_invariant=True)
         return Pipeline((*encoders, denoise, VAE_DECODE))
 
     def has_zeros(self, index: Mapping[str, Any]) -> bool:
@@ -338,14 +340,14 @@ class DiffusersFamily(Family):
             raise ConfigError("--loras cannot be combined with --offload sequential: use --offload model")
         pipeline = partial(getattr, import_module("diffusers"), self.source[1])
         files = AdapterFolder(runtime.loras, runtime.adapter_folder)
-        transformer, most = denoiser.transformers[0], runtime.options.max_loras
-        return LoadedAdapters(files, transformer, pipeline, loader.device, most, self.adapts)
+        transformer, max_loras = denoiser.transformers[0], runtime.options.max_loras
+        return LoadedAdapters(files, transformer, pipeline, loader.device, max_loras, self.adapts)
 
 
 def weights_ids(
     folder: ModelFolder, pipeline: Pipeline, recipe: str, settings: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, str]:
-    """Return the identity of each component of a pipeline.
+    """Return the identity (a hash) of each component of a pipeline.
 
     The identity of a stage's first component names the stage's pool, and covers the stage's other components too:
     workers with equal transformers and different noise schedulers must not share a pool.
@@ -353,10 +355,10 @@ def weights_ids(
     `recipe`: names how a family uses its components. Families with one recipe share the pools of equal components.
     `settings`: adds to the recipe for single components.
     """
-    alone = {component: (component,) for stage in pipeline.stages for component in stage.components}
-    groups = {**alone, **{stage.components[0]: stage.components for stage in pipeline.stages}}
-    named = ((part, f"{recipe}{settings.get(part, '')}\0{folder.identity(*group)}") for part, group in groups.items())
-    return {component: xxhash.xxh3_128_hexdigest(name.encode()) for component, name in named}
+    single = {component: (component,) for stage in pipeline.stages for component in stage.components}
+    groups = {**single, **{stage.components[0]: stage.components for stage in pipeline.stages}}
+    texts = ((name, f"{recipe}{settings.get(name, '')}\0{folder.identity(*group)}") for name, group in groups.items())
+    return {component: xxhash.xxh3_128_hexdigest(text.encode()) for component, text in texts}
 
 
 class Loader:
@@ -368,18 +370,20 @@ class Loader:
         classes: Mapping[str, tuple[str, str]],
         runtime: RuntimeOptions,
         report: Report | None,
-        cut: ParallelPlan | None = None,
+        plan: ParallelPlan | None = None,
     ) -> None:
         self.folder = folder
         self.runtime = runtime
         self._classes = classes  # library and class of each component
         self._report = report
-        self._cut = cut
+        self._plan = plan  # of the model's transformers
 
     @property
     def for_this_rank(self) -> Loader:
         """The same loader for components that only this rank loads."""
-        return Loader(self.folder, self._classes, replace(self.runtime, mesh=None, group=None), self._report, self._cut)
+        return Loader(
+            self.folder, self._classes, replace(self.runtime, mesh=None, group=None), self._report, self._plan
+        )
 
     @property
     def device(self) -> torch.device:
@@ -388,11 +392,11 @@ class Loader:
 
         return torch.device(self.runtime.device)
 
-    def model(self, component: str, part: Callable[[Any], Any] | None = None) -> Any:
-        """Return a component with weights, all of which must be in its safetensors files.
+    def model(self, component: str, select_part: Callable[[Any], Any] | None = None) -> Any:
+        """Return a component with weights, on the device.
 
-        `part`: converts its class to that of a part of it, which alone is loaded.
-        Raises ConfigError.
+        `select_part`: turns its class into that of a part of the model, so that only this part is loaded.
+        Raises ConfigError if the files lack weights, or the class does not have all weights of the files.
         """
         start = time.monotonic()
         runtime = self.runtime
@@ -401,11 +405,12 @@ class Loader:
         quantized = self.folder.quantization(component)
         check(component, quantized, files, dtype, self.device.type, runtime.options.offload)
 
-        load = partial(self._load_checked, component, part)
+        load = partial(self._load_checked, component, select_part)
         offloads = runtime.options.offload != "none"
         converts = (
             not isinstance(self.folder, GgufModel) and not quantized and not self.folder.stores_dtype(component, dtype)
         )
+        # Weights that each rank would pin or convert are loaded once for all ranks. Others are mapped from the files.
         if runtime.group and (offloads or converts):
             model = load_together(runtime.group, self.folder, component, library, load, offloads)
             mapped = MappedTensors(resident_tensors(model))
@@ -413,17 +418,18 @@ class Loader:
             model = load()
             mapped = MappedTensors(())
 
-        if runtime.mesh and (cut := component_parallel_plan(component, name, self._cut)):
+        # Sharded before it moves, so that a device needs no memory for the whole model.
+        if runtime.mesh and (plan := component_parallel_plan(component, name, self._plan)):
             from unfuse.parallel.spreading import parallelize
 
-            parallelize(model, cut, runtime.mesh)
+            parallelize(model, plan, runtime.mesh)
         mapped.copy_out(resident_tensors(model))
         model = self._place(model)
         self._report_load(component, start, sum(map(packed_bytes, resident_tensors(model))))
         return model
 
-    def _load_checked(self, component: str, part: Callable[[Any], Any] | None, path: Path | None = None) -> Any:
-        """Load a component from its own folder, or another one with all its weights.
+    def _load_checked(self, component: str, select_part: Callable[[Any], Any] | None, path: Path | None = None) -> Any:
+        """Load a component from `path`, or for None from its own folder.
 
         Raises ConfigError if tensors are missing, unexpected, or stored as integers.
         """
@@ -431,7 +437,7 @@ class Loader:
 
         name, dtype = self.class_of(component), getattr(torch, self.runtime.dtypes[component])
         options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
-        model, info = self._load(component, options, part, path)
+        model, info = self._load(component, options, select_part, path)
         if missing := sorted(info["missing_keys"]):
             raise ConfigError(
                 f"model {self.folder.path}: the weights of component {component} lack {missing[0]} "
@@ -443,14 +449,14 @@ class Loader:
                 f"({len(unused)} tensors in total), which {name} does not have in its configuration: use the weights "
                 "of this configuration, in their original precision"
             )
-        if not self.folder.quantization(component) and (rounded := self._rounded(component, model)):
+        if not self.folder.quantization(component) and (tensor := self._integer_tensor(component, model)):
             raise ConfigError(
-                f"model {self.folder.path}: {component} has {rounded} as integers, but {name} needs floats: use it in "
+                f"model {self.folder.path}: {component} has {tensor} as integers, but {name} needs floats: use it in "
                 "its original precision"
             )
         return model.eval()
 
-    def _rounded(self, component: str, model: Any) -> str:
+    def _integer_tensor(self, component: str, model: Any) -> str:
         """Return the first floating-point tensor that the files store as integers; or ""."""
         stored = self.folder.tensors(component)
         floats = (key for key, tensor in model.state_dict().items() if tensor.is_floating_point() and key in stored)
@@ -466,11 +472,11 @@ class Loader:
         It is tiled, too, if ranks share the tiles. With slicing or tiling it processes images one by one.
         """
         vae = self.model("vae")
-        how, mesh = self.runtime.options.vae, self.runtime.mesh
-        how = "tiled" if mesh and "tiles" in mesh.degrees else how
-        if how != "whole":
+        mode, mesh = self.runtime.options.vae, self.runtime.mesh
+        mode = "tiled" if mesh and "tiles" in mesh.degrees else mode
+        if mode != "whole":
             vae.enable_slicing()
-        if how == "tiled":
+        if mode == "tiled":
             vae.enable_tiling()
         if mesh and "tiles" in mesh.degrees:
             from unfuse.parallel import tiles
@@ -479,7 +485,7 @@ class Loader:
         return vae
 
     def noise_scheduler(self) -> Any:
-        """The noise scheduler of a split model. Raises ConfigError if it draws noise between steps."""
+        """Return a split model's noise scheduler. Raises ConfigError if it draws noise between steps."""
         scheduler = self.plain("scheduler")
         if draws_noise(scheduler.config):
             raise ConfigError(
@@ -508,31 +514,32 @@ class Loader:
         return offload_model(model, self.device, offload)
 
     def _load(
-        self, component: str, options: dict[str, Any], part: Callable[[Any], Any] | None, path: Path | None
+        self, component: str, options: dict[str, Any], select_part: Callable[[Any], Any] | None, path: Path | None
     ) -> Any:
         """Return what the component's class loads with these options. Raises ConfigError if it fails."""
         from safetensors import SafetensorError
 
         library, name = self._classes[component]
         import_module(f"{library.partition('.')[0]}.utils.logging").disable_progress_bar()
-        whole = getattr(import_module(library), name, None)
-        if whole is None:
+        full_class = getattr(import_module(library), name, None)
+        if full_class is None:
             raise ConfigError(f"component {component} of {self.folder.path} is a {name}, which {library} does not have")
-        kind = part(whole) if part else whole
+        loaded_class = select_part(full_class) if select_part else full_class
         path = path or self.folder.path / self.folder.component_path(component)
+
         try:
             if isinstance(self.folder, GgufModel):
-                return self.folder.load(kind, options["dtype"]), {"missing_keys": (), "unexpected_keys": ()}
+                return self.folder.load(loaded_class, options["dtype"]), {"missing_keys": (), "unexpected_keys": ()}
             if (single := self.folder.single(component)) and path.is_relative_to(self.folder.path):
-                return load_single(kind, path / single, options["dtype"])
-            return kind.from_pretrained(str(path), local_files_only=True, **options)
+                return load_single(loaded_class, path / single, options["dtype"])
+            return loaded_class.from_pretrained(str(path), local_files_only=True, **options)
         except (*READ_ERRORS, SafetensorError) as error:
-            raise ConfigError(self._explain(component, path, whole, error)) from error
+            raise ConfigError(self._explain(component, path, full_class, error)) from error
 
     def _explain(self, component: str, path: Path, kind: Any, error: Exception) -> str:
-        """Return why a component cannot be loaded.
+        """Return why a component cannot be loaded, as a sentence.
 
-        For one without weights, names the wrong field of its configuration.
+        For a component without weights, it names the wrong field of the configuration.
         """
         reason = " ".join(str(error).split()) or type(error).__name__
         sentence = f"component {component} in {path} cannot be loaded as {self.class_of(component)}"
@@ -561,9 +568,9 @@ def draws_noise(config: Mapping[str, Any]) -> bool:
 def is_split(folder: ModelFolder, classes: Mapping[str, tuple[str, tuple[str, ...]]]) -> bool:
     """Return whether a family's denoise stage supports the folder's noise scheduler.
 
-    With any other scheduler of diffusers, the model is served undivided: the pipeline itself calls the scheduler. For
-    a class that is not a scheduler of diffusers this returns True, and the family refuses it. A folder without the
-    scheduler's configuration has the components of other stages alone.
+    With any other scheduler of diffusers, the model is served undivided: the pipeline itself calls the scheduler.
+    Returns True for a class that is not a scheduler of diffusers, which the family then refuses. Also returns True if
+    the folder lacks the scheduler's configuration, because it may have the components of other stages only.
 
     `folder`: the model, whose index names the scheduler's class.
     `classes`: library and known classes of each component of the family.
@@ -579,7 +586,7 @@ def is_split(folder: ModelFolder, classes: Mapping[str, tuple[str, tuple[str, ..
 def unreadable_field(kind: Any, config: Mapping[str, Any]) -> str:
     """Return the field of a configuration that prevents instantiating its class; or "".
 
-    The class can be instantiated without that field, with its default value. "" if it is not a single field.
+    Without that field, and so with its default value, the class can be instantiated. "" if no single field is at fault.
     """
     known = inspect.signature(kind.__init__).parameters
     arguments = {name: value for name, value in config.items() if name in known}

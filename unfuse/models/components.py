@@ -41,19 +41,19 @@ T5_TOKENIZERS = ("T5TokenizerFast", "T5Tokenizer", *FAST_TOKENIZERS)
 CLIP_TOKENIZERS = ("CLIPTokenizer", "CLIPTokenizerFast")
 
 
-def text_stage(sizes: Mapping[str, int], scale: str = "true_cfg_scale", end: str = "") -> StageSpec:
-    """Return the stage that encodes prompt and negative prompt.
+def text_stage(sizes: Mapping[str, int], guidance_param: str = "true_cfg_scale", suffix: str = "") -> StageSpec:
+    """Return the stage that encodes prompt and negative prompt with one text encoder.
 
-    `sizes`: the most bytes of each output. `scale`: the guidance parameter. `end`: the component names' suffix ("_2").
+    `sizes`: the most bytes of each output. `suffix`: of the names of stage and components, such as "_2".
     """
     return replace(
         TEXT_ENCODE,
-        name=TEXT_ENCODE.name + end,
-        kind=TEXT_ENCODE.kind + end,
-        components=(f"text_encoder{end}", f"tokenizer{end}"),
+        name=TEXT_ENCODE.name + suffix,
+        kind=TEXT_ENCODE.kind + suffix,
+        components=(f"text_encoder{suffix}", f"tokenizer{suffix}"),
         outputs=(*sizes, *(NEGATIVE + name for name in sizes)),
         output_size=OutputSize(2 * sum(size + ALIGNMENT for size in sizes.values())),
-        depends_on_params=("prompt", "negative_prompt", scale, "max_sequence_length"),
+        depends_on_params=("prompt", "negative_prompt", guidance_param, "max_sequence_length"),
         batch_invariant=True,
     )
 
@@ -64,13 +64,13 @@ def true_cfg_scale(params: Params) -> float:
 
 
 class GuidedTextEncoder:
-    """A tokenizer and text encoder for classifier-free guidance; `end` is the suffix of their names.
+    """A tokenizer and text encoder for classifier-free guidance; their names end in `suffix`.
 
     The scale is `true_cfg_scale`, unless `guidance` returns another one.
     """
 
-    def __init__(self, loader: Loader, end: str = "", guidance: Callable[[Params], float] = true_cfg_scale) -> None:
-        self._tokenizer, self._encoder = loader.plain(f"tokenizer{end}"), loader.model(f"text_encoder{end}")
+    def __init__(self, loader: Loader, suffix: str = "", guidance: Callable[[Params], float] = true_cfg_scale) -> None:
+        self._tokenizer, self._encoder = loader.plain(f"tokenizer{suffix}"), loader.model(f"text_encoder{suffix}")
         self._device, self.guidance = loader.device, guidance
 
     def exact_batch_key(self, text: str, length: int) -> Hashable:
@@ -172,15 +172,18 @@ class PictureShape:
 
 @dataclass(frozen=True)
 class VideoShape:
-    """The sizes of a video's latents: channels, and pixels and frames per latent."""
+    """The sizes of a video's latents, as a grid."""
 
+    #: Channels of latents.
     channels: int
+    #: Pixels per latent along a side.
     spatial: int
+    #: Frames per latent along time. The first frame has a latent of its own.
     temporal: int
 
     @property
     def multiple(self) -> int:
-        """The multiple that sides in pixels must be, by the configurations."""
+        """The number of pixels of which sides must be multiples, by the configurations."""
         return self.spatial
 
     def latent_size(self, width: int) -> OutputSize:
@@ -197,7 +200,7 @@ class VideoShape:
         return (1, self.channels, *self.grid(params))
 
     def bounds(self, multiple: int, defaults: Params) -> MediaLimits:
-        """Return the limits of requests: at most twice the default length of a video."""
+        """Return the limits of requests: sides by `multiple`, at most twice the default length."""
         return MediaLimits(
             size_multiple=multiple,
             min_size=multiple,
@@ -207,15 +210,18 @@ class VideoShape:
         )
 
 
-def need_channels(folder: ModelFolder, fit: int, found: int) -> None:
-    """Raise ConfigError if the transformer's channels are not those of its VAE."""
-    if fit != found:
-        reason = f"the transformer's configuration has {found} channels, but its VAE requires {fit}"
+def need_channels(folder: ModelFolder, required: int, actual: int) -> None:
+    """Raise ConfigError if the transformer's channels are not those that its VAE requires."""
+    if required != actual:
+        reason = f"the transformer's configuration has {actual} channels, but its VAE requires {required}"
         raise ConfigError(f"model {folder.path}: {reason}")
 
 
 def norm(vae: Any, grid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and 1/std by channel. Dividing by 1/std rounds unlike multiplying by std."""
+    """Return mean and 1/std of a video VAE's latents, each (1, channels, 1, 1, 1).
+
+    Callers divide by 1/std, as pipelines do, because multiplying by std rounds differently.
+    """
     import torch
 
     mean, deviation = (
@@ -226,7 +232,7 @@ def norm(vae: Any, grid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shift(config: Mapping[str, Any], patches: int) -> float:
-    """Return the timestep shift (mu) of a noise scheduler for this number of patches."""
+    """Return the timestep shift (mu) of a noise scheduler, linear in the number of patches."""
     low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     low_shift, high_shift = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
     slope = (high_shift - low_shift) / (high - low)
@@ -280,7 +286,7 @@ class FlowDenoiser:
         return torch.randn(self._sizes(params), generator=generator, device=generator.device, dtype=dtype)
 
     def constants(self, params: Params) -> dict[str, Tensor]:
-        """Return no constants."""
+        """Return {}: the transformer needs no further inputs."""
         return {}
 
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
@@ -288,7 +294,7 @@ class FlowDenoiser:
         return self._fresh(latents, num_inference_steps=need(params, "num_inference_steps", int))
 
     def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
-        """Return the guided prediction: `scale` times the way from `away` to `towards`."""
+        """Return the guided prediction: `away`, plus `scale` times the difference to `towards`."""
         return away + scale * (towards - away)
 
     def phase(self, timestep: Tensor) -> Hashable:
@@ -305,6 +311,7 @@ class FlowDenoiser:
 
     def _fresh(self, latents: Tensor, **timesteps: Any) -> NoiseScheduler:
         """Return a new noise scheduler with these timesteps. Raises UnsupportedRequest."""
+        # A request has a scheduler of its own, because `step` changes its state.
         fresh = type(self._scheduler).from_config(self._scheduler.config)
         try:
             fresh.set_timesteps(device=latents.device, **timesteps)
@@ -369,12 +376,13 @@ class OneVae(Loader):
     """A loader that loads the stateless VAE once for all stages of a process."""
 
     def __init__(self, other: Loader) -> None:
-        super().__init__(other.folder, other._classes, other.runtime, other._report, other._cut)
+        super().__init__(other.folder, other._classes, other.runtime, other._report, other._plan)
         self._other = other
 
     @override
     def vae(self) -> Any:
         runtime = self.runtime
+        # The VAE of previews is loaded without a mesh. The other one may be patched to share its tiles with ranks.
         key = "vae", self.folder.path, runtime.dtypes["vae"], runtime.mesh is None
         if key not in runtime.shared_objects:
             runtime.shared_objects[key] = self._other.vae()
@@ -422,7 +430,7 @@ class PictureVae(PictureEncoder):
         pixels = VaeImageProcessor(vae_scale_factor=1).preprocess(list(pictures[UPLOAD]), **size)
         dtype = self._vae.dtype
         pixels = pixels.to(self._device, dtype)
-        if "z_dim" in self._vae.config:
+        if "z_dim" in self._vae.config:  # a video VAE: the picture is its only frame
             pixels = pixels.unsqueeze(2)
         if self._upcasts:
             pixels = pixels.float()
@@ -432,9 +440,9 @@ class PictureVae(PictureEncoder):
 
 
 class PictureFamily(DiffusersFamily):
-    """A text-to-image family. Without a negative prompt in the request there is none."""
+    """A text-to-image family. The negative prompt has no default."""
 
-    #: The uploads that a request may have. For each, diffusers has a pipeline that has the default strength.
+    #: The uploads that a request may have. For each, the call of a pipeline of diffusers has the default strength.
     starts: Sequence[str] = ()
     packs = False  # whether the transformer's latents are packed as patches
     whole_steps = False  # whether a step that the strength omits in part is omitted
@@ -464,23 +472,23 @@ class PictureFamily(DiffusersFamily):
             return spec
         shape = PictureShape.of_vae(ModelFolder(folder))
         width = DTYPES["float32" if self.upcasts else spec.dtypes["vae"]]
-        room = (2 * shape.channels * width + DTYPES["float32"]) / shape.scale**2
-        encode = replace(REDRAW_ENCODE, output_size=OutputSize(2 * ALIGNMENT, room))
+        bytes_per_pixel = (2 * shape.channels * width + DTYPES["float32"]) / shape.scale**2
+        encode_stage = replace(REDRAW_ENCODE, output_size=OutputSize(2 * ALIGNMENT, bytes_per_pixel))
 
         def with_moments(stage: StageSpec) -> StageSpec:
-            inputs = (*stage.inputs, *encode.outputs) if stage.kind == DENOISE.kind else stage.inputs
+            inputs = (*stage.inputs, *encode_stage.outputs) if stage.kind == DENOISE.kind else stage.inputs
             return replace(stage, inputs=inputs)
 
         return replace(
             spec,
-            pipeline=Pipeline((encode, *map(with_moments, spec.pipeline.stages))),
+            pipeline=Pipeline((encode_stage, *map(with_moments, spec.pipeline.stages))),
             accepts=tuple(AcceptedInput(name, "redraw", strength=self._default_strength(name)) for name in self.starts),
         )
 
     def _default_strength(self, upload: str) -> float:
-        """Return the default strength of diffusers' pipeline for this upload, by its name."""
-        (file, name), kind = self.source, NAMED[upload]
-        call = call_defaults(file.replace(".py", f"_{kind.lower()}.py"), name.replace("Pipeline", f"{kind}Pipeline"))
+        """Return the default strength of diffusers' pipeline for this upload: "image" or "mask"."""
+        (file, name), infix = self.source, NAMED[upload]
+        call = call_defaults(file.replace(".py", f"_{infix.lower()}.py"), name.replace("Pipeline", f"{infix}Pipeline"))
         return float(call["strength"] or 0)
 
     @override
@@ -507,12 +515,12 @@ class PictureFamily(DiffusersFamily):
 class ProjectedClipTextEncoder(GuidedTextEncoder):
     """CLIP as a TextEncoder of its last hidden states but one, and projected embeddings."""
 
-    def __init__(self, loader: Loader, names: Sequence[str], end: str = "") -> None:
-        super().__init__(loader, end, guidance_scale)
+    def __init__(self, loader: Loader, names: Sequence[str], suffix: str = "") -> None:
+        super().__init__(loader, suffix, guidance_scale)
         self._names = names
 
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
-        """Return `names[0]` (texts, tokens, width) and `names[1]` (texts, projected)."""
+        """Return `names[0]` (texts, tokens, width) and, if named, `names[1]` (texts, projected dim)."""
         tokens = self._tokens(texts, self._tokenizer.model_max_length)
         outputs = self._encoder(tokens.input_ids, output_hidden_states=True)
         return dict(zip(self._names, (outputs.hidden_states[-2], outputs[0]), strict=False))
@@ -575,7 +583,7 @@ class PackedDenoiser(FlowDenoiser):
 
 
 class VideoFamily(DiffusersFamily):
-    """A video family, with its class's frame rate. The negative prompt is optional."""
+    """A text-to-video family, with its class's frame rate. The negative prompt has no default."""
 
     pixel_multiple: int  # the pipeline requires sides to be multiples of it, whatever the VAE
     float32_latents = True

@@ -1,6 +1,6 @@
-"""What diffusers' source declares of a pipeline class, read as text without importing it.
+"""Declarations of a pipeline class in diffusers' source, which is parsed and not imported.
 
-Model specs are made in processes without torch.
+Importing diffusers imports torch, and model specs are made in processes without torch.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ IMAGE, VIDEO = "image", "video"
 class DeclaredPipeline(msgspec.Struct, frozen=True):
     """A pipeline class, as diffusers' source declares it."""
 
+    #: The name of the class.
     name: str
     #: The call's parameters with their defaults. None for a default that is not a number or text, or is missing.
     parameters: dict[str, Value]
@@ -38,21 +39,23 @@ class DeclaredPipeline(msgspec.Struct, frozen=True):
 
 @cache
 def declared_pipeline(name: str) -> DeclaredPipeline | None:
-    """Return what diffusers declares of a pipeline class; None if it cannot be called.
+    """Return the declaration of a pipeline class in diffusers' source.
 
-    Raises ConfigError without diffusers.
+    None if diffusers has no such class, or if neither the class nor its base classes have a `__call__`. Raises
+    ConfigError if diffusers is not installed.
     """
-    family = [*_classes_of(name)]
-    call = _call(family)
+    classes = [*_classes_of(name)]
+    call = _call(classes)
     if call is None:
         return None
+
     defaults = _defaults(call)
     return DeclaredPipeline(
         name,
         {argument: _literal(default) for argument, default in defaults.items()},
         tuple(argument for argument, default in defaults.items() if default is None),
         _medium(call),
-        any("LoraLoaderMixin" in ast.unparse(base) for node in family for base in node.bases),
+        any("LoraLoaderMixin" in ast.unparse(base) for node in classes for base in node.bases),
     )
 
 
@@ -60,10 +63,11 @@ def declared_pipeline(name: str) -> DeclaredPipeline | None:
 def call_defaults(file: str, pipeline: str) -> Params:
     """Return the defaults of a pipeline's call, for parameters of `RequestDefaults`.
 
-    `file` is relative to the diffusers package. Raises ConfigError if diffusers does not have the class.
+    `file` is relative to the diffusers package. Parameters without a default that is a number or text are left out.
+    Raises ConfigError if diffusers does not have the class.
     """
     path = _diffusers() / file
-    call = _call([found]) if path.is_file() and (found := _class_in(path.read_bytes(), pipeline)) else None
+    call = _call([node]) if path.is_file() and (node := _class_in(path.read_bytes(), pipeline)) else None
     if call is None:
         raise ConfigError(f"the installed diffusers has no {pipeline} in {file}: install a version that has it")
     defaults = {name: _literal(default) for name, default in _defaults(call).items()}
@@ -73,27 +77,27 @@ def call_defaults(file: str, pipeline: str) -> Params:
 
 @cache
 def scheduler_classes() -> frozenset[str]:
-    """Return the names of diffusers' noise schedulers."""
+    """Return the class names of diffusers' noise schedulers."""
     source = "".join(file.read_text() for file in (_diffusers() / "schedulers").rglob("scheduling_*.py"))
     return frozenset(re.findall(r"^class (\w+Scheduler)\(", source, re.MULTILINE))
 
 
 def has_pipelines(library: str) -> bool:
-    """Return whether this is a folder of diffusers' pipelines.
+    """Return whether `diffusers/pipelines` has a folder of this name.
 
-    The folder may have classes of components, too.
+    Such a folder may define classes of components, too, so model_index.json may name it as a component's library.
     """
     return library.isidentifier() and (_diffusers() / "pipelines" / library / "__init__.py").is_file()
 
 
 def _classes_of(name: str) -> Iterator[ast.ClassDef]:
-    """Yield a pipeline class, then those from which it is derived."""
+    """Yield a pipeline class, then the pipeline classes from which it is derived."""
     if not name.isidentifier():
         return
     for file in sorted((_diffusers() / "pipelines").rglob("*.py")):
-        if found := _class_in(file.read_bytes(), name):
-            yield found
-            for base in found.bases:
+        if node := _class_in(file.read_bytes(), name):
+            yield node
+            for base in node.bases:
                 if isinstance(base, ast.Name) and base.id.endswith("Pipeline"):
                     yield from _classes_of(base.id)
             return
@@ -101,15 +105,15 @@ def _classes_of(name: str) -> Iterator[ast.ClassDef]:
 
 def _class_in(source: bytes, name: str) -> ast.ClassDef | None:
     """Return the class of this name in a module's source, or None."""
-    if f"class {name}(".encode() not in source:
+    if f"class {name}(".encode() not in source:  # parsing hundreds of files would take seconds
         return None
     classes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef))
     return next((node for node in classes if node.name == name), None)
 
 
-def _call(family: Sequence[ast.ClassDef]) -> ast.FunctionDef | None:
+def _call(classes: Sequence[ast.ClassDef]) -> ast.FunctionDef | None:
     """Return the first `__call__` in these classes, or None."""
-    members = (member for node in family for member in node.body)
+    members = (member for node in classes for member in node.body)
     return next((node for node in members if isinstance(node, ast.FunctionDef) and node.name == "__call__"), None)
 
 
@@ -135,20 +139,22 @@ def _literal(node: ast.expr | None) -> Value:
 
 
 def _medium(call: ast.FunctionDef) -> str:
-    """Return the modality of a call's results, from the names of its outputs.
+    """Return the modality of a call's results: IMAGE, VIDEO, or "" for anything else.
 
-    If it returns another pipeline's result, from its parameters. "" for neither images nor silent videos.
+    It follows from the names in the call's `return` statements. If the call returns another pipeline's result, it
+    follows from the call's parameters. Videos with sound are "".
     """
     returned = [node.value for node in ast.walk(call) if isinstance(node, ast.Return)]
     outputs = [node for node in returned if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Output")]
     if not outputs:
         return VIDEO if "num_frames" in {argument.arg for argument in call.args.args} else IMAGE
-    named = {key.arg for key in outputs[-1].keywords} | {ast.unparse(outputs[-1].func)}
-    if "audio" in named or "audios" in named:
+
+    names = {keyword.arg for keyword in outputs[-1].keywords} | {ast.unparse(outputs[-1].func)}
+    if "audio" in names or "audios" in names:
         return ""
-    if "frames" in named:
+    if "frames" in names:
         return VIDEO
-    return IMAGE if named & {"images", "image", "ImagePipelineOutput"} else ""
+    return IMAGE if names & {"images", "image", "ImagePipelineOutput"} else ""
 
 
 #: Frames per second by prefix of the pipeline's class name. The longest matching prefix applies.

@@ -20,29 +20,46 @@ Quality = Literal["low", "medium", "standard", "high", "hd"]
 
 
 class RequestDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters for which a model may have defaults. Sizes are in pixels."""
+    """Default parameters of a model for images or videos. UNSET: serving.json has no default."""
 
+    #: Height of an image or frame, in pixels.
     height: int | UnsetType = UNSET
+    #: Width of an image or frame, in pixels.
     width: int | UnsetType = UNSET
+    #: Frames of a video.
     num_frames: int | UnsetType = UNSET
+    #: Denoising steps.
     num_inference_steps: int | UnsetType = UNSET
+    #: Scale of classifier-free guidance or, for a guidance-distilled model, an input of the transformer.
     guidance_scale: float | UnsetType = UNSET
+    #: Guidance scale of the second transformer (Wan 2.2).
     guidance_scale_2: float | UnsetType = UNSET
+    #: Scale of classifier-free guidance where `guidance_scale` is an input of the transformer.
     true_cfg_scale: float | UnsetType = UNSET
+    #: Tokens of a prompt.
     max_sequence_length: int | UnsetType = UNSET
+    #: The prompt to guide away from.
     negative_prompt: str | UnsetType = UNSET
+    #: The share of the steps that redraw an uploaded image, from 0 to 1.
     strength: float | UnsetType = UNSET
+    #: Frames per second of a video.
     fps: int | UnsetType = UNSET
 
 
 class TextRequestDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Default parameters of a language model. `max_tokens` is for requests that set no maximum."""
+    """Default parameters of a language model. UNSET: serving.json has no default."""
 
+    #: Most tokens of an answer, for requests that set no maximum.
     max_tokens: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
+    #: Sampling temperature. 0: greedy.
     temperature: Annotated[float, Meta(ge=0, le=2)] | UnsetType = UNSET
+    #: Probability mass of the likeliest tokens that are sampled from. 1: all tokens.
     top_p: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
+    #: Number of the likeliest tokens that are sampled from. 0 or -1: all tokens.
     top_k: Annotated[int, Meta(ge=-1)] | UnsetType = UNSET
+    #: Least probability of a token, relative to the likeliest one. 0: all tokens.
     min_p: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
+    #: Penalty for tokens that occurred before. 1: none.
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] | UnsetType = UNSET
 
 
@@ -54,7 +71,7 @@ class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     #: Default parameters.
     defaults: RequestDefaults = RequestDefaults()
-    #: Limits that replace those of the model's configuration.
+    #: Limits that replace those of the model's configuration, by name of a field of MediaLimits.
     limits: dict[str, int | float] = {}
     #: Parameters for each quality that a client may request, such as {"low": {"num_inference_steps": 8}}.
     quality: dict[Quality, RequestDefaults] = {}
@@ -62,11 +79,11 @@ class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vocabulary: PromptVocabulary | None = None
 
     def with_standard(self, standard: Params) -> Params:
-        """Return these defaults, completed by the standard ones."""
+        """Return these defaults, with those of `standard` for parameters that have none here."""
         return {**standard, **msgspec.to_builtins(self.defaults)}
 
     def with_limits(self, limits: MediaLimits, standard: Params) -> Params:
-        """Return these defaults, completed by the standard ones within the limits.
+        """Return these defaults, and those of `standard`, moved within the limits, for other parameters.
 
         Raises ConfigError if serving.json's own defaults are outside the limits.
         """
@@ -88,6 +105,7 @@ class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             limits = msgspec.convert({**msgspec.structs.asdict(derived), **self.limits}, MediaLimits)
         except msgspec.MsgspecError as error:
             raise ConfigError(f"{SERVING}: limits: {error}") from error
+
         for name in ("size_multiple", "frame_multiple"):
             limit, needed = getattr(limits, name), getattr(derived, name)
             if limit <= 0 or limit % needed:
@@ -96,9 +114,11 @@ class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TextServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`serving.json` of a language model. Every field is optional."""
+    """The content of serving.json in the folder of a language model. Every field is optional."""
 
+    #: Default parameters.
     defaults: TextRequestDefaults = TextRequestDefaults()
+    #: Limits that are lower than those of the model's configuration, by name of a field of TextLimits.
     limits: dict[str, int | float] = {}
 
 
@@ -117,7 +137,10 @@ def read_serving(folder: Path, kind: type[Read]) -> Read:
 
 
 def fit(limits: MediaLimits, defaults: Params) -> Params:
-    """Return these defaults with size and length moved to the nearest within the limits."""
+    """Return these defaults with size and length moved within the limits.
+
+    The size becomes the nearest allowed one. The length, in frames, is reduced if it is not allowed.
+    """
     width, height, frames = (need(defaults, name, int) for name in ("width", "height", "num_frames"))
     width, height = nearest_size(limits, width, height)
     frames = max(1, min(frames, limits.max_frames))

@@ -27,16 +27,18 @@ CLIP = TensorParallelLayers(
     divided=("num_attention_heads", "intermediate_size"),
 )
 
+#: A language model, or the language part of a vision-language model. The token embeddings are whole on every rank,
+#: because they may be the output layer, too.
 CAUSAL_LM = TensorParallelLayers(
     outputs=("*layers.*.self_attn.[qkv]_proj", "*layers.*.mlp.gate_proj", "*layers.*.mlp.up_proj"),
     inputs=("*layers.*.self_attn.o_proj", "*layers.*.mlp.down_proj"),
     divided=("num_attention_heads", "num_key_value_heads", "intermediate_size", "hidden_size"),
 )
-"""A language model; of one that sees, the language. The words it reads may be those it speaks, which stay whole."""
 
+#: A language model with a mixture of experts in some layers, or in all.
 EXPERTS = replace(CAUSAL_LM, experts=("*layers.*.mlp.experts",), divided=(*CAUSAL_LM.divided, "moe_intermediate_size"))
-"""A language model with a mixture of experts in some layers, or in all."""
 
+#: The vision encoder of a vision-language model.
 VISION_MODEL = TensorParallelLayers(
     outputs=(
         "*visual.*.attn.qkv",
@@ -50,10 +52,11 @@ VISION_MODEL = TensorParallelLayers(
     heads=("*visual.*.attn.num_heads",),
     divided=("num_heads", "intermediate_size"),
 )
-"""What sees for a language model."""
 
-TEXT_MODEL = replace(CAUSAL_LM, gathered=("*embed_tokens",))  # one that does not speak
+#: A language model without an output layer, as a text encoder.
+TEXT_MODEL = replace(CAUSAL_LM, gathered=("*embed_tokens",))
 
+#: The layers by class of the component.
 ENCODERS = {
     "T5EncoderModel": T5,
     "UMT5EncoderModel": T5,
@@ -79,15 +82,15 @@ def encoder_parallelism(folder: ModelFolder, components: Mapping[str, tuple[str,
 
     Each kind of parallelism has the number that its degree must divide. A quantized encoder supports none.
 
-    `components`: those of the model.
+    `components`: library and class of each component of the model.
     """
-    ways = {}
+    parallelism = {}
     for component, (_, kind) in components.items():
         if kind in ENCODERS:
             with folder.reading(component):
-                way = {"tensor": ENCODERS[kind].common(folder.config(component))}
-                ways[component.replace("encoder", "encode")] = {} if folder.is_quantized(component) else way
-    return ways
+                tensor = {"tensor": ENCODERS[kind].common(folder.config(component))}
+                parallelism[component.replace("encoder", "encode")] = {} if folder.is_quantized(component) else tensor
+    return parallelism
 
 
 def component_parallel_plan(
@@ -106,11 +109,11 @@ def component_parallel_plan(
 
 
 def sharded_elements(component: str, kind: str, transformers: ParallelPlan | None, tensors: Mapping[str, int]) -> int:
-    """Return how many elements of a component tensor parallelism shards.
+    """Return how many elements of a component tensor parallelism shards; or 0.
 
     `kind`, `transformers`: as in `component_parallel_plan`.
     `tensors`: elements of each tensor in the component's files, by name.
     """
-    cut = component_parallel_plan(component, kind, transformers)
-    matrices = cut.matrices if isinstance(cut, ParallelPlan) else cut
+    plan = component_parallel_plan(component, kind, transformers)
+    matrices = plan.matrices if isinstance(plan, ParallelPlan) else plan
     return matrices.sharded_elements(tensors) if matrices else 0

@@ -93,6 +93,7 @@ class FluxDenoiser(PackedDenoiser):
         import torch
 
         rows, columns = self._shape.patches(params)
+        # The first coordinate is a plane: 0 for the latents, 1 for a reference.
         axes = (torch.arange(side, dtype=torch.float32) for side in (1, rows, columns))
         constants = {"img_ids": torch.cartesian_prod(*axes)[None].to(self.device, self.dtype)}
         if self._distilled:
@@ -141,7 +142,7 @@ class Flux(PictureFamily):
         "scheduler": ("diffusers", ("FlowMatchEulerDiscreteScheduler",)),
         "vae": ("diffusers", ("AutoencoderKL",)),
     }
-    text_encoders = {"text_encode": ClipTextEncoder, "text_encode_2": partial(T5TextEncoder, end="_2")}
+    text_encoders = {"text_encode": ClipTextEncoder, "text_encode_2": partial(T5TextEncoder, suffix="_2")}
     denoiser = FluxDenoiser
     vae = FluxVae
     shape = Shape.read
@@ -167,9 +168,9 @@ class Flux(PictureFamily):
     @override
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape = Shape.read(folder)
-        embeds = limits.max_sequence_length * shape.text_dim * widths["text_encoder_2"]
+        embeds_bytes = limits.max_sequence_length * shape.text_dim * widths["text_encoder_2"]
         clip = text_stage({"pooled_prompt_embeds": shape.pooled_dim * widths["text_encoder"]})
-        t5 = text_stage({"prompt_embeds": embeds}, end="_2")
+        t5 = text_stage({"prompt_embeds": embeds_bytes}, suffix="_2")
         return clip, t5
 
 
@@ -199,6 +200,7 @@ class Reference(PictureEncoder):
         columns, rows = (length // side for length in picture.size)
         if not rows or not columns:
             raise PermanentError(f"the picture is smaller than {side}×{side}: send a larger one")
+
         _, width, height = min((abs(columns / rows - w / h), w, h) for w, h in SIZES)
         size = height // side * side, width // side * side
         processor = VaeImageProcessor(vae_scale_factor=side)
@@ -241,7 +243,7 @@ class Kontext(Flux):
 
     @override
     def settings(self, index: Mapping[str, Any]) -> dict[str, str]:
-        """Return a setting that separates the transformer from one without a reference."""
+        """Return a setting by which the transformer's pool is not that of a FLUX.1 transformer."""
         return {"transformer": "reference"}
 
     @override
@@ -251,15 +253,15 @@ class Kontext(Flux):
     @override
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape = PictureShape.of_vae(folder)
-        latents = MAX_PIXELS // shape.scale**2 * shape.channels * widths["vae"]
-        picture = replace(
+        latents_bytes = MAX_PIXELS // shape.scale**2 * shape.channels * widths["vae"]
+        image_stage = replace(
             IMAGE_ENCODE,
             components=("vae",),
             outputs=("condition",),
-            output_size=OutputSize(latents + ALIGNMENT),
+            output_size=OutputSize(latents_bytes + ALIGNMENT),
             depends_on_params=("image",),
         )
-        return (*super().encoders(folder, limits, widths), picture)
+        return (*super().encoders(folder, limits, widths), image_stage)
 
 
 KONTEXT = Kontext()

@@ -88,8 +88,10 @@ class LlamaTextEncoder(MaskedTextEncoder):
         _, start = self._template()
         tokens = self._tokens(texts, length)
         mask = tokens.attention_mask
+
         states = self._encoder(input_ids=tokens.input_ids, attention_mask=mask, output_hidden_states=True).hidden_states
         embeds = states[HIDDEN].to(self._encoder.dtype)
+        # Cloned, because a slice would keep the template's states in memory, too.
         return {"prompt_embeds": embeds[:, start:].clone(), "prompt_attention_mask": mask[:, start:].clone()}
 
     @override
@@ -126,12 +128,14 @@ class HunyuanVideoDenoiser(FlowDenoiser):
         """Return a noise scheduler with evenly spaced noise levels (sigmas) from 1."""
         import numpy as np
 
+        # The scheduler appends the last level, 0.
         return self._fresh(latents, sigmas=np.linspace(1.0, 0.0, need(params, "num_inference_steps", int) + 1)[:-1])
 
     def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
         """Return the velocity, in the shape of the latents.
 
-        An undivided pipeline rounds timesteps from the second step on. The first is 1000, exact in every dtype.
+        All timesteps are rounded to the dtype of the latents. An undivided pipeline rounds them from the second step
+        on, which is the same: the first is 1000, exact in every dtype.
         """
         return self._predicted(
             hidden_states=latents,
@@ -148,7 +152,10 @@ class HunyuanVideoVae(GridVae):
 
     @override
     def decode(self, grid: Tensor) -> Tensor:
-        """Return pixels. The latents were scaled, all channels alike."""
+        """Return pixels (rows, 3, frames, height, width).
+
+        The latents have one scaling factor for all channels.
+        """
         return self._decoded(grid / self.vae.config.scaling_factor)
 
 
@@ -166,7 +173,7 @@ class HunyuanVideo(VideoFamily):
         "scheduler": ("diffusers", (EULER, "UniPCMultistepScheduler")),
         "vae": ("diffusers", ("AutoencoderKLHunyuanVideo",)),
     }
-    text_encoders = {"text_encode": LlamaTextEncoder, "text_encode_2": partial(ClipTextEncoder, end="_2")}
+    text_encoders = {"text_encode": LlamaTextEncoder, "text_encode_2": partial(ClipTextEncoder, suffix="_2")}
     shape = Shape.read
     pixel_multiple = 16
     denoiser = HunyuanVideoDenoiser
@@ -194,7 +201,7 @@ class HunyuanVideo(VideoFamily):
         shape = Shape.read(folder)
         length, width = limits.max_sequence_length, shape.text_dim * widths["text_encoder"]
         llama = text_stage({"prompt_embeds": length * width, "prompt_attention_mask": length * DTYPES["int64"]})
-        clip = text_stage({"pooled_prompt_embeds": shape.pooled_dim * widths["text_encoder_2"]}, end="_2")
+        clip = text_stage({"pooled_prompt_embeds": shape.pooled_dim * widths["text_encoder_2"]}, suffix="_2")
         return llama, clip
 
 

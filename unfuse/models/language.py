@@ -1,7 +1,8 @@
 """Language models of transformers: Llama, Qwen2, Qwen3 (also MoE), Qwen2.5-VL and Qwen3-VL.
 
-For a vision-language model, a vision worker loads only the vision encoder, and a worker for prefill or decode all other
-weights. The vision encoder's outputs, embeddings and deepstack features, replace an image's tokens in the prompt.
+For a vision-language model, a worker for vision encoding loads only the vision encoder. A worker for prefill or decode
+loads all other weights. The vision encoder's outputs, embeddings and deepstack features, replace an image's tokens in
+the prompt.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class LanguageFamily(Family):
 
     libraries = ("transformers",)
     batches = True
-    #: Its components. The first is that of prefill and decode.
+    #: Its components. Prefill and decode both load the first one.
     component_names: tuple[str, ...] = (SINGLE_COMPONENT,)
 
     @override
@@ -82,10 +83,11 @@ class LanguageFamily(Family):
         serving = read_serving(model.home, TextServingConfig)
         limits = _apply_limits(limits, serving.limits)
         weights = weights_ids(model, pipeline, "language")
-        kv = f"kv:{weights[self.component_names[0]][:12]}:{dtypes[self.component_names[0]]}"
-        kv_resource = {"needs": {kv: OutputSize(BLOCK, 1, 1, ("prompt_tokens",))}, "provides": (kv,)}
+        # KV caches of equal models are one resource, in tokens: a task needs its prompt's, and up to a block more.
+        resource = f"kv:{weights[self.component_names[0]][:12]}:{dtypes[self.component_names[0]]}"
+        kv_fields = {"needs": {resource: OutputSize(BLOCK, 1, 1, ("prompt_tokens",))}, "provides": (resource,)}
         pipeline = Pipeline(
-            tuple(replace(stage, **kv_resource) if stage.kind == DECODE.kind else stage for stage in pipeline.stages)
+            tuple(replace(stage, **kv_fields) if stage.kind == DECODE.kind else stage for stage in pipeline.stages)
         ).with_parallelism(self.parallelism(model))
         return ModelSpec(
             name=name,
@@ -96,33 +98,33 @@ class LanguageFamily(Family):
             defaults=self._defaults(model) | to_builtins(serving.defaults),
             weights=weights,
             dtypes=dtypes,
-            classes={part: model.class_of(part) for part in self.component_names},
+            classes={name: model.class_of(name) for name in self.component_names},
             created=model.created,
             vision=vision,
         )
 
     def speaks(self, model: ModelFolder) -> dict[str, Any]:
-        """Return the configuration of the language model."""
+        """Return the configuration of the model's language part."""
         return model.config(SINGLE_COMPONENT)
 
     def pipeline(self, model: ModelFolder, dtypes: Mapping[str, str]) -> Pipeline:
-        """Return its stages. `dtypes` are those of its parts."""
-        parts = self.component_names[:1]
-        kv_bytes = bytes_per_token(self.speaks(model), WIDTHS[dtypes[parts[0]]])
-        prefill = replace(PREFILL, components=parts, output_size=OutputSize(4096, kv_bytes, 1, ("prompt_tokens",)))
-        return Pipeline((prefill, replace(DECODE, components=parts)))
+        """Return the pipeline of prefill and decode. `dtypes`: the dtype of each component."""
+        first = self.component_names[:1]
+        kv_bytes = bytes_per_token(self.speaks(model), WIDTHS[dtypes[first[0]]])
+        prefill = replace(PREFILL, components=first, output_size=OutputSize(4096, kv_bytes, 1, ("prompt_tokens",)))
+        return Pipeline((prefill, replace(DECODE, components=first)))
 
     def parallelism(self, model: ModelFolder) -> dict[str, dict[str, int]]:
-        """Return how each stage kind may be spread over ranks: by tensor parallelism only.
+        """Return the kinds of parallelism that each stage kind supports: only tensor parallelism.
 
         With pipeline parallelism (`layers`), ranks would wait for each other at each token. With FSDP (`shard`), all
         weights would be transferred for each token.
         """
         config = self.speaks(model)
-        spreads = {
+        supported = {
             "tensor": ENCODERS[model.kind].common({"num_key_value_heads": config["num_attention_heads"], **config})
         }
-        return {PREFILL.kind: spreads, DECODE.kind: spreads}
+        return {PREFILL.kind: supported, DECODE.kind: supported}
 
     def vision(self, model: ModelFolder) -> VisionConfig | None:
         """Return how the model reads images and videos, or None if it does not."""
@@ -134,13 +136,15 @@ class LanguageFamily(Family):
         from unfuse.language.tokenizer import ChatTokenizer
         from unfuse.stages.language import Decode, Prefill
 
+        # Prefill and decode in one process share the weights and the KV cache.
         shared = runtime.shared_objects
         key = (folder, runtime.dtypes[self.component_names[0]])
         if key not in shared:
             shared[key] = self.opened(folder, runtime, report), ChatTokenizer.read(folder), Grammars(str(folder))
-        opened, tokenizer, grammars = shared[key]
-        stage = Prefill(opened) if spec.kind == PREFILL.kind else Decode(opened, tokenizer, grammars, runtime.group)
-        stage.resources = dict.fromkeys(spec.provides, opened.tokens)
+        pool, tokenizer, grammars = shared[key]
+
+        stage = Prefill(pool) if spec.kind == PREFILL.kind else Decode(pool, tokenizer, grammars, runtime.group)
+        stage.resources = dict.fromkeys(spec.provides, pool.tokens)
         stage.exact = runtime.options.batching == "exact"
         return stage
 
@@ -160,30 +164,30 @@ class LanguageFamily(Family):
             import_module("gguf.quants")
 
     def kv_capacity(self, folder: Path, runtime: RuntimeOptions) -> int:
-        """Return the capacity of the KV cache in tokens.
+        """Return the capacity of the KV cache in tokens, equal on all ranks.
 
-        All ranks have the capacity of the one with the least memory. `runtime.kv` is for all of them together.
+        It is the capacity of the rank with the least memory. `runtime.kv` is for all ranks together.
         Raises ConfigError if the longest text does not fit.
         """
         files, group, axis = open_files(folder), runtime.group, tensor_axis(runtime)
-        shares = axis.size if axis else 1
-        token_bytes = bytes_per_token(self.speaks(files), WIDTHS[runtime.dtypes[self.component_names[0]]]) // shares
+        degree = axis.size if axis else 1
+        token_bytes = bytes_per_token(self.speaks(files), WIDTHS[runtime.dtypes[self.component_names[0]]]) // degree
         max_tokens = int(self.model_spec("", folder).limits["max_tokens"]) + BLOCK
         ranks = group.size if group else 1
 
         needed = max_tokens * token_bytes
-        room = runtime.kv // ranks or _default_kv_bytes(runtime.device, needed, ranks)
+        cache_bytes = runtime.kv // ranks or _default_kv_bytes(runtime.device, needed, ranks)
         if group:
-            room = min(int(rank_room) for rank_room in group.exchange(str(room).encode()))
-        if room < needed:
+            cache_bytes = min(int(rank_bytes) for rank_bytes in group.exchange(str(cache_bytes).encode()))
+        if cache_bytes < needed:
             raise ConfigError(
                 f"the KV cache needs {readable_bytes(needed)} for the longest text, {max_tokens} tokens, but has only "
-                f"{readable_bytes(room)}: increase --kv, or set a limit max_tokens in {files.home / SERVING}"
+                f"{readable_bytes(cache_bytes)}: increase --kv, or set a limit max_tokens in {files.home / SERVING}"
             )
-        return room // token_bytes
+        return cache_bytes // token_bytes
 
     def _defaults(self, model: ModelFolder) -> Params:
-        """Return the defaults in generation_config.json; temperature 0 if it disables sampling."""
+        """Return the defaults in generation_config.json, with temperature 0 if it disables sampling."""
         config = model.optional_config("generation_config.json")
         defaults: Params = {name: config[name] for name in DEFAULTS if isinstance(config.get(name), int | float)}
         return defaults | ({"temperature": 0.0} if config.get("do_sample") is False else {})
@@ -204,27 +208,27 @@ def _apply_limits(derived: TextLimits, limits: dict[str, int | float]) -> TextLi
 
 
 def tensor_axis(runtime: RuntimeOptions) -> Axis | None:
-    """Return the ranks that share the heads by tensor parallelism, or None."""
+    """Return the tensor parallel axis, whose ranks share the heads; or None."""
     return runtime.mesh.axis("tensor") if runtime.mesh and "tensor" in runtime.mesh.degrees else None
 
 
-def _default_kv_bytes(device: str, least: int, ranks: int) -> int:
+def _default_kv_bytes(device: str, needed: int, ranks: int) -> int:
     """Return the default bytes for a rank's KV cache.
 
-    A quarter of the free memory, or enough for one longest text (`least`), but at most three quarters. Ranks on CPUs
-    share the free memory.
+    A quarter of the free memory. If one longest text needs more (`needed`), at most three quarters. Ranks on CPUs share
+    the free memory.
     """
     from unfuse.parallel.devices import memory
 
     free = available_memory() // ranks if device.startswith("cpu") else memory(device)[0]
-    return max(free // 4, min(least, free // 4 * 3))
+    return max(free // 4, min(needed, free // 4 * 3))
 
 
 def bytes_per_token(config: dict[str, Any], width: int) -> int:
     """Return the KV cache's bytes per token, with `width` bytes per number."""
     heads = int(config["num_attention_heads"])
-    size = int(config.get("head_dim") or config["hidden_size"] // heads)
-    return 2 * int(config["num_hidden_layers"]) * int(config.get("num_key_value_heads") or heads) * size * width
+    head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+    return 2 * int(config["num_hidden_layers"]) * int(config.get("num_key_value_heads") or heads) * head_dim * width
 
 
 FAMILY = LanguageFamily()
@@ -234,7 +238,7 @@ FAMILY = LanguageFamily()
 PROCESSOR = CONFIGS["image_processor"]
 VIDEOS = "video_preprocessor_config.json"
 
-#: Models whose prompts have each group of a video's frames separately, after its timestamp.
+#: Classes of models whose prompts have each group of a video's frames separately, after its timestamp.
 TIMED = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
 
 
@@ -253,11 +257,12 @@ class VisionLanguage(LanguageFamily):
         vision_config = model.config(SINGLE_COMPONENT)["vision_config"]
         layers = 1 + len(vision_config.get("deepstack_visual_indexes") or ())
         token_bytes = int(vision_config["out_hidden_size"]) * WIDTHS[dtypes[VISION]] * layers
-        room = OutputSize(4096 + layers * ALIGNMENT, token_bytes, 1, ("tokens",))
+        output_size = OutputSize(4096 + layers * ALIGNMENT, token_bytes, 1, ("tokens",))
+
         prefill, decode = super().pipeline(model, dtypes).stages
         return Pipeline(
             (
-                replace(VISION_ENCODE, components=(VISION,), output_size=room),
+                replace(VISION_ENCODE, components=(VISION,), output_size=output_size),
                 replace(prefill, inputs=VISION_ENCODE.outputs),
                 replace(decode, inputs=(*decode.inputs, *VISION_ENCODE.outputs)),
             )
@@ -272,16 +277,18 @@ class VisionLanguage(LanguageFamily):
     def vision(self, model: ModelFolder) -> VisionConfig:
         config = model.config(SINGLE_COMPONENT)
         vision_config = config["vision_config"]
-        pictures = model.optional_config(PROCESSOR)
-        videos = model.optional_config(VIDEOS) or pictures
-        if not pictures:
+        image_settings = model.optional_config(PROCESSOR)
+        video_settings = model.optional_config(VIDEOS) or image_settings
+        if not image_settings:
             raise ConfigError(f"model {model.path} has no {PROCESSOR}, which configures image preprocessing")
         patch, merge = int(vision_config["patch_size"]), int(vision_config.get("spatial_merge_size", 2))
-        side = (patch * merge) ** 2
-        if (processor_patch := int(pictures.get("patch_size", 14))) != patch:
+        token_pixels = (patch * merge) ** 2
+        if (processor_patch := int(image_settings.get("patch_size", 14))) != patch:
             raise ConfigError(
                 f"model {model.path}: {PROCESSOR} has the patch size {processor_patch}, but the model {patch}"
             )
+
+        # Settings that the files lack have the defaults of transformers' image and video processors.
         return VisionConfig(
             picture=int(config["image_token_id"]),
             video=int(config["video_token_id"]),
@@ -290,10 +297,10 @@ class VisionLanguage(LanguageFamily):
             patch=patch,
             merge=merge,
             group=int(vision_config.get("temporal_patch_size", 2)),
-            pictures=_pixel_bounds(pictures, 56 * 56, 28 * 28 * 1280),
-            videos=_pixel_bounds(videos, 128 * side, 768 * side),
-            images=PixelBounds(int(videos.get("min_frames", 4)), int(videos.get("max_frames", 768))),
-            rate=float(videos.get("fps") or 2),
+            pictures=_pixel_bounds(image_settings, 56 * 56, 28 * 28 * 1280),
+            videos=_pixel_bounds(video_settings, 128 * token_pixels, 768 * token_pixels),
+            images=PixelBounds(int(video_settings.get("min_frames", 4)), int(video_settings.get("max_frames", 768))),
+            rate=float(video_settings.get("fps") or 2),
             timed=model.kind in TIMED,
             pace=float(vision_config.get("tokens_per_second", 4)),
         )
@@ -314,9 +321,9 @@ class VisionLanguage(LanguageFamily):
 
         files = ModelFolder(folder)
         model = _loader(files, runtime, report).model(LANGUAGE, _language_class)
-        deep = len(files.config(SINGLE_COMPONENT)["vision_config"].get("deepstack_visual_indexes") or ())
-        room, vision = self.kv_capacity(folder, runtime), self.vision(files)
-        return open_model(model, runtime.device, room, vision, deep, tensor_axis(runtime))
+        layers = len(files.config(SINGLE_COMPONENT)["vision_config"].get("deepstack_visual_indexes") or ())
+        capacity, vision = self.kv_capacity(folder, runtime), self.vision(files)
+        return open_model(model, runtime.device, capacity, vision, layers, tensor_axis(runtime))
 
     @override
     def prepare(self, folder: Path) -> None:
@@ -343,18 +350,18 @@ class Tower:
         self.dtype = runtime.dtypes[VISION]
         #: Width of an embedding.
         self.width = int(vision_config["out_hidden_size"])
-        #: The number of layers with deepstack features.
+        #: The number of layers with deepstack features; 0 for a model without them.
         self.deep = len(vision_config.get("deepstack_visual_indexes") or ())
 
     def encode(self, views: Sequence[VisionInput]) -> list[VisionFeatures]:
-        """Return the features of each input, from a separate forward."""
+        """Return the features of each image or video, each from a forward of its own."""
         return [
             self._forward(self._video_patches(view) if view.video else self._image_patches(view), view.grid)
             for view in views
         ]
 
     def _image_patches(self, view: VisionInput) -> Tensor:
-        """Return an image's patches from the processor, (patches, values)."""
+        """Return an image's patches from transformers' processor, (patches, values)."""
         inputs = self._processor(images=[*view.images], return_tensors="pt")
         grids = inputs["image_grid_thw"].tolist()
         if [tuple(grid) for grid in grids] != [view.grid]:
@@ -373,13 +380,14 @@ class Tower:
         groups, rows, columns = view.grid
         size = columns * vision.patch, rows * vision.patch
         frames = [self._normalize(image.resize(size, Resampling.BICUBIC)) for image in view.images]
-        frames += frames[-1:] * (-len(frames) % vision.group)
+        frames += frames[-1:] * (-len(frames) % vision.group)  # the last frame fills an incomplete group
         if len(frames) != groups * vision.group:
             raise PermanentError(f"a video has {len(frames)} frames, not {groups * vision.group}")
 
-        rows_of, columns_of = ((side // vision.merge, vision.merge, vision.patch) for side in (rows, columns))
-        whole = torch.stack(frames).reshape(groups, vision.group, -1, *rows_of, *columns_of)
-        patches = whole.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+        # Dimensions: group, frame, channel; token row, patch row, pixel row; token column, patch column, pixel column.
+        row_dims, column_dims = ((side // vision.merge, vision.merge, vision.patch) for side in (rows, columns))
+        pixels = torch.stack(frames).reshape(groups, vision.group, -1, *row_dims, *column_dims)
+        patches = pixels.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
         return patches.reshape(groups * rows * columns, -1)
 
     def _normalize(self, image: Image) -> Tensor:
@@ -399,8 +407,8 @@ class Tower:
 
         grids = torch.tensor([grid], device=self._device)
         outputs = self._tower(patches.to(self._device, self._tower.dtype), grid_thw=grids)
-        deep = getattr(outputs, "deepstack_features", None) or ()
-        return VisionFeatures(outputs.pooler_output.clone(), [layer.clone() for layer in deep])
+        deepstack = getattr(outputs, "deepstack_features", None) or ()
+        return VisionFeatures(outputs.pooler_output.clone(), [layer.clone() for layer in deepstack])
 
 
 def _loader(files: ModelFolder, runtime: RuntimeOptions, report: Report | None) -> Loader:
@@ -408,40 +416,48 @@ def _loader(files: ModelFolder, runtime: RuntimeOptions, report: Report | None) 
     return Loader(files, dict.fromkeys((LANGUAGE, VISION), ("transformers", files.kind)), runtime, report)
 
 
-def _pixel_bounds(settings: dict[str, Any], least: int, most: int) -> PixelBounds:
-    """Return the least and most pixels of an image, from either of two notations."""
+def _pixel_bounds(settings: dict[str, Any], default_min: int, default_max: int) -> PixelBounds:
+    """Return the least and most pixels of an image or video.
+
+    Files have `min_pixels` and `max_pixels`, or in `size` `shortest_edge` and `longest_edge`, which are pixels, too.
+    """
     size = settings.get("size") or {}
-    fewest, largest = size.get("shortest_edge", least), size.get("longest_edge", most)
-    return PixelBounds(int(settings.get("min_pixels") or fewest), int(settings.get("max_pixels") or largest))
+    size_min, size_max = size.get("shortest_edge", default_min), size.get("longest_edge", default_max)
+    return PixelBounds(int(settings.get("min_pixels") or size_min), int(settings.get("max_pixels") or size_max))
 
 
-def _language_class(whole: Any) -> Any:
+def _language_class(model_class: Any) -> Any:
     """Return the model's class without the vision encoder."""
-    return _without_modules(whole, ["model.visual"], VISION_PREFIX)
+    return _without_modules(model_class, ["model.visual"], VISION_PREFIX)
 
 
-def _vision_class(whole: Any) -> Any:
+def _vision_class(model_class: Any) -> Any:
     """Return the model's class with nothing but the vision encoder."""
     language = "language_model", "lm_head"
-    return _without_modules(whole, ["model.language_model", "lm_head"], *language, _tied_weights_keys={})
+    return _without_modules(model_class, ["model.language_model", "lm_head"], *language, _tied_weights_keys={})
 
 
-def _without_modules(whole: Any, without: Sequence[str], *unread: str, **attributes: Any) -> Any:
-    """Return a class of the model without some modules.
+def _without_modules(model_class: Any, removed: Sequence[str], *ignored_weights: str, **attributes: Any) -> Any:
+    """Return a subclass of the model's class without some modules.
 
-    It has the name and module of the whole model's class, by which transformers maps the names of weights in files.
+    It has the name and module of that class, by which transformers maps the names of weights in files.
 
-    `unread`: regular expressions of weights that are then ignored.
-    `attributes`: further attributes of the class.
+    `removed`: the names of the modules.
+    `ignored_weights`: regular expressions of weights in files that belong to the removed modules.
+    `attributes`: further attributes of the subclass.
     """
 
     def init(model: Any, config: Any) -> None:
-        whole.__init__(model, config)
-        for parent, _, name in (module.rpartition(".") for module in without):
+        model_class.__init__(model, config)
+        for parent, _, name in (module.rpartition(".") for module in removed):
             setattr(model.get_submodule(parent), name, None)
 
-    members = {"__init__": init, "__module__": whole.__module__, "_keys_to_ignore_on_load_unexpected": [*unread]}
-    return type(whole.__name__, (whole,), {**members, **attributes})
+    members = {
+        "__init__": init,
+        "__module__": model_class.__module__,
+        "_keys_to_ignore_on_load_unexpected": [*ignored_weights],
+    }
+    return type(model_class.__name__, (model_class,), {**members, **attributes})
 
 
 VISION_LANGUAGE = VisionLanguage()

@@ -53,11 +53,11 @@ class Shape(VideoShape):
         """Read the configurations. Raises ConfigError for a misfit, or a VAE that draws noise."""
         transformer, vae = folder.config("transformer"), folder.config("vae")
         with folder.reading("transformer or vae"):
-            halvings = 2 ** sum(map(bool, vae["spatio_temporal_scaling"]))
+            block_scale = 2 ** sum(map(bool, vae["spatio_temporal_scaling"]))
             shape = cls(
                 int(vae["latent_channels"]),
-                int(vae.get("spatial_compression_ratio") or int(vae["patch_size"]) * halvings),
-                int(vae.get("temporal_compression_ratio") or int(vae["patch_size_t"]) * halvings),
+                int(vae.get("spatial_compression_ratio") or int(vae["patch_size"]) * block_scale),
+                int(vae.get("temporal_compression_ratio") or int(vae["patch_size_t"]) * block_scale),
                 int(transformer["caption_channels"]),
             )
             channels = int(transformer["in_channels"])
@@ -130,7 +130,10 @@ class LtxVae:
         self.latents: tuple[int | None, ...] = (1, None, self._shape.channels)
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
-        """Return denormalized latents as a grid, rounded to the text embeddings' dtype."""
+        """Return denormalized latents as a grid (1, channels, frames, height, width).
+
+        They are rounded to the dtype of the text embeddings, as in the pipeline.
+        """
         sides, vae = self._shape.grid(params), self._vae
         grid = latents.to(self._device).transpose(1, 2).reshape(1, self._shape.channels, *sides)
         mean, deviation = (values.view(1, -1, 1, 1, 1).to(grid) for values in (vae.latents_mean, vae.latents_std))
@@ -179,20 +182,20 @@ class Ltx(VideoFamily):
     def model_spec(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         """Return the model spec.
 
-        The VAE's identity covers the text encoder's dtype, an input of it.
+        The identity of the VAE covers the dtype of the text encoder, to which latents are rounded before decoding.
         """
         spec = super().model_spec(name, folder, dtype)
-        vae = xxhash.xxh3_128_hexdigest(f"{spec.weights['vae']} {spec.dtypes['text_encoder']}".encode())
-        return replace(spec, weights={**spec.weights, "vae": vae})
+        vae_id = xxhash.xxh3_128_hexdigest(f"{spec.weights['vae']} {spec.dtypes['text_encoder']}".encode())
+        return replace(spec, weights={**spec.weights, "vae": vae_id})
 
     @override
     def denoiser_parallelism(self, folder: ModelFolder) -> dict[str, int]:
-        """Return how denoising may be spread.
+        """Return the kinds of parallelism that denoising supports.
 
-        Not by tensor parallelism, because the rotary embedding applies to all heads at once.
+        Not tensor parallelism, because the rotary embedding applies to all heads at once.
         """
-        spreads = super().denoiser_parallelism(folder)
-        return {kind: spreads[kind] for kind in spreads if kind != "tensor"}
+        supported = super().denoiser_parallelism(folder)
+        return {kind: supported[kind] for kind in supported if kind != "tensor"}
 
     @override
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:

@@ -1,12 +1,12 @@
 """Model families whose stages run the blocks of diffusers' modular pipelines.
 
-Their models have no stages of their own here. A block declares its components, inputs and outputs; encoding, denoising
-and decoding are three of them, and each is a stage that runs whole: denoising in one go, without previews, and
-cancelled only when it is done. What is declared stands here as data, since a card is made without diffusers. Only
-classes are listed whose pictures were compared with those of their DiffusionPipeline, bit for bit. Checked against
-diffusers 0.42.
+A block declares its components, inputs and outputs. Encoding, denoising and decoding are blocks, and each of them is a
+stage with one step. So denoising has no previews, and a request is cancelled only after its block. The declarations are
+repeated here as data, because model specs are made without diffusers. A class is listed here only if its images were
+equal to those of its DiffusionPipeline, bit for bit. Checked against diffusers 0.42.
 
-Guidance is a component there, which each request gets anew with its scale. A distilled model has none.
+Guidance is a component of the blocks, the guider. Each request gets a new guider with its scale. A distilled model has
+no guider.
 """
 
 from __future__ import annotations
@@ -38,20 +38,23 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
+#: The block that a stage kind runs.
 BLOCKS = {
     TEXT_ENCODE.kind: "text_encoder",
     IMAGE_ENCODE.kind: "vae_encoder",
     DENOISE.kind: "denoise",
     VAE_DECODE.kind: "decode",
 }
-"""The block that a stage kind runs."""
 
+#: The latents of all reference images, (1, channels, latents of all images), and their sizes, (1, images, 2).
 REFERENCE_INPUTS, SIZES = "image_latents", "image_sizes"
-"""Latents of all pictures that are seen (1, channels, all places), and the height and width of each."""
 
-MAX_PIXELS = 1024 * 1024  # larger pictures are made smaller before they are seen
+#: Pixels of the largest reference image. Larger ones are made smaller before they are encoded.
+MAX_PIXELS = 1024 * 1024
 
 SCALE = "guidance_scale"
+
+#: The parameters of blocks, with their types. The negative prompt may be None.
 TYPES: dict[str, Any] = {
     "prompt": str,
     "negative_prompt": str,
@@ -62,18 +65,17 @@ TYPES: dict[str, Any] = {
     "num_inference_steps": int,
     "seed": int,
 }
-"""The parameters that blocks are given; a prompt to steer away from may be None."""
 
 
 class BlockStage(Stage):
-    """One block, which takes tasks one by one."""
+    """A stage that runs one block, for one task at a time."""
 
     def __init__(self, spec: StageSpec, family: Modular, loader: Loader, distilled: bool) -> None:
         self.kind, self._spec, self._unguided = spec.kind, spec, family.unguided
-        self._device, self._draws = loader.device, loader.runtime.options.noise_device != "cpu"
-        self._part = _part(spec, family.blocks[distilled], loader)
-        self._guider = None if distilled or spec.kind == VAE_DECODE.kind else self._part.get_component_spec("guider")
-        self._reads = [name for name in TYPES if name in {i.name for i in self._part.blocks.inputs}]
+        self._device, self._draws_on_device = loader.device, loader.runtime.options.noise_device != "cpu"
+        self._block = _load_block(spec, family.blocks[distilled], loader)
+        self._guider = None if distilled or spec.kind == VAE_DECODE.kind else self._block.get_component_spec("guider")
+        self._reads = [name for name in TYPES if name in {i.name for i in self._block.blocks.inputs}]
         self._needs = [
             *self._reads,
             *([SCALE] if self._guider else []),
@@ -81,7 +83,7 @@ class BlockStage(Stage):
         ]
 
     def verify(self, task: StageInput) -> None:
-        """Raise PermanentError unless the parameters and tensors are there that the block is given."""
+        """Raise PermanentError if a parameter or tensor that the block needs is missing."""
         for name in self._needs:
             if name != "negative_prompt" or task.params.get(name) is not None:
                 need(task.params, name, TYPES[name])
@@ -95,7 +97,7 @@ class BlockStage(Stage):
                 raise PermanentError(f"input {name} is missing")
 
     def batch_key(self, task: StageInput) -> Hashable:
-        """All that it is given: tasks that differ gain nothing from waiting for each other."""
+        """Return all parameters that the block reads. Tasks are computed one by one anyway."""
         return tuple(task.params.get(name) for name in self._needs)
 
     @override
@@ -106,80 +108,92 @@ class BlockStage(Stage):
             return [self._output(self._values(task), task.params) for task in batch]
 
     def _values(self, task: StageInput) -> dict[str, Any]:
-        """All that the block has made when it is done."""
+        """Run the block. Returns all its values by name: inputs, intermediates and outputs."""
         import torch
 
         params = task.params
-        given: dict[str, Any] = {name: params[name] for name in self._reads if params.get(name) is not None}
-        given |= {name: tensor.to(self._device) for name, tensor in task.tensors.items() if tensor is not None}
-        if SIZES in given:
-            sizes = given.pop(SIZES)[0].tolist()
-            parts = given[REFERENCE_INPUTS].split([height * width for height, width in sizes], 2)
-            given[REFERENCE_INPUTS] = [part.unflatten(2, size) for part, size in zip(parts, sizes, strict=True)]
+        inputs: dict[str, Any] = {name: params[name] for name in self._reads if params.get(name) is not None}
+        inputs |= {name: tensor.to(self._device) for name, tensor in task.tensors.items() if tensor is not None}
+        if SIZES in inputs:
+            sizes = inputs.pop(SIZES)[0].tolist()
+            parts = inputs[REFERENCE_INPUTS].split([height * width for height, width in sizes], 2)
+            inputs[REFERENCE_INPUTS] = [part.unflatten(2, size) for part, size in zip(parts, sizes, strict=True)]
+
         if self.kind == DENOISE.kind:
-            generator = torch.Generator(self._device if self._draws else "cpu")
-            given["generator"] = generator.manual_seed(need(params, "seed", int))
+            generator = torch.Generator(self._device if self._draws_on_device else "cpu")
+            inputs["generator"] = generator.manual_seed(need(params, "seed", int))
         if self.kind == VAE_DECODE.kind:
-            given["output_type"] = "np"
+            inputs["output_type"] = "np"
         if self._guider is not None:
+            # The guider omits guidance only at exactly this scale, but the pipeline also below it.
             scale = max(need(params, SCALE, float), self._unguided)
-            self._part.update_components(guider=self._guider.create(guidance_scale=scale))
-        values: dict[str, Any] = self._part(**given).values
+            self._block.update_components(guider=self._guider.create(guidance_scale=scale))
+
+        values: dict[str, Any] = self._block(**inputs).values
         return values
 
     def _output(self, values: Mapping[str, Any], params: Params) -> StageOutput:
-        """What the block made; the pictures of the last one are encoded as files."""
+        """Return the block's outputs for later stages, or for VAE decoding the encoded images."""
         if self.kind != VAE_DECODE.kind:
             return StageOutput({name: values.get(name) for name in self._spec.outputs})
         from unfuse.stages.media import encode, remedy, to_bytes
 
-        advice = remedy("the model's decoder", self._part.vae.dtype)
+        advice = remedy("the model's decoder", self._block.vae.dtype)
         return StageOutput(media=encode(to_bytes(values["images"], "decoder", advice), params))
 
 
 class References(PictureEncoder):
-    """The block that encodes pictures for others to see; an ImageEncoder."""
+    """The block that encodes reference images, as an ImageEncoder."""
 
-    one_by_one = True
+    one_by_one = True  # reference images have sizes of their own
     extra_uploads: Sequence[str] = IMAGE_UPLOADS[1:]
 
-    def __init__(self, part: Any, side: int) -> None:
+    def __init__(self, block: Any, multiple: int) -> None:
         from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 
-        part.update_components(image_processor=Flux2ImageProcessor(vae_scale_factor=side))
-        self._part = part
+        block.update_components(image_processor=Flux2ImageProcessor(vae_scale_factor=multiple))
+        self._block = block
 
     def encode(self, pictures: Mapping[str, Sequence[Image]], params: Params) -> dict[str, Tensor]:
-        """REFERENCE_INPUTS and SIZES. Raises UnsupportedRequest for pictures that the block refuses."""
+        """Return REFERENCE_INPUTS and SIZES of one request.
+
+        Raises UnsupportedRequest for images that the block does not accept.
+        """
         import torch
 
         try:
-            seen = self._part(image=[one for of in pictures.values() for one in of]).values[REFERENCE_INPUTS]
+            latents = self._block(image=[image for row in pictures.values() for image in row]).values[REFERENCE_INPUTS]
         except ValueError as error:
             raise UnsupportedRequest(f"the pipeline does not accept a picture: {error}") from error
-        sizes = torch.tensor([[one.shape[-2:] for one in seen]])
-        return {REFERENCE_INPUTS: torch.cat([one.flatten(2) for one in seen], 2), SIZES: sizes}
+
+        sizes = torch.tensor([[grid.shape[-2:] for grid in latents]])
+        return {REFERENCE_INPUTS: torch.cat([grid.flatten(2) for grid in latents], 2), SIZES: sizes}
 
 
 class Modular(PictureFamily):
-    """The stages of a folder of a pipeline class, as diffusers declares it."""
+    """A family whose stages run the blocks of one modular pipeline class."""
 
     shape = PictureShape.of_vae
     float32_latents = True
     takes_lora = False
-    blocks: tuple[str, str]  # classes of its blocks: of a model that is guided, and of one that was distilled not to be
+    #: The classes of its blocks: for a model with guidance, and for a distilled model, which has none.
+    blocks: tuple[str, str]
+    #: The outputs of the text encoder. For each, the entries of the transformer's configuration whose product is the
+    #: elements of a token.
     embeds: Mapping[str, tuple[str, ...]]
-    """Outputs of the text encoder; entries of the transformer's configuration whose product are the numbers a token."""
-    unguided: float  # the guidance scale up to which the pipeline has no second half, and so its guider
-    negative = False  # whether guidance goes away from a negative prompt, not only from an empty one
-    references = 0  # how many pictures it sees beside the prompt, if there are any
+    #: The largest guidance scale without guidance, in the pipeline and in its guider.
+    unguided: float
+    #: Whether guidance uses the request's negative prompt, not only an empty one.
+    negative = False
+    #: The most reference images of a request; 0 if the model has none.
+    references = 0
+    #: Settings of model_index.json that the blocks do not read, with the values that they assume.
     fixed: Mapping[str, object] = MappingProxyType({})
-    """Settings of model_index.json that the blocks do not read, and what they go by."""
 
     @override
     def model_spec(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
-        seen = (AcceptedInput(UPLOAD, "reference", max=self.references),) if self.references else ()
-        return replace(super().model_spec(name, folder, dtype), accepts=seen)
+        uploads = (AcceptedInput(UPLOAD, "reference", max=self.references),) if self.references else ()
+        return replace(super().model_spec(name, folder, dtype), accepts=uploads)
 
     @override
     def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
@@ -195,13 +209,16 @@ class Modular(PictureFamily):
 
     @override
     def parallelism(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
-        """Halves of guidance are the blocks' own affair."""
-        ways = super().parallelism(folder)
-        return {kind: {by: most for by, most in way.items() if by != "cfg"} for kind, way in ways.items()}
+        """Return the kinds of parallelism that each stage kind supports.
+
+        Not CFG parallel, because both halves of guidance are computed within the block.
+        """
+        supported = super().parallelism(folder)
+        return {stage: {kind: n for kind, n in kinds.items() if kind != "cfg"} for stage, kinds in supported.items()}
 
     @override
     def standard(self, folder: ModelFolder) -> Params:
-        """What the call has is left as it is."""
+        """Return defaults for parameters that the pipeline's call lacks."""
         call = call_defaults(*self.source)
         return {name: value for name, value in super().standard(folder).items() if name not in call}
 
@@ -210,33 +227,35 @@ class Modular(PictureFamily):
         transformer, shape = folder.config("transformer"), PictureShape.of_vae(folder)
         distilled = bool(folder.index().get("is_distilled"))
         with folder.reading("transformer"):
-            numbers = sum(prod(int(transformer[key]) for key in keys) for keys in self.embeds.values())
-        size = limits.max_sequence_length * numbers * widths["text_encoder"] + ALIGNMENT * len(self.embeds)
-        made = (*self.embeds, *(() if distilled else (NEGATIVE + name for name in self.embeds)))
-        reads = ["prompt", "max_sequence_length", *(("negative_prompt",) if self.negative and not distilled else ())]
-        text = replace(
+            elements = sum(prod(int(transformer[key]) for key in keys) for keys in self.embeds.values())
+
+        size = limits.max_sequence_length * elements * widths["text_encoder"] + ALIGNMENT * len(self.embeds)
+        outputs = (*self.embeds, *(() if distilled else (NEGATIVE + name for name in self.embeds)))
+        params = ["prompt", "max_sequence_length", *(("negative_prompt",) if self.negative and not distilled else ())]
+        text_stage = replace(
             TEXT_ENCODE,
             components=("text_encoder", "tokenizer"),
-            outputs=made,
-            depends_on_params=tuple(reads if distilled else [*reads, SCALE]),
-            output_size=OutputSize(size * len(made) // len(self.embeds)),
+            outputs=outputs,
+            depends_on_params=tuple(params if distilled else [*params, SCALE]),
+            output_size=OutputSize(size * len(outputs) // len(self.embeds)),
         )
-        each = shape.channels * MAX_PIXELS // shape.scale**2 * widths["vae"] + 2 * DTYPES["int64"]
-        picture = replace(
+
+        reference_bytes = shape.channels * MAX_PIXELS // shape.scale**2 * widths["vae"] + 2 * DTYPES["int64"]
+        image_stage = replace(
             IMAGE_ENCODE,
             components=("vae",),
             outputs=(REFERENCE_INPUTS, SIZES),
             depends_on_params=IMAGE_UPLOADS,
             role=VAE_DECODE.role,
-            output_size=OutputSize(2 * ALIGNMENT + self.references * each),
+            output_size=OutputSize(2 * ALIGNMENT + self.references * reference_bytes),
             parallelism={"tiles": 0},
             only_with=UPLOAD,
         )
-        return (text, picture) if self.references else (text,)
+        return (text_stage, image_stage) if self.references else (text_stage,)
 
     @override
     def load(self, spec: StageSpec, folder: Path, runtime: RuntimeOptions, report: Report | None = None) -> Stage:
-        """Raises ConfigError with --offload, which a block's choice of device would not follow."""
+        """Return the stage. Raises ConfigError with --offload, which blocks do not support."""
         from unfuse.stages.image_encode import ImageEncode
 
         if runtime.options.offload != "none":
@@ -246,39 +265,41 @@ class Modular(PictureFamily):
         if spec.components == ("vae",):
             loader = OneVae(loader)
         if spec.kind == IMAGE_ENCODE.kind:
-            part = _part(spec, self.blocks[0], loader)
-            return ImageEncode(References(part, PictureShape.of_vae(model).multiple))
+            block = _load_block(spec, self.blocks[0], loader)
+            return ImageEncode(References(block, PictureShape.of_vae(model).multiple))
         return BlockStage(spec, self, loader, bool(model.index().get("is_distilled")))
 
 
-def _part(spec: StageSpec, blocks: str, loader: Loader) -> Any:
-    """Return the block of a stage with its components.
+def _load_block(spec: StageSpec, blocks: str, loader: Loader) -> Any:
+    """Return a modular pipeline of one block, that of a stage, with its components.
 
     The block of denoising gets a VAE without weights, because it reads only the VAE's scale factors.
     """
     import diffusers
     import torch
 
-    diffusers.utils.logging.get_logger("diffusers.guiders.guider_utils").setLevel("ERROR")  # that guiders may change
+    # It warns at every new guider, so at every request, that the interface may change.
+    diffusers.utils.logging.get_logger("diffusers.guiders.guider_utils").setLevel("ERROR")
     block = getattr(diffusers, blocks)().sub_blocks[BLOCKS[spec.kind]]
-    _quiet(block)
-    part = block.init_pipeline()
-    parts = {
+    _disable_progress_bars(block)
+
+    pipeline = block.init_pipeline()
+    components = {
         name: loader.noise_scheduler() if name == "scheduler" else component(name, loader) for name in spec.components
     }
-    part.update_components(**parts)
+    pipeline.update_components(**components)
     if spec.kind == DENOISE.kind:
         with torch.device("meta"):
-            part.vae = getattr(diffusers, loader.class_of("vae")).from_config(loader.folder.config("vae"))
-    return part
+            pipeline.vae = getattr(diffusers, loader.class_of("vae")).from_config(loader.folder.config("vae"))
+    return pipeline
 
 
-def _quiet(block: Any) -> None:
-    """No progress bars, at any depth."""
+def _disable_progress_bars(block: Any) -> None:
+    """Disable the progress bars of a block, and of all blocks in it."""
     if hasattr(block, "set_progress_bar_config"):
         block.set_progress_bar_config(disable=True)
-    for inner in block.sub_blocks.values():
-        _quiet(inner)
+    for sub_block in block.sub_blocks.values():
+        _disable_progress_bars(sub_block)
 
 
 _SCHEDULER = ("diffusers", ("FlowMatchEulerDiscreteScheduler",))
@@ -286,7 +307,7 @@ _QWEN_TOKENIZER = ("transformers", ("Qwen2Tokenizer", "Qwen2TokenizerFast", *FAS
 
 
 class Klein(Modular):
-    """FLUX.2 klein. There is no negative prompt: guidance goes away from an empty one."""
+    """FLUX.2 klein. Its guidance has no negative prompt, and uses an empty one."""
 
     name = "modular Flux2KleinPipeline"
     source = ("pipelines/flux2/pipeline_flux2_klein.py", "Flux2KleinPipeline")
@@ -324,7 +345,7 @@ KLEIN = Klein()
 class Krea(Modular):
     """Krea 2, in which guidance applies at any scale above 0.
 
-    The guidance is added to the prompt's own prediction.
+    The difference to the negative prompt's prediction, times the scale, is added to the prompt's prediction.
     """
 
     name = "modular Krea2Pipeline"

@@ -76,8 +76,9 @@ class QwenTextEncoder(GuidedTextEncoder):
         hidden = self._encoder(**inputs, output_hidden_states=True).hidden_states[-1]
         embeds = hidden.new_zeros(len(texts), length, hidden.shape[-1], dtype=self._encoder.dtype)
         mask = tokens.attention_mask.new_zeros(len(texts), length)
-        for row, (states, used) in enumerate(zip(hidden, tokens.attention_mask.bool(), strict=True)):
-            text_states = states[used][start : start + length]
+
+        for row, (states, is_token) in enumerate(zip(hidden, tokens.attention_mask.bool(), strict=True)):
+            text_states = states[is_token][start : start + length]
             embeds[row, : len(text_states)] = text_states
             mask[row, : len(text_states)] = 1
         return {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
@@ -112,6 +113,8 @@ class QwenImageDenoiser(PackedDenoiser):
         mask = inputs["prompt_embeds_mask"]
         lengths = mask.sum(1).tolist()
         longest = max(lengths)
+
+        # Without padding no mask is passed, as in the undivided pipeline: attention with a mask rounds differently.
         return self._predicted(
             hidden_states=latents,
             timestep=timestep.to(latents.dtype) / 1000,
@@ -186,8 +189,8 @@ class QwenImage(PictureFamily):
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape = Shape.read(folder)
         length, width = limits.max_sequence_length, shape.text_dim * widths["text_encoder"]
-        text = text_stage({"prompt_embeds": length * width, "prompt_embeds_mask": length * DTYPES["int64"]})
-        return (text,)
+        stage = text_stage({"prompt_embeds": length * width, "prompt_embeds_mask": length * DTYPES["int64"]})
+        return (stage,)
 
 
 FAMILY = QwenImage()

@@ -108,6 +108,7 @@ class Sd3Denoiser(GridDenoiser):
         steps = need(params, "num_inference_steps", int)
         if not config.get("use_dynamic_shifting"):
             return self._fresh(latents, num_inference_steps=steps)
+
         rows, columns = (side // self._patch for side in latents.shape[-2:])
         return self._fresh(latents, num_inference_steps=steps, mu=shift(config, rows * columns))
 
@@ -116,6 +117,7 @@ class Sd3Denoiser(GridDenoiser):
         import torch
 
         t5 = inputs["prompt_embeds_3"]
+        # CLIP's embeddings, side by side, are narrower than T5's: zeros fill the width.
         clip = torch.cat([inputs["prompt_embeds"], inputs["prompt_embeds_2"]], -1)
         clip = torch.nn.functional.pad(clip, (0, t5.shape[-1] - clip.shape[-1]))
         pooled = torch.cat([inputs["pooled_prompt_embeds"], inputs["pooled_prompt_embeds_2"]], -1)
@@ -146,9 +148,9 @@ class Sd3(PictureFamily):
     text_encoders = {
         "text_encode": partial(ProjectedClipTextEncoder, names=["prompt_embeds", "pooled_prompt_embeds"]),
         "text_encode_2": partial(
-            ProjectedClipTextEncoder, names=["prompt_embeds_2", "pooled_prompt_embeds_2"], end="_2"
+            ProjectedClipTextEncoder, names=["prompt_embeds_2", "pooled_prompt_embeds_2"], suffix="_2"
         ),
-        "text_encode_3": partial(Sd3T5TextEncoder, end="_3", guidance=guidance_scale),
+        "text_encode_3": partial(Sd3T5TextEncoder, suffix="_3", guidance=guidance_scale),
     }
     denoiser = Sd3Denoiser
     vae = GridPictureVae
@@ -173,24 +175,25 @@ class Sd3(PictureFamily):
 
     @override
     def denoiser_parallelism(self, folder: ModelFolder) -> dict[str, int]:
-        """Return how denoising may be spread.
+        """Return the kinds of parallelism that denoising supports.
 
-        Not by layers, because the last block has no text output. With dual attention not by sequence parallelism.
+        Not `layers`, because the last block has no text output. With dual attention not sequence parallelism.
         """
-        spreads = super().denoiser_parallelism(folder)
-        without = {"layers", *(("ulysses", "ring") if folder.config("transformer").get(DUAL) else ())}
-        return {kind: spreads[kind] for kind in spreads if kind not in without}
+        supported = super().denoiser_parallelism(folder)
+        excluded = {"layers", *(("ulysses", "ring") if folder.config("transformer").get(DUAL) else ())}
+        return {kind: supported[kind] for kind in supported if kind not in excluded}
 
     @override
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape = Shape.read(folder)
         stages = []
-        for end, (width, pooled) in {"": shape.clips[:2], "_2": shape.clips[2:]}.items():
-            numbers = {f"prompt_embeds{end}": shape.tokens * width, f"pooled_prompt_embeds{end}": pooled}
-            sizes = {name: size * widths[f"text_encoder{end}"] for name, size in numbers.items()}
-            stages.append(text_stage(sizes, "guidance_scale", end))
-        embeds = limits.max_sequence_length * shape.text_dim * widths["text_encoder_3"]
-        stages.append(text_stage({"prompt_embeds_3": embeds}, "guidance_scale", "_3"))
+        for suffix, (width, pooled) in {"": shape.clips[:2], "_2": shape.clips[2:]}.items():
+            elements = {f"prompt_embeds{suffix}": shape.tokens * width, f"pooled_prompt_embeds{suffix}": pooled}
+            sizes = {name: count * widths[f"text_encoder{suffix}"] for name, count in elements.items()}
+            stages.append(text_stage(sizes, "guidance_scale", suffix))
+
+        embeds_bytes = limits.max_sequence_length * shape.text_dim * widths["text_encoder_3"]
+        stages.append(text_stage({"prompt_embeds_3": embeds_bytes}, "guidance_scale", "_3"))
         return stages
 
 

@@ -123,6 +123,7 @@ class SdxlVae(GridPictureVae):
 
     def __init__(self, loader: Loader) -> None:
         super().__init__(loader)
+        # If the pipeline upcasts the VAE, it also casts the latents before it scales them.
         self._cast_first = self._vae.dtype.itemsize == 2 and self.dtype.itemsize == 4
 
     @property
@@ -155,7 +156,9 @@ class Sdxl(PictureFamily):
     }
     text_encoders = {
         "text_encode": partial(ProjectedClipTextEncoder, names=["prompt_embeds"]),
-        "text_encode_2": partial(ProjectedClipTextEncoder, names=["prompt_embeds_2", "pooled_prompt_embeds"], end="_2"),
+        "text_encode_2": partial(
+            ProjectedClipTextEncoder, names=["prompt_embeds_2", "pooled_prompt_embeds"], suffix="_2"
+        ),
     }
     denoiser = SdxlDenoiser
     shape = Shape.read
@@ -171,21 +174,21 @@ class Sdxl(PictureFamily):
 
     @override
     def standard(self, folder: ModelFolder) -> Params:
-        """Return the defaults, where texts have CLIP's length."""
+        """Return the defaults. The call has no `max_sequence_length`: texts have CLIP's length."""
         return {**super().standard(folder), "max_sequence_length": Shape.read(folder).tokens}
 
     @override
     def denoiser_parallelism(self, folder: ModelFolder) -> dict[str, int]:
-        """Return how denoising may be spread: a UNet only by CFG parallelism."""
+        """Return the kinds of parallelism that denoising supports: for a UNet only CFG parallel."""
         return {"cfg": 2}
 
     @override
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape = Shape.read(folder)
         bytes_1, bytes_2 = widths["text_encoder"], widths["text_encoder_2"]
-        first, second = (shape.tokens * width for width in shape.widths)
-        first_stage = text_stage({"prompt_embeds": first * bytes_1}, "guidance_scale")
-        sizes = {"prompt_embeds_2": second * bytes_2, "pooled_prompt_embeds": shape.pooled * bytes_2}
+        elements_1, elements_2 = (shape.tokens * width for width in shape.widths)
+        first_stage = text_stage({"prompt_embeds": elements_1 * bytes_1}, "guidance_scale")
+        sizes = {"prompt_embeds_2": elements_2 * bytes_2, "pooled_prompt_embeds": shape.pooled * bytes_2}
         return first_stage, text_stage(sizes, "guidance_scale", "_2")
 
     @override

@@ -1,7 +1,9 @@
-"""The same model as one diffusers pipeline in one process, for comparison: `python -m unfuse.models.undivided`.
+"""The undivided diffusers pipeline in a process of its own, for comparison: `python -m unfuse.models.undivided`.
 
-It reads JSON lines: first an Undivided, then pairs of how many CPU threads to use and parameters as stages get them. It
-answers each with a line: the SHA-256 of every file. It encodes as the decoder stage does: equal pixels, equal files.
+The process reads JSON lines. The first one is an Undivided. Each further one is a pair: a number of CPU threads, and
+the parameters of a request in the form in which stages get them. The process answers each line with a line, the SHA-256
+of each result file. The answer to the first line is an empty list. Files are encoded as in the decoder stage, so equal
+pixels give equal files.
 """
 
 from __future__ import annotations
@@ -20,38 +22,40 @@ from unfuse.models.undivided_family import casting
 from unfuse.stages.base import need
 from unfuse.stages.media import encode
 
+#: The calls' parameter for the start image.
 IMAGE = "image"
 
 
 class Undivided(msgspec.Struct, frozen=True):
-    """The folder of the model to load, with its device and dtypes.
+    """The first line that the process reads: which model to load, and how."""
 
-    `dtypes`: the dtype of each component.
-    `image`: the path of a picture, for models that take one.
-    """
-
+    #: The path of the model's folder.
     folder: str
+    #: The device on which all components run.
     device: str
+    #: The dtype of each component.
     dtypes: dict[str, str]
+    #: The path of the start image of all requests, for models with image input; "" for none.
     image: str = ""
 
 
 def main() -> None:
-    """Load the model, then answer requests until the input ends."""
-    asked = msgspec.json.decode(sys.stdin.readline(), type=Undivided)
-    pipeline = _load(asked)
-    _say(())
+    """Load the model, then run requests until the input ends."""
+    model = msgspec.json.decode(sys.stdin.readline(), type=Undivided)
+    pipeline = _load(model)
+    _write_line(())
     for line in sys.stdin:
         threads, params = msgspec.json.decode(line, type=tuple[int, dict[str, Any]])
-        _say(_make(pipeline, asked, threads, params))
+        _write_line(_generate(pipeline, model, threads, params))
 
 
-def _say(digests: tuple[str, ...]) -> None:
+def _write_line(digests: tuple[str, ...]) -> None:
     sys.stdout.write(msgspec.json.encode(digests).decode() + "\n")
     sys.stdout.flush()
 
 
-def _load(asked: Undivided) -> Any:
+def _load(model: Undivided) -> Any:
+    """Return the pipeline on its device."""
     import torch
     from diffusers import DiffusionPipeline
     from diffusers.utils.logging import disable_progress_bar
@@ -59,27 +63,36 @@ def _load(asked: Undivided) -> Any:
 
     disable_progress_bar()
     transformers_quiet()
-    dtypes = {name: getattr(torch, dtype) for name, dtype in asked.dtypes.items()}
-    pipeline = DiffusionPipeline.from_pretrained(asked.folder, dtype={**dtypes, "default": torch.float32})
+    dtypes = {name: getattr(torch, dtype) for name, dtype in model.dtypes.items()}
+    pipeline = DiffusionPipeline.from_pretrained(model.folder, dtype={**dtypes, "default": torch.float32})
     pipeline.set_progress_bar_config(disable=True)
     casting(pipeline.vae)
-    return pipeline.to(asked.device)
+    return pipeline.to(model.device)
 
 
-def _make(pipeline: Any, asked: Undivided, threads: int, params: Params) -> tuple[str, ...]:
+def _generate(pipeline: Any, model: Undivided, threads: int, params: Params) -> tuple[str, ...]:
+    """Run a request. Returns the SHA-256 of each result file."""
     import torch
 
     torch.set_num_threads(threads)
-    known = inspect.signature(pipeline.__call__).parameters
-    given: dict[str, Any] = {name: value for name, value in params.items() if name in known and value is not None}
-    given |= {"frame_rate": params["fps"]} if "frame_rate" in known else {}
-    given |= {"max_area": need(params, "width", int) * need(params, "height", int)} if "max_area" in known else {}
-    if IMAGE in known and asked.image:
-        given[IMAGE] = read_rgb(Path(asked.image).read_bytes())
+    accepted = inspect.signature(pipeline.__call__).parameters
+    arguments: dict[str, Any] = {
+        name: value for name, value in params.items() if name in accepted and value is not None
+    }
+    arguments |= {"frame_rate": params["fps"]} if "frame_rate" in accepted else {}
+    # Kontext makes the requested size only if `max_area` has as many pixels.
+    arguments |= (
+        {"max_area": need(params, "width", int) * need(params, "height", int)} if "max_area" in accepted else {}
+    )
+    if IMAGE in accepted and model.image:
+        arguments[IMAGE] = read_rgb(Path(model.image).read_bytes())
+
+    # Some pipelines and noise schedulers draw from the global random state instead of the generator.
     seed = int(params["seed"] or 0)
     torch.manual_seed(seed)
-    given["generator"] = torch.Generator("cpu").manual_seed(seed)
-    output = pipeline(**given, output_type="np")
+    arguments["generator"] = torch.Generator("cpu").manual_seed(seed)
+    output = pipeline(**arguments, output_type="np")
+
     frames = output.frames[0] if hasattr(output, "frames") else output.images
     files = encode((frames * 255).round().astype("uint8"), params)
     return tuple(hashlib.sha256(file.data).hexdigest() for file in files)

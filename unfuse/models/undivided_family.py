@@ -33,6 +33,7 @@ from unfuse.stages.specs import UNDIVIDED
 from unfuse.weights.folder import ModelFolder, choose_dtypes
 from unfuse.weights.source import source_of
 
+#: Libraries whose classes are used for components.
 LIBRARIES = ("diffusers", "transformers")
 
 #: Parameters of requests that calls have under the same name.
@@ -93,13 +94,13 @@ REQUIRED_PARAMETERS = {
     "num_inference_steps": "num_inference_steps",
 }
 
-#: Classes that only make images of certain sizes, and replace any other requested size.
+#: Classes that make only images of certain sizes, and replace any other requested size.
 FIXED_SIZES = ("Kandinsky5I2IPipeline",)
 
 #: Upscaling classes, with the factor for each side of the image.
 ENLARGE = {"StableDiffusionUpscalePipeline": 4, "StableDiffusionLatentUpscalePipeline": 2}
 
-#: The components that distinguish models. The first that a model has names its pool.
+#: The components that distinguish models. The first one that a model has names the model's pool.
 MAIN = ("transformer", "unet", "prior", "decoder")
 
 #: Defaults if neither the call nor a configuration has any: side in pixels, frames per second, denoising steps.
@@ -121,8 +122,10 @@ class UndividedFamily(Family):
         dtypes = choose_dtypes(dtype, components)
         standard = _standard(model, declaration)
         limits = serving.bounds(_limits(model, declaration, serving.with_standard(standard)))
-        first = sorted(components, key=lambda name: (name not in MAIN, not model.weight_names(name)))
-        pipeline = Pipeline((replace(UNDIVIDED, components=tuple(first)),))
+
+        # The first component of a stage names its pool, so it should be one that distinguishes models.
+        ordered = sorted(components, key=lambda name: (name not in MAIN, not model.weight_names(name)))
+        pipeline = Pipeline((replace(UNDIVIDED, components=tuple(ordered)),))
         settings = sorted((key, str(value)) for key, value in model.index().items() if key not in components)
         recipe = f"whole {declaration.name} {sorted(dtypes.items())} {settings}"
         return ModelSpec(
@@ -136,13 +139,13 @@ class UndividedFamily(Family):
             vocabulary=serving.vocabulary,
             weights=weights_ids(model, pipeline, recipe),
             dtypes=dtypes,
-            classes={first[0]: declaration.name},
+            classes={ordered[0]: declaration.name},
             created=model.created,
             takes_lora=declaration.loras and not any(map(model.quantization, components)),
             accepts=tuple(_accepts(declaration)),
             follows_picture=declaration.name not in FIXED_SIZES and not _has_fixed_size(model),
             picture_scale=_picture_scale(declaration),
-            undivided_reason=_undivided(model, declaration, serving),
+            undivided_reason=_undivided_reason(model, declaration, serving),
         )
 
     @override
@@ -156,21 +159,21 @@ class UndividedFamily(Family):
         if runtime.options.offload != "none":
             raise ConfigError(f"--offload cannot be used with a {declaration.name}: leave it out")
         loader = Loader(model, self.components(model), runtime, report)
-        takes = {name: name for name in PASSED_PARAMETERS if name in declaration.parameters}
-        takes |= {rate: "fps" for rate in declaration.parameters if rate in RATES}
-        takes |= {LAST: LAST_FRAME} if LAST in declaration.parameters else {}
+        arguments = {name: name for name in PASSED_PARAMETERS if name in declaration.parameters}
+        arguments |= {rate: "fps" for rate in declaration.parameters if rate in RATES}
+        arguments |= {LAST: LAST_FRAME} if LAST in declaration.parameters else {}
         pipeline = _pipeline(loader, declaration.name)
         draws_on_device = runtime.options.noise_device != "cpu"
 
         loras = None
         if runtime.loras and declaration.loras and not any(map(model.quantization, loader.folder.components())):
-            most = runtime.options.max_loras
+            max_loras = runtime.options.max_loras
             files = AdapterFolder(runtime.loras, runtime.adapter_folder)
-            loras = LoadedPipelineAdapters(files, pipeline, lambda: pipeline, loader.device, most)
+            loras = LoadedPipelineAdapters(files, pipeline, lambda: pipeline, loader.device, max_loras)
 
-        uploads = (UPLOAD,) if UPLOAD in takes and REFERENCE_CLASSES.get(declaration.name, True) else ()
+        required_uploads = (UPLOAD,) if UPLOAD in arguments and REFERENCE_CLASSES.get(declaration.name, True) else ()
         return UndividedStage(
-            pipeline, takes, loader.device, draws_on_device, loras, _picture_scale(declaration), uploads
+            pipeline, arguments, loader.device, draws_on_device, loras, _picture_scale(declaration), required_uploads
         )
 
     @override
@@ -198,8 +201,8 @@ class UndividedFamily(Family):
         return classes
 
 
-def _undivided(model: ModelFolder, declaration: DeclaredPipeline, serving: ServingConfig) -> str:
-    """Return why the model has one stage, and whether its frame rate is a guess."""
+def _undivided_reason(model: ModelFolder, declaration: DeclaredPipeline, serving: ServingConfig) -> str:
+    """Return why the model has one stage, and whether its frame rate is assumed."""
     reason = f"{declaration.name} has no stages for these components, so each request is one call of the pipeline"
     if declaration.modality != VIDEO or "fps" in serving.with_standard({}) or _frame_rate(model, declaration):
         return reason
@@ -211,17 +214,19 @@ PREVIEWS = ("preview_every", "partial_images")
 
 
 def _declared(model: ModelFolder) -> DeclaredPipeline:
-    """Return what diffusers declares of the model's class.
+    """Return the declaration of the model's class in diffusers' source.
 
-    Raises ConfigError if diffusers does not have the class, or requests cannot set what its call needs.
+    Raises ConfigError if diffusers does not have the class, or if its call needs an input that requests cannot set.
     """
-    kind = model.index().get("_class_name")
-    declaration = declared_pipeline(kind) if isinstance(kind, str) else None
+    class_name = model.index().get("_class_name")
+    declaration = declared_pipeline(class_name) if isinstance(class_name, str) else None
     if declaration is None:
         raise ConfigError(
-            f"model {model.path} is a {str(kind)[:80]}, which is not a pipeline of the installed diffusers, and custom "
-            "code of models is not run"
+            f"model {model.path} is a {str(class_name)[:80]}, which is not a pipeline of the installed diffusers, and "
+            "custom code of models is not run"
         )
+
+    # A call with an image computes these embeddings from it.
     optional = ("image_embeds",) if UPLOAD in declaration.parameters else ()
     unsupported = [name for name in declaration.required_inputs if name not in (*PASSED_PARAMETERS, *optional)]
     unsupported += [name for name in BEYOND if name in declaration.parameters and name not in optional]
@@ -240,12 +245,13 @@ def _standard(model: ModelFolder, declaration: DeclaredPipeline) -> Params:
     """Return the defaults of the call or, where it has none, of the configurations."""
     known = {name: value for name, value in declaration.parameters.items() if name in RequestDefaults.__struct_fields__}
     standard = {name: value for name, value in known.items() if value is not None or name == "negative_prompt"}
+
     height, width = _default_size(model)
-    parts = model.components()
+    components = model.components()
     rate = _frame_rate(model, declaration) or GUESSED_RATE
     frames = (
         model.config("transformer").get("sample_frames")
-        if declaration.modality == VIDEO and "transformer" in parts
+        if declaration.modality == VIDEO and "transformer" in components
         else 1
     )
     defaults: Params = {
@@ -266,7 +272,7 @@ def _frame_rate(model: ModelFolder, declaration: DeclaredPipeline) -> Value:
 
 
 def _default_size(model: ModelFolder) -> tuple[int, int]:
-    """Return height and width in pixels on which the denoiser was trained."""
+    """Return the height and width on which the denoiser was trained, else SIDE, in pixels."""
     for name in MAIN:
         if name in model.components():
             with model.reading(name):
@@ -278,14 +284,17 @@ def _default_size(model: ModelFolder) -> tuple[int, int]:
 
 
 def _limits(model: ModelFolder, declaration: DeclaredPipeline, defaults: Params) -> MediaLimits:
-    """Return the limits that VAE and transformer set. The call refuses what is not known."""
+    """Return the limits that follow from the configurations of VAE and transformer.
+
+    The call itself refuses values beyond other limits.
+    """
     patch = 1
-    parts = model.components()
-    if "transformer" in parts:
+    components = model.components()
+    if "transformer" in components:
         with model.reading("transformer"):
             size = model.config("transformer").get("patch_size") or 1
             patch = int(size[-1] if isinstance(size, list) else size)
-    multiple = lcm(_scale(model, "spatial") * patch, 16 if "transformer" in parts else 8)
+    multiple = lcm(_scale(model, "spatial") * patch, 16 if "transformer" in components else 8)
     if _picture_scale(declaration):
         multiple = _scale(model, "spatial") * patch  # the pipeline rounds a picture's sides down to this multiple
     frames, length = defaults.get("num_frames"), defaults.get("max_sequence_length")
@@ -300,9 +309,9 @@ def _limits(model: ModelFolder, declaration: DeclaredPipeline, defaults: Params)
 
 
 def _picture_scale(declaration: DeclaredPipeline) -> int:
-    """Return the scale of results relative to the start image.
+    """Return the factor by which sides of results differ from those of the start image.
 
-    It is 0 if the call has a size, or no start image.
+    It is 0 if the call has parameters for the size, or no start image.
     """
     return (
         0
@@ -321,26 +330,27 @@ def _has_fixed_size(model: ModelFolder) -> bool:
 def _accepts(declaration: DeclaredPipeline) -> Iterator[AcceptedInput]:
     """Yield the uploads that the call has, and the request parameters that it lacks.
 
-    A size is not lacking if the image can be resized.
+    The latter have a maximum of 0. A size is not lacking if the start image can be resized to it.
     """
     if UPLOAD in declaration.parameters:
-        least = int(REFERENCE_CLASSES.get(declaration.name, True))
+        min_count = int(REFERENCE_CLASSES.get(declaration.name, True))
         strength = declaration.parameters.get("strength")
         if declaration.name in REFERENCE_CLASSES:
-            yield AcceptedInput(UPLOAD, "reference", least, len(IMAGE_UPLOADS))
+            yield AcceptedInput(UPLOAD, "reference", min_count, len(IMAGE_UPLOADS))
         elif isinstance(strength, float):
-            yield AcceptedInput(UPLOAD, "redraw", least, strength=strength)
+            yield AcceptedInput(UPLOAD, "redraw", min_count, strength=strength)
         else:
-            yield AcceptedInput(UPLOAD, min=least)
+            yield AcceptedInput(UPLOAD, min=min_count)
     if LAST in declaration.parameters:
         yield AcceptedInput(LAST_FRAME, "end")
-    sized = ("size", "width", "height") if _picture_scale(declaration) else ()
-    lacks = [
+
+    size_params = ("size", "width", "height") if _picture_scale(declaration) else ()
+    missing = [
         name
         for name, needed in REQUIRED_PARAMETERS.items()
-        if needed not in declaration.parameters and name not in sized
+        if needed not in declaration.parameters and name not in size_params
     ]
-    for name in (*lacks, *PREVIEWS):
+    for name in (*missing, *PREVIEWS):
         yield AcceptedInput(name, max=0)
 
 
@@ -353,8 +363,8 @@ def _scale(model: ModelFolder, axis: str) -> int:
     with model.reading(name):
         if ratio := config.get(f"{axis}_compression_ratio") or config.get(f"scale_factor_{axis}"):
             return int(ratio)
-        if halves := config.get("spatio_temporal_scaling"):
-            return int(config["patch_size" if axis == "spatial" else "patch_size_t"]) << sum(map(bool, halves))
+        if scaling := config.get("spatio_temporal_scaling"):
+            return int(config["patch_size" if axis == "spatial" else "patch_size_t"]) << sum(map(bool, scaling))
         blocks = config.get("block_out_channels") or config.get("encoder_block_out_channels") or range(4)
         return 1 << (len(blocks) - 1) if axis == "spatial" else 1
 
@@ -363,13 +373,15 @@ def _pipeline(loader: Loader, name: str) -> Any:
     """Return the pipeline with its components and the settings of model_index.json. Raises ConfigError."""
     import diffusers
 
-    kind = getattr(diffusers, name)
+    pipeline_class = getattr(diffusers, name)
     index = loader.folder.index()
-    known = inspect.signature(kind.__init__).parameters
+    known = inspect.signature(pipeline_class.__init__).parameters
     parts = loader.folder.components()
     settings = {key: value for key, value in index.items() if key in known and key not in parts and not _is_none(value)}
     settings |= {key: None for key, value in index.items() if key in known and _is_none(value)}
-    pipeline = kind(**settings, **{part: component(part, loader) for part in parts if part in known})
+
+    # Not by `from_pretrained`, which imports files beside the weights, such as unet/diffusers.py.
+    pipeline = pipeline_class(**settings, **{part: component(part, loader) for part in parts if part in known})
     if reason := misfit(pipeline):
         raise ConfigError(f"model {loader.folder.path}: {reason}, so diffusers cannot run it either")
 
@@ -385,16 +397,16 @@ def _is_none(entry: object) -> bool:
 
 
 def component(name: str, loader: Loader) -> Any:
-    """Return a component for a pipeline or one of its blocks."""
+    """Return a component of a pipeline, or of a block of a modular pipeline."""
     if not loader.folder.weight_names(name):
         return loader.plain(name)
     return casting(loader.vae()) if name == "vae" else loader.model(name)
 
 
 def casting(vae: Any) -> Any:
-    """Make a VAE cast latents to its dtype, and return it.
+    """Make a VAE cast latents to its dtype before it decodes them, and return it.
 
-    Some pipelines do not cast.
+    Some pipelines decode latents of another dtype, which fails without the cast.
     """
     decode = vae.decode
     vae.decode = lambda latents, *args, **kwargs: decode(latents.to(vae.dtype), *args, **kwargs)
@@ -408,7 +420,8 @@ ALWAYS_USED = frozenset({"init_noise_sigma", "order", "scale_model_input", "set_
 def misfit(pipeline: Any) -> str:
     """Return why a pipeline would fail with its noise scheduler, as a sentence; or "".
 
-    The used attributes and arguments are those in the pipeline's source. Uses that depend on a request are not checked.
+    The attributes and arguments that the pipeline uses are found in its source. Uses that depend on a request are not
+    checked.
     """
     scheduler = getattr(pipeline, "scheduler", None)
     if scheduler is None:
@@ -416,44 +429,56 @@ def misfit(pipeline: Any) -> str:
     source = inspect.getsource(type(pipeline))
     guarded = re.findall(r"hasattr\(\s*self\.scheduler,\s*\"(\w+)\"", source)
     used = ALWAYS_USED & {*re.findall(r"self\.scheduler\.(\w+)", source)} - {*guarded}
-    who, what = type(pipeline).__name__, type(scheduler).__name__
+    pipeline_class, scheduler_class = type(pipeline).__name__, type(scheduler).__name__
     for name in sorted(used):
         if not hasattr(scheduler, name):
-            return f"{who} uses {name} of its noise scheduler, which {what} does not have"
+            return f"{pipeline_class} uses {name} of its noise scheduler, which {scheduler_class} does not have"
 
     accepted = {*inspect.signature(scheduler.set_timesteps).parameters}
     if "stage_index" in accepted and "stage_index" not in source:
-        return f"{what} needs a pipeline with stages (stage_index), which {who} does not have"
+        return f"{scheduler_class} needs a pipeline with stages (stage_index), which {pipeline_class} does not have"
+
     passed = _always_passed(pipeline.__call__)
+    # Pipelines that mention this setting pass no `sigmas` to a scheduler that has it.
     if "use_flow_sigmas" in source and scheduler.config.get("use_flow_sigmas"):
         passed.discard("sigmas")
     for name in sorted(passed - accepted):
-        return f"{who} passes {name} to its noise scheduler, which {what} with this configuration does not accept"
+        return (
+            f"{pipeline_class} passes {name} to its noise scheduler, which {scheduler_class} with this configuration "
+            "does not accept"
+        )
     if not passed or (error := _rejection(scheduler, passed)) is None:
         return ""
     if "mu" in passed and _rejection(scheduler, passed - {"mu"}) is None:
-        return f"{who} passes a shift (mu) to its noise scheduler, for which {what} needs use_dynamic_shifting"
-    return f"{who} passes {' and '.join(sorted(passed))} to its noise scheduler, which {what} rejects ({error!r})"
+        return (
+            f"{pipeline_class} passes a shift (mu) to its noise scheduler, for which {scheduler_class} needs "
+            "use_dynamic_shifting"
+        )
+    return (
+        f"{pipeline_class} passes {' and '.join(sorted(passed))} to its noise scheduler, which {scheduler_class} "
+        f"rejects ({error!r})"
+    )
 
 
 def _rejection(scheduler: Any, passed: set[str]) -> Exception | None:
     """Return the error that a noise scheduler raises for these arguments, or None.
 
-    `passed`: which of `sigmas` and `mu`. `sigmas` are tried as an array and as a list, since pipelines pass either. A
-    shift (`mu`) is also passed to a scheduler that requires one. Its configuration may have fields that belong to other
-    classes.
+    `passed`: which of `sigmas` and `mu` the pipeline passes. `sigmas` are tried as an array and as a list, because
+    pipelines pass either. A shift (`mu`) is also passed to a scheduler that requires one.
     """
     import numpy as np
 
+    # A configuration may have settings of other classes, so the setting alone does not show that a shift is accepted.
     takes_shift = "mu" in inspect.signature(scheduler.set_timesteps).parameters
     shifts = takes_shift and scheduler.config.get("use_dynamic_shifting")
     mu = {"mu": 0.5} if "mu" in passed or shifts else {}
     sigmas = np.linspace(1.0, 0.25, 4)
-    tried: list[dict[str, Any]] = [{"num_inference_steps": 4}]
+    attempts: list[dict[str, Any]] = [{"num_inference_steps": 4}]
     if "sigmas" in passed:
-        tried = [{"sigmas": sigmas}, {"sigmas": sigmas.tolist()}]
+        attempts = [{"sigmas": sigmas}, {"sigmas": sigmas.tolist()}]
+
     rejection: Exception | None = None
-    for arguments in tried:
+    for arguments in attempts:
         try:
             copy.deepcopy(scheduler).set_timesteps(**arguments, **mu)
         except READ_ERRORS as error:
@@ -464,15 +489,20 @@ def _rejection(scheduler: Any, passed: set[str]) -> Exception | None:
 
 
 def _always_passed(call: Any) -> set[str]:
-    """Return which of `sigmas` and `mu` a pipeline's call always passes to its scheduler."""
+    """Return which of `sigmas` and `mu` a pipeline's call always passes to its scheduler.
+
+    These are the arguments of `retrieve_timesteps` that the call's own body assigns, outside of any branch.
+    """
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(call)))).body
     assert isinstance(function, ast.FunctionDef)
     targets = [target for node in function.body if isinstance(node, ast.Assign) for target in node.targets]
     assigned = {target.id for target in targets if isinstance(target, ast.Name)}
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-    keywords = [word for node in calls if ast.unparse(node.func) == "retrieve_timesteps" for word in node.keywords]
-    named = {str(word.arg) for word in keywords if isinstance(word.value, ast.Name) and word.value.id in assigned}
-    return named & {"sigmas", "mu"}
+    keywords = [
+        keyword for node in calls if ast.unparse(node.func) == "retrieve_timesteps" for keyword in node.keywords
+    ]
+    passed = {str(word.arg) for word in keywords if isinstance(word.value, ast.Name) and word.value.id in assigned}
+    return passed & {"sigmas", "mu"}
 
 
 FAMILY = UndividedFamily()

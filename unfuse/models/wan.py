@@ -81,7 +81,7 @@ class Shape(VideoShape):
     image_dim: int | None
     #: Latents per token along frames, rows and columns.
     patch: tuple[int, int, int]
-    #: The most patches along one axis, by the rotary embedding.
+    #: The most patches along one axis (frames, rows or columns), by the rotary embedding.
     longest: int
     #: Whether the transformer has the condition made from an image as additional channels.
     takes_image: bool
@@ -129,7 +129,7 @@ class Shape(VideoShape):
 
     @property
     def condition(self) -> int:
-        """The channels of a condition: a mask of the given frames, and latents."""
+        """The number of channels of a condition: a mask of the given frames, and latents."""
         return self.temporal + self.channels
 
     @override
@@ -149,21 +149,21 @@ class Shape(VideoShape):
         """Return the limits of requests that follow from the configurations."""
         multiple = lcm(PIXEL_MULTIPLE, self.spatial * self.patch[1], self.spatial * self.patch[2])
         longest = min(self.patch[1:]) * self.spatial * self.longest
-        usual = self.bounds(multiple, defaults)
+        limits = self.bounds(multiple, defaults)
         return replace(
-            usual,
-            max_size=min(usual.max_size, longest // multiple * multiple),
-            max_frames=min(usual.max_frames, self._most_frames()),
+            limits,
+            max_size=min(limits.max_size, longest // multiple * multiple),
+            max_frames=min(limits.max_frames, self._max_frames()),
         )
 
     def check_limits(self, limits: MediaLimits) -> None:
         """Raise ConfigError if the limits exceed the rotary embedding."""
         longest = min(self.patch[1:]) * self.spatial * self.longest
-        if limits.max_size > longest or limits.max_frames > self._most_frames():
-            most = f"{longest} pixels and {self._most_frames()} frames"
-            raise ConfigError(f"serving.json: the transformer's rope_max_seq_len allows {most}; lower the limits")
+        if limits.max_size > longest or limits.max_frames > self._max_frames():
+            allowed = f"{longest} pixels and {self._max_frames()} frames"
+            raise ConfigError(f"serving.json: the transformer's rope_max_seq_len allows {allowed}; lower the limits")
 
-    def _most_frames(self) -> int:
+    def _max_frames(self) -> int:
         """Return the most frames of a video, by the rotary embedding."""
         return (self.longest * self.patch[0] - 1) * self.temporal + 1
 
@@ -183,8 +183,8 @@ class WanTextEncoder(MaskedTextEncoder):
         mask = tokens.attention_mask
         hidden = self._encoder(tokens.input_ids, mask).last_hidden_state
         embeds = hidden.new_zeros(hidden.shape, dtype=self._encoder.dtype)
-        for row, used in enumerate(mask.sum(1).tolist()):
-            embeds[row, :used] = hidden[row, :used]
+        for row, count in enumerate(mask.sum(1).tolist()):
+            embeds[row, :count] = hidden[row, :count]
         return {"prompt_embeds": embeds}
 
 
@@ -205,9 +205,10 @@ class WanDenoiser(FlowDenoiser):
         self.transformers += (self._low,) if self._low else ()
         self.sets_begin = loader.folder.kind == TEXT
         self._boundary = (shape.boundary or 0) * self._scheduler.config.num_train_timesteps
+
         self.embeds = {"prompt_embeds": (1, None, shape.text_dim)}
-        embeds = (1, 2, None, shape.image_dim) if shape.has_last_frame else (1, None, shape.image_dim)
-        image_embeds = {} if shape.image_dim is None else {"image_embeds": embeds}
+        embeds_shape = (1, 2, None, shape.image_dim) if shape.has_last_frame else (1, None, shape.image_dim)
+        image_embeds = {} if shape.image_dim is None else {"image_embeds": embeds_shape}
         if shape.takes_image or shape.first:
             channels = shape.condition if shape.takes_image else shape.channels
             self.conditions = image_embeds | {"condition": (1, channels, None, None, None)}
@@ -253,7 +254,7 @@ class WanDenoiser(FlowDenoiser):
 
     @override
     def finish_latents(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return the latents, with the first frame replaced if it is given."""
+        """Return the latents, with the given first frame if there is one."""
         return self._with_first(latents, inputs) if self._shape.expand else latents
 
     def _velocity(self, transformer: Any, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -285,13 +286,13 @@ class WanDenoiser(FlowDenoiser):
 
     def _token_timesteps(self, latents: Tensor, timestep: Tensor, first: Tensor | None) -> Tensor:
         """Return the timesteps of all tokens (rows, tokens), zero in a given first frame."""
-        noisy = latents.new_ones(self._tokens(latents).shape).float()
+        is_noisy = latents.new_ones(self._tokens(latents).shape).float()
         if first is not None:
-            noisy[0] = 0
-        return noisy.flatten() * timestep[:, None]
+            is_noisy[0] = 0
+        return is_noisy.flatten() * timestep[:, None]
 
     def _tokens(self, latents: Tensor) -> Tensor:
-        """Return a value for each token of a row, (frames, rows, columns)."""
+        """Return one latent of each token of the first row of latents, (frames, rows, columns)."""
         _, rows, columns = self._shape.patch
         return latents[0, 0, :, ::rows, ::columns]
 
@@ -320,18 +321,20 @@ class WanVae(GridVae):
         vae = self._loaded_vae()
         mean, scale = norm(vae, grid)
         latents = vae.post_quant_conv(grid / scale + mean)
+        # The cache is taken from the VAE, because other requests may be decoded between two fragments.
         vae.clear_cache()
         cache, vae._feat_map = vae._feat_map, []
         patch = vae.config.patch_size
-        for number in range(grid.shape[2]):
-            frame = latents[:, :, number : number + 1]
-            pixels = self._loaded_vae().decoder(frame, feat_cache=cache, feat_idx=[0], first_chunk=number == 0)
+        for index in range(grid.shape[2]):
+            frame = latents[:, :, index : index + 1]
+            # With offload, another model may have run on the device since the last fragment.
+            pixels = self._loaded_vae().decoder(frame, feat_cache=cache, feat_idx=[0], first_chunk=index == 0)
             yield torch.clamp(pixels if patch is None else unpatchify(pixels, patch_size=patch), min=-1.0, max=1.0)
 
     def _loaded_vae(self) -> Any:
         """Return the VAE on its device.
 
-        The offload hook only runs by itself for calls of `decode`.
+        The offload hook runs only when the VAE's `decode` is called, and this class calls the decoder itself.
         """
         if (hook := getattr(self.vae, "_hf_hook", None)) is not None:
             hook.pre_forward(self.vae)
@@ -372,8 +375,8 @@ class Wan(VideoFamily):
 
     @override
     def served(self, index: Mapping[str, Any]) -> Mapping[str, tuple[str, tuple[str, ...]]]:
-        second = {} if index.get("boundary_ratio") is None else {"transformer_2": self.classes["transformer"]}
-        return {**self.classes, **second}
+        transformer_2 = {} if index.get("boundary_ratio") is None else {"transformer_2": self.classes["transformer"]}
+        return {**self.classes, **transformer_2}
 
     @override
     def settings(self, index: Mapping[str, Any]) -> dict[str, str]:
@@ -383,8 +386,8 @@ class Wan(VideoFamily):
     @override
     def standard(self, folder: ModelFolder) -> Params:
         shape = Shape.read(folder)
-        second: Params = {} if shape.boundary is None else {SECOND: None}
-        return {**super().standard(folder), "negative_prompt": "", **second}
+        scale_2: Params = {} if shape.boundary is None else {SECOND: None}
+        return {**super().standard(folder), "negative_prompt": "", **scale_2}
 
     @override
     def limits(self, folder: ModelFolder, defaults: Params) -> MediaLimits:
@@ -399,8 +402,8 @@ class Wan(VideoFamily):
         """Return the text stage. Raises ConfigError if serving.json's limits exceed the transformer's."""
         shape = Shape.read(folder)
         shape.check_limits(limits)
-        embeds = limits.max_sequence_length * shape.text_dim * widths["text_encoder"]
-        return (text_stage({"prompt_embeds": embeds}, "guidance_scale"),)
+        embeds_bytes = limits.max_sequence_length * shape.text_dim * widths["text_encoder"]
+        return (text_stage({"prompt_embeds": embeds_bytes}, "guidance_scale"),)
 
 
 FAMILY = Wan()
@@ -505,13 +508,13 @@ class WanImage(Wan):
         """Return the supported classes, with CLIP's image encoder and processor or without both."""
         classes = super().served(index)
         has_clip = any(index.get("image_encoder") or ())
-        return {part: known for part, known in classes.items() if has_clip or not part.startswith("image")}
+        return {name: entry for name, entry in classes.items() if has_clip or not name.startswith("image")}
 
     @override
     def settings(self, index: Mapping[str, Any]) -> dict[str, str]:
         """Return settings that change what a component does.
 
-        With a first frame alone, the VAE encodes differently.
+        With a timestep for each token, the VAE encodes the first frame alone.
         """
         settings = super().settings(index)
         return {**settings, "vae": "first frame"} if index.get("expand_timesteps") else settings
@@ -523,37 +526,40 @@ class WanImage(Wan):
 
     @override
     def parallelism(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
-        """Return how stages may be spread.
+        """Return the kinds of parallelism that each stage kind supports.
 
-        For image encoding: CLIP by tensor parallelism, the VAE by tiles.
+        For image encoding: tensor parallelism of CLIP, and tiles of the VAE.
         """
-        spreads = {IMAGE_ENCODE.kind: {"tensor": 0}} | super().parallelism(folder)
-        return {kind: spreads[kind] | ({"tiles": 0} if kind.endswith("_encode") else {}) for kind in spreads}
+        # All stages of a role have the same degrees, so text encoding accepts `tiles`, and runs whole on each rank.
+        supported = {IMAGE_ENCODE.kind: {"tensor": 0}} | super().parallelism(folder)
+        return {kind: supported[kind] | ({"tiles": 0} if kind.endswith("_encode") else {}) for kind in supported}
 
     @override
     def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape = Shape.read(folder)
-        clip = [part for part in self.components(folder) if part.startswith("image")]
+        clip = [name for name in self.components(folder) if name.startswith("image")]
         if shape.image_dim is not None and not clip:
             raise ConfigError(
                 f"model {folder.path}: the transformer needs CLIP embeddings, but there is no image_encoder"
             )
-        channels, frames = (shape.channels, limits.max_frames) if shape.first else (shape.condition, shape.temporal)
+
+        # A first frame alone has one latent frame for any length, so the longest video counts as one group.
+        channels, group = (shape.channels, limits.max_frames) if shape.first else (shape.condition, shape.temporal)
         embeds = _embeds_size(folder) * widths["image_encoder"] * (1 + shape.has_last_frame) + ALIGNMENT if clip else 0
-        picture = replace(
+        image_stage = replace(
             IMAGE_ENCODE,
             components=(*clip, "vae"),
             outputs=("image_embeds", "condition") if clip else ("condition",),
-            output_size=OutputSize(embeds + ALIGNMENT, channels * LATENT_BYTES / shape.spatial**2, frames),
+            output_size=OutputSize(embeds + ALIGNMENT, channels * LATENT_BYTES / shape.spatial**2, group),
             depends_on_params=("image", *PIXELS, LAST_FRAME),
         )
-        return (*super().encoders(folder, limits, widths), picture)
+        return (*super().encoders(folder, limits, widths), image_stage)
 
 
 def _last_frame(shape: Shape) -> tuple[AcceptedInput, ...]:
-    """Return the last frame as an input, if the transformer has a place for it.
+    """Return the last frame as an upload, if the transformer supports it.
 
-    It is required if the transformer has a place for CLIP's embeddings of both frames.
+    It is required if the transformer has inputs for CLIP's embeddings of both frames.
     """
     if shape.has_last_frame or (shape.takes_image and shape.image_dim is None):
         return (AcceptedInput(LAST_FRAME, "end", min=int(shape.has_last_frame)),)

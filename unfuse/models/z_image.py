@@ -73,7 +73,7 @@ class Shape(PictureShape):
 
 
 def beyond(params: Params) -> float:
-    """Return the CFG scale: 1 + `guidance_scale`."""
+    """Return the scale of classifier-free guidance (CFG): 1 + `guidance_scale`."""
     return 1.0 + guidance_scale(params)
 
 
@@ -86,15 +86,16 @@ class ChatTextEncoder(MaskedTextEncoder):
         The mask (texts, length) is 1 for a text's tokens.
         """
         tokens = self._tokens(texts, length)
-        used = tokens.attention_mask.bool()
-        inputs = {"input_ids": tokens.input_ids, "attention_mask": used}
+        is_token = tokens.attention_mask.bool()
+        inputs = {"input_ids": tokens.input_ids, "attention_mask": is_token}
         hidden = self._encoder(**inputs, output_hidden_states=True).hidden_states[-2]
 
+        # The tokenizer may pad on either side. The outputs are padded at the end.
         embeds = hidden.new_zeros(hidden.shape)
-        mask = tokens.attention_mask.new_zeros(used.shape)
-        for row, (states, row_used) in enumerate(zip(hidden, used, strict=True)):
-            count = int(row_used.sum())
-            embeds[row, :count] = states[row_used]
+        mask = tokens.attention_mask.new_zeros(is_token.shape)
+        for row, (states, row_is_token) in enumerate(zip(hidden, is_token, strict=True)):
+            count = int(row_is_token.sum())
+            embeds[row, :count] = states[row_is_token]
             mask[row, :count] = 1
         return {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
 
@@ -192,7 +193,7 @@ class ZImage(PictureFamily):
         config = folder.config("transformer")
         with folder.reading("transformer"):
             heads, width, blocks = (int(config[name]) for name in ("n_heads", "dim", "n_layers"))
-        common = gcd(heads, int(width / 3 * 8))
+        common = gcd(heads, int(width / 3 * 8))  # of the heads and of the feed-forward's width
         return {"ulysses": heads, "ring": 0, "cfg": 2, "tensor": common, "layers": blocks, "shard": 0}
 
     @override

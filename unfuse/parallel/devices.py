@@ -11,15 +11,15 @@ import torch
 
 from unfuse.core.errors import ConfigError
 
-#: The torch.distributed backend of each accelerator kind, by which ranks exchange tensors. Copies from pinned memory
-#: to these devices overlap with computing.
+#: The torch.distributed backend by which ranks exchange tensors, for each kind of accelerator that has one. Copies from
+#: pinned memory to these devices overlap with computing.
 EXCHANGES = {"cuda": "nccl", "xpu": "xccl"}
 
 
 def accelerators() -> list[str]:
     """Return the names of the accelerators of this machine, without the CPU."""
     kind = torch.accelerator.current_accelerator()
-    return [f"{kind.type}:{number}" for number in range(torch.accelerator.device_count())] if kind else []
+    return [f"{kind.type}:{index}" for index in range(torch.accelerator.device_count())] if kind else []
 
 
 def is_present(name: str) -> str:
@@ -66,6 +66,7 @@ def name_of(device: str) -> str:
     return device.partition(":")[0]
 
 
+# Run in a process of its own, because the caller has no torch: a line of kind, free, total and name for each device.
 if __name__ == "__main__":
     for device in accelerators():
         fields = device.partition(":")[0], *map(str, memory(device)), name_of(device)

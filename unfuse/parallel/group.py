@@ -38,7 +38,7 @@ T = TypeVar("T")
 #: The network interface on which gloo listens. Loopback, because all ranks are processes of one machine.
 LOOPBACK = "lo"
 
-#: Bytes up to which each rank sums the whole tensor: one exchange of it is faster than two exchanges of its parts.
+#: Bytes up to which every rank sums the whole tensor, because one exchange is then faster than two of its parts.
 SMALL = 1 << 16
 
 
@@ -66,6 +66,7 @@ class Group:
 
     `rank`, `size`: the rank of this process, and the number of ranks.
     `rendezvous`: the path of the file through which the ranks meet; used once.
+    `device`: the torch name of this rank's device.
     `limit_s`: seconds after which a pending exchange ends the process.
     Raises ConfigError for a kind of device between which torch cannot exchange tensors.
     """
@@ -102,21 +103,21 @@ class Group:
             device_id=self.device if on_gpu else None,
         )
 
-    def exchange(self, own: bytes) -> list[bytes]:
-        """Send this rank's bytes to all ranks. Returns those of each rank, in rank order.
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Send this rank's bytes to all ranks. Returns those of each, in rank order.
 
-        Lengths may differ.
+        Lengths may differ. Without any bytes, there is one exchange instead of two.
         """
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self.wait(lambda: dist.all_gather(lengths, torch.tensor([len(own)])))
+        self.wait(lambda: dist.all_gather(lengths, torch.tensor([len(data)])))
         sizes = [int(length) for length in lengths]
         if not any(sizes):
             return [b""] * self.size
 
-        padded = torch.frombuffer(bytearray(own.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+        padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
         received = [torch.empty_like(padded) for _ in range(self.size)]
         self.wait(lambda: dist.all_gather(received, padded))
-        return [bytes(data[:size].numpy()) for data, size in zip(received, sizes, strict=True)]
+        return [bytes(buffer[:size].numpy()) for buffer, size in zip(received, sizes, strict=True)]
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -132,6 +133,7 @@ class Group:
         except _RemoteError as remote:
             raise remote.error from None
         except Exception as error:
+            # After the first exchange the other ranks wait in a collective, where no error can be reported to them.
             if self._has_met:
                 self._exit(f"it failed during a step: {type(error).__name__}: {error}")
             self._has_met = True
@@ -141,7 +143,7 @@ class Group:
     def meet(self) -> None:
         """Wait until all ranks reach their first exchange of this step. Later calls do nothing.
 
-        Raises the error of a rank that failed before; `together` turns it into the exception that callers see.
+        Raises _RemoteError if a rank failed before. `together` then raises the exception that it contains.
         """
         if self._has_met:
             return
@@ -166,17 +168,17 @@ class Group:
             self.waited_s += time.monotonic() - started
 
     def _exit(self, reason: str) -> NoReturn:
-        """Exit immediately: an orderly exit would wait for other ranks."""
+        """Exit immediately, because an orderly exit would wait for other ranks."""
         sys.stderr.write(f"rank {self.rank} exits: {reason}\n")
         sys.stderr.flush()
         os._exit(1)
 
-    def mesh(self, spread: ParallelDegrees) -> Mesh:
-        """Return the ranks arranged by these parallel degrees.
+    def mesh(self, degrees: ParallelDegrees) -> Mesh:
+        """Return a device mesh of the ranks with these parallel degrees.
 
         All ranks make the same calls, in the same order.
         """
-        return Mesh(self, spread)
+        return Mesh(self, degrees)
 
     def close(self) -> None:
         """Leave the process group."""
@@ -194,36 +196,36 @@ class _RemoteError(Exception):
 class Mesh:
     """The device mesh of a stage: each rank has a coordinate along each parallel kind."""
 
-    def __init__(self, group: Group, spread: ParallelDegrees) -> None:
+    def __init__(self, group: Group, degrees: ParallelDegrees) -> None:
         self.group = group
-        self.degrees = spread.degrees
-        self._ranks = spread.ranks
-        self._coordinates = [*product(*(range(degree) for degree in self._ranks.values()))]
+        self.degrees = degrees.degrees
+        self._rank_degrees = degrees.ranks  # without the kinds that reuse the ranks of others
+        self._coordinates = [*product(*(range(degree) for degree in self._rank_degrees.values()))]
         self._axes: dict[tuple[str, ...], Axis] = {}
 
     def axis(self, *kinds: str) -> Axis:
         """Return the axis of this rank along these parallel kinds.
 
-        It has the ranks, this one included, that differ from this rank in their coordinates along these kinds only.
-        Kinds in SHARING use the ranks of other kinds: their axis has neighbouring ranks.
+        The axis contains this rank, and all ranks whose coordinates differ from its own only along these kinds. Kinds
+        in OVERLAY_KINDS reuse the ranks of other kinds: their axis has neighbouring ranks.
         """
-        along = tuple(kind for kind in PARALLEL_KINDS if kind in kinds and kind in self.degrees)
-        if along not in self._axes:
-            self._axes[along] = self._create_axis(along)
-        return self._axes[along]
+        present = tuple(kind for kind in PARALLEL_KINDS if kind in kinds and kind in self.degrees)
+        if present not in self._axes:
+            self._axes[present] = self._create_axis(present)
+        return self._axes[present]
 
-    def _create_axis(self, along: Sequence[str]) -> Axis:
+    def _create_axis(self, kinds: Sequence[str]) -> Axis:
         """Return a new axis of this rank along these parallel kinds.
 
         Creates the process groups of all axes along these kinds, because torch requires this of every rank.
         """
         own_axis: Axis | None = None
         ranks_by_key: dict[tuple[int, ...], list[int]] = {}
-        share = next((self.degrees[kind] for kind in along if kind in OVERLAY_KINDS), 0)
+        overlay_degree = next((self.degrees[kind] for kind in kinds if kind in OVERLAY_KINDS), 0)
 
         for rank, coordinates in enumerate(self._coordinates):
-            key = tuple(at for kind, at in zip(self._ranks, coordinates, strict=True) if kind not in along)
-            key = (rank // share,) if share else key
+            key = tuple(at for kind, at in zip(self._rank_degrees, coordinates, strict=True) if kind not in kinds)
+            key = (rank // overlay_degree,) if overlay_degree else key
             ranks_by_key.setdefault(key, []).append(rank)
 
         for ranks in ranks_by_key.values():
@@ -240,17 +242,18 @@ class Mesh:
 class Axis:
     """A process group of some ranks in a row, and its collective operations.
 
+    `group`: the group of all ranks of the worker.
     `rank`, `size`: the rank of this process within the axis, and its number of ranks.
     """
 
-    def __init__(self, group: Group, ranks: dist.ProcessGroup, rank: int, size: int) -> None:
+    def __init__(self, group: Group, process_group: dist.ProcessGroup, rank: int, size: int) -> None:
         self.group = group
         self.rank = rank
         self.size = size
-        self._process_group = ranks
+        self._process_group = process_group
 
     def transpose(self, tensor: Tensor) -> Tensor:
-        """Exchange rows all to all.
+        """Send a row to each rank, and return the rows received (all-to-all).
 
         `tensor` is (size, …). Its row `r` goes to rank `r`. Returns (size, …): row `r` came from rank `r`.
         """
@@ -278,18 +281,19 @@ class Axis:
         if tensor.nbytes <= SMALL:
             return reduce(torch.add, self.gather(tensor).float().unbind(0)).to(tensor.dtype)
 
-        numbers = functional.pad(tensor.flatten(), (0, -tensor.numel() % self.size))
-        parts = self.transpose(numbers.view(self.size, -1))
+        # Each rank sums one part, by itself: an all-reduce adds in an order that depends on a number's position.
+        padded = functional.pad(tensor.flatten(), (0, -tensor.numel() % self.size))
+        parts = self.transpose(padded.view(self.size, -1))
         own_part = reduce(torch.add, parts.float().unbind(0)).to(tensor.dtype)
         return self.gather(own_part).flatten()[: tensor.numel()].view(tensor.shape)
 
-    def scatter(self, tensor: Tensor, giver: int) -> Tensor:
-        """Return the tensor of rank `giver` (broadcast).
+    def scatter(self, tensor: Tensor, source: int) -> Tensor:
+        """Return the tensor of rank `source` on all ranks (broadcast).
 
         `tensor` is (…). The other ranks pass one of the same shape and dtype.
         """
-        result = tensor.contiguous() if self.rank == giver else torch.empty_like(tensor).contiguous()
-        self._wait(lambda: dist.broadcast(result, group=self._process_group, group_src=giver))
+        result = tensor.contiguous() if self.rank == source else torch.empty_like(tensor).contiguous()
+        self._wait(lambda: dist.broadcast(result, group=self._process_group, group_src=source))
         return result
 
     def send_to_next(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -326,8 +330,8 @@ class Axis:
 
 
 def trim_heap() -> None:
-    """Return freed heap memory to the system.
+    """Return freed heap memory to the system, where other processes can use it.
 
-    After weights were loaded and freed, the allocator would otherwise retain more memory than other processes need.
+    The allocator would otherwise retain the memory of weights that were loaded and freed.
     """
     ctypes.CDLL(None).malloc_trim(0)

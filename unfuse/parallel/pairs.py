@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-c10d: Any = torch.distributed  # its types leave out groups beside the default one
+c10d: Any = torch.distributed  # its types leave out groups other than the default one
+
 #: The ranks of a pair: the sender and the receiver.
 SENDER, RECEIVER = 0, 1
 
@@ -24,8 +25,8 @@ class TorchPairs:
     """The transfer pairs of this process, by name, over torch.distributed.
 
     They send from `memory` and receive into it; NCCL copies through the GPU `device`. The methods are those of
-    `transfer.base.ProcessPairs`, but raise torch's errors (RuntimeError), and KeyError for an unknown pair.
-    One thread at a time uses a pair; any thread may end it.
+    `transfer.base.ProcessPairs`, but they may also raise torch's errors (RuntimeError), and KeyError for an unknown
+    pair. Only one thread at a time may use a pair. Any thread may remove it.
 
     `memory`: host memory, uint8 (bytes,).
     """
@@ -37,8 +38,10 @@ class TorchPairs:
     def offer(self, pair: str, backend: str, host: str, patience_s: float) -> int:
         """Open the sending end of a pair. Returns the port for the receiver.
 
-        Returns at once; a thread waits for the receiver, at most `patience_s` seconds.
+        Returns at once. A thread waits for the receiver, at most `patience_s` seconds. If that fails, `move` raises
+        the error.
         """
+        # The port must be known before the receiver joins, so the store gets a socket that listens already.
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         port: int = listener.getsockname()[1]
         connection = self._pairs[pair] = Future()
@@ -56,7 +59,7 @@ class TorchPairs:
     def join(self, pair: str, backend: str, host: str, patience_s: float, at: tuple[str, int]) -> None:
         """Open the receiving end of a pair. Returns when both ends are connected.
 
-        `at`: the host and port of the sender.
+        `at`: the host and port of the sender. `host`: that of this process.
         """
         connection = self._pairs[pair] = Future[_Pair]()
         connection.set_result(_Pair(RECEIVER, backend, self._device, host, patience_s, at))
@@ -66,7 +69,7 @@ class TorchPairs:
         self._pairs[pair].result().move(self._memory[start:stop])
 
     def part(self, pair: str) -> None:
-        """Remove a pair.
+        """Remove a pair, if it exists.
 
         A move in progress ends with its last byte, or at the timeout.
         """
@@ -74,35 +77,46 @@ class TorchPairs:
 
 
 class _Pair:
-    """A process group of two, which meet in a TCPStore at a host and port.
+    """A process group of two processes, which meet in a TCPStore.
 
-    The sender serves the store. `listens`: the file descriptor of its listening socket.
+    `rank`: SENDER or RECEIVER. The sender serves the store.
+    `host`: the address of this process.
+    `timeout_s`: the most seconds to connect, and for a move.
+    `store_address`: host and port of the store.
+    `listen_fd`: the file descriptor of the sender's listening socket.
     """
 
     def __init__(
-        self, rank: int, backend: str, device: str, host: str, patience_s: float, at: tuple[str, int], listens: int = -1
+        self,
+        rank: int,
+        backend: str,
+        device: str,
+        host: str,
+        timeout_s: float,
+        store_address: tuple[str, int],
+        listen_fd: int = -1,
     ) -> None:
         is_sender = rank == SENDER
-        limit = timedelta(seconds=patience_s)
+        timeout = timedelta(seconds=timeout_s)
         store = c10d.TCPStore(
-            *at,
+            *store_address,
             is_master=is_sender,
-            timeout=limit,
+            timeout=timeout,
             wait_for_workers=False,
-            master_listen_fd=listens if is_sender else None,
+            master_listen_fd=listen_fd if is_sender else None,
         )
 
         self._is_sender = is_sender
         self._device = torch.device("cpu" if backend == "gloo" else device)
 
         if backend == "gloo":
-            kind, options = c10d.ProcessGroupGloo, c10d.ProcessGroupGloo._Options()
-            options._devices = [kind.create_device(hostname=host)]
+            group_class, options = c10d.ProcessGroupGloo, c10d.ProcessGroupGloo._Options()
+            options._devices = [group_class.create_device(hostname=host)]
         else:
-            kind, options = c10d.ProcessGroupNCCL, c10d.ProcessGroupNCCL.Options()
+            group_class, options = c10d.ProcessGroupNCCL, c10d.ProcessGroupNCCL.Options()
 
-        options._timeout = limit
-        self._group: Any = kind(store, rank, 2, options)
+        options._timeout = timeout
+        self._group: Any = group_class(store, rank, 2, options)
 
     def move(self, data: torch.Tensor) -> None:
         """Send these bytes, or receive into them: uint8 (bytes,)."""
@@ -111,6 +125,7 @@ class _Pair:
             self._group.send([buffer], RECEIVER, 0).wait()
         else:
             self._group.recv([buffer], SENDER, 0).wait()
+        # `wait` returns before an NCCL transfer is done on the GPU.
         if buffer is not data:
             torch.accelerator.synchronize(self._device)
             data.copy_(buffer)

@@ -16,20 +16,19 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-#: The parameters that hold all experts of a layer: (dimension of the experts' width, matrices side by side there).
-#: Their first dimension is the expert.
+#: The parameters with all experts of a layer: (dimension of the experts' width, matrices side by side along it). Their
+#: first dimension is the expert.
 EXPERTS = {"gate_up_proj": (1, 2), "down_proj": (2, 1)}
 
 
 class SequenceDim(msgspec.Struct, frozen=True):
-    """A tensor with tokens along one dimension (sequence parallel)."""
+    """Which dimension of a tensor has the tokens, and of which segments (sequence parallel)."""
 
     #: The dimension of the tokens.
     axis: int
     #: The segments of tokens, such as text and picture, in their order along that dimension.
     segments: tuple[str, ...]
-    #: If not 0, only a tensor with this number of dimensions has the tokens. Any other tensor is passed whole to all
-    #: ranks.
+    #: If not 0, only a tensor with this number of dimensions has the tokens. Any other tensor is whole on all ranks.
     dims: int = 0
 
 
@@ -65,8 +64,10 @@ class TensorParallelLayers(msgspec.Struct, frozen=True):
     def sharded_elements(self, tensors: Mapping[str, int]) -> int:
         """Return how many elements of a model's files are in sharded tensors.
 
-        `tensors`: elements of each tensor by name. All other tensors are whole on every rank. That is an upper bound: a
-        bias that is added to a sum is on the first rank only.
+        All other tensors count as whole on every rank, which is an upper bound: a bias that is added to a sum is on the
+        first rank only.
+
+        `tensors`: elements of each tensor by name.
         """
         column_parallel = (*self.outputs, *self.gathered, *self.stored)
         expert_layers = tuple(f"{pattern}.*" for pattern in self.experts)
@@ -75,15 +76,15 @@ class TensorParallelLayers(msgspec.Struct, frozen=True):
             "bias": column_parallel,
         }
         patterns_by_parameter |= dict.fromkeys((*EXPERTS, "gate_proj", "up_proj"), self.experts)
-        named = ((*name.rpartition("."), elements) for name, elements in tensors.items())
+        split_names = ((*name.rpartition("."), elements) for name, elements in tensors.items())
         return sum(
             count
-            for layer, _, kind, count in named
-            if any(fnmatchcase(layer, pattern) for pattern in patterns_by_parameter.get(kind, ()))
+            for layer, _, parameter, count in split_names
+            if any(fnmatchcase(layer, pattern) for pattern in patterns_by_parameter.get(parameter, ()))
         )
 
     def common(self, config: Mapping[str, Any]) -> int:
-        """Return the number that tensor parallel degrees must divide.
+        """Return the number (a greatest common divisor) that tensor parallel degrees must divide.
 
         `config`: the model's configuration; its text part is used if it has several. An entry that is null counts as
         equal to the others. A missing entry gives 1, so that no degree fits.
@@ -93,7 +94,7 @@ class TensorParallelLayers(msgspec.Struct, frozen=True):
 
 
 class ParallelPlan(msgspec.Struct, frozen=True):
-    """The parallel plan of a transformer: where it may be cut, by parallel kind."""
+    """The parallel plan of a transformer: what each kind of parallelism shards."""
 
     #: The lists of blocks (submodule names), in the order in which they run.
     blocks: tuple[str, ...]
@@ -107,10 +108,9 @@ class ParallelPlan(msgspec.Struct, frozen=True):
     block_outputs: tuple[SequenceDim, ...]
     #: The layers that tensor parallelism shards.
     matrices: TensorParallelLayers
-    #: Further arguments of every block that lie along tokens: one rule for each element of a tuple.
+    #: Further arguments of every block with a dimension of tokens, by name: one rule for each element of a tuple.
     follow: Mapping[str, tuple[SequenceDim, ...]] = {}
-    #: The arguments of a block that it returns in new versions, in order. An argument that a block does not get is not
-    #: returned.
+    #: The arguments whose new values a block returns, in order. A block returns no value for an argument that it lacks.
     updated_inputs: tuple[str, ...] = ("hidden_states",)
 
     def blocks_of(self, model: Module) -> list[Module]:

@@ -1,9 +1,9 @@
 """Sequence parallel attention: each rank has a share of the tokens, and attends to all.
 
-Before the first block each rank takes its share of every segment (text, picture). After the last block all ranks gather
-the whole again. The rest of the model runs on whole tensors. Shares have equal length: where the length does not
-divide, the last ones end in padding (zeros), which attention leaves out. Attention is computed by `ulysses` or by
-`RingAttention`.
+Before the first block, each rank cuts its share out of every segment (text, picture). After the last block, all ranks
+gather the whole tensors again. The rest of the model runs on whole tensors. Shares have equal length. If the length of
+a segment does not divide, the last shares end in padding (zeros), which attention leaves out. Attention is computed by
+`ulysses` or by `RingAttention`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing_extensions import override
 from unfuse.parallel.group import Axis
 from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim
 
-#: Shares are multiples of ROWS tokens: matrix products process rows in groups of this size, other rows differently.
-#: A share has at least FEW tokens, unless the whole segment has less: products of fewer rows round differently.
+#: Shares are multiples of ROWS tokens, because matrix products process rows in groups of this size, and round the rows
+#: of an incomplete group differently. A share has at least FEW tokens, unless the whole segment has fewer, because
+#: products of fewer rows round differently, too.
 ROWS, FEW = 8, 16
 
 #: The dimension of tokens in the tensors of attention: (rows, heads, tokens, width).
@@ -33,17 +34,19 @@ TOKENS = 2
 class SequenceShares:
     """The length of each segment in the running forward, and the ranks' shares of it.
 
+    `axis`: the ranks that share the tokens.
     `order`: the segments in their order within attention.
     """
 
     def __init__(self, axis: Axis, order: Sequence[str]) -> None:
         self.axis, self.order = axis, order
+        #: Tokens of each segment, set at the first block of each forward.
         self.lengths: dict[str, int] = {}
 
     def padded_share(self, segment: str) -> int:
         """Return how many tokens of a segment each rank has, with padding."""
-        whole = self.lengths[segment]
-        return max(-(-whole // (self.axis.size * ROWS)) * ROWS, FEW if whole >= FEW else 0)
+        length = self.lengths[segment]
+        return max(-(-length // (self.axis.size * ROWS)) * ROWS, FEW if length >= FEW else 0)
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
         """Return (start, tokens) of each segment within the shares of a rank, in order.
@@ -62,59 +65,59 @@ class SequenceShares:
         """The number of tokens of all segments, without padding."""
         return sum(self.lengths[segment] for segment in self.order)
 
-    def own_share(self, tensor: Tensor, along: SequenceDim) -> Tensor:
-        """Return this rank's share of a tensor: its tokens only, along the dimension `along.axis`.
+    def own_share(self, tensor: Tensor, rule: SequenceDim) -> Tensor:
+        """Return this rank's share of a tensor: its tokens only, along the dimension `rule.axis`.
 
         `tensor` is (…, tokens, …). Returns (…, padded share of tokens, …), or the tensor itself if it has no tokens by
-        `along.dims`.
+        `rule.dims`.
         """
-        if along.dims not in (0, tensor.dim()):
+        if rule.dims not in (0, tensor.dim()):
             return tensor
-        segments = torch.split(tensor, [self.lengths[segment] for segment in along.segments], along.axis)
+        parts = torch.split(tensor, [self.lengths[segment] for segment in rule.segments], rule.axis)
         shares = [
-            self._own_tokens(piece, along.axis, self.padded_share(s))
-            for piece, s in zip(segments, along.segments, strict=True)
+            self._own_tokens(part, rule.axis, self.padded_share(segment))
+            for part, segment in zip(parts, rule.segments, strict=True)
         ]
-        return shares[0] if len(shares) == 1 else torch.cat(shares, along.axis)
+        return shares[0] if len(shares) == 1 else torch.cat(shares, rule.axis)
 
-    def _own_tokens(self, piece: Tensor, axis: int, share: int) -> Tensor:
-        """Return this rank's padded share of one segment."""
-        length = piece.shape[axis]
+    def _own_tokens(self, part: Tensor, dim: int, share: int) -> Tensor:
+        """Return this rank's padded share of one segment, `share` tokens along this dimension."""
+        length = part.shape[dim]
         start = min(self.axis.rank * share, length)
-        return _pad(piece.narrow(axis, start, min(share, length - start)), axis, share)
+        return _pad(part.narrow(dim, start, min(share, length - start)), dim, share)
 
-    def gather(self, shares: Tensor, axis: int, segments: Sequence[str]) -> Tensor:
+    def gather(self, shares: Tensor, dim: int, segments: Sequence[str]) -> Tensor:
         """Return the whole tensor from the shares of all ranks, without padding.
 
-        `shares` is (ranks, …, share of tokens, …), where `axis` is the token dimension of one share. Returns (…,
+        `shares` is (ranks, …, share of tokens, …), where `dim` is the token dimension of one share. Returns (…,
         tokens, …) in the order of the segments.
         """
-        parts = torch.split(shares, [self.padded_share(segment) for segment in segments], axis + 1)
+        parts = torch.split(shares, [self.padded_share(segment) for segment in segments], dim + 1)
 
         wholes = []
         for part, segment in zip(parts, segments, strict=True):
-            by_rank = part.movedim(0, axis)
-            whole = by_rank.reshape(*part.shape[1 : axis + 1], -1, *part.shape[axis + 2 :])
-            wholes.append(whole.narrow(axis, 0, self.lengths[segment]))
+            by_rank = part.movedim(0, dim)
+            whole = by_rank.reshape(*part.shape[1 : dim + 1], -1, *part.shape[dim + 2 :])
+            wholes.append(whole.narrow(dim, 0, self.lengths[segment]))
 
-        return wholes[0] if len(wholes) == 1 else torch.cat(wholes, axis)
+        return wholes[0] if len(wholes) == 1 else torch.cat(wholes, dim)
 
-    def split_segments(self, whole: Tensor, axis: int) -> Tensor:
+    def split_segments(self, whole: Tensor, dim: int) -> Tensor:
         """Split a whole tensor into padded shares, the inverse of `gather`.
 
-        `whole` is (…, tokens, …) along `axis`. Returns (ranks, …, share of tokens, …).
+        `whole` is (…, tokens, …) along `dim`. Returns (ranks, …, share of tokens, …).
         """
-        parts, pieces = [], torch.split(whole, [self.lengths[segment] for segment in self.order], axis)
-        for segment, part in zip(self.order, pieces, strict=True):
+        shares, parts = [], torch.split(whole, [self.lengths[segment] for segment in self.order], dim)
+        for segment, part in zip(self.order, parts, strict=True):
             share = self.padded_share(segment)
-            padded = _pad(part, axis, share * self.axis.size)
-            parts.append(torch.unflatten(padded, axis, (self.axis.size, share)).movedim(axis, 0))
-        return torch.cat(parts, axis + 1)
+            padded = _pad(part, dim, share * self.axis.size)
+            shares.append(torch.unflatten(padded, dim, (self.axis.size, share)).movedim(dim, 0))
+        return torch.cat(shares, dim + 1)
 
 
-#: Attention over the tokens of all ranks. Called with the shares; this rank's queries, keys and values, each (rows,
-#: heads, share of tokens, width); and a mask over all tokens in order (…, tokens), or None. Returns (rows, heads, share
-#: of tokens, width).
+#: Attention over the tokens of all ranks. Arguments: the shares; this rank's queries, keys and values, each (rows,
+#: heads, share of tokens, width); a mask over all tokens in order (…, tokens), or None; and options of torch's
+#: attention. Returns (rows, heads, share of tokens, width).
 Attend = Callable[..., Tensor]
 
 
@@ -136,6 +139,7 @@ class _AttentionOverride(TorchFunctionMode):
         """Call the function, or attend over all ranks in the place of `scaled_dot_product_attention`."""
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
+
         arguments = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | dict(kwargs or {})
         q = arguments.pop("query")
         k = arguments.pop("key")
@@ -143,47 +147,50 @@ class _AttentionOverride(TorchFunctionMode):
         mask = arguments.pop("attn_mask", None)
         if arguments.pop("enable_gqa", False) and q.shape[1] != k.shape[1]:
             k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
+
         shares = self._shares
+        # A mask that was cut with the tokens is gathered, because each rank attends to all tokens.
         if mask is not None and mask.shape[-1] != shares.total_tokens:
             mask = shares.gather(shares.axis.gather(mask), mask.dim() - 1, shares.order)
         return self._attend(shares, q, k, v, mask, **arguments)
 
 
-def _pad(tensor: Tensor, axis: int, length: int) -> Tensor:
-    """Return a tensor padded with zeros to a length along one axis.
+def _pad(tensor: Tensor, dim: int, length: int) -> Tensor:
+    """Return a tensor padded with zeros to a length along one dimension.
 
     A tensor that has this length already is returned itself.
     """
     shape = [*tensor.shape]
-    shape[axis] = length - tensor.shape[axis]
-    return torch.cat([tensor, tensor.new_zeros(shape)], axis) if shape[axis] else tensor
+    shape[dim] = length - tensor.shape[dim]
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim) if shape[dim] else tensor
 
 
-def shard_tokens(model: Module, cut: ParallelPlan, axis: Axis, attend: Attend) -> None:
+def shard_tokens(model: Module, plan: ParallelPlan, axis: Axis, attend: Attend) -> None:
     """Make the ranks of this axis share a transformer's tokens (sequence parallel)."""
-    blocks, shares = cut.blocks_of(model), SequenceShares(axis, cut.order)
-    for number, block in enumerate(blocks):
-        _BlockEntry(block, shares, cut.block_inputs if number == 0 else {}, cut.follow)
-        _run_in_mode(block.get_submodule(cut.attention), _AttentionOverride(shares, attend))
-    blocks[-1].register_forward_hook(functools.partial(_gather_outputs, shares, cut.block_outputs))
+    blocks, shares = plan.blocks_of(model), SequenceShares(axis, plan.order)
+    for index, block in enumerate(blocks):
+        _BlockEntry(block, shares, plan.block_inputs if index == 0 else {}, plan.follow)
+        # Only this submodule: other attention of a block, such as that to a text, is computed on each rank alone.
+        _run_in_mode(block.get_submodule(plan.attention), _AttentionOverride(shares, attend))
+    blocks[-1].register_forward_hook(functools.partial(_gather_outputs, shares, plan.block_outputs))
 
 
 class _BlockEntry:
     """A hook that cuts the arguments of a block to this rank's share of tokens.
 
-    `enter`: the arguments of the first block with the tokens; empty for the other blocks.
-    `follow`: further arguments along tokens.
+    `block_inputs`: the arguments of the first block with the tokens; empty for the other blocks.
+    `follow`: further arguments with a dimension of tokens.
     """
 
     def __init__(
         self,
         block: Module,
         shares: SequenceShares,
-        enter: Mapping[str, SequenceDim],
+        block_inputs: Mapping[str, SequenceDim],
         follow: Mapping[str, tuple[SequenceDim, ...]],
     ) -> None:
         self._shares = shares
-        self._enter = enter
+        self._block_inputs = block_inputs
         self._follow = follow
         self._signature = inspect.signature(block.forward)
         block.register_forward_pre_hook(self, with_kwargs=True)
@@ -192,11 +199,12 @@ class _BlockEntry:
         bound = self._signature.bind(*args, **kwargs)
         arguments = bound.arguments
 
-        for name, along in self._enter.items():
-            self._shares.lengths[along.segments[0]] = arguments[name].shape[along.axis]
+        # All lengths are read before an argument is cut.
+        for name, rule in self._block_inputs.items():
+            self._shares.lengths[rule.segments[0]] = arguments[name].shape[rule.axis]
 
-        for name, along in self._enter.items():
-            arguments[name] = self._shares.own_share(arguments[name], along)
+        for name, rule in self._block_inputs.items():
+            arguments[name] = self._shares.own_share(arguments[name], rule)
 
         for name, rules in self._follow.items():
             if arguments.get(name) is not None:
@@ -205,12 +213,14 @@ class _BlockEntry:
         return bound.args, bound.kwargs
 
     def _shard(self, value: Any, rules: tuple[SequenceDim, ...]) -> Any:
+        """Return this rank's share of a tensor, or of each tensor of a tuple.
+
+        A single rule is for all tensors of a tuple.
+        """
         if isinstance(value, Tensor):
             return self._shares.own_share(value, rules[0])
         rule_per_element = rules * len(value) if len(rules) == 1 else rules
-        return tuple(
-            self._shares.own_share(tensor, along) for tensor, along in zip(value, rule_per_element, strict=True)
-        )
+        return tuple(self._shares.own_share(tensor, rule) for tensor, rule in zip(value, rule_per_element, strict=True))
 
 
 def _gather_outputs(
@@ -219,8 +229,8 @@ def _gather_outputs(
     """Return the whole outputs of the last block, gathered from the shares of all ranks."""
     is_single = isinstance(outputs, Tensor)
     wholes = tuple(
-        shares.gather(shares.axis.gather(part), along.axis, along.segments) if along.segments else part
-        for part, along in zip((outputs,) if is_single else outputs, rules, strict=True)
+        shares.gather(shares.axis.gather(output), rule.axis, rule.segments) if rule.segments else output
+        for output, rule in zip((outputs,) if is_single else outputs, rules, strict=True)
     )
     return wholes[0] if is_single else wholes
 
@@ -237,7 +247,7 @@ def _run_in_mode(module: Module, mode: TorchFunctionMode) -> None:
     module.forward = forward
 
 
-def ulysses(shares: SequenceShares, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any) -> Tensor:
+def ulysses(shares: SequenceShares, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
     """Ulysses attention, an `Attend`: ranks exchange tokens for heads.
 
     Each rank computes some heads over all tokens. After Jacobs et al., DeepSpeed Ulysses, 2023.
@@ -246,15 +256,15 @@ def ulysses(shares: SequenceShares, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
     `mask`: (…, tokens), or None.
     Returns (rows, heads, share of tokens, width).
 
-    There are two exchanges per attention: of this rank's queries, keys and values, and of the results. Each rank sends
-    4 ÷ ranks × tokens × width numbers, less its own part. Tokens are in their order during attention, so that each head
-    computes the same as on one rank.
+    There are two exchanges per attention: one of queries, keys and values, and one of the results. Each rank sends
+    4 ÷ ranks × tokens × width numbers, less its own part. During attention the tokens are in their order, without
+    padding, so that each head computes the same as on one rank.
     """
     axis = shares.axis
     by_heads = torch.unflatten(torch.stack([q, k, v]), 2, (axis.size, -1)).movedim(2, 0)
     q, k, v = shares.gather(axis.transpose(by_heads), TOKENS + 1, shares.order).unbind(0)
 
-    attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **more)
+    attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
     by_tokens = axis.transpose(shares.split_segments(attended, TOKENS))
     return by_tokens.movedim(0, 1).flatten(1, 2)
 
@@ -278,7 +288,7 @@ class RingAttention:
         self._ring, self._heads = ring, heads
 
     def __call__(
-        self, shares: SequenceShares, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any
+        self, shares: SequenceShares, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
     ) -> Tensor:
         """Return the attention of this rank's tokens to all tokens.
 
@@ -292,7 +302,7 @@ class RingAttention:
             by_heads = torch.unflatten(torch.stack([q, k, v]), 2, (neighbours, -1)).movedim(2, 0)
             q, k, v = self._heads.transpose(by_heads).movedim(0, 3).flatten(3, 4).unbind(0)
 
-        attended = self._attend_in_ring(shares, q, torch.stack([k, v]), mask, more.get("scale"))
+        attended = self._attend_in_ring(shares, q, torch.stack([k, v]), mask, options.get("scale"))
 
         if neighbours > 1:
             by_tokens = self._heads.transpose(torch.unflatten(attended, 2, (neighbours, -1)).movedim(2, 0))
@@ -310,6 +320,7 @@ class RingAttention:
         log_sum_exp = q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
 
         for round_number in range(self._ring.size):
+            # The next keys and values arrive while this rank computes with the current ones.
             receive_next = self._ring.send_to_next(kv) if round_number + 1 < self._ring.size else None
             offsets, positions = self._token_positions(
                 shares, (self._ring.rank - round_number) % self._ring.size, kv.shape[-2]
@@ -320,6 +331,7 @@ class RingAttention:
                     q, k, v, None if mask is None else mask[..., positions.to(mask.device)], scale
                 )
                 new_log_sum_exp = torch.logaddexp(log_sum_exp, part_log_sum_exp)
+                # A part whose keys are all masked has weight 0. Computed, it would be NaN: exp(-inf + inf).
                 total = torch.where(
                     log_sum_exp.isneginf()[..., None], 0.0, total * (log_sum_exp - new_log_sum_exp).exp()[..., None]
                 )
@@ -333,23 +345,24 @@ class RingAttention:
 
         return total.to(q.dtype)
 
-    def _token_positions(self, shares: SequenceShares, place: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return the positions of the tokens at one place of the ring, without padding.
+    def _token_positions(self, shares: SequenceShares, ring_rank: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the positions of one ring rank's tokens, and its neighbours', without padding.
 
-        The first result indexes the tokens of that place, the second one the tokens of all ranks. Both are 1-d.
+        The first result indexes the `tokens` tokens of these ranks, with padding. The second one indexes the tokens of
+        all ranks. Both are 1-d.
         """
         neighbours = self._heads.size
         offsets = list[Tensor]()
         positions = list[Tensor]()
 
-        for number in range(neighbours):
-            rank = place * neighbours + number
-            before = number * (tokens // neighbours)
+        for index in range(neighbours):
+            rank = ring_rank * neighbours + index
+            rank_start = index * (tokens // neighbours)
             segment_start = 0
             for segment, (start, count) in zip(shares.order, shares.ranges(rank), strict=True):
-                offsets.append(torch.arange(before + start, before + start + count))
-                first = segment_start + rank * shares.padded_share(segment)
-                positions.append(torch.arange(first, first + count))
+                offsets.append(torch.arange(rank_start + start, rank_start + start + count))
+                position = segment_start + rank * shares.padded_share(segment)
+                positions.append(torch.arange(position, position + count))
                 segment_start += shares.lengths[segment]
         return torch.cat(offsets), torch.cat(positions)
 
@@ -375,7 +388,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
             q, k, v, bias, True, scale=scale
         )
 
-    log_sum_exp = log_sum_exp[..., : q.shape[-2]].float()
-    if mask is not None:  # of keys that are all hidden torch says 0, which is the weight of one key
+    log_sum_exp = log_sum_exp[..., : q.shape[-2]].float()  # on GPUs torch pads the queries
+    # If all keys are masked, torch returns 0, which is the log-sum-exp of one key.
+    if mask is not None:
         log_sum_exp = log_sum_exp.masked_fill(mask.isneginf().all(-1), float("-inf"))
     return attended, log_sum_exp

@@ -2,9 +2,10 @@
 
 Rank 0 writes them, and all ranks map them.
 
-Files that store tensors in the dtype in use are mapped by every process, so a machine holds them once. Converted
-weights, such as another dtype, would exist once per rank. Instead rank 0 writes them as a safetensors file without a
-name, in memory only (memfd), and all ranks load that file like any other. It is freed when the last rank closes it.
+Files that store tensors in the dtype in use are mapped by every process, so they are in a machine's memory once.
+Converted weights, for example of another dtype, would exist once per rank. Instead rank 0 writes them as a safetensors
+file without a name, in memory only (memfd), and all ranks load that file like any other. The memory is freed when no
+rank has the file open or mapped.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from unfuse.parallel.group import Group, trim_heap
 #: Bytes of a cache line. torch aligns new tensors to it.
 LINE = 64
 
-#: The metadata key for the offsets of tensors that were not aligned to LINE in rank 0.
+#: The metadata key for the offsets of tensors that were not aligned to LINE in the memory of rank 0.
 OFFSETS_KEY = "began"
 
 #: Bytes of the length field at the start of a safetensors file.
@@ -60,6 +61,7 @@ def gather_files(group: Group, load: Callable[[], dict[str, torch.Tensor]]) -> I
     file = os.memfd_create("weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if is_first else -1
 
     try:
+        # Before the path is sent, so that no other rank locks the file first.
         if is_first:
             fcntl.flock(file, fcntl.LOCK_EX)
 
@@ -76,7 +78,8 @@ def gather_files(group: Group, load: Callable[[], dict[str, torch.Tensor]]) -> I
         if is_first:
             _fill(file, load)
 
-        fcntl.flock(file, fcntl.LOCK_SH)  # waits until rank 0 has written the file, however long that takes
+        # Waits until rank 0 has written the file. An exchange would time out, because a conversion may take longer.
+        fcntl.flock(file, fcntl.LOCK_SH)
         if fcntl.fcntl(file, fcntl.F_GET_SEALS) & WRITTEN != WRITTEN:
             raise ConfigError(os.pread(file, 1 << 16, 0).decode() or "rank 0 exited while it loaded weights")
         yield f"/proc/self/fd/{file}" if os.fstat(file).st_size else ""
@@ -88,7 +91,7 @@ def gather_files(group: Group, load: Callable[[], dict[str, torch.Tensor]]) -> I
 def _fill(file: int, load: Callable[[], dict[str, torch.Tensor]]) -> None:
     """Write the loaded tensors into the file and seal it.
 
-    If this fails, write the error message into the file and leave it unsealed.
+    If that fails, writes the error message into the file and leaves it unsealed.
     """
     try:
         if tensors := load():
@@ -134,9 +137,11 @@ def write(file: int, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def align(model: Module, file: str) -> None:
-    """Copy the tensors whose alignment in the file differs from their alignment in rank 0.
+    """Copy a model's tensors whose alignment in the file is not that of rank 0.
 
-    Kernels may round differently by alignment.
+    The copies have the alignment of rank 0's memory, because kernels may round differently by alignment.
+
+    `file`: the path of the file from which the model was loaded.
     """
     with safe_open(file, "pt") as opened:
         offsets, names = json.loads(opened.metadata()[OFFSETS_KEY]), opened.keys()

@@ -162,7 +162,7 @@ def decide_served(welcome: Registered, options: WorkerOptions, choice: StageSele
     folders = [resolve_source(source or name) for name, source, _ in sources if is_local(source or name)]
     states = dict(chain.from_iterable(states_of(folder).items() for folder in folders))
     fetched = [
-        (*fetch(name, choice, source, dtype=dtype, tell=_log_download), dtype) for name, source, dtype in sources
+        (*fetch(name, choice, source, dtype=dtype, on_progress=_log_download), dtype) for name, source, dtype in sources
     ]
     specs = tuple(spec for spec, _, _ in fetched)
     models = tuple((spec.name, str(folder), dtype) for spec, folder, dtype in fetched)
