@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from unfuse.client import Client
     from unfuse.client.client import Chat
 
-#: Seconds between two checks whether workers have loaded.
+#: Seconds between two checks whether the workers are ready.
 CHECK_INTERVAL_S = 0.2
 
 #: The most bytes of a picture. In base64 it is a third longer, and servers accept 32 MiB.
@@ -70,10 +70,11 @@ def chat(
     params: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if schema:
         params["response_format"] = {"type": "json_schema", "json_schema": {"schema": json_of(schema)}}
+
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    pictures = [_image_part(file) for file in image or ()]
+    image_parts = [_image_part(file) for file in image or ()]
     lines = lines_of_stdin() if prompt is None else iter([argument_of(prompt, terminal)])
-    refused: UnfuseError | None = None
+    first_refusal: UnfuseError | None = None
     with client_of(load(flags, config), terminal) as (client, progress):
         if prompt is None and is_terminal():
             _wait_until_loaded(client, progress)
@@ -81,38 +82,39 @@ def chat(
             try:
                 if isinstance(line, InvalidParameter):
                     raise line
-                content = [*pictures, {"type": "text", "text": line}] if pictures else line
-                question = {"role": "user", "content": content}
-                answer = _print_answer(client.chat([*messages, question], **params), progress, whole=schema is not None)
+                content = [*image_parts, {"type": "text", "text": line}] if image_parts else line
+                message = {"role": "user", "content": content}
+                answer = _print_answer(client.chat([*messages, message], **params), progress, strict=schema is not None)
             except (InvalidParameter, PermanentError, Overloaded) as error:
                 is_final = isinstance(error, UnknownModel) or (isinstance(error, Overloaded) and not is_terminal())
                 if prompt is not None or is_final:
                     raise
                 progress.close()
                 terminal.write(f"{error}\n")
-                refused = refused or error
+                first_refusal = first_refusal or error
                 continue
-            messages += [question, answer]
-            pictures = []  # only the first message has them
-    if refused and not is_terminal():
-        raise typer.Exit(exit_code(refused))
+            messages += [message, answer]
+            image_parts = []  # only the first message has them
+
+    if first_refusal and not is_terminal():
+        raise typer.Exit(exit_code(first_refusal))
 
 
 def _wait_until_loaded(client: Client, progress: ProgressDisplay) -> None:
     """Show progress until private workers have loaded, and then close it.
 
-    Later progress would be drawn over the line that a user types. Raises TransientError if the workers cannot start.
+    Otherwise the display would draw over the line that a user types. Raises TransientError if the workers cannot start.
     """
     while isinstance(progress.status(), LoadingProgress) and str(progress.status()):
-        client.get("/health")  # raises if the workers have ended
+        client.get("/health")  # raises if the workers could not start
         time.sleep(CHECK_INTERVAL_S)
     progress.close()
 
 
 def _image_part(file: Path) -> dict[str, Any]:
-    """Return the message part of a picture, as a data URL.
+    """Return the content part of a message with this picture as a data URL.
 
-    Raises InvalidParameter for a file of more than MAX_IMAGE bytes, OSError if it cannot be read.
+    Raises InvalidParameter for a file of more than MAX_IMAGE bytes, OSError if the file cannot be read.
     """
     if file.stat().st_size > MAX_IMAGE:
         raise InvalidParameter(f"--image {file} is larger than {MAX_IMAGE >> 20} MiB: give a smaller file", "image")
@@ -120,16 +122,18 @@ def _image_part(file: Path) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{b64encode(file.read_bytes()).decode()}"}}
 
 
-def _print_answer(answer: Chat, progress: ProgressDisplay, *, whole: bool) -> dict[str, Any]:
+def _print_answer(answer: Chat, progress: ProgressDisplay, *, strict: bool) -> dict[str, Any]:
     """Print an answer as it streams, and return its message.
 
-    Raises PermanentError if the answer must be `whole` and ran out of tokens.
+    `strict`: whether the answer must match a schema, so that it is useless if it is cut.
+
+    Raises PermanentError for such an answer that ran out of tokens.
     """
     for delta in answer:
-        if delta and answer.text == delta:  # the first text
+        if delta and answer.text == delta:  # the first text, before which progress is shown
             progress.close()
         typer.echo(delta, nl=False)
     typer.echo()
-    if whole and answer.finish_reason == "length":
+    if strict and answer.finish_reason == "length":
         raise PermanentError("the answer ran out of tokens before it matched --schema: raise --max-tokens")
     return answer.message

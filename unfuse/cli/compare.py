@@ -57,25 +57,27 @@ def compare(
     check_bounds(asked, modality_for(asked))
     require_files([("--image", image)])
     terminal.open_log()
+
     from unfuse.service.comparison import with_duration
     from unfuse.service.options import plan_service, serve_options
     from unfuse.service.service import without_keys
 
     loaded = load({**flags, **terminal.flags, "serve.models": [model]}, config)
-    planned = plan_service(serve_options(without_keys(loaded)))
-    comparison = _ComparisonOptions(planned, with_duration(planned.models[0].spec, asked, image), image, rounds, counts)
-    whole, split = _measure_both(comparison, loaded, terminal)
-    _print_report(whole, split, len(planned.workers), json)
+    plan = plan_service(serve_options(without_keys(loaded)))
+    comparison = _ComparisonOptions(plan, with_duration(plan.models[0].spec, asked, image), image, rounds, counts)
+    undivided, split = _measure_both(comparison, loaded, terminal)
+    _print_report(undivided, split, len(plan.workers), json)
 
 
 @dataclass(frozen=True)
 class _ComparisonOptions:
     """The requests of a comparison, and the plan of the workers."""
 
+    #: The plan of unfuse. Its first model is compared.
     plan: ServingPlan
 
     #: The parameters of all requests.
-    asked: dict[str, Any]
+    params: dict[str, Any]
 
     #: The reference image of all requests.
     image: Path | None
@@ -87,19 +89,22 @@ class _ComparisonOptions:
     counts: list[int]
 
     def progress(self, totals: Mapping[str, int], settings: Settings, terminal: Terminal) -> ComparisonProgress:
-        """Return the progress of a comparison with this number of requests by side."""
+        """Return the progress of a comparison, and print the first estimate.
+
+        `totals`: the number of requests of each side.
+        """
         from unfuse.service.comparison import ComparisonProgress, predicted_s
         from unfuse.service.plan import host_resources
 
         return ComparisonProgress(
-            totals, predicted_s(self.plan, self.asked, host_resources(settings).costs), terminal.write_line
+            totals, predicted_s(self.plan, self.params, host_resources(settings).costs), terminal.write_line
         )
 
 
 def _measure_both(
     options: _ComparisonOptions, loaded: LoadedSettings, terminal: Terminal
 ) -> tuple[ComparisonFigures, ComparisonFigures]:
-    """Return the figures of diffusers, and those of unfuse, which runs afterwards."""
+    """Measure diffusers, then unfuse, and return the figures of both."""
     from unfuse.service.comparison import ComparedPools, UndividedPipeline, measure, requests_of, threads_to_try
     from unfuse.service.service import private_pools
 
@@ -108,14 +113,15 @@ def _measure_both(
     progress = options.progress({"diffusers": requests + trials, "unfuse": requests}, loaded.settings, terminal)
     loading = LoadingProgress(loaded.settings.serve.models)
     terminal.on_record = loading.record
+    # The undivided pipeline has exited before the workers start, so that neither takes memory or cores of the other.
     with progress_on(terminal, lambda: loading if loading.is_under_way else progress):
         with UndividedPipeline(options.plan, options.image, terminal.relay, progress.count_finished) as pipeline:
             progress.start_side("diffusers")
-            whole = measure(pipeline, options.asked, options.rounds, options.counts)
+            undivided = measure(pipeline, options.params, options.rounds, options.counts)
         with private_pools(loaded, terminal, loading) as client:
             progress.start_side("unfuse")
             pools = ComparedPools(client, options.image, progress.count_finished)
-            return whole, measure(pools, options.asked, options.rounds, options.counts)
+            return undivided, measure(pools, options.params, options.rounds, options.counts)
 
 
 def _parse_levels(levels: str) -> list[int]:
@@ -129,27 +135,34 @@ def _parse_levels(levels: str) -> list[int]:
     return [int(level) for level in numbers]
 
 
-def _print_report(whole: ComparisonFigures, split: ComparisonFigures, workers: int, json: bool) -> None:
+def _print_report(undivided: ComparisonFigures, split: ComparisonFigures, workers: int, json: bool) -> None:
     """Print the figures of both sides side by side, and the conclusion."""
     from unfuse.service.comparison import comparison_summary
 
-    same = sum(a == b for a, b in zip(whole.digests, split.digests, strict=True))
-    rows = [_row("latency of one request, s", whole.latency, split.latency)]
-    for count, rate in whole.throughput.items():
+    equal = sum(a == b for a, b in zip(undivided.digests, split.digests, strict=True))
+    rows = [_row("latency of one request, s", undivided.latency, split.latency)]
+    for count, rate in undivided.throughput.items():
         rows.append(_row(f"requests a second, {count} at once", rate, split.throughput[count], more_is_better=True))
-    memory = [("largest process", whole.largest, split.largest), ("all processes", whole.memory, split.memory)]
-    memory += [("GPU memory", whole.gpu, split.gpu)] if whole.gpu else []
-    rows += [_row(name, ByteSize(a), ByteSize(b)) for name, a, b in memory]
-    conclusion = comparison_summary(whole, split, workers)
+
+    memory = [("largest process", undivided.largest, split.largest), ("all processes", undivided.memory, split.memory)]
+    memory += [("GPU memory", undivided.gpu, split.gpu)] if undivided.gpu else []
+    rows += [
+        _row(name, ByteSize(undivided_bytes), ByteSize(split_bytes)) for name, undivided_bytes, split_bytes in memory
+    ]
+
+    conclusion = comparison_summary(undivided, split, workers)
     if json:
-        show.as_json({"figures": rows, "requests": len(whole.digests), "equal": same, "verdict": conclusion})
+        show.as_json({"figures": rows, "requests": len(undivided.digests), "equal": equal, "verdict": conclusion})
         return
     show.as_table(rows, ["measure", "diffusers", "unfuse", "gain"], "nothing was measured")
-    typer.echo(f"gain above 1: unfuse is better; {same} of {len(whole.digests)} requests are equal, byte for byte")
+    typer.echo(f"gain above 1: unfuse is better; {equal} of {len(undivided.digests)} requests are equal, byte for byte")
     typer.echo(conclusion)
 
 
-def _row(name: str, whole: float, split: float, *, more_is_better: bool = False) -> dict[str, Any]:
-    """Return a row of the table, whose gain is above 1 if unfuse is better."""
-    better, worse = (split, whole) if more_is_better else (whole, split)
-    return {"measure": name, "diffusers": whole, "unfuse": split, "gain": better / worse if worse else None}
+def _row(name: str, undivided: float, split: float, *, more_is_better: bool = False) -> dict[str, Any]:
+    """Return a row of the table.
+
+    Its gain is above 1 if unfuse is better, and None if it cannot be computed.
+    """
+    better, worse = (split, undivided) if more_is_better else (undivided, split)
+    return {"measure": name, "diffusers": undivided, "unfuse": split, "gain": better / worse if worse else None}

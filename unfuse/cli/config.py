@@ -13,10 +13,10 @@ from unfuse.service.settings import FIELDS, ByteSize, SettingField, load
 
 app = CommandRegistry("Show the settings and where they are set.")
 
-#: Stands for a secret.
+#: The text that replaces a secret.
 HIDDEN = "********"
 
-#: The password in the URL of Redis or another store.
+#: The password in a URL, as of Redis.
 PASSWORD = re.compile(r"(://[^/@\s]*:)[^/@\s]*@")
 
 

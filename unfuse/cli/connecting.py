@@ -1,4 +1,4 @@
-"""Connect verbs to a server, or to private workers."""
+"""Connect commands to a server, or to private workers."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def client(server: str | None, api_key: str | None, config: Path | None) -> Clie
 def client_of(
     loaded: LoadedSettings, terminal: Terminal, check: Callable[[ServingPlan], object] | None = None
 ) -> Iterator[tuple[Client, ProgressDisplay]]:
-    """Yield a client of the named server, or of private workers, and the progress display.
+    """Yield a client of a server or of private workers, and the progress display.
 
-    Private workers start if no server is named, and end with the block. Servers of this machine that could be used
+    Private workers start if no server was set, and end with the block. Servers of this machine that could be used
     instead are printed first.
 
     `check`: called with the plan of private workers; none of them starts if it raises.
@@ -68,5 +68,5 @@ def servers_here(run_dir: str) -> list[str]:
 
     try:
         return [f"http://127.0.0.1:{port}" for port in servers(run_dir)]
-    except ConfigError:  # other users can enter the folder; workers report that when they use it
+    except ConfigError:  # other users can enter the run folder, which the start of private workers reports
         return []

@@ -61,47 +61,52 @@ def doctor(
     FINGERPRINTS.cache_in(Path(loaded.settings.data_dir))
     if "worker.scheduler" in flags:
         show_checks(loaded.settings, json)
+
     serve = loaded.settings.serve
     machine = inspect_machine((serve.port, *_ports(serve.listen)))
-    planned_for, is_here = devices_to_size(device_memory(loaded.settings))
+    devices, is_here = devices_to_size(device_memory(loaded.settings))
     removed = remove_leftovers(loaded.settings) if clean else []
     if clean and not json:
         show.as_table(removed, ["what", "path", "bytes"], "nothing to clean: no dead process left anything here")
         return
+
     if not json:
         print_machine(machine)
         print_installation(loaded.settings)
+
     plan = None
     if models:
         plan = plan_models(
-            models, serve.revision, worker_plan(loaded.settings), planned_for, host_resources(loaded.settings)
+            models, serve.revision, worker_plan(loaded.settings), devices, host_resources(loaded.settings)
         )
+
     if json:
         facts = {
             "machine": msgspec.to_builtins(machine, str_keys=True),
             "transfers": transfers(loaded.settings.transfer),
             "servers": running(loaded.settings.run_dir),
             "insecure_listen": loaded.settings.insecure_listen,
-            "planned_for": {device.name: device.free for device in planned_for},
+            "planned_for": {device.name: device.free for device in devices},
             "is_this_machine": is_here,
             **({"removed": removed} if clean else {}),
         }
         show.as_json({**facts, **(_plan_facts(plan, loaded.settings.data_dir) if plan else {})})
         return
+
     if not is_here:
-        other_devices = ", ".join(f"{device.name} {readable_bytes(device.free)}" for device in planned_for)
+        other_devices = ", ".join(f"{device.name} {readable_bytes(device.free)}" for device in devices)
         typer.echo(f"{'planned for':12} another machine: {other_devices}")
     if plan:
         _print_plan(plan, loaded.settings.data_dir)
 
 
 def _ports(addresses: Iterable[str]) -> list[int]:
-    """Return the ports of those addresses that have one."""
+    """Return the ports of the TCP addresses among these."""
     return [int(port) for address in addresses if (port := address.rpartition(":")[2]).isdecimal()]
 
 
 def _plan_facts(plan: ServingPlan, data_dir: str) -> dict[str, Any]:
-    """Return the facts on a plan that are printed as JSON."""
+    """Return the description of a plan for JSON output."""
     from unfuse.service.report import invariance_rows, layout_rows, split_gains, split_recommendation
 
     return {
@@ -128,7 +133,7 @@ def _components(model: PlannedModel) -> list[dict[str, Any]]:
 
 
 def _print_plan(plan: ServingPlan, data_dir: str) -> None:
-    """Print a plan: components, placement, layouts, batches, gains and verdict."""
+    """Print a plan: components, placement, layouts, batches, gains and recommendation."""
     from unfuse.service.report import invariance_rows, layout_rows, prediction_basis, split_gains, split_recommendation
 
     for model in plan.models:
@@ -136,6 +141,7 @@ def _print_plan(plan: ServingPlan, data_dir: str) -> None:
         show.as_table(_components(model), ["name", "kind", "parameters", "files", "dtype", "memory"], "no components")
         if model.spec.undivided_reason:
             typer.echo(f"{model.spec.name} is not split: {model.spec.undivided_reason}")
+
     typer.echo()
     if plan.refusal:
         typer.echo(f"serve would refuse: {plan.refusal}")
@@ -146,6 +152,7 @@ def _print_plan(plan: ServingPlan, data_dir: str) -> None:
         if plan.layouts:
             typer.echo(plan.layouts.reason)
         print_memory(plan, typer.echo)
+
     typer.echo()
     if plan.layouts:
         show.as_table(layout_rows(plan), ["layout", "rate", "refusal"], "no layout")
@@ -160,7 +167,7 @@ def _print_plan(plan: ServingPlan, data_dir: str) -> None:
 
 
 def show_checks(settings: Settings, json: bool) -> NoReturn:
-    """Print whether workers of this machine can work for the schedulers, and exit.
+    """Print whether workers of this machine can use the schedulers of the settings, and exit.
 
     The exit code is 1 if a check fails, else 0.
     """

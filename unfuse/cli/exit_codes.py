@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from unfuse.core.errors import InvalidParameter, Overloaded, TransientError, UnfuseError, UsageError
 
-#: Any failure that is not one of the following.
+#: The command failed for any reason that is not one of the following.
 FAILED = 1
 
-#: Wrong usage.
+#: A flag, argument, setting or parameter is wrong.
 USAGE = 2
 
 #: The server is overloaded or unreachable: the command may succeed later.
 REFUSED = 3
 
-#: Ended by a signal, whose number is added: 130 after Ctrl-C, 143 after SIGTERM.
+#: A signal ended the command. Its number is added: 130 after Ctrl-C, 143 after SIGTERM.
 SIGNALLED = 128
 
 

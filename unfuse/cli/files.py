@@ -20,18 +20,19 @@ if TYPE_CHECKING:
 #: The output format by the suffix of a file's name.
 FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".mp4": "mp4"}
 
-#: The argument that stands for standard input.
+#: The argument that selects standard input.
 STDIN = "-"
 
-#: The most bytes that are read from standard input at a time. Servers accept no longer prompt.
+#: The most bytes of a prompt on standard input. Servers accept no longer one.
 MAX_STDIN = 2 << 20
 
 
 def kind_of(output: Path, overwrite: bool = False) -> tuple[str, bool]:
     """Return the format of an output file, and whether it is for a video.
 
-    Raises InvalidParameter for an unknown suffix, and unless the folder, or with `overwrite` an existing file, is
-    writable.
+    `overwrite`: whether an existing file is replaced, and so must be writable.
+
+    Raises InvalidParameter for an unknown suffix, and for a folder or file that is not writable.
     """
     from unfuse.client.result import NUMBERED
 
@@ -43,6 +44,7 @@ def kind_of(output: Path, overwrite: bool = False) -> tuple[str, bool]:
         raise InvalidParameter(f"-o {output}: the name must end in one of {', '.join(FORMATS)}", "output")
     if not output.parent.is_dir():
         raise InvalidParameter(f"-o {output}: there is no folder {output.parent}", "output")
+    # Writing is tested before the request, since generation may take minutes.
     try:
         with output.open("ab") if overwrite and output.exists() else tempfile.TemporaryFile(dir=output.parent):
             pass
@@ -52,9 +54,12 @@ def kind_of(output: Path, overwrite: bool = False) -> tuple[str, bool]:
 
 
 def save(result: Result, output: Path, overwrite: bool) -> list[Path]:
-    """Write the files of a result, under an unused name, and return them.
+    """Write the files of a result, and return their paths.
 
-    With `overwrite`, existing files are replaced. Raises PermanentError if a file cannot be written.
+    `output`: the name to use. If such files exist, the next free name is used, as `names_after` yields it.
+    `overwrite`: replace existing files instead.
+
+    Raises PermanentError if a file cannot be written.
     """
     if overwrite or not result.data:
         return result.save(output) if result.data else []
@@ -67,7 +72,7 @@ def save(result: Result, output: Path, overwrite: bool) -> list[Path]:
 
 
 def names_after(output: Path) -> Iterator[Path]:
-    """Yield `output`, then names to use if it exists: NAME-2.png, NAME-3.png, ….
+    """Yield `output`, then alternatives if it exists: NAME-2.png, NAME-3.png, ….
 
     For a name with a number format, these are NAME-2-%04d.png and so on.
     """
@@ -83,9 +88,9 @@ def names_after(output: Path) -> Iterator[Path]:
 
 
 def _create(files: Sequence[Path]) -> bool:
-    """Create these files, empty, so that no other process gets their names.
+    """Create these files, empty, so that no other process uses their names.
 
-    Returns False, and creates none, if one of them exists. Raises PermanentError if one cannot be created.
+    Returns True; or False, and creates none, if one of them exists. Raises PermanentError if one cannot be created.
     """
     created = []
     try:
@@ -102,19 +107,19 @@ def _create(files: Sequence[Path]) -> bool:
 
 
 def _remove_empty(files: Sequence[Path]) -> None:
-    """Remove the empty ones of these files."""
+    """Remove those of these files that are empty, and so have no content yet."""
     for file in files:
         with suppress(OSError):
             if not file.stat().st_size:
                 file.unlink()
 
 
-def require_files(named: Sequence[tuple[str, Path | None]]) -> None:
-    """Raise InvalidParameter for a file that does not exist, with its flag.
+def require_files(flagged_files: Sequence[tuple[str, Path | None]]) -> None:
+    """Raise InvalidParameter, which names the flag, for a file that does not exist.
 
-    `named`: pairs of a flag and its file, or None.
+    `flagged_files`: pairs of a flag and its file; the file is None if the flag was not used.
     """
-    for flag, file in named:
+    for flag, file in flagged_files:
         if file is not None and not file.is_file():
             raise InvalidParameter(f"{flag} {file}: there is no such file", flag.lstrip("-"))
 
@@ -128,35 +133,37 @@ def json_of(file: Path) -> Any:
 
 
 def is_terminal() -> bool:
-    """Whether standard input is a terminal. It may also be closed."""
+    """Whether standard input is a terminal. False if it is closed."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 
 def argument_of(text: str, terminal: Terminal) -> str:
-    """Return an argument, or for `-` the text on standard input.
+    """Return an argument, or for "-" the text on standard input.
 
-    Raises InvalidParameter for empty, long or undecodable input, UsageError if it cannot be read.
+    Raises InvalidParameter for input that is empty, too long or not UTF-8, and UsageError if it cannot be read.
     """
     if text != STDIN:
         return text
     if is_terminal():
         terminal.write_line("type the prompt, and end it with Enter and Ctrl-D")
-    prompt = _decode(_read_stdin(lines=False), "standard input").strip()
+    prompt = _decode(_read_stdin(one_line=False), "standard input").strip()
     if not prompt:
         raise InvalidParameter("standard input is empty: write a prompt to it, or give the prompt as the argument")
     return prompt
 
 
 def lines_of_stdin() -> Iterator[str | InvalidParameter]:
-    """Yield the lines of standard input without empty ones, prompting on a terminal.
+    """Yield the lines of standard input without empty ones. Prompts on a terminal.
 
-    An InvalidParameter takes the place of a line that is too long, or not UTF-8.
+    For a line that is too long or not UTF-8, an InvalidParameter is yielded instead, and the next line follows.
     """
     number = 0
     while True:
         number += 1
         try:
-            line = _input() if is_terminal() else _decode(_read_stdin(lines=True), f"line {number} of standard input")
+            line = (
+                _input() if is_terminal() else _decode(_read_stdin(one_line=True), f"line {number} of standard input")
+            )
         except EOFError:
             return
         except InvalidParameter as error:
@@ -167,9 +174,9 @@ def lines_of_stdin() -> Iterator[str | InvalidParameter]:
 
 
 def _input() -> str:
-    """Prompt for a line on the terminal, and return it. Raises EOFError at the end.
+    """Prompt for a line on the terminal, and return it. Raises EOFError.
 
-    The prompt is on standard error if standard output is no terminal. Raises InvalidParameter for a line that is not
+    The prompt goes to standard error if standard output is no terminal. Raises InvalidParameter for a line that is not
     UTF-8.
     """
     prompt = "> "
@@ -185,21 +192,22 @@ def _input() -> str:
         raise InvalidParameter("that line is not UTF-8: type it again") from error
 
 
-def _read_stdin(*, lines: bool) -> bytes:
-    """Return all bytes of standard input, or with `lines` the next line.
+def _read_stdin(*, one_line: bool) -> bytes:
+    """Return all bytes of standard input, or with `one_line` the next line.
 
     Raises InvalidParameter for more than MAX_STDIN bytes, EOFError if no line is left, UsageError if it cannot be read.
     """
     if sys.stdin is None:
-        raise EOFError if lines else UsageError("standard input is closed: write a prompt to it")
+        raise EOFError if one_line else UsageError("standard input is closed: write a prompt to it")
     stream = sys.stdin.buffer
     try:
-        data = stream.readline(MAX_STDIN + 1) if lines else stream.read(MAX_STDIN + 1)
-        if lines and not data:
+        data = stream.readline(MAX_STDIN + 1) if one_line else stream.read(MAX_STDIN + 1)
+        if one_line and not data:
             raise EOFError
         if len(data) <= MAX_STDIN:
             return data
-        while lines and not data.endswith(b"\n") and data:
+        # The rest of a long line is skipped, so that the next call returns the next line.
+        while one_line and not data.endswith(b"\n") and data:
             data = stream.readline(MAX_STDIN)
     except OSError as error:
         raise UsageError(f"standard input cannot be read: {error.strerror or error}") from error
@@ -208,13 +216,13 @@ def _read_stdin(*, lines: bool) -> bytes:
     )
 
 
-def _decode(data: bytes, what: str) -> str:
+def _decode(data: bytes, source: str) -> str:
     """Decode input, without a byte order mark. Raises InvalidParameter if it is not UTF-8.
 
-    `what`: the name of the input in the error.
+    `source`: the name of the input in the error.
     """
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        message = f"{what} is not UTF-8 ({error.reason} at byte {error.start}): convert it, for example with iconv"
+        message = f"{source} is not UTF-8 ({error.reason} at byte {error.start}): convert it, for example with iconv"
         raise InvalidParameter(message) from error

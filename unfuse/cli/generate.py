@@ -76,35 +76,35 @@ def generate(
     check_bounds(asked, VIDEO if video else IMAGE)
     asked |= {"image": image or None, "mask": mask, "last_frame": last_frame, "video": video}
     params = {name: value for name, value in asked.items() if value is not None}
-    number = asked.get("n", 1)
+    count = asked.get("n", 1)
 
     flags |= {**terminal.flags, "server": server, "api_key": api_key, "serve.models": [model] if model else None}
     result, is_complete = _run_request(load(flags, config), terminal, params)
 
-    several = number > 1 and not video
-    output = output.with_stem(f"{output.stem}-%d") if several else output
+    has_several = count > 1 and not video
+    output = output.with_stem(f"{output.stem}-%d") if has_several else output
     files = save(result, output, overwrite)
     _print_report(result, files, terminal, video, json)
     if files and files[0] not in result.files_at(output):
         terminal.write_line(f"{output} exists, so the new file is {files[0]}; --overwrite replaces existing files")
     if not is_complete:
-        terminal.write_line(f"interrupted: kept {len(files)}{f' of {number}' * several}, cancelled the rest")
+        terminal.write_line(f"interrupted: kept {len(files)}{f' of {count}' * has_several}, cancelled the rest")
         raise KeyboardInterrupt
 
 
-def _run_request(loaded: LoadedSettings, terminal: Terminal, asked: dict[str, Any]) -> tuple[Result, bool]:
-    """Run a request, and return its result and whether that is complete.
+def _run_request(loaded: LoadedSettings, terminal: Terminal, arguments: dict[str, Any]) -> tuple[Result, bool]:
+    """Run a request, and return its result, and whether the result is complete.
 
-    An interrupt cancels the request; the result then has the finished files.
+    An interrupt cancels the request. The result then has the files that were finished.
     """
 
     def check(plan: ServingPlan) -> None:
         from unfuse.service.options import check_first_model
 
-        check_first_model(plan, asked, loaded.settings.serve.loras)
+        check_first_model(plan, arguments, loaded.settings.serve.loras)
 
     with client_of(loaded, terminal, check) as (client, progress):
-        request = client.submit(**asked)
+        request = client.submit(**arguments)
         try:
             terminal.write_line(f"request {request.id}")
             if hint := request.view.get("hint"):
@@ -117,7 +117,7 @@ def _run_request(loaded: LoadedSettings, terminal: Terminal, asked: dict[str, An
 
 
 def _print_report(result: Result, files: list[Path], terminal: Terminal, video: bool, json: bool) -> None:
-    """Print the files, and the seconds of each stage."""
+    """Print the files with their seeds, and the seconds of each stage."""
     if json:
         names = [str(file) for file in files]
         flagged = {"flagged": result.flagged} if result.flagged else {}

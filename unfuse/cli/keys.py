@@ -144,17 +144,17 @@ def hash(terminal: Terminal, file: Annotated[Path, typer.Argument(help="Key file
     """
     from unfuse.edge.keys import hash_keys
 
-    count, short = hash_keys(file)
-    done = f"replaced {count} plain keys by their hashes" if count != 1 else "replaced its plain key by its hash"
-    terminal.write_line(f"{file}: {done}" if count else f"{file} has no plain key")
-    if short:
+    count, short_keys = hash_keys(file)
+    outcome = f"replaced {count} plain keys by their hashes" if count != 1 else "replaced its plain key by its hash"
+    terminal.write_line(f"{file}: {outcome}" if count else f"{file} has no plain key")
+    if short_keys:
         terminal.write_line(
-            f"short keys can be guessed from their hashes: make new ones for {', '.join(dict.fromkeys(short))} by "
+            f"short keys can be guessed from their hashes: make new ones for {', '.join(dict.fromkeys(short_keys))} by "
             "`unfuse keys add NAME`, and remove the old ones"
         )
 
 
 def _key_file(terminal: Terminal, file: Path | None, config: Path | None) -> Path:
-    """Return the key file: `file`, else the first --api-keys, else the data folder's."""
+    """Return the key file: `file`, or the first `--api-keys`, or the default one."""
     settings = load(terminal.flags, config).settings
     return file or Path(next(iter(settings.serve.api_keys), "") or Path(settings.data_dir, "api-keys"))

@@ -1,6 +1,6 @@
 """The entry point of the `unfuse` command: its signals and exit codes.
 
-Nothing heavy is imported here, so that signals are handled at once.
+Nothing heavy is imported here, so that signals are handled from the start.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unfuse.core.errors import UnfuseError
 #: The escape sequence that makes the cursor visible. Progress hides it.
 SHOW_CURSOR = b"\x1b[?25h"
 
-#: The numbers of the received signals.
+#: The numbers of the received signals, in order.
 _received: list[int] = []
 
 
@@ -40,7 +40,10 @@ def main() -> NoReturn:
 
 
 def run(arguments: Sequence[str]) -> NoReturn:
-    """Run a command line and exit. UnfuseError and OSError become one line on standard error."""
+    """Run a command line, and exit with its code.
+
+    UnfuseError and OSError become one line on standard error. Any other exception is a defect, and is raised.
+    """
     from unfuse.cli.app import app
 
     code = 0
@@ -60,8 +63,8 @@ def run(arguments: Sequence[str]) -> NoReturn:
 def _open_closed_streams() -> None:
     """Open closed standard streams as /dev/null.
 
-    Otherwise a socket or a file would get the descriptor of standard error, and the lines that libraries write there.
-    `sys.stdin` stays None; verbs that read it raise an error.
+    Otherwise a socket or a file could get the descriptor of standard error, and receive what libraries write there.
+    `sys.stdin` stays None. Verbs that read it raise an error.
     """
     for number in range(3):
         try:
@@ -74,6 +77,8 @@ def _open_closed_streams() -> None:
 
 def _flush(stream: TextIO, code: int) -> int:
     """Flush a stream, and return the exit code.
+
+    It is `code`, or FAILED if that is 0 and the flush fails.
 
     After an error the stream is /dev/null, so that the rest is dropped and the error is reported once.
     """
@@ -93,6 +98,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     _received.append(number)
     if len(_received) == 1:
         raise KeyboardInterrupt
+    # os._exit skips the code that would show the cursor again.
     if sys.stderr.isatty():
         os.write(sys.stderr.fileno(), SHOW_CURSOR)
     os._exit(SIGNALLED + number)
@@ -108,7 +114,7 @@ def _unraisable(unraisable: sys.UnraisableHookArgs) -> None:
 def _exit_by_signal() -> NoReturn:
     """Exit with the code of the first signal.
 
-    Python's own exit is avoided, because it may turn an interrupt into a SIGINT to itself.
+    Python's own exit is avoided, because it may end this process by SIGINT instead of by this code.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

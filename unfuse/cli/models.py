@@ -50,6 +50,7 @@ def ls(server: Server = None, api_key: ApiKey = None, config: Config = None, jso
         if load({"server": server}, config).origins["server"] != DEFAULT or not can_serve:
             raise
         typer.echo(str(error), err=True)
+
     names = {row["id"] for row in served}
     available = [row for row in here() if row["id"] not in names] if can_serve else []
     if json:
@@ -59,6 +60,7 @@ def ls(server: Server = None, api_key: ApiKey = None, config: Config = None, jso
     show.as_table(rows, ["id", "state", "default", "created", "owned_by"], "no model")
     if not can_serve:
         return
+
     from unfuse.models import served_classes
 
     typer.echo(f"families: {', '.join(served_classes())}")
@@ -126,22 +128,25 @@ def _state(model: Mapping[str, Any]) -> str:
     """Return the state of a served model as text, with its progress or its reason."""
     state, progress = str(model["state"]), model.get("progress")
     if progress:
-        of = f" {readable_bytes(progress['done'])} of {readable_bytes(progress['total'])}" if progress["total"] else ""
-        return f"{progress['phase']}{of}"
+        size = (
+            f" {readable_bytes(progress['done'])} of {readable_bytes(progress['total'])}" if progress["total"] else ""
+        )
+        return f"{progress['phase']}{size}"
     return f"{state}: {model['reason']}" if model.get("reason") else state
 
 
 def _waits_for(model: Mapping[str, Any]) -> str:
-    """Return the state of a loading model as text.
-
-    A server without workers of its own reports no progress.
-    """
+    """Return the state of a model that is being added, as text."""
+    # A server without workers of its own has no progress to report.
     is_elsewhere = model["state"] == "loading" and not model.get("progress")
     return "loading: its workers have not registered yet" if is_elsewhere else _state(model)
 
 
 def here() -> Iterator[dict[str, Any]]:
-    """Yield the models that are packaged, installed, or at least partly in the hub cache."""
+    """Yield the models that this machine could serve, as rows for `models ls`.
+
+    They are packaged with unfuse, installed, or at least partly in the hub cache.
+    """
     from huggingface_hub.constants import HF_HUB_CACHE
 
     from unfuse.models import served_classes
@@ -154,6 +159,8 @@ def here() -> Iterator[dict[str, Any]]:
         with suppress(ConfigError):
             resolve_source(name)
             yield {"id": name, "object": "model", "state": "installed"}
+
+    # A model that was cached in several revisions is listed once.
     cached: dict[str, str] = {}
     for index in sorted(Path(HF_HUB_CACHE).glob(f"models--*/snapshots/*/{INDEX}")):
         folder = ModelFolder(index.parent)
@@ -210,17 +217,17 @@ def workers(server: Server = None, api_key: ApiKey = None, config: Config = None
     """List the workers that are registered at a server."""
     with connecting.client(server, api_key, config) as client:
         rows = client.workers()
-    listed = rows if json else [{**row, "ranks": _rank_seconds(row.get("ranks", ()))} for row in rows]
-    show.listing(listed, _WORKER_COLUMNS, "no worker is registered", json)
-    machines = {row["node"] for row in rows if row["healthy"]}
-    if len(machines) > 1 and not json:
-        typer.echo(f"{sum(row['healthy'] for row in rows)} healthy workers on {len(machines)} machines")
+    table_rows = rows if json else [{**row, "ranks": _rank_seconds(row.get("ranks", ()))} for row in rows]
+    show.listing(table_rows, _WORKER_COLUMNS, "no worker is registered", json)
+    nodes = {row["node"] for row in rows if row["healthy"]}
+    if len(nodes) > 1 and not json:
+        typer.echo(f"{sum(row['healthy'] for row in rows)} healthy workers on {len(nodes)} machines")
 
 
 def _rank_seconds(ranks: Sequence[Mapping[str, float]]) -> str:
-    """Return the seconds of each rank as text: computing + waiting for other ranks.
+    """Return the seconds of each rank as text: computing + exchanging data with other ranks.
 
-    A slow rank waits least.
+    The slowest rank has the least time of exchange, since the others wait for it.
     """
     return ", ".join(f"{rank['compute_s']:.1f}+{rank['exchange_s']:.1f}" for rank in ranks) or "–"
 

@@ -19,7 +19,7 @@ from unfuse.core.request import Event
 #: How often bars are redrawn.
 REFRESHES_PER_S = 4
 
-#: Without a terminal, the longest time without a line, in seconds. Users should not wait 2 s for the next one.
+#: Without a terminal, the most seconds between two lines. The next one should follow in less than 2 s.
 SILENCE_S = 1.5
 
 
@@ -42,7 +42,7 @@ class ProgressBars(ProgressDisplay):
         # them the other way round, and both would deadlock.
         self._live = Live(Group(self, self._progress), console=terminal.console, auto_refresh=False)
         self._closed = threading.Event()
-        #: The bar and the number of steps of each stage.
+        #: By stage, its bar and its number of steps.
         self._bars: dict[str, tuple[TaskID, int]] = {}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -114,7 +114,10 @@ class NoProgress(ProgressDisplay):
 
 
 class ProgressLines(ProgressDisplay):
-    """A line for each completed stage, and one on the current activity after each silence."""
+    """A line for each completed stage, and lines on the current activity in between.
+
+    The latter are written after SILENCE_S seconds without a line.
+    """
 
     def __init__(self, terminal: Terminal, status: Status) -> None:
         self.status = status

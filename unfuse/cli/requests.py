@@ -70,16 +70,16 @@ def _wide(request: dict[str, Any]) -> dict[str, Any]:
 def _money(amount: float | None) -> str | None:
     """Return an amount of money as text, or None.
 
-    It has six digits after the point, since a picture often costs less than a thousandth.
+    It has up to six digits after the point, since a picture often costs less than a thousandth.
     """
     return None if amount is None else f"{amount:.6f}".rstrip("0").rstrip(".")
 
 
 def _cost(cost: dict[str, Any]) -> str:
-    """Return the cost of a request as text: seconds of devices, money, and predicted seconds."""
-    used = [f"{shown.cell(float(seconds))} s of {device}" for device, seconds in cost["device_s"].items()]
+    """Return the cost of a request as text: seconds by device, money, and predicted seconds."""
+    devices = [f"{shown.cell(float(seconds))} s of {device}" for device, seconds in cost["device_s"].items()]
     money = [] if cost["money"] is None else [f"money {_money(cost['money'])}"]
-    return ", ".join([*(used or ["nothing used"]), *money, f"predicted {shown.cell(float(cost['predicted_s']))} s"])
+    return ", ".join([*(devices or ["nothing used"]), *money, f"predicted {shown.cell(float(cost['predicted_s']))} s"])
 
 
 def print_request(request: dict[str, Any], json: bool) -> None:
@@ -102,6 +102,6 @@ def print_request(request: dict[str, Any], json: bool) -> None:
         typer.echo(f"{'result':15} {file['url']} ({details})")
 
     typer.echo()
-    charges = ["failures", "crashes", "recomputes"]
-    columns = ["name", "status", "worker", "attempt", *charges, "queued_s", "run_s"]
+    retry_columns = ["failures", "crashes", "recomputes"]
+    columns = ["name", "status", "worker", "attempt", *retry_columns, "queued_s", "run_s"]
     shown.as_table(request.get("stages") or [], columns, "no stage yet")

@@ -118,58 +118,64 @@ def start_fork_server_early(
 
     It is closed after the block. Yields None unless all workers run on CPUs and all models are local.
 
-    `inherited`: the descriptor of a socket to an inherited fork server, which is used instead.
+    `inherited`: the descriptor of a socket to a fork server of the parent process, which is used instead.
     """
     if inherited is not None:
         with closing(InheritedForks(inherited)) as forks:
             yield forks
         return
+
     from unfuse.weights.source import is_local
 
     serve = settings.serve
-    on_cpu = settings.compute.device in (CPU, "auto") and not serve.place
-    local = all(map(is_local, serve.models))
-    if serve.workers == NONE or serve.launcher != "local" or not (on_cpu and local) or len(usable_devices()) > 1:
+    is_on_cpu = settings.compute.device in (CPU, "auto") and not serve.place
+    has_local_models = all(map(is_local, serve.models))
+    if (
+        serve.workers == NONE
+        or serve.launcher != "local"
+        or not (is_on_cpu and has_local_models)
+        or len(usable_devices()) > 1
+    ):
         yield None
         return
     with closing(ForkServers(serve.models)) as forks:
         yield forks
 
 
-def print_memory(plan: ServingPlan, say: Callable[[str], object]) -> None:
+def print_memory(plan: ServingPlan, write_line: Callable[[str], object]) -> None:
     """Print the memory of each component of each worker, and the sum for each device.
 
-    `say` is called with each line.
+    `write_line`: called with each line.
     """
     columns = ["worker", "role", "device", "component", "dtype", "memory", "models"]
     for line in show.table(plan.rows(), columns, "no worker is started here"):
-        say(line)
+        write_line(line)
     for component, times in plan.repeats().items():
-        say(f"{component} is listed {times} times in a worker: each stage that uses it loads its own copy")
+        write_line(f"{component} is listed {times} times in a worker: each stage that uses it loads its own copy")
     for sums in plan.memory():
         used = f"{readable_bytes(sums['takes'])} of {readable_bytes(sums['free'])} free, including processes and arenas"
-        say(f"{sums['device']}: {used}; activations need additional memory")
+        write_line(f"{sums['device']}: {used}; activations need additional memory")
 
 
 class _StartReport:
     """Prints the lines of a start: what is served, where, and when it is ready.
 
-    `began` is the monotonic time at which the verb was called.
+    `called_at`: the monotonic time at which the command was called, in seconds.
     """
 
-    def __init__(self, options: ServeOptions, plan: ServingPlan, terminal: Terminal, began: float) -> None:
+    def __init__(self, options: ServeOptions, plan: ServingPlan, terminal: Terminal, called_at: float) -> None:
         from unfuse.service.report import StartScreen
         from unfuse.service.service import public_names
 
         self._options = options
         self._plan = plan
         self._terminal = terminal
-        self._started_at = began
+        self._started_at = called_at
         self._screen = StartScreen(plan, public_names(options.serve), keyed=bool(options.keys))
         self._url = ""
 
     def opening(self) -> None:
-        """Print which models are served, and by which workers."""
+        """Print the served models and their workers."""
         self._print(self._screen.opening())
         if self._terminal.is_detailed:
             print_memory(self._plan, self._terminal.write_line)
@@ -185,9 +191,9 @@ class _StartReport:
         self._print([f"requests are accepted at {url}"])
 
     def ready(self) -> None:
-        """Print how long the start took, and how to try the server.
+        """Print the duration of the start, and an example command.
 
-        Without workers here, this is called before requests are accepted, and prints nothing.
+        Without workers on this machine, this is called before requests are accepted, and prints nothing.
         """
         if self._url:
             self._print(self._screen.ready(self._url, time.monotonic() - self._started_at))
@@ -198,10 +204,12 @@ class _StartReport:
             self._terminal.write_line(line)
 
 
-def run(options: ServeOptions, terminal: Terminal, forks: ForkServers | InheritedForks | None, began: float) -> None:
+def run(
+    options: ServeOptions, terminal: Terminal, forks: ForkServers | InheritedForks | None, called_at: float
+) -> None:
     """Serve until a signal stops it, and raise KeyboardInterrupt if that was SIGINT.
 
-    `began` is the monotonic time at which the verb was called.
+    `called_at`: the monotonic time at which the command was called, in seconds.
     """
     stopped_by: list[int] = []
     loading = LoadingProgress(options.serve.models)
@@ -209,6 +217,7 @@ def run(options: ServeOptions, terminal: Terminal, forks: ForkServers | Inherite
     terminal.open_log()
     with ExitStack() as progress:
         progress.enter_context(progress_on(terminal, lambda: loading))
+        # These imports take seconds, during which progress is shown already.
         import asyncio
 
         import uvloop
@@ -218,7 +227,7 @@ def run(options: ServeOptions, terminal: Terminal, forks: ForkServers | Inherite
         from unfuse.service.stopping import AT_ONCE_S, end_after
 
         async def serving() -> None:
-            service = Service(options, planned, terminal, forks)
+            service = Service(options, plan, terminal, forks)
             loop = asyncio.get_running_loop()
 
             def stop(number: int) -> None:
@@ -234,9 +243,8 @@ def run(options: ServeOptions, terminal: Terminal, forks: ForkServers | Inherite
                 progress.close()
                 report.ready()
 
-            loading.expect_workers(
-                [worker.role for worker in planned.workers], lambda: loop.call_soon_threadsafe(ready)
-            )
+            # Log records are read in another thread, which must not call `ready` itself.
+            loading.expect_workers([worker.role for worker in plan.workers], lambda: loop.call_soon_threadsafe(ready))
 
             def started(url: str) -> None:
                 report.started(url, service.addresses)
@@ -245,8 +253,8 @@ def run(options: ServeOptions, terminal: Terminal, forks: ForkServers | Inherite
             await service.run(started)
 
         listen(options).close()  # a port in use is reported before the models are read
-        planned = plan_service(options)
-        report = _StartReport(options, planned, terminal, began)
+        plan = plan_service(options)
+        report = _StartReport(options, plan, terminal, called_at)
         report.opening()
         uvloop.run(serving())
     if signal.SIGINT in stopped_by:

@@ -26,7 +26,7 @@ def as_json(data: object) -> None:
 
 
 def listing(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], empty: str, json: bool) -> None:
-    """Print whole rows as JSON, or these columns of them as a table."""
+    """Print the rows with all fields as JSON, or with these columns as a table."""
     as_json(rows) if json else as_table(rows, columns, empty)
 
 
@@ -43,8 +43,8 @@ def as_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], empty: s
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], empty: str, width: int | None = None) -> list[str]:
     """Return the lines of a table of these columns, or the sentence `empty` without rows.
 
-    `width`: the most characters of a line. Columns that do not fit are on further lines of their row, indented. Nothing
-    is cut.
+    `width`: the most characters of a line, or None without a limit. Columns that do not fit are on further lines of
+    their row, indented. Nothing is cut.
     """
     if not rows:
         return [empty]
@@ -55,8 +55,8 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], empty: str,
     # The indexes of the columns on each line of a row.
     groups: list[list[int]] = [[]]
     for index in range(len(columns)):
-        used = len(INDENT) * (len(groups) > 1) + sum(widths[other] + 2 for other in groups[-1])
-        if groups[-1] and width and used + widths[index] > width:
+        used_width = len(INDENT) * (len(groups) > 1) + sum(widths[earlier] + 2 for earlier in groups[-1])
+        if groups[-1] and width and used_width + widths[index] > width:
             groups.append([])
         groups[-1].append(index)
 
@@ -69,7 +69,10 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], empty: str,
 
 
 def _wrap(line: str, width: int | None) -> list[str]:
-    """Return a line broken at this width, or 20 characters, with further lines indented."""
+    """Return a line broken at this width. Further lines are indented.
+
+    A width below 20 characters counts as 20.
+    """
     if not width or len(line) <= width:
         return [line]
     indent = line[: len(line) - len(line.lstrip())]
@@ -94,7 +97,7 @@ def cell(value: Any) -> str:
 
 
 def format_value(name: str, value: Any) -> Any:
-    """Return the value of a field for people: times as local date and time."""
+    """Return the value of a field for text output: times become local dates."""
     return when(value) if name == "created" or name.endswith("_at") else value
 
 

@@ -53,19 +53,19 @@ class LockedConsole(Console):
 class Terminal(Logs):
     """Standard error of a verb: its log, and its progress.
 
-    `flags`: the values of the shared flags by the dotted name of their setting.
+    `flags`: the values of the flags that all verbs have, by the dotted name of their setting.
     The other parameters are those of `Logs`.
     """
 
     def __init__(
         self,
         log: LogSettings | None = None,
-        usual: str = "warning",
+        default_level: str = "warning",
         *,
         quiet: bool = False,
         flags: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(log, usual, quiet=quiet)
+        super().__init__(log, default_level, quiet=quiet)
         self.flags = flags or {}
 
         #: The monotonic time of the last written line.
@@ -92,7 +92,7 @@ class Terminal(Logs):
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"], Protocol):
     """Shows progress while it is open: the current activity, and the stages of a request."""
 
-    #: Returns the current activity.
+    #: Returns the current activity. It is called at each refresh.
     status: Status
 
     @abstractmethod
@@ -105,5 +105,5 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"], Protocol):
 
 
 def retried(event: Event) -> str:
-    """Return a line on a stage that is retried, with the reason."""
+    """Return the line that reports a retry of a stage, with the reason."""
     return f"{event.stage}: {event.message or 'trying again'}"

@@ -40,7 +40,7 @@ COMPUTING = "Computing"
 QUEUEING = "Queueing and limits"
 EXPERT = "Expert"
 
-#: The settings under each heading, by the beginning of their name; the longest match counts.
+#: The prefixes of the names of settings under each heading. The longest prefix that matches selects the heading.
 PANELS: dict[str, tuple[str, ...]] = {
     GENERATION_PANEL: (),
     CLIENTS: (
@@ -109,7 +109,7 @@ OFFERED: set[str] = set()
 #: The settings of compute processes.
 COMPUTE = tuple(name for name in FIELDS if name.startswith("compute."))
 
-#: The settings that say which workers run where.
+#: The settings of the layout: which workers run on which devices, with how much memory.
 PLACING = (
     "serve.workers",
     "serve.place",
@@ -120,11 +120,11 @@ PLACING = (
 )
 
 
-def option_of(name: str, **more: Any) -> Any:
+def option_of(name: str, **typer_options: Any) -> Any:
     """Return the option for a setting. Its value is None unless the flag is used.
 
     `name`: the dotted name of the setting.
-    `more`: further arguments of typer.Option.
+    `typer_options`: further arguments of `typer.Option`.
     """
     field = FIELDS[name]
     default = ByteSize(field.default) if field.unit == "byte" else field.default
@@ -133,55 +133,62 @@ def option_of(name: str, **more: Any) -> Any:
     if isinstance(field.default, bool):
         flag += f"/--no-{flag.removeprefix('--')}"
     OFFERED.add(name)
-    more.setdefault("metavar", _metavar(field))
-    return typer.Option(flag, help=field.description + suffix, show_default=False, rich_help_panel=_panel(name), **more)
+    typer_options.setdefault("metavar", _metavar(field))
+    return typer.Option(
+        flag, help=field.description + suffix, show_default=False, rich_help_panel=_panel(name), **typer_options
+    )
 
 
 def _metavar(field: SettingField) -> str | None:
     """Return the placeholder of a value in `--help`.
 
-    None leaves it to the type, which shows its choices, or nothing.
+    With None, typer derives it from the type: it shows the choices of a Literal.
     """
-    kind = get_args(field.type)[0]
-    if get_origin(kind) is tuple:
+    value_type = get_args(field.type)[0]
+    if get_origin(value_type) is tuple:
         return "TEXT (repeatable)"
     if field.unit == "second":
         return "TIME"
-    return "SIZE" if field.unit == "byte" else {str: "TEXT", int: "N", float: "NUMBER"}.get(kind)
+    return "SIZE" if field.unit == "byte" else {str: "TEXT", int: "N", float: "NUMBER"}.get(value_type)
 
 
 def parameter_of(name: str) -> Parameter:
     """Return the option for a setting as a parameter of a verb's signature."""
-    keyword, kind = name.replace(".", "_"), _cli_type(name) | None
-    return Parameter(keyword, KEYWORD_ONLY, default=None, annotation=Annotated[kind, option_of(name)])
+    keyword, value_type = name.replace(".", "_"), _cli_type(name) | None
+    return Parameter(keyword, KEYWORD_ONLY, default=None, annotation=Annotated[value_type, option_of(name)])
 
 
 def _panel(name: str) -> str | None:
     """Return the heading of a setting in `--help`, or None."""
-    matches = {start: panel for panel, starts in PANELS.items() for start in starts if name.startswith(start)}
+    matches = {prefix: panel for panel, prefixes in PANELS.items() for prefix in prefixes if name.startswith(prefix)}
     return matches[max(matches, key=len)] if matches else None
 
 
 def setting_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add an option for each of these settings to a verb.
+    """Return a decorator that adds an option for each of these settings to a verb.
 
-    The verb gets the used ones by dotted name as its argument `flags`, for `load`.
+    The verb gets the values of the used options by dotted name, as its argument `flags`.
     """
     return with_options("flags", {name: parameter_of(name) for name in names})
 
 
-def with_options(into: str, options: Mapping[str, Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add options to a verb, which gets the used ones by name as `into`."""
+def with_options(
+    argument_name: str, options: Mapping[str, Parameter]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that adds options to a verb.
+
+    The verb gets the values of the used options by name, as its argument `argument_name`.
+    """
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(verb, eval_str=True)
         parameters = [parameter.replace(kind=KEYWORD_ONLY) for parameter in signature.parameters.values()]
-        parameters = [parameter for parameter in parameters if parameter.name != into] + [*options.values()]
+        parameters = [parameter for parameter in parameters if parameter.name != argument_name] + [*options.values()]
 
         @wraps(verb)
         def wrapper(**arguments: Any) -> None:
             values = {name: arguments.pop(option.name) for name, option in options.items()}
-            arguments[into] = {name: value for name, value in values.items() if value not in (None, [])}
+            arguments[argument_name] = {name: value for name, value in values.items() if value not in (None, [])}
             verb(**arguments)
 
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -193,10 +200,10 @@ def with_options(into: str, options: Mapping[str, Parameter]) -> Callable[[Calla
 
 def _cli_type(name: str) -> Any:
     """Return the type of a setting's option: lists for tuples, text for units."""
-    kind = get_args(FIELDS[name].type)[0]
-    if get_origin(kind) is tuple:
+    value_type = get_args(FIELDS[name].type)[0]
+    if get_origin(value_type) is tuple:
         return list[str]
-    return str if FIELDS[name].unit else kind
+    return str if FIELDS[name].unit else value_type
 
 
 Json = Annotated[
@@ -215,27 +222,29 @@ LINES = {parameter.name: parameter for medium in (IMAGE, VIDEO) for parameter in
 
 
 def parameter_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add an option for each of these request parameters, or for all, to a verb.
+    """Return a decorator that adds options for request parameters to a verb.
 
-    The verb gets the used ones by name as its argument `asked`.
+    `names`: the names of the parameters; without any, all are added.
+
+    The verb gets the values of the used options by name, as its argument `asked`.
     """
     parameters = [LINES[name] for name in names] or LINES.values()
     return with_options("asked", {parameter.name: _option_parameter(parameter) for parameter in parameters})
 
 
-def check_numbers(asked: Mapping[str, object]) -> None:
+def check_numbers(arguments: Mapping[str, object]) -> None:
     """Raise InvalidParameter for a number that JSON does not have, such as NaN."""
-    for name, value in asked.items():
+    for name, value in arguments.items():
         if isinstance(value, float) and not math.isfinite(value):
             flag = _flag(LINES[name])
             raise InvalidParameter(f"{flag} {value} is not a finite number: set one such as 5 or 7.5", flag)
 
 
-def parameter_help(line: RequestParameter) -> str:
+def parameter_help(parameter: RequestParameter) -> str:
     """Return the help text of a parameter: its description, bounds and default."""
-    parts = [f"{line.description[:1].upper()}{line.description[1:]}."]
-    parts += [f"[{line.bounds}]"] if line.bounds else []
-    parts += [f"[default: {line.default}]"] if line.default not in (None, "") else []
+    parts = [f"{parameter.description[:1].upper()}{parameter.description[1:]}."]
+    parts += [f"[{parameter.bounds}]"] if parameter.bounds else []
+    parts += [f"[default: {parameter.default}]"] if parameter.default not in (None, "") else []
     return " ".join(parts)
 
 
@@ -247,25 +256,25 @@ def _flag(parameter: RequestParameter) -> str:
 def _option_parameter(parameter: RequestParameter) -> Parameter:
     """Return the option for a request parameter as a parameter of a verb's signature."""
     flag = _flag(parameter)
-    kind = TYPES.get(parameter.kind, str)
-    names = f"{flag}/--no-{flag.removeprefix('--')}" if kind is bool else flag
+    value_type = TYPES.get(parameter.kind, str)
+    flags = f"{flag}/--no-{flag.removeprefix('--')}" if value_type is bool else flag
     option = typer.Option(
-        names, help=parameter_help(parameter), metavar=parameter.metavar or None, rich_help_panel=GENERATION_PANEL
+        flags, help=parameter_help(parameter), metavar=parameter.metavar or None, rich_help_panel=GENERATION_PANEL
     )
-    return Parameter(parameter.name, KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
+    return Parameter(parameter.name, KEYWORD_ONLY, default=None, annotation=Annotated[value_type | None, option])
 
 
-#: The headings of arguments and of options without a heading of their own.
+#: The headings of arguments, and of options that are under no heading of PANELS.
 ARGUMENTS = "Arguments"
 OPTIONS = "Options"
 
-#: Names that other command lines have for a verb, and the name here.
+#: The verb by the name that other command lines have for it.
 SYNONYMS = {"list": "ls", "get": "show", "describe": "show", "delete": "rm", "remove": "rm", "create": "add"}
 
 
-def _print_version(wanted: bool) -> None:
-    """Print the version and exit, if the flag is used."""
-    if wanted:
+def _print_version(is_used: bool) -> None:
+    """Print the version and exit, if the flag `--version` is used."""
+    if is_used:
         typer.echo(f"unfuse {unfuse.__version__}")
         raise typer.Exit
 
@@ -284,10 +293,10 @@ SHARED = (
 
 
 class PanelCommand(TyperCommand):
-    """A verb whose help lists its options under headings, in the order of PANELS."""
+    """A command whose help lists its options under headings, in the order of PANELS."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments. Raises UsageError for a removed flag, with what replaces it."""
+        """Parse the arguments. Raises UsageError, which names the replacement, for a removed flag."""
         for flag in (argument.partition("=")[0] for argument in takewhile(lambda argument: argument != "--", args)):
             if flag in REMOVED:
                 raise UsageError(f"{flag} is not a flag any more; {REMOVED[flag]}")
@@ -310,7 +319,7 @@ class CommandGroup(TyperGroup):
     """A group of verbs whose help shows whole sentences, and that suggests verbs for synonyms."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the called verb. Raises UsageError for a synonym, with the verb."""
+        """Return the called verb. Raises UsageError, which names the right verb, for a synonym."""
         verb = SYNONYMS.get(args[0]) if args and args[0] not in self.commands else None
         if verb in self.commands:
             raise UsageError(
@@ -330,50 +339,50 @@ class CommandGroup(TyperGroup):
 class CommandRegistry(typer.Typer):
     """Registers functions as verbs, and adds the shared options to each.
 
-    A function with a parameter `terminal` gets a Terminal made from these options.
+    A function with a parameter `terminal` gets a Terminal with the log level and format of these options.
     """
 
-    def __init__(self, help: str, **more: Any) -> None:
-        settings = {"help_option_names": ["-h", "--help"]}
+    def __init__(self, help: str, **typer_options: Any) -> None:
+        context_settings = {"help_option_names": ["-h", "--help"]}
         super().__init__(
             help=help,
             no_args_is_help=True,
             pretty_exceptions_enable=False,
             rich_markup_mode=None,
-            context_settings=settings,
+            context_settings=context_settings,
             cls=CommandGroup,
-            **more,
+            **typer_options,
         )
         self.callback()(_with_signature(_store_shared_options, SHARED))
 
     def usual(self, function: Callable[..., None]) -> Callable[..., None]:
-        """Make a function the default verb, which runs if none is named."""
+        """Make a function the default verb, which runs if the command line has no verb."""
         self.info.no_args_is_help = False
         self.callback(invoke_without_command=True)(_default_callback(function, "warning"))
         return function
 
     def verb(
-        self, usual: str = "warning", *, server: bool = False
+        self, default_level: str = "warning", *, server: bool = False
     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
         """Return a decorator that makes a function a verb.
 
-        `usual`: its log level for the setting "auto".
+        `default_level`: its log level for the setting "auto".
         `server`: whether it needs the packages of a server.
         """
 
         def decorate(function: Callable[..., None]) -> Callable[..., None]:
-            self.command(cls=PanelCommand)(_with_terminal(function, usual, server))
+            self.command(cls=PanelCommand)(_with_terminal(function, default_level, server))
             return function
 
         return decorate
 
 
-def _default_callback(function: Callable[..., None], usual: str) -> Callable[..., None]:
-    """Return the callback of a group that runs this verb if none is named.
+def _default_callback(function: Callable[..., None], default_level: str) -> Callable[..., None]:
+    """Return the callback of a group that runs this verb by default.
 
-    It raises UsageError for options before another verb, since they would have no effect.
+    The callback raises UsageError for options before another verb, since they would have no effect.
     """
-    run = _with_terminal(function, usual, server=False)
+    run = _with_terminal(function, default_level, server=False)
     shared_names = {option.name for option in SHARED}
 
     def callback(**arguments: Any) -> None:
@@ -382,8 +391,8 @@ def _default_callback(function: Callable[..., None], usual: str) -> Callable[...
             run(**arguments)
             return
         _store_shared_options(**{name: arguments.pop(name) for name in shared_names})
-        if used := [name for name, value in arguments.items() if value]:
-            verb, flag = f"{context.command_path} {context.invoked_subcommand}", f"--{used[0].replace('_', '-')}"
+        if used_names := [name for name, value in arguments.items() if value]:
+            verb, flag = f"{context.command_path} {context.invoked_subcommand}", f"--{used_names[0].replace('_', '-')}"
             raise UsageError(f"{flag} has no effect before the verb: write {verb} {flag}")
 
     return _with_signature(callback, [*inspect.signature(run).parameters.values()])
@@ -392,13 +401,20 @@ def _default_callback(function: Callable[..., None], usual: str) -> Callable[...
 def _store_shared_options(
     context: typer.Context, log_level: str | None, log_format: str | None, quiet: bool, version: bool
 ) -> None:
-    """Store the shared options in the context, whether they precede or follow the verb."""
+    """Add the shared options that are used to the context.
+
+    It is called for options before the verb and for those after it. The latter take precedence.
+    """
     options = {"log.level": log_level, "log.format": log_format, "quiet": quiet or None}
     context.obj = {**(context.obj or {}), **{name: value for name, value in options.items() if value is not None}}
 
 
-def _with_terminal(function: Callable[..., None], usual: str, server: bool) -> Callable[..., None]:
-    """Return a function with the shared options, which passes a terminal on."""
+def _with_terminal(function: Callable[..., None], default_level: str, server: bool) -> Callable[..., None]:
+    """Return a function with the shared options, which calls `function` with a terminal instead.
+
+    `default_level`: the log level for the setting "auto".
+    `server`: whether the verb needs the packages of a server.
+    """
     signature = inspect.signature(function, eval_str=True)
 
     @wraps(function)
@@ -410,7 +426,7 @@ def _with_terminal(function: Callable[..., None], usual: str, server: bool) -> C
         if "terminal" in signature.parameters:
             flags = {name: value for name, value in context.obj.items() if name in FIELDS}
             log = load(flags, arguments.get("config")).settings.log
-            arguments["terminal"] = Terminal(log, usual, quiet="quiet" in context.obj, flags=flags)
+            arguments["terminal"] = Terminal(log, default_level, quiet="quiet" in context.obj, flags=flags)
         function(**arguments)
 
     parameters = (
@@ -420,7 +436,7 @@ def _with_terminal(function: Callable[..., None], usual: str, server: bool) -> C
 
 
 def _with_signature(function: Callable[..., None], parameters: Sequence[Parameter]) -> Callable[..., None]:
-    """Set the signature of a function that is read by typer, and return the function."""
+    """Set the signature of a function, from which typer derives its options. Returns the function."""
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return function

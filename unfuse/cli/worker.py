@@ -69,13 +69,13 @@ def worker(
     if settings.worker.workers or settings.compute.parallel != AUTO:
         parse_parallel(settings.compute.parallel)  # raises for a wrong value before waiting for a scheduler
     if settings.worker.workers:
-        if unsuitable := [
+        if excluded := [
             name
             for name in ("worker.role", "worker.component", "worker.model", "serve.component_source")
             if flags.get(name)
         ]:
             raise UsageError(
-                f"--workers starts workers for all models of the scheduler: leave out {FIELDS[unsuitable[0]].flag}"
+                f"--workers starts workers for all models of the scheduler: leave out {FIELDS[excluded[0]].flag}"
             )
         if settings.worker.health:
             raise UsageError("--health is for a single worker: leave it out with --workers")
@@ -91,7 +91,7 @@ def worker(
 
 
 def work_all(settings: Settings, terminal: Terminal) -> None:
-    """Run all workers of this machine until a signal stops them."""
+    """Run all workers of this machine until SIGINT or SIGTERM stops them."""
     import asyncio
 
     import uvloop
@@ -110,7 +110,7 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
     with ExitStack() as progress:
         progress.enter_context(progress_on(terminal, lambda: loading))
 
-        async def working() -> None:
+        async def run_workers() -> None:
             workers = MachineWorkers(settings, terminal)
             loop = asyncio.get_running_loop()
 
@@ -127,14 +127,16 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
                 terminal.write_line(f"{count} worker{'s' * (count > 1)} of this machine work for {scheduler_names}")
                 notify(READY)
 
-            def starting(planned: ServingPlan) -> None:
-                for line in layout_lines(planned):
+            def on_planned(plan: ServingPlan) -> None:
+                for line in layout_lines(plan):
                     terminal.write_line(line)
                 if terminal.is_detailed:
-                    print_memory(planned, terminal.write_line)
-                roles = [worker.role for worker in planned.workers]
+                    print_memory(plan, terminal.write_line)
+
+                # Log records are read in another thread, which must not call `ready` itself.
+                roles = [worker.role for worker in plan.workers]
                 loading.expect_workers(roles, lambda: loop.call_soon_threadsafe(ready, len(roles)))
 
-            await workers.run(starting)
+            await workers.run(on_planned)
 
-        uvloop.run(working())
+        uvloop.run(run_workers())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from unfuse.core.registry import resolve
 from unfuse.launch.base import OpenLauncher
 
-#: By name, the function that returns an `OpenLauncher` for the address behind the name.
+#: By name, the function that returns an `OpenLauncher` for the address after the name.
 LAUNCHERS = {"ray": "unfuse.launch.ray:ray_launchers"}
 
 
@@ -14,6 +14,7 @@ def resolve_launcher(url: str) -> OpenLauncher | None:
 
     url: "local", NAME[:ADDRESS] or "module:attr". Raises ConfigError for an unknown launcher.
     """
+    # In "module:attr", the colon precedes no address.
     name, _, address = url.partition(":")
     name, address = (name, address) if name in LAUNCHERS else (url, "")
     open_launcher: OpenLauncher | None = None if url == "local" else resolve(LAUNCHERS, name, "launcher")(address)

@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-#: `(number, line)`: receives a line that the worker of this number wrote, without its line end. Called in any thread.
+#: `(number, line)`: called with each line that the worker of this number writes, without line end, in any thread.
 LineSink = Callable[[int, bytes], None]
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
     """One worker to start, as a call of `unfuse worker`."""
 
-    #: Roles whose stages it runs. A launcher may choose the node by role and device.
+    #: Roles whose stages it runs, as in `--role`. A launcher may choose the node by role and device.
     role: str
     #: Its devices, joined by "+".
     device: str = "cpu"
@@ -28,7 +28,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     environment: Mapping[str, str] = {}
     #: Specs with fewer of its devices. One of them may replace it after it has started once and then failed.
     smaller: tuple[WorkerSpec, ...] = ()
-    #: Models to serve. Empty: those that its scheduler offers.
+    #: Models to serve. If empty, it serves those that its scheduler offers.
     models: tuple[str, ...] = ()
 
     @property
@@ -40,10 +40,10 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
 
 class Launcher(ABC):
-    """Keeps one worker running for each spec.
+    """Starts one worker for each spec, and restarts it until `stop`.
 
-    The number of a worker is the index of its spec. A launcher is created with its specs and a function that receives
-    the workers' output lines. It belongs to the event loop that runs then. No worker may outlive the process that
+    The number of a worker is the index of its spec. A launcher is created with its specs and a function that is called
+    with the workers' output lines. It belongs to the event loop that runs then. No worker may outlive the process that
     started it, however that process ends.
     """
 
@@ -59,7 +59,7 @@ class Launcher(ABC):
 
     @abstractmethod
     async def stop(self, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
-        """Drain and stop the workers. Must be called once, also if they were not started.
+        """Drain and stop the workers. Must be called once, also without `start`.
 
         Returns when all workers have ended and their output lines were passed on.
 

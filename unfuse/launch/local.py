@@ -25,7 +25,7 @@ from unfuse.core.supervisor import Supervisor, first_completed
 from unfuse.launch.base import Launcher, LineSink, WorkerSpec
 from unfuse.planning.placement import is_cpu_only
 
-#: Seconds before a dead worker is restarted, and their maximum. They double with each death at once after a start.
+#: Seconds before a dead worker is restarted, and their maximum. They double with each death soon after a start.
 RESTART_S, RESTART_MOST_S = 1.0, 30.0
 
 #: Environment that numbers GPUs in the order that the placement used.
@@ -37,10 +37,10 @@ SIGNALLED = 128
 #: Exit code of a worker that had started and may be started again, because its ranks could not start.
 LATER = 3
 
-#: A worker that lived for this many seconds did not die at once.
+#: A worker that lived for this many seconds did not die soon after its start.
 STABLE_S = 30.0
 
-#: Signal that ends a worker at once, and the seconds until it is killed.
+#: Signal that ends a worker without draining, and the seconds after which it is killed.
 HURRY_SIGNAL, HURRIED_S = signal.SIGUSR1, 3.0
 
 #: Most bytes of a line. A longer one is split.
@@ -66,12 +66,14 @@ def write_line(number: int, line: bytes) -> None:
 class OutputPump:
     """Reads the output lines of processes and passes them on, without ever blocking the processes.
 
-    One thread reads each pipe. Another one calls `hear`, which may take long or block; lines beyond WAITING are dropped
-    meanwhile.
+    on_line: called with each line.
+
+    One thread reads each pipe. Another one calls `on_line`, which may take long or block; lines beyond WAITING are
+    dropped meanwhile.
     """
 
-    def __init__(self, hear: LineSink) -> None:
-        self._sink = hear
+    def __init__(self, on_line: LineSink) -> None:
+        self._sink = on_line
         self._lines: deque[tuple[int, bytes]] = deque()
         self._dropped_count = 0
         self._changed = threading.Condition()
@@ -85,16 +87,16 @@ class OutputPump:
 
         The caller closes it.
         """
-        reading, writing = os.pipe()
-        self.read(number, reading)
-        return writing
+        read_fd, write_fd = os.pipe()
+        self.read(number, read_fd)
+        return write_fd
 
-    def read(self, number: int, reading: int) -> None:
+    def read(self, number: int, read_fd: int) -> None:
         """Read a worker's lines from a pipe, in a new thread, until its end.
 
-        reading: file descriptor of the pipe's reading end, which the thread closes.
+        read_fd: file descriptor of the pipe's reading end, which the thread closes.
         """
-        reader = threading.Thread(target=self._read_lines, args=(number, os.fdopen(reading, "rb")), daemon=True)
+        reader = threading.Thread(target=self._read_lines, args=(number, os.fdopen(read_fd, "rb")), daemon=True)
         reader.start()
         self._readers = [*(thread for thread in self._readers if thread.is_alive()), reader]
 
@@ -132,6 +134,8 @@ class OutputPump:
                 dropped_count = self._dropped_count
                 self._dropped_count = 0
                 number, line = self._lines.popleft()
+
+            # `on_line` may block, so it is called without the lock that `put` needs.
             if dropped_count:
                 self._sink(number, b"%d earlier lines were not read in time and are lost" % dropped_count)
             self._sink(number, line)
@@ -146,7 +150,7 @@ class LocalLauncher(Launcher):
     ends, however it ends, the pipe closes and the workers end too. Each worker has its own session, so that only this
     process receives Ctrl-C.
 
-    hear: receives the workers' output lines.
+    on_line: called with each output line of a worker.
     forks: fork servers of the compute processes of workers on CPUs. The launcher runs `ForkServers` as one more
         process, and closes `forks` when it stops. None: no fork server.
     """
@@ -154,18 +158,18 @@ class LocalLauncher(Launcher):
     def __init__(
         self,
         specs: Sequence[WorkerSpec],
-        hear: LineSink = write_line,
+        on_line: LineSink = write_line,
         clock: Clock | None = None,
         forks: ForkServers | InheritedForks | None = None,
     ) -> None:
         self._specs = specs
         self._clock = clock or SystemClock()
         self._forks = forks
-        self._output = OutputPump(hear)
+        self._output = OutputPump(on_line)
         self._lifeline, self._lifeline_writer = os.pipe()
         #: The last process of each worker. The number behind the last worker is that of the fork server.
         self._processes: dict[int, asyncio.subprocess.Process | ForkServerProcess] = {}
-        #: For workers that failed with their devices: the specs to start them with, the current one first.
+        #: For workers that failed on their devices: the specs to start them with, the current one first.
         self._variants: dict[int, list[WorkerSpec]] = {}
         #: The tasks that run and restart each process.
         self._keepers: list[asyncio.Task[None]] = []
@@ -175,6 +179,7 @@ class LocalLauncher(Launcher):
 
     @override
     def start(self) -> None:
+        # The fork server has the last number. It starts first, because its imports take longest.
         numbers = range(len(self._specs) + isinstance(self._forks, ForkServers))
         self._keepers = [asyncio.create_task(self._run_worker(number)) for number in reversed(numbers)]
 
@@ -184,14 +189,16 @@ class LocalLauncher(Launcher):
         self._signal(signal.SIGTERM)
         if self._forks:
             self._forks.close()  # the fork server ends when the workers have closed their sockets too
-        hurried_s = min(HURRIED_S, drain_timeout / 4)
-        await self._wait_for_end(drain_timeout - hurried_s, hurry)
+
+        # Workers get most of the time for draining, then a short time to end by themselves.
+        hurry_s = min(HURRIED_S, drain_timeout / 4)
+        await self._wait_for_end(drain_timeout - hurry_s, hurry)
         self._signal(HURRY_SIGNAL)
-        await self._wait_for_end(HURRIED_S if hurry and hurry.is_set() else hurried_s)
+        await self._wait_for_end(HURRIED_S if hurry and hurry.is_set() else hurry_s)
         self._signal(signal.SIGKILL)
 
-        for keeper in self._keepers:
-            keeper.cancel()
+        for task in self._keepers:
+            task.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         for process in self._processes.values():
             await process.wait()
@@ -209,7 +216,7 @@ class LocalLauncher(Launcher):
     async def _run_worker(self, number: int) -> None:
         """Run a worker and restart it when it dies.
 
-        An error exit of its first process sets `failed` and ends this. Later ones are retried, since the worker has
+        An error exit of its first process sets `failed` and ends this. Later errors are retried, since the worker has
         started before.
         """
         deaths = 0
@@ -222,19 +229,21 @@ class LocalLauncher(Launcher):
             if process is None:
                 await asyncio.sleep(RESTART_S)
                 continue
+
             code = await process.wait()
             await asyncio.to_thread(_kill_compute_processes, process.pid)
             if self._stopping:
                 return
 
             lived_s = self._clock.now() - started_at
-            is_error = 0 < code < SIGNALLED
+            is_error = 0 < code < SIGNALLED  # a worker that a signal killed may start well the next time
             smaller = is_worker and self._specs[number].smaller
             if is_error and not deaths and is_worker and not (smaller and code == LATER):
                 if not self.failed.done():
                     message = f"a worker could not start (exit code {code}): see its message above"
                     self.failed.set_exception(ConfigError(message))
                 return
+
             if is_error and smaller:
                 self._use_next_variant(number)
             deaths = 1 if lived_s >= STABLE_S else deaths + 1
@@ -272,7 +281,7 @@ class LocalLauncher(Launcher):
     def _use_next_variant(self, number: int) -> None:
         """Select the next of a worker's smaller specs for its next start.
 
-        After the last one, the worker's own spec follows.
+        After the last one, the original spec of the worker follows.
         """
         variants = self._variants.setdefault(number, [self._specs[number], *self._specs[number].smaller])
         variants.append(variants.pop(0))
@@ -280,50 +289,57 @@ class LocalLauncher(Launcher):
         fields = {"role": spec.role, "device": spec.device, "parallel": spec.flags.get("parallel", "")}
         log.warning("a worker cannot continue on its devices, restarting it on others", **fields)
 
-    def _signal(self, sent: signal.Signals) -> None:
-        """Send a signal to the workers. The fork server gets SIGKILL only."""
+    def _signal(self, signal_number: signal.Signals) -> None:
+        """Send a signal to the workers. The fork server gets only SIGKILL.
+
+        It must live as long as the workers, and ends by itself when they have closed their sockets.
+        """
         for number, process in self._processes.items():
-            if process.returncode is None and (number < len(self._specs) or sent == signal.SIGKILL):
+            if process.returncode is None and (number < len(self._specs) or signal_number == signal.SIGKILL):
                 with suppress(ProcessLookupError):
-                    process.send_signal(sent)
+                    process.send_signal(signal_number)
 
 
 def pause_after(deaths: int) -> float:
     """Return the seconds to wait before a restart.
 
-    deaths: number of deaths in a row, all but the first of them at once after a start.
+    deaths: number of deaths in a row, all but the first of them soon after a start.
     """
     return min(RESTART_S * 2.0 ** (deaths - 1), RESTART_MOST_S)
 
 
-def _kill_compute_processes(worker: int) -> None:
+def _kill_compute_processes(worker_pid: int) -> None:
     """Kill the compute processes that a dead worker left.
 
-    A stopped one (SIGSTOP) does not end by itself.
+    They end by themselves when their worker dies, but not if they are stopped by SIGSTOP. They name their worker in
+    their process name.
     """
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if process.stat().st_uid == os.geteuid() and (process / "comm").read_text().strip() == f"compute {worker}":
+            if (
+                process.stat().st_uid == os.geteuid()
+                and (process / "comm").read_text().strip() == f"compute {worker_pid}"
+            ):
                 os.kill(int(process.name), signal.SIGKILL)
 
 
 class ForkServerProcess:
     """A running fork server process.
 
-    asked: file descriptor of the socket where it receives requests for compute processes.
-    models: models whose libraries it imports.
+    request_fd: file descriptor of the socket where it receives requests for compute processes.
+    models: names or folders of the models whose libraries it imports.
     """
 
-    def __init__(self, asked: int, models: Sequence[str]) -> None:
+    def __init__(self, request_fd: int, models: Sequence[str]) -> None:
         #: File descriptor that its output is read from. The caller closes it.
-        self.output, writing = os.pipe()
+        self.output, write_fd = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", "-m", "unfuse.worker.fork_server", str(asked), *models],
-                pass_fds=[asked],
+                [sys.executable, "-X", "faulthandler", "-m", "unfuse.worker.fork_server", str(request_fd), *models],
+                pass_fds=[request_fd],
                 stdin=subprocess.DEVNULL,
-                stdout=writing,
-                stderr=writing,
+                stdout=write_fd,
+                stderr=write_fd,
                 env=compute_environment(1, os.environ),
                 start_new_session=True,
             )
@@ -331,7 +347,7 @@ class ForkServerProcess:
             os.close(self.output)
             raise
         finally:
-            os.close(writing)
+            os.close(write_fd)
         self.pid = self._process.pid
 
     @property
@@ -342,9 +358,9 @@ class ForkServerProcess:
         """
         return self._process.poll()
 
-    def send_signal(self, sent: signal.Signals) -> None:
+    def send_signal(self, signal_number: signal.Signals) -> None:
         """Send a signal to the process, unless it has ended."""
-        self._process.send_signal(sent)
+        self._process.send_signal(signal_number)
 
     def kill(self) -> None:
         """Kill the process, wait for its end, and close `output`."""
@@ -355,6 +371,7 @@ class ForkServerProcess:
     async def wait(self) -> int:
         """Wait for the end of the process. Returns its exit code."""
         if self.returncode is None:
+            # Popen.wait would block the event loop.
             ended, loop = asyncio.Event(), asyncio.get_running_loop()
             pidfd = os.pidfd_open(self.pid)
             loop.add_reader(pidfd, ended.set)
@@ -369,10 +386,12 @@ class ForkServerProcess:
 class ForkServers:
     """Starts fork servers, which fork compute processes with the models' libraries imported.
 
-    Workers on CPUs use them, through a socket.
+    Workers on CPUs send requests to them through a socket.
 
     The first fork server starts at once. A launcher runs it and restarts it when it dies. It ends when all copies of
-    the socket are closed: that of this object, and those that workers got as `socket_fd`.
+    the socket are closed: that of this object, and those that workers inherited as `socket_fd`.
+
+    models: names or folders of the models.
     """
 
     def __init__(self, models: Sequence[str]) -> None:
@@ -382,17 +401,17 @@ class ForkServers:
 
     @property
     def socket_fd(self) -> int:
-        """The descriptor that workers are handed."""
+        """The file descriptor of the socket, which workers inherit."""
         return self._worker_socket.fileno()
 
     def server(self) -> ForkServerProcess:
-        """Return a running fork server: the first one, then a new one for each call."""
+        """Return a running fork server: first the initial one, then a new one each time."""
         server = self._first_server or self._start_server()
         self._first_server = None
         return server
 
     def close(self) -> None:
-        """Close the sockets, and kill the first fork server if `server` was not called. Idempotent."""
+        """Close the sockets, and kill the first fork server unless `server` returned it. Idempotent."""
         self._worker_socket.close()
         self._server_socket.close()
         if server := self._first_server:
@@ -409,13 +428,13 @@ class InheritedForks:
     This process neither starts, restarts nor stops that fork server.
     """
 
-    def __init__(self, asks: int) -> None:
-        self._asks = socket.socket(fileno=asks)
+    def __init__(self, socket_fd: int) -> None:
+        self._socket = socket.socket(fileno=socket_fd)
 
     @property
     def socket_fd(self) -> int:
-        """The descriptor that workers are handed."""
-        return self._asks.fileno()
+        """The file descriptor of the socket, which workers inherit."""
+        return self._socket.fileno()
 
     def copy(self) -> InheritedForks:
         """Return the same socket with a descriptor of its own."""
@@ -423,4 +442,4 @@ class InheritedForks:
 
     def close(self) -> None:
         """Close this descriptor of the socket. Idempotent."""
-        self._asks.close()
+        self._socket.close()

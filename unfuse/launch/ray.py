@@ -26,16 +26,16 @@ from unfuse.launch.local import LAST_S, STABLE_S, WAITING, LocalLauncher, Output
 from unfuse.planning.placement import CPU, is_cpu_only
 from unfuse.worker.records import write_records
 
-#: Seconds between two checks for drained nodes, and until a log line says that Ray does not answer, or has no room.
+#: Seconds between two checks for drained nodes, and until a log line reports that Ray does not answer, or has no room.
 LOOK_S, LOST_S, ROOM_S = 1.0, 10.0, 30.0
 
 #: Environment that Ray reads when it is imported: no telemetry, and no stack trace when SIGTERM ends this process.
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
 
-#: Environment that makes Ray listen on loopback only, also on Linux, and the hosts for which it is set.
+#: Environment that makes Ray listen on loopback only, despite its name also on Linux. The hosts for which it is set.
 LOOPBACK, HERE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}, ("", "127.0.0.1", "localhost")
 
-#: Seconds beside the drain timeout until a worker must have ended, and for leaving a node that has no drain deadline.
+#: Seconds after the drain timeout until a worker must have ended, and seconds to leave a node without a drain deadline.
 ENDING_S, LEAVING_S = 15.0, 600.0
 
 LOST = "the Ray head node does not answer, and this server will stop: restart both, accepted requests are in the queue"
@@ -55,13 +55,15 @@ class RayLauncher(Launcher):
     """Runs each worker in a Ray actor, whose local launcher restarts it when it dies.
 
     A lost actor is replaced by a new one. When a node is drained, the new actor starts before the old worker has
-    finished its tasks.
+    finished its tasks, so that a pool with one worker is never empty.
+
+    on_line: called with each output line of a worker.
     """
 
-    def __init__(self, nodes: RayCluster, specs: Sequence[WorkerSpec], hear: LineSink = write_line) -> None:
-        self._cluster = nodes
+    def __init__(self, cluster: RayCluster, specs: Sequence[WorkerSpec], on_line: LineSink = write_line) -> None:
+        self._cluster = cluster
         self._specs = specs
-        self._output = OutputPump(hear)
+        self._output = OutputPump(on_line)
         #: By slot, the task that relays its worker's lines. None before the worker has started.
         self._relays: dict[NodeSlot, asyncio.Task[str] | None] = {}
         self._background = Supervisor()
@@ -81,7 +83,7 @@ class RayLauncher(Launcher):
         await asyncio.to_thread(self._output.close)
 
     async def _run_worker(self, number: int) -> None:
-        """Run a worker in one actor after the other.
+        """Run a worker in one actor after another.
 
         A ConfigError of the first one sets `failed` and ends this. Later errors are retried.
         """
@@ -106,7 +108,7 @@ class RayLauncher(Launcher):
 
         Raises ConfigError if the worker cannot start, and TransientError if its actor or node is lost.
         """
-        spec = renumbered(self._specs[number])
+        spec = renumbered(self._specs[number])  # Ray selects the GPUs
         slot = self._cluster.reserve(*required_resources(spec))
         self._relays[slot] = None
         log_wait = partial(
@@ -118,20 +120,22 @@ class RayLauncher(Launcher):
             wait_timer.cancel()
             relay = self._relays[slot] = asyncio.create_task(self._relay(number, slot))
             await asyncio.wait((relay, slot.leaves), return_when=asyncio.FIRST_COMPLETED)
-            if not slot.leaves.done():
+            if not slot.leaves.done():  # the worker could not start: a local launcher restarts one that has started
                 raise ConfigError(relay.result())
         except UnfuseError:
             await self._end_worker(slot, 0)
             raise
         finally:
             wait_timer.cancel()
+
+        # The old worker drains in the background, while the caller starts the next one on another node.
         log.warning("a Ray node is draining, moving its worker", role=spec.role, node=slot.node)
         self._background.start(
             "ending a worker on a drained Ray node", partial(self._end_worker, slot, slot.leaves.result())
         )
 
     async def _relay(self, number: int, slot: NodeSlot) -> str:
-        """Pass on a worker's lines until it ends. Returns the reason of its end."""
+        """Pass on a worker's lines until the worker ends. Returns the reason of its end."""
         end_reason = None
         while end_reason is None:
             lines, end_reason = await slot.read_lines()
@@ -142,7 +146,7 @@ class RayLauncher(Launcher):
     async def _end_worker(self, slot: NodeSlot, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
         """Stop a worker, pass on its last lines, and release its slot.
 
-        When `hurry` is set, the worker is not waited for any longer.
+        When `hurry` is set, this waits no longer for the worker, which ends with its actor.
         """
         if slot.node:
             await first_completed(slot.stop(drain_timeout), *([hurry.wait()] if hurry else []))
@@ -154,16 +158,16 @@ class RayLauncher(Launcher):
         self._relays.pop(slot, None)
 
     async def _watch_drains(self) -> None:
-        """Wait for LOOK_S, then mark the slots on drained nodes."""
+        """Wait for LOOK_S seconds, then set `leaves` of all slots on draining nodes."""
         await asyncio.sleep(LOOK_S)
         lost_timer = asyncio.get_running_loop().call_later(LOST_S, log.error, LOST)
         try:
-            ends = await self._cluster.draining_nodes() if self._relays else {}
+            seconds_left = await self._cluster.draining_nodes() if self._relays else {}
         finally:
             lost_timer.cancel()
         for slot in self._relays:
-            if slot.node in ends and not slot.leaves.done():
-                slot.leaves.set_result(ends[slot.node])
+            if slot.node in seconds_left and not slot.leaves.done():
+                slot.leaves.set_result(seconds_left[slot.node])
 
 
 def required_resources(spec: WorkerSpec) -> tuple[int, int]:
@@ -176,12 +180,15 @@ def required_resources(spec: WorkerSpec) -> tuple[int, int]:
 
 
 def renumbered(spec: WorkerSpec) -> WorkerSpec:
-    """Return the spec with its GPUs numbered from 0, since its process sees only these."""
+    """Return the spec with its GPUs numbered from 0.
+
+    The process of its actor sees only these GPUs.
+    """
     gpus = [name for name in spec.device.split("+") if name != CPU]
 
     def renumber(spec: WorkerSpec) -> WorkerSpec:
-        names = [f"cuda:{gpus.index(name)}" if name in gpus else name for name in spec.device.split("+")]
-        return replace(spec, device="+".join(names), smaller=tuple(map(renumber, spec.smaller)))
+        devices = [f"cuda:{gpus.index(name)}" if name in gpus else name for name in spec.device.split("+")]
+        return replace(spec, device="+".join(devices), smaller=tuple(map(renumber, spec.smaller)))
 
     return renumber(spec)
 
@@ -190,9 +197,9 @@ class NodeSlot:
     """Reserved CPUs and GPUs on one node, with an actor for one worker."""
 
     def __init__(self, cpus: float, gpus: int) -> None:
-        #: Id of the node. Empty while no node has room.
+        #: Id of the node. "" while no node has room.
         self.node = ""
-        #: When the node is drained, set to the seconds within which the worker must leave it.
+        #: Set when the node is drained, to the seconds within which the worker must leave the node.
         self.leaves: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._actor_future = asyncio.ensure_future(_await_ray(asyncio.to_thread(_create_actor, cpus, gpus)))
 
@@ -230,11 +237,13 @@ class NodeSlot:
 
 
 class RayCluster:
-    """A connection to a Ray cluster. Raises UsageError and ConfigError if it cannot be used.
+    """A connection to a Ray cluster.
+
+    Raises UsageError for a malformed address, and ConfigError if Ray is not installed or cannot be reached.
 
     It must be created by the main thread, since processes that Ray starts end with the thread that started them.
 
-    address: HOST:PORT; "": a new cluster on this machine alone, which ends with this process.
+    address: HOST:PORT; "" starts a new cluster on this machine alone, which ends with this process.
     """
 
     def __init__(self, address: str) -> None:
@@ -244,9 +253,10 @@ class RayCluster:
             raise UsageError(f"--launcher ray:{address} is not an address: use ray:HOST:PORT, or ray")
         if find_spec("ray") is None:
             raise ConfigError("--launcher ray requires the package ray: pip install 'unfuse[ray]'")
+
         token = {} if address else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         for name, value in (QUIET | token | (LOOPBACK if host in HERE else {})).items():
-            os.environ.setdefault(name, value)
+            os.environ.setdefault(name, value)  # the user's own values take precedence
         import ray  # after its environment is set
 
         logging.getLogger("ray").setLevel(logging.ERROR)
@@ -258,7 +268,8 @@ class RayCluster:
     def reserve(self, cpus: int, gpus: int) -> NodeSlot:
         """Reserve CPUs and GPUs for one worker, on any node with room.
 
-        In an own cluster only a thousandth of the CPUs is reserved, since the placement planned who shares them.
+        In a cluster that this process started, only a thousandth of the CPUs is reserved, since the plan may place
+        more workers on this machine than it has CPUs.
         """
         return NodeSlot(cpus if self._address else cpus / 1000, gpus)
 
@@ -290,17 +301,20 @@ def _remove_actor(group: Any, actor: Any) -> None:
 
 
 def _list_draining_nodes() -> dict[str, float]:
-    """Return the ids of the draining nodes, with the seconds until they are gone."""
+    """Return the seconds until each draining node is gone, by the node's id."""
     from ray._private.state import state  # there is no public API; Ray's own libraries use this one
 
-    ends = state.get_draining_nodes()
-    return {node: max(0.0, end / 1000 - time.time()) if end else LEAVING_S for node, end in ends.items()}
+    deadlines = state.get_draining_nodes()
+    return {
+        node: max(0.0, deadline_ms / 1000 - time.time()) if deadline_ms else LEAVING_S
+        for node, deadline_ms in deadlines.items()
+    }
 
 
 async def _await_ray(call: Awaitable[Any]) -> Any:
     """Return the result of a call of Ray.
 
-    Raises TransientError if Ray, a node or an actor is lost.
+    Raises TransientError, with the first line of Ray's error, if Ray, a node or an actor is lost.
     """
     import ray
 
@@ -317,12 +331,14 @@ class RayWorker:
     """
 
     def __init__(self) -> None:
+        #: Output lines that `read_lines` has not returned yet. Beyond WAITING, the oldest are dropped.
         self._lines = deque[bytes](maxlen=WAITING)
         #: Set when there are new lines, or the worker failed or stopped.
         self._changed = asyncio.Event()
         self._launcher: LocalLauncher | None = None
         #: Why the worker ended. None while it runs.
         self._end_reason: str | None = None
+        #: Held during `stop`, which `read_lines` may call too, since a launcher is stopped only once.
         self._stop_lock = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
 
@@ -333,7 +349,10 @@ class RayWorker:
         return str(ray.get_runtime_context().get_node_id())
 
     async def start_worker(self, spec: WorkerSpec) -> None:
-        """Start the worker. Log lines of this process are passed on like the worker's lines."""
+        """Start the worker.
+
+        Log lines of this actor's process are passed on like the worker's lines.
+        """
         write_records(cast(TextIO, self))
         self._launcher = LocalLauncher([spec], self._add_line)
         self._launcher.failed.add_done_callback(lambda _: self._changed.set())
@@ -361,18 +380,18 @@ class RayWorker:
     def flush(self) -> None:
         """Do nothing: lines are not buffered."""
 
-    async def stop(self, drain_timeout: float, why: str = "") -> None:
+    async def stop(self, drain_timeout: float, reason: str = "") -> None:
         """Stop the worker as a launcher does.
 
-        `why`: the reason that `read_lines` returns.
+        `reason`: the reason that `read_lines` returns.
         """
         async with self._stop_lock:
             if self._launcher and self._end_reason is None:
                 await self._launcher.stop(drain_timeout)
-                self._end_reason = why
+                self._end_reason = reason
         self._changed.set()
 
     def _add_line(self, _: int, line: bytes) -> None:
-        """Add a line of the worker. Called in any thread."""
+        """Add a line for `read_lines`. Any thread may call this."""
         self._lines.append(line)
         self._loop.call_soon_threadsafe(self._changed.set)

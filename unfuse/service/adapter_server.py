@@ -15,19 +15,26 @@ log = structlog.get_logger(__name__)
 
 
 class AdapterServer:
-    """Answers workers' messages: LoRA adapters from the folder `loras`, all else by the dispatcher."""
+    """Answers messages of workers: serves LoRA adapters, and passes all other messages to the dispatcher.
+
+    `loras`: the folder of the adapters; "" if the server has none.
+    """
 
     def __init__(self, dispatcher: Dispatcher, loras: str) -> None:
         self._dispatcher = dispatcher
         self._loras = AdapterFolder(loras) if loras else None
 
     async def answer(self, peer: bytes, message: ToScheduler) -> ToWorker | None:
-        """Return the reply to one message; Rejected for an adapter that cannot be read."""
+        """Return the reply to one message of a worker.
+
+        It is None if the dispatcher sends no reply, and Rejected for an adapter that cannot be read.
+        """
         if not isinstance(message, FetchAdapter):
             return await self._dispatcher.answer(peer, message)
         if self._loras is None:
             return Rejected("the server has no LoRA adapters: start it with --loras FOLDER")
         try:
+            # A slow disk must not block heartbeats and leases, which the same event loop answers.
             return AdapterBytes(
                 *await to_thread.run_sync(self._loras.read_chunk, message.name, message.id, message.offset)
             )

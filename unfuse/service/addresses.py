@@ -27,21 +27,25 @@ EXPOSURE_RISK = (
     "anyone who can connect can act as a worker, read prompts and pictures, and forge results (--insecure-listen)"
 )
 
-#: Transfer engines that need a library of the same name. The extra that installs it also has that name.
+#: Transfer engines that need a library. The engine, the library, and the extra that installs it have the same name.
 EXTRAS = ("mooncake", "nixl")
 
 log = structlog.get_logger(__name__)
 
 
 def default_keys_folder(settings: Settings) -> Path:
-    """Return the folder of generated keys, which are used unless `keys` is set."""
+    """Return the folder of generated keys.
+
+    They are used unless the setting `keys` names another folder.
+    """
     return Path(settings.data_dir, "keys")
 
 
 def keys_folder(settings: Settings, side: str) -> str:
-    """Return the folder of keys, or "" if there are none.
+    """Return the folder with the key of this side, or "" without a key.
 
-    It is the one that is set, else the one in the data folder if it has the key of this side.
+    It is the folder of the setting `keys`, else the default folder if it has the key of this side.
+    With `insecure_listen`, the default folder is not used.
 
     `side`: "scheduler" or "worker".
     """
@@ -86,6 +90,7 @@ def listen_addresses(settings: Settings) -> tuple[str, ...]:
             "connect"
         )
     if any(not unix_path(address) for address in addresses) and not (settings.keys or settings.insecure_listen):
+        # A folder that the user named is never written to: a missing key in it is an error.
         make_once(default_keys_folder(settings))
     return addresses
 
@@ -97,22 +102,22 @@ def schedulers(settings: Settings) -> tuple[str, ...]:
     """
     if settings.worker.scheduler:
         return tuple(_named(settings, name) for name in settings.worker.scheduler)
-    running = servers(settings.run_dir)
-    if len(running) > 1:
-        ports = ", ".join(map(str, running))
+    sockets = servers(settings.run_dir)
+    if len(sockets) > 1:
+        ports = ", ".join(map(str, sockets))
         raise InvalidParameter(
             f"several servers run on this machine: select one by --scheduler PORT, of {ports}", "scheduler"
         )
-    if not running:
+    if not sockets:
         return (f"{UNIX}{server_socket(settings.run_dir, settings.serve.port)}",)
-    return tuple(f"{UNIX}{path}" for path in running.values())
+    return tuple(f"{UNIX}{path}" for path in sockets.values())
 
 
 def await_scheduler(settings: Settings) -> None:
     """Wait until a worker's scheduler and key exist.
 
-    A scheduler is waited for if none is named, a key if a scheduler is reached over TCP and no folder of keys is set.
-    Each wait is logged once.
+    It waits for a scheduler if the settings name none. It waits for a key if a scheduler is reached over TCP and the
+    settings name no folder of keys. Each wait is logged once.
     """
     if not settings.worker.scheduler and not servers(settings.run_dir):
         log.warning("no server of this user runs on this machine yet: waiting for one", run_dir=settings.run_dir)
@@ -135,7 +140,7 @@ def await_scheduler(settings: Settings) -> None:
 
 
 def running(folder: str) -> list[str]:
-    """Return the HTTP ports of this user's servers on this machine.
+    """Return the HTTP ports of this user's servers on this machine, as text.
 
     If the run folder cannot be used, the only item is the reason.
     """
@@ -146,20 +151,25 @@ def running(folder: str) -> list[str]:
 
 
 def _named(settings: Settings, name: str) -> str:
-    """Return the address of a scheduler by a server's HTTP port, or an address."""
+    """Return the address of the scheduler that `--scheduler` names.
+
+    `name`: the HTTP port of a server on this machine, as 8000 or :8000, or an address.
+    """
     port = name.removeprefix(":")
     return f"{UNIX}{server_socket(settings.run_dir, int(port))}" if port.isdecimal() else _absolute(name)
 
 
 def _absolute(address: str) -> str:
-    """Return an address with an absolute path, if it is a unix socket."""
+    """Return an address. The path of a unix socket becomes absolute."""
     if not address.startswith(UNIX):
         return address
     return f"{UNIX}{expand_path(address.removeprefix(UNIX)).absolute()}"
 
 
 def connect_instructions(trusted: Trust, folder: str, addresses: Iterable[str]) -> list[str]:
-    """Return lines on how workers of other machines connect, or warnings that anybody can.
+    """Return a line for each TCP address: how workers of other machines connect to it.
+
+    Without keys, the line is a warning that anybody can connect.
 
     `trusted`: the keys that the scheduler trusts.
     `folder`: the folder of keys, or "".
@@ -178,7 +188,10 @@ def connect_instructions(trusted: Trust, folder: str, addresses: Iterable[str]) 
 
 
 def external_address(address: str) -> str:
-    """Return a TCP address as other machines reach it; HOST stands for an unknown host."""
+    """Return a TCP address as other machines reach it.
+
+    0.0.0.0 is replaced by this machine's address, or by the word HOST if there is no route to other machines.
+    """
     with suppress(ConfigError):
         return address.replace("0.0.0.0", host_towards(address))
     return address.replace("0.0.0.0", "HOST")
@@ -190,6 +203,7 @@ def require_engines(names: Iterable[str]) -> None:
     No engine is imported.
     """
     for name in names:
+        # An engine of another package ("module:attr") is checked when a worker imports it.
         if name not in BACKENDS and ":" not in name:
             resolve(BACKENDS, name, "transfer engine")
         if name in EXTRAS and find_spec(name) is None:
@@ -197,34 +211,36 @@ def require_engines(names: Iterable[str]) -> None:
 
 
 def engines(settings: Settings, options: TransferOptions) -> dict[str, TransferEngine]:
-    """Open the transfer engines that are set. Raises ConfigError if one cannot run.
+    """Open the transfer engines of the settings, and return them by name.
 
-    Without keys, which authenticate peers, no engine is opened.
+    Without keys, which authenticate peers, no engine is opened. Raises ConfigError if one cannot run.
     """
     if not options.authentic:
         log.debug("other machines cannot pull tensors from this worker: it has no --keys")
         return {}
-    opened = {name: open_engine(name, options) for name in settings.transfer.engine}
-    if unprotected := [name for name, engine in opened.items() if not engine.enforces_refs]:
+
+    engines_by_name = {name: open_engine(name, options) for name in settings.transfer.engine}
+    if unprotected := [name for name, engine in engines_by_name.items() if not engine.enforces_refs]:
         log.warning(
             "anyone who can connect to this worker can read and overwrite its tensors; RDMA is untested", by=unprotected
         )
-    return opened
+    return engines_by_name
 
 
-def transfers(wanted: Transfer) -> dict[str, str]:
-    """Return, for each transfer engine, whether workers here use it, and who can read.
+def transfers(transfer_settings: Transfer) -> dict[str, str]:
+    """Return the state of each transfer engine, as a sentence by the engine's name.
 
-    The value is the reason for an engine that cannot be used.
+    It says whether workers here use the engine, and who can read their tensors; or why the engine cannot be used.
     """
     states = {}
-    for name in sorted({*BACKENDS, *wanted.engine}):
+    for name in sorted({*BACKENDS, *transfer_settings.engine}):
         try:
             engine: type[TransferEngine] = resolve(BACKENDS, name, "transfer engine")
         except ConfigError as error:
             states[name] = str(error)
             continue
-        usage = "used by every worker that has keys" if name in wanted.engine else "not used"
+
+        usage = "used by every worker that has keys" if name in transfer_settings.engine else "not used"
         access = "only holders of the keys can connect, and reads need the key of the object"
         if not engine.enforces_refs:
             access = (

@@ -46,46 +46,49 @@ class ComparisonFigures(msgspec.Struct, frozen=True):
     #: Requests per second, by the number of concurrent requests.
     throughput: dict[int, float]
 
-    #: Peak bytes of the largest process.
+    #: Peak resident bytes of the largest process, without shared memory.
     largest: int
 
-    #: Peak bytes of all processes together, with their arenas.
+    #: The sum of the peak resident bytes of all processes, and the bytes of their arenas.
     memory: int
 
-    #: Bytes of GPU memory.
+    #: GPU bytes that this side allocated: the difference of the free memory before and after its requests.
     gpu: int
 
-    #: The digests of each request's files.
+    #: The digests of the files of each request whose result is compared.
     digests: list[Digests]
 
 
 class UndividedPipeline:
     """The undivided pipeline in a process of its own, which runs requests one by one.
 
-    `plan`: has the model, its dtypes, and the device of its denoiser.
+    `plan`: the plan of unfuse, whose first model, dtypes and denoiser device are used.
     `image`: the reference image of all requests, or None.
-    `hear`: called with each line that the process writes to standard error.
-    `made`: called after each request.
+    `on_line`: called with each line that the process writes to standard error.
+    `on_request_done`: called after each request.
     """
 
-    def __init__(self, plan: ServingPlan, image: Path | None, hear: LineSink, made: Callable[[], object]) -> None:
+    def __init__(
+        self, plan: ServingPlan, image: Path | None, on_line: LineSink, on_request_done: Callable[[], object]
+    ) -> None:
         model = plan.models[0]
         device = next(worker.device for worker in plan.workers if plan.worker_plan.goes_first(worker.role))
         dtypes = dict(part.split("=", 1) for part in model.dtypes.split(","))
-        self._card = model.spec
-        self._on_request_done = made
+        self._spec = model.spec
+        self._on_request_done = on_request_done
         self._thread_counts = threads_to_try(plan)
         #: The number of threads with which requests are fastest; 0 until it is measured.
         self._best_threads = 0
+
         self._options = Undivided(str(model.folder), device, dtypes, str(image or ""))
-        self._output = OutputPump(hear)
+        self._output = OutputPump(on_line)
         stderr = self._output.pipe(0)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "unfuse.models.undivided"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
-            start_new_session=True,
+            start_new_session=True,  # only this process receives Ctrl-C
         )
         os.close(stderr)
 
@@ -96,21 +99,22 @@ class UndividedPipeline:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind:
             self._process.kill()
-        self._process.communicate()
+        self._process.communicate()  # closes its standard input, after which it exits
         self._output.close()
 
-    def generate(self, requests: Sequence[Request], alike: bool = False) -> list[Digests]:
-        """Run these requests, and return the digests of their results.
+    def generate(self, requests: Sequence[Request], use_worker_threads: bool = False) -> list[Digests]:
+        """Run these requests one by one, and return the digests of their results.
 
-        `alike`: use as many CPU threads as a worker of the plan, instead of the fastest number.
+        `use_worker_threads`: use as many CPU threads as a worker of the plan, instead of the fastest number.
         """
-        if not self._best_threads and not alike:
+        if not self._best_threads and not use_worker_threads:
             self._best_threads = min(self._thread_counts, key=lambda threads: self._seconds(threads, requests[0]))
-        threads = self._thread_counts[0] if alike else self._best_threads
+        # Results are only byte-identical with equal numbers of threads.
+        threads = self._thread_counts[0] if use_worker_threads else self._best_threads
         return [self._run_request(threads, request) for request in requests]
 
     def _seconds(self, threads: int, request: Request) -> float:
-        """Return the seconds of a request, after a first one that starts the threads."""
+        """Return the seconds of a request, after a first run that starts the threads."""
         self._run_request(threads, request)
         started_at = time.perf_counter()
         self._run_request(threads, request)
@@ -118,12 +122,12 @@ class UndividedPipeline:
 
     def _run_request(self, threads: int, request: Request) -> Digests:
         """Run one request, and return the digests of its result."""
-        digests = self._call((threads, check_request(self._card, request, modality_for(request))[0]))
+        digests = self._call((threads, check_request(self._spec, request, modality_for(request))[0]))
         self._on_request_done()
         return digests
 
     def memory(self) -> tuple[list[int], int]:
-        """Return the peak bytes of its only process, and 0 shared bytes."""
+        """Return the peak bytes of the only process, and 0 bytes of arenas."""
         return [_peak(self._process.pid)], 0
 
     def _call(self, message: object) -> Digests:
@@ -141,17 +145,21 @@ class ComparedPools:
 
     `client`: a client of the service.
     `image`: the reference image of all requests, or None.
-    `made`: called after each request.
+    `on_request_done`: called after each request.
     """
 
-    def __init__(self, client: Client, image: Path | None, made: Callable[[], object]) -> None:
+    def __init__(self, client: Client, image: Path | None, on_request_done: Callable[[], object]) -> None:
         self._client = client
-        self._on_request_done = made
+        self._on_request_done = on_request_done
         self._uploads: dict[str, Any] = {} if image is None else {"image": image}
 
-    def generate(self, requests: Sequence[Request], alike: bool = False) -> list[Digests]:
-        """Run these requests concurrently, and return the digests of their results."""
+    def generate(self, requests: Sequence[Request], use_worker_threads: bool = False) -> list[Digests]:
+        """Run these requests concurrently, and return the digests of their results.
+
+        Workers always use the threads of their plan, so `use_worker_threads` changes nothing.
+        """
         digests = []
+        # cache=False: an encoder output of an earlier request would make this one look faster than it is.
         for request in [self._client.submit(**params, **self._uploads, cache=False) for params in requests]:
             digests.append(tuple(hashlib.sha256(data).hexdigest() for data in request.result().data))
             self._on_request_done()
@@ -169,7 +177,7 @@ class ComparedPools:
 def threads_to_try(plan: ServingPlan) -> list[int]:
     """Return the numbers of CPU threads to try for the undivided pipeline.
 
-    The first is that of each worker of the plan, the other one all cores.
+    The first is the number of each worker of the plan. The second is the number of all cores, if that differs.
     """
     cores = len(os.sched_getaffinity(0))
     worker_threads = plan.worker_plan.compute.threads or max(1, cores // len(plan.workers))
@@ -177,71 +185,73 @@ def threads_to_try(plan: ServingPlan) -> list[int]:
 
 
 def requests_of(rounds: int, counts: Sequence[int]) -> int:
-    """Return the number of requests that `measure` makes of a side.
+    """Return the number of requests that `measure` sends to one side.
 
     The undivided pipeline runs two more for each number of threads that it tries.
     """
     return 2 * rounds + 1 + sum(counts)
 
 
-def predicted_s(plan: ServingPlan, asked: dict[str, Any], costs: Path | None) -> float | None:
-    """Return the predicted seconds of a request, from the recorded costs of its stages.
+def predicted_s(plan: ServingPlan, request: dict[str, Any], costs: Path | None) -> float | None:
+    """Return the predicted seconds of a request, or None without a prediction.
 
-    None if a stage never ran on this machine.
+    It is the sum of the recorded costs of its stages. There is none if a stage never ran on this machine.
     """
     spec = plan.models[0].spec
-    recorded = Costs(costs)
-    params, _ = check_request(spec, asked, modality_for(asked))
+    recorded_costs = Costs(costs)
+    params, _ = check_request(spec, request, modality_for(request))
     pools = spec.pools()
-    stage_seconds = [recorded.seconds(pools[stage.name], stage.work.of(params)) for stage in spec.pipeline.stages]
+    stage_seconds = [recorded_costs.seconds(pools[stage.name], stage.work.of(params)) for stage in spec.pipeline.stages]
     return None if None in stage_seconds else sum(seconds or 0.0 for seconds in stage_seconds)
 
 
-def with_duration(spec: ModelSpec, asked: dict[str, Any], image: Path | None) -> dict[str, Any]:
-    """Return the parameters with the size that follows from the reference image.
+def with_duration(spec: ModelSpec, request: dict[str, Any], image: Path | None) -> dict[str, Any]:
+    """Return the parameters of a request with the size that follows from the reference image.
 
-    Both sides then generate the same size.
+    Both sides then generate the same size. Without an image, the parameters are unchanged.
     """
-    return asked if image is None else asked | size_from(spec, asked, spec.defaults, size_of(image.read_bytes()))
+    return request if image is None else request | size_from(spec, request, spec.defaults, size_of(image.read_bytes()))
 
 
 def measure(
-    side: UndividedPipeline | ComparedPools, asked: Request, rounds: int, counts: Sequence[int]
+    side: UndividedPipeline | ComparedPools, params: Request, rounds: int, counts: Sequence[int]
 ) -> ComparisonFigures:
     """Measure one side: requests to compare, then single ones, then concurrent ones.
 
-    Both sides get the same seeds.
+    The first seed of each series is 0, so both sides run the same requests.
 
-    `asked`: the parameters of all requests.
+    `params`: the parameters of all requests.
     `rounds`: the number of requests to compare, and of requests whose latency is measured.
     `counts`: the numbers of concurrent requests.
     """
 
-    def requests(first: int, count: int) -> list[Request]:
-        return [asked | {"seed": seed} for seed in range(first, first + count)]
+    def requests(first_seed: int, count: int) -> list[Request]:
+        return [params | {"seed": seed} for seed in range(first_seed, first_seed + count)]
 
-    def seconds(first: int, count: int) -> float:
+    def seconds(first_seed: int, count: int) -> float:
         """Return the seconds of `count` concurrent requests with consecutive seeds."""
         started_at = time.perf_counter()
-        side.generate(requests(first, count))
+        side.generate(requests(first_seed, count))
         return time.perf_counter() - started_at
 
-    free = _free_gpu_memory()
-    digests = side.generate(requests(0, rounds), alike=True)
+    free_before = _free_gpu_memory()
+    digests = side.generate(requests(0, rounds), use_worker_threads=True)
     seconds(0, 1)  # warm up
     latency = median(seconds(seed, 1) for seed in range(rounds))
     throughput = {count: count / seconds(0, count) for count in counts}
-    peaks, shared = side.memory()
+
+    peaks, arena_bytes = side.memory()
     return ComparisonFigures(
-        latency, throughput, max(peaks), sum(peaks) + shared, max(0, free - _free_gpu_memory()), digests
+        latency, throughput, max(peaks), sum(peaks) + arena_bytes, max(0, free_before - _free_gpu_memory()), digests
     )
 
 
 def _peak(pid: int) -> int:
     """Return the peak resident bytes of a process, without shared memory."""
+    # Arenas are shared memory, which would be counted once for each process that maps it.
     lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    sizes = {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[-1] == "kB"}
-    return sizes["VmHWM"] - sizes["RssShmem"]
+    bytes_by_field = {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[-1] == "kB"}
+    return bytes_by_field["VmHWM"] - bytes_by_field["RssShmem"]
 
 
 def _free_gpu_memory() -> int:
@@ -250,65 +260,74 @@ def _free_gpu_memory() -> int:
 
 
 class ComparisonProgress:
-    """Counts the requests of a comparison. As text: the running side, and time left.
+    """Counts the finished requests of a comparison, and estimates the time that remains.
+
+    As text, it is the running side and its progress.
 
     `totals`: the number of requests of each side, in order.
     `predicted_s`: the predicted seconds of a request, or None.
-    `say`: called with the number of requests and a first estimate, and with a better one after the first request.
-    `now`: the clock.
+    `write_line`: called with the number of requests and an estimate; and with a measured estimate after the first
+    request.
+    `clock`: returns the time in seconds.
     """
 
     def __init__(
         self,
         totals: Mapping[str, int],
         predicted_s: float | None,
-        say: Callable[[str], object],
-        now: Callable[[], float] = time.monotonic,
+        write_line: Callable[[str], object],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._totals = dict(totals)
-        self._say = say
-        self._now = now
+        self._write_line = write_line
+        self._clock = clock
 
-        #: The running side, the number of its requests that are done, and when it started.
+        #: The running side; "" before the first one.
         self._side = ""
+        #: The number of finished requests of the running side.
         self._done = 0
+        #: When the running side started.
         self._started_at = 0.0
         #: When the first request of the running side was done.
         self._first_done_at = 0.0
         #: Estimated seconds of a request.
         self._each_s = predicted_s or 0.0
-        #: Whether a request was measured.
+        #: Whether `_each_s` was measured in this comparison, by a request of either side.
         self._is_known = False
 
         requests = ", then ".join(f"{count} requests with {side}" for side, count in totals.items())
         total_s = sum(totals.values()) * self._each_s
         estimate = f"about {duration(total_s)}, estimated from earlier measurements on this machine"
-        say(f"{requests}: {estimate if total_s else 'an estimate follows after the first request'}")
+        write_line(f"{requests}: {estimate if total_s else 'an estimate follows after the first request'}")
 
     def start_side(self, side: str) -> None:
         """Start counting the requests of this side."""
         self._side = side
         self._done = 0
-        self._started_at = self._now()
+        self._started_at = self._clock()
 
     def count_finished(self) -> None:
         """Count a finished request of the running side."""
         self._done += 1
-        now = self._now()
+        now = self._clock()
         if self._done == 1:
+            # A side's first request includes its warm-up, so it sets the estimate only if there is no better one.
             self._first_done_at = now
             self._each_s = self._each_s if self._is_known else now - self._started_at
         else:
             self._each_s = (now - self._first_done_at) / (self._done - 1)
         if not self._is_known:
             self._is_known = True
-            self._say(f"estimate: about {duration(self.remaining_s)}, at {self._each_s:.2g} s a request")
+            self._write_line(f"estimate: about {duration(self.remaining_s)}, at {self._each_s:.2g} s a request")
 
     @property
     def remaining_s(self) -> float:
-        """Estimated seconds until all requests are done, by the mean of the running side."""
-        left = self._totals.get(self._side, 0) - self._done + sum(self._totals[side] for side in self._later_sides)
-        return max(0, left) * self._each_s
+        """Estimated seconds until the requests of all sides are done.
+
+        A request of a later side counts as long as one of the running side.
+        """
+        remaining = self._totals.get(self._side, 0) - self._done + sum(self._totals[side] for side in self._later_sides)
+        return max(0, remaining) * self._each_s
 
     @property
     def _later_sides(self) -> list[str]:
@@ -319,8 +338,8 @@ class ComparisonProgress:
     def __str__(self) -> str:
         if self._done == self._totals.get(self._side, 0):
             return f"starting {self._later_sides[0]}" if self._later_sides else "done"
-        left = f", about {duration(self.remaining_s)} left" if self._is_known else ""
-        return f"measuring {self._side}: {self._done} of {self._totals[self._side]} requests{left}"
+        remaining = f", about {duration(self.remaining_s)} left" if self._is_known else ""
+        return f"measuring {self._side}: {self._done} of {self._totals[self._side]} requests{remaining}"
 
 
 def duration(seconds: float) -> str:
@@ -331,34 +350,36 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def comparison_summary(whole: ComparisonFigures, split: ComparisonFigures, workers: int) -> str:
+def comparison_summary(undivided: ComparisonFigures, split: ComparisonFigures, workers: int) -> str:
     """Return a sentence that compares the figures of diffusers and unfuse.
 
-    `whole`: the figures of diffusers.
+    `undivided`: the figures of diffusers.
     `split`: the figures of unfuse.
-    `workers`: the number of its workers.
+    `workers`: the number of workers of unfuse.
     """
-    most = max(whole.throughput)
-    alone = whole.latency / split.latency
-    at_once = split.throughput[most] / whole.throughput[most]
-    best, worst = max(alone, at_once), min(alone, at_once)
-    if best <= 1 + ALIKE and worst >= 1 - ALIKE:
-        faster = "both are equally fast here"
-    elif worst >= 1 - ALIKE:
-        faster = "unfuse is faster here"
-    elif best <= 1 + ALIKE:
-        faster = "diffusers alone is faster here"
+    max_concurrency = max(undivided.throughput)
+    latency_gain = undivided.latency / split.latency
+    throughput_gain = split.throughput[max_concurrency] / undivided.throughput[max_concurrency]
+
+    best_gain, worst_gain = max(latency_gain, throughput_gain), min(latency_gain, throughput_gain)
+    if best_gain <= 1 + ALIKE and worst_gain >= 1 - ALIKE:
+        verdict = "both are equally fast here"
+    elif worst_gain >= 1 - ALIKE:
+        verdict = "unfuse is faster here"
+    elif best_gain <= 1 + ALIKE:
+        verdict = "diffusers alone is faster here"
     else:
-        faster = "which is faster here depends on the number of concurrent requests"
-    memory = split.memory / whole.memory
+        verdict = "which is faster here depends on the number of concurrent requests"
+
+    memory_ratio = split.memory / undivided.memory
     return (
-        f"{faster}: compared with diffusers, unfuse needs {_times(1 / alone, 'the time', 'as much time')} for one "
-        f"request, completes {_times(at_once, 'as many', 'as many')} a second with {most} at once, and uses "
-        f"{_times(memory, 'the memory', 'as much memory')}: {workers} worker{'s' * (workers > 1)} instead of one "
-        "process"
+        f"{verdict}: compared with diffusers, unfuse needs {_times(1 / latency_gain, 'the time', 'as much time')} for "
+        f"one request, completes {_times(throughput_gain, 'as many', 'as many')} a second with {max_concurrency} at "
+        f"once, and uses {_times(memory_ratio, 'the memory', 'as much memory')}: {workers} worker{'s' * (workers > 1)} "
+        "instead of one process"
     )
 
 
-def _times(factor: float, what: str, equal: str) -> str:
-    """Return a factor as text, or `equal` if it is about 1."""
-    return f"{factor:.2g} times {what}" if abs(factor - 1) > ALIKE else equal
+def _times(factor: float, compared: str, equal_text: str) -> str:
+    """Return "FACTOR times `compared`", or `equal_text` for a factor of about 1."""
+    return f"{factor:.2g} times {compared}" if abs(factor - 1) > ALIKE else equal_text

@@ -28,7 +28,7 @@ RESULTS_CLEANUP = "ended requests after --retention, the oldest ones earlier abo
 
 
 def disk_use(settings: Settings) -> list[dict[str, Any]]:
-    """Return a table row for each kind of data: path, bytes, files, what may go.
+    """Return a table row for each kind of data: path, bytes, files, deletable data.
 
     `bytes` and `files` are None for data that is not on this machine.
     """
@@ -38,52 +38,67 @@ def disk_use(settings: Settings) -> list[dict[str, Any]]:
     results, queue, durable, store = (
         url.replace("DATA_DIR", settings.data_dir) for url in (serve.results, serve.queue, serve.durable, serve.store)
     )
-    spill = store.partition("+")[2] if store.startswith("spill:") else store if store.startswith("disk:") else ""
-    rows = [_row("results", results, RESULTS_CLEANUP, REQUESTS)]
-    rows += [_row("queue", queue, "nothing: it stores the requests that wait or are retained")]
+    spill_url = store.partition("+")[2] if store.startswith("spill:") else store if store.startswith("disk:") else ""
+
+    rows = [_store_row("results", results, RESULTS_CLEANUP, REQUESTS)]
+    rows += [_store_row("queue", queue, "nothing: it stores the requests that wait or are retained")]
     if durable != "none":
-        rows += [_row("copies of outputs", durable, "nothing: they are deleted with their requests")]
+        rows += [_store_row("copies of outputs", durable, "nothing: they are deleted with their requests")]
     elif results.startswith("disk:"):
-        saved = f"{results.partition('?')[0].rstrip('/')}/{COPIES}"
-        rows += [_row("saved by the last stop", saved, "nothing: it is deleted with its requests")]
-    if spill:
+        saved_url = f"{results.partition('?')[0].rstrip('/')}/{COPIES}"
+        rows += [_store_row("saved by the last stop", saved_url, "nothing: it is deleted with its requests")]
+    if spill_url:
         rows += [
-            _row(
-                "spilled tensors", spill, "nothing: they are deleted with their requests; doctor --clean deletes others"
+            _store_row(
+                "spilled tensors",
+                spill_url,
+                "nothing: they are deleted with their requests; doctor --clean deletes others",
             )
         ]
 
     data_dir = Path(settings.data_dir)
-    listed = [Path(row["path"]) for row in rows if row["bytes"] is not None]
-    rest = [path for path in _files(data_dir) if not any(_within(path, place, data_dir) for place in listed)]
-    rest_may_go = "costs, batch invariance results and keys: they can be measured or created again"
-    rows += [{"what": "other data", "path": str(data_dir), **_sums(rest), "may go": rest_may_go}]
-    may_go = "models that are not served: `hf cache delete`"
-    hub = {"what": "models of the hub", "path": HF_HUB_CACHE, **_sums(_files(Path(HF_HUB_CACHE))), "may go": may_go}
-    return [*rows, hub]
+    store_paths = [Path(row["path"]) for row in rows if row["bytes"] is not None]
+    other_files = [
+        file for file in _files(data_dir) if not any(_is_in_store(file, path, data_dir) for path in store_paths)
+    ]
+    others_may_go = "costs, batch invariance results and keys: they can be measured or created again"
+    rows += [{"what": "other data", "path": str(data_dir), **_totals(other_files), "may go": others_may_go}]
+    hub_may_go = "models that are not served: `hf cache delete`"
+    hub_row = {
+        "what": "models of the hub",
+        "path": HF_HUB_CACHE,
+        **_totals(_files(Path(HF_HUB_CACHE))),
+        "may go": hub_may_go,
+    }
+    return [*rows, hub_row]
 
 
-def _row(what: str, url: str, may_go: str, prefixes: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the table row of a store, or of its folders with these prefixes."""
-    kind, _, place = url.partition(":")
-    if kind not in ("disk", "sqlite") or not place:
-        return {"what": what, "path": url.rpartition("@")[2], "bytes": None, "files": None, "may go": may_go}
-    path = expand_path(place.partition("?")[0])
-    if kind == "sqlite":
-        return {"what": what, "path": str(path), **_sums(path.parent.glob(f"{path.name}*")), "may go": may_go}
-    files = (file for file in _files(path) if not prefixes or _top(file, path).startswith(prefixes))
-    return {"what": what, "path": str(path), **_sums(files), "may go": may_go}
+def _store_row(title: str, url: str, may_go: str, prefixes: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the table row of a store.
+
+    `url`: the URL of the store.
+    `prefixes`: count only files in folders whose names start with one of these; empty counts all.
+    """
+    scheme, _, location = url.partition(":")
+    if scheme not in ("disk", "sqlite") or not location:
+        return {"what": title, "path": url.rpartition("@")[2], "bytes": None, "files": None, "may go": may_go}
+    path = expand_path(location.partition("?")[0])
+    if scheme == "sqlite":
+        # SQLite has more files beside the database, whose names begin with its name.
+        return {"what": title, "path": str(path), **_totals(path.parent.glob(f"{path.name}*")), "may go": may_go}
+    files = (file for file in _files(path) if not prefixes or _top_folder(file, path).startswith(prefixes))
+    return {"what": title, "path": str(path), **_totals(files), "may go": may_go}
 
 
-def _within(file: Path, place: Path, data_dir: Path) -> bool:
-    """Whether a file of the data folder is counted in the row of this place."""
-    if place == data_dir:
-        return _top(file, data_dir).startswith(REQUESTS)
-    return file.is_relative_to(place) or file.parent == place.parent and file.name.startswith(place.name)
+def _is_in_store(file: Path, store: Path, data_dir: Path) -> bool:
+    """Whether a file of the data folder is counted in the row of this store."""
+    if store == data_dir:
+        return _top_folder(file, data_dir).startswith(REQUESTS)
+    return file.is_relative_to(store) or file.parent == store.parent and file.name.startswith(store.name)
 
 
-def _top(file: Path, folder: Path) -> str:
-    """Return the first folder of a file's path below `folder`, or ""."""
+def _top_folder(file: Path, folder: Path) -> str:
+    """Return the name of the folder directly below `folder` that has this file, or ""."""
     parts = file.relative_to(folder).parts
     return parts[0] if len(parts) > 1 else ""
 
@@ -94,32 +109,32 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(parent, name) for name in names)
 
 
-def _sums(files: Iterator[Path] | list[Path]) -> dict[str, int]:
-    """Return the number of files, and their bytes; hard links count once."""
-    seen: dict[tuple[int, int], int] = {}
+def _totals(files: Iterator[Path] | list[Path]) -> dict[str, int]:
+    """Return the number of files, and their bytes. Hard links count once."""
+    bytes_by_inode: dict[tuple[int, int], int] = {}
     for file in files:
         try:
-            stat = file.stat()
+            status = file.stat()
         except OSError:  # deleted meanwhile, or a broken link
             continue
-        seen[stat.st_dev, stat.st_ino] = stat.st_size
-    return {"bytes": sum(seen.values()), "files": len(seen)}
+        bytes_by_inode[status.st_dev, status.st_ino] = status.st_size
+    return {"bytes": sum(bytes_by_inode.values()), "files": len(bytes_by_inode)}
 
 
-#: The beginning of the names of passing folders, in the system's temporary folder.
+#: The prefix of the names of `passing_folder`, in the system's temporary folder.
 PASSING = "unfuse-passing-"
 
-#: The file in a passing folder that its process locks.
+#: The file in a passing folder that its process locks as long as it lives.
 LOCK = ".lock"
 
 #: Names of files that are being written, in a folder of results or objects, and of rendezvous files of ranks.
 PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}")
 
-YOUNG_S = 60.0  # seconds; a younger folder may not be locked yet
-WRITTEN_S = 3600.0  # seconds; no file takes so long to write
+YOUNG_S = 60.0  # seconds; a younger folder may not be locked yet, and is not removed
+WRITTEN_S = 3600.0  # seconds without a write after which a partial file is removed
 
 
-#: A leftover of a dead process: what it is, its path, and its bytes.
+#: A removed leftover of a dead process: what it was, its path, and its bytes.
 Remain = dict[str, Any]
 
 
@@ -141,7 +156,7 @@ def passing_folder() -> Iterator[Path]:
 def clean(settings: Settings) -> list[Remain]:
     """Remove the leftovers of dead processes, and return them.
 
-    Files that a living process may need are not removed.
+    Files that a running process may need are not removed.
     """
     run_dir = Path(settings.run_dir)
     removed = [
@@ -152,13 +167,14 @@ def clean(settings: Settings) -> list[Remain]:
     ]
     for url in {settings.serve.results, settings.serve.store, settings.serve.durable}:
         removed += _remove_partial_files(folder) if (folder := _disk_folder(url, settings)) else []
-    if (spill := _disk_folder(settings.serve.store, settings)) and not _is_worker_running():
-        removed += _remove(spill / "objects", "spilled objects of dead workers")
+    # Spilled objects have no lock, and any worker of this machine may have written them.
+    if (spill_folder := _disk_folder(settings.serve.store, settings)) and not _is_worker_running():
+        removed += _remove(spill_folder / "objects", "spilled objects of dead workers")
     return removed
 
 
 def _disk_folder(url: str, settings: Settings) -> Path | None:
-    """Return the folder of a store, or None if it is not on disk."""
+    """Return the folder of a store, or None if it is not on this machine."""
     kind, path = url.rpartition("+")[2].partition("?")[0].split(":", 1) if ":" in url else ("", "")
     folder = expand_path(path.replace("DATA_DIR", settings.data_dir))
     return folder if kind == "disk" and folder.is_dir() else None
@@ -167,7 +183,8 @@ def _disk_folder(url: str, settings: Settings) -> Path | None:
 def _remove_sockets(folder: Path) -> Iterator[Remain]:
     """Remove sockets without a listener, and yield them.
 
-    The folder is locked, because a socket that is bound but not listening yet looks the same.
+    The folder is locked meanwhile, because a socket that is bound but not listening yet looks the same. Servers hold
+    this lock from bind to listen.
     """
     if not folder.is_dir():
         return
@@ -192,9 +209,9 @@ def _remove_passing_folders() -> Iterator[Remain]:
 
 
 def _remove_locks(folder: Path) -> Iterator[Remain]:
-    """Remove lock files without the file that they belong to, and yield them.
+    """Remove lock files whose file was deleted, and yield them.
 
-    Other lock files stay, because another process may be about to lock them.
+    Other lock files stay, because a process may be about to lock them.
     """
     for path in sorted(folder.glob("*.lock")):
         with suppress(OSError):
@@ -230,10 +247,10 @@ def _is_worker_running() -> bool:
     return False
 
 
-def _remove(path: Path, what: str) -> Iterator[Remain]:
-    """Remove a file or a folder, and yield it, unless that fails."""
+def _remove(path: Path, description: str) -> Iterator[Remain]:
+    """Remove a file or a folder, and yield it. If that fails, yield nothing."""
     with suppress(OSError):
         files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
         size = sum(file.lstat().st_size for file in files)
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-        yield {"what": what, "path": str(path), "bytes": ByteSize(size)}
+        yield {"what": description, "path": str(path), "bytes": ByteSize(size)}

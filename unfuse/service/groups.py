@@ -22,9 +22,9 @@ def setting(text: str, *, flag: str = "", unit: str = "", secret: bool = False, 
     """Return the metadata of a setting.
 
     `text`: its description for `--help`.
-    `flag`: its flag; by default it is derived from the field's name.
-    `unit`: "byte" or "second" for a number that may be written with a unit.
-    `secret`: whether its value is never shown.
+    `flag`: its flag; "" derives the flag from the field's name.
+    `unit`: "byte" or "second" for a number that may be written with a unit, else "".
+    `secret`: whether its value is hidden in all output.
     `limits`: bounds of msgspec.Meta, such as `ge`.
     """
     return Meta(description=text, extra={"flag": flag, "unit": unit, "secret": secret}, **limits)
@@ -406,10 +406,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 0
 
 
-#: Default arena bytes of each worker that `serve` starts. These workers share their machine.
+#: Default arena bytes of each worker that `serve` starts. Several such workers share a machine.
 SHARED_ARENA = 512 << 20
 
-#: Default arena bytes of a worker that is started by itself.
+#: Default arena bytes of a worker that `unfuse worker` starts.
 STANDALONE_ARENA = 2 << 30
 
 
@@ -533,14 +533,26 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bool,
         setting("Accept workers over TCP without keys: anyone who can connect can read prompts and forge results."),
     ] = False
+
+    #: Settings of `unfuse serve`. Some also apply to workers, such as `drain_timeout`.
     serve: ServeSettings = ServeSettings()
+    #: Settings of `unfuse worker`. `unfuse serve` passes some of them to the workers that it starts.
     worker: WorkerSettings = WorkerSettings()
+    #: Settings of the compute processes of workers.
     compute: ComputeOptions = ComputeOptions()
+    #: Settings of the arena of a worker.
     arena: ArenaSettings = ArenaSettings()
+    #: Settings of the KV cache of a worker.
     kv: KvSettings = KvSettings()
+    #: Settings of the receive buffer of a worker.
     buffer: BufferSettings = BufferSettings()
+    #: Settings of leases, by which the scheduler and workers agree on who runs a task.
     lease: LeaseSettings = LeaseSettings()
+    #: Settings of the objects of a worker in the tensor store. `serve.store` names the store.
     store: StoreSettings = StoreSettings()
+    #: Settings of a tensor store `spill:…`; unused with any other one.
     spill: SpillSettings = SpillSettings()
+    #: Settings of transfers between nodes.
     transfer: Transfer = Transfer()
+    #: Settings of the log on standard error.
     log: LogSettings = LogSettings()

@@ -13,7 +13,7 @@ from unfuse.core.errors import UsageError
 #: The command that installs a server.
 INSTALL = "pip install 'unfuse[serve]'"
 
-#: The packages that a server needs, by the names that they are imported by.
+#: The packages that a server needs, by the names under which they are imported.
 SERVER = (
     "apsw",
     "diffusers",
@@ -36,7 +36,7 @@ def missing_here() -> list[str]:
 def require_server(what: str) -> None:
     """Raise UsageError, with what to install, if this machine cannot run a server.
 
-    `what`: the action that needs one, as the subject of the error.
+    `what`: the action that needs a server, as the subject of the error's sentence.
     """
     if sys.platform != "linux":
         raise UsageError(f"{what} needs Linux; client commands also run here, as in `unfuse generate … --server URL`")

@@ -19,27 +19,28 @@ if TYPE_CHECKING:
 #: The phases of a rank before it is ready, in order.
 PHASES: tuple[Phase, ...] = ("starting", "fetching", "importing", "loading")
 
-EVERY_S = 5.0  # seconds between two lines
+EVERY_S = 5.0  # seconds between two lines of `LoadLines`
 CHECK_INTERVAL_S = 0.2  # seconds between two checks whether all workers have loaded
 
 
 class RankProgress(NamedTuple):
     """The phase of a rank that is not ready yet, and its progress in it."""
 
+    #: One of PHASES.
     phase: Phase
 
-    #: Bytes that are fetched or loaded.
+    #: Bytes of weights that were fetched or loaded so far; 0 in other phases.
     done: int = 0
 
-    #: Bytes to fetch or load.
+    #: Bytes of weights to fetch or load in total; 0 in other phases.
     total: int = 0
 
-    #: Bytes fetched per second.
+    #: Bytes fetched per second; 0 in other phases.
     rate: float = 0.0
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """A key that sorts earlier phases, and less progress, first."""
+        """The sort key that puts earlier phases first, and less progress within a phase."""
         return PHASES.index(self.phase), self.done, self.total
 
     def __str__(self) -> str:
@@ -53,7 +54,7 @@ class RankProgress(NamedTuple):
 class LoadingProgress:
     """The loading progress of the workers of `models`, from their log records.
 
-    As text it is a line to show; "" once all workers are ready. `record` may be called in another thread than the
+    As text, it is a line for users, or "" once all workers are ready. `record` may be called in another thread than the
     other methods.
     """
 
@@ -62,23 +63,27 @@ class LoadingProgress:
         self._roles: list[str] = []
         #: The progress of each worker's ranks by rank; empty once the worker is ready.
         self._ranks: list[dict[str, RankProgress]] = []
+        #: Called once all workers are ready. bool() does nothing.
         self._on_ready: Callable[[], object] = bool
         #: Whether all workers were ready once. Some may have been restarted since.
         self._was_over = False
 
-    def expect_workers(self, roles: Sequence[str], ready: Callable[[], object] = bool) -> None:
-        """Expect workers with these roles. `ready` is called once, when all of them have loaded."""
+    def expect_workers(self, roles: Sequence[str], on_ready: Callable[[], object] = bool) -> None:
+        """Start to track workers with these roles.
+
+        `on_ready`: called once, when all of them have loaded.
+        """
         self._roles = list(roles)
-        self._on_ready = ready
+        self._on_ready = on_ready
         self._ranks = [{"": RankProgress("starting")} for _ in roles]
         self._check_ready()
 
     def record(self, worker: int, record: Mapping[str, Any]) -> bool:
         """Record the progress that a worker's log record reports.
 
-        Returns whether the record belongs to the first start, and so is shown as progress; False for other records.
+        Returns whether the record is shown as progress. That is so for progress records of the first start.
         """
-        if worker >= len(self._ranks):
+        if worker >= len(self._ranks):  # the fork server, or a worker of a model that was added later
             return False
         is_first_start = not self._was_over
         match record:
@@ -98,7 +103,7 @@ class LoadingProgress:
     def earliest(self) -> RankProgress | None:
         """Return the earliest phase of any rank; None once all workers are ready.
 
-        Its bytes are those of all ranks in that phase.
+        The bytes are the sums over all ranks in that phase.
         """
         ranks = [progress for worker in list(self._ranks) for progress in worker.values()]
         if not ranks:
@@ -113,6 +118,7 @@ class LoadingProgress:
         The table is replaced, since another thread may read the old one.
         """
         rank = str(record.get("rank", ""))
+        # A record without a rank is about the whole worker, and the first one of a rank replaces it.
         others = {name: other for name, other in self._ranks[worker].items() if rank and name}
         self._ranks[worker] = others | {rank: progress}
 
@@ -139,19 +145,24 @@ class LoadingProgress:
 class LoadLines(AbstractContextManager["LoadLines"]):
     """Writes loading progress as lines, for a program without a terminal.
 
-    While it is open, `say` gets a line at once, every EVERY_S seconds, and when all workers have loaded `model`.
+    While it is open, it writes a line at once, one every EVERY_S seconds, and one when all workers are ready.
+
+    `model`: the name of the model in the last line.
+    `loading`: the progress to write.
+    `write_line`: called with each line, in another thread for all but the first.
+    `clock`: returns the time in seconds.
     """
 
     def __init__(
         self,
         model: str,
         loading: LoadingProgress,
-        say: Callable[[str], object],
+        write_line: Callable[[str], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
         self._loading = loading
-        self._say = say
+        self._write_line = write_line
         self._clock = clock
         self._started_at = clock()
         self._last_line_at = self._started_at
@@ -160,7 +171,7 @@ class LoadLines(AbstractContextManager["LoadLines"]):
 
     @override
     def __enter__(self) -> Self:
-        self._say(str(self._loading))
+        self._write_line(str(self._loading))
         self._thread.start()
         return self
 
@@ -170,18 +181,19 @@ class LoadLines(AbstractContextManager["LoadLines"]):
         self._thread.join()
 
     def write_if_due(self) -> bool:
-        """Write a line if one is due. Returns False after the last line."""
+        """Write a line if one is due. Returns False once all workers are ready."""
         now, state = self._clock(), str(self._loading)
         if not state:
-            self._say(f"{self._model} is ready in {now - self._started_at:.0f} s")
+            self._write_line(f"{self._model} is ready in {now - self._started_at:.0f} s")
             return False
         if now - self._last_line_at >= EVERY_S:
-            self._say(f"{state} ({now - self._started_at:.0f} s)")
+            self._write_line(f"{state} ({now - self._started_at:.0f} s)")
             self._last_line_at = now
         return True
 
     def _run(self) -> None:
         """Write lines until the last one, or until this is closed."""
+        # After `close` there is one more call, for a last line that became due meanwhile.
         is_closed = False
         while self.write_if_due() and not is_closed:
             is_closed = self._closed.wait(CHECK_INTERVAL_S)

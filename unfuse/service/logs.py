@@ -22,24 +22,28 @@ if TYPE_CHECKING:
 #: A control character.
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
-#: Values of TERM for terminals that cannot move the cursor.
+#: Values of the variable TERM for terminals that cannot move the cursor.
 PLAIN = ("dumb", "unknown")
 
 
 def escape_control(text: str) -> str:
-    """Return text with control characters and line breaks escaped, since clients may have sent it."""
+    """Return text with control characters and line breaks escaped.
+
+    A client may have sent the text. Its control characters could change the terminal, and its line breaks fake a log
+    line.
+    """
     return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 class Logs:
-    """The log of this process and its workers on standard error. Never fails.
+    """Writes the log of this process and its workers to standard error. Never fails.
 
     `log`: the settings of the log.
-    `usual`: the level for the setting "auto".
+    `default_level`: the level for the setting "auto".
     `quiet`: write only errors.
     """
 
-    def __init__(self, log: LogSettings | None = None, usual: str = "warning", *, quiet: bool = False) -> None:
+    def __init__(self, log: LogSettings | None = None, default_level: str = "warning", *, quiet: bool = False) -> None:
         log = log or LogSettings()
         self.quiet = quiet
         is_terminal = sys.stderr is not None and sys.stderr.isatty()
@@ -49,13 +53,14 @@ class Logs:
         #: Whether records are written as text, not as JSON.
         self.text = log.format == "text" or (log.format == "auto" and self.interactive)
 
-        #: Called with each worker's number and log record, logged or not. Returns whether progress shows the record.
+        #: Called with the worker's number and each of its log records, also below the level. Returns whether the
+        #: progress display shows the record.
         self.on_record: Callable[[int, Record], bool] = lambda worker, record: False
-        self._level = ("error" if quiet else usual) if log.level == "auto" else log.level
+        self._level = ("error" if quiet else default_level) if log.level == "auto" else log.level
 
     @property
     def is_detailed(self) -> bool:
-        """Whether details are logged, such as records that progress shows already."""
+        """Whether debug records are logged, and records that the progress display shows already."""
         return self._level == "debug"
 
     @property
@@ -64,29 +69,31 @@ class Logs:
         return {"UNFUSE_LOG__FORMAT": "json", "UNFUSE_LOG__LEVEL": "debug" if self.is_detailed else "info"}
 
     def open_log(self) -> None:
-        """Write the log records of this process here from now on."""
+        """Send the log records of this process to this log from now on."""
         import structlog
 
         from unfuse.worker.records import LEVELS, write_records
 
         write_records(cast(TextIO, self), LEVELS[self._level])
         if self.text:
-            *first, _ = structlog.get_config()["processors"]
-            structlog.configure(processors=[*first, lambda _, __, event: self._render(event)])
+            # The last processor renders JSON.
+            *processors, _ = structlog.get_config()["processors"]
+            structlog.configure(processors=[*processors, lambda _, __, event: self._render(event)])
 
     def relay(self, worker: int, line: bytes) -> None:
-        """Write a worker's line: a record according to its level, any other line always.
+        """Write a line of a worker.
 
-        A record that progress shows, such as that weights were loaded, is written only if details are logged.
+        A record is written according to its level. A record that the progress display shows, such as that weights were
+        loaded, is written only at the level debug. A line that is not a record is always written.
         """
         from unfuse.worker.records import LEVELS, read_record
 
         record = read_record(line)
         if record:
-            in_progress = self.on_record(worker, record)
-            if LEVELS[record["level"]] < LEVELS[self._level] or record.get("passing"):  # not shown, or only as progress
+            is_shown_as_progress = self.on_record(worker, record)
+            if LEVELS[record["level"]] < LEVELS[self._level] or record.get("passing"):  # "passing": only for progress
                 return
-            if in_progress and not self.is_detailed:
+            if is_shown_as_progress and not self.is_detailed:
                 return
         text = line.decode(errors="replace").rstrip("\r\n")
         if self.text:
@@ -101,7 +108,7 @@ class Logs:
             self.write(f"{text}\n")
 
     def write(self, text: str) -> int:
-        """Write whole lines. Errors, such as a closed terminal, are ignored."""
+        """Write whole lines, and return the number of characters. Errors are ignored."""
         with suppress(OSError, ValueError):
             if sys.stderr is not None:
                 sys.stderr.write(text)
@@ -121,6 +128,6 @@ class Logs:
         fields["event"] = escape_control(record["event"])
         with suppress(KeyError, TypeError, ValueError):
             fields["timestamp"] = f"{datetime.fromisoformat(record['timestamp']).astimezone():%H:%M:%S}"
-        colours = self.interactive and not os.environ.get("NO_COLOR")
-        render = structlog.dev.ConsoleRenderer(colors=colours, exception_formatter=structlog.dev.plain_traceback)
+        has_colours = self.interactive and not os.environ.get("NO_COLOR")
+        render = structlog.dev.ConsoleRenderer(colors=has_colours, exception_formatter=structlog.dev.plain_traceback)
         return render(None, "", fields)

@@ -54,6 +54,7 @@ log = structlog.get_logger(__name__)
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a service, and the values derived from them before it starts."""
 
+    #: All settings. A field below takes precedence over the setting that it is derived from.
     settings: Settings
 
     #: The API keys that clients may send.
@@ -71,25 +72,25 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     #: Where workers store stage outputs, copies and results.
     storage: StorageLocations
 
-    #: Control addresses for workers. Without a unix socket among them, there is also one in the run folder.
+    #: Control addresses for workers. If none is a unix socket, the service adds one in the run folder.
     listen: tuple[str, ...]
 
-    #: Whom the scheduler trusts over TCP.
+    #: The keys that the scheduler trusts over TCP; None without keys.
     trust: Trust
 
-    #: The workers that are wanted: counts by role, devices, compute options.
+    #: The wanted workers: counts by role, devices, compute options.
     workers: WorkerPlan
 
-    #: The most bytes to plan for, by device.
+    #: The most bytes to plan for, by device. Other devices are planned with their free memory.
     device_memory: Mapping[str, int]
 
-    #: Slots by role whose pools may scale to zero: those that their workers would have in all.
+    #: For each role whose pools may scale to zero: the slots that all of its workers would have in total.
     scale_to_zero: Mapping[str, int]
 
     #: Amounts of named resources of each worker.
     resources: Mapping[str, int]
 
-    #: The file in which stage costs are recorded, or None.
+    #: The file in which stage costs are recorded; None records none.
     costs: Path | None
 
     #: Default parameters, which take precedence over the models' own defaults.
@@ -98,10 +99,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     #: Starts workers on other machines; None starts them here.
     launcher: OpenLauncher | None
 
-    #: The base URL of links in responses, or "".
+    #: The base URL of links in responses; "" uses the address that the client used.
     public_url: str
 
-    #: Selects the parsers of chat answers.
+    #: The parsers of tool calls and reasoning in chat answers.
     parsers: OutputParsers
 
     @property
@@ -115,42 +116,44 @@ def plan_service(options: ServeOptions, models: Mapping[str, str] | None = None)
 
     `models`: the source of each model by name, in place of the models of the options.
 
-    Raises ConfigError for models that cannot be served, or do not fit.
+    No weights are loaded. Raises ConfigError for models that cannot be served, or do not fit.
     """
-    present = usable_devices(options.device_memory, elsewhere=options.launcher is not None)
-    for kind in options.prices.unused_kinds([device.name for device in present]):
+    devices = usable_devices(options.device_memory, elsewhere=options.launcher is not None)
+    for kind in options.prices.unused_kinds([device.name for device in devices]):
         log.warning(
             "a price is set for devices that are not on this machine", kind=kind, counts="workers on other machines"
         )
 
     serve = options.serve
-    sources = parse_component_sources(serve.component_source)
+    component_sources = parse_component_sources(serve.component_source)
     names = serve.models if models is None else models
-    if sources and len(names) > 1:
+    if component_sources and len(names) > 1:
         raise UsageError("--component-source needs a single model: serve the others by another server")
-    planned = plan_models(
-        names, serve.revision, options.workers, present, host_resources(options.settings), sources=sources
+    plan = plan_models(
+        names, serve.revision, options.workers, devices, host_resources(options.settings), sources=component_sources
     )
-    if planned.refusal:
-        raise ConfigError(planned.refusal)
-    specs = [model.spec for model in planned.models]
-    check_stage_kinds(serve, specs)
-    for worker in planned.workers:
-        pools_of(specs, StageSelector(roles_of(worker.role)), options.resources)
+    if plan.refusal:
+        raise ConfigError(plan.refusal)
+    model_specs = [model.spec for model in plan.models]
+    check_stage_kinds(serve, model_specs)
+    # Raises ConfigError if a stage needs a resource that these workers do not have.
+    for worker in plan.workers:
+        pools_of(model_specs, StageSelector(roles_of(worker.role)), options.resources)
     if options.launcher is None:
-        require_libraries(planned, options.storage.adapters)
-    return planned
+        require_libraries(plan, options.storage.adapters)
+    return plan
 
 
 def serve_options(loaded: LoadedSettings) -> ServeOptions:
     """Return the options of a service for these settings.
 
-    From now on fingerprints of weights are cached in the data folder. Raises ConfigError.
+    As a side effect, keys for TCP addresses are created if there are none, and fingerprints of weights are cached in
+    the data folder. Raises ConfigError.
     """
     settings, serve = loaded.settings, loaded.settings.serve
     FINGERPRINTS.cache_in(Path(settings.data_dir))
     slots_by_role(settings)  # raises for malformed entries before anything starts
-    serve_options = ServeOptions(
+    options = ServeOptions(
         settings=settings,
         keys=ApiKeys((*serve.api_key, *filter(None, [settings.api_key])), serve.api_keys),
         public_url=parse_public_url(serve.public_url),
@@ -169,13 +172,17 @@ def serve_options(loaded: LoadedSettings) -> ServeOptions:
         default_params=default_params(settings),
         parsers=OutputParsers(serve.tool_call_parser, serve.reasoning_parser),
     )
-    if serve_options.trust is not None and serve.workers != NONE and serve_options.launcher is None:
+    # Workers without keys open no transfer engine, and workers on other machines have libraries of their own.
+    if options.trust is not None and serve.workers != NONE and options.launcher is None:
         require_engines(settings.transfer.engine)
-    return serve_options
+    return options
 
 
 def default_params(settings: Settings) -> Params:
-    """Return the default parameters of requests. Raises UsageError if pools cannot use them."""
+    """Return the default parameters of requests.
+
+    Raises UsageError if `--feature-cache` cannot be combined with the pools' batching or parallelism.
+    """
     threshold = settings.serve.feature_cache
     if threshold and settings.compute.parallel:
         raise UsageError(
@@ -194,19 +201,20 @@ def storage_locations(settings: Settings) -> StorageLocations:
     DATA_DIR in a URL stands for the data folder.
     """
     serve = settings.serve
-    CheckpointPolicy.parse(serve.checkpoint)
+    CheckpointPolicy.parse(serve.checkpoint)  # raises for a malformed policy before any worker starts
     if serve.store == "memory":
         raise UsageError("--store memory works only within one process, but workers are several: use shared_memory")
     results, store, durable = (
         url.replace("DATA_DIR", settings.data_dir) for url in (serve.results, serve.store, serve.durable)
     )
     encodings = dict(entry.partition("=")[::2] for entry in serve.encode)
-    if wrong := set(encodings.values()) - {"bf16", "fp16", "int4"}:
+    if unknown := set(encodings.values()) - {"bf16", "fp16", "int4"}:
         raise UsageError(
-            f"--encode {min(wrong) or serve.encode[0]}: write KIND=bf16, KIND=fp16 or KIND=int4, like denoise=bf16"
+            f"--encode {min(unknown) or serve.encode[0]}: write KIND=bf16, KIND=fp16 or KIND=int4, like denoise=bf16"
         )
     if serve.loras and not Path(serve.loras).is_dir():
         raise UsageError(f"--loras {serve.loras}: there is no such folder")
+
     loras = str(Path(serve.loras).resolve()) if serve.loras else ""
     return StorageLocations(
         results,
@@ -222,35 +230,35 @@ def storage_locations(settings: Settings) -> StorageLocations:
 
 
 def require_libraries(plan: ServingPlan, loras: str) -> None:
-    """Raise ConfigError, with what to install, for a missing library of a plan's workers.
+    """Raise ConfigError, with what to install, if the workers of a plan lack a library.
 
-    `loras`: the folder of LoRA adapters, or "". Roles whose stages have many forwards load them.
+    `loras`: the folder of LoRA adapters, or "". Only roles that are placed first load them, such as denoisers.
     """
     if not plan.workers:
         return
-    adapts = any(plan.worker_plan.goes_first(worker.role) for worker in plan.workers)
-    if loras and adapts and any(model.spec.takes_lora for model in plan.models):
+    loads_adapters = any(plan.worker_plan.goes_first(worker.role) for worker in plan.workers)
+    if loras and loads_adapters and any(model.spec.takes_lora for model in plan.models):
         require_peft()
     for model in plan.models:
         files = open_files(model.folder)
         library(files.quantization(component) for component in model.components)
 
 
-def check_first_model(plan: ServingPlan, asked: Mapping[str, Any], loras: str) -> None:
-    """Check a request for a plan's first model, as a gateway does. Raises InvalidParameter.
+def check_first_model(plan: ServingPlan, arguments: Mapping[str, Any], loras: str) -> None:
+    """Raise InvalidParameter if a gateway would refuse this request for a plan's first model.
 
-    `asked`: the arguments of `Client.submit`.
+    `arguments`: the arguments of `Client.submit`.
     `loras`: the folder of LoRA adapters, or "".
 
     A modality that the model does not generate is not checked here: the gateway refuses it.
     """
     spec = plan.models[0].spec
-    modality = VIDEO if asked.get("video") else IMAGE
+    modality = VIDEO if arguments.get("video") else IMAGE
     if not modality.is_supported_by(spec.limits):
         return
 
-    fields = {name: value for name, value in asked.items() if name not in (*UPLOADS, "video")}
-    params, _ = check_request(spec, fields, modality, uploads=[name for name in UPLOADS if name in asked])
+    fields = {name: value for name, value in arguments.items() if name not in (*UPLOADS, "video")}
+    params, _ = check_request(spec, fields, modality, uploads=[name for name in UPLOADS if name in arguments])
     if "lora" not in params:
         return
     if not spec.takes_lora:
@@ -265,15 +273,15 @@ def check_first_model(plan: ServingPlan, asked: Mapping[str, Any], loras: str) -
         raise InvalidParameter(str(error), "lora") from error
 
 
-#: The stage kinds of the built-in model families. Families of other packages may have more.
+#: The stage kinds of the built-in model families. Model families of other packages may have further ones.
 BUILT_IN = frozenset(spec.kind for spec in vars(specs).values() if isinstance(spec, StageSpec))
 
 
-def check_stage_kinds(serve: ServeSettings, specs: Sequence[ModelSpec]) -> None:
+def check_stage_kinds(serve: ServeSettings, model_specs: Sequence[ModelSpec]) -> None:
     """Raise UsageError if --encode or --durable-stages names an unknown stage kind."""
-    known = BUILT_IN | {stage.kind for spec in specs for stage in spec.pipeline.stages}
+    kinds = BUILT_IN | {stage.kind for spec in model_specs for stage in spec.pipeline.stages}
     entries = [("--encode", entry, entry.partition("=")[0]) for entry in serve.encode]
     entries += [("--durable-stages", kind, kind) for kind in serve.durable_stages]
     for flag, entry, kind in entries:
-        if kind not in known:
-            raise UsageError(f"{flag} {entry}: there is no stage kind {kind!r}; kinds are {', '.join(sorted(known))}")
+        if kind not in kinds:
+            raise UsageError(f"{flag} {entry}: there is no stage kind {kind!r}; kinds are {', '.join(sorted(kinds))}")

@@ -52,15 +52,16 @@ from unfuse.weights.source import with_components
 class PlannedComponent(msgspec.Struct, frozen=True):
     """A component of a model, such as a text encoder, with its sizes."""
 
+    #: The component's name in the model's index, such as "text_encoder".
     name: str
 
-    #: The name of its class.
+    #: The name of its class in diffusers or transformers.
     kind: str
 
-    #: The number of its tensors' elements.
+    #: The number of elements of all its tensors.
     parameters: int
 
-    #: Bytes of its weights files.
+    #: Bytes of its weights files on disk.
     files: int
 
     #: The dtype that it is loaded in.
@@ -69,23 +70,23 @@ class PlannedComponent(msgspec.Struct, frozen=True):
     #: Bytes of its weights in memory, in that dtype.
     memory: int
 
-    #: Whether its files have that dtype already. On CPUs, processes then map the files and share the memory.
+    #: Whether its files already have the dtype. On CPUs, processes then map the files and share the memory.
     mapped: bool = False
 
-    #: Those bytes of `memory` that tensor parallel ranks can divide among each other.
+    #: The part of `memory` that tensor parallel ranks can divide among each other, in bytes.
     tensor_parallel_bytes: int = 0
 
 
 class PlannedModel(msgspec.Struct, frozen=True):
     """A model and its components, as workers will load it."""
 
-    #: The model spec.
+    #: The model spec, with pools for these dtypes.
     spec: ModelSpec
 
     #: The folder, or file, of its weights.
     folder: Path
 
-    #: `--dtype` with the dtype of each component: "COMPONENT=DTYPE,…".
+    #: The value of `--dtype` that names the dtype of each component: "COMPONENT=DTYPE,…".
     dtypes: str
 
     #: The components by name.
@@ -95,15 +96,16 @@ class PlannedModel(msgspec.Struct, frozen=True):
 class ServingPlan(msgspec.Struct, frozen=True):
     """Which workers serve which stages of which models, on which devices."""
 
+    #: The models to serve, in the order in which workers load them.
     models: tuple[PlannedModel, ...]
 
-    #: The components that a worker of each role loads.
+    #: By role, the components that a worker of the role loads, with their bytes.
     needs: dict[str, tuple[ComponentMemory, ...]]
 
-    #: The workers that were wanted; with the chosen layout filled in.
+    #: The wanted workers, with the counts and devices of the chosen layout.
     worker_plan: WorkerPlan
 
-    #: The devices that were planned for. The first is the host.
+    #: The devices that workers may be placed on. The first is the host.
     devices: tuple[Device, ...]
 
     #: The workers to start. Empty if the plan is refused.
@@ -137,9 +139,9 @@ class ServingPlan(msgspec.Struct, frozen=True):
         return [role for role in self.needs if not any(roles is None or role in roles for roles in role_sets)]
 
     def repeats(self) -> dict[str, int]:
-        """Return how often a worker loads a component several times, by component."""
-        counts = [Counter((part.component, part.models) for part in worker.parts) for worker in self.workers]
-        return {name: times for count in counts for (name, _), times in count.items() if times > 1}
+        """Return the number of copies of components that a worker loads several times."""
+        counters = [Counter((part.component, part.models) for part in worker.parts) for worker in self.workers]
+        return {component: times for counter in counters for (component, _), times in counter.items() if times > 1}
 
     def memory(self) -> list[dict[str, Any]]:
         """Return a table row for each used device, with used and free bytes.
@@ -155,18 +157,22 @@ class ServingPlan(msgspec.Struct, frozen=True):
 
 
 def worker_plan(settings: Settings) -> WorkerPlan:
-    """Return the workers that these settings want. Raises ConfigError."""
+    """Return the wanted workers by these settings.
+
+    Raises ConfigError for a malformed plan, and UsageError for settings that exclude each other.
+    """
     workers = settings.serve.workers
     parallel = settings.compute.parallel
-    loaded = settings.worker.max_loaded_models
+    max_loaded_models = settings.worker.max_loaded_models
     devices = parse_place(settings.serve.place)
-    auto = workers == AUTO and not (devices or parallel)
+    is_automatic = workers == AUTO and not (devices or parallel)
     counts = None if workers == AUTO else parse_workers(workers)
-    whole = auto or (counts is not None and not counts.keys() - {ALL_STAGES})
-    if loaded == "1" and (parallel or not whole):
+    has_all_stages = is_automatic or (counts is not None and not counts.keys() - {ALL_STAGES})
+    if max_loaded_models == "1" and (parallel or not has_all_stages):
         raise UsageError("--max-loaded-models 1 needs workers of all stages: write --workers all=1 without --parallel")
+
     arena = settings.arena.bytes or SHARED_ARENA
-    return WorkerPlan(counts, devices, settings.compute, arena, auto=auto, max_loaded_models=loaded)
+    return WorkerPlan(counts, devices, settings.compute, arena, auto=is_automatic, max_loaded_models=max_loaded_models)
 
 
 def plan_models(
@@ -174,58 +180,59 @@ def plan_models(
     revision: str,
     wanted: WorkerPlan,
     devices: tuple[Device, ...],
-    means: HostResources | None = None,
+    host: HostResources | None = None,
     *,
-    results: bool = True,
+    has_results: bool = True,
     sources: Mapping[str, str] = MappingProxyType({}),
 ) -> ServingPlan:
     """Read the models' metadata, choose a layout if none is set, and place the workers.
 
-    `names`: the models' names; a mapping also has their sources: a folder, a file or a hub name.
+    `names`: the models' names; or a mapping from names to sources: a folder, a file or a hub name.
     `revision`: the branch, tag or commit of models from the hub, or "".
     `wanted`: the wanted workers.
     `devices`: the devices to place them on. The first is the host.
-    `means`: the host's resources, for choosing a layout.
-    `results`: whether the result store can be reached here. If not, only roles that do not need it are planned, and
-    workers of all stages are named by these roles.
+    `host`: the host's resources, from which a layout is chosen.
+    `has_results`: whether the result store can be reached here. If not, only roles that do not need it are planned, and
+    a worker of all stages gets these roles.
     `sources`: sources of single components by name.
 
-    No weights are loaded. Raises ConfigError for models that cannot be served. If they do not fit, the plan has a
-    refusal.
+    No weights are loaded. Raises ConfigError for models that cannot be served. If the models do not fit, the plan has
+    a refusal.
     """
     models = read_models(names, revision, wanted, devices, sources)
-    if not results:
+    if not has_results:
         models = _without_results(models)
-    needed = components_by_role(models)
+    needs = components_by_role(models)
     stages = [stage for model in models for stage in model.spec.pipeline.stages]
     wanted = replace(
         wanted,
         first=frozenset(stage.role for stage in stages if stage.work.forwards),
         shardable_roles=frozenset(stage.role for stage in stages if SHARD in stage.parallelism),
     )
-    wanted.worker_counts(needed)
+    # Both raise for settings that these models cannot have: unknown roles, and unsupported parallelism.
+    wanted.worker_counts(needs)
     refuse(parse_parallel(wanted.compute.parallel), stages, wanted.compute.offload)
-    search = None
+    layouts = None
     if wanted.auto:
-        search = search_layouts([model.spec for model in models], needed, wanted, devices, means or HostResources())
-        wanted = search.chosen.apply_to(wanted)
+        layouts = search_layouts([model.spec for model in models], needs, wanted, devices, host or HostResources())
+        wanted = layouts.chosen.apply_to(wanted)
 
     try:
-        workers = place_workers(needed, wanted, devices)
-        if not results:
+        workers = place_workers(needs, wanted, devices)
+        if not has_results:
             workers = tuple(
-                replace(worker, role="+".join(needed) if worker.role == ALL_STAGES else worker.role)
+                replace(worker, role="+".join(needs) if worker.role == ALL_STAGES else worker.role)
                 for worker in workers
             )
-        return ServingPlan(models, needed, wanted, devices, workers, layouts=search)
+        return ServingPlan(models, needs, wanted, devices, workers, layouts=layouts)
     except ConfigError as error:
-        return ServingPlan(models, needed, wanted, devices, (), str(error), search)
+        return ServingPlan(models, needs, wanted, devices, (), str(error), layouts)
 
 
 def roles_apart(specs: Iterable[ModelSpec]) -> tuple[str, ...]:
-    """Return the roles that can run where the result store cannot be reached.
+    """Return the roles without a stage that needs the result store.
 
-    None of their stages needs it.
+    They can run on machines that cannot reach it.
     """
     stages = [stage for spec in specs for stage in spec.pipeline.stages]
     roles_with_results = {stage.role for stage in stages if stage.needs_results}
@@ -233,9 +240,9 @@ def roles_apart(specs: Iterable[ModelSpec]) -> tuple[str, ...]:
 
 
 def _without_results(models: Iterable[PlannedModel]) -> tuple[PlannedModel, ...]:
-    """Return the models without the stages of roles that need the result store.
+    """Return the models with only stages of roles that need no result store.
 
-    Models without such stages are left out. Raises ConfigError if none is left.
+    A model without any such stage is left out. Raises ConfigError if no model remains.
     """
     models = tuple(models)
     roles = roles_apart(model.spec for model in models)
@@ -263,16 +270,17 @@ def read_models(
     """Read the models' metadata, with the dtypes that the wanted workers would load.
 
     The parameters are those of `plan_models`.
-    Raises ConfigError, also for a `--dtype` that names a component that no model has.
+    Raises ConfigError, also for a `--dtype` with a component that no model has.
     """
-    spec = wanted.compute.dtype
-    source_of = names if isinstance(names, Mapping) else {name: name for name in names}
+    dtype_spec = wanted.compute.dtype
+    source_by_name = names if isinstance(names, Mapping) else {name: name for name in names}
     folders = {
         name: resolve_source(with_components(source, sources), revision or None, ())
-        for name, source in source_of.items()
+        for name, source in source_by_name.items()
     }
     specs = {name: read_model_spec(name, folder) for name, folder in folders.items()}
-    choose_dtypes(spec, sorted({component for model_spec in specs.values() for component in model_spec.dtypes}))
+    # Raises for an unknown component. It is checked against all models, since each may have only some components.
+    choose_dtypes(dtype_spec, sorted({component for model_spec in specs.values() for component in model_spec.dtypes}))
 
     roles = dict.fromkeys(stage.role for model_spec in specs.values() for stage in model_spec.pipeline.stages)
     gpu_workers = [
@@ -280,15 +288,16 @@ def read_models(
         for worker in wanted.worker_counts(roles)
         if not is_cpu_only(devices_of(worker, wanted, devices))
     ]
-    on_gpu = {role for role in roles if any(worker is None or role in worker for worker in gpu_workers)}
+    gpu_roles = {role for role in roles if any(worker is None or role in worker for worker in gpu_workers)}
 
     models = []
     for name, folder in folders.items():
-        dtypes = explicit_dtypes(specs[name], spec, on_gpu)
+        dtypes = explicit_dtypes(specs[name], dtype_spec, gpu_roles)
         files = open_files(folder)
-        text = ",".join(f"{component}={dtype}" for component, dtype in dtypes.items())
+        model_dtypes = ",".join(f"{component}={dtype}" for component, dtype in dtypes.items())
         components = {component: _component(files, component, dtype) for component, dtype in dtypes.items()}
-        models.append(PlannedModel(read_model_spec(name, folder, text), folder, text, components))
+        # The spec is read again, since the dtypes are part of the names of pools.
+        models.append(PlannedModel(read_model_spec(name, folder, model_dtypes), folder, model_dtypes, components))
     return tuple(models)
 
 
@@ -296,53 +305,57 @@ def _component(files: ModelFolder, name: str, dtype: str) -> PlannedComponent:
     """Return a component with its sizes, read from the headers of its weights."""
     tensors = files.tensors(name)
     kind = files.class_of(name)
-    width = DTYPES[dtype]
-    elements = {tensor: number for tensor, (_, number) in tensors.items()}
-    shared = sharded_elements(name, kind, find(files.path).parallel_plans, elements)
+    dtype_bytes = DTYPES[dtype]
+    elements = {tensor: count for tensor, (_, count) in tensors.items()}
+    sharded = sharded_elements(name, kind, find(files.path).parallel_plans, elements)
     parameters = sum(elements.values())
     mapped = files.stores_dtype(name, dtype)
 
-    memory = parameters * width
-    if files.is_quantized(name):  # as in its files, except floats that are loaded in a wider dtype
-        file_widths = {STORED[stored]: DTYPES[stored] for stored in STORED}
+    memory = parameters * dtype_bytes
+    # Quantized weights stay in memory as they are in the files. Only floats are loaded in a wider dtype.
+    if files.is_quantized(name):
+        file_dtype_bytes = {STORED[stored]: DTYPES[stored] for stored in STORED}
         memory = files.size(name) + sum(
-            number * max(width - file_widths.get(stored, width), 0) for stored, number in tensors.values()
+            count * max(dtype_bytes - file_dtype_bytes.get(stored, dtype_bytes), 0)
+            for stored, count in tensors.values()
         )
-    return PlannedComponent(name, kind, parameters, files.size(name), dtype, memory, mapped, shared * width)
+    return PlannedComponent(name, kind, parameters, files.size(name), dtype, memory, mapped, sharded * dtype_bytes)
 
 
-def explicit_dtypes(model_spec: ModelSpec, spec: str, on_gpu: Collection[str]) -> dict[str, str]:
-    """Return the dtype of each component by `--dtype`.
+def explicit_dtypes(model_spec: ModelSpec, dtype_spec: str, gpu_roles: Collection[str]) -> dict[str, str]:
+    """Return the dtype of each component of a model.
 
-    "auto" is bfloat16 for roles on GPUs, but float32 for VAEs and on CPUs. The result must be the same in the gateway
-    and in workers, because they must agree on pools.
+    `dtype_spec`: the value of `--dtype`. "auto" is bfloat16 on GPUs, and float32 for VAEs and on CPUs.
+    `gpu_roles`: the roles that run on GPUs.
+
+    The gateway and the workers must get the same result, because pools are named by dtypes.
     """
-    default, named = parse_dtypes(spec)
+    default, explicit = parse_dtypes(dtype_spec)
     gpu_components = {
-        component for stage in model_spec.pipeline.stages if stage.role in on_gpu for component in stage.components
+        component for stage in model_spec.pipeline.stages if stage.role in gpu_roles for component in stage.components
     }
-    automatic = {
+    automatic_dtypes = {
         name: "bfloat16" if name in gpu_components and not name.startswith("vae") else "float32"
         for name in model_spec.dtypes
     }
-    defaults = automatic if default == "auto" else dict.fromkeys(model_spec.dtypes, default)
-    return {name: named.get(name, defaults[name]) for name in model_spec.dtypes}
+    defaults = automatic_dtypes if default == "auto" else dict.fromkeys(model_spec.dtypes, default)
+    return {name: explicit.get(name, defaults[name]) for name in model_spec.dtypes}
 
 
 def components_by_role(models: Iterable[PlannedModel]) -> dict[str, tuple[ComponentMemory, ...]]:
-    """Return the components that a worker of each role loads.
+    """Return the components that a worker of each role loads, with their bytes.
 
-    A pool that several models share is loaded once.
+    A component of a pool that several models share is listed once.
     """
     pools: dict[str, dict[str, tuple[StageSpec, PlannedModel]]] = {}
     for model in models:
         for stage in model.spec.pipeline.stages:
             pools.setdefault(model.spec.pools()[stage.name], {})[model.spec.name] = (stage, model)
 
-    needed: dict[str, tuple[ComponentMemory, ...]] = {}
+    needs: dict[str, tuple[ComponentMemory, ...]] = {}
     for users in pools.values():
         stage, model = next(iter(users.values()))
-        once = open_files(model.folder).is_transformers_model
+        is_shared_by_stages = open_files(model.folder).is_transformers_model
         components = (model.components[name] for name in stage.components)
         parts = tuple(
             ComponentMemory(
@@ -352,13 +365,13 @@ def components_by_role(models: Iterable[PlannedModel]) -> dict[str, tuple[Compon
                 tuple(users),
                 component.mapped,
                 component.tensor_parallel_bytes,
-                once,
+                is_shared_by_stages,
             )
             for component in components
             if component.memory
         )
-        needed[stage.role] = (*needed.get(stage.role, ()), *parts, *_kv_cache(stage, model, tuple(users)))
-    return needed
+        needs[stage.role] = (*needs.get(stage.role, ()), *parts, *_kv_cache(stage, model, tuple(users)))
+    return needs
 
 
 def _kv_cache(stage: StageSpec, model: PlannedModel, users: tuple[str, ...]) -> Iterator[ComponentMemory]:
@@ -406,24 +419,29 @@ def host_resources(settings: Settings) -> HostResources:
     )
 
 
-def parse_counts(flag: str, given: tuple[str, ...], example: str) -> dict[str, int]:
-    """Parse the NAME=N entries of a flag. Raises UsageError with the example."""
-    numbers = {}
-    for entry in given:
+def parse_counts(flag: str, entries: tuple[str, ...], example: str) -> dict[str, int]:
+    """Return the numbers of a flag's NAME=N entries by name.
+
+    Raises UsageError, which names the flag and the example, for an entry that is malformed or 0.
+    """
+    counts = {}
+    for entry in entries:
         name, _, count = entry.partition("=")
         if not name or not count.isdecimal() or not int(count):
             raise UsageError(f"{flag} {entry}: write {example}")
-        numbers[name] = int(count)
-    return numbers
+        counts[name] = int(count)
+    return counts
 
 
 def slots_by_role(settings: Settings) -> dict[str, int]:
-    """Return the set slots of a worker by role. Raises UsageError for a malformed entry."""
+    """Return the slots of each worker by role, as `--slots` sets them. Raises UsageError."""
     return parse_counts("--slots", settings.serve.slots, "ROLE=N, like denoiser=2")
 
 
 def environment_of(settings: Settings) -> dict[str, str]:
     """Return the environment variables of every worker, whatever launcher starts it."""
+    # Workers inherit the variables of this process. `workers` and `health` are emptied, since a worker that a launcher
+    # starts must use neither.
     return {
         FIELDS[name].variable: FIELDS[name].written(value)
         for name, value in (
@@ -441,50 +459,50 @@ def environment_of(settings: Settings) -> dict[str, str]:
 
 
 def forked(
-    planned: ServingPlan, begun: ForkServers | InheritedForks | None = None
+    plan: ServingPlan, running: ForkServers | InheritedForks | None = None
 ) -> ForkServers | InheritedForks | None:
     """Return the fork server for a plan's workers on CPUs, or None without such workers.
 
-    `begun`: a fork server that is running already. It is used, or copied if it is inherited, or closed if the plan
+    `running`: a fork server that runs already. An inherited one is copied. Any other one is used, or closed if the plan
     has no workers on CPUs.
     """
-    on_cpu = any(worker.on_cpu for worker in planned.workers)
-    if isinstance(begun, InheritedForks):
-        return begun.copy() if on_cpu else None
+    on_cpu = any(worker.on_cpu for worker in plan.workers)
+    if isinstance(running, InheritedForks):
+        return running.copy() if on_cpu else None
     if not on_cpu:
-        if begun:
-            begun.close()
+        if running:
+            running.close()
         return None
-    return begun or ForkServers([str(model.folder) for model in planned.models])
+    return running or ForkServers([str(model.folder) for model in plan.models])
 
 
 def worker_specs(
-    planned: ServingPlan,
+    plan: ServingPlan,
     settings: Settings,
-    told: Mapping[str, object],
-    more: Mapping[str, str],
+    extra_flags: Mapping[str, object],
+    extra_environment: Mapping[str, str],
     models: tuple[str, ...] = (),
     *,
     elsewhere: bool = False,
 ) -> list[WorkerSpec]:
     """Return the worker processes to start for a plan: their flags and environment.
 
-    `told`: flags beside those that follow from the settings.
-    `more`: environment variables beside those that follow from the settings.
-    `models`: the models to load; empty for those that the scheduler offers when a worker starts.
-    `elsewhere`: whether the workers run on other machines, whose own data and run folders they then use.
+    `extra_flags`: flags in addition to those that follow from the settings.
+    `extra_environment`: environment variables in addition to those that follow from the settings.
+    `models`: the models to load; if empty, each worker loads those that the scheduler offers when it starts.
+    `elsewhere`: whether the workers run on other machines. They then use the data and run folders of these machines.
 
-    The workers of a plan share the CPU cores. Each gets its dtypes from the scheduler, since these differ by model.
+    The CPU cores are divided among the workers. Each gets its dtypes from the scheduler, since these differ by model.
     """
-    wanted, workers = planned.worker_plan, planned.workers
+    wanted, workers = plan.worker_plan, plan.workers
     ranks = sum(len(worker.devices) for worker in workers)
     slots = slots_by_role(settings)
     threads = wanted.compute.threads or max(1, host_resources(settings).cores // max(1, ranks))
-    common = asdict(wanted.compute) | {
+    common_options = asdict(wanted.compute) | {
         "threads": threads,
         "dtype": "auto",
         "arena": wanted.arena,
-        **told,
+        **extra_flags,
         "keys": keys_folder(settings, "worker"),
         "memory-limit": settings.worker.memory_limit,
         "stall-s": settings.lease.stall_s,
@@ -493,21 +511,23 @@ def worker_specs(
         "max_loaded_models": wanted.max_loaded_models,
         **({"listen": settings.worker.listen} if settings.worker.listen else {}),
     }
-    del common["device"]
-    environment = {**environment_of(settings), **more}
+    del common_options["device"]  # each spec has its own
+
+    environment = {**environment_of(settings), **extra_environment}
     for folder in ("run_dir", "data_dir") if elsewhere else ():
         del environment[FIELDS[folder].variable]
+
     specs = []
     for worker in workers:
         roles = roles_of(worker.role)
         role_slots = [count for role, count in slots.items() if roles is None or role in roles]
-        options = common | {"slots": min(role_slots, default=settings.worker.slots)}
+        options = common_options | {"slots": min(role_slots, default=settings.worker.slots)}
         if worker.on_cpu:
-            options["offload"] = "none"
+            options["offload"] = "none"  # a worker on CPUs has its weights in host memory anyway
         flags = {name.replace("_", "-"): str(value) for name, value in options.items()}
-        smaller = tuple(
+        smaller_specs = tuple(
             WorkerSpec(worker.role, device, flags | {"parallel": parallel}, environment, models=models)
             for device, parallel in smaller_layouts(worker.device, worker_parallelism(wanted.compute.parallel, roles))
         )
-        specs.append(WorkerSpec(worker.role, worker.device, flags, environment, smaller, models))
+        specs.append(WorkerSpec(worker.role, worker.device, flags, environment, smaller_specs, models))
     return specs

@@ -28,7 +28,7 @@ PROMPT = "a red circle on white"
 class StartScreen:
     """The lines that `unfuse serve` prints while it starts.
 
-    `plan`: what is served.
+    `plan`: the plan of the workers.
     `names`: the model of each name that clients use.
     `keyed`: whether clients need an API key.
     """
@@ -40,21 +40,25 @@ class StartScreen:
         self._served = {public_name(model.spec.name): model.spec for model in plan.models}
 
     def opening(self) -> list[str]:
-        """Return the lines on which models are served, and by which workers."""
+        """Return the lines that list the served models and their workers."""
         models = [name if name == spec.name else f"{name} ({spec.name})" for name, spec in self._served.items()]
         return [f"serving {', '.join(models)} with unfuse {__version__}", *layout_lines(self._plan)]
 
     def ready(self, url: str, seconds: float) -> list[str]:
-        """Return the lines on how long the start took, and how to try the server."""
-        took = f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"
-        if missing := self._plan.missing_roles():
+        """Return the lines with the duration of the start and an example command.
+
+        `url`: the URL of the server.
+        `seconds`: the duration of the start.
+        """
+        duration = f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"
+        if missing_roles := self._plan.missing_roles():
             return [
                 (
-                    f"the workers of this machine are ready in {took} s: requests wait for workers of other roles "
-                    f"({', '.join(missing)})"
+                    f"the workers of this machine are ready in {duration} s: requests wait for workers of other roles "
+                    f"({', '.join(missing_roles)})"
                 )
             ]
-        return [f"ready in {took} s: open {url}/docs, or try", f"    {self.example(url)}"]
+        return [f"ready in {duration} s: open {url}/docs, or try", f"    {self.example(url)}"]
 
     def example(self, url: str) -> str:
         """Return a curl command for a request to the first model."""
@@ -84,7 +88,7 @@ def _first_request(spec: ModelSpec) -> tuple[str, dict[str, object], bool]:
 
 
 def layout_lines(plan: ServingPlan) -> list[str]:
-    """Return the lines on which workers start where, why, and their memory."""
+    """Return the lines on the layout: its reason, its workers, and their memory."""
     lines = [
         f"{model.spec.name} is not split: {model.spec.undivided_reason}"
         for model in plan.models
@@ -104,34 +108,36 @@ def layout_lines(plan: ServingPlan) -> list[str]:
 
 
 def split_gains(plan: ServingPlan) -> Iterator[tuple[str, int]]:
-    """Yield what serving in stages gains on this machine, as sentences with saved bytes.
+    """Yield the gains of serving in stages here: a sentence, and the saved bytes.
 
-    The bytes are 0 for gains that save no memory.
+    The bytes are 0 for a gain that saves no memory.
     """
-    used = dict.fromkeys(device for worker in plan.workers for device in worker.devices)
-    if len(used) > 1:
-        yield f"stages on {len(used)} devices ({', '.join(used)}) work at the same time", 0
+    used_devices = dict.fromkeys(device for worker in plan.workers for device in worker.devices)
+    if len(used_devices) > 1:
+        yield f"stages on {len(used_devices)} devices ({', '.join(used_devices)}) work at the same time", 0
 
     parts = [part for role_parts in plan.needs.values() for part in role_parts]
-    whole = sum(part.bytes for part in parts)
-    largest = max(part.bytes for part in parts)
-    best = max(plan.devices[1:] or plan.devices, key=lambda device: device.free)
-    if whole > best.free:
-        room = f"more than the {readable_bytes(best.free)} free on {best.name}"
-        takes = f"the components take {readable_bytes(whole)}"
-        yield f"undivided, {takes}, {room}; the largest takes {readable_bytes(largest)}", 0
+    total_bytes = sum(part.bytes for part in parts)
+    largest_bytes = max(part.bytes for part in parts)
+    # The first device is the host, which counts only if there is no other.
+    freest_device = max(plan.devices[1:] or plan.devices, key=lambda device: device.free)
+    if total_bytes > freest_device.free:
+        limit = f"more than the {readable_bytes(freest_device.free)} free on {freest_device.name}"
+        total = f"the components take {readable_bytes(total_bytes)}"
+        yield f"undivided, {total}, {limit}; the largest takes {readable_bytes(largest_bytes)}", 0
+
     for part in parts:
         if saved := part.bytes * (len(part.models) - 1):
             yield f"one {part.component} serves {len(part.models)} models: {readable_bytes(saved)} less memory", saved
     if (copies := _denoisers(plan)) > 1:
-        denoiser = sum(part.bytes for role in plan.worker_plan.first for part in plan.needs[role])
-        saved = (copies - 1) * (whole - denoiser)
-        less = f"{readable_bytes(saved)} less memory than as many undivided pipelines"
-        yield f"{copies} denoisers share encoder and decoder: {less}", saved
+        denoiser_bytes = sum(part.bytes for role in plan.worker_plan.first for part in plan.needs[role])
+        saved = (copies - 1) * (total_bytes - denoiser_bytes)
+        saving = f"{readable_bytes(saved)} less memory than as many undivided pipelines"
+        yield f"{copies} denoisers share encoder and decoder: {saving}", saved
 
 
 def layout_rows(plan: ServingPlan) -> list[dict[str, Any]]:
-    """Return a table row for each layout; the chosen one has the rate 1."""
+    """Return a table row for each layout, with its rate relative to the chosen layout."""
     if plan.layouts is None:
         return []
     chosen_rate = plan.layouts.chosen.rate or 1.0
@@ -148,11 +154,11 @@ def prediction_basis(plan: ServingPlan) -> str:
 
 
 def invariance_rows(plan: ServingPlan, data_dir: str) -> list[dict[str, Any]]:
-    """Return the batch invariance results of a plan's pools, one table row each.
+    """Return a table row with the batch invariance results of each pool of a plan.
 
     `exact_to`: the largest batch size that changes no byte.
-    `not_from`: the smallest that does, or None.
-    `because_of`: the function that makes the difference.
+    `not_from`: the smallest batch size that changes bytes, or None if none did.
+    `because_of`: the function whose output differs at that size; "" if none does.
     """
     pools = {pool for model in plan.models for pool in model.spec.pools().values()}
     results: defaultdict[str, list[InvarianceResult]] = defaultdict(list)
@@ -161,23 +167,23 @@ def invariance_rows(plan: ServingPlan, data_dir: str) -> list[dict[str, Any]]:
             results[result.pool].append(result)
 
     rows = []
-    for pool, of_pool in sorted(results.items()):
-        variant = (result for result in of_pool if result.variant_function)
-        smallest = min(variant, key=lambda result: result.size, default=InvarianceResult())
-        largest = max((result.size for result in of_pool if result.is_trusted), default=1)
+    for pool, pool_results in sorted(results.items()):
+        variant_results = (result for result in pool_results if result.variant_function)
+        smallest_variant = min(variant_results, key=lambda result: result.size, default=InvarianceResult())
+        largest_exact = max((result.size for result in pool_results if result.is_trusted), default=1)
         rows.append(
             {
                 "pool": readable_pool(pool),
-                "exact_to": largest,
-                "not_from": smallest.size or None,
-                "because_of": smallest.variant_function,
+                "exact_to": largest_exact,
+                "not_from": smallest_variant.size or None,
+                "because_of": smallest_variant.variant_function,
             }
         )
     return rows
 
 
 def split_recommendation(plan: ServingPlan) -> str:
-    """Return a sentence on whether to split the models.
+    """Return a sentence that recommends or discourages splitting the models.
 
     Saved memory counts only if it exceeds the memory of the additional processes.
     """
@@ -187,18 +193,21 @@ def split_recommendation(plan: ServingPlan) -> str:
         return plan.layouts.reason
     if len(plan.workers) < 2:
         return "not split: at most one worker runs here, and its stages run in turn"
-    more = len(plan.workers) - max(1, _denoisers(plan))
-    saved = [size for _, size in split_gains(plan)]
-    if 0 in saved or sum(saved) > more * PROCESS:
+    extra_processes = len(plan.workers) - max(1, _denoisers(plan))
+    saved_bytes = [size for _, size in split_gains(plan)]
+    # A gain of 0 bytes makes requests faster, or possible at all. It outweighs any memory.
+    if 0 in saved_bytes or sum(saved_bytes) > extra_processes * PROCESS:
         return "split: it has the gains above"
-    contexts = f" and {readable_bytes(more * CONTEXT)} of GPU memory" if plan.workers[0].device != CPU else ""
+    gpu_memory = (
+        f" and {readable_bytes(extra_processes * CONTEXT)} of GPU memory" if plan.workers[0].device != CPU else ""
+    )
     return (
         "do not split: on one device stages take turns (0.53 to 0.96 of the throughput of the best undivided set-up, "
-        f"measured on two cores in docs/performance.md), and {more} more processes than undivided take "
-        f"{readable_bytes(more * PROCESS)} of host memory{contexts}"
+        f"measured on two cores in docs/performance.md), and {extra_processes} more processes than undivided take "
+        f"{readable_bytes(extra_processes * PROCESS)} of host memory{gpu_memory}"
     )
 
 
 def _denoisers(plan: ServingPlan) -> int:
-    """Return the number of workers whose role is placed first."""
+    """Return the number of workers whose role is placed first, such as denoisers."""
     return sum(worker.role in plan.worker_plan.first for worker in plan.workers)

@@ -88,32 +88,32 @@ class QueueStart:
     """Opens the queue backend of a service, and waits while it cannot be used.
 
     A queue cannot be used while it is unreachable, loads its data, or has a full disk.
-    `longest_s`: the most seconds to wait in total.
+    `timeout_s`: the most seconds to wait in total, over all calls.
     `stop`: ends the wait when it is set.
-    `waits`: called with the reason after each failed attempt.
+    `on_wait`: called with the reason after each failed attempt.
     """
 
-    def __init__(self, longest_s: float, stop: asyncio.Event, waits: Callable[[str], object]) -> None:
-        self._end = asyncio.get_running_loop().time() + longest_s
+    def __init__(self, timeout_s: float, stop: asyncio.Event, on_wait: Callable[[str], object]) -> None:
+        self._end = asyncio.get_running_loop().time() + timeout_s
         self._stop = stop
-        self._on_wait = waits
+        self._on_wait = on_wait
 
     async def open(self, url: str) -> QueueBackend:
         """Open the queue at `url`, and return it once it can be used.
 
-        Raises ConfigError if it can never be the queue, TransientError if it cannot be used in time, ServiceStopped.
+        Raises ConfigError for a URL that is no queue, TransientError if it cannot be used in time, ServiceStopped.
         """
 
-        async def opened() -> QueueBackend:
+        async def open_backend() -> QueueBackend:
             return queues.open(url)
 
-        async def answers() -> None:
+        async def check_backend() -> None:
             await queue.check_address()
             await queue.check()
 
-        queue = await self.until_done(opened)
+        queue = await self.until_done(open_backend)
         try:
-            await self.until_done(answers)
+            await self.until_done(check_backend)
         except BaseException:
             await queue.close()
             raise
@@ -123,7 +123,7 @@ class QueueStart:
         """Repeat this work until it raises no TransientError, and return its result.
 
         The beginning and the end of the wait are logged once.
-        Raises TransientError once the time is over, and ServiceStopped.
+        Raises TransientError if the timeout is over, and ServiceStopped.
         """
         has_waited = False
         while True:
@@ -143,12 +143,12 @@ class QueueStart:
             await self._unless_stopped(asyncio.sleep(RETRY_S))
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of this work. Raises ServiceStopped if the service is stopped before."""
-        working = asyncio.create_task(work)
-        await first_completed(working, self._stop.wait())
-        if working.cancelled():
+        """Return the result of this work. Raises ServiceStopped if the service is stopped meanwhile."""
+        task = asyncio.create_task(work)
+        await first_completed(task, self._stop.wait())
+        if task.cancelled():
             raise ServiceStopped
-        return working.result()
+        return task.result()
 
 
 class Service(Stoppable):
@@ -169,25 +169,25 @@ class Service(Stoppable):
         self.addresses: list[str] = []
         self._groups: WorkerGroups | None = None
 
-    async def run(self, started: Callable[[str], None]) -> None:
-        """Serve until `stop`. `started` is called with the URL once requests are accepted.
+    async def run(self, on_started: Callable[[str], None]) -> None:
+        """Serve until `stop`. `on_started` is called with the URL as soon as requests are accepted.
 
         Raises ConfigError, and TransientError for a queue that cannot be used in time.
         """
         with contextlib.suppress(ServiceStopped):
-            await self._run(started)
+            await self._run(on_started)
 
-    async def _run(self, started: Callable[[str], None]) -> None:
+    async def _run(self, on_started: Callable[[str], None]) -> None:
         options, serve = self._options, self._options.serve
         names, listener = public_names(serve), listen(options)
-        bounds = ConnectionLimits(serve.max_connections, serve.max_connections_per_address)
-        front = HttpFrontend(listener, bounds, options.access, keyed=bool(options.keys))
+        connection_limits = ConnectionLimits(serve.max_connections, serve.max_connections_per_address)
+        frontend = HttpFrontend(listener, connection_limits, options.access, keyed=bool(options.keys))
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(listener.close)
-            stack.push_async_callback(front.close)
+            stack.push_async_callback(frontend.close)
             port = listener.getsockname()[1]
-            start = QueueStart(serve.queue_wait, self.stopping, front.wait)
-            scheduler, dispatcher, groups = await stack.enter_async_context(self._open_scheduler(port, start))
+            queue_start = QueueStart(serve.queue_wait, self.stopping, frontend.wait)
+            scheduler, dispatcher, groups = await stack.enter_async_context(self._open_scheduler(port, queue_start))
             results = open_results(options.storage.results)
             webhooks = Webhooks(serve.webhook_hosts, serve.webhook_secret, options.prices)
             image_fetcher = ImageFetcher(serve.image_hosts)
@@ -213,7 +213,7 @@ class Service(Stoppable):
                 parsers=options.parsers,
                 open_metrics=serve.open_metrics,
             )
-            serving = front.serve(create_app(gateway, options.access))
+            serving = frontend.serve(create_app(gateway, options.access))
             webhooks.start(scheduler, gateway.links)
             background = Supervisor()
             stack.push_async_callback(background.close)
@@ -224,79 +224,82 @@ class Service(Stoppable):
             launcher = groups.start_group(self._plan)
             background.start_loop("updating the worker groups", groups.check_once)
             host = f"[{serve.host}]" if ":" in serve.host else serve.host
-            started(f"http://{host}:{port}")
+            on_started(f"http://{host}:{port}")
             try:
                 await first_completed(asyncio.shield(serving), self.stopping.wait(), _raise(launcher.failed))
                 await self._await_callers(scheduler, gateway, groups)
             finally:
-                scheduler.draining = True  # callers who wait get no result, and their requests are not cancelled
+                scheduler.draining = True  # waiting clients get no result, and their requests are not cancelled
                 if not self.stopping.is_set():
-                    self.stop()
+                    self.stop()  # after an error: starts the time budget
                 self._log_stop()
                 dispatcher.stop_granting()
                 await groups.stop(self.budget.remaining(self.reserve), self.budget.hurry)
-                await front.close()
+                await frontend.close()
 
     def _log_stop(self) -> None:
-        """Log for how long the workers may stop, and what becomes of running tasks."""
+        """Log the seconds within which the workers stop, and whether running tasks resume or finish."""
         is_durable = self._options.storage.durable_url != "none"
-        fate = "resumes after the next start" if is_durable else "finishes if time is left"
-        log.info("stopping the workers", what_runs=fate, within_s=round(self.budget.remaining(), 1))
+        outcome = "resumes after the next start" if is_durable else "finishes if time is left"
+        log.info("stopping the workers", what_runs=outcome, within_s=round(self.budget.remaining(), 1))
 
     def _start_cleanup(self, background: Supervisor, scheduler: Scheduler, results: ResultStore) -> None:
         """Start the loops that delete expired requests, excess results and dead workers' objects."""
-        serve, places = self._options.serve, self._options.storage
+        serve, storage = self._options.serve, self._options.storage
         background.start_loop(
             "deleting expired requests", partial(_forget, scheduler.queue, results, serve.retention_s)
         )
         if serve.results_limit:
-            bound = partial(_bound, scheduler.queue, results, serve.results_limit)
-            background.start_loop("enforcing the limit of results", bound)
-        remains = stored_objects(places.store, places.durable_url)
-        background.start_loop("deleting objects of dead workers", partial(_drop_remains, scheduler, remains))
+            enforce_limit = partial(_bound, scheduler.queue, results, serve.results_limit)
+            background.start_loop("enforcing the limit of results", enforce_limit)
+        stores = stored_objects(storage.store, storage.durable_url)
+        background.start_loop("deleting objects of dead workers", partial(_drop_remains, scheduler, stores))
 
     @contextlib.asynccontextmanager
     async def _open_scheduler(
-        self, port: int, start: QueueStart
+        self, port: int, queue_start: QueueStart
     ) -> AsyncIterator[tuple[Scheduler, Dispatcher, WorkerGroups]]:
         """Open the queue, the scheduler and the control addresses, and close them after the block."""
         options, serve = self._options, self._options.serve
         specs = [model.spec for model in self._plan.models]
-        settings, kind = options.settings, options.storage.store.partition(":")[0]
+        settings, store_kind = options.settings, options.storage.store.partition(":")[0]
         offered = [(model.spec.name, model.spec.source, model.dtypes) for model in self._plan.models]
-        arenas = PoolArenas(spills=kind == "spill")
-        queue = await start.open(options.queue)
+        arenas = PoolArenas(spills=store_kind == "spill")
+        queue = await queue_start.open(options.queue)
         scheduler = Scheduler(
             queue,
             limits=QueueLimits(serve.max_active, serve.max_queue, serve.max_cost or None),
             specs=specs,
             lease_ttl=settings.lease.ttl_s,
             order=serve.order,
-            cache_bytes=serve.encoder_cache if kind in ARENAS else 0,
+            cache_bytes=serve.encoder_cache if store_kind in ARENAS else 0,
             costs=options.costs,
             arenas=arenas,
             scale_to_zero=options.scale_to_zero,
             cold_start_limit=serve.cold_start_timeout,
         )
-        places = msgspec.structs.replace(options.storage, results_store_id=store_id(options.storage.results))
-        folder = open_run_folder(settings.run_dir)
+        storage = msgspec.structs.replace(options.storage, results_store_id=store_id(options.storage.results))
+        run_folder = open_run_folder(settings.run_dir)
         routers: list[Router] = []
         dispatcher = Dispatcher(
-            scheduler, offered, places, options.workers.compute.numerics, serve.dispatch, node=machine_id(folder)
+            scheduler, offered, storage, options.workers.compute.numerics, serve.dispatch, node=machine_id(run_folder)
         )
-        adapter_server = AdapterServer(dispatcher, places.adapters)
+        adapter_server = AdapterServer(dispatcher, storage.adapters)
         default = [] if any(map(unix_path, options.listen)) else [f"{UNIX}{server_socket(settings.run_dir, port)}"]
         try:
+            # Unix sockets come first, because workers of this machine use the first address.
             for address in sorted((*default, *options.listen), key=lambda address: not unix_path(address)):
                 routers.append(
-                    Router(address, adapter_server.answer, dispatcher.handle_undelivered, options.trust, folder)
+                    Router(address, adapter_server.answer, dispatcher.handle_undelivered, options.trust, run_folder)
                 )
             self.addresses = [router.address for router in routers]
-            await start.until_done(partial(scheduler.registry.declare, specs))
+            await queue_start.until_done(partial(scheduler.registry.declare, specs))
             await scheduler.start()
-            drain, expect = serve.drain_timeout, partial(self._set_expected_arenas, arenas)
-            name = f"{socket.gethostname()}:{serve.port}:{Path(settings.data_dir).absolute()}"
-            self._groups = WorkerGroups(scheduler, dispatcher, self._planned, self._launch, expect, drain, name)
+            drain_timeout, set_arenas = serve.drain_timeout, partial(self._set_expected_arenas, arenas)
+            server = f"{socket.gethostname()}:{serve.port}:{Path(settings.data_dir).absolute()}"
+            self._groups = WorkerGroups(
+                scheduler, dispatcher, self._planned, self._launch, set_arenas, drain_timeout, server
+            )
             yield scheduler, dispatcher, self._groups
         finally:
             for router in routers:
@@ -305,7 +308,7 @@ class Service(Stoppable):
             await self._close_queue(queue)
 
     def _set_expected_arenas(self, arenas: PoolArenas, plans: Sequence[ServingPlan]) -> None:
-        """Set the arenas of workers that are started here, for admission control before they register."""
+        """Set the arenas that admission control expects until the workers of these plans register."""
         options = self._options
         if options.storage.store.partition(":")[0] in ARENAS:
             arenas.expected = [
@@ -325,19 +328,20 @@ class Service(Stoppable):
                 for number, worker in enumerate(plan.workers)
             ]
 
-    def _planned(self, models: Mapping[str, str], taken: Counter[str], coming: Counter[str]) -> ServingPlan:
+    def _planned(self, models: Mapping[str, str], used: Counter[str], unallocated: Counter[str]) -> ServingPlan:
         """Return the serving plan for these models within the memory that other workers leave.
 
         Raises ConfigError.
 
         `models`: the source of each model by name.
-        `taken`: bytes by device that other workers use, now or soon.
-        `coming`: those of these bytes that are not allocated yet, less those that will be freed.
+        `used`: bytes by device that other workers use or will use.
+        `unallocated`: the part of these bytes that is not allocated yet, less the bytes that will be freed.
         """
         options = self._options
-        present = usable_devices(options.device_memory, elsewhere=options.launcher is not None)
-        free = {device.name: max(0, device.free - coming[device.name]) for device in present}
-        free |= {name: max(0, min(free[name], most - taken[name])) for name, most in options.device_memory.items()}
+        devices = usable_devices(options.device_memory, elsewhere=options.launcher is not None)
+        # The free memory was measured, so it lacks what is allocated. --device-memory is a total.
+        free = {device.name: max(0, device.free - unallocated[device.name]) for device in devices}
+        free |= {name: max(0, min(free[name], limit - used[name])) for name, limit in options.device_memory.items()}
         configured = models.keys() & {*options.serve.models}
         revision = options.serve.revision if configured else ""
         if revision and configured != models.keys():
@@ -347,36 +351,36 @@ class Service(Stoppable):
         settings = msgspec.structs.replace(options.settings, serve=serve)
         return plan_service(msgspec.structs.replace(options, settings=settings, device_memory=free), models)
 
-    def _launch(self, planned: ServingPlan, first: int) -> Launcher:
-        """Start the workers of a plan, numbered from `first`, and return their launcher."""
-        options, launcher = self._options, self._options.launcher
-        reached_at = self.addresses if isinstance(options.trust, Keys) else ()
-        flags = {"scheduler": self.addresses[0], "listen": host_towards(*reached_at)}
-        if launcher:  # without "listen", each worker is reached at the address that schedulers see
+    def _launch(self, plan: ServingPlan, first_number: int) -> Launcher:
+        """Start the workers of a plan, numbered from `first_number`, and return their launcher."""
+        options, open_launcher = self._options, self._options.launcher
+        reachable_addresses = self.addresses if isinstance(options.trust, Keys) else ()
+        flags = {"scheduler": self.addresses[0], "listen": host_towards(*reachable_addresses)}
+        if open_launcher:  # without "listen", each worker is reached at the address that schedulers see
             flags = {
                 "scheduler": next(external_address(address) for address in self.addresses if not unix_path(address))
             }
-        models = tuple(model.spec.name for model in planned.models)
+        models = tuple(model.spec.name for model in plan.models)
         specs = worker_specs(
-            planned, options.settings, flags, self._logs.environment, models, elsewhere=launcher is not None
+            plan, options.settings, flags, self._logs.environment, models, elsewhere=open_launcher is not None
         )
-        if launcher is None:
-            forks = forked(planned, self._forks)
+        if open_launcher is None:
+            forks = forked(plan, self._forks)
             if not isinstance(self._forks, InheritedForks):
-                self._forks = None
-            launcher = partial(LocalLauncher, forks=forks)
-        workers = launcher(specs, lambda index, line: self._process_line(first + index, line))
-        workers.start()
-        return workers
+                self._forks = None  # this launcher owns the fork server now
+            open_launcher = partial(LocalLauncher, forks=forks)
+        launcher = open_launcher(specs, lambda index, line: self._process_line(first_number + index, line))
+        launcher.start()
+        return launcher
 
     def _process_line(self, worker: int, line: bytes) -> None:
-        """Read a log line of a worker, and show it. Any thread may call this."""
+        """Track and log an output line of a worker. Any thread may call this."""
         if self._groups:
             self._groups.process_line(worker, line)
         self._logs.relay(worker, line)
 
     async def _await_callers(self, scheduler: Scheduler, gateway: Gateway, groups: WorkerGroups) -> None:
-        """Wait for requests whose callers are connected, while one can finish within the stop budget.
+        """Wait for requests whose clients are connected, while one can finish within the stop budget.
 
         If there are workers, half of the budget is reserved for stopping them. All other requests continue after the
         next start, or at another server.
@@ -385,14 +389,14 @@ class Service(Stoppable):
         budget = self.budget
         reserve = budget.seconds / 2 if groups.has_workers else self.reserve
 
-        async def waits() -> None:
+        async def wait_for_callers() -> None:
             while await gateway.awaited_within(budget.remaining(reserve)):
                 await asyncio.sleep(DRAIN_CHECK_S)
 
-        await budget.limited_to(budget.remaining(reserve), waits())
+        await budget.limited_to(budget.remaining(reserve), wait_for_callers())
 
     async def _close_queue(self, queue: QueueBackend) -> None:
-        """Close the queue; after `stop`, only within its budget, since an unreachable queue takes long."""
+        """Close the queue. After `stop`, wait only within the budget: it may be unreachable."""
         if not self.stopping.is_set():
             await queue.close()
             return
@@ -401,13 +405,13 @@ class Service(Stoppable):
                 await queue.close()
 
 
-async def _forget(requests: RequestStore, results: ResultStore, retention: float) -> None:
-    """Delete requests and results that ended more than `retention` seconds ago."""
-    await asyncio.sleep(min(FORGET_S, retention))
-    before = time.time() - retention
+async def _forget(requests: RequestStore, results: ResultStore, retention_s: float) -> None:
+    """Delete requests and results that ended more than `retention_s` seconds ago."""
+    await asyncio.sleep(min(FORGET_S, retention_s))
+    ended_before = time.time() - retention_s
     with contextlib.suppress(TransientError):
-        await requests.drop_ended_before(before)
-    await asyncio.to_thread(results.forget, before)
+        await requests.drop_ended_before(ended_before)
+    await asyncio.to_thread(results.forget, ended_before)
 
 
 async def _bound(requests: RequestStore, results: ResultStore, limit: int) -> None:
@@ -426,18 +430,21 @@ async def _bound(requests: RequestStore, results: ResultStore, limit: int) -> No
                 await requests.drop(request)
 
 
-async def _drop_remains(scheduler: Scheduler, places: Sequence[StoredObjects]) -> None:
-    """Delete objects of ended requests in durable stores that their owners did not delete."""
+async def _drop_remains(scheduler: Scheduler, stores: Sequence[StoredObjects]) -> None:
+    """Delete objects of ended requests that dead workers left in durable stores."""
     await asyncio.sleep(REMAINS_S)
-    for place in places:
+    for store in stores:
         with contextlib.suppress(TransientError):
-            folders = await asyncio.to_thread(place.requests)
+            folders = await asyncio.to_thread(store.requests)
             for request in await scheduler.releasable(tuple(folders)):
-                await asyncio.to_thread(place.drop, folders[request])
+                await asyncio.to_thread(store.drop, folders[request])
 
 
 def public_names(serve: ServeSettings) -> dict[str, str]:
-    """Return the model of each name that clients use. Raises UsageError if the counts differ."""
+    """Return the model of each name that clients use.
+
+    Raises UsageError if several models have another number of names.
+    """
     models, names = serve.models, serve.served_model_name
     if len(models) == 1:
         return dict.fromkeys(names, models[0])
@@ -447,7 +454,7 @@ def public_names(serve: ServeSettings) -> dict[str, str]:
 
 
 def listen(options: ServeOptions) -> socket.socket:
-    """Open the listening socket of the gateway. From now on clients may connect and wait.
+    """Open the listening socket of the gateway. Clients that connect early wait for an answer.
 
     Raises ConfigError if it cannot be opened, UsageError for an address beyond loopback without API keys.
     """
@@ -458,11 +465,12 @@ def listen(options: ServeOptions) -> socket.socket:
         )
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named, or asyncio leaves Nagle on
+    # asyncio turns Nagle's algorithm off only if the protocol is named.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen()  # from now on the port is taken, and early clients wait
+        listener.listen()
     except OSError as error:
         listener.close()
         is_ours = error.errno == errno.EADDRINUSE and str(port) in running(options.settings.run_dir)
@@ -472,9 +480,9 @@ def listen(options: ServeOptions) -> socket.socket:
 
 
 async def _raise(failed: asyncio.Future[None]) -> None:
-    """Wait for this future's error, and raise it. If it is cancelled, wait forever."""
+    """Wait for this future's error, and raise it. If the future is cancelled, wait forever."""
     await asyncio.wait({failed})
-    if failed.cancelled():  # the workers were stopped because their models were removed: the service continues
+    if failed.cancelled():  # the workers were stopped because their models were removed; the service continues
         await asyncio.Event().wait()
     failed.result()
 
@@ -483,7 +491,7 @@ async def _raise(failed: asyncio.Future[None]) -> None:
 def local(model: str | None = None, *, threads: int | None = None) -> Iterator[Client]:
     """Start private workers, and yield a client of them. They end with the block.
 
-    `model`: a name, a folder or a hub id; by default as the environment sets it, like all other settings.
+    `model`: a name, a folder or a hub id; None uses the model of the environment variables, as for other settings.
     `threads`: CPU threads per worker.
 
     Loading progress is written to standard error; or, in a program that configures logging, to its log as `info`; or
@@ -491,29 +499,29 @@ def local(model: str | None = None, *, threads: int | None = None) -> Iterator[C
     """
     loaded = load({"serve.models": [model] if model else None, "compute.threads": threads})
     logs, loading = Logs(loaded.settings.log), LoadingProgress(loaded.settings.serve.models)
-    say = _progress_writer(logs, loaded.settings.log.level)
+    write_line = _progress_writer(logs, loaded.settings.log.level)
     if not structlog.is_configured():
         logs.open_log()
     lines: AbstractContextManager[object] = nullcontext()
-    if say:
+    if write_line:
         logs.on_record = loading.record
-        lines = LoadLines(", ".join(loaded.settings.serve.models), loading, say)
+        lines = LoadLines(", ".join(loaded.settings.serve.models), loading, write_line)
     with lines, private_pools(loaded, logs, loading) as client:
         yield client
 
 
 def _progress_writer(logs: Logs, level: str) -> Callable[[str], object] | None:
-    """Return a function that writes a line of loading progress, or None without progress."""
+    """Return a function that writes a line of loading progress, or None without output."""
     if is_configured_elsewhere():
-        write: Callable[[str], object] = structlog.get_logger(LOGGER).info
-        return write
+        log_line: Callable[[str], object] = structlog.get_logger(LOGGER).info
+        return log_line
     if logging.getLogger(LOGGER).hasHandlers():
         return logging.getLogger(LOGGER).info
     return (lambda line: logs.write_line(f"unfuse: {line}")) if level == "auto" else None
 
 
 def without_keys(loaded: LoadedSettings) -> LoadedSettings:
-    """Return the settings without API keys, which belong to a server elsewhere."""
+    """Return the settings without API keys, which are those of another server."""
     serve = msgspec.structs.replace(loaded.settings.serve, api_key=(), api_keys=())
     return LoadedSettings(msgspec.structs.replace(loaded.settings, api_key="", serve=serve), loaded.origins)
 
@@ -529,61 +537,61 @@ def private_pools(
 
     The workers end with the block.
     `logs`: gets the workers' log lines.
-    `loading`: is told the roles of the workers to expect.
-    `check`: is called with the plan; no worker starts if it raises.
+    `loading`: the progress that tracks the workers, or None.
+    `check`: called with the plan; no worker starts if it raises.
 
-    Nothing is left behind: results are in a temporary folder that is deleted, and stage costs are not recorded.
+    No file remains: results are in a temporary folder that is deleted, and stage costs are not recorded.
     """
     options = serve_options(without_keys(loaded))
-    planned = plan_service(options)
+    plan = plan_service(options)
     if check:
-        check(planned)
+        check(plan)
     if loading:
-        loading.expect_workers([worker.role for worker in planned.workers])
+        loading.expect_workers([worker.role for worker in plan.workers])
     with passing_folder() as folder:
-        places = msgspec.structs.replace(options.storage, results=f"disk:{folder}?fsync=no")
+        storage = msgspec.structs.replace(options.storage, results=f"disk:{folder}?fsync=no")
         queue = "memory" if loaded.origins["serve.queue"] == DEFAULT else options.queue
-        options = msgspec.structs.replace(options, storage=places, costs=None, queue=queue)
-        with _served(options, planned, logs) as client:
+        options = msgspec.structs.replace(options, storage=storage, costs=None, queue=queue)
+        with _served(options, plan, logs) as client:
             yield client
 
 
 @contextmanager
-def _served(options: ServeOptions, planned: ServingPlan, logs: Logs) -> Iterator[Client]:
+def _served(options: ServeOptions, plan: ServingPlan, logs: Logs) -> Iterator[Client]:
     """Run a private service on a free port with a random key; yield its client.
 
-    The service ends with the block. Raises ConfigError if a worker cannot start, instead of an
-    error that follows from it.
+    The service ends with the block. Raises ConfigError if a worker cannot start, instead of the client's error that
+    follows from it.
     """
     key = secrets.token_urlsafe(24)
     address = f"{UNIX}{private_socket(options.settings.run_dir)}"
     settings = msgspec.structs.replace(options.settings, serve=msgspec.structs.replace(options.serve, port=0))
     options = msgspec.structs.replace(options, settings=settings, listen=(address,), keys=ApiKeys((key,)))
-    service = Service(options, planned, logs)
+    service = Service(options, plan, logs)
     ready: Future[tuple[asyncio.AbstractEventLoop, str]] = Future()
 
     def started(url: str) -> None:
         ready.set_result((asyncio.get_running_loop(), url))
 
-    def fail(over: Future[None]) -> None:
-        if (error := over.exception()) and not ready.done():
+    def fail(service_end: Future[None]) -> None:
+        if (error := service_end.exception()) and not ready.done():
             ready.set_exception(error)
 
     def stop(ready: Future[tuple[asyncio.AbstractEventLoop, str]]) -> None:
-        """Stop the service at once, as soon as it has started."""
+        """Stop the service once it has started. The second call skips the draining."""
         with suppress(RuntimeError):  # the service has ended by itself
             for _ in range(2 if ready.exception() is None else 0):
                 ready.result()[0].call_soon_threadsafe(service.stop)
 
-    with ThreadPoolExecutor(1, "unfuse") as thread:
-        over = thread.submit(lambda: asyncio.run(service.run(started)))
-        over.add_done_callback(fail)
+    with ThreadPoolExecutor(1, "unfuse") as executor:
+        service_end = executor.submit(lambda: asyncio.run(service.run(started)))
+        service_end.add_done_callback(fail)
         try:
             with Client(ready.result()[1], key, reconnect_delay=0.0) as client:
                 yield client
         except UnfuseError:
-            if over.done():
-                over.result()
+            if service_end.done():
+                service_end.result()
             raise
         finally:
             ready.add_done_callback(stop)

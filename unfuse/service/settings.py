@@ -1,6 +1,7 @@
-"""Load settings from flags, environment variables and a TOML file. Nothing else reads the environment.
+"""Load settings from flags, environment variables and a TOML file.
 
-A value comes from the first that has one: flag, environment (`UNFUSE_GROUP__FIELD`), file (`--config`), default.
+A value comes from the first of these that has one: flag, environment variable (`UNFUSE_GROUP__FIELD`), file
+(`--config`), default. No other module reads settings from the environment.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from unfuse.core.errors import UsageError
 from unfuse.core.registry import nearest_name
 from unfuse.service.groups import Settings
 
-#: The prefix of environment variables.
+#: The prefix of the environment variables of settings.
 PREFIX = "UNFUSE_"
 
-#: The origins of a value.
+#: The origins of a value, as the first word of `LoadedSettings.origins`.
 DEFAULT = "default"
 FILE = "file"
 ENVIRONMENT = "environment"
@@ -78,13 +79,13 @@ _UNITS = {"": 1, "b": 1} | {
 
 
 class ByteSize(int):
-    """A number of bytes for output, printed with a unit. Settings themselves are plain ints."""
+    """A number of bytes that is printed with a unit. Settings themselves are plain ints."""
 
     @staticmethod
     def parse(text: str) -> int:
         """Parse a number of bytes: "4096", "2GiB", "512MB". Raises ValueError.
 
-        A bare prefix is binary: "2G" is 2 GiB.
+        A prefix without "b" is binary: "2G" is 2 GiB.
         """
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
         if not match or match[2] not in _UNITS:
@@ -112,26 +113,27 @@ PARSERS: Mapping[str, Callable[[str], float]] = {
 
 
 class SettingField(msgspec.Struct, frozen=True):
-    """One setting: how it is named, parsed and described."""
+    """One setting: its names, its type, and its description."""
 
     #: The dotted name, such as "serve.port".
     name: str
 
-    #: The annotated type.
+    #: The annotated type. Its first argument is the type, the others are bounds and the description.
     type: Any
 
+    #: The value if no flag, variable or file sets it.
     default: Any
 
     #: The description in `--help`.
     description: str
 
-    #: The flag, in the verbs that have one for this setting.
+    #: The flag, such as "--port", in the verbs that have one for this setting.
     flag: str
 
     #: "byte" or "second" for a number that may be written with a unit; else "".
     unit: str
 
-    #: Whether the value must not be shown.
+    #: Whether the value is hidden in all output.
     secret: bool
 
     @property
@@ -146,10 +148,10 @@ class SettingField(msgspec.Struct, frozen=True):
         return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterable[SettingField]:
+def _fields(struct: type[msgspec.Struct], prefix: str = "") -> Iterable[SettingField]:
     """Yield the settings of a struct of `groups`, and of the groups in it."""
-    hints = get_type_hints(kind, include_extras=True)
-    for field in msgspec.structs.fields(kind):
+    hints = get_type_hints(struct, include_extras=True)
+    for field in msgspec.structs.fields(struct):
         if isinstance(field.default, msgspec.Struct):
             yield from _fields(type(field.default), f"{field.name}.")
         else:
@@ -171,15 +173,16 @@ def _fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterable[SettingFie
 FIELDS: Mapping[str, SettingField] = {field.name: field for field in _fields(Settings)}
 
 
-_SetValue = tuple[Any, str]  # a value that differs from the default, and its origin
+_SetValue = tuple[Any, str]  # a value that was set, before conversion, and its origin
 
 
 class LoadedSettings(msgspec.Struct, frozen=True):
     """Settings, and the origin of each value."""
 
+    #: The values, converted to their types.
     settings: Settings
 
-    #: Where each value comes from, by dotted name: "default", "file PATH", "environment VARIABLE" or "flag FLAG".
+    #: The origin of each value by dotted name: "default", "file PATH", "environment VARIABLE" or "flag FLAG".
     origins: dict[str, str]
 
 
@@ -189,14 +192,15 @@ def load(
     """Load settings from flags, a file and the environment.
 
     `flags`: values by dotted name; None stands for a flag that was not used.
-    `config`: a TOML file, or None.
+    `config`: the path of a TOML file, or None.
     `environment`: environment variables.
 
     Raises UsageError for an unknown key, with the nearest known one, and for a value of the wrong type.
     """
-    home = environment.get("XDG_DATA_HOME") or Path(environment.get("HOME", "~"), ".local", "share")
+    data_home = environment.get("XDG_DATA_HOME") or Path(environment.get("HOME", "~"), ".local", "share")
+    # Later entries replace earlier ones, so flags come last.
     set_values: dict[str, _SetValue] = {
-        "data_dir": (str(Path(home, "unfuse")), DEFAULT),
+        "data_dir": (str(Path(data_home, "unfuse")), DEFAULT),
         "run_dir": (_run_dir(environment), DEFAULT),
         **_from_file(config),
         **_from_environment(environment),
@@ -213,7 +217,9 @@ def load(
 
 
 def _expand_home(settings: Settings) -> Settings:
-    """Replace `~` in paths by the home folder; shells do so only on command lines.
+    """Return the settings with `~` in paths replaced by the home folder.
+
+    Shells do so only on command lines.
 
     Raises UsageError if there is no home folder.
     """
@@ -233,18 +239,21 @@ def _expand_home(settings: Settings) -> Settings:
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, _SetValue]:
-    """Return the values set by environment variables, by dotted name. Raises UsageError for unknown ones."""
+    """Return the values of environment variables by dotted name. Raises UsageError for an unknown variable."""
     names = {field.variable: name for name, field in FIELDS.items()}
-    variables = {variable: text for variable, text in environment.items() if variable.startswith(PREFIX)}
+    variables = {variable: value for variable, value in environment.items() if variable.startswith(PREFIX)}
     for variable in variables:
         if variable not in names:
             name = variable.removeprefix(PREFIX).lower().replace("__", ".")
             raise UsageError(f"environment variable {variable} is not a setting{_advice(name, variable, names)}")
-    return {names[variable]: (text, f"{ENVIRONMENT} {variable}") for variable, text in variables.items()}
+    return {names[variable]: (value, f"{ENVIRONMENT} {variable}") for variable, value in variables.items()}
 
 
 def _from_file(path: Path | None) -> dict[str, _SetValue]:
-    """Return the values set by a TOML file, by dotted name. Raises UsageError."""
+    """Return the values of a TOML file by dotted name.
+
+    Raises UsageError for a file that cannot be read or is not TOML, and for an unknown name.
+    """
     if path is None:
         return {}
     try:
@@ -253,48 +262,56 @@ def _from_file(path: Path | None) -> dict[str, _SetValue]:
         raise UsageError(f"cannot read the configuration {path}: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(f"{path} is not TOML: {error}") from error
-    flat: dict[str, Any] = {}
+
+    values_by_name: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= {f"{key}.{inner}": item for inner, item in value.items()} if isinstance(value, dict) else {key: value}
-    for name in flat:
+        values_by_name |= (
+            {f"{key}.{subkey}": item for subkey, item in value.items()} if isinstance(value, dict) else {key: value}
+        )
+    for name in values_by_name:
         if name not in FIELDS:
             raise UsageError(f"{path}: {name} is not a setting{_advice(name, name, FIELDS)}")
-    return {name: (value, f"{FILE} {path}") for name, value in flat.items()}
+    return {name: (value, f"{FILE} {path}") for name, value in values_by_name.items()}
 
 
-def _advice(name: str, written: str, known: Iterable[str]) -> str:
-    """Return what replaces an unknown setting, or the nearest known one, as an error's end."""
-    for beginning, replacement in REMOVED.items():
-        if name.startswith(beginning):
+def _advice(name: str, written_name: str, known_names: Iterable[str]) -> str:
+    """Return the end of an error message: a replacement, or the nearest known name.
+
+    `name`: the dotted name of the setting.
+    `written_name`: the name as the user wrote it, for example as a variable.
+    `known_names`: the known names, written in the same way.
+    """
+    for prefix, replacement in REMOVED.items():
+        if name.startswith(prefix):
             return f" any more; {replacement}"
-    close = nearest_name(written, known, 0.5)
-    return f"; did you mean {close}?" if close else "; `unfuse config show` lists them"
+    nearest = nearest_name(written_name, known_names, 0.5)
+    return f"; did you mean {nearest}?" if nearest else "; `unfuse config show` lists them"
 
 
 def _convert(field: SettingField, value: Any, origin: str) -> Any:
     """Return a value converted to its setting's type.
 
-    Raises UsageError, with the value unless it is secret.
+    Raises UsageError, whose message has the value unless that is secret.
     """
     if replacement := REMOVED.get(f"{field.flag} {value}".lower()):
         raise UsageError(f"{field.name} {value!r} (from {origin}) is removed: {replacement}")
     if isinstance(field.default, tuple) and isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
-    kind = get_args(field.type)[0]
-    if get_origin(kind) is Literal:
-        value = str(value)  # a file may have the number
+    value_type = get_args(field.type)[0]
+    if get_origin(value_type) is Literal:
+        value = str(value)  # a TOML file may have the number 1 instead of the text "1"
     try:
         parse = PARSERS.get(field.unit)
         parsed = parse(value) if parse and isinstance(value, str) else value
         return msgspec.convert(parsed, field.type, strict=not isinstance(parsed, str))
     except (ValueError, msgspec.ValidationError) as error:
-        shown = "" if field.secret else f" {value!r}"
-        reason = f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else error
-        raise UsageError(f"{field.name}{shown} (from {origin}): {reason}") from error
+        value_text = "" if field.secret else f" {value!r}"
+        reason = f"one of {', '.join(get_args(value_type))}" if get_origin(value_type) is Literal else error
+        raise UsageError(f"{field.name}{value_text} (from {origin}): {reason}") from error
 
 
 def _run_dir(environment: Mapping[str, str]) -> str:
-    """Return the default run folder of this user."""
-    runtime = environment.get("XDG_RUNTIME_DIR")
-    folder = f"unfuse-{os.geteuid()}" if hasattr(os, "geteuid") else "unfuse"  # without user ids, TEMP is per user
-    return str(Path(runtime, "unfuse") if runtime else Path(tempfile.gettempdir(), folder))
+    """Return the default run folder of this user, which other users cannot share."""
+    runtime_dir = environment.get("XDG_RUNTIME_DIR")
+    folder_name = f"unfuse-{os.geteuid()}" if hasattr(os, "geteuid") else "unfuse"  # without user ids, TEMP is per user
+    return str(Path(runtime_dir, "unfuse") if runtime_dir else Path(tempfile.gettempdir(), folder_name))

@@ -1,4 +1,4 @@
-"""Drain a process within a time budget: notify systemd, and exit even if something hangs."""
+"""Drain a process within a time budget, notify systemd, and exit despite hangs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import structlog
 
 from unfuse.core.supervisor import StopBudget
 
-MIN_STOP_S = 5.0  # seconds that a stop may always take, whatever its budget, since child processes have to exit, too
+MIN_STOP_S = 5.0  # seconds that a stop may take even with a shorter budget, since child processes have to exit
 AT_ONCE_S = 10.0  # seconds that a stop may take after a second signal
-ENDING_S = 3.0  # seconds reserved for closing after all workers have ended
-ENDING = 0.3  # the share of a short stop budget that is reserved instead
+ENDING_S = 3.0  # most seconds of the budget that are reserved for closing after all workers have ended
+ENDING = 0.3  # largest share of the budget that is reserved for it
 
 #: Messages to systemd.
 READY = "READY=1"
@@ -24,17 +24,20 @@ log = structlog.get_logger(__name__)
 
 
 class Stoppable:
-    """Something that runs until `stop`, and then drains within the drain timeout."""
+    """A service that runs until `stop`, and then drains within the drain timeout.
+
+    `drain_timeout`: the most seconds from `stop` to the end.
+    """
 
     def __init__(self, drain_timeout: float) -> None:
-        #: Set once it is to stop.
+        #: Set by `stop`.
         self.stopping = asyncio.Event()
 
-        #: The time left for the stop.
+        #: The time budget of the stop. It starts anew with the first call of `stop`.
         self.budget = StopBudget(drain_timeout)
 
     def stop(self) -> None:
-        """Start draining, within the drain timeout. A second call skips the rest of it."""
+        """Start draining. A second call skips the rest of the drain timeout."""
         if self.stopping.is_set():
             self.budget.hurry.set()
         else:
@@ -48,22 +51,27 @@ class Stoppable:
 
 
 def end_after(seconds: float) -> None:
-    """Exit this process if its event loop still runs after `seconds`, at least LEAST_S.
+    """Exit this process if its event loop still runs after these seconds.
 
-    Then a disk or a server hangs that it waits for. Processes that it started end with it.
+    It does if a disk or a server hangs. Processes that it started end with it.
+
+    `seconds`: the time limit; at least MIN_STOP_S is used.
     """
     asyncio.get_running_loop().call_later(max(MIN_STOP_S, seconds), _end, seconds)
 
 
 def _end(seconds: float) -> None:
+    """Log the timeout, and exit without any cleanup, which might hang too."""
     log.error("the stop timed out: this process exits now, and running tasks begin again", seconds=seconds)
     os._exit(1)
 
 
 def notify(state: str) -> None:
-    """Send the state of a service to systemd (sd_notify). Never fails.
+    """Send the state of this process to systemd (sd_notify). Never fails.
 
-    Without a unit of `Type=notify` nothing is sent.
+    `state`: READY or STOPPING.
+
+    Nothing is sent unless a unit of `Type=notify` runs this process.
     """
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):

@@ -59,45 +59,46 @@ from unfuse.worker.worker import Worker
 def worker_options(settings: Settings) -> WorkerOptions:
     """Return the options of a worker for these settings.
 
-    From now on fingerprints of weights are cached in the data folder.
-    Raises ConfigError, and InvalidParameter if several servers run and none is named.
+    As a side effect, fingerprints of weights are cached in the data folder.
+    Raises ConfigError, and InvalidParameter if several servers run and the settings name none.
     """
     FINGERPRINTS.cache_in(Path(settings.data_dir))
-    wanted = settings.worker
+    worker = settings.worker
     compute = settings.compute
     run_folder = open_run_folder(settings.run_dir)
     addresses = schedulers(settings)
     trusted = worker_trusted_keys(settings, addresses)
-    secret = trusted.secret if isinstance(trusted, Keys) else ""
+    wire_secret = trusted.secret if isinstance(trusted, Keys) else ""
     transfer = msgspec.structs.asdict(settings.transfer)
     del transfer["engine"]
+
     return WorkerOptions(
-        role=wanted.role,
-        max_loaded_models=wanted.max_loaded_models,
-        components=wanted.component,
+        role=worker.role,
+        max_loaded_models=worker.max_loaded_models,
+        components=worker.component,
         schedulers=addresses,
-        node=wanted.node or machine_id(run_folder),
+        node=worker.node or machine_id(run_folder),
         trusted_keys=trusted,
-        models=wanted.model,
+        models=worker.model,
         compute=msgspec.structs.replace(compute, threads=compute.threads or 1),
-        slots=wanted.slots,
+        slots=worker.slots,
         resources=resources(settings),
         arena=settings.arena.bytes or STANDALONE_ARENA,
         kv=settings.kv.bytes,
         buffer=settings.buffer.tokens,
         stall_s=settings.lease.stall_s,
-        memory_limit=wanted.memory_limit,
+        memory_limit=worker.memory_limit,
         drain_timeout=settings.serve.drain_timeout,
         orphan_s=settings.store.orphan_s,
         transfer=TransferOptions(
-            host=wanted.listen or host_towards(*(addresses if secret or settings.insecure_listen else ())),
-            secret=secret,
+            host=worker.listen or host_towards(*(addresses if wire_secret or settings.insecure_listen else ())),
+            secret=wire_secret,
             insecure=settings.insecure_listen,
             **(transfer | {"threads": transfer["threads"] or threads_for(usable_cpus(CONTROL_GROUP))}),
         ),
         run_dir=str(run_folder),
         data_dir=settings.data_dir,
-        health=wanted.health,
+        health=worker.health,
         component_sources=parse_component_sources(settings.serve.component_source),
         gpus=sum(device.name != CPU for device in usable_devices()) if compute.parallel == AUTO else 0,
     )
@@ -110,14 +111,17 @@ async def _run(worker: Worker, health: str) -> None:
 
 
 def _obey_signals(worker: Worker, drain_timeout: float, *, is_started_by_another: bool) -> None:
-    """Install the signal handlers that drain the worker, and hurry it. `run_worker` documents them."""
+    """Install the signal handlers that drain the worker or stop it at once.
+
+    `run_worker` documents them.
+    """
     loop = asyncio.get_running_loop()
 
-    def stop(hurries: bool) -> None:
+    def stop(may_hurry: bool) -> None:
         if not worker.draining:
             end_after(drain_timeout)
             worker.drain()
-        elif hurries:
+        elif may_hurry:
             hurry()
 
     def hurry() -> None:
@@ -127,6 +131,7 @@ def _obey_signals(worker: Worker, drain_timeout: float, *, is_started_by_another
     loop.add_signal_handler(HURRY_SIGNAL, hurry)
     loop.add_signal_handler(signal.SIGTERM, stop, not is_started_by_another)
     if is_started_by_another:
+        # Ctrl-C reaches the whole process group. The starter then drains this worker by SIGTERM.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     else:
         loop.add_signal_handler(signal.SIGINT, stop, True)
@@ -137,33 +142,37 @@ async def run_worker(
 ) -> None:
     """Run a worker until SIGTERM or SIGINT drains it, or `lifeline` closes.
 
-    A second signal ends it at once. Raises ConfigError.
+    A second signal stops it at once. Raises ConfigError.
 
     `options`: the options of the worker.
     `engines`: its transfer engines by name.
-    `lifeline`: the reading end of a pipe whose other end the worker's starter keeps open, or None.
+    `lifeline`: the reading end of a pipe whose other end the worker's parent process keeps open, or None.
     `fork_server`: the descriptor of a socket to a fork server, or None.
 
-    A worker with a lifeline leaves Ctrl-C, which reaches the whole process group, to its starter, and is hurried by
-    the signal HURRY alone: a service manager may send SIGTERM to all processes, beside its starter. Without a fork
-    server, a worker on CPUs that loads weights again and again starts its own.
+    A worker with a lifeline ignores SIGINT, and only HURRY_SIGNAL stops it at once. A second SIGTERM does not: systemd
+    may send one to all processes, in addition to that of the parent. Without a fork server, a worker on CPUs that swaps
+    models starts its own.
     """
     loop = asyncio.get_running_loop()
     fork_launchers: list[LocalLauncher] = []
 
-    def forks(models: Sequence[str], often: bool) -> socket.socket | None:
-        """Return a socket to the fork server, or None if the worker needs none."""
+    def forks(folders: Sequence[str], swaps: bool) -> socket.socket | None:
+        """Return a socket to the fork server, or None if the worker needs none.
+
+        `folders`: the folders of the models.
+        `swaps`: whether the worker swaps models, and so starts compute processes often.
+        """
         if fork_server is not None:
             return socket.socket(fileno=fork_server)
         compute = options.compute
-        if compute.parallel == AUTO:  # not decided yet; it chooses among the same devices
+        if compute.parallel == AUTO:  # the layout is chosen later, among the same devices
             compute = msgspec.structs.replace(compute, parallel="")
-        if not often or not is_cpu_only(devices_of(options.role, WorkerPlan(compute=compute), usable_devices())):
+        if not swaps or not is_cpu_only(devices_of(options.role, WorkerPlan(compute=compute), usable_devices())):
             return None
-        servers = ForkServers(models)
-        fork_launchers.append(LocalLauncher((), forks=servers))  # the launcher restarts the server when it dies
+        fork_servers = ForkServers(folders)
+        fork_launchers.append(LocalLauncher((), forks=fork_servers))  # the launcher restarts the server when it dies
         fork_launchers[0].start()
-        return socket.socket(fileno=os.dup(servers.socket_fd))
+        return socket.socket(fileno=os.dup(fork_servers.socket_fd))
 
     worker = Worker(options, engines, forks)
     running = asyncio.create_task(_run(worker, options.health))
@@ -179,7 +188,7 @@ async def run_worker(
             await launcher.stop(0)
 
 
-#: The registration of a worker without pools. The scheduler's answer says what it serves.
+#: The registration of a worker without pools. The answer lists the models and the storage of the scheduler.
 STRANGER = Register(WorkerInfo("", "", "", (), 0, "", 0))
 
 
@@ -187,6 +196,8 @@ class MachineWorkers(Stoppable):
     """All workers of this machine, for schedulers elsewhere (`unfuse worker --workers auto`).
 
     The workers are placed, restarted and stopped like those that `unfuse serve` starts.
+
+    `logs`: gets the workers' log lines.
     """
 
     def __init__(self, settings: Settings, logs: Logs) -> None:
@@ -194,73 +205,77 @@ class MachineWorkers(Stoppable):
         self._settings = settings
         self._logs = logs
 
-    async def run(self, starting: Callable[[ServingPlan], object]) -> None:
+    async def run(self, on_planned: Callable[[ServingPlan], object]) -> None:
         """Run the workers until `stop`. Raises ConfigError if one cannot start.
 
-        `starting` is called with the plan before they start.
+        `on_planned`: called with the plan before the workers start.
         """
         planning = asyncio.create_task(self._plan())
         await first_completed(planning, self.stopping.wait())
         if self.stopping.is_set():
             return
-        planned = planning.result()
+        plan = planning.result()
         settings = self._settings
-        starting(planned)
+        on_planned(plan)
 
         flags = {"node": settings.worker.node} if settings.worker.node else {}
         scheduler = FIELDS["worker.scheduler"]
         environment = {**self._logs.environment, scheduler.variable: scheduler.written(schedulers(settings))}
-        specs = worker_specs(planned, settings, flags, environment)
-        launcher = LocalLauncher(specs, self._logs.relay, forks=forked(planned))
+        specs = worker_specs(plan, settings, flags, environment)
+        launcher = LocalLauncher(specs, self._logs.relay, forks=forked(plan))
         launcher.start()
         try:
             await first_completed(asyncio.shield(launcher.failed), self.stopping.wait())
         finally:
             if not self.stopping.is_set():
-                self.stop()
+                self.stop()  # starts the time budget, also after an error
             await launcher.stop(self.budget.remaining(self.reserve), self.budget.hurry)
 
     async def _plan(self) -> ServingPlan:
-        """Plan this machine's workers for what a scheduler offers; wait until one answers."""
+        """Return the plan of this machine's workers for the models of a scheduler.
+
+        It waits until a scheduler answers.
+        """
         addresses = schedulers(self._settings)
         link = SchedulerLink(addresses, worker_trusted_keys(self._settings, addresses), lambda: None)
         try:
-            welcome = await link.register(STRANGER)
+            registered = await link.register(STRANGER)
         finally:
             await link.close()
-        return await asyncio.to_thread(plan_here, self._settings, welcome)
+        return await asyncio.to_thread(plan_here, self._settings, registered)
 
 
-def plan_here(settings: Settings, welcome: Registered) -> ServingPlan:
+def plan_here(settings: Settings, registered: Registered) -> ServingPlan:
     """Return the plan of this machine's workers for the models that a scheduler serves.
 
     Roles that need the result store are planned only if it can be reached here. Raises ConfigError.
     """
-    if not welcome.models:
+    if not registered.models:
         raise ConfigError("the scheduler serves no model yet: start it with one")
     FINGERPRINTS.cache_in(Path(settings.data_dir))
     compute = settings.compute
-    places = welcome.storage
-    dtypes = ",".join(dict.fromkeys(",".join(dtype for _, _, dtype in welcome.models).split(",")))
+    storage = registered.storage
+    # The scheduler's dtypes take precedence over "auto" here, because all workers of a pool must have the same ones.
+    dtypes = ",".join(dict.fromkeys(",".join(dtype for _, _, dtype in registered.models).split(",")))
     compute = compute if compute.dtype != "auto" else replace(compute, dtype=dtypes)
     serve = replace(settings.serve, workers=settings.worker.workers)
-    planned = plan_models(
-        [source for _, source, _ in welcome.models],
+    plan = plan_models(
+        [source for _, source, _ in registered.models],
         "",
         worker_plan(replace(settings, serve=serve, compute=compute)),
         usable_devices(device_memory(settings)),
         host_resources(settings),
-        results=is_same_store(places.results, places.results_store_id),
+        has_results=is_same_store(storage.results, storage.results_store_id),
     )
-    if planned.refusal:
-        raise ConfigError(planned.refusal)
-    return planned
+    if plan.refusal:
+        raise ConfigError(plan.refusal)
+    return plan
 
 
-#: The longest that a scheduler may take to answer, in seconds.
+#: The most seconds that a check waits for an answer.
 ANSWER_S = 6.0
 
-#: Seconds by which two clocks may differ.
+#: Seconds by which the clocks of two machines may differ.
 CLOCKS_S = 5.0
 
 
@@ -270,39 +285,40 @@ class CheckResult(msgspec.Struct, frozen=True):
     #: What was checked: port, key, version, clock, models or results.
     what: str
 
-    #: Whether it is as it should be.
+    #: Whether the check succeeded.
     ok: bool
 
-    #: The result in a sentence; if it is not ok, also what to do.
+    #: The result in a sentence, with advice if the check failed.
     says: str
 
 
 async def checks(settings: Settings) -> list[CheckResult]:
     """Check port, key, version, clock, models and results of each named scheduler.
 
-    The checks of a scheduler end at its port, key or version if that is not ok.
+    The checks of a scheduler end with its port, key or version if that check fails.
     """
     results: list[CheckResult] = []
     for address in schedulers(settings):
-        port = await _check_port(address)
-        results.append(port)
-        if not port.ok:
+        port_result = await _check_port(address)
+        results.append(port_result)
+        if not port_result.ok:
             continue
 
         sent_at = time.time()
         try:
-            welcome = await _register(address, worker_trusted_keys(settings, [address]))
+            registered = await _register(address, worker_trusted_keys(settings, [address]))
         except (ConfigError, ConnectionError) as error:
             results.append(CheckResult("key", False, str(error)))
             continue
-        if isinstance(welcome, str):
-            results.append(CheckResult("version", False, welcome))
+        if isinstance(registered, str):
+            results.append(CheckResult("version", False, registered))
             continue
 
         results.append(CheckResult("key", True, f"{address} accepts the key of this machine"))
-        answered_at = (sent_at + time.time()) / 2  # halfway between request and response
-        results += [_check_version(welcome), _check_clock(welcome, answered_at)]
-        results += [*_check_models(welcome), _check_results(welcome)]
+        # The scheduler read its clock between these two times. Halfway, the error is at most half a round trip.
+        answered_at = (sent_at + time.time()) / 2
+        results += [_check_version(registered), _check_clock(registered, answered_at)]
+        results += [*_check_models(registered), _check_results(registered)]
     return results
 
 
@@ -334,9 +350,9 @@ async def _check_port(address: str) -> CheckResult:
 
 
 async def _register(address: str, trusted: Trust) -> Registered | str:
-    """Return a scheduler's answer to a registration, or why it does not understand this version.
+    """Return a scheduler's answer to a registration, or why it does not support this version.
 
-    Raises ConnectionError if it does not accept this machine's key.
+    Raises ConnectionError if the scheduler does not accept this machine's key.
     """
     dealer = Dealer(address, trusted)
     try:
@@ -350,16 +366,16 @@ async def _register(address: str, trusted: Trust) -> Registered | str:
         await dealer.close()
     if isinstance(answer, Registered):
         return answer
-    why = answer.message if isinstance(answer, Rejected) else type(answer).__name__
+    reason = answer.message if isinstance(answer, Rejected) else type(answer).__name__
     return (
-        f"{address} does not support version {__version__} of this machine ({why}): install the same version on both "
-        "machines"
+        f"{address} does not support version {__version__} of this machine ({reason}): install the same version on "
+        "both machines"
     )
 
 
-def _check_version(welcome: Registered) -> CheckResult:
+def _check_version(registered: Registered) -> CheckResult:
     """Check that the scheduler has the version of this machine."""
-    remote_version = welcome.version
+    remote_version = registered.version
     if remote_version == __version__:
         return CheckResult("version", True, f"both machines have {__version__}")
     advice = f"install the same version here: pip install 'unfuse[serve]=={remote_version}'"
@@ -367,21 +383,24 @@ def _check_version(welcome: Registered) -> CheckResult:
     return CheckResult("version", False, says)
 
 
-def _check_clock(welcome: Registered, now: float) -> CheckResult:
-    """Check that the scheduler's clock differs from `now`, in Unix seconds, by at most CLOCKS_S."""
-    if not welcome.now:
+def _check_clock(registered: Registered, now: float) -> CheckResult:
+    """Check that the scheduler's clock differs from `now` by at most CLOCKS_S.
+
+    `now`: the time of this machine's clock when the scheduler answered, in Unix seconds.
+    """
+    if not registered.now:
         return CheckResult("clock", True, "the scheduler does not report its time")
-    ahead = now - welcome.now
-    if abs(ahead) <= CLOCKS_S:
+    ahead_s = now - registered.now
+    if abs(ahead_s) <= CLOCKS_S:
         return CheckResult("clock", True, f"both clocks agree within {CLOCKS_S:g} s")
-    way = "ahead of" if ahead > 0 else "behind"
+    direction = "ahead of" if ahead_s > 0 else "behind"
     advice = "synchronize both by NTP (timedatectl set-ntp true); until then, times in logs and of files are misleading"
-    return CheckResult("clock", False, f"the clock here is {abs(ahead):.0f} s {way} the scheduler's: {advice}")
+    return CheckResult("clock", False, f"the clock here is {abs(ahead_s):.0f} s {direction} the scheduler's: {advice}")
 
 
-def _check_models(welcome: Registered) -> Iterator[CheckResult]:
+def _check_models(registered: Registered) -> Iterator[CheckResult]:
     """Check that the sources of the served models can be resolved here."""
-    for name, source, _ in welcome.models:
+    for name, source, _ in registered.models:
         try:
             resolve_source(source, None, ())
         except ConfigError as error:
@@ -395,24 +414,24 @@ def _check_models(welcome: Registered) -> Iterator[CheckResult]:
             else:
                 yield CheckResult("models", False, str(error))
         else:
-            weights = (
+            location = (
                 "is on this machine"
                 if is_local(source)
                 else f"is downloaded when a worker starts, or now by `unfuse pull {name}`"
             )
-            yield CheckResult("models", True, f"{name} {weights}")
-    if not welcome.models:
+            yield CheckResult("models", True, f"{name} {location}")
+    if not registered.models:
         yield CheckResult("models", False, "the scheduler serves no model yet: start it with one")
 
 
-def _check_results(welcome: Registered) -> CheckResult:
-    """Check which stages can run here, by whether the result store can be reached."""
-    places = welcome.storage
-    if is_same_store(places.results, places.results_store_id):
+def _check_results(registered: Registered) -> CheckResult:
+    """Check which stages can run here, by whether the result store is accessible."""
+    storage = registered.storage
+    if is_same_store(storage.results, storage.results_store_id):
         return CheckResult("results", True, "this machine can run all stages")
 
     specs: list[ModelSpec] = []
-    for _, source, _ in welcome.models:
+    for _, source, _ in registered.models:
         with suppress(ConfigError):  # the check of models reports it
             specs.append(read_model_spec(source, resolve_source(source, None, ())))
     roles = roles_apart(specs)
@@ -420,11 +439,12 @@ def _check_results(welcome: Registered) -> CheckResult:
         "to run them here, mount that folder at the same path, or start the server with --results s3://BUCKET/PREFIX"
     )
     if specs and not roles:
-        says = f"this machine cannot access {places.results}, which every stage of these models needs: {advice}"
+        says = f"this machine cannot access {storage.results}, which every stage of these models needs: {advice}"
         return CheckResult("results", False, says)
-    runs = f" of the roles {', '.join(roles)} can run here, the others" if roles else " that need it"
+    runnable = f" of the roles {', '.join(roles)} can run here, the others" if roles else " that need it"
     return CheckResult(
         "results",
         True,
-        f"this machine cannot access {places.results}: stages{runs} need workers on the scheduler's machine; {advice}",
+        f"this machine cannot access {storage.results}: stages{runnable} need workers on the scheduler's machine; "
+        f"{advice}",
     )

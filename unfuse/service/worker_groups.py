@@ -29,14 +29,15 @@ from unfuse.weights.gguf_model import open_files
 from unfuse.worker.records import read_record
 
 CHECK_INTERVAL_S = 1.0  # seconds between two checks for added and removed models
-LAST_WORDS = b"unfuse: "  # the beginning of the line in which a command reports why it ends
-LEAVING_S = 10.0  # seconds beyond the drain timeout for the workers of a removed model to stop
+LAST_WORDS = b"unfuse: "  # the prefix of the line in which a command reports why it ends
+LEAVING_S = 10.0  # seconds that the workers of a removed model get to stop, in addition to the drain timeout
 
-#: Consecutive checks without a request of a removed model before its workers stop. A request may be on its way.
+#: Consecutive checks without a request of a removed model before its workers stop. A request that was checked before
+#: the removal may be submitted after it.
 QUIET = 2
 
-#: Plans models (sources by name) beside other workers: bytes by device that these use, and bytes that are still to be
-#: allocated.
+#: `(sources, used, unallocated)`: returns the plan for the models with these sources by name, in addition to workers
+#: that run. These use `used` bytes by device, of which `unallocated` are still to be allocated.
 Plans = Callable[[Mapping[str, str], Counter[str], Counter[str]], ServingPlan]
 
 log = structlog.get_logger(__name__)
@@ -49,18 +50,19 @@ class _WorkerGroup:
     plan: ServingPlan
     launcher: Launcher
 
-    #: The number of its first worker.
+    #: The number of its first worker. The others follow.
     first: int
 
+    #: The loading progress of its workers.
     loading: LoadingProgress
 
-    #: Why a worker could not start, as the worker logged it; "" if there is no reason.
+    #: Why a worker could not start, from the last line of the worker; "" if it wrote none.
     reason: str = ""
 
     #: Consecutive checks that found no request of its removed models.
     idle_checks: int = 0
 
-    #: The group that was started beside this one, for the models that stay.
+    #: The group that was started for the remaining models, while this one still runs; None if there is none.
     successor: _WorkerGroup | None = None
 
     #: The plan that replaces this group, with one more model; None if it stays.
@@ -68,22 +70,22 @@ class _WorkerGroup:
 
     @property
     def models(self) -> list[str]:
-        """The names of its models, or of its replacement's."""
-        return _models(self.replacement or self.plan)
+        """The names of its models, or of those of its replacement."""
+        return _model_names(self.replacement or self.plan)
 
 
 class WorkerGroups(ModelAdder):
-    """The worker groups of a service: of the configured models, and of added ones.
+    """The worker groups of a service, for its configured and its added models.
 
-    `plan`: returns the plan for models beside other workers; raises ConfigError.
-    `start`: starts the workers of a plan, numbered from the given number, and has their log lines passed to
+    `plan`: plans models; raises ConfigError for models that cannot be served, or do not fit.
+    `start_workers`: starts the workers of a plan, numbered from this number, and passes their log lines to
     `process_line`.
-    `changed`: called with all plans whenever they change.
+    `on_plans_changed`: called with the plans of all groups whenever they change.
     `drain_timeout`: seconds that workers get to finish or save their tasks when they are stopped.
-    `server`: the name under which added models are recorded in the queue.
+    `server`: the name under which models that are added here are recorded in the queue.
 
-    A server serves the models recorded under its name again when it starts. A model that is added at a server without
-    workers is offered to workers by all such servers.
+    When a server starts, it serves the models again that are recorded under its name. A model that is added at a server
+    without workers is offered to workers by all such servers.
     """
 
     def __init__(
@@ -91,8 +93,8 @@ class WorkerGroups(ModelAdder):
         scheduler: Scheduler,
         dispatcher: Dispatcher,
         plan: Plans,
-        start: Callable[[ServingPlan, int], Launcher],
-        changed: Callable[[Sequence[ServingPlan]], object],
+        start_workers: Callable[[ServingPlan, int], Launcher],
+        on_plans_changed: Callable[[Sequence[ServingPlan]], object],
         drain_timeout: float,
         server: str = "",
     ) -> None:
@@ -100,38 +102,39 @@ class WorkerGroups(ModelAdder):
         self._dispatcher = dispatcher
         self._drain_timeout = drain_timeout
         self._plan = plan
-        self._start = start
-        self._changed = changed
+        self._start = start_workers
+        self._changed = on_plans_changed
         self._server = server
 
         self._groups: list[_WorkerGroup] = []
         #: The group of the configured models.
         self._first: _WorkerGroup | None = None
-        #: The number of the next worker to start.
+        #: The number of the next group's first worker.
         self._next_number = 0
         #: Held while groups are changed.
         self._changing = asyncio.Lock()
-        #: Set once all workers are to stop, so that stopping the group of a removed model does not take long.
+        #: Set once all workers are to stop. A group that is being stopped then skips the rest of its drain timeout.
         self._stopping = asyncio.Event()
 
         #: The sources of added models by name, in the order in which they were added.
         self._sources: dict[str, str] = {}
-        #: Names of recorded models that are served again.
+        #: Names of recorded models that this server serves again after a restart.
         self._restored: set[str] = set()
-        #: Names of models whose group was removed, and that need another one.
+        #: Names of models whose group was removed, and that need another group.
         self._ungrouped: set[str] = set()
         #: Models that cannot be served: the number of checks in which requests may still arrive, and the reason.
         self._unservable: dict[str, tuple[int, str]] = {}
+        #: Whether requests of models that are not served were looked for, which happens once.
         self._has_warned = False
 
     def start_group(self, plan: ServingPlan) -> Launcher:
         """Start the workers of a plan as a group, and return their launcher.
 
-        If workers of the first group cannot start, it is up to the caller to stop the service.
+        If workers of the first group cannot start, the caller must stop the service.
         """
         number = self._next_number
-        self._next_number += len(plan.workers) + 1
-        group = _WorkerGroup(plan, self._start(plan, number), number, LoadingProgress(_models(plan)))
+        self._next_number += len(plan.workers) + 1  # the number after the last worker is that of the fork server
+        group = _WorkerGroup(plan, self._start(plan, number), number, LoadingProgress(_model_names(plan)))
         group.loading.expect_workers([worker.role for worker in plan.workers])
         self._first = self._first or group
         self._groups.append(group)
@@ -139,7 +142,7 @@ class WorkerGroups(ModelAdder):
         return group.launcher
 
     def process_line(self, number: int, line: bytes) -> None:
-        """Read a line that the worker of this number wrote. Any thread may call this."""
+        """Track loading progress and errors in a line of a worker, from any thread."""
         for group in list(self._groups):
             if not 0 <= number - group.first <= len(group.plan.workers):
                 continue
@@ -150,7 +153,7 @@ class WorkerGroups(ModelAdder):
 
     @override
     def progress(self, name: str) -> AddModelProgress | None:
-        latest = next((group for group in reversed(self._groups) if name in _models(group.plan)), None)
+        latest = next((group for group in reversed(self._groups) if name in _model_names(group.plan)), None)
         progress = latest.loading.earliest() if latest else None
         return AddModelProgress(progress.phase, progress.done, progress.total) if progress else None
 
@@ -165,36 +168,40 @@ class WorkerGroups(ModelAdder):
             if any(name in group.models for group in self._groups):
                 message = f"model {name!r} is being removed: add it again when its requests and workers have ended"
                 raise ApiError(409, "model_leaves", message, "name", {"retry-after": "2"})
-            planned, group = await self._placed(name, source)
-            if not await registry.admit(planned.models[0].spec, self._owner):
+            plan, group = await self._plan_added_model(name, source)
+            if not await registry.admit(plan.models[0].spec, self._owner):
                 del self._sources[name]
                 raise _refusal_exists(name)  # at another server, meanwhile
             self._restored.discard(name)
-            self._start_added(planned, group)
-            log.info("model added", model=name, workers=len(planned.workers), beside=_models(planned)[1:])
+            self._start_added(plan, group)
+            log.info("model added", model=name, workers=len(plan.workers), beside=_model_names(plan)[1:])
 
     async def check_once(self) -> None:
-        """Check once: restore recorded models, and stop or replace groups of removed and failed models."""
+        """Wait for an interval, then restore recorded models, and stop or replace groups.
+
+        Groups of removed and failed models are stopped, and groups with a replacement are replaced.
+        """
         await asyncio.sleep(CHECK_INTERVAL_S)
         async with self._changing:
             await self._restore_models()
             await self._warn_of_unserved()
-            gone = await self._scheduler.registry.dismissed_models()
+            dismissed = await self._scheduler.registry.dismissed_models()
             for group in list(self._groups):
                 if group.launcher.failed.done() and group is not self._first:
                     await self._fail_group(group)
                 elif group.replacement:
+                    # The replacement needs the memory of this group, so the group stops first.
                     await group.launcher.stop(self._drain_timeout + LEAVING_S, self._stopping)
                     self._groups.remove(group)
                     self.start_group(group.replacement)
-                elif removed := gone.intersection(group.models):
+                elif removed := dismissed.intersection(group.models):
                     group.idle_checks = 0 if await self._unfinished(removed) else group.idle_checks + 1
-                    staying = set(group.models).difference(removed)
-                    if group.idle_checks >= QUIET and await self._is_succeeded(group, staying):
+                    remaining = set(group.models).difference(removed)
+                    if group.idle_checks >= QUIET and await self._may_end(group, remaining):
                         await self._end_group(group, removed)
-            self._ungrouped -= gone
+            self._ungrouped -= dismissed
             if self._ungrouped:
-                self.start_group(await self._planned(sorted(self._ungrouped)))
+                self.start_group(await self._make_plan(sorted(self._ungrouped)))
                 self._ungrouped.clear()
             await self._fail_late_requests()
 
@@ -211,13 +218,16 @@ class WorkerGroups(ModelAdder):
 
     @property
     def _owner(self) -> str:
-        """The server name recorded with models added here; "" stands for all servers without workers."""
+        """The server name for records of models that are added here.
+
+        "" stands for all servers without workers.
+        """
         return self._server if self._first is None or self._first.plan.workers else ""
 
     def _is_ours(self, record: DeclaredModels) -> bool:
-        """Whether a recorded model is served by this server.
+        """Whether this server serves a recorded model.
 
-        A model that failed without a server name was never served, and is not tried again.
+        A model that failed, and is recorded without a server name, was never served and is not tried again.
         """
         if record.failure and not record.server:
             return False
@@ -237,7 +247,7 @@ class WorkerGroups(ModelAdder):
                 self._restored.add(name)
 
     async def _warn_of_unserved(self) -> None:
-        """Log once which models have requests in the queue, but are not served."""
+        """Log once the models that have requests in the queue but are not served."""
         if self._has_warned:
             return
 
@@ -256,7 +266,10 @@ class WorkerGroups(ModelAdder):
         self._has_warned = True
 
     async def _forget_removed(self, name: str) -> bool:
-        """Delete the record of a removed model, and return True, unless it has unfinished requests."""
+        """Delete the record of a removed model unless it has unfinished requests.
+
+        Returns whether the record was deleted.
+        """
         if await self._unfinished([name]):
             return False
         await self._scheduler.registry.delete_dismissed(name)
@@ -265,41 +278,41 @@ class WorkerGroups(ModelAdder):
     async def _serve_again(self, record: DeclaredModels) -> None:
         """Serve a recorded model again.
 
-        If it cannot be served, its requests fail with the reason.
+        If the model cannot be served, its requests fail with the reason.
         """
         registry = self._scheduler.registry
         spec, *_ = record.models
         try:
-            planned, group = await self._placed(spec.name, spec.source)
+            plan, replaced = await self._plan_added_model(spec.name, spec.source)
         except (ConfigError, OSError) as error:
             if self._owner or not self._scheduler.queue.shared:
                 await self._fail_model(spec, str(error), self._server)
-            else:
+            else:  # another server may be able to offer it, so its requests wait
                 log.warning("a model that was added cannot be offered to workers", model=spec.name, reason=str(error))
             return
-        current = planned.models[0].spec
-        if current.pools() != spec.pools():
+        current_spec = plan.models[0].spec
+        if current_spec.pools() != spec.pools():
             await self._end_requests([spec.name], "its files, or --dtype, have changed since the request was accepted")
-        if not record.withdrawn and (record.failure or current != spec):
-            await registry.admit(current, self._owner, overwrite=True)
-        self._start_added(planned, group)
-        log.info("a model that was added is served again", model=spec.name, workers=len(planned.workers))
+        if not record.withdrawn and (record.failure or current_spec != spec):
+            await registry.admit(current_spec, self._owner, overwrite=True)
+        self._start_added(plan, replaced)
+        log.info("a model that was added is served again", model=spec.name, workers=len(plan.workers))
 
-    def _start_added(self, planned: ServingPlan, replaced: _WorkerGroup | None) -> None:
+    def _start_added(self, plan: ServingPlan, replaced: _WorkerGroup | None) -> None:
         """Start the workers of a plan with one more model.
 
-        If they replace a group, they start at the next check.
+        If they replace a group, they start after the next check has stopped that group.
         """
-        self._unservable.pop(planned.models[0].spec.name, None)
+        self._unservable.pop(plan.models[0].spec.name, None)
         if replaced:
-            replaced.replacement = planned
+            replaced.replacement = plan
         else:
-            self.start_group(planned)
+            self.start_group(plan)
 
     async def _fail_model(self, spec: ModelSpec, reason: str, server: str) -> None:
         """Record why a model cannot be served, and fail its requests with that reason.
 
-        The `server`, if any, tries the model again when it starts.
+        `server`: the server that tries the model again when it starts, or "".
         """
         reason = without_source(reason, spec.source, spec.name)
         log.error("a model that was added cannot be served", model=spec.name, reason=reason)
@@ -310,7 +323,7 @@ class WorkerGroups(ModelAdder):
         await self._scheduler.registry.delete_dismissed(spec.name)
 
     async def _fail_late_requests(self) -> None:
-        """Fail requests that were accepted while their model turned out to be unservable."""
+        """Fail requests that were accepted while their model failed."""
         for name, (checks_left, reason) in list(self._unservable.items()):
             await self._end_requests([name], reason)
             self._unservable[name] = checks_left - 1, reason
@@ -318,7 +331,7 @@ class WorkerGroups(ModelAdder):
                 del self._unservable[name]
 
     async def _end_requests(self, models: Collection[str], reason: str = "") -> None:
-        """Fail all requests of these models with the reason, or cancel them without one."""
+        """Fail all requests of these models with the reason. Without one, cancel them."""
         scheduler = self._scheduler
         while requests := await self._unfinished(models):
             await asyncio.gather(
@@ -328,27 +341,28 @@ class WorkerGroups(ModelAdder):
                 )
             )
 
-    async def _is_succeeded(self, group: _WorkerGroup, staying: Collection[str]) -> bool:
-        """Whether a group may end: its successor's workers are registered, or it has none.
+    async def _may_end(self, group: _WorkerGroup, remaining: Collection[str]) -> bool:
+        """Whether a group may end: it has no successor, or its successor is registered.
 
-        A successor is started for the `staying` models if its workers fit beside the group.
+        A successor is started for the `remaining` models if as many workers fit in addition to the group.
         """
-        if group.successor is None and staying:
-            with contextlib.suppress(ConfigError):
-                planned = await self._planned(sorted(staying))
-                if len(planned.workers) >= len(group.plan.workers):
-                    self.start_group(planned)
+        if group.successor is None and remaining:
+            with contextlib.suppress(ConfigError):  # it does not fit now: it starts after the group has ended
+                plan = await self._make_plan(sorted(remaining))
+                # A smaller successor would save a minute now, and stay smaller for good.
+                if len(plan.workers) >= len(group.plan.workers):
+                    self.start_group(plan)
                     group.successor = self._groups[-1]
         if group.successor is None or group.successor not in self._groups:
             return True
         workers = await self._scheduler.registry.workers()
-        registered = sum({spec.name for spec in worker.models} <= set(staying) for worker in workers)
-        return registered >= len(group.successor.plan.workers)
+        registered_count = sum({spec.name for spec in worker.models} <= set(remaining) for worker in workers)
+        return registered_count >= len(group.successor.plan.workers)
 
     async def _end_group(self, group: _WorkerGroup, removed: Collection[str]) -> None:
-        """Stop a group whose `removed` models have no requests.
+        """Stop a group, some of whose models were `removed` and have no requests any more.
 
-        Its other models get another group if they have none; their requests continue there.
+        Its other models get another group if they have none. Their requests continue there.
         """
         await group.launcher.stop(self._drain_timeout + LEAVING_S, self._stopping)
         self._remove_group(group, removed)
@@ -360,17 +374,17 @@ class WorkerGroups(ModelAdder):
         log.info("model removed", models=sorted(removed))
 
     async def _fail_group(self, group: _WorkerGroup) -> None:
-        """Stop a group whose workers cannot start, and fail requests of the faulty model.
+        """Stop a group whose workers cannot start, and fail the requests of the faulty model.
 
-        Of several models, the last added one counts as faulty. A successor fails no model: it is tried again once the
-        other group has ended.
+        If the group has several models, the last added one counts as faulty. If the group is a successor, no model
+        fails: another group is started for its models once its predecessor has ended.
         """
         error = group.launcher.failed.exception()
         models = {model.spec.name: model.spec for model in group.plan.models}
         is_successor = any(other.successor is group for other in self._groups)
         await group.launcher.stop(0 if is_successor else self._drain_timeout + LEAVING_S)
-        # All lines of the workers are read now, including the reason of the failure.
 
+        # `stop` returns after all lines were read, so `group.reason` is complete now.
         if is_successor:
             self._groups.remove(group)
             return
@@ -378,13 +392,13 @@ class WorkerGroups(ModelAdder):
         faulty = [name for name in self._sources if name in models][-1:] or [*models]
         self._remove_group(group, faulty)
         for name in faulty:
-            again = self._server if name in self._restored else ""
-            await self._fail_model(models[name], group.reason or str(error), again)
+            retrying_server = self._server if name in self._restored else ""
+            await self._fail_model(models[name], group.reason or str(error), retrying_server)
 
     def _remove_group(self, group: _WorkerGroup, removed: Collection[str]) -> None:
         """Remove a stopped group from the list.
 
-        Its other models get another group at the end of a check.
+        Its models other than the `removed` ones get another group at the end of the check.
         """
         self._groups.remove(group)
         self._ungrouped.update(set(group.models).difference(removed, *(other.models for other in self._groups)))
@@ -404,51 +418,53 @@ class WorkerGroups(ModelAdder):
             yield page
             after = page[-1].context.id
 
-    async def _placed(self, name: str, source: str) -> tuple[ServingPlan, _WorkerGroup | None]:
+    async def _plan_added_model(self, name: str, source: str) -> tuple[ServingPlan, _WorkerGroup | None]:
         """Return the plan for one more model, and the group that it replaces, or None.
 
-        The model is the first of the plan, and so is loaded first: if it cannot be loaded, that shows at once.
+        The model is the first of the plan, and so is loaded first. If it cannot be loaded, the group fails early.
         Raises ConfigError.
         """
         self._sources[name] = source
         try:
-            planned, group = await self._plan_beside_or_with(name)
+            plan, replaced = await self._plan_beside_or_with(name)
         except BaseException:
             del self._sources[name]
             raise
-        self._sources[name] = planned.models[0].spec.source
-        return planned, group
+        self._sources[name] = plan.models[0].spec.source
+        return plan, replaced
 
     async def _plan_beside_or_with(self, name: str) -> tuple[ServingPlan, _WorkerGroup | None]:
-        """Return a plan for this model alone, or else together with a group's models.
+        """Return a plan for this model, alone or together with a group's models.
 
-        The second value is that group, or None.
+        The second value is that group, or None. Raises ConfigError if neither fits.
         """
         try:
-            return await self._planned([name]), None
-        except ConfigError as alone:
+            return await self._make_plan([name]), None
+        except ConfigError as refusal:
             successors = [group.successor for group in self._groups]
             for group in [group for group in self._groups if group.successor is None and group not in successors]:
                 with contextlib.suppress(ConfigError):
-                    planned = await self._planned([name, *group.models], group)
-                    if _is_here(planned.models[0]):
-                        return planned, group
-                    alone = ConfigError(
-                        f"{alone}; download its files by `unfuse pull`, so that it can be swapped with other models"
+                    plan = await self._make_plan([name, *group.models], group)
+                    if _is_downloaded(plan.models[0]):
+                        return plan, group
+                    refusal = ConfigError(
+                        f"{refusal}; download its files by `unfuse pull`, so that it can be swapped with other models"
                     )
-            raise alone
+            raise refusal
 
-    async def _planned(self, models: Sequence[str], replaced: _WorkerGroup | None = None) -> ServingPlan:
+    async def _make_plan(self, models: Sequence[str], replaced: _WorkerGroup | None = None) -> ServingPlan:
         """Return the serving plan for these models within the memory that running groups leave.
 
-        The memory of the `replaced` group counts as free. Raises ConfigError, and ApiError as soon as all workers are
-        to stop, even while a slow hub is read.
+        The memory of the `replaced` group counts as free. Raises ConfigError. Raises ApiError as soon as all workers
+        are to stop, even during a slow read from the hub.
         """
-        missing = (await self._scheduler.registry.unavailable_pools()).keys()
+        unavailable_pools = (await self._scheduler.registry.unavailable_pools()).keys()
         others = [group for group in self._groups if group is not replaced]
         successors = [group.successor for group in self._groups]
         loading = [
-            group for group in self._groups if group in successors or not missing.isdisjoint(_models(group.plan))
+            group
+            for group in self._groups
+            if group in successors or not unavailable_pools.isdisjoint(_model_names(group.plan))
         ]
         unallocated = _taken_bytes([group for group in loading if group is not replaced])
         if replaced and replaced not in loading:
@@ -461,7 +477,7 @@ class WorkerGroups(ModelAdder):
         return planning.result()
 
     def _offer(self) -> None:
-        """Offer the models of all groups to workers, and report the changed plans."""
+        """Offer the models of all groups to workers, and call `on_plans_changed`."""
         plans = [group.plan for group in self._groups]
         models = [model for plan in plans for model in plan.models]
         self._dispatcher.set_offered_models([(model.spec.name, model.spec.source, model.dtypes) for model in models])
@@ -476,17 +492,17 @@ def _refusal_stopping() -> ApiError:
     return ApiError(503, "stopping", "the server is stopping", headers={"retry-after": "5"})
 
 
-def _is_here(model: PlannedModel) -> bool:
-    """Whether all weights of a model are on this disk.
+def _is_downloaded(model: PlannedModel) -> bool:
+    """Whether all weights of a model are on a disk of this machine.
 
-    A group is replaced only then, so that no request of its models waits for a download.
+    Only then does the model join a group, so that no request of the group's other models waits for a download.
     """
     with contextlib.suppress(ConfigError):
         return bool([open_files(model.folder).weights(component) for component in model.components])
     return False
 
 
-def _models(plan: ServingPlan) -> list[str]:
+def _model_names(plan: ServingPlan) -> list[str]:
     return [model.spec.name for model in plan.models]
 
 
