@@ -148,7 +148,7 @@ def picture(server: Server, folder: Folder, kind: str, **asked: Any) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_would_be_dropped_is_refused_by_its_name(name: str, server: Server, folder: Folder) -> None:
+def test_unusable_lora_file_returns_400_with_the_reason(name: str, server: Server, folder: Folder) -> None:
     kind, _, says = files(folder)[name]
     with pytest.raises(HTTPError) as refused:
         picture(server, folder, kind, lora=name)
@@ -158,7 +158,7 @@ def test_what_would_be_dropped_is_refused_by_its_name(name: str, server: Server,
 
 
 @pytest.mark.row("P40", "K15", "K2")
-def test_what_is_applied_makes_the_pixels_of_the_undivided_pipeline(
+def test_lora_images_match_the_undivided_diffusers_pipeline(
     server: Server, folder: Folder, adapters: Path, tmp_path: Path
 ) -> None:
     """Given files by diffusers' older names, one whose differences are zero, and one with a bias for each layer, when
@@ -178,7 +178,7 @@ def test_what_is_applied_makes_the_pixels_of_the_undivided_pipeline(
 
 @pytest.mark.nightly
 @pytest.mark.row("P04", "P40")
-def test_other_families_read_older_names_and_refuse_dora(
+def test_other_families_load_old_lora_key_names_and_reject_dora(
     served: Callable[..., Server], folder: Folder, tmp_path: Path
 ) -> None:
     kinds = ("sdxl", "sd3", "z-image", "flux")

@@ -105,7 +105,7 @@ def without_ids(choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.nightly
 @pytest.mark.row("C5:reasoning_content", "C10", "C13", "C20", "K6")
 @pytest.mark.parametrize("case", CASES)
-def test_a_stream_is_the_answer_wherever_it_is_taken_up(scripted: Server, case: str) -> None:
+def test_resumed_chat_stream_equals_the_unstreamed_completion(scripted: Server, case: str) -> None:
     events = streamed(scripted, case)
     made = together(events)
     assert without_ids(made) == whole(scripted, case)
@@ -115,7 +115,7 @@ def test_a_stream_is_the_answer_wherever_it_is_taken_up(scripted: Server, case: 
 
 @pytest.mark.nightly
 @pytest.mark.row("C20")
-def test_what_each_combination_says(scripted: Server) -> None:
+def test_reasoning_tool_calls_and_stop_strings_work_together(scripted: Server) -> None:
     said = {case: whole(scripted, case)[0] for case in CASES}
     called = {case: [call[1] for call in one["calls"]] for case, one in said.items()}
     assert said["calls behind reasoning"]["reasoning_content"] == "I call f."

@@ -71,7 +71,7 @@ def test_a_request_is_cancelled_when_its_client_disconnects(
     until(lambda: leased(server) == 0, "its slot to be free")
 
 
-def test_a_client_that_closes_its_sending_half_is_gone(server: Server) -> None:
+def test_half_closed_connection_cancels_the_request(server: Server) -> None:
     before = newest(server)
     with connect(server, *CHAT) as client:
         request = begun(server, before)
@@ -79,7 +79,7 @@ def test_a_client_that_closes_its_sending_half_is_gone(server: Server) -> None:
         assert server.finished(request)["status"] == "cancelled"
 
 
-def test_a_call_with_a_key_continues(server: Server) -> None:
+def test_request_with_idempotency_key_continues_after_disconnect(server: Server) -> None:
     path, body = CHAT
     before = newest(server)
     with connect(server, path, {**body, "max_tokens": 60}, "Idempotency-Key: mine"):
@@ -89,7 +89,7 @@ def test_a_call_with_a_key_continues(server: Server) -> None:
     assert (answer["id"], answer["usage"]["completion_tokens"]) == (request, 60)
 
 
-def test_a_flood_of_clients_that_leave_holds_nothing(server: Server) -> None:
+def test_disconnects_of_many_clients_free_all_worker_slots(server: Server) -> None:
     """Given twenty chats whose clients all leave, some before they are accepted, then a chat is answered."""
     path, body = CHAT
     clients = [connect(server, path, {**body, "stream": bool(number % 2)}) for number in range(20)]
@@ -106,7 +106,7 @@ def unfinished(server: Server) -> list[str]:
     return [one["id"] for one in data if one["status"] in ("queued", "in_progress")]
 
 
-def test_the_next_call_on_a_connection_is_not_taken_for_the_last(server: Server) -> None:
+def test_pipelined_requests_on_one_connection_are_answered_in_order(server: Server) -> None:
     """Given two calls sent at once on one connection, then both are answered, in their order."""
     path, body = CHAT
     before = newest(server)
@@ -123,7 +123,7 @@ def test_the_next_call_on_a_connection_is_not_taken_for_the_last(server: Server)
 
 
 @pytest.mark.row("C61")
-def test_who_drops_an_answer_of_our_client_cancels_the_rest(server: Server) -> None:
+def test_dropping_the_client_chat_iterator_cancels_the_request(server: Server) -> None:
     before = newest(server)
     with connect_client(server.url) as client:
         answer = client.chat("what is the capital of France", model="zeta", **ENDLESS)
@@ -134,7 +134,7 @@ def test_who_drops_an_answer_of_our_client_cancels_the_rest(server: Server) -> N
         assert server.finished(request)["status"] == "cancelled"
 
 
-async def test_who_leaves_an_answer_of_our_async_client_cancels_the_rest(server: Server) -> None:
+async def test_cancelling_an_async_client_chat_cancels_the_request(server: Server) -> None:
     async with aconnect(server.url) as client:
         answer = client.chat("what is the capital of France", model="zeta", **ENDLESS)
         reading = asyncio.ensure_future(anext(answer))
@@ -155,7 +155,7 @@ async def test_who_leaves_an_answer_of_our_async_client_cancels_the_rest(server:
 
 @pytest.mark.row("C2")
 @pytest.mark.parametrize("call", ["chat", "picture"])
-def test_a_repeat_without_a_key_is_a_request_of_its_own(server: Server, call: str) -> None:
+def test_repeated_call_without_idempotency_key_creates_a_new_request(server: Server, call: str) -> None:
     """Given equal calls without a seed, also with the header of a client's retry, then each draws a seed of its own."""
     path, body = CALLS[call]
     small = {"max_tokens": 3} if call == "chat" else {"num_inference_steps": 1, "n": 1}

@@ -20,7 +20,7 @@ ASKED = {"size": "32x32", "num_inference_steps": 4, "guidance_scale": 3.0}
 
 @pytest.mark.row("P43", "P44", "K17")
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.nightly)])
-def test_one_dtype_makes_the_pixels_of_the_script(
+def test_dtype_flag_produces_the_pixels_of_diffusers_torch_dtype(
     dtype: str, sampled: Callable[[str], Path], served: Callable[..., Server], tmp_path: Path
 ) -> None:
     """Given a model that is split, and one that is not."""
@@ -37,7 +37,9 @@ def test_one_dtype_makes_the_pixels_of_the_script(
 
 @pytest.mark.row("P44")
 @pytest.mark.parametrize(("said", "vae"), [("bfloat16", "bfloat16"), ("bfloat16,vae=float32", "float32")])
-def test_doctor_plans_with_the_same_dtypes(said: str, vae: str, sampled: Callable[[str], Path], tmp_path: Path) -> None:
+def test_doctor_reports_the_dtype_of_each_component(
+    said: str, vae: str, sampled: Callable[[str], Path], tmp_path: Path
+) -> None:
     command = unfuse("doctor", str(sampled("sdxl")), "--device", "cpu", "--dtype", said, "--json")
 
     told = json.loads(subprocess.run(command, env=environment(tmp_path), capture_output=True, check=True).stdout)

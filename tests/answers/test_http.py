@@ -48,7 +48,7 @@ def video(server: Server) -> str:
 
 
 @pytest.mark.row("P35", "P37", "C55", "K14")
-def test_head_is_served_wherever_get_is(server: Server, video: str) -> None:
+def test_head_returns_the_headers_of_get_on_every_path(server: Server, video: str) -> None:
     content = f"/v1/videos/{video}/content"
     listed = ["/health", "/ready", "/version", "/docs", "/openapi.json", "/v1/models", "/v1/models/alpha", "/v1/videos"]
     listed += [f"/v1/videos/{video}", content, f"{content}?variant=thumbnail", f"/v1/requests/{video}/result/0"]
@@ -62,7 +62,7 @@ def test_head_is_served_wherever_get_is(server: Server, video: str) -> None:
 
 
 @pytest.mark.row("N6")
-def test_options_names_all_methods(server: Server, video: str) -> None:
+def test_options_and_405_list_the_allowed_methods(server: Server, video: str) -> None:
     expected = {"/v1/videos": {"GET", "POST"}, f"/v1/videos/{video}": {"GET", "DELETE"}}
     for path, methods in {**expected, f"/v1/dead/{video}": {"GET", "DELETE"}}.items():
         assert {*ask(server, "OPTIONS", path)[1]["allow"].split(", ")} == methods | {"HEAD", "OPTIONS"}
@@ -72,7 +72,7 @@ def test_options_names_all_methods(server: Server, video: str) -> None:
 
 
 @pytest.mark.row("P38", "K16")
-def test_ranges_are_those_of_rfc_9110(server: Server, video: str) -> None:
+def test_range_requests_follow_rfc_9110(server: Server, video: str) -> None:
     path = f"/v1/videos/{video}/content"
     whole = ask(server, "GET", path)[2]
     size = len(whole)
@@ -86,14 +86,12 @@ def test_ranges_are_those_of_rfc_9110(server: Server, video: str) -> None:
 
 
 @pytest.mark.row("N8")
-def test_models_are_listed_as_they_were_given(server: Server) -> None:
+def test_models_are_listed_in_configured_order(server: Server) -> None:
     assert [model["id"] for model in server.get("/v1/models")["data"]] == [*NAMES]
 
 
 @pytest.mark.row("N5")
-def test_a_server_that_shuts_down_sends_clients_elsewhere(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_draining_server_returns_503_with_retry_after(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Given a server that waits for a caller's request after SIGTERM, then new calls get 503 and Retry-After."""
     arguments = [*serve_arguments(tmp_path_factory), "--workers", "none", "--drain-timeout", "600"]
     with ThreadPoolExecutor(1) as callers, serving(tmp_path, *arguments) as server:

@@ -38,7 +38,7 @@ def status(server: Server, link: str, method: str = "GET", **headers: str) -> tu
 
 
 @pytest.mark.row("P25", "K9")
-def test_links_of_pictures_open_without_a_key(server: Server) -> None:
+def test_signed_result_urls_work_without_an_api_key(server: Server) -> None:
     answer: dict[str, Any] = server.post("/v1/images/generations", PICTURE, Authorization=f"Bearer {KEY}")
     first, second = (one["url"] for one in answer["data"])
     assert first.startswith(f"{PUBLIC}/v1/requests/{answer['id']}/result/0?expires=")
@@ -55,7 +55,7 @@ def test_links_of_pictures_open_without_a_key(server: Server) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.row("P25", "K9")
-def test_links_outlive_a_restart(server: Server) -> None:
+def test_signed_result_urls_survive_a_server_restart(server: Server) -> None:
     answer = server.post("/v1/images/generations", PICTURE, Authorization=f"Bearer {KEY}")
     link = answer["data"][0]["url"]
     before = status(server, link)

@@ -32,7 +32,7 @@ def _case(name: str) -> object:
 
 
 @pytest.mark.parametrize("name", [_case(name) for name in SCHEDULED if not name.startswith(VIDEOS)])
-def test_a_folder_with_another_noise_scheduler_makes_diffusers_pictures(
+def test_other_noise_schedulers_produce_the_pixels_of_diffusers(
     name: str, sampled: Sampled, served: Callable[..., Server], tmp_path: Path
 ) -> None:
     """The same bytes each time, also where the noise scheduler draws random numbers."""

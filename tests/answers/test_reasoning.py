@@ -30,7 +30,7 @@ def ask(scripted: Server, model: str, script: str, **about: Any) -> tuple[str | 
         ("deep", "answer", "So it is.", "Six."),
     ],
 )
-def test_reasoning_is_apart_from_content(
+def test_reasoning_content_is_separated_from_content(
     scripted: Server, model: str, script: str, reasoning: str | None, content: str
 ) -> None:
     """Whole and in a stream, also where the template has begun it, or it never ends."""
@@ -45,20 +45,20 @@ def test_reasoning_is_apart_from_content(
     assert "".join(delta.content or "" for delta in deltas) == content
 
 
-def test_calls_follow_reasoning(scripted: Server) -> None:
+def test_tool_calls_are_parsed_after_reasoning(scripted: Server) -> None:
     reasoning, content, choice = ask(scripted, "think", "call", tools=TOOLS)
     assert (reasoning, content, choice["finish_reason"]) == ("I call f.", None, "tool_calls")
     assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
 
 
 @pytest.mark.parametrize("model", ["think", "deep"])
-def test_what_is_cut_within_reasoning_is_no_content(scripted: Server, model: str) -> None:
+def test_completion_truncated_in_reasoning_has_empty_content(scripted: Server, model: str) -> None:
     reasoning, content, choice = ask(scripted, model, "answer", max_tokens=4)
     assert content == "" and choice["finish_reason"] == "length"
     assert reasoning and ("Let me see." + "So it is.").count(reasoning)
 
 
-def test_stop_texts_do_not_end_reasoning(scripted: Server) -> None:
+def test_stop_strings_do_not_end_reasoning(scripted: Server) -> None:
     assert ask(scripted, "think", "answer", stop=["see", " 4"])[:2] == ("Let me see.\n\nYes.", "It is")
 
 
@@ -69,7 +69,7 @@ def test_stop_texts_do_not_end_reasoning(scripted: Server) -> None:
         ("deep", {"response_format": {"type": "json_object", "schema": {"enum": [1, 2]}}}, ["1", "2"]),
     ],
 )
-def test_a_format_holds_from_the_end_of_reasoning(
+def test_structured_output_is_enforced_after_reasoning(
     scripted: Server, model: str, about: dict[str, Any], answers: list[str]
 ) -> None:
     reasoning, content, _ = ask(scripted, model, "answer", **about)
@@ -79,7 +79,7 @@ def test_a_format_holds_from_the_end_of_reasoning(
     assert plain[0] is None and plain[1] in ["yes", "no"]
 
 
-def test_a_call_that_must_be_made_follows_reasoning(scripted: Server) -> None:
+def test_required_tool_call_follows_reasoning(scripted: Server) -> None:
     """Also where the marks of calls are special tokens, which no grammar can write."""
     asked = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
     for model, thought in (("think", "Let me see.\n\nYes."), ("deep", "So it is.")):
@@ -88,7 +88,7 @@ def test_a_call_that_must_be_made_follows_reasoning(scripted: Server) -> None:
         assert choice["message"]["tool_calls"][0]["function"]["name"] == "f"
 
 
-def test_templates_are_given_earlier_reasoning(scripted: Server) -> None:
+def test_chat_template_receives_earlier_reasoning_content(scripted: Server) -> None:
     def tokens(**about: str) -> int:
         said = [{"role": "user", "content": "plain"}, {"role": "assistant", "content": "5", **about}]
         body = {"model": "think", "messages": [*said, {"role": "user", "content": "plain"}], "max_tokens": 1}

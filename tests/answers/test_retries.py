@@ -40,7 +40,7 @@ def is_dead(server: Server, request: dict[str, Any]) -> bool:
 
 @pytest.mark.row("P29", "K11")
 @pytest.mark.parametrize("prompt", ["raise", "later raise"])
-def test_an_unknown_error_is_tried_once_more_on_the_other_worker(server: Server, prompt: str) -> None:
+def test_unknown_error_is_retried_once_on_another_worker(server: Server, prompt: str) -> None:
     status, error, request = refused(server, prompt)
     assert (status, error["code"]) == (500, "model_error")
     pattern = rf"{request['id']}: failed twice, on (\S+) and (\S+): LookupError: \W*…/weights.bin is not as expected\W*"
@@ -51,14 +51,14 @@ def test_an_unknown_error_is_tried_once_more_on_the_other_worker(server: Server,
 
 
 @pytest.mark.row("P29", "K11")
-def test_what_the_request_cannot_have_is_a_400_at_once(server: Server) -> None:
+def test_invalid_parameter_in_a_stage_returns_400_without_retry(server: Server) -> None:
     status, error, request = refused(server, "refuse")
     assert (status, error["code"]) == (400, "invalid_parameter")
     assert "choose one for this model" in error["message"]
     assert (request["attempts"], is_dead(server, request)) == (1, False)
 
 
-def test_a_bad_request_costs_those_in_its_batch_nothing(server: Server) -> None:
+def test_failing_request_does_not_affect_others_in_its_batch(server: Server) -> None:
     """Given requests that run side by side, of which one fails in its second step, then the others run once."""
     prompts = [f"good {number}" for number in range(6)]
     with ThreadPoolExecutor(7) as pool:
@@ -71,7 +71,7 @@ def test_a_bad_request_costs_those_in_its_batch_nothing(server: Server) -> None:
     assert {stage["failures"] for one in ended for stage in one["stages"]} == {0}
 
 
-def test_a_device_fault_starts_compute_again_and_ends_what_causes_it(server: Server) -> None:
+def test_cuda_error_restarts_compute_and_fails_the_request(server: Server) -> None:
     status, error, request = refused(server, "fault")
     assert (status, error["code"]) == (500, "compute_crashed")
     assert "CUDA error" in error["message"] and is_dead(server, request)
@@ -79,7 +79,7 @@ def test_a_device_fault_starts_compute_again_and_ends_what_causes_it(server: Ser
 
 
 @pytest.mark.nightly
-def test_a_file_that_is_missing_is_tried_within_the_budget(server: Server) -> None:
+def test_missing_file_error_is_retried_within_the_retry_budget(server: Server) -> None:
     status, error, request = refused(server, "lose")
     assert (status, error["code"], request["attempts"]) == (500, "stage_failed", 4)
     assert error["message"].endswith("(failed 4 times)") and "/srv" not in error["message"]

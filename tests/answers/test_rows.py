@@ -97,5 +97,5 @@ def texts(path: Path) -> Iterator[str]:
         yield from (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
 
 
-def test_every_row_is_marked_in_a_test() -> None:
+def test_every_bug_report_row_has_a_test() -> None:
     assert sorted(ROWS - {text for path in TESTS.rglob("test_*.py") for text in texts(path)}) == []

@@ -40,7 +40,7 @@ def flagged_seed(model: Path, out: Path) -> tuple[int, dict[int, np.ndarray]]:
     return flagged[0], {seed: made[name][0] for name, seed in seeds.items()}
 
 
-def test_flagged_pictures_are_marked_and_refused_where_all_are(model: Path, server: Server, tmp_path: Path) -> None:
+def test_flagged_images_are_marked_and_return_400_if_all_are(model: Path, server: Server, tmp_path: Path) -> None:
     flagged, wanted = flagged_seed(model, tmp_path)
     assert not wanted[flagged].any(), "diffusers makes a flagged picture black"
 
@@ -58,7 +58,7 @@ def test_flagged_pictures_are_marked_and_refused_where_all_are(model: Path, serv
     assert "safety checker flagged" in error["message"]
 
 
-def test_flagged_pictures_are_marked_in_requests_and_streams(model: Path, server: Server, tmp_path: Path) -> None:
+def test_flagged_images_are_marked_in_request_objects_and_streams(model: Path, server: Server, tmp_path: Path) -> None:
     flagged, _ = flagged_seed(model, tmp_path)
     body = {"model": str(model), "prompt": "cats", "seed": SEED, "n": 2, **ASKED}
 

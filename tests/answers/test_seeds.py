@@ -15,7 +15,7 @@ LEAST, MOST = -(2**63), 2**64 - 1
 
 @pytest.mark.row("C5:seeds", "C22")
 @pytest.mark.parametrize("seed", [2**60, MOST, LEAST])
-def test_a_picture_s_seed_is_the_one_that_a_script_gives_to_torch(seed: int, studio: Studio) -> None:
+def test_image_seed_matches_torch_manual_seed_in_diffusers(seed: int, studio: Studio) -> None:
     import torch
     from diffusers import StableDiffusionXLPipeline
 
@@ -34,7 +34,7 @@ def test_a_picture_s_seed_is_the_one_that_a_script_gives_to_torch(seed: int, stu
 
 
 @pytest.mark.row("C5:seeds")
-def test_pictures_of_one_request_wrap_round_and_can_be_made_again(studio: Studio) -> None:
+def test_consecutive_image_seeds_wrap_and_reproduce_each_image(studio: Studio) -> None:
     body = {"model": studio.sdxl, "prompt": "a cat"}
     several = studio.server.post("/v1/images/generations", {**body, "seed": str(MOST), "n": 2})
     seeds = [one["seed"] for one in several["data"]]
@@ -45,7 +45,7 @@ def test_pictures_of_one_request_wrap_round_and_can_be_made_again(studio: Studio
 
 
 @pytest.mark.row("C5:seeds")
-def test_a_random_seed_is_drawn_and_told(studio: Studio) -> None:
+def test_seed_minus_one_draws_a_random_seed_and_reports_the_value(studio: Studio) -> None:
     fields = {"model": studio.sd_image, "strength": "0.8"}
     drawn = [edited(studio.server, saved(gradient()), **{**fields, "seed": "-1"}) for _ in range(2)]
     seeds = [one["data"][0]["seed"] for one in drawn]
@@ -56,7 +56,7 @@ def test_a_random_seed_is_drawn_and_told(studio: Studio) -> None:
 
 
 @pytest.mark.row("C22")
-def test_a_chat_s_seed_is_any_integer_of_64_bits(studio: Studio) -> None:
+def test_chat_accepts_any_64_bit_seed_and_is_reproducible(studio: Studio) -> None:
     def said(seed: object) -> dict[str, Any]:
         body = {"model": studio.sees, "messages": [{"role": "user", "content": "the fox"}], "max_tokens": 8}
         answer: dict[str, Any] = studio.server.post("/v1/chat/completions", {**body, "seed": seed, "n": 2})
@@ -75,7 +75,7 @@ def test_a_chat_s_seed_is_any_integer_of_64_bits(studio: Studio) -> None:
 
 @pytest.mark.row("C22")
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 1.5, "seven", True])
-def test_what_is_no_seed_is_told_the_bounds(seed: object, studio: Studio) -> None:
+def test_invalid_seed_is_rejected_with_the_bounds(seed: object, studio: Studio) -> None:
     body = {"model": studio.sdxl, "prompt": "a cat", "seed": seed}
     param, message = refusal(httpx2.post(f"{studio.server.url}/v1/images/generations", json=body))
     assert param == "seed" and str(LEAST) in message and str(MOST) in message

@@ -43,7 +43,7 @@ def drawn(pipeline: Any, picture: Image.Image, **call: Any) -> np.ndarray[Any, A
 
 @pytest.mark.row("P22", "K8")
 @pytest.mark.parametrize("size", [(48, 32), (32, 48), (53, 38)])
-def test_an_undivided_edit_is_as_large_as_its_picture_and_says_so(size: tuple[int, int], studio: Studio) -> None:
+def test_undivided_edit_has_and_reports_the_size_of_its_input_image(size: tuple[int, int], studio: Studio) -> None:
     from diffusers import StableDiffusionImg2ImgPipeline
 
     picture = gradient(*size)
@@ -57,7 +57,7 @@ def test_an_undivided_edit_is_as_large_as_its_picture_and_says_so(size: tuple[in
 
 
 @pytest.mark.row("P22")
-def test_a_stream_of_an_undivided_edit_says_its_size(studio: Studio) -> None:
+def test_undivided_edit_stream_reports_the_image_size(studio: Studio) -> None:
     form = {"model": studio.sd_image, "prompt": "a cat", "seed": "5", "stream": "true"}
     files = {"image": saved(gradient(48, 32))}
     answer = httpx2.post(f"{studio.server.url}/v1/images/edits", data=form, files=files, timeout=600)
@@ -68,7 +68,7 @@ def test_a_stream_of_an_undivided_edit_says_its_size(studio: Studio) -> None:
 
 
 @pytest.mark.row("P22", "P42")
-def test_an_undivided_edit_has_the_size_that_is_asked_for(studio: Studio) -> None:
+def test_undivided_edit_has_the_requested_size(studio: Studio) -> None:
     from diffusers import StableDiffusionImg2ImgPipeline
 
     picture = gradient(48, 32)
@@ -84,7 +84,7 @@ def test_an_undivided_edit_has_the_size_that_is_asked_for(studio: Studio) -> Non
 
 
 @pytest.mark.row("P23", "K8")
-def test_a_picture_beyond_the_limits_is_made_smaller_in_its_shape(studio: Studio) -> None:
+def test_input_image_over_the_limits_is_downscaled_in_proportion(studio: Studio) -> None:
     """Of 4096x64, which is 2048x32 at the most; a picture of 40 megapixels would take too long to try."""
     fields = {"model": studio.sd_image, "num_inference_steps": "1", "strength": "1"}
     answer = edited(studio.server, saved(gradient(4096, 64)), **fields)
@@ -94,7 +94,9 @@ def test_a_picture_beyond_the_limits_is_made_smaller_in_its_shape(studio: Studio
 
 @pytest.mark.row("K8")
 @pytest.mark.parametrize(("given", "made"), [((48, 32), (32, 24)), ((90, 160), (24, 40)), ((64, 64), (32, 32))])
-def test_an_edit_has_the_shape_of_its_picture(given: tuple[int, int], made: tuple[int, int], studio: Studio) -> None:
+def test_edit_has_the_aspect_ratio_of_its_input_image(
+    given: tuple[int, int], made: tuple[int, int], studio: Studio
+) -> None:
     """The model's own area is 32x32 pixels, and its sides are multiples of 8."""
     from diffusers import StableDiffusionXLImg2ImgPipeline
 
@@ -111,7 +113,7 @@ def test_an_edit_has_the_shape_of_its_picture(given: tuple[int, int], made: tupl
 
 
 @pytest.mark.row("K8")
-def test_a_video_has_the_shape_of_its_first_frame(studio: Studio) -> None:
+def test_video_has_the_aspect_ratio_of_its_first_frame(studio: Studio) -> None:
     form = {"model": studio.wan, "prompt": "a cat", "num_frames": "5", "output_format": "png"}
     files = {"input_reference": saved(gradient(90, 160))}
     video = httpx2.post(f"{studio.server.url}/v1/videos", data=form, files=files, timeout=600).json()
@@ -123,7 +125,7 @@ def test_a_video_has_the_shape_of_its_first_frame(studio: Studio) -> None:
 
 
 @pytest.mark.row("P42", "D7", "N4")
-def test_width_and_height_are_read_beside_size(studio: Studio) -> None:
+def test_width_and_height_are_accepted_and_must_agree_with_size(studio: Studio) -> None:
     server, prompt = studio.server, "a cat"
     body: dict[str, Any] = {"model": studio.sdxl, "prompt": prompt, "seed": 5}
     made = [

@@ -36,7 +36,7 @@ def say(scripted: Server, **about: Any) -> str:
         {"json_schema": json.dumps(CITY)},
     ],
 )
-def test_an_answer_has_the_schema(scripted: Server, about: dict[str, Any]) -> None:
+def test_completion_matches_the_json_schema(scripted: Server, about: dict[str, Any]) -> None:
     assert json.loads(say(scripted, **about)) == {"city": "Rome"}
 
 
@@ -54,7 +54,9 @@ def test_an_answer_has_the_schema(scripted: Server, about: dict[str, Any]) -> No
         ({"structured_outputs": {"grammar": 'start: "ab" | "cd"'}}, ["ab", "cd"]),
     ],
 )
-def test_an_answer_is_what_peers_call_guided(scripted: Server, about: dict[str, Any], answers: list[str]) -> None:
+def test_guided_decoding_parameters_of_vllm_and_sglang_are_enforced(
+    scripted: Server, about: dict[str, Any], answers: list[str]
+) -> None:
     assert say(scripted, **about) in answers
 
 
@@ -70,7 +72,9 @@ def test_an_answer_is_what_peers_call_guided(scripted: Server, about: dict[str, 
         ({"structured_outputs": {"xml": "x"}}, "structured_outputs", "send one of"),
     ],
 )
-def test_what_cannot_be_kept_to_is_refused(scripted: Server, about: dict[str, Any], param: str, says: str) -> None:
+def test_conflicting_or_unsupported_output_constraints_return_400(
+    scripted: Server, about: dict[str, Any], param: str, says: str
+) -> None:
     with pytest.raises(HTTPError) as refused:
         say(scripted, **about)
     error = json.load(refused.value)["error"]
@@ -88,7 +92,7 @@ def test_what_cannot_be_kept_to_is_refused(scripted: Server, about: dict[str, An
         {**CITY, "properties": {"city": {"const": "Rome", "format": "of my own"}}},
     ],
 )
-def test_a_schema_is_not_strict_unless_it_says_so(scripted: Server, schema: dict[str, Any]) -> None:
+def test_unsupported_schema_keywords_are_rejected_only_if_strict(scripted: Server, schema: dict[str, Any]) -> None:
     def format(**about: Any) -> dict[str, Any]:
         return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **about}}
 

@@ -65,7 +65,7 @@ def refusal(scripted: Server, **body: Any) -> dict[str, Any]:
         ("py", "two", None, BOTH),
     ],
 )
-def test_calls_are_found_in_the_format_of_each_model(
+def test_tool_calls_are_parsed_in_the_format_of_each_model(
     scripted: Server, model: str, script: str, content: str | None, calls: list[tuple[str, Any]]
 ) -> None:
     """Whole, in a stream, and the first alone where only one may be made."""
@@ -101,7 +101,7 @@ def test_calls_are_found_in_the_format_of_each_model(
 
 @pytest.mark.row("C16")
 @pytest.mark.parametrize(("model", "script"), [("pl", "answer"), ("pq", "unknown"), ("py", "list")])
-def test_what_names_no_offered_function_is_content(scripted: Server, model: str, script: str) -> None:
+def test_text_that_calls_no_offered_function_is_content(scripted: Server, model: str, script: str) -> None:
     choice = ask(scripted, model, script)
     assert choice["message"]["content"] == SCRIPTS[model][script]
     assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
@@ -109,7 +109,7 @@ def test_what_names_no_offered_function_is_content(scripted: Server, model: str,
 
 @pytest.mark.row("C17")
 @pytest.mark.parametrize("model", ["pq", "pl", "coder", "mistral", "py"])
-def test_a_forced_call_that_is_cut_is_no_content(scripted: Server, model: str) -> None:
+def test_truncated_tool_call_is_not_returned_as_content(scripted: Server, model: str) -> None:
     for tokens in (3, 14):
         choice = ask(scripted, model, "", tool_choice="required", max_tokens=tokens)
         assert (choice["message"]["content"] or "", choice["finish_reason"]) == ("", "length")
@@ -119,7 +119,7 @@ def test_a_forced_call_that_is_cut_is_no_content(scripted: Server, model: str) -
 
 
 @pytest.mark.row("C20")
-def test_stop_texts_end_content_and_no_call(scripted: Server) -> None:
+def test_stop_strings_end_content_but_not_tool_calls(scripted: Server) -> None:
     for about in ({}, {"tool_choice": "required", "parallel_tool_calls": False}):
         choice = ask(scripted, "pq", "one", stop=["\n", "name"], **about)
         assert (calls_of(choice), choice["finish_reason"]) == (BOTH[:1], "tool_calls")
@@ -128,7 +128,7 @@ def test_stop_texts_end_content_and_no_call(scripted: Server) -> None:
 
 
 @pytest.mark.row("C13")
-def test_an_answer_ends_behind_the_only_call(scripted: Server) -> None:
+def test_completion_ends_after_one_call_without_parallel_tool_calls(scripted: Server) -> None:
     body = {"model": "pq", "messages": [{"role": "user", "content": "two"}], "tools": TOOLS}
     both = scripted.post("/v1/chat/completions", body)
     one = scripted.post("/v1/chat/completions", {**body, "parallel_tool_calls": False})
@@ -136,7 +136,7 @@ def test_an_answer_ends_behind_the_only_call(scripted: Server) -> None:
 
 
 @pytest.mark.row("C10")
-def test_arguments_come_in_pieces(scripted: Server) -> None:
+def test_tool_call_arguments_are_streamed_in_chunks(scripted: Server) -> None:
     with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0) as client:
         messages: Any = [{"role": "user", "content": "one"}]
         stream = client.chat.completions.create(
@@ -150,7 +150,7 @@ def test_arguments_come_in_pieces(scripted: Server) -> None:
 
 
 @pytest.mark.row("K4")
-def test_each_form_of_tool_choice_is_kept_to(scripted: Server) -> None:
+def test_every_form_of_tool_choice_is_enforced(scripted: Server) -> None:
     allowed = {"mode": "auto", "tools": [TOOLS[0]]}
     assert calls_of(ask(scripted, "pq", "one", tool_choice="none")) == []
     assert (
@@ -179,7 +179,7 @@ NAMED = {"type": "function", "function": {"name": "f"}}
         (NAMED, {"strict": False}, {"type": "object", "properties": {"b": {"type": "string", "pattern": "^(?!x)"}}}),
     ],
 )
-def test_functions_are_not_strict_unless_they_say_so(
+def test_unsupported_function_schemas_are_rejected_only_if_strict(
     scripted: Server, choice: Any, about: dict[str, Any], parameters: dict[str, Any]
 ) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters, **about}}]
@@ -192,7 +192,7 @@ def test_functions_are_not_strict_unless_they_say_so(
 
 
 @pytest.mark.row("C43", "N3")
-def test_tools_of_other_kinds_and_older_names_are_refused_by_name(scripted: Server) -> None:
+def test_custom_tools_and_legacy_functions_return_400(scripted: Server) -> None:
     custom = {"type": "custom", "custom": {"name": "shell", "description": "Runs a command."}}
     error = refusal(scripted, tools=[*TOOLS, custom])
     assert error["param"] == "tools" and "tools[2] is of type custom" in error["message"]
@@ -203,7 +203,7 @@ def test_tools_of_other_kinds_and_older_names_are_refused_by_name(scripted: Serv
 
 
 @pytest.mark.row("N2")
-def test_a_template_is_given_what_a_tool_does_not_say(scripted: Server) -> None:
+def test_tools_without_description_or_parameters_are_accepted(scripted: Server) -> None:
     for about in ({}, {"description": None}, {"parameters": None}, {"description": "Does."}):
         choice = ask(scripted, "pq", "one", tools=[{"type": "function", "function": {"name": "f", **about}}])
         assert calls_of(choice) == BOTH[:1]
@@ -214,13 +214,13 @@ def test_a_template_is_given_what_a_tool_does_not_say(scripted: Server) -> None:
     "name",
     ["grammar", "tool_calls", "prompt_tokens", "shown", "reading", "expected_tokens"],
 )
-def test_what_a_server_derives_is_an_unknown_parameter(scripted: Server, name: str) -> None:
+def test_internal_parameters_are_rejected_as_unknown(scripted: Server, name: str) -> None:
     error = refusal(scripted, **{name: 'root ::= "yes"'})
     assert error["param"] == name and "unknown parameter" in error["message"]
 
 
 @pytest.mark.row("C5:tool_call_parser")
-def test_an_operator_may_choose_the_parsers(served: Serve, tmp_path: Path) -> None:
+def test_parser_flags_select_tool_call_and_reasoning_parsers(served: Serve, tmp_path: Path) -> None:
     model = make_scripted_model(tmp_path / "any", {"py": "[f(a=1)]", "think": "<think>\nHm.\n</think>\n\nYes."})
     server = served(model, "--tool-call-parser", "pythonic", "--reasoning-parser", "deepseek_r1", "--kv", "8MiB")
     choice = ask(server, str(model), "think")

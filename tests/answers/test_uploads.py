@@ -104,7 +104,7 @@ FILES: dict[str, tuple[bytes, Image.Image]] = {
 
 @pytest.mark.row("P19", "K6", "C4", "C5")
 @pytest.mark.parametrize("name", FILES)
-def test_an_edit_sees_what_a_viewer_shows(name: str, studio: Studio) -> None:
+def test_edit_decodes_every_image_file_like_an_image_viewer(name: str, studio: Studio) -> None:
     """The oracle is the edit of a plain RGB file, which other tests compare with diffusers."""
     file, plain = FILES[name]
     asked = {"model": studio.sdxl, "strength": "0.5"}
@@ -118,7 +118,7 @@ def test_an_edit_sees_what_a_viewer_shows(name: str, studio: Studio) -> None:
 
 
 @pytest.mark.row("C4")
-def test_a_mask_s_hidden_color_changes_nothing(studio: Studio) -> None:
+def test_color_of_transparent_mask_pixels_is_ignored(studio: Studio) -> None:
     fields = {"prompt": "a cat", "seed": "5", "model": studio.sdxl, "strength": "0.8"}
     made = set()
     masks = [half_transparent("red"), half_transparent("blue"), half_transparent("blue", "LA")]
@@ -147,7 +147,7 @@ def film(studio: Studio, first: bytes) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.row("P19", "C4")
-def test_a_first_frame_is_seen_as_an_edit_s_picture_is(studio: Studio) -> None:
+def test_transparent_first_frame_is_flattened_onto_white(studio: Studio) -> None:
     assert (film(studio, saved(half_transparent("red"))) == film(studio, saved(flattened()))).all()
 
 
@@ -176,7 +176,7 @@ def shown(url: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name", ["gray of 16 bits", "hidden red", "hidden blue", "gray and alpha", "GIF of two frames", "on its side"]
 )
-def test_a_chat_sees_what_a_viewer_shows(name: str, studio: Studio) -> None:
+def test_chat_decodes_every_image_file_like_an_image_viewer(name: str, studio: Studio) -> None:
     file, plain = FILES[name]
 
     assert said(studio, shown(data_url(file))) == said(studio, shown(data_url(saved(plain))))
@@ -184,7 +184,7 @@ def test_a_chat_sees_what_a_viewer_shows(name: str, studio: Studio) -> None:
 
 
 @pytest.mark.row("C35", "C37", "C38")
-def test_a_chat_reads_every_data_url(studio: Studio) -> None:
+def test_chat_accepts_every_form_of_data_url(studio: Studio) -> None:
     file = saved(PICTURE)
     plain = said(studio, shown(data_url(file)))
     urls = [
@@ -200,7 +200,7 @@ def test_a_chat_reads_every_data_url(studio: Studio) -> None:
 
 
 @pytest.mark.row("D7")
-def test_a_chat_as_the_seeds_write_it(studio: Studio) -> None:
+def test_chat_accepts_image_parts_and_bootstrap_fields(studio: Studio) -> None:
     """Parts of type `image`, and fields for servers that are told where encoders are."""
     url = data_url(saved(PICTURE))
     plain = said(studio, shown(url))
@@ -211,7 +211,7 @@ def test_a_chat_as_the_seeds_write_it(studio: Studio) -> None:
 
 
 @pytest.mark.row("P31", "K12")
-def test_an_edit_as_json(studio: Studio) -> None:
+def test_json_edit_equals_multipart_edit_and_rejects_file_ids(studio: Studio) -> None:
     mask = {"image_url": data_url(saved(half_transparent("red")))}
     body: dict[str, Any] = {"model": studio.sdxl, "prompt": "a cat", "seed": 5, "strength": 0.8}
     images = {"images": [{"image_url": data_url(saved(PICTURE))}]}

@@ -48,7 +48,7 @@ def said_by_serve(folder: Path, place: Path) -> str:
         pytest.param("sd", "vae", "conv", "weight_scale", marks=NIGHTLY),
     ],
 )
-def test_integers_with_scales_are_refused_by_name(
+def test_serve_rejects_quantized_weights_and_names_the_layer(
     kind: str, part: str, layer: str, scale: str, folder: Folder, tmp_path: Path
 ) -> None:
     model = Path(shutil.copytree(folder(kind), tmp_path / "model"))
@@ -59,7 +59,7 @@ def test_integers_with_scales_are_refused_by_name(
 
 
 @pytest.mark.row("P11")
-def test_integers_in_the_file_of_another_tool_are_refused_by_name(folder: Folder, tmp_path: Path) -> None:
+def test_serve_rejects_quantized_weights_in_a_file_of_another_tool(folder: Folder, tmp_path: Path) -> None:
     model = tuned(folder("wan"), tmp_path / "model", original=True)
     quantized(model, "transformer", "ffn.0", "scale_weight")
 
@@ -67,7 +67,7 @@ def test_integers_in_the_file_of_another_tool_are_refused_by_name(folder: Folder
 
 
 @pytest.mark.row("P47")
-def test_two_files_of_weights_in_one_folder_are_told_of(folder: Folder, tmp_path: Path) -> None:
+def test_serve_rejects_two_weight_files_in_one_folder(folder: Folder, tmp_path: Path) -> None:
     model = tuned(folder("wan"), tmp_path / "model", original=True)
     shutil.copy(model / "transformer/tuned.safetensors", model / "transformer/other.safetensors")
 

@@ -86,9 +86,7 @@ def large(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.mark.row("P01", "P02", "K1")
-def test_fine_tunes_that_differ_in_few_weights_of_a_large_file_are_served_each(
-    large: Path, served: Serve, tmp_path: Path
-) -> None:
+def test_fine_tunes_that_differ_in_few_weights_do_not_share_a_pool(large: Path, served: Serve, tmp_path: Path) -> None:
     """One weight of a tensor of 200 MiB differs in one; the last layer of a large transformer in the other."""
     words, layer = large.with_name("words"), large.with_name("layer")
     for copy in (words, layer):

@@ -14,7 +14,7 @@ from unfuse.core.errors import ConfigError
 MIB = 1 << 20
 
 
-def test_an_arena_without_objects_takes_no_memory() -> None:
+def test_empty_arena_uses_no_memory() -> None:
     arena = Arena(3 * MIB + 5)
     try:
         status = os.fstat(arena.fd)
@@ -25,7 +25,7 @@ def test_an_arena_without_objects_takes_no_memory() -> None:
         arena.close()
 
 
-def test_readers_see_what_is_written_and_cannot_write() -> None:
+def test_readers_have_a_read_only_map_of_written_data() -> None:
     arena = Arena(MIB)
     try:
         arena.memory[100:103] = (1, 2, 3)
@@ -40,7 +40,7 @@ def test_readers_see_what_is_written_and_cannot_write() -> None:
         arena.close()
 
 
-def test_an_arena_larger_than_the_free_memory_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arena_larger_than_free_memory_raises_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "available_memory", lambda: 1229 * MIB)
     settled()
     before = descriptors()
@@ -52,7 +52,7 @@ def test_an_arena_larger_than_the_free_memory_is_refused_in_one_sentence(monkeyp
     assert descriptors() <= before
 
 
-def test_memory_that_the_kernel_refuses_is_the_same_sentence() -> None:
+def test_failed_memory_allocation_raises_config_error() -> None:
     settled()
     before = descriptors()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -65,7 +65,7 @@ def test_memory_that_the_kernel_refuses_is_the_same_sentence() -> None:
     assert descriptors() <= before
 
 
-def test_an_arena_of_nothing_is_refused() -> None:
+def test_arena_smaller_than_4096_bytes_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="at least 4096 bytes"):
         Arena(100)
 

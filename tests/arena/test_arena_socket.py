@@ -114,7 +114,7 @@ def as_hold(extent: Extent) -> HoldObject:
     return HoldObject(extent.id, extent.key, extent.generation, extent.nbytes)
 
 
-def test_a_reader_maps_what_the_owner_wrote(owner: Owner) -> None:
+def test_reader_maps_objects_of_the_owner_without_a_copy(owner: Owner) -> None:
     extent = owner.put(b"hello")
     reader = ArenaClient(owner.address)
     where = hold(reader, extent)
@@ -128,7 +128,7 @@ def test_a_reader_maps_what_the_owner_wrote(owner: Owner) -> None:
     assert owner.settled().arena.usage().used == 0
 
 
-def test_the_end_of_a_connection_ends_all_of_its_holds_and_no_others(owner: Owner) -> None:
+def test_closed_connection_drops_only_its_own_holds(owner: Owner) -> None:
     extent = owner.put()
     one, two = ArenaClient(owner.address), ArenaClient(owner.address)
     for reader in (one, one, two):
@@ -140,7 +140,7 @@ def test_the_end_of_a_connection_ends_all_of_its_holds_and_no_others(owner: Owne
     assert owner.settled().arena.usage().used == 0
 
 
-def test_the_descriptor_comes_with_the_first_hold_only_and_cannot_be_written(owner: Owner) -> None:
+def test_read_only_descriptor_is_sent_with_the_first_hold_only(owner: Owner) -> None:
     extent = owner.put()
     with Raw(owner.address) as raw:
         refused, none = raw.ask(msgspec.structs.replace(as_hold(extent), key=bytes(16)))
@@ -154,7 +154,7 @@ def test_the_descriptor_comes_with_the_first_hold_only_and_cannot_be_written(own
 
 
 @pytest.mark.parametrize("change", [{"key": b"k" * 16}, {"id": "0" * 32}, {"generation": 7}, {"nbytes": 4}])
-def test_a_forged_ref_holds_nothing(owner: Owner, change: dict[str, object]) -> None:
+def test_hold_with_a_forged_ref_raises_object_lost(owner: Owner, change: dict[str, object]) -> None:
     extent = owner.put()
     reader = ArenaClient(owner.address)
     with pytest.raises(ObjectLost):
@@ -164,7 +164,7 @@ def test_a_forged_ref_holds_nothing(owner: Owner, change: dict[str, object]) -> 
     reader.close()
 
 
-def test_a_writer_writes_what_readers_read(owner: Owner) -> None:
+def test_readers_can_hold_an_object_only_after_sealing(owner: Owner) -> None:
     writer, reader = ArenaClient(owner.address, TOKEN), ArenaClient(owner.address)
     extent = writer.create(5, REQUEST)
     writer.writable(extent)[:] = list(b"hello")
@@ -180,7 +180,7 @@ def test_a_writer_writes_what_readers_read(owner: Owner) -> None:
     writer.close()
 
 
-def test_what_a_writer_leaves_half_written_is_aborted_and_what_it_sealed_stays(owner: Owner) -> None:
+def test_disconnect_of_a_writer_aborts_only_its_unsealed_objects(owner: Owner) -> None:
     writer = ArenaClient(owner.address, TOKEN)
     half, whole, given_up = (writer.create(5000, REQUEST) for _ in range(3))
     writer.seal(whole.id)
@@ -193,7 +193,7 @@ def test_what_a_writer_leaves_half_written_is_aborted_and_what_it_sealed_stays(o
     reader.close()
 
 
-def test_release_by_a_writer_waits_for_what_another_still_writes(owner: Owner) -> None:
+def test_release_waits_for_objects_that_another_writer_writes(owner: Owner) -> None:
     one, two = ArenaClient(owner.address, TOKEN), ArenaClient(owner.address, TOKEN)
     extent = one.create(10, REQUEST)
     two.release(REQUEST)
@@ -205,7 +205,7 @@ def test_release_by_a_writer_waits_for_what_another_still_writes(owner: Owner) -
     two.close()
 
 
-def test_a_full_arena_is_the_same_error_in_every_process(owner: Owner) -> None:
+def test_full_arena_raises_arena_full_in_the_writer_client(owner: Owner) -> None:
     writer = ArenaClient(owner.address, TOKEN)
     with pytest.raises(ArenaFull) as full:
         writer.create(2 << 20, REQUEST)
@@ -218,14 +218,16 @@ FOR_WRITERS = [Create(1, REQUEST), Seal("a"), Abort("a"), Delete("a"), Release(R
 
 
 @pytest.mark.parametrize("message", [*FOR_WRITERS, Write(b"wrong"), Unhold("a")], ids=repr)
-def test_who_has_not_shown_the_token_is_disconnected_when_it_writes(owner: Owner, message: ToOwner) -> None:
+def test_client_without_token_is_disconnected_by_writer_messages(owner: Owner, message: ToOwner) -> None:
     with Raw(owner.address) as raw:
         raw.socket.sendall(frame(message))
         assert raw.is_disconnected()
 
 
 @pytest.mark.parametrize("message", [Seal, Abort])
-def test_a_writer_cannot_finish_what_another_writes(owner: Owner, message: type[Seal] | type[Abort]) -> None:
+def test_writer_cannot_seal_or_abort_an_object_of_another_writer(
+    owner: Owner, message: type[Seal] | type[Abort]
+) -> None:
     writer = ArenaClient(owner.address, TOKEN)
     extent = writer.create(10, REQUEST)
     with Raw(owner.address) as raw:
@@ -238,7 +240,7 @@ def test_a_writer_cannot_finish_what_another_writes(owner: Owner, message: type[
     writer.close()
 
 
-def test_a_wrong_token_is_an_error_at_the_client(owner: Owner) -> None:
+def test_wrong_token_raises_transient_error(owner: Owner) -> None:
     with pytest.raises(TransientError, match="closed the connection"):
         ArenaClient(owner.address, b"wrong")
 
@@ -254,7 +256,7 @@ def test_a_wrong_token_is_an_error_at_the_client(owner: Owner) -> None:
         struct.pack("!I", 12) + b"\x01\x82\xa4type\xa4Gone",
     ],
 )
-def test_a_client_that_sends_garbage_is_disconnected_and_harms_nobody(owner: Owner, garbage: bytes) -> None:
+def test_garbage_disconnects_its_client_and_no_other_client(owner: Owner, garbage: bytes) -> None:
     extent = owner.put()
     reader = ArenaClient(owner.address)
     hold(reader, extent)
@@ -268,7 +270,7 @@ def test_a_client_that_sends_garbage_is_disconnected_and_harms_nobody(owner: Own
 
 @settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=300))
-def test_no_bytes_stop_the_server(owner: Owner, data: bytes) -> None:
+def test_arbitrary_bytes_do_not_stop_the_server(owner: Owner, data: bytes) -> None:
     with Raw(owner.address) as raw:
         raw.socket.sendall(data)
     owner.settled()
@@ -283,7 +285,7 @@ def test_a_client_that_never_reads_is_disconnected(owner: Owner) -> None:
     owner.settled()
 
 
-def test_a_message_may_arrive_in_any_pieces(owner: Owner) -> None:
+def test_fragmented_messages_are_reassembled(owner: Owner) -> None:
     message = frame(as_hold(owner.put()))
     with Raw(owner.address) as raw:
         for byte in message[:-1]:
@@ -294,7 +296,7 @@ def test_a_message_may_arrive_in_any_pieces(owner: Owner) -> None:
         assert isinstance(decode(data[4:], FromOwner), ObjectPlace)
 
 
-def test_an_owner_that_is_gone_is_a_transient_error() -> None:
+def test_closed_owner_raises_transient_error() -> None:
     owner = Owner()
     extent = owner.put()
     reader = ArenaClient(owner.address)
@@ -320,12 +322,12 @@ def test_an_owner_that_is_gone_is_a_transient_error() -> None:
         "unix:/tmp/arena-" + "0" * 24 + "/x",
     ],
 )
-def test_an_address_of_another_kind_is_refused(address: str) -> None:
+def test_invalid_arena_address_raises_protocol_error(address: str) -> None:
     with pytest.raises(ProtocolError, match="not the address of an arena"):
         ArenaClient(address)
 
 
-def test_one_client_serves_many_threads(owner: Owner) -> None:
+def test_arena_client_is_thread_safe(owner: Owner) -> None:
     extents = [owner.put(str(number).encode()) for number in range(20)]
     reader = ArenaClient(owner.address)
     wrong: list[Extent] = []
@@ -348,7 +350,7 @@ def test_one_client_serves_many_threads(owner: Owner) -> None:
     assert wrong == [] and owner.settled().arena.usage().used == 0
 
 
-def test_an_owner_is_known_by_its_name_before_anything_is_asked_of_it() -> None:
+def test_client_rejects_an_owner_with_another_name() -> None:
     """A path may lead to another one than was meant."""
     owner = Owner("one")
     with pytest.raises(TransientError, match="does not belong to another"):
@@ -360,7 +362,7 @@ def test_an_owner_is_known_by_its_name_before_anything_is_asked_of_it() -> None:
 
 
 @pytest.mark.parametrize("said", [frame(Acknowledged())[:2], frame(Acknowledged())[:-1], struct.pack("!I", 1 << 31)])
-def test_an_owner_that_answers_half_is_gone_and_leaves_no_descriptor(said: bytes, tmp_path: Path) -> None:
+def test_partial_reply_raises_an_error_and_leaks_no_descriptor(said: bytes, tmp_path: Path) -> None:
     path = tmp_path / f"arena-{'0' * 24}"
     with socket.socket(socket.AF_UNIX) as listener, tempfile.TemporaryFile() as memory:
         listener.bind(os.fspath(path))
@@ -383,9 +385,7 @@ def test_an_owner_that_answers_half_is_gone_and_leaves_no_descriptor(said: bytes
         client.close()
 
 
-def test_one_client_s_many_messages_do_not_go_before_another_s_first(
-    owner: Owner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flooding_client_does_not_starve_other_clients(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     answered: list[ToOwner] = []
     began, go_on = Event(), Event()
     answer = owner.server._answer
@@ -422,7 +422,7 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-def test_of_too_many_connections_those_of_who_has_the_most_go(owner: Owner) -> None:
+def test_connection_limit_disconnects_process_with_most_connections(owner: Owner) -> None:
     """Given a reader that holds an object, one that does not, and a process that opens connection after connection,
     then the readers stay, and others come in."""
     extent = owner.put()
@@ -443,7 +443,7 @@ def test_of_too_many_connections_those_of_who_has_the_most_go(owner: Owner) -> N
     assert owner.settled().arena.usage().used == 0
 
 
-def test_the_socket_goes_with_its_owner_and_a_dead_one_s_with_the_next(owner: Owner) -> None:
+def test_socket_is_removed_at_close_and_stale_ones_at_the_next_start(owner: Owner) -> None:
     path = Path(socket_name(owner.address))
     other = Owner()
     other.server._path.rename(stale := path.with_name("arena-" + "0" * 24))

@@ -83,7 +83,7 @@ TestAgainstBlocks.settings = settings(max_examples=examples(30), stateful_step_c
 
 
 @given(blocks=st.integers(1, 300))
-def test_single_blocks_fill_any_capacity_to_the_last_one(blocks: int) -> None:
+def test_single_block_extents_fill_the_whole_capacity(blocks: int) -> None:
     buddy = BuddyAllocator(blocks * BLOCK, BLOCK)
     offsets = {buddy.allocate(1) for _ in range(blocks)}
     assert offsets == set(range(0, blocks * BLOCK, BLOCK))
@@ -91,7 +91,7 @@ def test_single_blocks_fill_any_capacity_to_the_last_one(blocks: int) -> None:
         buddy.allocate(0)
 
 
-def test_an_extent_takes_only_the_blocks_it_needs() -> None:
+def test_extent_allocates_only_the_blocks_for_its_size() -> None:
     buddy = BuddyAllocator(8 * BLOCK, BLOCK)
     buddy.allocate(5 * BLOCK)
     assert buddy.usage().used == 5 * BLOCK
@@ -100,7 +100,7 @@ def test_an_extent_takes_only_the_blocks_it_needs() -> None:
     assert (buddy.usage().free, buddy.usage().requested) == (0, 7 * BLOCK + 1)
 
 
-def test_what_is_a_little_more_than_a_power_of_two_fills_the_span_too() -> None:
+def test_extents_just_over_a_power_of_two_waste_no_blocks() -> None:
     buddy = BuddyAllocator(64 * BLOCK, BLOCK)
     offsets = [buddy.allocate(9 * BLOCK) for _ in range(7)]
     assert buddy.usage().free == BLOCK
@@ -108,7 +108,7 @@ def test_what_is_a_little_more_than_a_power_of_two_fills_the_span_too() -> None:
     buddy.allocate(9 * BLOCK)
 
 
-def test_freeing_twice_is_an_error() -> None:
+def test_double_free_raises_key_error() -> None:
     buddy = BuddyAllocator(4 * BLOCK, BLOCK)
     offset = buddy.allocate(1)
     buddy.free(offset)
@@ -116,12 +116,12 @@ def test_freeing_twice_is_an_error() -> None:
         buddy.free(offset)
 
 
-def test_a_span_without_room_for_a_block_is_refused() -> None:
+def test_span_smaller_than_one_block_raises_value_error() -> None:
     with pytest.raises(ValueError, match="15 bytes"):
         BuddyAllocator(15, BLOCK)
 
 
-def test_gaps_between_extents_are_fragmentation_and_rounding_is_waste() -> None:
+def test_usage_reports_fragmentation_and_requested_bytes() -> None:
     buddy = BuddyAllocator(8 * BLOCK, BLOCK)
     offsets = [buddy.allocate(BLOCK // 2) for _ in range(8)]
     for offset in sorted(offsets)[::2]:

@@ -33,7 +33,7 @@ def taken(fd: int) -> int:
     return os.fstat(fd).st_blocks * 512
 
 
-def test_only_what_holds_objects_takes_memory_and_a_while_later_none() -> None:
+def test_memory_follows_live_objects_and_is_released_after_spare_time() -> None:
     clock = Time()
     extents = ExtentAllocator(64 * MIB, "x", clock)
     assert taken(extents.fd) == extents.used_bytes == 0
@@ -59,7 +59,7 @@ def test_only_what_holds_objects_takes_memory_and_a_while_later_none() -> None:
     os.close(extents.fd)
 
 
-def test_who_trims_is_called_once_there_is_something() -> None:
+def test_spared_callback_is_called_once_for_spare_extents() -> None:
     called = []
     extents = ExtentAllocator(64 * MIB, "x")
     extents.spared = lambda: called.append(1)
@@ -71,7 +71,7 @@ def test_who_trims_is_called_once_there_is_something() -> None:
     os.close(extents.fd)
 
 
-def test_who_trims_is_called_again_only_after_there_was_nothing_more_to_trim() -> None:
+def test_spared_callback_is_called_again_only_after_a_full_trim() -> None:
     clock, called = Time(), []
     extents = ExtentAllocator(64 * MIB, "x", clock)
     extents.spared = lambda: called.append(1)
@@ -85,7 +85,7 @@ def test_who_trims_is_called_again_only_after_there_was_nothing_more_to_trim() -
     os.close(extents.fd)
 
 
-def test_a_machine_without_memory_is_said_and_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocation_beyond_machine_memory_raises_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     extents = ExtentAllocator(64 * MIB, "x")
     monkeypatch.setattr(module, "available_memory", lambda: 3 * MIB)
     kept = extents.allocate(MIB)
@@ -99,7 +99,7 @@ def test_a_machine_without_memory_is_said_and_nothing_has_changed(monkeypatch: p
     os.close(extents.fd)
 
 
-def test_what_hardware_was_told_of_exists_and_stays() -> None:
+def test_filled_arena_stays_fully_allocated() -> None:
     arena = Arena(5 * MIB)  # no multiple of an extent
     object = arena.create(MIB, "r")
     arena.fill()
@@ -112,7 +112,7 @@ def test_what_hardware_was_told_of_exists_and_stays() -> None:
     arena.close()
 
 
-def test_what_cannot_be_filled_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fill_beyond_machine_memory_raises_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena(64 * MIB)
     monkeypatch.setattr(module, "available_memory", lambda: 3 * MIB)
     with pytest.raises(ConfigError, match=r"needs 64\.0 MiB but only 3\.0 MiB .* smaller --arena"):
@@ -121,7 +121,7 @@ def test_what_cannot_be_filled_is_refused_in_one_sentence(monkeypatch: pytest.Mo
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9 * MIB), st.floats(0, SPARE_S)), max_size=40))
-def test_every_object_has_memory_and_nothing_else_keeps_it(steps: list[tuple[bool, int, float]]) -> None:
+def test_allocated_memory_is_that_of_live_and_recently_freed_objects(steps: list[tuple[bool, int, float]]) -> None:
     """Whatever comes and goes: as much is held as the extents of live objects, and of those that were lately freed."""
     clock = Time()
     extents = ExtentAllocator(24 * MIB, "x", clock)
@@ -152,7 +152,7 @@ def places(offset: int, nbytes: int) -> set[int]:
     return {byte // EXTENT for byte in (*range(offset, offset + nbytes, 4096), offset + max(0, nbytes - 1))}
 
 
-def test_a_writer_s_pages_are_entered_once_and_again_after_they_were_given_back() -> None:
+def test_writable_pages_are_populated_once_until_memory_is_released() -> None:
     clock = Time()
     extents = ExtentAllocator(16 * MIB, "x", clock)
     memory = mmap.mmap(extents.fd, 0)
@@ -188,7 +188,7 @@ class Counting:
         self._memory.madvise(option, start, length)
 
 
-def test_a_kernel_that_does_not_know_the_advice_is_written_to_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_work_without_madv_populate_write_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POPULATE_WRITE", 9999)
     arena = Arena(8 * MIB)
     object = arena.create(3 * MIB, "r")
@@ -197,9 +197,7 @@ def test_a_kernel_that_does_not_know_the_advice_is_written_to_all_the_same(monke
     arena.close()
 
 
-def test_what_was_spare_before_an_arena_is_served_is_given_back_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extents_spare_before_the_server_starts_are_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SPARE_S", 0.05)
     arena = Arena(64 * MIB)
     arena.abort(arena.create(20 * MIB, "r").id)
@@ -212,7 +210,7 @@ def test_what_was_spare_before_an_arena_is_served_is_given_back_too(
     arena.close()
 
 
-def test_a_served_arena_gives_back_what_nobody_uses_and_takes_it_again(
+def test_served_arena_releases_unused_memory_and_allocates_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the sockets: a writer's map is right after its memory has gone and come back."""

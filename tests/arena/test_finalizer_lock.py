@@ -7,13 +7,13 @@ import weakref
 from unfuse.arena.objects import FinalizerLock
 
 
-def test_work_posted_to_an_idle_turn_runs_at_once() -> None:
+def test_work_posted_while_unlocked_runs_at_once() -> None:
     done: list[int] = []
     FinalizerLock().post(lambda: done.append(1))
     assert done == [1]
 
 
-def test_work_posted_inside_the_turn_waits_for_its_end() -> None:
+def test_work_posted_while_locked_runs_at_release() -> None:
     turn, done = FinalizerLock(), []
     with turn:
         turn.post(lambda: done.append(1))
@@ -21,7 +21,7 @@ def test_work_posted_inside_the_turn_waits_for_its_end() -> None:
     assert done == [1]
 
 
-def test_a_finalizer_inside_the_turn_does_not_deadlock() -> None:
+def test_finalizer_run_while_locked_does_not_deadlock() -> None:
     class Thing:
         pass
 
@@ -35,7 +35,7 @@ def test_a_finalizer_inside_the_turn_does_not_deadlock() -> None:
     assert done == [1]
 
 
-def test_work_posted_while_another_thread_has_the_turn_runs_before_the_next_body() -> None:
+def test_work_posted_while_another_thread_locks_runs_before_next_holder() -> None:
     turn, done = FinalizerLock(), []
     inside, go_on = threading.Event(), threading.Event()
 
@@ -55,7 +55,7 @@ def test_work_posted_while_another_thread_has_the_turn_runs_before_the_next_body
     thread.join()
 
 
-def test_nothing_posted_from_many_threads_is_lost() -> None:
+def test_work_posted_from_many_threads_is_not_lost() -> None:
     turn, done = FinalizerLock(), []
 
     def post() -> None:

@@ -31,40 +31,40 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 V2 = ("memory.max", "memory.current")
 
 
-def test_without_control_groups_the_machine_decides(root: Path) -> None:
+def test_available_memory_without_cgroups_is_mem_available(root: Path) -> None:
     assert available_memory(root) == 1000 * MIB
 
 
-def test_this_machine_has_some_memory() -> None:
+def test_available_memory_of_this_machine_is_positive() -> None:
     assert 0 < available_memory() < 1 << 50
 
 
-def test_a_version_2_group_limits_and_its_idle_file_pages_count_as_free(root: Path) -> None:
+def test_cgroup_v2_limit_applies_and_inactive_file_pages_count_as_free(root: Path) -> None:
     write(root, "proc/self/cgroup", "0::/app\n")
     group(root, "app", str(500 * MIB), 200 * MIB, f"anon 1\ninactive_file {50 * MIB}\n", V2)
     assert available_memory(root) == 350 * MIB
 
 
-def test_the_tightest_of_all_ancestors_counts(root: Path) -> None:
+def test_tightest_limit_of_all_ancestor_cgroups_applies(root: Path) -> None:
     write(root, "proc/self/cgroup", "0::/pod/app\n")
     group(root, "pod/app", "max", 0, "", V2)
     group(root, "pod", str(300 * MIB), 100 * MIB, "", V2)
     assert available_memory(root) == 200 * MIB
 
 
-def test_a_container_that_sees_its_own_group_as_the_root_is_limited(root: Path) -> None:
+def test_limit_of_the_root_cgroup_of_a_container_applies(root: Path) -> None:
     write(root, "proc/self/cgroup", "0::/docker/0123\n")
     group(root, ".", str(400 * MIB), 100 * MIB, "", V2)
     assert available_memory(root) == 300 * MIB
 
 
-def test_a_version_1_group_limits(root: Path) -> None:
+def test_cgroup_v1_limit_applies(root: Path) -> None:
     write(root, "proc/self/cgroup", "5:cpu,cpuacct:/x\n4:memory:/app\n0::/\n")
     group(root, "memory/app", str(600 * MIB), 200 * MIB, f"total_inactive_file {MIB}\n", V1)
     assert available_memory(root) == 401 * MIB
 
 
-def test_a_group_over_its_limit_leaves_nothing(root: Path) -> None:
+def test_cgroup_over_its_limit_has_no_available_memory(root: Path) -> None:
     write(root, "proc/self/cgroup", "0::/app\n")
     group(root, "app", str(100 * MIB), 150 * MIB, "", V2)
     assert available_memory(root) == 0
@@ -74,5 +74,5 @@ def test_a_group_over_its_limit_leaves_nothing(root: Path) -> None:
     ("count", "text"),
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536 * MIB, "1.5 GiB"), (5 << 50, "5120.0 TiB")],
 )
-def test_sizes_are_written_as_people_read_them(count: int, text: str) -> None:
+def test_readable_bytes_formats_binary_units(count: int, text: str) -> None:
     assert readable_bytes(count) == text

@@ -18,13 +18,13 @@ def hold(table: ObjectTable, extent: Extent) -> Extent:
     return table.hold(extent.id, extent.key, extent.generation, extent.nbytes)
 
 
-def test_every_state_leads_to_deleted_and_deleted_nowhere() -> None:
+def test_every_object_state_leads_to_deleted_which_is_final() -> None:
     assert set(OBJECT_MOVES) == {state for moves in OBJECT_MOVES.values() for state in moves} | {"writing"}
     assert OBJECT_MOVES["deleted"] == frozenset()
     assert all("deleted" in moves for state, moves in OBJECT_MOVES.items() if state != "deleted")
 
 
-def test_an_object_is_read_only_after_it_is_sealed(table: ObjectTable) -> None:
+def test_object_can_be_held_only_after_sealing(table: ObjectTable) -> None:
     extent = table.create(100, REQUEST)
     with pytest.raises(ObjectLost):
         hold(table, extent)
@@ -32,7 +32,7 @@ def test_an_object_is_read_only_after_it_is_sealed(table: ObjectTable) -> None:
     assert hold(table, extent) == extent
 
 
-def test_an_aborted_object_leaves_no_trace(table: ObjectTable) -> None:
+def test_aborted_object_frees_its_memory_and_cannot_be_sealed(table: ObjectTable) -> None:
     extent = table.create(100, REQUEST)
     table.abort(extent.id)
     assert table.usage().used == 0 and not table.requests()
@@ -40,14 +40,14 @@ def test_an_aborted_object_leaves_no_trace(table: ObjectTable) -> None:
         table.seal(extent.id)
 
 
-def test_a_sealed_object_is_neither_sealed_again_nor_aborted(table: ObjectTable) -> None:
+def test_sealing_an_object_twice_raises_protocol_error(table: ObjectTable) -> None:
     extent = table.create(100, REQUEST)
     table.seal(extent.id)
     with pytest.raises(ProtocolError, match="cannot change from sealed to sealed"):
         table.seal(extent.id)
 
 
-def test_a_deleted_object_keeps_its_bytes_for_every_holder(table: ObjectTable) -> None:
+def test_memory_of_a_deleted_object_is_freed_at_the_last_unhold(table: ObjectTable) -> None:
     extent = table.create(100, REQUEST)
     table.seal(extent.id)
     hold(table, extent)
@@ -59,7 +59,7 @@ def test_a_deleted_object_keeps_its_bytes_for_every_holder(table: ObjectTable) -
     assert table.usage().used == 0
 
 
-def test_an_object_released_while_it_is_written_keeps_its_bytes_until_its_writer_lets_go(table: ObjectTable) -> None:
+def test_object_released_while_written_is_freed_at_seal_or_abort(table: ObjectTable) -> None:
     sealed, aborted = table.create(100, REQUEST), table.create(100, REQUEST)
     table.release(REQUEST)
     assert table.usage().used == 2 * 4096 and not table.requests()
@@ -70,7 +70,7 @@ def test_an_object_released_while_it_is_written_keeps_its_bytes_until_its_writer
     assert table.usage().used == 0
 
 
-def test_a_new_object_in_the_same_place_has_another_generation(table: ObjectTable) -> None:
+def test_object_at_a_reused_offset_has_a_new_generation(table: ObjectTable) -> None:
     first = table.create(8 * 4096, REQUEST)
     table.seal(first.id)
     table.delete(first.id)
@@ -82,7 +82,7 @@ def test_a_new_object_in_the_same_place_has_another_generation(table: ObjectTabl
 
 
 @pytest.mark.parametrize("wrong", ["id", "key", "generation", "nbytes"])
-def test_a_hold_needs_all_that_the_ref_says(table: ObjectTable, wrong: str) -> None:
+def test_hold_with_any_wrong_ref_field_raises_object_lost(table: ObjectTable, wrong: str) -> None:
     extent = table.create(100, REQUEST)
     table.seal(extent.id)
     said = {"id": extent.id, "key": extent.key, "generation": extent.generation, "nbytes": extent.nbytes}
@@ -94,7 +94,7 @@ def test_a_hold_needs_all_that_the_ref_says(table: ObjectTable, wrong: str) -> N
     assert table.usage().used == 0
 
 
-def test_release_and_requests_go_by_request(table: ObjectTable) -> None:
+def test_release_frees_only_the_objects_of_its_request(table: ObjectTable) -> None:
     mine, other = table.create(1, REQUEST), table.create(1, "req_other")
     table.seal(mine.id)
     assert table.requests() == {REQUEST, "req_other"}
@@ -104,7 +104,7 @@ def test_release_and_requests_go_by_request(table: ObjectTable) -> None:
     assert table.usage().used == 0
 
 
-def test_a_full_space_changes_nothing(table: ObjectTable) -> None:
+def test_create_without_space_raises_arena_full_and_changes_nothing(table: ObjectTable) -> None:
     with pytest.raises(ArenaFull, match="start the worker with a larger --arena"):
         table.create(9 * 4096, REQUEST)
     assert not table.requests()
@@ -118,7 +118,7 @@ def spilled(table: ObjectTable) -> Extent:
     return extent
 
 
-def test_a_spilled_object_takes_no_room_and_is_known_until_it_is_given_up(table: ObjectTable, spilled: Extent) -> None:
+def test_spilled_object_uses_no_memory_and_is_tracked_until_release(table: ObjectTable, spilled: Extent) -> None:
     assert table.usage().used == 0 and table.requests() == {REQUEST} and not table.idle()
     with pytest.raises(ObjectLost):
         hold(table, spilled)
@@ -129,7 +129,7 @@ def test_a_spilled_object_takes_no_room_and_is_known_until_it_is_given_up(table:
         table.spill(spilled.id)
 
 
-def test_what_somebody_holds_is_not_spilled(table: ObjectTable) -> None:
+def test_held_object_is_not_spilled(table: ObjectTable) -> None:
     extent = table.create(100, REQUEST)
     table.seal(extent.id)
     hold(table, extent)
@@ -140,7 +140,7 @@ def test_what_somebody_holds_is_not_spilled(table: ObjectTable) -> None:
         table.spill(extent.id)
 
 
-def test_a_spilled_object_comes_back_elsewhere_as_itself_and_held(table: ObjectTable, spilled: Extent) -> None:
+def test_spilled_object_is_restored_at_a_new_offset_and_held(table: ObjectTable, spilled: Extent) -> None:
     table.create(100, "another, where it was")
     filled: list[int] = []
     extent = table.restore(spilled.id, filled.append)
@@ -151,7 +151,7 @@ def test_a_spilled_object_comes_back_elsewhere_as_itself_and_held(table: ObjectT
     assert table.usage().used == 4096
 
 
-def test_what_does_not_come_back_is_as_before(table: ObjectTable, spilled: Extent) -> None:
+def test_failed_restore_leaves_the_object_spilled(table: ObjectTable, spilled: Extent) -> None:
     with pytest.raises(ZeroDivisionError):
         table.restore(spilled.id, lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
     full = table.create(8 * 4096, "another")
@@ -166,7 +166,7 @@ def test_what_does_not_come_back_is_as_before(table: ObjectTable, spilled: Exten
         table.restore(spilled.id, lambda _: None)
 
 
-def test_only_who_verifies_what_it_reads_has_a_spilled_object_brought_back(table: ObjectTable, spilled: Extent) -> None:
+def test_only_announced_holds_restore_a_spilled_object(table: ObjectTable, spilled: Extent) -> None:
     table.recall = lambda extent: table.restore(extent.id, lambda _: None)
     shown = spilled.id, spilled.key, spilled.generation, spilled.nbytes
     with pytest.raises(ObjectLost):
@@ -178,7 +178,7 @@ def test_only_who_verifies_what_it_reads_has_a_spilled_object_brought_back(table
     assert [table.idle(), table.usage().used] == [[], 4096]
 
 
-def test_a_shared_object_goes_when_all_it_is_for_are_released(table: ObjectTable) -> None:
+def test_shared_object_is_deleted_when_its_last_owner_is_released(table: ObjectTable) -> None:
     shared, own = table.create(100, REQUEST), table.create(100, REQUEST)
     for extent in (shared, own):
         table.seal(extent.id)
@@ -201,7 +201,7 @@ def test_a_shared_object_goes_when_all_it_is_for_are_released(table: ObjectTable
 
 
 @pytest.mark.parametrize("first", [REQUEST, "cache:k:1"])
-def test_in_whichever_order_they_are_released(table: ObjectTable, first: str) -> None:
+def test_shared_object_is_freed_in_any_order_of_release(table: ObjectTable, first: str) -> None:
     extent = table.create(100, REQUEST)
     table.retain(extent.id, "cache:k:1")
     table.seal(extent.id)
@@ -213,7 +213,7 @@ def test_in_whichever_order_they_are_released(table: ObjectTable, first: str) ->
     assert table.usage().used == 0
 
 
-def test_what_is_not_there_any_more_cannot_be_shared(table: ObjectTable) -> None:
+def test_retain_of_a_deleted_or_unknown_object_raises_object_lost(table: ObjectTable) -> None:
     extent = table.create(100, REQUEST)
     table.seal(extent.id)
     hold(table, extent)
@@ -225,7 +225,7 @@ def test_what_is_not_there_any_more_cannot_be_shared(table: ObjectTable) -> None
     assert table.usage().used == 0
 
 
-def test_a_shared_object_that_is_spilled_goes_with_the_request_it_was_moved_for(table: ObjectTable) -> None:
+def test_spilled_shared_object_is_deleted_with_its_request(table: ObjectTable) -> None:
     extent = table.create(100, REQUEST)
     table.seal(extent.id)
     table.retain(extent.id, "cache:k:1")
@@ -243,7 +243,7 @@ def shared(table: ObjectTable, pages: int, name: str) -> Extent:
     return extent
 
 
-def test_what_no_request_needs_gives_way_the_least_recently_used_first(table: ObjectTable) -> None:
+def test_objects_without_a_request_are_evicted_in_lru_order(table: ObjectTable) -> None:
     first = shared(table, 2, "a")
     for pages, name in ((2, "b"), (4, "c")):
         shared(table, pages, name)
@@ -260,7 +260,7 @@ def test_what_no_request_needs_gives_way_the_least_recently_used_first(table: Ob
     assert table.requests() == {"a", "another"} and table.usage().used == 6 * 4096
 
 
-def test_what_is_read_or_belongs_to_a_request_does_not_give_way(table: ObjectTable) -> None:
+def test_objects_held_or_owned_by_a_request_are_not_evicted(table: ObjectTable) -> None:
     read, own = shared(table, 2, "a"), table.create(2 * 4096, REQUEST)
     table.seal(own.id)
     table.retain(own.id, "b")
@@ -271,27 +271,27 @@ def test_what_is_read_or_belongs_to_a_request_does_not_give_way(table: ObjectTab
     assert table.requests() == {"a", "b", REQUEST}
 
 
-def test_nothing_gives_way_to_what_is_larger_than_all_there_is(table: ObjectTable) -> None:
+def test_object_larger_than_the_arena_evicts_nothing(table: ObjectTable) -> None:
     shared(table, 2, "a")
     with pytest.raises(ArenaFull):
         table.create(9 * 4096, "another")
     assert table.requests() == {"a"}
 
 
-def test_a_spilled_object_comes_back_in_place_of_spare_ones(table: ObjectTable, spilled: Extent) -> None:
+def test_restore_of_a_spilled_object_evicts_spare_objects(table: ObjectTable, spilled: Extent) -> None:
     shared(table, 8, "a")
     table.restore(spilled.id, lambda offset: None)
     assert table.requests() == {REQUEST}
 
 
-def test_what_is_spare_is_not_offered_to_be_spilled_since_it_goes_first_anyway(table: ObjectTable) -> None:
+def test_spare_objects_are_not_listed_for_spilling(table: ObjectTable) -> None:
     shared(table, 1, "cache:k:1")
     own = table.create(100, REQUEST)
     table.seal(own.id)
     assert table.idle() == [own]
 
 
-def test_the_room_of_objects_is_accounted_for_in_every_state(table: ObjectTable) -> None:
+def test_memory_of_objects_is_accounted_for_in_every_state(table: ObjectTable) -> None:
     """Also of one without bytes, of one that is taken back, and of one that somebody reads; other room is not."""
     spilled, empty, whole, written = (table.create(size, REQUEST) for size in (5000, 0, 4096, 9000))
     for extent in (spilled, empty, whole):

@@ -25,7 +25,7 @@ def folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_it_has_a_name_of_its_own_and_room_in_a_path(folder: Path) -> None:
+def test_socket_names_are_unique_and_of_fixed_length(folder: Path) -> None:
     made = [listen(folder) for _ in range(100)]
     assert len({path for _, path in made}) == 100
     assert {len(path.name) for _, path in made} == {30}, "with a separator it fits the room for names of a run folder"
@@ -34,7 +34,7 @@ def test_it_has_a_name_of_its_own_and_room_in_a_path(folder: Path) -> None:
         listener.close()
 
 
-def test_where_no_socket_can_be_the_folder_is_named(folder: Path) -> None:
+def test_unusable_socket_folder_raises_config_error_with_its_path(folder: Path) -> None:
     deep = folder / ("x" * 100)
     deep.mkdir()
     for place in (folder / "gone", deep):
@@ -43,7 +43,7 @@ def test_where_no_socket_can_be_the_folder_is_named(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_the_killed_leave_is_removed_and_what_lives_stays(folder: Path) -> None:
+def test_remove_stale_removes_only_sockets_of_dead_processes(folder: Path) -> None:
     """Also beside what is no socket, what belongs to others, and one that has more callers than it takes."""
     killed = (
         f"import os, pathlib; from unfuse.arena.protocol import listen; listen(pathlib.Path({os.fspath(folder)!r}))"
@@ -70,7 +70,7 @@ def test_what_the_killed_leave_is_removed_and_what_lives_stays(folder: Path) -> 
     assert set(remove_stale(folder)) == {living[1], busy[1]}
 
 
-def test_one_that_is_removed_before_it_listens_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_socket_removed_before_listening_is_created_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between its name and its first answer a socket looks as the dead do."""
     renamed, removed = os.rename, []
 
@@ -86,7 +86,7 @@ def test_one_that_is_removed_before_it_listens_is_made_again(folder: Path, monke
     listener.close()
 
 
-def test_sockets_that_come_go_and_are_cleaned_at_once_are_all_right(folder: Path) -> None:
+def test_concurrent_listen_and_remove_stale_lose_no_live_socket(folder: Path) -> None:
     def live(_: int) -> bool:
         listener, path = listen(folder)
         remove_stale(folder)
@@ -104,6 +104,6 @@ def test_sockets_that_come_go_and_are_cleaned_at_once_are_all_right(folder: Path
     assert list(folder.iterdir()) == []
 
 
-def test_a_folder_is_where_it_is_looked_for_and_nowhere_else(folder: Path) -> None:
+def test_socket_name_replaces_the_folder_of_the_address(folder: Path) -> None:
     assert socket_name(f"unix:/elsewhere/{NAME}", folder) == f"{folder}/{NAME}"
     assert socket_name(f"unix:/elsewhere/{NAME}") == f"/elsewhere/{NAME}"

@@ -203,7 +203,7 @@ def seed(record_property: Record) -> int:
 
 
 @pytest.mark.parametrize("batching", ["exact", pytest.param("batched", marks=pytest.mark.nightly)])
-def test_chats_lose_no_token_whoever_is_killed(batching: str, tmp_path: Path, seed: int) -> None:
+def test_streamed_chats_lose_no_token_when_processes_are_killed(batching: str, tmp_path: Path, seed: int) -> None:
     """Given chats that are streamed, when prefills, decoders and gateways are killed amid them, then each client has
     every token that is kept, once and in order; in exact pools they are those of a quiet run, to the last bit."""
     model = make_language_model(tmp_path / "tiny", positions=1024)
@@ -212,7 +212,7 @@ def test_chats_lose_no_token_whoever_is_killed(batching: str, tmp_path: Path, se
 
 
 @pytest.mark.nightly
-def test_chats_that_show_pictures_lose_no_token_whoever_is_killed(tmp_path: Path, seed: int) -> None:
+def test_image_chats_lose_no_token_when_processes_are_killed(tmp_path: Path, seed: int) -> None:
     """Given chats that show pictures, when who encodes, prefills and decodes is killed amid them, then the same holds,
     and pictures are encoded again only where that was lost."""
     model = make_vision_model(tmp_path / "sees", KINDS[0])

@@ -54,7 +54,7 @@ def wrong(found: Verdict) -> set[str]:
     return {name for name, what in found.wrongs.items() if what}
 
 
-def test_a_good_history_has_nothing_wrong() -> None:
+def test_correct_history_passes_the_checker() -> None:
     found = verdict()
     found.require_nothing_wrong()
     assert (found.operations, found.acknowledged, found.completed, found.recovered) == (1, 1, 1, 0)
@@ -120,25 +120,25 @@ def test_a_good_history_has_nothing_wrong() -> None:
         ("leaks", done(), Final({"req_1": told()}, leaks=Leaks(reported=1))),
     ],
 )
-def test_what_is_wrong_is_counted_as_what_it_is(what: str, operation: Operation, final: Final) -> None:
+def test_each_violation_is_counted_under_its_own_kind(what: str, operation: Operation, final: Final) -> None:
     found = verdict(operation, final)
     assert wrong(found) == {what}
     with pytest.raises(AssertionError, match=what):
         found.require_nothing_wrong()
 
 
-def test_who_was_turned_away_is_counted_as_refused_and_must_not_have_been_accepted() -> None:
+def test_rejected_call_is_counted_and_must_not_have_a_request() -> None:
     away = msgspec.structs.replace(done("fail", (), ()), refused=1, error="429")
     found = check("drill", [away], Final({}))
     assert (wrong(found), found.refused, found.acknowledged) == (set(), 1, 0)
     assert wrong(check("drill", [away], Final({"req_1": told()}))) == {"unexpected"}
 
 
-def test_bytes_that_differ_between_two_reads_are_wrong_in_both_ways() -> None:
+def test_results_that_differ_between_reads_count_as_duplicated_and_wrong() -> None:
     assert wrong(verdict(final=Final({"req_1": told(hashes=[ASKED.right, "other"])}))) == {"duplicated", "wrong_bytes"}
 
 
-def test_a_completion_of_an_output_that_was_lost_and_made_again_is_not_stale() -> None:
+def test_completion_of_a_recomputed_output_is_not_stale() -> None:
     again = ran(
         ("stage_started", 1, "a"),
         ("stage_completed", 1, "a"),
@@ -150,13 +150,13 @@ def test_a_completion_of_an_output_that_was_lost_and_made_again_is_not_stale() -
     assert (wrong(found), found.recovered) == (set(), 1)
 
 
-def test_poison_has_to_end_without_result_and_its_evidence_is_counted() -> None:
+def test_failed_poison_request_with_evidence_is_counted_as_dead() -> None:
     ended = told("failed", ran(end="failed"), [])
     found = verdict(done("fail", hashes=(), asked=POISON), Final({"req_1": ended}, {"req_1": "killed by SIGKILL"}))
     assert (wrong(found), found.poison_dead) == (set(), 1)
 
 
-def test_recovery_is_the_time_to_the_next_start_of_a_task_that_was_held() -> None:
+def test_recovery_time_ends_at_next_start_or_completion_of_leased_task() -> None:
     events = ran(
         ("stage_started", 1, "a"), ("retrying", 1, "a"), ("stage_started", 2, "b"), ("stage_completed", 2, "b")
     )
@@ -175,7 +175,7 @@ def test_recovery_is_the_time_to_the_next_start_of_a_task_that_was_held() -> Non
     assert disturbed.recovery_s == {"kill worker, control plane away": [2.5]}
 
 
-def test_the_table_has_every_drill_and_says_how_long_recovery_took() -> None:
+def test_summary_lists_every_drill_with_recovery_quantiles() -> None:
     assert [quantile([3.0, 1.0, 2.0], part) for part in (0.5, 0.99, 1.0)] == [2.0, 3.0, 3.0]
     assert quantile([], 0.99) == 0.0
     one, other = Verdict("one", faults={"kill worker": 2}), Verdict("other", recovery_s={"kill worker": [2.0]})
@@ -248,7 +248,7 @@ def refusal(status: int, **headers: str) -> tuple[int, dict[str, str], dict[str,
     return status, {name.replace("_", "-"): value for name, value in headers.items()}, {"error": {"message": "no"}}
 
 
-def test_a_client_repeats_its_call_until_it_knows_and_keeps_what_it_was_told() -> None:
+def test_client_retries_until_accepted_and_records_each_rejection() -> None:
     accepted = (202, {}, {"id": "req_1"})
     script = [None, refusal(503, retry_after="1"), refusal(429, retry_after="1"), accepted]
     with gateway(*script, results=[b"bytes"]) as port:
@@ -257,26 +257,26 @@ def test_a_client_repeats_its_call_until_it_knows_and_keeps_what_it_was_told() -
     assert (operation.lost, operation.refused, operation.unwell) == (2, 1, [])
 
 
-def test_a_refusal_without_a_time_to_come_back_is_noted() -> None:
+def test_429_without_retry_after_is_counted_as_an_error() -> None:
     with gateway(refusal(429), (202, {}, {"id": "req_1"}), results=[b"bytes"]) as port:
         operation = performed(port)
     assert wrong(verdict(operation, Final({"req_1": told(hashes=operation.hashes)}))) == {"errors", "wrong_bytes"}
     assert len(operation.unwell) == 1
 
 
-def test_who_calls_once_takes_a_refusal_for_the_end() -> None:
+def test_client_in_once_mode_does_not_retry_after_429() -> None:
     with gateway(refusal(429, retry_after="1")) as port:
         operation = performed(port, "once")
     assert operation.turned_away
 
 
-def test_a_failure_is_an_outcome_and_names_its_request() -> None:
+def test_failed_call_is_recorded_with_its_request_id() -> None:
     with gateway((500, {}, {"error": {"message": "req_1: it crashed"}})) as port:
         operation = performed(port, "wait")
     assert (operation.outcome, operation.ids) == ("fail", ["req_1"])
 
 
-def test_a_history_in_a_file_goes_on_where_it_ended(tmp_path: Path) -> None:
+def test_history_file_ignores_a_torn_last_line(tmp_path: Path) -> None:
     file = tmp_path / "history.jsonl"
     History(file).add(done())
     with file.open("ab") as torn:
@@ -284,7 +284,7 @@ def test_a_history_in_a_file_goes_on_where_it_ended(tmp_path: Path) -> None:
     assert [operation.key for operation in History(file).operations] == ["k"]
 
 
-def test_clients_share_the_work_and_their_errors_come_out() -> None:
+def test_load_clients_share_the_work_and_propagate_errors() -> None:
     script = [(202, {}, {"id": f"req_{number}"}) for number in range(6)]
     with (
         gateway(*script, results=[b""] * 6) as port,
@@ -295,12 +295,12 @@ def test_clients_share_the_work_and_their_errors_come_out() -> None:
         load.finish()
 
 
-def test_the_script_answers_as_it_says() -> None:
+def test_scripted_gateway_returns_its_scripted_result() -> None:
     with gateway(results=[b"x"]) as port, urllib.request.urlopen(f"http://127.0.0.1:{port}/result/0") as answer:
         assert answer.read() == b"x"
 
 
-def test_faults_beside_one_that_lasts_are_told() -> None:
+def test_faults_during_a_lasting_fault_are_reported() -> None:
     faults = [
         Fault(10.0, "fill disk", "disk", lasts=4.0),
         Fault(9.0, "kill worker", "a"),

@@ -40,7 +40,9 @@ def seed() -> int:
     return int(os.environ.get("CHAOS_SEED") or secrets.randbelow(10**6))
 
 
-def test_workers_computes_schedulers_and_redis_are_killed(tmp_path: Path, seed: int, record_property: Record) -> None:
+def test_kills_of_workers_schedulers_and_redis_lose_no_request(
+    tmp_path: Path, seed: int, record_property: Record
+) -> None:
     """Given two gateways over Redis and two workers of each role, when any of them, and Redis, are killed or stopped
     again and again, then every accepted request is completed once, with the right bytes."""
     quiet = scaled({QUIETLY: 8})
@@ -56,7 +58,7 @@ def test_workers_computes_schedulers_and_redis_are_killed(tmp_path: Path, seed: 
 
 
 @pytest.mark.nightly
-def test_everything_is_restarted_role_after_role(tmp_path: Path, seed: int, record_property: Record) -> None:
+def test_rolling_restart_under_load_loses_no_request(tmp_path: Path, seed: int, record_property: Record) -> None:
     """Given two schedulers over Redis and two workers of each role under load, when each of them is told to end and
     started again, one after the other, each when the one before is back, then nothing is lost or made twice, every
     byte is right, and nothing runs into the end of a lease."""
@@ -86,7 +88,9 @@ def test_everything_is_restarted_role_after_role(tmp_path: Path, seed: int, reco
 
 
 @pytest.mark.nightly
-def test_the_server_of_a_sqlite_queue_is_killed(tmp_path: Path, seed: int, record_property: Record) -> None:
+def test_kills_of_a_sqlite_server_and_workers_lose_no_request(
+    tmp_path: Path, seed: int, record_property: Record
+) -> None:
     """Given a server with a SQLite queue, and workers on nodes of their own whose transfers fail now and then, when it
     is killed and started again, with workers dying beside it, then it goes on where it was, and no copy is left."""
     copies = tmp_path / "copies"
@@ -106,7 +110,7 @@ def test_the_server_of_a_sqlite_queue_is_killed(tmp_path: Path, seed: int, recor
 
 
 @pytest.mark.nightly
-def test_redis_fails_over(tmp_path: Path, seed: int, record_property: Record) -> None:
+def test_redis_sentinel_failover_loses_no_request(tmp_path: Path, seed: int, record_property: Record) -> None:
     """Given a Redis of three servers that Sentinels watch, and a queue that waits for one replica, when its primary is
     killed or stopped, workers and schedulers beside it, then nothing that was accepted is lost or done twice."""
     faults = {"kill primary": 3, "freeze primary": 2, "kill compute": 5, "kill worker": 5, "kill scheduler": 2}
@@ -122,7 +126,9 @@ TOGETHER = {"kill compute": 6, "kill worker": 6, "restart worker": 4, "kill sche
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("queue", ["shards", "sqlite"])
-def test_all_are_killed_beside_a_full_disk(queue: str, tmp_path: Path, seed: int, record_property: Record) -> None:
+def test_kills_during_a_full_disk_lose_no_request(
+    queue: str, tmp_path: Path, seed: int, record_property: Record
+) -> None:
     """Given a queue of two Redis, or of SQLite, and a disk that fills up again and again under the results and SQLite's
     file, when workers, servers and one of the Redis are killed or told to end meanwhile, then nothing is lost, made
     twice, wrong or left over."""
@@ -161,7 +167,9 @@ HOPELESS = ("refuse@denoise", "nan@denoise")
 
 
 @pytest.mark.nightly
-def test_poison_condemns_only_itself(tmp_path: Path, seed: int, record_property: Record) -> None:
+def test_poison_requests_become_dead_letters_and_others_complete(
+    tmp_path: Path, seed: int, record_property: Record
+) -> None:
     """Given requests that crash, hang, eat memory or fail wherever they run, then healthy ones beside them are all
     completed, and each bad one ends among the dead with its evidence; what cannot succeed ends without."""
     work = list(unhurried(int(SCALE * 400), "p", seed))
@@ -181,9 +189,7 @@ def test_poison_condemns_only_itself(tmp_path: Path, seed: int, record_property:
     assert over == {"failed"}
 
 
-def test_ten_times_too_much_is_refused_before_it_is_accepted(
-    tmp_path: Path, seed: int, record_property: Record
-) -> None:
+def test_tenfold_overload_is_rejected_by_admission_control(tmp_path: Path, seed: int, record_property: Record) -> None:
     """Given ten times as many clients as requests may be active, then some are told when to come back and nothing is
     kept of them, and what was accepted is completed."""
     active = 4

@@ -34,7 +34,5 @@ def stage(status: str, crashes: int) -> dict[str, Any]:
         (None, False),
     ],
 )
-def test_a_task_whose_crash_was_not_foreseen_is_let_finish_first(
-    unfinished: list[dict[str, Any]] | None, may: bool
-) -> None:
+def test_next_kill_waits_until_crashed_tasks_have_finished(unfinished: list[dict[str, Any]] | None, may: bool) -> None:
     assert Monkey(Requests(unfinished), 0)._recovered() is may

@@ -24,7 +24,7 @@ ALONE = {"kill compute": 60, "kill worker": 40, "kill scheduler": 20}
 
 @pytest.mark.nightly
 @pytest.mark.timeout(0)
-def test_nothing_is_lost_however_long_it_goes_on(tmp_path: Path, record_property: Record) -> None:
+def test_soak_rounds_under_faults_lose_no_request(tmp_path: Path, record_property: Record) -> None:
     """Given round after round of work under faults, each on a new cluster, then there is never anything wrong."""
     requests, log = int(os.environ.get("SOAK_REQUESTS", 100_000)), Path(os.environ.get("SOAK_LOG", tmp_path / "log"))
     verdicts = (

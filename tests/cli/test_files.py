@@ -43,11 +43,11 @@ class Unreadable(io.RawIOBase):
         ("%d.png", ["2-%d.png", "3-%d.png"]),
     ],
 )
-def test_the_next_names_keep_the_kind_of_file(name: str, next_names: list[str]) -> None:
+def test_next_free_file_names_keep_the_extension(name: str, next_names: list[str]) -> None:
     assert [str(path) for path in islice(names_after(Path(name)), 3)] == [name, *next_names]
 
 
-def test_a_file_that_is_there_is_kept(tmp_path: Path) -> None:
+def test_existing_file_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     (tmp_path / "out.mp4").write_bytes(b"mine")
     (tmp_path / "out-2.mp4").mkdir()
     os.symlink("nowhere", tmp_path / "out-3.mp4")
@@ -58,7 +58,7 @@ def test_a_file_that_is_there_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "out.mp4").read_bytes() == b"newer"
 
 
-def test_many_that_save_at_once_have_a_file_each(tmp_path: Path) -> None:
+def test_concurrent_saves_write_one_file_each(tmp_path: Path) -> None:
     def one(number: int) -> Path:
         (file,) = save(video(str(number).encode()), tmp_path / "out.mp4", overwrite=False)
         return file
@@ -69,7 +69,7 @@ def test_many_that_save_at_once_have_a_file_each(tmp_path: Path) -> None:
     assert len({*found}) == 40 == len(list(tmp_path.iterdir()))
 
 
-def test_several_files_get_a_number_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_one_result_share_a_free_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = video(b"a", b"b", b"c")
     monkeypatch.setattr(Result, "files_at", lambda self, path: [path.with_name(path.name % n) for n in range(3)])
     monkeypatch.setattr(Result, "save", lambda self, path: self.files_at(path))
@@ -79,7 +79,7 @@ def test_several_files_get_a_number_together(tmp_path: Path, monkeypatch: pytest
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out-1.png", *names]
 
 
-def test_a_disk_that_is_full_leaves_no_empty_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_on_a_full_disk_leaves_no_empty_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Result, path: Path) -> list[Path]:
         raise PermanentError(f"{path} cannot be written: No space left on device")
 
@@ -89,14 +89,12 @@ def test_a_disk_that_is_full_leaves_no_empty_files(tmp_path: Path, monkeypatch: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_has_gone_is_a_sentence(tmp_path: Path) -> None:
+def test_save_in_a_missing_folder_raises_permanent_error(tmp_path: Path) -> None:
     with pytest.raises(PermanentError, match=r"out\.mp4 cannot be written: No such file"):
         save(video(b"a"), tmp_path / "gone" / "out.mp4", overwrite=False)
 
 
-def test_a_file_that_may_not_be_written_only_matters_if_it_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_file_is_an_error_only_with_overwrite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Path, *_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -128,7 +126,7 @@ def stdin(monkeypatch: pytest.MonkeyPatch) -> Typed:
         (b"two\nlines\n\n", "two\nlines"),
     ],
 )
-def test_a_hyphen_is_the_text_on_standard_input(stdin: Typed, data: bytes, text: str) -> None:
+def test_hyphen_argument_reads_the_text_from_stdin(stdin: Typed, data: bytes, text: str) -> None:
     stdin(data)
     assert argument_of("-", Terminal()) == text
     assert argument_of("--", Terminal()) == "--"
@@ -143,14 +141,14 @@ def test_a_hyphen_is_the_text_on_standard_input(stdin: Typed, data: bytes, text:
         (b"x" * (files.MAX_STDIN + 1), "longer than the 2 MiB"),
     ],
 )
-def test_what_is_no_prompt_on_standard_input_is_refused(stdin: Typed, data: bytes, said: str) -> None:
+def test_invalid_prompt_on_stdin_raises_invalid_parameter(stdin: Typed, data: bytes, said: str) -> None:
     stdin(data)
     with pytest.raises(InvalidParameter) as refused:
         argument_of("-", Terminal())
     assert said in str(refused.value)
 
 
-def test_standard_input_that_cannot_be_read_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_stdin_raises_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(UsageError, match="standard input is closed"):
         argument_of("-", Terminal())
@@ -162,7 +160,7 @@ def test_standard_input_that_cannot_be_read_is_a_sentence(monkeypatch: pytest.Mo
         list(lines_of_stdin())
 
 
-def test_a_line_that_is_no_text_is_told_in_its_place_and_the_others_come(stdin: Typed) -> None:
+def test_invalid_stdin_line_yields_an_error_and_later_lines_follow(stdin: Typed) -> None:
     long = b"x" * (files.MAX_STDIN + 10)
     stdin(b"hello\n\ncaf\xe9\r\n" + long + b"\n  bye  ")
     first, second, third, last = lines_of_stdin()
@@ -171,7 +169,7 @@ def test_a_line_that_is_no_text_is_told_in_its_place_and_the_others_come(stdin: 
     assert isinstance(third, InvalidParameter) and "longer than the 2 MiB" in str(third)
 
 
-def test_a_typed_line_that_is_no_text_is_asked_for_again_in_any_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_typed_non_utf8_line_yields_an_error_in_the_c_locale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a terminal whose locale is C, where bytes that are no text come as surrogates, then that is told too."""
     typed = iter(["hello", "caf\udce9", "bye"])
 

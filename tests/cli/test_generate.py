@@ -30,25 +30,25 @@ from unfuse.service.settings import load
 from unfuse.wire.unix_socket import listening, server_socket
 
 
-def test_a_name_that_is_no_picture_s_is_refused_before_anything_starts(unfuse: Run) -> None:
+def test_unsupported_output_extension_exits_2(unfuse: Run) -> None:
     code, out, err = unfuse("generate", "x", "-o", "out.gif")
     assert (code, out) == (2, "")
     assert "out.gif" in err
     assert ".webp" in err
 
 
-def test_a_prompt_that_is_no_text_is_refused_before_anything_starts(unfuse: Run, tmp_path: Path) -> None:
+def test_prompt_with_unpaired_surrogate_exits_2(unfuse: Run, tmp_path: Path) -> None:
     code, _, err = unfuse("generate", "half a pair: \udcff", "-o", str(tmp_path / "out.png"))
     assert (code, err) == (2, "unfuse: prompt contains an unpaired surrogate, which is not valid Unicode\n")
 
 
-def test_a_folder_of_adapters_that_is_not_there_is_refused_before_anything_starts(unfuse: Run, tmp_path: Path) -> None:
+def test_missing_loras_folder_exits_2(unfuse: Run, tmp_path: Path) -> None:
     code, _, err = unfuse("generate", "x", "-o", str(tmp_path / "out.png"), "--loras", str(tmp_path / "none"))
     assert code == 2
     assert f"--loras {tmp_path / 'none'}: there is no such folder" in err
 
 
-def test_a_folder_that_is_not_there_is_refused_before_anything_starts(unfuse: Run, tmp_path: Path) -> None:
+def test_missing_output_folder_exits_2(unfuse: Run, tmp_path: Path) -> None:
     code, _, err = unfuse("generate", "x", "-o", str(tmp_path / "none" / "out.png"))
     assert code == 2
     assert f"there is no folder {tmp_path / 'none'}" in err
@@ -78,7 +78,7 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_starts(unfuse: Ru
         (["-o", "out.mp4", "--last-frame", "none.png"], "--last-frame none.png: there is no such"),
     ],
 )
-def test_what_fits_no_file_is_refused_before_anything_starts(
+def test_invalid_options_exit_2_with_a_one_line_error(
     unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -99,7 +99,7 @@ def test_what_fits_no_file_is_refused_before_anything_starts(
         (["-o", "out.png", "--image", "in.png"], "cannot start from a picture"),
     ],
 )
-def test_a_video_that_cannot_be_made_is_exit_2(
+def test_unsupported_video_or_start_image_exits_2(
     asking: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -128,19 +128,19 @@ def test_a_video_that_cannot_be_made_is_exit_2(
         ("--quality", "[auto, low, medium, standard, high, hd, xhigh, max] [default: auto]"),
     ],
 )
-def test_what_may_be_asked_for_has_a_flag_with_its_words_and_bounds(unfuse: Run, flag: str, words: str) -> None:
+def test_help_lists_request_parameters_with_description_and_bounds(unfuse: Run, flag: str, words: str) -> None:
     text = unfuse("generate", "--help")[1]
     assert f"  {flag} " in text
     assert words in " ".join(text.split())
 
 
-def test_what_has_another_way_on_a_command_line_has_no_flag(unfuse: Run) -> None:
+def test_help_omits_request_parameters_set_by_other_arguments(unfuse: Run) -> None:
     text = unfuse("generate", "--help")[1]
     for flag in ("--output-format", "--stream", "--metadata", "--prompt", "--preview-every", "--user"):
         assert f"  {flag}" not in text
 
 
-def test_the_name_says_which_frames_there_will_be(idle: Client, asking: Run, tmp_path: Path) -> None:
+def test_output_file_name_selects_the_video_format(idle: Client, asking: Run, tmp_path: Path) -> None:
     asked = ["generate", "a red circle on white", "--frames", "9", "--fps", "4", "-o"]
     for name, form in (("out.mp4", "mp4"), ("out-%04d.png", "png")):
         end = threading.Thread(target=cancel_all, args=(idle,))
@@ -162,7 +162,7 @@ def test_the_name_says_which_frames_there_will_be(idle: Client, asking: Run, tmp
         (["--lora-scale", "0.5"], "send its name as lora"),
     ],
 )
-def test_what_the_model_cannot_do_is_exit_2(asking: Run, tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_parameters_rejected_by_the_model_exit_2(asking: Run, tmp_path: Path, arguments: list[str], said: str) -> None:
     code, out, err = asking("generate", "a red circle on white", "-o", str(tmp_path / "out.png"), *arguments)
     assert (code, out) == (2, "")
     assert said in err.splitlines()[-1]
@@ -176,7 +176,7 @@ def cancel_all(idle: Client) -> None:
         idle.request(row["id"]).cancel()
 
 
-def test_a_request_that_is_cancelled_elsewhere_ends_with_exit_1(asking: Run, idle: Client, tmp_path: Path) -> None:
+def test_request_cancelled_by_another_client_exits_1(asking: Run, idle: Client, tmp_path: Path) -> None:
     canceller = threading.Thread(target=cancel_all, args=(idle,))
     canceller.start()
     code, out, err = asking("generate", "a red circle on white", "-o", str(tmp_path / "out.png"))
@@ -187,7 +187,7 @@ def test_a_request_that_is_cancelled_elsewhere_ends_with_exit_1(asking: Run, idl
     assert not (tmp_path / "out.png").exists()
 
 
-def test_ctrl_c_cancels_the_request_and_is_exit_130(idle: Client, tmp_path: Path) -> None:
+def test_ctrl_c_cancels_the_request_and_exits_130(idle: Client, tmp_path: Path) -> None:
     environment = {**os.environ, "UNFUSE_SERVER": idle.url, "UNFUSE_API_KEY": KEY}
     command = [sys.executable, "-m", "unfuse", "generate", "a blue star on black", "-o", str(tmp_path / "out.png")]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -210,7 +210,7 @@ def drawing(unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield unfuse, served
 
 
-def test_no_file_that_is_there_is_overwritten_unasked(drawing: tuple[Run, Served], tmp_path: Path) -> None:
+def test_existing_output_file_is_replaced_only_with_overwrite(drawing: tuple[Run, Served], tmp_path: Path) -> None:
     unfuse, _ = drawing
     (tmp_path / "out.png").write_bytes(b"mine")
     code, out, err = unfuse("generate", "a circle")
@@ -231,7 +231,7 @@ def test_no_file_that_is_there_is_overwritten_unasked(drawing: tuple[Run, Served
     assert (found["files"][-1], again["files"][-1]) == ("f-04.png", "f-2-04.png")
 
 
-def test_a_prompt_comes_from_standard_input(drawing: tuple[Run, Served], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hyphen_prompt_is_read_from_stdin(drawing: tuple[Run, Served], monkeypatch: pytest.MonkeyPatch) -> None:
     unfuse, served = drawing
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("ein Kreis — weiß\n".encode())))
     code, _, err = unfuse("generate", "-")
@@ -244,7 +244,7 @@ def test_a_prompt_comes_from_standard_input(drawing: tuple[Run, Served], monkeyp
     assert "standard input is not UTF-8" in err
 
 
-def test_words_that_the_model_does_not_know_are_said(drawing: tuple[Run, Served]) -> None:
+def test_prompt_words_unknown_to_the_model_print_a_warning(drawing: tuple[Run, Served]) -> None:
     unfuse, served = drawing
     assert "was not trained" not in unfuse("generate", "a circle on white")[2]
     code, out, err = unfuse("generate", "a spaceship on white", "--json")
@@ -270,7 +270,7 @@ def alone(unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return unfuse
 
 
-def test_a_request_that_can_be_made_starts_workers(alone: Run) -> None:
+def test_valid_request_without_a_server_starts_workers(alone: Run) -> None:
     with pytest.raises(AssertionError, match=NOTHING_STARTS):
         alone("generate", "a circle")
 
@@ -286,7 +286,7 @@ def test_a_request_that_can_be_made_starts_workers(alone: Run) -> None:
         (["-o", "out.mp4", "--frames", "18"], 2, "at most 17 frames"),
     ],
 )
-def test_what_its_own_workers_would_refuse_is_refused_before_they_start(
+def test_invalid_request_exits_2_before_workers_start(
     alone: Run, tmp_path: Path, arguments: list[str], code: int, said: str
 ) -> None:
     (tmp_path / "loras").mkdir()
@@ -297,7 +297,7 @@ def test_what_its_own_workers_would_refuse_is_refused_before_they_start(
 
 
 @pytest.mark.parametrize("verb", ["generate", "serve"])
-def test_a_library_that_adapters_need_is_missed_before_anything_starts(
+def test_missing_peft_library_exits_1_before_workers_start(
     alone: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     monkeypatch.setattr("unfuse.weights.adapters.find_spec", lambda name: None)
@@ -308,7 +308,7 @@ def test_a_library_that_adapters_need_is_missed_before_anything_starts(
     assert err.splitlines()[-1] == "unfuse: --loras needs the library peft: pip install 'unfuse[lora]'"
 
 
-def test_servers_that_run_here_are_said_where_none_is_named(alone: Run) -> None:
+def test_running_local_server_is_suggested_without_server_flag(alone: Run) -> None:
     with listening(server_socket(load().settings.run_dir, 23456)):
         code, _, err = alone("generate", "a circle", "--size", "100x100")
     assert "to use it instead of starting workers, add --server http://127.0.0.1:23456" in err
@@ -326,7 +326,7 @@ def drawn(*events: Event) -> str:
     return terminal.console.file.getvalue()
 
 
-def test_every_stage_has_a_bar_that_counts_its_steps() -> None:
+def test_every_stage_has_a_progress_bar_with_its_steps() -> None:
     lines = drawn(
         Event("queued"),
         Event("stage_started", stage="text_encode"),
@@ -340,7 +340,7 @@ def test_every_stage_has_a_bar_that_counts_its_steps() -> None:
     assert "3/20" in lines[1]
 
 
-def test_a_stage_that_is_tried_again_says_why_and_starts_anew() -> None:
+def test_retried_stage_shows_the_reason_and_resets_its_progress() -> None:
     text = drawn(
         Event("stage_started", stage="denoise.0"),
         Event("progress", stage="denoise.0", step=3, steps=20),

@@ -47,7 +47,7 @@ main()
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["unfuse.cli.app", "typer", "unfuse.service.settings"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_while_importing_ends_it_without_a_word(module: str, number: int, code: int) -> None:
+def test_signal_during_import_exits_without_output(module: str, number: int, code: int) -> None:
     program = HIT.format(module=module, number=int(number), hit=f"os.kill(os.getpid(), {int(number)})")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
@@ -55,7 +55,7 @@ def test_a_signal_while_importing_ends_it_without_a_word(module: str, number: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_where_no_exception_goes_ends_it_too(number: int, code: int) -> None:
+def test_signal_during_object_finalization_exits_without_output(number: int, code: int) -> None:
     """A signal that comes while something is being forgotten, as modules' locks are all the time, is not lost."""
     program = HIT.format(module="typer", number=int(number), hit="Last()")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -64,7 +64,7 @@ def test_a_signal_where_no_exception_goes_ends_it_too(number: int, code: int) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["config", "show"], ["--help"], ["version"]])
-def test_a_reader_that_has_left_is_no_traceback(arguments: list[str]) -> None:
+def test_closed_stdout_pipe_exits_1_without_traceback(arguments: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run([*COMMAND, *arguments], stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
@@ -73,14 +73,14 @@ def test_a_reader_that_has_left_is_no_traceback(arguments: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_one_sentence() -> None:
+def test_full_disk_exits_1_with_a_one_line_error() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([*COMMAND, "version"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "unfuse: No space left on device\n")
 
 
 @pytest.mark.slow
-def test_nobody_hears_of_an_error_and_it_still_is_one() -> None:
+def test_unwritable_stderr_does_not_change_the_exit_code() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([*COMMAND, "models", "--server", "x"], stderr=full, stdout=full, check=False)
     assert done.returncode == 2
@@ -88,7 +88,7 @@ def test_nobody_hears_of_an_error_and_it_still_is_one() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
-def test_standard_streams_that_are_closed_are_no_failure(closed: str, tmp_path: Path) -> None:
+def test_closed_standard_streams_are_replaced_by_dev_null(closed: str, tmp_path: Path) -> None:
     """Given a start without standard error, as by some service managers, then no file gets its number."""
     command = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, WHERE.format(file=str(tmp_path / "two"))]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)

@@ -63,7 +63,7 @@ LOADING = {"phase": "loading", "done": 1 << 20, "total": 3 << 20}
         ({"state": "failed", "reason": "no room"}, 1, "model flux cannot be served: no room\n"),
     ],
 )
-def test_add_waits_and_says_how_far_it_is_and_why_it_cannot_be_served(
+def test_models_add_waits_and_reports_progress_or_failure(
     last: dict[str, Any], code: int, says: str, unfuse: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = [{"state": "loading", "reason": None, "progress": LOADING}, last]
@@ -76,7 +76,7 @@ def test_add_waits_and_says_how_far_it_is_and_why_it_cannot_be_served(
     assert "inspecting /models/flux" in err and not states
 
 
-def test_a_refusal_names_what_was_to_be_added(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_add_error_names_the_given_path(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's sentence has the model's name alone, since answers have no paths."""
 
     def refuse(self: Client, model: str, name: str | None) -> dict[str, Any]:
@@ -88,19 +88,19 @@ def test_a_refusal_names_what_was_to_be_added(unfuse: Run, monkeypatch: pytest.M
     assert (code, err.splitlines()[-1]) == (2, f"unfuse: {said}")
 
 
-def test_an_option_before_the_verb_is_not_dropped(unfuse: Run) -> None:
+def test_option_before_models_subcommand_is_not_ignored(unfuse: Run) -> None:
     code, out, err = unfuse("models", "--server", "http://127.0.0.1:1", "rm", "flux")
     assert (code, out) == (2, "") and "--server has no effect before the verb: write unfuse models rm --server" in err
     assert unfuse("models", "--quiet", "rm", "flux", "--server", "http://127.0.0.1:1")[0] == 3
 
 
-def test_every_verb_of_models_has_an_example(unfuse: Run) -> None:
+def test_every_models_subcommand_has_an_example(unfuse: Run) -> None:
     for verb in ("add", "rm"):
         assert f"Example: unfuse models {verb} " in " ".join(unfuse("models", verb, "--help")[1].split())
     assert {"add", "ls", "rm"} <= {*unfuse("models", "--help")[1].split()}
 
 
-def test_a_state_says_how_far_a_model_is_or_why_it_cannot_be_served() -> None:
+def test_model_state_shows_progress_or_failure_reason() -> None:
     assert state_of({"state": "loading", "reason": None, "progress": LOADING}) == "loading 1.0 MiB of 3.0 MiB"
     starting = {"phase": "starting", "done": 0, "total": 0}
     assert state_of({"state": "loading", "reason": None, "progress": starting}) == "starting"

@@ -64,27 +64,27 @@ def server(package: Package) -> Iterator[Client]:
 
 
 @pytest.mark.parametrize("path", ["/v1/images/generations", "/v1/videos"])
-def test_it_is_in_the_document_of_the_server(server: Client, path: str) -> None:
+def test_new_parameter_appears_in_the_openapi_document(server: Client, path: str) -> None:
     body = server.get("/openapi.json")["paths"][path]["post"]["requestBody"]["content"]
     schema = {"type": "integer", "minimum": 1, "maximum": 9, "description": "how sharp the edges are"}
     assert body["application/json"]["schema"]["properties"]["sharpness"]["anyOf"][0] == schema
 
 
-def test_it_is_in_the_help_of_generate(package: Package) -> None:
+def test_new_parameter_appears_in_the_help_of_generate(package: Package) -> None:
     code, out, _ = package.run("generate", "--help")
     assert code == 0
     assert "--sharpness <int>" in out
     assert "How sharp the edges are. [1 to 9]" in " ".join(out.split())
 
 
-def test_the_client_sends_it(server: Client) -> None:
+def test_client_sends_the_new_parameter(server: Client) -> None:
     for asked in ({"sharpness": 3}, {"sharpness": "3", "seconds": 1}):
         request = server.submit("a red circle on white", **asked)
         assert request.view["params"]["sharpness"] == 3
         request.cancel()
 
 
-def test_the_client_is_refused_what_is_out_of_bounds(server: Client) -> None:
+def test_client_gets_invalid_parameter_for_out_of_bounds_values(server: Client) -> None:
     for asked in ({}, {"seconds": 1}):
         with pytest.raises(InvalidParameter) as caught:
             server.submit("a red circle on white", sharpness=12, **asked)
@@ -93,7 +93,7 @@ def test_the_client_is_refused_what_is_out_of_bounds(server: Client) -> None:
         server.submit("a red circle on white", sharpnes=3)
 
 
-def test_the_command_line_sends_it(package: Package, server: Client, tmp_path: Path) -> None:
+def test_cli_sends_the_new_parameter(package: Package, server: Client, tmp_path: Path) -> None:
     asked = ["generate", "a red circle on white", "-o", str(tmp_path / "out.png"), "--sharpness", "3"]
     with package.start(*asked, UNFUSE_SERVER=server.url) as process:
         assert process.stderr is not None
@@ -105,9 +105,7 @@ def test_the_command_line_sends_it(package: Package, server: Client, tmp_path: P
     assert process.returncode == 1
 
 
-def test_the_command_line_refuses_what_is_out_of_bounds_before_anything_starts(
-    package: Package, tmp_path: Path
-) -> None:
+def test_cli_exits_2_for_out_of_bounds_values(package: Package, tmp_path: Path) -> None:
     for name in ("out.png", "out.mp4"):
         code, out, err = package.run("generate", "a star", "-o", str(tmp_path / name), "--sharpness", "12")
         assert (code, out, err) == (2, "", f"unfuse: {REFUSAL}\n")
@@ -116,6 +114,6 @@ def test_the_command_line_refuses_what_is_out_of_bounds_before_anything_starts(
     assert "--sharpness" in err
 
 
-def test_a_shell_completes_it(package: Package) -> None:
+def test_shell_completion_offers_the_new_parameter(package: Package) -> None:
     typed = {"_UNFUSE_COMPLETE": "complete_bash", "COMP_WORDS": "unfuse generate --sharp", "COMP_CWORD": "2"}
     assert package.run(**typed)[1].split() == ["--sharpness"]

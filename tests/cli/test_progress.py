@@ -32,7 +32,7 @@ class Heard(Terminal):
         return len(text)
 
 
-def test_a_stage_is_a_line() -> None:
+def test_each_completed_stage_prints_one_line() -> None:
     terminal = Heard()
     with progress_on(terminal, lambda: "loading") as shown:
         assert isinstance(shown, ProgressLines)
@@ -50,7 +50,7 @@ def test_a_stage_is_a_line() -> None:
     assert len(terminal.said) == 3
 
 
-def test_silence_is_filled_with_what_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_step_is_printed_after_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "SILENCE_S", 0.01)
     terminal = Heard(lambda said: any("7 of 9 steps" in line for line in said))
     with progress_on(terminal, lambda: "") as shown:
@@ -74,7 +74,7 @@ class TerminalFile(io.StringIO):
         return True
 
 
-def test_threads_that_write_at_once_leave_each_bar_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_writes_do_not_duplicate_progress_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread writes while another one draws: it waits, else both move the cursor up by the same number of lines."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", file := TerminalFile())

@@ -42,14 +42,14 @@ VERBS = ["generate", "serve", "worker", "models", "requests", "dead", "workers",
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_explains_itself(unfuse: Run, verb: str) -> None:
+def test_every_subcommand_has_a_help_page(unfuse: Run, verb: str) -> None:
     code, out, _ = unfuse(verb, "--help")
     assert code == 0
     assert f"Usage: unfuse {verb}" in out
 
 
 @pytest.mark.parametrize("arguments", [("--admin-key", "k"), ("--admin-key=k",)])
-def test_a_former_flag_names_what_replaces_it(unfuse: Run, arguments: tuple[str, ...]) -> None:
+def test_removed_admin_key_flag_exits_2_and_names_its_replacement(unfuse: Run, arguments: tuple[str, ...]) -> None:
     code, out, err = unfuse("serve", "--port", "0", *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "--admin-key is not a flag any more" in err and "unfuse keys add NAME --admin" in err
@@ -63,7 +63,7 @@ def test_a_former_flag_names_what_replaces_it(unfuse: Run, arguments: tuple[str,
         (("compare", "unfuse/shapes", "--layouts"), "`python -m bench.layouts MODEL`, in a clone of the repository"),
     ],
 )
-def test_removed_flags_say_what_to_do(unfuse: Run, arguments: tuple[str, ...], advice: str) -> None:
+def test_removed_flags_exit_2_with_advice(unfuse: Run, arguments: tuple[str, ...], advice: str) -> None:
     code, out, err = unfuse(*arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert f"is not a flag any more; {advice}" in err
@@ -85,7 +85,7 @@ def test_removed_flags_say_what_to_do(unfuse: Run, arguments: tuple[str, ...], a
         (("serve", "--wake-limit=60"), "--cold-start-timeout"),
     ],
 )
-def test_a_removed_spelling_of_a_layout_names_the_new_one(
+def test_removed_layout_flags_exit_2_and_name_their_replacement(
     unfuse: Run, arguments: tuple[str, ...], replacement: str
 ) -> None:
     code, out, err = unfuse(*arguments)
@@ -93,7 +93,7 @@ def test_a_removed_spelling_of_a_layout_names_the_new_one(
     assert replacement in err
 
 
-def test_expert_settings_come_last_in_the_help(unfuse: Run) -> None:
+def test_help_lists_expert_flags_last(unfuse: Run) -> None:
     out = unfuse("serve", "--help")[1]
     expert = out[out.index("Expert:") :]
     assert all(flag in expert for flag in ("--dispatch", "--loop", "--collective-s"))
@@ -108,7 +108,7 @@ def test_expert_settings_come_last_in_the_help(unfuse: Run) -> None:
         (("--api-keys", "keys.txt"), "there is no key file keys.txt"),
     ],
 )
-def test_a_key_that_is_a_file_and_a_file_that_is_not_there_end_a_start(
+def test_serve_with_an_invalid_api_key_or_key_file_exits_2(
     unfuse: Run, arguments: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -117,14 +117,12 @@ def test_a_key_that_is_a_file_and_a_file_that_is_not_there_end_a_start(
     assert said in err
 
 
-def test_version_is_the_package_s(unfuse: Run) -> None:
+def test_version_prints_the_package_version(unfuse: Run) -> None:
     assert unfuse("version") == (0, f"unfuse {package.__version__}\n", "")
     assert json.loads(unfuse("version", "--json")[1]) == {"version": package.__version__}
 
 
-def test_config_show_says_where_a_value_comes_from_and_hides_secrets(
-    unfuse: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_show_lists_value_sources_and_masks_secrets(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("API_KEY", "SERVE__API_KEY", "SERVE__WEBHOOK_SECRET"):
         monkeypatch.setenv(f"UNFUSE_{name}", "sesame")
     monkeypatch.setenv("UNFUSE_SERVE__QUEUE", "redis://:sesame@127.0.0.1:6379/0")
@@ -145,7 +143,7 @@ def test_config_show_says_where_a_value_comes_from_and_hides_secrets(
     assert rows["serve.store"]["value"] == "spill:shared_memory+redis://ada:********@h/0"
 
 
-def test_an_unknown_setting_is_one_line_and_exit_2(unfuse: Run, tmp_path: Path) -> None:
+def test_unknown_setting_exits_2_with_the_nearest_name(unfuse: Run, tmp_path: Path) -> None:
     file = tmp_path / "unfuse.toml"
     file.write_text("[serve]\nprot = 1\n")
 
@@ -156,7 +154,7 @@ def test_an_unknown_setting_is_one_line_and_exit_2(unfuse: Run, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("verb", ["serve", "worker"])
-def test_faults_by_their_old_settings_are_one_line_and_exit_2(
+def test_removed_fault_settings_exit_2_and_name_their_replacement(
     unfuse: Run, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     monkeypatch.setenv("UNFUSE_FAULT__SEED", "1")
@@ -165,19 +163,19 @@ def test_faults_by_their_old_settings_are_one_line_and_exit_2(
     assert "UNFUSE_TRANSFER__ENGINE=unfuse.testing.transfer_faults:FaultyTcp" in err
 
 
-def test_a_wrong_option_is_exit_2(unfuse: Run) -> None:
+def test_unknown_option_exits_2_with_the_nearest_name(unfuse: Run) -> None:
     code, out, err = unfuse("serve", "--prot", "1")
     assert (code, out) == (2, "")
     assert "--port" in err
 
 
-def test_a_value_with_names_is_shown_by_them() -> None:
+def test_mapping_value_is_shown_as_name_value_pairs() -> None:
     shown = show.cell({"predicted_s": 0.1, "device_s": {}, "by": ["a", True]})
     assert shown == "predicted_s=0.1, device_s=-, by=a, yes"
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
-def test_a_table_is_no_wider_than_the_terminal_and_loses_nothing(width: int) -> None:
+def test_table_fits_the_terminal_width_without_losing_text(width: int) -> None:
     row = {"id": f"req_{'0' * 32}", "stage": "text_encode", "message": "it died " * 20, "model": "\x1b[2Junfuse/shapes"}
     lines = show.table([row, row], list(row), "nothing", width)
     assert max(map(len, lines)) <= width
@@ -188,7 +186,7 @@ def test_a_table_is_no_wider_than_the_terminal_and_loses_nothing(width: int) -> 
 
 
 @pytest.mark.parametrize("verb", ["serve", "worker", "generate"])
-def test_help_stands_under_headings_and_is_whole(unfuse: Run, verb: str) -> None:
+def test_help_has_headings_and_is_not_truncated(unfuse: Run, verb: str) -> None:
     text = unfuse(verb, "--help")[1]
     headings = [line.removesuffix(":") for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert {"Options", "Workers", "Computing", "Output and logging"} <= {*headings}
@@ -197,7 +195,7 @@ def test_help_stands_under_headings_and_is_whole(unfuse: Run, verb: str) -> None
 
 
 @pytest.mark.parametrize("group", [[], ["requests"], ["keys"], ["dead"]])
-def test_the_list_of_verbs_is_whole(unfuse: Run, group: list[str]) -> None:
+def test_subcommand_list_is_not_truncated(unfuse: Run, group: list[str]) -> None:
     text = unfuse(*group, "--help")[1]
     assert "…" not in text and "..." not in text.replace("[ARGS]...", "").replace("COMMAND [ARGS]...", "")
     assert max(map(len, text.splitlines())) <= 80
@@ -207,14 +205,14 @@ def test_the_list_of_verbs_is_whole(unfuse: Run, group: list[str]) -> None:
         )
 
 
-def test_a_verb_by_another_word_is_named(unfuse: Run) -> None:
+def test_synonym_of_a_subcommand_exits_2_with_the_right_name(unfuse: Run) -> None:
     for words, verb in ((["requests", "list"], "requests ls"), (["keys", "remove", "x"], "keys rm")):
         code, out, err = unfuse(*words)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert err.endswith(f"did you mean `unfuse {verb}`?\n")
 
 
-def test_an_address_that_cannot_be_listened_on_is_refused_before_models_are_looked_into(
+def test_serve_rejects_an_unusable_address_before_inspecting_models(
     unfuse: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def look(options: object) -> None:
@@ -232,7 +230,7 @@ def test_an_address_that_cannot_be_listened_on_is_refused_before_models_are_look
 
 
 @pytest.mark.parametrize("verb", [["models", "add"], ["serve", "--workers", "none", "--port", "0"], ["doctor"]])
-def test_a_path_of_an_unknown_user_is_refused_as_one_that_is_not_there(
+def test_model_path_of_an_unknown_user_prints_an_error_message(
     unfuse: Run, verb: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UNFUSE_SERVER", "http://127.0.0.1:9")
@@ -240,22 +238,20 @@ def test_a_path_of_an_unknown_user_is_refused_as_one_that_is_not_there(
     assert code in (1, 3) and err.splitlines()[-1].startswith("unfuse: ")
 
 
-def test_a_comparison_needs_no_keys_of_a_server_elsewhere(
-    unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compare_ignores_configured_api_keys(unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNFUSE_API_KEY", "short")
     monkeypatch.setenv("UNFUSE_SERVE__API_KEYS", "/nowhere/keys")
     code, _, err = unfuse("compare", str(tmp_path))
     assert (code, str(tmp_path) in err, "--api-key" in err) == (1, True, False), err
 
 
-def test_a_verb_with_a_typo_names_the_nearest(unfuse: Run) -> None:
+def test_misspelled_subcommand_exits_2_with_the_nearest_name(unfuse: Run) -> None:
     code, out, err = unfuse("genrate", "x")
     assert (code, out) == (2, "")
     assert "'generate'" in err
 
 
-def test_nobody_there_is_exit_3_and_says_where(unfuse: Run) -> None:
+def test_unreachable_server_exits_3_with_its_url(unfuse: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
 
@@ -278,7 +274,7 @@ def test_nobody_there_is_exit_3_and_says_where(unfuse: Run) -> None:
         ("", "did you mean http://127.0.0.1:8000?"),
     ],
 )
-def test_what_is_no_server_s_address_is_exit_2_and_says_which_was_meant(unfuse: Run, server: str, meant: str) -> None:
+def test_invalid_server_url_exits_2_with_a_suggestion(unfuse: Run, server: str, meant: str) -> None:
     code, out, err = unfuse("models", "--server", server)
     assert (code, out) == (2, "")
     assert err == f"unfuse: {server!r} is not the URL of a server: {meant}\n"
@@ -311,7 +307,7 @@ def stranger(request: pytest.FixtureRequest) -> Iterator[str]:
         thread.join()
 
 
-def test_a_server_that_speaks_something_else_is_one_line(unfuse: Run, stranger: str) -> None:
+def test_response_of_another_kind_of_server_is_a_one_line_error(unfuse: Run, stranger: str) -> None:
     for verb in (["models"], ["requests", "ls"], ["requests", "show", "x"], ["workers", "--json"]):
         code, out, err = unfuse(*verb, "--server", stranger)
         assert code in (1, 3)
@@ -333,18 +329,18 @@ def test_a_server_that_speaks_something_else_is_one_line(unfuse: Run, stranger: 
         (TransientError("x"), 3),
     ],
 )
-def test_an_error_s_kind_is_its_exit_code(error: package.UnfuseError, code: int) -> None:
+def test_error_type_determines_the_exit_code(error: package.UnfuseError, code: int) -> None:
     assert exit_code(error) == code
 
 
 @pytest.mark.slow
-def test_doctor_says_what_the_machine_has(unfuse: Run) -> None:
+def test_doctor_reports_machine_resources(unfuse: Run) -> None:
     code, out, _ = unfuse("doctor")
     assert code == 0
     assert {"system", "processors", "memory", "GPUs", "libraries", "ports"} <= set(out.split())
 
 
-def test_doctor_says_which_servers_run_and_that_insecure_listen_is_open(unfuse: Run) -> None:
+def test_doctor_lists_running_servers_and_warns_of_insecure_listen(unfuse: Run) -> None:
     assert not re.search("WARNING|insecure", unfuse("doctor")[1])
     with listening(server_socket(load().settings.run_dir, 12345)):
         code, out, _ = unfuse("doctor", "--insecure-listen")
@@ -355,7 +351,7 @@ def test_doctor_says_which_servers_run_and_that_insecure_listen_is_open(unfuse: 
         assert found["insecure_listen"] is False
 
 
-def test_doctor_shows_what_the_built_in_model_needs_where_it_goes_and_that_a_split_gains_nothing(unfuse: Run) -> None:
+def test_doctor_shows_memory_and_placement_and_advises_not_to_split(unfuse: Run) -> None:
     code, out, _ = unfuse("doctor", "unfuse/shapes", "--device", "cpu", "--arena", "1MiB", "--workers", "split")
     assert code == 0
     assert re.search(r"text_encoder +UMT5EncoderModel +281952 +\S+ MiB +float32 +1.1 MiB", out)
@@ -366,7 +362,7 @@ def test_doctor_shows_what_the_built_in_model_needs_where_it_goes_and_that_a_spl
     assert "gain:" not in out
 
 
-def test_doctor_shows_layouts_the_chosen_one_first_and_why(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_lists_layouts_and_the_reason_of_its_choice(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unfuse.service.plan.usable_cpus", lambda group: 2.0)
     arguments = "unfuse/shapes", "--device", "cpu", "--arena", "1MiB"
     out = unfuse("doctor", *arguments)[1]
@@ -386,7 +382,7 @@ def test_doctor_shows_layouts_the_chosen_one_first_and_why(unfuse: Run, monkeypa
     assert "write DEVICE=SIZE" in unfuse("doctor", *arguments, "--device-memory", "cpu=some")[2]
 
 
-def test_doctor_sizes_a_machine_that_is_not_there(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_plans_for_another_machine_by_device_memory(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unfuse.planning.machine.find_gpus", lambda: ())
     code, out, err = unfuse(
         "doctor", "unfuse/shapes", "--device-memory", "cuda:0=24GiB", "--device-memory", "cuda:1=24GiB"
@@ -409,14 +405,16 @@ def test_doctor_sizes_a_machine_that_is_not_there(unfuse: Run, monkeypatch: pyte
     assert unfuse("doctor", "unfuse/shapes", "--place", "denoiser=cuda:0", "--device-memory", "cuda:0=2GiB")[0] == 0
 
 
-def test_doctor_says_what_the_machine_has_though_a_model_cannot_be_found(unfuse: Run) -> None:
+def test_doctor_reports_machine_resources_despite_a_missing_model(unfuse: Run) -> None:
     code, out, err = unfuse("doctor", "unfuse/shape")
     assert code == 1
     assert {"system", "processors", "servers", "transfers"} <= {line.split()[0] for line in out.splitlines()}
     assert "is not packaged (did you mean unfuse/shapes?), and cannot be downloaded from the hub: " in err
 
 
-def test_doctor_shows_how_requests_share_forwards(unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_shows_recorded_batch_invariance_results(
+    unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("UNFUSE_DATA_DIR", str(tmp_path))
     arguments = "unfuse/shapes", "--device", "cpu"
     assert "EXACT TO" not in unfuse("doctor", *arguments)[1]
@@ -430,7 +428,7 @@ def test_doctor_shows_how_requests_share_forwards(unfuse: Run, tmp_path: Path, m
     assert row == {"pool": name, "exact_to": 1, "not_from": 4, "because_of": "torch.silu"}
 
 
-def test_doctor_says_what_is_shared_and_that_little_is_not_worth_two_processes(unfuse: Run, tmp_path: Path) -> None:
+def test_doctor_reports_memory_saved_by_shared_components(unfuse: Run, tmp_path: Path) -> None:
     folder = shutil.copytree(SHAPES, tmp_path / "sibling")
     file = folder / "scheduler" / "scheduler_config.json"
     file.write_text(file.read_text().replace("1.5", "3.0"))
@@ -443,7 +441,7 @@ def test_doctor_says_what_is_shared_and_that_little_is_not_worth_two_processes(u
 
 
 @pytest.mark.slow
-def test_doctor_tells_what_serve_would_refuse(unfuse: Run) -> None:
+def test_doctor_reports_configurations_that_serve_rejects(unfuse: Run) -> None:
     arguments = ["unfuse/shapes", "--device", "cpu", "--arena", "100TiB"]
     text = unfuse("doctor", *arguments)[1]
     refused = unfuse("serve", *arguments, "--port", "0")
@@ -463,12 +461,14 @@ def test_doctor_tells_what_serve_would_refuse(unfuse: Run) -> None:
         (["--workers", "auto", "--parallel", "auto"], "--parallel auto configures one worker"),
     ],
 )
-def test_a_worker_that_is_told_nonsense_waits_for_no_scheduler(unfuse: Run, arguments: list[str], reason: str) -> None:
+def test_worker_with_invalid_options_exits_2_without_a_scheduler(
+    unfuse: Run, arguments: list[str], reason: str
+) -> None:
     code, _, err = unfuse("worker", *arguments)
     assert (code, reason in err) == (2, True), err
 
 
-def test_doctor_says_the_same_as_json(unfuse: Run) -> None:
+def test_doctor_json_reports_models_placement_and_rejection(unfuse: Run) -> None:
     found = json.loads(unfuse("doctor", "unfuse/shapes", "--json", "--device", "cpu", "--dtype", "bfloat16")[1])
     chosen = found["verdict"].split()[1].rstrip(":")
     assert found["layouts"][0] == {"layout": chosen, "rate": 1.0, "refusal": ""}
@@ -484,13 +484,13 @@ def test_doctor_says_the_same_as_json(unfuse: Run) -> None:
 
 
 @pytest.mark.parametrize("verb", ["serve", "worker", "doctor"])
-def test_every_verb_that_computes_takes_every_option_of_computing(unfuse: Run, verb: str) -> None:
+def test_serve_worker_and_doctor_accept_every_compute_option(unfuse: Run, verb: str) -> None:
     text = unfuse(verb, "--help")[1]
     for field in ComputeOptions.__struct_fields__:
         assert f"--{field.replace('_', '-')} " in text
 
 
-def test_a_choice_that_is_none_is_exit_2_and_lists_them(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_choice_exits_2_and_lists_the_choices(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = unfuse("serve", "--offload", "sometimes")
     assert (code, out) == (2, "")
     assert "'none', 'model', 'sequential'" in err
@@ -503,14 +503,14 @@ def test_a_choice_that_is_none_is_exit_2_and_lists_them(unfuse: Run, monkeypatch
 
 
 @pytest.mark.slow
-def test_models_lists_what_is_served(asking: Run) -> None:
+def test_models_lists_the_models_of_the_server(asking: Run) -> None:
     rows = json.loads(asking("models", "--json")[1])
     assert [model["id"] for model in rows if model["state"] == "loading"] == ["unfuse/shapes"]
     assert [model["id"] for model in rows].count("unfuse/shapes") == 1
     assert re.search("^unfuse/shapes +loading +yes", asking("models")[1], re.MULTILINE)
 
 
-def test_models_lists_what_could_be_served_where_no_server_is_asked(
+def test_models_without_a_server_lists_built_in_and_cached_models(
     unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known, other = served_classes()[0], "SomebodyElsesPipeline"
@@ -535,7 +535,7 @@ def nobody(client: Client) -> None:
     raise TransientError("nobody there")
 
 
-def test_a_server_without_workers_says_so(asking: Run) -> None:
+def test_workers_of_a_server_without_workers_prints_an_empty_list(asking: Run) -> None:
     assert asking("workers") == (0, "no worker is registered\n", "")
     assert json.loads(asking("workers", "--json")[1]) == []
     assert all(pool["workers"] == [] for pool in json.loads(asking("pools", "--json")[1]))
@@ -568,7 +568,7 @@ def test_requests_are_listed_shown_and_cancelled(asking: Run, idle: Client) -> N
     assert json.loads(asking("requests", "ls", "--status", "queued", "--json")[1]) == []
 
 
-def test_a_request_nobody_made_is_exit_1(asking: Run) -> None:
+def test_unknown_request_id_exits_1(asking: Run) -> None:
     code, out, err = asking("requests", "show", "req_0")
     assert (code, out) == (1, "")
     assert "req_0" in err
@@ -582,7 +582,7 @@ def drawing(unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield unfuse, served
 
 
-def test_what_was_given_up_is_listed_shown_and_asked_for_again(drawing: tuple[Run, Served]) -> None:
+def test_dead_letters_are_listed_shown_and_retried(drawing: tuple[Run, Served]) -> None:
     unfuse, served = drawing
     with connect(served.url) as client:
         id = client.submit(POISON, model=PICTURES.name).id
@@ -611,7 +611,7 @@ def test_what_was_given_up_is_listed_shown_and_asked_for_again(drawing: tuple[Ru
     assert unfuse("dead", "ls", "--after", retried["id"]) == (0, "no dead letters\n", "")
 
 
-def test_workers_and_pools_tell_how_they_do(drawing: tuple[Run, Served]) -> None:
+def test_workers_and_pools_show_health_and_load(drawing: tuple[Run, Served]) -> None:
     unfuse, _ = drawing
     assert re.search(r"worker-1 +all +node +0 +4 +0 +yes +\d", unfuse("workers")[1])
     assert json.loads(unfuse("workers", "--json")[1])[0]["healthy"] is True

@@ -128,7 +128,7 @@ def alone(
     )
 
 
-def test_what_a_plain_install_brings_is_small() -> None:
+def test_base_install_has_few_dependencies() -> None:
     assert requirements(ROOT.joinpath("pyproject.toml").read_text()) == [
         "httpx2",
         "msgspec",
@@ -144,14 +144,16 @@ def test_what_a_plain_install_brings_is_small() -> None:
 
 
 @pytest.mark.slow
-def test_what_must_not_be_there_is_not() -> None:
+def test_isolated_process_cannot_import_server_or_unix_modules() -> None:
     assert "No module named 'numpy'" in alone("import numpy").stderr
     assert "No module named 'fcntl'" in alone("import fcntl", gone=OF_UNIX).stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gone", [(), pytest.param(OF_UNIX, marks=pytest.mark.nightly)], ids=["here", "elsewhere"])
-def test_both_clients_and_the_command_need_no_more(served: Served, tmp_path: Path, gone: tuple[str, ...]) -> None:
+def test_clients_and_cli_work_with_base_dependencies_only(
+    served: Served, tmp_path: Path, gone: tuple[str, ...]
+) -> None:
     program = f"""
 import asyncio, unfuse
 with unfuse.connect({served.url!r}) as client:
@@ -192,7 +194,7 @@ asyncio.run(ask())
     ],
     ids=lambda arguments: "-".join(arguments[:2]),
 )
-def test_a_verb_that_needs_a_server_s_packages_says_what_to_install(arguments: list[str]) -> None:
+def test_server_subcommand_without_server_packages_exits_2_with_pip_hint(arguments: list[str]) -> None:
     done = alone(COMMAND, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(
@@ -203,14 +205,14 @@ def test_a_verb_that_needs_a_server_s_packages_says_what_to_install(arguments: l
 
 
 @pytest.mark.slow
-def test_elsewhere_a_server_is_refused_before_it_is_looked_for() -> None:
+def test_server_subcommand_on_another_system_exits_2_and_needs_linux() -> None:
     done = alone(ELSEWHERE, "doctor")
     assert done.returncode == 2
     assert "`unfuse doctor` needs Linux; client commands also run here" in done.stderr
 
 
 @pytest.mark.slow
-def test_names_and_results_that_need_more_say_so() -> None:
+def test_import_error_of_optional_features_names_the_extra_to_install() -> None:
     for name in ("local", "TensorStore"):
         assert re.search(
             rf"ImportError: unfuse.{name} needs the package \w+: pip install 'unfuse\[serve\]'\n$",

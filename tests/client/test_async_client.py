@@ -26,7 +26,7 @@ from unfuse.queues.base import QueueLimits
 MODEL = "test/pictures"
 
 
-async def test_several_at_once_have_each_their_pictures(served: Served) -> None:
+async def test_concurrent_generate_calls_return_their_own_images(served: Served) -> None:
     async with aconnect(served.url) as client:
         results = await asyncio.gather(*(client.generate("a ring", model=MODEL, seed=seed, n=2) for seed in range(4)))
         assert [result.data for result in results] == [[picture(seed), picture(seed + 1)] for seed in range(4)]
@@ -37,7 +37,7 @@ async def test_several_at_once_have_each_their_pictures(served: Served) -> None:
         assert repr(client) == f"<AsyncClient of {served.url}>"
 
 
-async def test_events_are_followed_and_a_request_is_cancelled(served: Served) -> None:
+async def test_events_are_streamed_and_a_request_is_cancelled(served: Served) -> None:
     async with aconnect(served.url) as client:
         with served.held():
             request = await client.submit("a ring", model=MODEL, seed=5)
@@ -51,7 +51,7 @@ async def test_events_are_followed_and_a_request_is_cancelled(served: Served) ->
         assert (await request.stop()).data == []
 
 
-async def test_a_picture_is_sent_along(studio: Served, tmp_path: Path) -> None:
+async def test_generate_uploads_an_input_image(studio: Served, tmp_path: Path) -> None:
     (tmp_path / "in.png").write_bytes(picture(9))
     async with aconnect(studio.url) as client:
         for image in (picture(9), tmp_path / "in.png"):
@@ -59,7 +59,7 @@ async def test_a_picture_is_sent_along(studio: Served, tmp_path: Path) -> None:
             assert made.data == [picture(5)]
 
 
-async def test_refusals_come_back_as_the_errors_they_were(served: Served) -> None:
+async def test_server_errors_are_raised_as_their_exception_types(served: Served) -> None:
     async with aconnect(served.url) as client:
         with pytest.raises(UnknownModel):
             await client.submit("a ring", model="nobody/knows")
@@ -73,7 +73,7 @@ async def test_refusals_come_back_as_the_errors_they_were(served: Served) -> Non
         aconnect("localhost:8000")
 
 
-async def test_nobody_there_is_said_with_what_to_do_and_events_give_up() -> None:
+async def test_unreachable_server_raises_transient_error_with_a_hint() -> None:
     async with AsyncClient("http://127.0.0.1:9", reconnect_delay=0.0) as client:
         with pytest.raises(TransientError, match="is `unfuse serve` running there"):
             await client.list("/v1/models")
@@ -82,7 +82,7 @@ async def test_nobody_there_is_said_with_what_to_do_and_events_give_up() -> None
             await request.result()
 
 
-async def test_overload_and_wrong_keys_are_told_apart(tmp_path: Path) -> None:
+async def test_overload_and_wrong_api_key_raise_different_errors(tmp_path: Path) -> None:
     with serve(tmp_path, keys=["anna key"], limits=QueueLimits(max_active=1)) as guarded:
         async with aconnect(guarded.url, "wrong") as stranger:
             with pytest.raises(ConfigError):
@@ -93,7 +93,7 @@ async def test_overload_and_wrong_keys_are_told_apart(tmp_path: Path) -> None:
                 await anna.submit("a", model=MODEL)
 
 
-async def test_an_answer_comes_in_parts() -> None:
+async def test_async_chat_yields_deltas_and_assembles_the_message() -> None:
     async def choices() -> Any:
         for text in ("a ", "ring"):
             yield {"delta": {"content": text}, "finish_reason": None}
@@ -123,7 +123,7 @@ sys.meta_path.insert(0, Blocked())
 
 
 @pytest.mark.slow
-def test_both_clients_work_where_nothing_of_a_server_is_installed(served: Served) -> None:
+def test_both_clients_work_without_server_packages(served: Served) -> None:
     code = (
         BLOCKED
         + f"""

@@ -41,7 +41,7 @@ def client(served: Served) -> Iterator[Client]:
         yield client
 
 
-def test_generate_returns_pictures_with_their_story(client: Client) -> None:
+def test_generate_returns_images_with_seed_id_and_timings(client: Client) -> None:
     result = client.generate("a red circle", model=MODEL, seed=5, n=2)
     assert result.data == [picture(5), picture(6)]
     assert [image.size for image in result.images] == [(64, 64), (64, 64)]
@@ -52,7 +52,7 @@ def test_generate_returns_pictures_with_their_story(client: Client) -> None:
     assert set(result.timings["vae_decode.1"]) == {"queued_s", "get_s", "run_s", "put_s"}
 
 
-def test_submit_returns_before_the_picture_is_made(served: Served, client: Client) -> None:
+def test_submit_returns_before_the_request_completes(served: Served, client: Client) -> None:
     with served.held():
         request = client.submit("a red circle", model=MODEL, seed=5)
         assert request.view["status"] in ("queued", "in_progress")
@@ -62,26 +62,26 @@ def test_submit_returns_before_the_picture_is_made(served: Served, client: Clien
     assert client.request(request.id).view["status"] == "completed"
 
 
-def test_events_can_be_taken_up_in_the_middle(client: Client) -> None:
+def test_events_resume_after_a_given_sequence_number(client: Client) -> None:
     request = client.submit("a red circle", model=MODEL)
     heard = list(request.events())
     assert list(request.events(after=heard[2].seq)) == heard[3:]
     assert list(request.events(after=heard[-1].seq)) == []
 
 
-def test_cancel_ends_a_request_whose_result_then_says_so(client: Client) -> None:
+def test_result_of_a_cancelled_request_raises_permanent_error(client: Client) -> None:
     request = client.submit("a red circle", model=IDLE.name)
     assert request.cancel()["status"] == "cancelled"
     with pytest.raises(PermanentError, match="cancelled"):
         request.result()
 
 
-def test_a_failed_request_raises_its_reason(client: Client) -> None:
+def test_generate_raises_the_error_of_a_failed_request(client: Client) -> None:
     with pytest.raises(PermanentError, match="the circle is broken"):
         client.generate(BROKEN, model=MODEL)
 
 
-def test_what_was_given_up_is_asked_for_again(served: Served, client: Client) -> None:
+def test_dead_letter_is_retried_as_a_new_request(served: Served, client: Client) -> None:
     id = client.submit(POISON, model=MODEL, seed=5).id
     served.next_event(id, "failed")
     (newest,) = client.dead(limit=1)
@@ -96,7 +96,7 @@ def test_what_was_given_up_is_asked_for_again(served: Served, client: Client) ->
         client.retry("req_nope")
 
 
-def test_refusals_come_back_as_the_errors_they_were(client: Client) -> None:
+def test_server_errors_are_raised_as_their_exception_types(client: Client) -> None:
     with pytest.raises(InvalidParameter, match="must be 1 to 100, not 0") as caught:
         client.submit("a", model=MODEL, num_inference_steps=0)
     assert caught.value.param == "num_inference_steps"
@@ -106,7 +106,7 @@ def test_refusals_come_back_as_the_errors_they_were(client: Client) -> None:
         client.request("req_nope")
 
 
-def test_overload_and_wrong_keys_are_told_apart(tmp_path: Path) -> None:
+def test_overload_and_wrong_api_key_raise_different_errors(tmp_path: Path) -> None:
     with serve(tmp_path, keys=["anna key"], limits=QueueLimits(max_active=1)) as served:
         with connect(served.url, "wrong") as stranger, pytest.raises(ConfigError):
             stranger.models()
@@ -119,33 +119,33 @@ def test_overload_and_wrong_keys_are_told_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["schlüssel", "two words", "a\nb", "\udcff"])
 @pytest.mark.parametrize("connect", [connect, aconnect])
-def test_a_key_that_cannot_be_sent_is_refused(connect: Callable[[str, str], object], key: str) -> None:
+def test_non_ascii_api_key_raises_invalid_parameter(connect: Callable[[str, str], object], key: str) -> None:
     with pytest.raises(InvalidParameter, match="printable ASCII") as refused:
         connect("http://127.0.0.1:1", key)
     assert key not in str(refused.value)
 
 
-def test_a_key_may_end_as_a_line(tmp_path: Path) -> None:
+def test_api_key_with_trailing_newline_is_accepted(tmp_path: Path) -> None:
     with serve(tmp_path, keys=["anna key"]) as served, connect(served.url, "key\n") as anna:
         assert anna.models()
 
 
 @pytest.mark.parametrize(("header", "seconds"), [("7", 7), ("1.5", 1.5), ("Wed, 21 Oct 2026 07:28:00 GMT", 1), ("", 1)])
-def test_a_proxy_s_refusal_says_when_to_come_again(header: str, seconds: float) -> None:
+def test_429_of_a_proxy_is_raised_as_overloaded_with_retry_after(header: str, seconds: float) -> None:
     response = httpx2.Response(429, headers={"retry-after": header}, request=httpx2.Request("GET", "http://a/b"))
     error = error_of(response)
     assert isinstance(error, Overloaded)
     assert error.retry_after == seconds
 
 
-def test_nobody_there_is_said_with_what_to_do() -> None:
+def test_unreachable_server_raises_transient_error_with_a_hint() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     with connect(url) as client, pytest.raises(TransientError, match="unfuse serve"):
         client.models()
 
 
-def test_the_thin_reads(client: Client) -> None:
+def test_client_lists_models_workers_pools_and_requests(client: Client) -> None:
     request = client.submit("a", model=IDLE.name)
     assert [model["id"] for model in client.models()] == [IDLE.name, MODEL]
     assert [worker["id"] for worker in client.workers()] == ["worker-1"]
@@ -156,7 +156,7 @@ def test_the_thin_reads(client: Client) -> None:
     assert all(view["status"] == "queued" for view in client.requests(status="queued"))
 
 
-def test_events_survive_a_connection_that_breaks(served: Served, client: Client) -> None:
+def test_events_continue_without_gaps_over_broken_connections(served: Served, client: Client) -> None:
     with served.held():
         id = client.submit("a red circle", model=MODEL).id
         served.next_event(id, "stage_started")
@@ -167,7 +167,7 @@ def test_events_survive_a_connection_that_breaks(served: Served, client: Client)
     assert len(connections) > 2
 
 
-def test_events_give_up_when_the_server_is_gone(tmp_path: Path) -> None:
+def test_events_raise_transient_error_when_the_server_is_gone(tmp_path: Path) -> None:
     with serve(tmp_path) as served:
         client = Client(served.url, reconnect_delay=0.0)
         request = client.submit("a", model=IDLE.name)
@@ -175,7 +175,7 @@ def test_events_give_up_when_the_server_is_gone(tmp_path: Path) -> None:
         list(request.events())
 
 
-def test_an_interrupt_ends_a_call_at_once_and_the_client_still_works(served: Served, client: Client) -> None:
+def test_keyboard_interrupt_ends_a_call_and_the_client_stays_usable(served: Served, client: Client) -> None:
     with served.held():
         request = client.submit("a red circle", model=MODEL)
         events = request.events()
@@ -188,7 +188,7 @@ def test_an_interrupt_ends_a_call_at_once_and_the_client_still_works(served: Ser
         assert request.cancel()["status"] == "cancelled"
 
 
-async def test_a_stream_closed_in_an_event_loop_leaves_nothing_to_that_loop(served: Served, client: Client) -> None:
+async def test_stream_dropped_inside_an_event_loop_leaves_no_task_in_that_loop(served: Served, client: Client) -> None:
     with served.held():
         events = client.submit("a red circle", model=MODEL).events()
         next(events)
@@ -197,7 +197,7 @@ async def test_a_stream_closed_in_an_event_loop_leaves_nothing_to_that_loop(serv
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def test_save_writes_what_came_or_converts_it(tmp_path: Path) -> None:
+def test_save_writes_the_original_bytes_or_converts_the_format(tmp_path: Path) -> None:
     one = Result({"id": "req_1"}, [picture(5)])
     assert one.save(tmp_path / "a.png") == [tmp_path / "a.png"]
     assert (tmp_path / "a.png").read_bytes() == picture(5)
@@ -210,7 +210,7 @@ def test_save_writes_what_came_or_converts_it(tmp_path: Path) -> None:
         one.save(tmp_path / "a.txt")
 
 
-def test_a_video_is_made_when_one_is_asked_for(client: Client, tmp_path: Path) -> None:
+def test_generate_creates_a_video_for_any_video_parameter(client: Client, tmp_path: Path) -> None:
     asked: list[dict[str, Any]] = [
         {"output_format": "mp4"},
         {"num_frames": 17},
@@ -231,7 +231,7 @@ def test_a_video_is_made_when_one_is_asked_for(client: Client, tmp_path: Path) -
     assert client.generate("a", model=MODEL, num_frames=1).id.startswith("req_")
 
 
-def test_a_video_s_frames_come_without_loss(client: Client, tmp_path: Path) -> None:
+def test_video_frames_are_saved_losslessly_as_png(client: Client, tmp_path: Path) -> None:
     result = client.generate("a red circle", model=MODEL, seed=5, num_frames=5, output_format="png")
     paths = result.save(tmp_path / "100%-%04d.png")
     assert [path.name for path in paths] == [f"100%-{index:04d}.png" for index in range(5)]
@@ -241,11 +241,11 @@ def test_a_video_s_frames_come_without_loss(client: Client, tmp_path: Path) -> N
         result.save(tmp_path / "out.mp4")
 
 
-def test_one_frame_of_a_numbered_name_is_numbered(tmp_path: Path) -> None:
+def test_single_frame_is_numbered_for_a_numbered_file_name(tmp_path: Path) -> None:
     assert Result({"id": "video_1"}, [picture(5)]).save(tmp_path / "a-%02d.png") == [tmp_path / "a-00.png"]
 
 
-def test_a_picture_is_sent_along(studio: Served, tmp_path: Path) -> None:
+def test_generate_uploads_an_input_image(studio: Served, tmp_path: Path) -> None:
     (tmp_path / "in.png").write_bytes(picture(9))
     with connect(studio.url) as client:
         for image in (picture(9), tmp_path / "in.png", str(tmp_path / "in.png")):
@@ -299,7 +299,7 @@ def breaking_proxy(url: str, after: int) -> Iterator[tuple[str, list[int]]]:
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_chat_that_nobody_listens_to_at_first_ends_at_once_and_a_later_one_is_resumed() -> None:
+def test_chat_fails_at_once_if_never_connected_and_reconnects_later() -> None:
     nobody = TransientError("no answer")
     nobody.__cause__ = httpx2.ConnectError("refused")
     with pytest.raises(TransientError):
@@ -314,7 +314,7 @@ def test_a_chat_that_nobody_listens_to_at_first_ends_at_once_and_a_later_one_is_
         next(client.chat("hello"))
 
 
-def test_a_chat_draws_other_keys_only_until_one_may_have_been_accepted() -> None:
+def test_chat_replaces_an_unused_idempotency_key_but_not_a_used_one() -> None:
     """Given a part of the server's queue that is away, then a key that nobody has used is replaced, at once; after a
     connection that broke the key stays, because the chat may be there."""
     conversation = calls.ChatStreamState()

@@ -21,7 +21,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-def test_a_model_is_added_by_a_name_read_and_removed(url: str) -> None:
+def test_model_is_added_under_a_name_read_and_removed(url: str) -> None:
     with connect(url) as client:
         added = client.add_model(SHAPES, "me/mine@1")
         assert (added["id"], added["state"], added["default"]) == ("me/mine@1", "loading", False)
@@ -40,7 +40,7 @@ def test_a_model_is_added_by_a_name_read_and_removed(url: str) -> None:
             client.remove_model("me/mine@1")
 
 
-async def test_the_asynchronous_client_does_the_same(url: str, tmp_path: Path) -> None:
+async def test_async_client_adds_reads_and_removes_a_model(url: str, tmp_path: Path) -> None:
     (tmp_path / "flux").symlink_to(SHAPES)
     async with aconnect(url) as client:
         added = await client.add_model(str(tmp_path / "flux"))

@@ -99,7 +99,7 @@ async def line(folder: Path) -> AsyncIterator[tuple[Router, Dealer]]:
         await router.close()
 
 
-async def test_router_and_dealer_hear_on(tmp_path: Path) -> None:
+async def test_router_and_dealer_continue_after_a_receive_error(tmp_path: Path) -> None:
     async with line(tmp_path / "keys") as (router, dealer):
         assert await dealer.call(Unregister(), 30) == Accepted()
         for end in (router, dealer):
@@ -110,7 +110,9 @@ async def test_router_and_dealer_hear_on(tmp_path: Path) -> None:
     assert {line["doing"] for line in logs} == {"receiving from workers", "receiving from the scheduler"}
 
 
-async def test_the_door_lets_workers_in_after_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_router_authenticates_workers_after_a_failed_key_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("unfuse.wire.keys.z85.decode", once(z85.decode, ValueError("odd")))
     make(tmp_path / "keys")
     router = Router("tcp://127.0.0.1:0", accept, undelivered, read(str(tmp_path / "keys"), "scheduler"))
@@ -127,7 +129,7 @@ async def test_the_door_lets_workers_in_after_it_failed(tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
-async def test_a_worker_that_could_not_be_started_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_launcher_retries_after_a_worker_fails_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "RESTART_S", 0.0)
     begin, started = asyncio.create_subprocess_exec, asyncio.Event()
 
@@ -146,7 +148,7 @@ async def test_a_worker_that_could_not_be_started_is_started(monkeypatch: pytest
     assert [line["doing"] for line in logs] == ["starting a worker"]
 
 
-async def test_the_sweepers_of_serve_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cleanup_loops_of_serve_continue_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FORGET_S", "REMAINS_S"):
         monkeypatch.setattr(service, name, 0.0)
     forgotten, dropped = asyncio.Event(), asyncio.Event()
@@ -172,7 +174,7 @@ async def test_the_sweepers_of_serve_go_on(monkeypatch: pytest.MonkeyPatch) -> N
         await background.close()
 
 
-async def test_a_worker_beats_and_asks_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_heartbeats_and_task_requests_continue_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a worker whose usage, and then what it wants, cannot be worked out once, then it says that it lives, and
     asks for work, the next time."""
     beaten, asked = asyncio.Event(), asyncio.Event()
@@ -203,7 +205,7 @@ async def test_a_worker_beats_and_asks_on(monkeypatch: pytest.MonkeyPatch) -> No
     assert {line["doing"] for line in logs} == {"beating", "asking"}
 
 
-async def test_compute_is_heard_and_watched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_executor_reads_and_watches_compute_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given an executor whose report fails once, and whose look at the process does, then it hears the next message,
     and looks again."""
     monkeypatch.setattr(executing, "WATCH_S", 0.0)
@@ -231,7 +233,7 @@ async def test_compute_is_heard_and_watched_on(monkeypatch: pytest.MonkeyPatch) 
     assert {line["doing"] for line in logs} == {"running the compute processes", "watching the compute processes"}
 
 
-async def test_what_compute_writes_is_read_on_when_nobody_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_compute_log_is_read_to_the_end_if_stderr_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a standard error of ours that is closed, then compute's is read to its end all the same: else it waits."""
     background = Supervisor()
     process: Any = ComputeProcess(None, background)  # type: ignore[arg-type]

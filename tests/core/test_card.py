@@ -10,7 +10,7 @@ from unfuse.core.model_spec import MAX_CHARS, MAX_NAME, PromptVocabulary, is_nam
 @pytest.mark.parametrize(
     "name", ["flux", "owner/flux", "FLUX.1-dev", "a/b@v1", "_x", "7b", "q:4+1", "a..b", "x" * MAX_NAME]
 )
-def test_names_are_those_of_hubs(name: str) -> None:
+def test_hub_style_model_names_are_valid(name: str) -> None:
     assert is_name(name) and not is_path(name)
 
 
@@ -45,7 +45,7 @@ def test_names_are_those_of_hubs(name: str) -> None:
         "%2e",
     ],
 )
-def test_a_path_is_no_name(name: str) -> None:
+def test_paths_are_not_valid_model_names(name: str) -> None:
     assert not is_name(name)
 
 
@@ -71,11 +71,11 @@ def test_a_path_is_no_name(name: str) -> None:
         ("/m/a#b", "a#b"),
     ],
 )
-def test_a_model_is_called_by_the_last_part_of_its_path(source: str, name: str) -> None:
+def test_model_name_is_the_last_part_of_its_path(source: str, name: str) -> None:
     assert name_of(source) == name
 
 
-def test_texts_for_clients_have_no_path() -> None:
+def test_model_paths_are_removed_from_client_messages() -> None:
     said = "model /srv/my models/flux: vae is damaged, see '/etc/x/y' and /srv/other/z"
     assert without_source(said, "/srv/my models/flux", "flux") == ("model flux: vae is damaged, see '…/y' and …/z")
     assert without_source("model '/m/flux': see /m/flux/vae", "/m/flux", "flux") == "model 'flux': see flux/vae"
@@ -89,16 +89,16 @@ FEW = PromptVocabulary(("a", "Red", "circle", "café"), "circles")
 
 
 @pytest.mark.parametrize("prompt", ["a red circle", "A RED, circle!", "", "  \n", "red_circle", "a cafe\u0301"])
-def test_a_prompt_of_known_words_gets_no_hint(prompt: str) -> None:
+def test_prompt_of_known_words_has_no_hint(prompt: str) -> None:
     assert FEW.hint("me/shapes", prompt) == ""
 
 
-def test_a_hint_names_each_unknown_word_once_and_what_the_model_makes() -> None:
+def test_hint_lists_each_unknown_word_once_and_the_model_subject() -> None:
     said = FEW.hint("me/shapes", "a spaceship over a red city, a Spaceship")
     assert said == "me/shapes was not trained on spaceship, over, city: it generates circles"
 
 
-def test_a_hint_is_short_and_has_nothing_that_moves_a_terminal() -> None:
+def test_hint_is_short_and_has_no_control_characters() -> None:
     long = "\x1b[2J " + "x" * 1000 + " " + " ".join(f"w{number}" for number in range(20)) + "\n\r\u202e"
     said = FEW.hint("me/shapes", long)
     assert said.endswith(" and 17 more: it generates circles")

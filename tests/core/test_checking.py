@@ -61,7 +61,7 @@ TELLER = ModelSpec(
 )
 
 
-def test_it_is_checked_by_its_own_table_and_limits() -> None:
+def test_custom_modality_is_checked_by_its_own_parameters_and_limits() -> None:
     params, n = check_request(TELLER, {"opening": "Once", "temperature": "0.5"}, TOLD)
 
     assert n == 1
@@ -78,7 +78,7 @@ def test_it_is_checked_by_its_own_table_and_limits() -> None:
         check_request(TELLER, {}, TOLD)
 
 
-def test_a_request_for_it_has_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_of_a_custom_modality_needs_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modalities, "MODALITIES", (IMAGE, VIDEO, TOLD))
     params, _ = check_request(TELLER, {"opening": "Once", "max_tokens": 12, "temperature": 1}, TOLD)
     plan = compile_plan(TELLER.pipeline, TELLER.pools(), params, [{"index": 0}])
@@ -94,7 +94,7 @@ def test_a_request_for_it_has_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert view["params"] == {name: value for name, value in params.items() if name != "prompt"}
 
 
-def test_a_model_makes_what_its_limits_show() -> None:
+def test_limits_of_a_model_determine_its_modalities() -> None:
     made = {
         card.name: [one.name for one in (IMAGE, VIDEO, TOLD) if one.is_supported_by(card.limits)]
         for card in (CARD, TELLER)
@@ -104,7 +104,7 @@ def test_a_model_makes_what_its_limits_show() -> None:
     assert not VIDEO.is_supported_by({**CARD.limits, "max_frames": 1})
 
 
-def test_limits_that_are_none_are_a_fault_of_the_model_and_told_as_such() -> None:
+def test_invalid_limits_of_a_model_raise_config_error() -> None:
     broken = msgspec.structs.replace(CARD, limits={**CARD.limits, "max_size": 64.5})
 
     with pytest.raises(ConfigError, match="the model's limits are not valid"):
@@ -126,11 +126,11 @@ def test_limits_that_are_none_are_a_fault_of_the_model_and_told_as_such() -> Non
         ({"nobody": "knows"}, IMAGE),
     ],
 )
-def test_what_is_asked_for_tells_the_medium(asked: dict[str, object], medium: Modality) -> None:
+def test_request_parameters_determine_the_modality(asked: dict[str, object], medium: Modality) -> None:
     assert modality_for(asked) is medium
 
 
-def test_bounds_that_depend_on_no_model_are_known_without_one() -> None:
+def test_model_independent_bounds_are_checked_without_a_model() -> None:
     check_bounds({"num_inference_steps": 10**9, "prompt": "x" * 10**6, "fps": 120, "unheard": 1}, VIDEO)
     for asked in ({"fps": 121}, {"n": 2}, {"size": "big"}, {"output_format": "webp"}):
         with pytest.raises(InvalidParameter, match=next(iter(asked))):
@@ -150,14 +150,14 @@ STARTS = msgspec.structs.replace(CARD, accepts=REDRAWN)
         ({"strength": 1}, ("image", "mask"), 1.0),
     ],
 )
-def test_a_picture_is_redrawn_as_strongly_as_is_asked_for_or_usual(
+def test_edit_strength_is_the_requested_or_the_default_of_its_input(
     given: dict[str, object], uploads: tuple[str, ...], strength: float
 ) -> None:
     params, _ = check_request(STARTS, {"prompt": "a", **given}, uploads=uploads)
     assert params["strength"] == strength
 
 
-def test_a_default_strength_is_for_requests_with_a_picture() -> None:
+def test_default_strength_applies_only_to_requests_with_an_image() -> None:
     card = msgspec.structs.replace(STARTS, defaults={**CARD.defaults, "strength": 0.7})
     assert check_request(card, {"prompt": "a"}, uploads=("image", "mask"))[0]["strength"] == 0.7
     assert check_request(card, {"prompt": "a"})[0]["strength"] is None
@@ -178,7 +178,7 @@ def test_a_default_strength_is_for_requests_with_a_picture() -> None:
         (CARD, {"strength": 0.3}, ("image",), "takes no strength"),
     ],
 )
-def test_a_strength_that_means_nothing_is_refused(
+def test_strength_without_effect_or_out_of_bounds_is_rejected(
     card: ModelSpec, given: dict[str, object], uploads: tuple[str, ...], says: str
 ) -> None:
     with pytest.raises(InvalidParameter, match=says) as caught:
@@ -229,7 +229,7 @@ def hint(medium: Modality, name: str) -> str:
         (TEXT, "model_id", "model"),
     ],
 )
-def test_a_name_from_elsewhere_is_told_the_field_of_the_same_meaning(medium: Modality, name: str, meant: str) -> None:
+def test_parameter_names_of_other_tools_get_a_hint(medium: Modality, name: str, meant: str) -> None:
     assert hint(medium, name) == f"did you mean {meant}?"
 
 
@@ -245,13 +245,13 @@ def test_a_name_from_elsewhere_is_told_the_field_of_the_same_meaning(medium: Mod
         ("qaulity", "quality"),
     ],
 )
-def test_one_wrong_letter_is_found(name: str, meant: str) -> None:
+def test_misspelled_parameter_name_gets_a_hint(name: str, meant: str) -> None:
     assert hint(IMAGE, name) == f"did you mean {meant}?"
 
 
 @pytest.mark.row("P46")
 @pytest.mark.parametrize("name", ["sampler", "sampler_name", "scheduler", "sample_solver", "flow_shift"])
-def test_a_noise_scheduler_is_the_folder_s_affair(name: str) -> None:
+def test_noise_scheduler_parameters_get_a_hint_to_the_model_folder(name: str) -> None:
     assert hint(IMAGE, name) == "the noise scheduler is set in the model's folder, a request cannot change it"
 
 
@@ -270,15 +270,15 @@ def test_a_noise_scheduler_is_the_folder_s_affair(name: str) -> None:
         "see",
     ],
 )
-def test_what_has_no_field_has_no_hint(name: str) -> None:
+def test_unrelated_parameter_names_get_no_hint(name: str) -> None:
     assert hint(IMAGE, name) == hint(VIDEO, name) == ""
     assert hint(TEXT, name) == ""
 
 
-def test_pictures_for_a_prompt_alone_are_sent_elsewhere() -> None:
+def test_image_fields_without_uploads_get_a_hint_to_images_edits() -> None:
     for name in ("image", "mask", "init_image", "images"):
         assert hint_for(name, [one.name for one in IMAGE.parameters]).endswith("to /v1/images/edits")
 
 
-def test_a_long_name_takes_no_time() -> None:
+def test_long_parameter_name_gets_no_hint() -> None:
     assert hint(IMAGE, "n" * 1_000_000) == ""

@@ -30,45 +30,45 @@ def exactly(left: object, right: object) -> bool:
 @pytest.mark.parametrize("kind, union", KINDS, ids=lambda kind: getattr(kind, "__name__", ""))
 @settings(max_examples=examples(15), deadline=None)
 @given(data=st.data())
-def test_every_message_comes_back_equal(kind: type, union: object, data: st.DataObject) -> None:
+def test_every_message_type_round_trips(kind: type, union: object, data: st.DataObject) -> None:
     message = data.draw(of(kind))
     assert exactly(codec.decode(codec.encode(message), union), message)
 
 
 @settings(max_examples=examples(15), deadline=None)
 @given(of(RequestContext))
-def test_a_context_comes_back_equal(context: RequestContext) -> None:
+def test_request_context_round_trips(context: RequestContext) -> None:
     assert exactly(codec.decode(codec.encode(RequestRecord(context)), RequestRecord), RequestRecord(context))
 
 
 @settings(deadline=None)
 @given(of(Params))
-def test_parameters_keep_their_types(params: Params) -> None:
+def test_parameters_round_trip_with_their_types(params: Params) -> None:
     task = task_of("r", "s", 1, "p", "k", "m", params)
     assert exactly(codec.decode(codec.encode(task), Task).params, params)
 
 
-def test_an_object_ref_comes_back_equal() -> None:
+def test_object_ref_round_trips() -> None:
     metas, size = layout_tensors([("x", "bfloat16", (3, 5)), ("none", "none", ())])
     ref = ObjectRef("o", "w", "n", "r", "s", 1, 2, size, metas, (2**64 - 1,), bytes(16), 0.5)
     message = TaskCompleted(Claim("r", "s", 1, bytes(16)), ref, (), Timings())
     assert codec.decode(codec.encode(message), ToScheduler) == message
 
 
-def test_the_first_byte_is_the_version() -> None:
+def test_first_byte_is_the_protocol_version() -> None:
     data = codec.encode(Unregister())
     assert data[0] == codec.VERSION
 
 
 @pytest.mark.parametrize("version", sorted(set(range(256)) - {codec.VERSION}))
-def test_another_version_is_refused_with_what_to_do(version: int) -> None:
+def test_other_protocol_version_is_rejected_with_advice(version: int) -> None:
     with pytest.raises(
         ProtocolError, match=f"version {version}, .*: install the same version of unfuse on all machines"
     ):
         codec.decode(bytes([version]) + codec.encode(Unregister())[1:], ToScheduler)
 
 
-def test_a_field_of_a_newer_peer_is_ignored() -> None:
+def test_unknown_field_of_a_newer_peer_is_ignored() -> None:
     body = msgspec.msgpack.encode(
         {"type": "RequestTasks", "slots": 1, "free_arena_bytes": None, "wait": 0.5, "mood": ["good"]}
     )
@@ -88,22 +88,22 @@ def test_a_field_of_a_newer_peer_is_ignored() -> None:
         "Unregister",
     ],
 )
-def test_what_is_no_message_is_refused(body: object) -> None:
+def test_malformed_message_raises_protocol_error(body: object) -> None:
     with pytest.raises(ProtocolError, match="message cannot be decoded"):
         codec.decode(bytes([codec.VERSION]) + msgspec.msgpack.encode(body), ToScheduler)
 
 
-def test_a_message_of_the_other_direction_is_refused() -> None:
+def test_message_of_the_other_direction_raises_protocol_error() -> None:
     with pytest.raises(ProtocolError):
         codec.decode(codec.encode(Unregister()), ToWorker)
 
 
-def test_an_empty_message_is_refused() -> None:
+def test_empty_message_raises_protocol_error() -> None:
     with pytest.raises(ProtocolError, match="0 bytes"):
         codec.decode(b"", ToScheduler)
 
 
-def test_size_is_bounded_on_both_sides() -> None:
+def test_message_size_limit_is_equal_for_encode_and_decode() -> None:
     """The largest message that can be encoded can be decoded; one byte more is refused by either."""
     room = codec.MAX_BYTES - len(codec.encode(b"x" * 70_000)) + 70_000
     largest = codec.encode(b"x" * room)
@@ -116,14 +116,14 @@ def test_size_is_bounded_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize("body", ["caf\udce9", 1 << 64])
-def test_what_cannot_be_written_is_a_protocol_error(body: object) -> None:
+def test_unencodable_value_raises_protocol_error(body: object) -> None:
     with pytest.raises(ProtocolError, match="message cannot be encoded"):
         codec.encode(body)
 
 
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1x", b"\xdd\x00\x00\x00\x01", b"\x81"])
 @pytest.mark.parametrize("kind", [ToScheduler, ToWorker, Params, RequestContext])
-def test_endless_nesting_is_refused(opening: bytes, kind: object) -> None:
+def test_deeply_nested_message_raises_protocol_error(opening: bytes, kind: object) -> None:
     """A million lists in lists end in an error, also where a newer peer's field would be skipped."""
     nested = opening * (1_000_000 // len(opening))
     skipped = b"\x82\xa4type\xa3Bye\xa1x" + nested
@@ -133,7 +133,7 @@ def test_endless_nesting_is_refused(opening: bytes, kind: object) -> None:
 
 
 @pytest.mark.parametrize("length", [b"\xdb\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff"])
-def test_a_length_that_lies_is_refused(length: bytes) -> None:
+def test_declared_length_beyond_the_data_raises_protocol_error(length: bytes) -> None:
     """Four billion elements are claimed, none is there, and nothing is allocated for them."""
     for kind in (ToScheduler, Params, str, list[int], dict[str, int]):
         with pytest.raises(ProtocolError):
@@ -142,7 +142,7 @@ def test_a_length_that_lies_is_refused(length: bytes) -> None:
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.binary(max_size=200), st.booleans(), st.sampled_from([ToScheduler, ToWorker, RequestContext]))
-def test_noise_raises_protocol_errors_only(noise: bytes, versioned: bool, kind: object) -> None:
+def test_random_bytes_raise_only_protocol_error(noise: bytes, versioned: bool, kind: object) -> None:
     try:
         codec.decode((bytes([codec.VERSION]) if versioned else b"") + noise, kind)
     except ProtocolError as error:
@@ -151,7 +151,7 @@ def test_noise_raises_protocol_errors_only(noise: bytes, versioned: bool, kind: 
 
 @settings(max_examples=examples(80), deadline=None)
 @given(of(TaskCompleted), st.data())
-def test_damage_raises_protocol_errors_only(message: TaskCompleted, data: st.DataObject) -> None:
+def test_corrupted_message_decodes_or_raises_protocol_error(message: TaskCompleted, data: st.DataObject) -> None:
     """Given a true message with a byte changed and its end cut, then it is a message or a ProtocolError."""
     damaged = bytearray(codec.encode(message))
     damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
@@ -163,7 +163,7 @@ def test_damage_raises_protocol_errors_only(message: TaskCompleted, data: st.Dat
     assert isinstance(found, ToScheduler)
 
 
-def test_every_message_is_in_a_union() -> None:
+def test_every_message_type_is_in_a_decodable_union() -> None:
     """A tagged struct that no union holds could be sent, and never read. Grown and Progress are parts of messages."""
     tagged = {
         found
@@ -177,7 +177,7 @@ MOST = 300
 
 
 @given(st.lists(st.binary(max_size=MOST)), st.integers(1, 50))
-def test_messages_come_back_however_the_stream_is_cut(sent: list[bytes], piece: int) -> None:
+def test_framed_messages_are_reassembled_from_any_fragments(sent: list[bytes], piece: int) -> None:
     stream, received, found = b"".join(map(frame, sent)), bytearray(), []
     for at in range(0, len(stream), piece):
         received += stream[at : at + piece]
@@ -188,7 +188,7 @@ def test_messages_come_back_however_the_stream_is_cut(sent: list[bytes], piece: 
     assert [read_message(read, MOST) for _ in sent] == sent
 
 
-def test_no_room_is_made_for_what_is_too_long() -> None:
+def test_oversized_frame_is_rejected_after_its_header() -> None:
     """Given a header alone, then it is refused at once, and nothing more is read."""
     asked: list[int] = []
 

@@ -55,7 +55,7 @@ def refusal(**given: object) -> InvalidParameter:
     return caught.value
 
 
-def test_an_adapter_has_its_full_strength_unless_another_is_asked_for() -> None:
+def test_lora_scale_is_1_by_default_and_bounded() -> None:
     assert check_request(CARD, {"prompt": "x", "lora": "ink"})[0]["lora_scale"] == 1.0
     assert check_request(CARD, {"prompt": "x", "lora": "ink", "lora_scale": "-2.5"})[0]["lora_scale"] == -2.5
     assert "lora_scale" not in check_request(CARD, {"prompt": "x"})[0]
@@ -65,7 +65,7 @@ def test_an_adapter_has_its_full_strength_unless_another_is_asked_for() -> None:
     assert refusal(lora="x" * 129).param == "lora"
 
 
-def test_what_is_left_out_comes_from_the_card() -> None:
+def test_missing_parameters_use_model_spec_defaults() -> None:
     params, n = check_request(CARD, {"prompt": "a red circle"})
     seed = params.pop("seed")
     assert n == 1
@@ -79,7 +79,7 @@ def test_what_is_left_out_comes_from_the_card() -> None:
     }
 
 
-def test_a_quality_is_what_the_card_says_it_is_and_else_the_default() -> None:
+def test_quality_sets_the_model_spec_parameters_or_the_defaults() -> None:
     able = msgspec.structs.replace(CARD, quality={"low": {"num_inference_steps": 8}})
 
     assert check_request(able, {"prompt": "a", "quality": "low"})[0]["num_inference_steps"] == 8
@@ -93,7 +93,7 @@ def test_a_quality_is_what_the_card_says_it_is_and_else_the_default() -> None:
         assert not params.keys() & {"quality", "background"}
 
 
-def test_whoever_is_strict_refuses_a_quality_that_means_nothing() -> None:
+def test_strict_check_rejects_quality_without_effect() -> None:
     able = msgspec.structs.replace(CARD, quality={"low": {"num_inference_steps": 8}})
 
     for quality in ("auto", "low"):
@@ -105,41 +105,41 @@ def test_whoever_is_strict_refuses_a_quality_that_means_nothing() -> None:
 
 @pytest.mark.row("P33")
 @pytest.mark.parametrize("name", ["style", "moderation", "input_fidelity", "complexity"])
-def test_whoever_is_strict_refuses_a_field_without_effect(name: str) -> None:
+def test_strict_check_rejects_fields_without_effect(name: str) -> None:
     check_request(CARD, {"prompt": "a", name: "low"})
     check_request(CARD, {"prompt": "a", "user": "me", "safety_identifier": "x"}, strict=True)
     with pytest.raises(InvalidParameter, match=f"{name} has no effect here: leave it out"):
         check_request(CARD, {"prompt": "a", name: "low"}, strict=True)
 
 
-def test_a_whole_number_may_be_written_with_a_point() -> None:
+def test_integral_float_is_accepted_for_an_integer_parameter() -> None:
     assert repr(check_request(CARD, {"prompt": "a", "num_inference_steps": 5.0})[0]["num_inference_steps"]) == "5"
 
 
-def test_null_is_left_out() -> None:
+def test_null_parameter_uses_the_default() -> None:
     params, _ = check_request(CARD, {"prompt": "a", "num_inference_steps": None, "size": None, "user": None})
     assert params["num_inference_steps"] == 20
 
 
-def test_values_may_be_form_strings() -> None:
+def test_form_strings_are_parsed_as_numbers() -> None:
     asked = {"n": "2", "seed": "7", "num_inference_steps": "5", "guidance_scale": "2.5", "num_frames": "1"}
     params, n = check_request(CARD, {"prompt": "a", **asked})
     assert (n, params["seed"], params["num_inference_steps"]) == (2, 7, 5)
     assert (params["guidance_scale"], params["num_frames"]) == (2.5, 1)
 
 
-def test_size_becomes_width_and_height() -> None:
+def test_size_is_parsed_into_width_and_height() -> None:
     params, _ = check_request(CARD, {"prompt": "a", "size": "128x96"})
     assert (params["width"], params["height"]) == (128, 96)
     assert "size" not in params
 
 
-def test_auto_is_the_default_size() -> None:
+def test_size_auto_is_the_default_size() -> None:
     params, _ = check_request(CARD, {"prompt": "a", "size": "auto"})
     assert (params["width"], params["height"]) == (64, 64)
 
 
-def test_a_number_out_of_bounds_is_told_the_bound_and_the_value() -> None:
+def test_out_of_bounds_error_names_the_bounds_and_the_value() -> None:
     error = refusal(num_inference_steps=1_000_000_000)
     assert str(error) == "num_inference_steps must be 1 to 100, not 1000000000"
     assert error.param == "num_inference_steps"
@@ -200,7 +200,7 @@ def test_a_number_out_of_bounds_is_told_the_bound_and_the_value() -> None:
         pytest.param("prompt", "half a pair: \ud800", id="surrogate"),
     ],
 )
-def test_what_the_model_cannot_do_is_refused_by_name(name: str, value: object) -> None:
+def test_invalid_image_parameter_error_names_the_parameter(name: str, value: object) -> None:
     error = refusal(**{name: value})
     assert error.param == name
     assert name in str(error)
@@ -208,17 +208,17 @@ def test_what_the_model_cannot_do_is_refused_by_name(name: str, value: object) -
     str(error).encode()
 
 
-def test_the_prompt_is_required() -> None:
+def test_missing_prompt_raises_invalid_parameter() -> None:
     with pytest.raises(InvalidParameter, match="prompt is missing") as caught:
         check_request(CARD, {})
     assert caught.value.param == "prompt"
 
 
-def test_a_long_prompt_is_told_its_length_and_not_repeated() -> None:
+def test_too_long_prompt_error_has_its_length_but_not_its_text() -> None:
     assert str(refusal(prompt="x" * 1_000_000)) == "prompt must be 1 to 200 characters long, not 1000000"
 
 
-def test_a_size_that_cannot_be_made_is_told_the_nearest() -> None:
+def test_unsupported_size_error_names_the_nearest_size() -> None:
     error = refusal(size="100x70")
     assert error.param == "size"
     assert str(error).endswith("the nearest is 96x64")
@@ -235,7 +235,7 @@ def no_video(**given: object) -> InvalidParameter:
     return caught.value
 
 
-def test_a_video_is_an_mp4_of_the_model_s_own_length_or_else_its_longest() -> None:
+def test_video_defaults_to_mp4_with_default_or_maximum_frames() -> None:
     assert (video()["output_format"], video()["num_frames"], video()["fps"]) == ("mp4", 17, 8)
     longer = msgspec.structs.replace(CARD, defaults={**DEFAULTS, "num_frames": 9})
     assert video(longer)["num_frames"] == 9
@@ -243,7 +243,7 @@ def test_a_video_is_an_mp4_of_the_model_s_own_length_or_else_its_longest() -> No
     assert video(odd)["num_frames"] == 17
 
 
-def test_a_picture_has_one_frame_whatever_the_model_s_own_length() -> None:
+def test_image_request_has_one_frame() -> None:
     longer = msgspec.structs.replace(CARD, defaults={**DEFAULTS, "num_frames": 9})
     assert check_request(longer, {"prompt": "a"})[0]["num_frames"] == 1
 
@@ -262,12 +262,12 @@ def test_a_picture_has_one_frame_whatever_the_model_s_own_length() -> None:
         ({"seconds": seconds_of(17, 24), "fps": 24, "num_frames": 17}, 17),
     ],
 )
-def test_seconds_are_rounded_up_to_a_length_the_model_can_make(asked: dict[str, object], frames: int) -> None:
+def test_seconds_are_rounded_up_to_a_supported_frame_count(asked: dict[str, object], frames: int) -> None:
     assert video(**asked)["num_frames"] == frames
 
 
 @given(st.integers(0, 4), st.integers(1, 120))
-def test_the_seconds_that_are_told_are_those_of_the_same_length(groups: int, fps: int) -> None:
+def test_seconds_and_frame_count_round_trip(groups: int, fps: int) -> None:
     frames = 4 * groups + 1
     assert video(seconds=seconds_of(frames, fps), fps=fps)["num_frames"] == frames
 
@@ -291,13 +291,13 @@ def test_the_seconds_that_are_told_are_those_of_the_same_length(groups: int, fps
         ({"seed": b"5"}, "seed", "not a file"),
     ],
 )
-def test_what_the_model_cannot_make_as_a_video_is_refused(asked: dict[str, Any], param: str, says: str) -> None:
+def test_invalid_video_parameter_raises_invalid_parameter(asked: dict[str, Any], param: str, says: str) -> None:
     error = no_video(**asked)
     assert error.param == param
     assert says in str(error)
 
 
-def test_a_model_without_frames_a_second_is_a_fault_of_its_maker() -> None:
+def test_video_model_without_default_fps_raises_config_error() -> None:
     silent = msgspec.structs.replace(CARD, defaults={name: v for name, v in DEFAULTS.items() if name != "fps"})
     with pytest.raises(ConfigError, match="no default fps"):
         video(silent)
@@ -316,7 +316,7 @@ def test_a_model_without_frames_a_second_is_a_fault_of_its_maker() -> None:
         ({"preview_every": 20}, 20),
     ],
 )
-def test_previews_are_as_many_as_were_asked_for_at_most(asked: dict[str, Any], every: int | None) -> None:
+def test_previews_are_at_most_the_requested_number(asked: dict[str, Any], every: int | None) -> None:
     params, _ = check_request(CARD, {"prompt": "a", "stream": True, **asked})
     assert params.get("preview_every") == every
     if every and "partial_images" in asked:
@@ -328,34 +328,34 @@ def test_previews_are_as_many_as_were_asked_for_at_most(asked: dict[str, Any], e
     ("typed", "meant"),
     [("promt", "prompt"), ("num_steps", "num_inference_steps"), ("resolution", "size"), ("guidance", "guidance_scale")],
 )
-def test_an_unknown_field_is_named_with_its_nearest(typed: str, meant: str) -> None:
+def test_unknown_parameter_error_suggests_the_nearest_name(typed: str, meant: str) -> None:
     error = refusal(**{typed: 1})
     assert str(error) == f"unknown parameter '{typed}': did you mean {meant}?"
     assert error.param == typed
 
 
-def test_a_field_like_no_other_is_told_all_of_them() -> None:
+def test_unknown_parameter_without_a_near_name_lists_all_names() -> None:
     assert "num_inference_steps, output_compression" in str(refusal(zzzz=1))
 
 
-def test_what_only_the_model_decides_cannot_be_sent() -> None:
+def test_model_internal_parameter_is_rejected() -> None:
     assert refusal(max_sequence_length=512).param == "max_sequence_length"
 
 
-def test_known_fields_without_use_are_accepted() -> None:
+def test_known_unused_fields_are_accepted_and_dropped() -> None:
     unused = {"user": "u", "style": "vivid", "moderation": "low", "safety_identifier": "x"}
     params, _ = check_request(CARD, {"prompt": "a", **unused})
     assert not set(unused) & set(params)
 
 
 @pytest.mark.parametrize("seed", [MIN_SEED, -2, 0, 2**53, 2**60, 2**63 - 1, MAX_SEED])
-def test_a_seed_is_any_integer_of_64_bits(seed: int) -> None:
+def test_any_64_bit_seed_is_accepted(seed: int) -> None:
     for sent in (seed, str(seed)):
         assert check_request(CARD, {"prompt": "a", "n": 4, "seed": sent})[0]["seed"] == seed
 
 
 @pytest.mark.parametrize("sent", [-1, "-1", -1.0])
-def test_a_random_seed_is_drawn(sent: object) -> None:
+def test_seed_minus_one_draws_a_random_seed(sent: object) -> None:
     seeds = {check_request(CARD, {"prompt": "a", "seed": sent})[0]["seed"] for _ in range(8)}
     assert len(seeds) > 1 and all(isinstance(seed, int) and seed >= 0 for seed in seeds)
 
@@ -369,19 +369,19 @@ def test_a_random_seed_is_drawn(sent: object) -> None:
         (MAX_SEED - 1, [MAX_SEED - 1, MAX_SEED, 0]),
     ],
 )
-def test_each_further_picture_has_the_next_seed_of_64_bits(seed: int, seeds: list[int]) -> None:
+def test_seeds_of_further_images_are_consecutive_64_bit_integers(seed: int, seeds: list[int]) -> None:
     assert [nth_seed(seed, index) for index in range(3)] == seeds
 
 
-def test_missing_seeds_differ() -> None:
+def test_missing_seed_is_drawn_at_random() -> None:
     assert len({check_request(CARD, {"prompt": "a"})[0]["seed"] for _ in range(8)}) > 1
 
 
-def test_delivery_has_its_own_defaults() -> None:
+def test_delivery_defaults_apply_without_delivery_parameters() -> None:
     assert check_delivery({"prompt": "a", "seed": 1}) == Delivery("b64_json", False, 0, None, {}, True)
 
 
-def test_delivery_is_read() -> None:
+def test_delivery_parameters_are_parsed() -> None:
     delivery = check_delivery({"response_format": "url", "priority": "5", "timeout": 30, "metadata": {"job": "7"}})
     assert (delivery.response_format, delivery.priority, delivery.timeout) == ("url", 5, 30.0)
     assert [check_delivery({"stream": sent}).stream for sent in (True, "true", False, "false", None)] == [
@@ -397,7 +397,7 @@ def test_delivery_is_read() -> None:
 
 
 @pytest.mark.parametrize("medium", [IMAGE, VIDEO])
-def test_whether_to_share_what_is_encoded_is_no_matter_of_stages(medium: Modality) -> None:
+def test_cache_flag_is_not_a_stage_parameter(medium: Modality) -> None:
     assert "cache" not in check_request(CARD, {"prompt": "a", "cache": False}, medium)[0]
 
 
@@ -422,7 +422,7 @@ def test_whether_to_share_what_is_encoded_is_no_matter_of_stages(medium: Modalit
         {"metadata": {str(key): "a" for key in range(17)}},
     ],
 )
-def test_delivery_out_of_bounds_is_refused(asked: dict[str, Any]) -> None:
+def test_invalid_delivery_parameter_raises_invalid_parameter(asked: dict[str, Any]) -> None:
     with pytest.raises(InvalidParameter) as caught:
         check_delivery(asked)
     assert next(iter(asked)) in str(caught.value)
@@ -466,7 +466,7 @@ NAMES = st.sampled_from(
 @given(
     st.dictionaries(NAMES, ANYTHING, max_size=4) | st.dictionaries(st.text(max_size=12), ANYTHING), st.booleans(), MEDIA
 )
-def test_nothing_but_invalid_parameter_is_raised_and_what_passes_is_within_limits(
+def test_arbitrary_input_is_within_limits_or_raises_invalid_parameter(
     asked: dict[str, object], with_prompt: bool, medium: Modality
 ) -> None:
     asked = {"prompt": "a red circle", **asked} if with_prompt else asked
@@ -497,7 +497,7 @@ def assert_within_limits(params: dict[str, Any], n: int) -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, 999_999), st.integers(0, 999_999))
-def test_the_nearest_size_can_be_made(width: int, height: int) -> None:
+def test_nearest_size_is_always_supported(width: int, height: int) -> None:
     near = nearest_size(LIMITS, width, height)
     assert nearest_size(LIMITS, *near) == near
     assert near[0] * near[1] <= LIMITS.max_pixels
@@ -506,7 +506,7 @@ def test_the_nearest_size_can_be_made(width: int, height: int) -> None:
     assert (params["width"], params["height"]) == near
 
 
-def test_a_field_of_some_models_is_known_where_they_have_a_default_for_it() -> None:
+def test_model_specific_parameter_is_accepted_only_with_a_default() -> None:
     given = {"prompt": "a", "true_cfg_scale": 2}
     with pytest.raises(InvalidParameter, match="unknown parameter 'true_cfg_scale'"):
         check_request(CARD, given)
@@ -528,7 +528,7 @@ def test_a_field_of_some_models_is_known_where_they_have_a_default_for_it() -> N
         ({"size": "96x32", "height": None}, (96, 32)),
     ],
 )
-def test_width_and_height_are_read_beside_size(asked: dict[str, Any], size: tuple[int, int]) -> None:
+def test_width_and_height_are_accepted_besides_size(asked: dict[str, Any], size: tuple[int, int]) -> None:
     for medium in (IMAGE, VIDEO):
         params, _ = check_request(CARD, {"prompt": "a", **asked}, medium)
         assert (params["width"], params["height"]) == size
@@ -546,13 +546,15 @@ def test_width_and_height_are_read_beside_size(asked: dict[str, Any], size: tupl
         ({"height": 10**6}, "height", "not 1000000"),
     ],
 )
-def test_sides_that_disagree_or_cannot_be_made_are_refused(asked: dict[str, Any], param: str, says: str) -> None:
+def test_contradictory_or_unsupported_width_and_height_are_rejected(
+    asked: dict[str, Any], param: str, says: str
+) -> None:
     error = refusal(**asked)
     assert error.param == param and says in str(error)
 
 
 @pytest.mark.row("N4")
-def test_frames_are_finer_than_seconds_and_win() -> None:
+def test_num_frames_overrides_seconds() -> None:
     assert video(seconds=1, num_frames=5)["num_frames"] == 5
 
 
@@ -575,7 +577,7 @@ LARGE = MediaLimits(max_size=2048, max_pixels=2048 * 2048)
         (4096 * 4096, (4096, 4096), (2048, 2048)),
     ],
 )
-def test_a_size_like_a_picture_s_keeps_shape_and_area_within_limits(
+def test_size_like_preserves_aspect_ratio_and_area_within_limits(
     area: int, picture: tuple[int, int], size: tuple[int, int]
 ) -> None:
     """For 1280x720 the oracle is the script in diffusers' documentation of Wan, by hand: 832x464."""
@@ -584,14 +586,14 @@ def test_a_size_like_a_picture_s_keeps_shape_and_area_within_limits(
 
 @settings(deadline=None)
 @given(st.integers(1, 16_384), st.integers(1, 16_384), st.integers(1, 10**7))
-def test_any_picture_has_a_size_that_can_be_made(width: int, height: int, area: int) -> None:
+def test_size_like_is_supported_for_any_image(width: int, height: int, area: int) -> None:
     made = size_like(LIMITS, area, width, height)
     assert made == nearest_size(LIMITS, *made)
     assert made[0] * made[1] <= LIMITS.max_pixels
 
 
 @pytest.mark.row("K8")
-def test_a_result_follows_its_picture_unless_a_size_is_asked_for() -> None:
+def test_result_size_follows_the_input_image_without_a_requested_size() -> None:
     params: dict[str, Any] = {"width": 64, "height": 64}
     assert size_from(CARD, {}, params, (200, 100)) == {"width": 80, "height": 32}
     assert size_from(CARD, {"size": "auto"}, params, (200, 100)) == {"width": 80, "height": 32}
@@ -610,7 +612,7 @@ def test_a_result_follows_its_picture_unless_a_size_is_asked_for() -> None:
         (4, (400, 400), (64, 64)),
     ],
 )
-def test_a_pipeline_without_a_size_makes_what_its_picture_is(
+def test_output_size_is_the_scaled_size_of_the_input_image(
     scale: int, picture: tuple[int, int], size: tuple[int, int]
 ) -> None:
     own = msgspec.structs.replace(CARD, picture_scale=scale)

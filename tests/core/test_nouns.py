@@ -45,7 +45,7 @@ ERRORS = [found for found in vars(errors).values() if inspect.isclass(found)]
 
 
 @pytest.mark.slow
-def test_core_imports_no_framework() -> None:
+def test_core_modules_import_neither_torch_nor_asyncio_nor_servers() -> None:
     """A process that imports the nouns and rules has neither torch nor asyncio nor a server."""
     names = ", ".join(module.__name__ for module in MODULES if module.__name__ not in BACKGROUND)
     code = f"import sys, {names}; print({{'torch', 'asyncio', 'socket', 'zmq', 'fastapi', 'numpy'}} & set(sys.modules))"
@@ -54,11 +54,11 @@ def test_core_imports_no_framework() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(STRUCTS, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__)
-def test_a_noun_is_frozen(kind: type[msgspec.Struct]) -> None:
+def test_every_core_struct_is_frozen(kind: type[msgspec.Struct]) -> None:
     assert kind.__struct_config__.frozen
 
 
-def test_a_request_is_no_grab_bag() -> None:
+def test_request_context_does_not_duplicate_fields_of_its_parts() -> None:
     """What was asked for, by whom and how it is delivered are structs of their own; no fact has two homes."""
     own = {*RequestContext.__struct_fields__}
     assert len(own) <= 18
@@ -69,7 +69,7 @@ def test_a_request_is_no_grab_bag() -> None:
 
 
 @pytest.mark.parametrize("status", typing.get_args(RequestStatus))
-def test_a_request_is_over_in_a_terminal_status(status: RequestStatus) -> None:
+def test_request_is_over_exactly_in_terminal_statuses(status: RequestStatus) -> None:
     context = request_context(GenerationRequest("r", "m", {}), ExecutionPlan(()), status=status)
     assert context.is_over == (status in TERMINAL) == (not REQUEST_MOVES[status])
 
@@ -77,30 +77,32 @@ def test_a_request_is_over_in_a_terminal_status(status: RequestStatus) -> None:
 @pytest.mark.parametrize(
     "moves, statuses", [(REQUEST_MOVES, typing.get_args(RequestStatus)), (TASK_MOVES, typing.get_args(TaskStatus))]
 )
-def test_a_table_of_moves_names_every_status(moves: dict[str, frozenset[str]], statuses: tuple[str, ...]) -> None:
+def test_status_transition_tables_cover_every_status(
+    moves: dict[str, frozenset[str]], statuses: tuple[str, ...]
+) -> None:
     assert tuple(moves) == statuses
     assert frozenset().union(*moves.values()) <= set(statuses)
 
 
-def test_terminal_events_are_events() -> None:
+def test_terminal_events_are_event_types() -> None:
     assert set(typing.get_args(EventType)) > TERMINAL_EVENTS
 
 
-def test_request_ids_say_what_they_are() -> None:
+def test_request_ids_are_unique_and_prefixed_by_modality() -> None:
     ids = {new_request_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(name.startswith("req_") and len(name) == 4 + 32 for name in ids)
     assert new_request_id(VIDEO).startswith("video_")
 
 
-def test_a_leases_claim_is_what_fences_it() -> None:
+def test_claim_of_a_lease_has_its_attempt_and_token() -> None:
     task = task_of("r", "s", 3, "p", "k", "m", {})
     lease = Lease(task, "w", b"token", 9.0)
     assert lease.claim == Claim("r", "s", 3, b"token")
     assert lease.claim.key == task.key == ("r", "s")
 
 
-def test_a_card_names_the_pools_of_its_stages() -> None:
+def test_model_spec_returns_the_pools_of_selected_stages() -> None:
     stages = (
         StageSpec("text", "text_encode", ("t",), (), ("e",), role="encoder"),
         StageSpec("decode", "vae_decode", ("v",), ("e",), role="decoder"),
@@ -117,12 +119,12 @@ def test_a_card_names_the_pools_of_its_stages() -> None:
 
 
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
-def test_errors_are_one_tree_and_say_what_they_mean(kind: type[Exception]) -> None:
+def test_every_error_class_derives_from_unfuse_error_with_a_docstring(kind: type[Exception]) -> None:
     assert issubclass(kind, errors.UnfuseError)
     assert kind.__doc__
 
 
-def test_the_type_decides_the_retry() -> None:
+def test_only_listed_error_types_are_transient() -> None:
     again = {kind for kind in ERRORS if issubclass(kind, errors.TransientError)}
     assert again == {
         errors.TransientError,
@@ -134,7 +136,7 @@ def test_the_type_decides_the_retry() -> None:
     assert not issubclass(errors.PermanentError, errors.TransientError)
 
 
-def test_errors_carry_what_a_program_needs() -> None:
+def test_errors_have_machine_readable_attributes() -> None:
     assert errors.InvalidParameter("n is 0", "n").param == "n"
     assert errors.UnknownModel("no", "model").param == "model"
     assert errors.Overloaded("full", 7.0).retry_after == 7.0
@@ -145,13 +147,13 @@ def test_errors_carry_what_a_program_needs() -> None:
 
 
 class TestManualClock:
-    def test_it_stands_still_until_it_is_moved(self) -> None:
+    def test_manual_clock_moves_only_on_advance(self) -> None:
         clock = ManualClock(now=5.0, wall=100.0)
         assert (clock.now(), clock.wall()) == (5.0, 100.0) == (clock.now(), clock.wall())
         clock.advance(2.5)
         assert (clock.now(), clock.wall()) == (7.5, 102.5)
 
-    def test_alarms_ring_in_order_each_at_its_time(self) -> None:
+    def test_manual_clock_alarms_fire_in_order_at_their_time(self) -> None:
         clock, rung = ManualClock(now=0.0), []
         clock.call_at(3.0, lambda: rung.append(("c", clock.now())))
         clock.call_at(1.0, lambda: rung.append(("a", clock.now())))
@@ -161,7 +163,7 @@ class TestManualClock:
         clock.advance(1.0)
         assert rung[2:] == [("c", 3.0)]
 
-    def test_an_alarm_may_set_another_or_be_taken_back(self) -> None:
+    def test_manual_clock_alarm_can_set_another_or_be_cancelled(self) -> None:
         clock, rung = ManualClock(now=0.0), []
         take_back = clock.call_at(1.0, lambda: rung.append("never"))
         clock.call_at(1.0, lambda: clock.call_at(2.0, lambda: rung.append("second")))

@@ -22,7 +22,9 @@ tensors = st.lists(one_tensor, max_size=20, unique_by=lambda one: one[0])
 
 @settings(deadline=None)
 @given(tensors)
-def test_tensors_lie_behind_each_other_on_cache_lines(given: list[tuple[str, str, tuple[int, ...]]]) -> None:
+def test_tensors_are_laid_out_contiguously_and_cache_line_aligned(
+    given: list[tuple[str, str, tuple[int, ...]]],
+) -> None:
     metas, total = layout_tensors(given)
     assert [(meta.name, meta.dtype, meta.shape) for meta in metas] == given
     end = 0
@@ -37,7 +39,7 @@ def test_tensors_lie_behind_each_other_on_cache_lines(given: list[tuple[str, str
     assert end <= total < end + ALIGNMENT
 
 
-def test_a_known_layout() -> None:
+def test_layout_offsets_match_a_hand_computed_example() -> None:
     metas, total = layout_tensors(
         [("a", "bfloat16", (3, 5)), ("b", "none", ()), ("c", "float32", ()), ("d", "uint8", (65,))]
     )
@@ -46,7 +48,7 @@ def test_a_known_layout() -> None:
     assert layout_tensors([]) == ((), 0)
 
 
-def test_a_tensor_of_four_bits_takes_whole_blocks() -> None:
+def test_packed_4_bit_tensor_is_sized_in_whole_blocks() -> None:
     metas, _ = layout_tensors([(str(size), PACKED, (size,)) for size in (0, 1, 32, 33)] + [("rows", PACKED, (3, 32))])
     assert [meta.nbytes for meta in metas] == [0, 18, 18, 36, 54]
 
@@ -62,14 +64,14 @@ def test_a_tensor_of_four_bits_takes_whole_blocks() -> None:
         ([(str(number), "int8", ()) for number in range(MAX_TENSORS + 1)], "up to 256 tensors"),
     ],
 )
-def test_what_is_not_allowed_is_refused(bad: list[tuple[str, str, tuple[int, ...]]], reason: str) -> None:
+def test_invalid_tensor_layout_raises_value_error(bad: list[tuple[str, str, tuple[int, ...]]], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         layout_tensors(bad)
 
 
 @settings(deadline=None)
 @given(st.integers(0, 2**42))
-def test_chunks_are_large_and_few(nbytes: int) -> None:
+def test_chunks_have_a_minimum_size_and_maximum_count(nbytes: int) -> None:
     size = chunk_bytes(nbytes)
     assert size >= CHUNK_BYTES
     assert -(-nbytes // size) <= MAX_CHUNKS
@@ -78,5 +80,5 @@ def test_chunks_are_large_and_few(nbytes: int) -> None:
 @pytest.mark.parametrize(
     "nbytes, size", [(0, CHUNK_BYTES), (1024 * 2**20, CHUNK_BYTES), (1024 * 2**20 + 1, CHUNK_BYTES + 1)]
 )
-def test_chunks_grow_where_they_would_be_too_many(nbytes: int, size: int) -> None:
+def test_chunk_size_grows_beyond_the_maximum_count(nbytes: int, size: int) -> None:
     assert chunk_bytes(nbytes) == size

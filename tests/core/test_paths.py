@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from unfuse.core.paths import expand_path, without_paths
 
 
-def test_a_tilde_is_the_home_folder_and_of_an_unknown_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expand_path_replaces_tilde_except_of_an_unknown_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     assert expand_path("~/models") == Path("/home/ada/models")
     assert expand_path(Path("~nobody-of-that-name/models")) == Path("~nobody-of-that-name/models")
@@ -34,7 +34,7 @@ AROUND = st.text("ab c:'\"(),=\n", max_size=12)
         ("read /srv/a/b/ first", "read …/b first"),
     ],
 )
-def test_a_path_is_its_last_part(text: str, says: str) -> None:
+def test_without_paths_shortens_each_path_to_its_last_part(text: str, says: str) -> None:
     found = without_paths(text)
     assert says in found
     assert not any(part in found for part in ("srv", "home", "usr", "var", "/data", "etc", "local"))
@@ -44,12 +44,12 @@ def test_a_path_is_its_last_part(text: str, says: str) -> None:
 @pytest.mark.parametrize(
     "text", ["http://127.0.0.1:8000/v1/requests/req_1", "image/png", "3/4 of it", "1 / 2", "tcp://h:1", "a and/or b"]
 )
-def test_what_is_no_path_stays(text: str) -> None:
+def test_without_paths_leaves_other_text_unchanged(text: str) -> None:
     assert without_paths(text) == text
 
 
 @given(PARTS, AROUND, AROUND)
-def test_no_folder_of_any_path_is_left(parts: list[str], before: str, after: str) -> None:
+def test_without_paths_removes_every_folder_name(parts: list[str], before: str, after: str) -> None:
     secret = [f"secret{number}{part}" for number, part in enumerate(parts[:-1])]
     path = "/" + "/".join([*secret, parts[-1]])
     assert "secret" not in without_paths(f"{before} {path} {after}")

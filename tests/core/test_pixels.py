@@ -40,7 +40,7 @@ def row_of(image: Image.Image, width: int = 2) -> list[Any]:
 
 
 @pytest.mark.parametrize(("value", "level"), [(0, 0), (128, 0), (129, 1), (257, 1), (32_896, 128), (65_535, 255)])
-def test_gray_of_16_bits_is_divided_by_257_and_rounded(value: int, level: int) -> None:
+def test_16_bit_gray_is_scaled_to_8_bits_with_rounding(value: int, level: int) -> None:
     data = png(16, GRAY, pack(">2H", value, 0))
     assert row_of(read_rgb(data)) == [(level,) * 3, (0, 0, 0)]
     assert row_of(read_alpha(data)) == [255, 255]
@@ -62,7 +62,7 @@ KEYED: dict[str, tuple[bytes, list[tuple[int, ...]]]] = {
 
 
 @pytest.mark.parametrize("name", KEYED)
-def test_transparent_pixels_are_white_whatever_says_that_they_are(name: str) -> None:
+def test_transparent_pixels_become_white_at_every_bit_depth(name: str) -> None:
     data, colors = KEYED[name]
     assert row_of(read_rgb(data)) == colors
     assert row_of(read_alpha(data)) == [0, 255]
@@ -70,7 +70,7 @@ def test_transparent_pixels_are_white_whatever_says_that_they_are(name: str) -> 
 
 
 @pytest.mark.parametrize("opacities", [0, b"\0\xff", b"\0"])
-def test_a_palette_may_have_transparent_entries(opacities: object) -> None:
+def test_transparent_palette_entries_become_white(opacities: object) -> None:
     palette = Image.new("P", (2, 1))
     palette.putpalette([255, 0, 0, 0, 0, 255])
     palette.putpixel((1, 0), 1)
@@ -78,12 +78,12 @@ def test_a_palette_may_have_transparent_entries(opacities: object) -> None:
     assert row_of(read_rgb(data)) == [WHITE, (0, 0, 255)]
 
 
-def test_what_is_half_transparent_is_half_white() -> None:
+def test_partially_transparent_pixels_are_blended_with_white() -> None:
     assert read_rgb(saved(Image.new("RGBA", (1, 1), (9, 8, 7, 51)))).getpixel((0, 0)) == (206, 206, 205)
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_cmyk_is_read_as_browsers_do(marked: bool) -> None:
+def test_cmyk_jpeg_is_decoded_like_in_browsers(marked: bool) -> None:
     """Cyan alone: without the mark of Adobe's programs too, values are stored inverted."""
     data = saved(Image.new("CMYK", (16, 16), (255, 0, 0, 0)), "JPEG", quality=100)
     start = data.index(b"Adobe") - 4
@@ -93,7 +93,7 @@ def test_cmyk_is_read_as_browsers_do(marked: bool) -> None:
 
 
 @pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP", "AVIF"])
-def test_of_an_animation_the_first_frame_is_read(form: str) -> None:
+def test_first_frame_of_an_animation_is_read(form: str) -> None:
     frames = [Image.new("RGB", (16, 16), color) for color in ("white", "black", "black")]
     data = saved(frames[0], form, save_all=True, append_images=frames[1:])
     check_picture(data, "image")
@@ -101,7 +101,7 @@ def test_of_an_animation_the_first_frame_is_read(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "AVIF"])
-def test_a_picture_on_its_side_is_upright_for_all_who_read_it(form: str) -> None:
+def test_exif_orientation_is_applied_by_every_reader(form: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = 8
     data = saved(Image.new("RGB", (16, 8)), form, exif=exif)
@@ -109,12 +109,12 @@ def test_a_picture_on_its_side_is_upright_for_all_who_read_it(form: str) -> None
 
 
 @pytest.mark.parametrize(("mode", "form"), [("1", "BMP"), ("L", "BMP"), ("P", "BMP"), ("RGB", "BMP"), ("RGB", "AVIF")])
-def test_other_formats_are_read_too(mode: str, form: str) -> None:
+def test_bmp_and_avif_images_are_read(mode: str, form: str) -> None:
     picture = Image.new("RGB", (8, 8), "white").convert(mode)
     assert read_rgb(saved(picture, form)).getpixel((0, 0)) == WHITE
 
 
-def test_every_error_names_the_field() -> None:
+def test_every_image_error_names_the_field() -> None:
     for data in (b"", b"GIF89a", saved(Image.new("F", (2, 2)), "TIFF"), png(16, GRAY, b"")):
         for read in (check_picture, size_of, read_rgb, read_alpha, has_transparency):
             if data.startswith(b"\x89PNG") and read in (size_of, has_transparency):
@@ -132,13 +132,13 @@ def bitfields_bmp(*opacities: int) -> bytes:
     return b"BM" + pack("<IHHI", 14 + len(head) + len(row), 0, 0, 14 + len(head)) + head + row
 
 
-def test_a_bmp_with_a_mask_for_each_channel_is_read() -> None:
+def test_bmp_with_channel_bit_masks_is_read() -> None:
     data = bitfields_bmp(0, 255)
     assert row_of(read_rgb(data)) == [WHITE, (255, 0, 0)]
     assert has_transparency(data)
 
 
-def test_a_bmp_that_is_transparent_everywhere_is_opaque_as_in_browsers() -> None:
+def test_fully_transparent_bmp_is_opaque_like_in_browsers() -> None:
     data = bitfields_bmp(0, 0)
     assert row_of(read_rgb(data)) == [(255, 0, 0)] * 2
     assert row_of(read_alpha(data)) == [255, 255]
@@ -162,7 +162,7 @@ def with_chunk(kind: bytes, data: bytes) -> bytes:
     ],
     ids=["EXIF of no format", "EXIF that is cut", "EXIF as text", "large profile", "large comment"],
 )
-def test_what_is_beside_the_pixels_keeps_no_picture_from_being_read(data: bytes) -> None:
+def test_invalid_or_large_image_metadata_is_ignored(data: bytes) -> None:
     check_picture(data, "image")
     assert size_of(data) == (2, 1)
     assert row_of(read_rgb(data)) == [(5,) * 3, (6,) * 3]

@@ -61,12 +61,12 @@ PICTURE = Pipeline(
         ),
     ],
 )
-def test_a_pipeline_that_cannot_run_is_refused(stages: list[StageSpec], reason: str) -> None:
+def test_invalid_pipeline_raises_config_error(stages: list[StageSpec], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         Pipeline(tuple(stages)).validate()
 
 
-def test_a_pipeline_that_can_run_is_accepted() -> None:
+def test_valid_pipeline_is_accepted() -> None:
     PICTURE.validate()
     assert PICTURE.producers()["mask"].name == "text_encode"
 
@@ -76,7 +76,7 @@ class TestCompiling:
         pools = {spec.name: f"pool of {spec.name}" for spec in PICTURE.stages}
         return compile_plan(PICTURE, pools, {"width": width}, [{"seed": 7 + n} for n in range(samples)])
 
-    def test_what_differs_between_pictures_is_fanned_out(self) -> None:
+    def test_per_sample_stages_are_compiled_once_per_result(self) -> None:
         plan = self.plan()
         assert {one.name: one.after for one in plan.stages} == {
             "text_encode": (),
@@ -89,12 +89,12 @@ class TestCompiling:
         assert [plan.stage(f"denoise.{n}").params for n in (0, 1)] == [{"seed": 7}, {"seed": 8}]
         assert plan.stage("text_encode").params == {}
 
-    def test_stages_know_their_pool_and_whether_they_are_final(self) -> None:
+    def test_planned_stages_have_their_pool_and_final_flag(self) -> None:
         plan = self.plan()
         assert plan.stage("denoise.1").pool == "pool of denoise"
         assert [one.name for one in plan.stages if one.final] == ["vae_decode.0", "vae_decode.1"]
 
-    def test_consumers_are_who_comes_after(self) -> None:
+    def test_consumers_are_the_stages_that_read_the_output(self) -> None:
         plan = self.plan()
         assert [one.name for one in plan.consumers("text_encode")] == ["denoise.0", "denoise.1"]
         assert plan.consumers("vae_decode.0") == ()
@@ -102,7 +102,7 @@ class TestCompiling:
             plan.stage("denoise")
 
     @pytest.mark.slow
-    def test_the_plan_is_the_same_in_every_process(self) -> None:
+    def test_stage_order_does_not_depend_on_the_hash_seed(self) -> None:
         """Two schedulers with other hash seeds compile one request to the same order of stages."""
         code = (
             "from unfuse.core.plan import Pipeline, StageSpec as S, compile_plan as c\n"
@@ -137,13 +137,13 @@ class TestCacheKeys:
         plan = compile_plan(self.PIPELINE, pools, params, [{"seed": 7 + n} for n in range(samples)], shared_by)
         return {one.name: one.cache_key for one in plan.stages if one.cache_key}
 
-    def test_stages_that_read_parameters_only_have_one_each(self) -> None:
+    def test_only_parameter_driven_stages_without_inputs_have_cache_keys(self) -> None:
         keys = self.keys()
         assert set(keys) == {"text", "picture.0", "picture.1"}
         assert {len(key) for key in keys.values()} == {32}
         assert len(set(keys.values())) == 3
 
-    def test_they_depend_on_what_the_stage_reads_and_on_nothing_else(self) -> None:
+    def test_cache_key_ignores_parameters_that_the_stage_does_not_read(self) -> None:
         assert self.keys() == self.keys({**self.PARAMS, "size": 128})
         assert self.keys()["picture.1"] == self.keys(samples=3)["picture.1"]
 
@@ -161,13 +161,13 @@ class TestCacheKeys:
             {"pool": "another"},
         ],
     )
-    def test_whatever_may_change_the_output_changes_the_key(self, other: dict[str, Any]) -> None:
+    def test_cache_key_depends_on_every_input_of_the_stage(self, other: dict[str, Any]) -> None:
         assert self.keys()["text"] != self.keys(**other)["text"]
 
-    def test_a_request_that_shares_nothing_has_none(self) -> None:
+    def test_request_without_sharing_has_no_cache_keys(self) -> None:
         assert self.keys(shared_by=None) == {}
 
-    def test_what_is_no_text_has_no_key(self) -> None:
+    def test_cache_key_of_invalid_unicode_raises_protocol_error(self) -> None:
         with pytest.raises(ProtocolError):
             self.keys({"prompt": "\ud800"})
 
@@ -184,7 +184,7 @@ class TestExtending:
     def plan(self, shared_by: tuple[str, ...] | None = ("tenant",), **pools: str) -> ExecutionPlan:
         return compile_plan(self.STAGES, self.POOLS | pools, {}, [{"seed": 1}, {"seed": 2}], shared_by, ["a", "ab"])
 
-    def test_what_a_stage_adds_has_the_keys_of_the_one_that_goes_on(self) -> None:
+    def test_decode_extends_prefixes_under_the_keys_of_prefill(self) -> None:
         plan = self.plan()
         decodes = [plan.stage(f"decode.{index}") for index in (0, 1)]
         for decode in decodes:
@@ -193,18 +193,18 @@ class TestExtending:
             assert decode.prefixes == ()
         assert plan.stage("prefill").extends_prefix_of == ""
 
-    def test_tenants_and_pools_have_spaces_of_their_own(self) -> None:
+    def test_prefix_keys_differ_between_tenants_and_pools(self) -> None:
         others = [self.plan(("another",)), self.plan(prefill="prefill:2@aa")]
         assert len({plan.stage("decode.0").extends_prefix_of for plan in [self.plan(), *others]}) == 3
 
     @pytest.mark.parametrize(
         "other", [{"shared_by": None}, {"decode": "decode:1@bb"}, {"decode": "decode:1"}, {"prefill": "prefill:1"}]
     )
-    def test_where_nobody_shares_it_or_bytes_are_others_nothing_is_added(self, other: dict[str, Any]) -> None:
+    def test_prefix_is_not_extended_without_sharing_or_equal_numerics(self, other: dict[str, Any]) -> None:
         assert self.plan(**other).stage("decode.0").extends_prefix_of == ""
 
     @pytest.mark.parametrize("moved", ["prefill", "decode.0"])
-    def test_a_plan_that_is_moved_adds_nothing(self, moved: str) -> None:
+    def test_prefix_is_not_extended_after_moving_to_another_pool(self, moved: str) -> None:
         plan = self.plan().with_pools({moved: "another:1@bb"})
         assert (plan.stage("decode.0").extends_prefix_of, plan.stage(moved).pool) == ("", "another:1@bb")
         assert bool(plan.stage("decode.1").extends_prefix_of) == (moved == "decode.0")
@@ -213,7 +213,7 @@ class TestExtending:
 
 @settings(deadline=None)
 @given(pipelines(), st.integers(1, 4))
-def test_any_valid_pipeline_compiles(pipeline: Pipeline, samples: int) -> None:
+def test_any_valid_pipeline_compiles_in_dependency_order(pipeline: Pipeline, samples: int) -> None:
     """Stages come after what they read, once a request or once a picture, and read their own picture's values."""
     pipeline.validate()
     pools = {spec.name: spec.name for spec in pipeline.stages}
@@ -235,7 +235,7 @@ def test_any_valid_pipeline_compiles(pipeline: Pipeline, samples: int) -> None:
 
 @settings(deadline=None)
 @given(pipelines(), st.data())
-def test_a_pipeline_with_one_output_missing_is_refused(pipeline: Pipeline, data: st.DataObject) -> None:
+def test_pipeline_with_a_missing_output_raises_config_error(pipeline: Pipeline, data: st.DataObject) -> None:
     needed = sorted({value for spec in pipeline.stages for value in spec.inputs})
     if not needed:
         return
@@ -248,7 +248,7 @@ def test_a_pipeline_with_one_output_missing_is_refused(pipeline: Pipeline, data:
         Pipeline(tuple(stages)).validate()
 
 
-def test_a_stage_is_left_out_of_requests_without_its_parameter() -> None:
+def test_optional_stage_is_omitted_without_its_parameter() -> None:
     stages = (
         StageSpec("look", "look", ("vae",), outputs=("seen",), depends_on_params=("image",), only_with="image"),
         StageSpec("draw", "draw", ("vae",), inputs=("seen",), per_sample=True),
@@ -264,7 +264,7 @@ def test_a_stage_is_left_out_of_requests_without_its_parameter() -> None:
     assert names[1] == names[2] == [("draw.0", ()), ("draw.1", ())]
 
 
-def test_room_grows_with_pixels_and_frame_groups() -> None:
+def test_output_size_grows_with_pixels_and_frame_groups() -> None:
     room = OutputSize(fixed=100, per_unit=0.5, group=4)
     assert room.bytes({"width": 8, "height": 4}) == 116
     assert room.bytes({"width": 8, "height": 4, "num_frames": 1}) == 116
@@ -272,13 +272,13 @@ def test_room_grows_with_pixels_and_frame_groups() -> None:
     assert OutputSize().bytes({"width": 8, "height": 4}) == 0
 
 
-def test_a_pool_is_kind_class_weights_and_dtype() -> None:
+def test_pool_id_has_kind_class_weights_and_dtype() -> None:
     weights, dtypes = {"denoise": "0123456789abcdef"}, {"denoise": "bfloat16"}
     assert pool_name(stage("denoise"), weights, dtypes, {"denoise": "Dit"}) == "denoise:Dit:0123456789ab:bfloat16"
     assert pool_name(stage("denoise"), weights, dtypes, {}) == "denoise::0123456789ab:bfloat16"
 
 
-def test_a_worker_has_one_role_or_several_or_all() -> None:
+def test_roles_of_parses_one_or_several_or_all_roles() -> None:
     assert roles_of("all") is roles_of("encoder+all") is None
     assert roles_of("denoiser") == {"denoiser"}
     assert roles_of("encoder + decoder") == {"encoder", "decoder"}
@@ -287,7 +287,7 @@ def test_a_worker_has_one_role_or_several_or_all() -> None:
             roles_of(text)
 
 
-def test_a_worker_holds_as_many_tasks_as_the_least_of_its_roles() -> None:
+def test_slots_of_a_worker_are_the_minimum_of_its_roles() -> None:
     stages = [stage(name) for name in ("a", "b", "c")]
     stages = [structs.replace(one, role=one.name, slots=slots) for one, slots in zip(stages, (4, 2, 7), strict=True)]
     chosen = [
@@ -310,11 +310,11 @@ def test_a_worker_holds_as_many_tasks_as_the_least_of_its_roles() -> None:
         (Workload("n", (), ("c",), part="s"), {"n": 8, "c": 7, "s": None}, (8.0, 7.0)),
     ],
 )
-def test_how_much_a_stage_has_to_do_is_read_from_the_parameters(workload: Workload, params: Params, work: Work) -> None:
+def test_workload_is_computed_from_request_parameters(workload: Workload, params: Params, work: Work) -> None:
     assert workload.of(params) == work
 
 
-def test_a_plan_says_how_much_each_stage_has_to_do() -> None:
+def test_planned_stage_has_its_workload() -> None:
     made = StageSpec("a", "a", ("w",), work=Workload("n", size=("width",)))
     plan = compile_plan(Pipeline((made,)), {"a": "pool"}, {"n": 4, "width": 8}, [{}])
     assert plan.stages[0].work == (4.0, 8.0)
@@ -351,7 +351,7 @@ class TestStagesForEachEntry:
         samples: list[Params] = [{"index": 0}, {"index": 1}]
         return compile_plan(self.LANGUAGE, pools, {}, samples, ("tenant",), derived=DerivedFacts(media=shown))
 
-    def test_equal_entries_are_one_stage_and_who_reads_it_reads_all(self) -> None:
+    def test_equal_media_items_are_compiled_to_one_stage(self) -> None:
         plan = self.plan(self.A, self.B, self.A)
         assert {one.name: one.after for one in plan.stages} == {
             "encode.0": (),
@@ -364,10 +364,10 @@ class TestStagesForEachEntry:
         assert (first.derived, first.output_size, first.work) == (DerivedFacts(media=(self.A,)), 18, (1.0, 4.0))
         assert (second.output_size, second.work) == (28, (1.0, 9.0))
 
-    def test_what_an_entry_has_by_content_is_shared_wherever_it_stands(self) -> None:
+    def test_cache_key_of_a_media_item_does_not_depend_on_its_position(self) -> None:
         one, other = self.plan(self.A, self.B), self.plan(self.B)
         assert one.stage("encode.1").cache_key == other.stage("encode.0").cache_key != one.stage("encode.0").cache_key
 
-    def test_without_entries_it_does_not_run(self) -> None:
+    def test_per_item_stage_is_omitted_without_media_items(self) -> None:
         assert [one.name for one in self.plan().stages] == ["prefill", "decode.0", "decode.1"]
         assert self.plan().stage("prefill").after == ()

@@ -30,7 +30,7 @@ def named(name: str, kind: str = "denoise", dtype: str = "bfloat16") -> str:
     return readable_pool(f"{kind}:{name}:1f2e3d4c5b6a:{dtype}@0a1b2c3d").rpartition("-")[0]
 
 
-def test_the_name_has_stage_class_dtype_and_eight_digits_of_a_hash() -> None:
+def test_pool_name_has_stage_class_dtype_and_8_hash_digits() -> None:
     pool = "denoise:FluxTransformer2DModel:1f2e3d4c5b6a:bfloat16@0a1b2c3d"
     assert readable_pool(pool) == f"denoise-flux-transformer-2d-bf16-{HASH}"
 
@@ -52,7 +52,7 @@ def test_the_name_has_stage_class_dtype_and_eight_digits_of_a_hash() -> None:
         ("StableDiffusionXLPipeline", "stable-diffusion-xl-pipeline"),
     ],
 )
-def test_a_class_is_told_in_words_without_model_at_its_end(name: str, words: str) -> None:
+def test_component_class_is_written_in_words_without_model_suffix(name: str, words: str) -> None:
     assert named(name) == f"denoise-{words}-bf16"
 
 
@@ -66,21 +66,21 @@ def test_a_class_is_told_in_words_without_model_at_its_end(name: str, words: str
         ("int8wo", "int8wo"),
     ],
 )
-def test_dtypes_of_floats_are_short_and_others_keep_their_name(dtype: str, short: str) -> None:
+def test_float_dtypes_are_abbreviated_in_pool_names(dtype: str, short: str) -> None:
     assert named("AutoencoderKL", dtype=dtype) == f"denoise-autoencoder-kl-{short}"
 
 
-def test_a_kind_becomes_a_part_of_a_label() -> None:
+def test_stage_kind_is_converted_to_dns_label_characters() -> None:
     assert named("T5EncoderModel", "text_encode_2") == "text-encode-2-t5-encoder-bf16"
     assert named("T5EncoderModel", "Mirror.each_") == "mirror-each-t5-encoder-bf16"
 
 
-def test_only_the_class_is_cut_where_a_name_would_be_too_long() -> None:
+def test_only_the_class_is_truncated_in_a_too_long_pool_name() -> None:
     name = readable_pool(f"text_encode_2:Very{'long' * 20}:1f2e3d4c5b6a:bfloat16")
     assert (name[:23], name[-14:-8], len(name)) == ("text-encode-2-verylongl", "-bf16-", 63)
 
 
-def test_an_id_without_a_class_has_a_name() -> None:
+def test_pool_id_without_a_class_has_a_readable_name() -> None:
     """Given a model of somebody else's family, whose spec says no classes, then its pools are named without one."""
     assert named("") == "denoise-bf16"
     assert readable_pool("denoise:1f2e3d4c5b6a:bfloat16").startswith("denoise-bf16-")
@@ -89,7 +89,7 @@ def test_an_id_without_a_class_has_a_name() -> None:
 
 @given(IDS)
 @example("denoise:FluxTransformer2DModel:1f2e3d4c5b6a:bfloat16@0a1b2c3d")
-def test_a_name_is_always_a_dns_label(pool: str) -> None:
+def test_pool_name_is_a_stable_dns_label_with_a_hash_suffix(pool: str) -> None:
     name = readable_pool(pool)
     assert LABEL.fullmatch(name) and len(name) <= 63
     assert name == readable_pool(pool)
@@ -97,17 +97,17 @@ def test_a_name_is_always_a_dns_label(pool: str) -> None:
 
 
 @given(st.text(max_size=200))
-def test_a_name_is_a_dns_label_whatever_the_id(pool: str) -> None:
+def test_pool_name_of_any_text_is_a_dns_label(pool: str) -> None:
     assert LABEL.fullmatch(name := readable_pool(pool)) and len(name) <= 63
 
 
 @given(IDS, IDS)
-def test_other_ids_have_other_names(one: str, other: str) -> None:
+def test_different_pool_ids_have_different_names(one: str, other: str) -> None:
     assert (readable_pool(one) == readable_pool(other)) == (one == other)
 
 
 @given(KINDS, CLASSES, HASHES, DTYPES, NUMERICS)
-def test_the_hash_is_of_weights_and_numerics(
+def test_pool_name_hash_depends_on_weights_and_numerics(
     kind: str, name: str, weights: str, dtype: str, numerics: dict[str, str]
 ) -> None:
     spec = StageSpec("any", kind, ("part",))
@@ -123,7 +123,7 @@ def test_the_hash_is_of_weights_and_numerics(
     assert readable_pool(served).rpartition("-")[0] == readable_pool(pool).rpartition("-")[0]
 
 
-def test_a_class_adds_no_parts_to_an_id() -> None:
+def test_separators_in_a_class_are_removed_from_the_pool_id() -> None:
     spec = StageSpec("any", "denoise", ("part",))
     pool = pool_name(spec, {"part": "1" * 20}, {"part": "float32"}, {"part": "a:b@c d"})
     assert pool == "denoise:abcd:111111111111:float32"

@@ -54,18 +54,18 @@ class SafetensorError(Exception):
         (ConfigError("x"), "unknown", "transient"),
     ],
 )
-def test_the_first_rule_that_matches_decides(error: Exception, cause: str, kind: str) -> None:
+def test_first_matching_retry_rule_classifies_the_error(error: Exception, cause: str, kind: str) -> None:
     assert (rule_of(error).cause, rule_of(error).kind) == (cause, kind)
     report = failure(CLAIM, error)
     assert (report.kind, report.error) == (kind, type_name(error) if cause == "unknown" else "")
     assert (report.reason == "refused") == (cause == "request")
 
 
-def test_every_rule_has_its_own_cause() -> None:
+def test_every_retry_rule_has_a_unique_cause() -> None:
     causes = [rule.cause for rule in RULES]
     assert len({*causes}) == len(causes)
 
 
-def test_types_go_by_their_full_names() -> None:
+def test_type_name_is_qualified_except_for_builtins() -> None:
     assert type_name(KeyError()) == "KeyError"
     assert type_name(SafetensorError()) == f"{__name__}.SafetensorError"

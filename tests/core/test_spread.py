@@ -28,7 +28,7 @@ DECODE = StageSpec("decode", "vae_decode", (), role="decoder")
 
 
 @given(st.dictionaries(st.sampled_from(PARALLEL_KINDS), st.integers(2, 64), min_size=1))
-def test_a_spread_is_read_as_it_is_written(degrees: dict[str, int]) -> None:
+def test_parallel_degrees_round_trip_in_any_order(degrees: dict[str, int]) -> None:
     """In any order: the kinds have one of their own, which says who is next to whom."""
     assume(ParallelDegrees(degrees).size <= MAX_RANKS)
     text = " + ".join(f"{kind} : {degree}" for kind, degree in degrees.items())
@@ -52,18 +52,18 @@ def test_a_spread_is_read_as_it_is_written(degrees: dict[str, int]) -> None:
         ("ulysses:2+", "is not KIND:N"),
     ],
 )
-def test_a_spread_that_is_not_understood_shows_how_it_is_written(text: str, says: str) -> None:
+def test_invalid_parallel_degrees_raise_config_error_with_the_syntax(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         ParallelDegrees.parse(text)
 
 
 @pytest.mark.parametrize("text", ["ulysses:2", "=ulysses:2", "denoiser=", "denoiser=cfg:2,denoiser=ring:2"])
-def test_each_role_is_spread_once(text: str) -> None:
+def test_parallel_option_accepts_each_role_once(text: str) -> None:
     with pytest.raises(ConfigError, match="is not ROLE=KIND:N, with each role at most once"):
         parse_parallel(text)
 
 
-def test_a_worker_is_spread_as_its_roles_are() -> None:
+def test_worker_parallelism_is_that_of_its_roles() -> None:
     text = "denoiser=ulysses:2+cfg:2, decoder=ring:2"
     assert worker_parallelism("", None) == {}
     assert worker_parallelism(text, frozenset({"encoder"})) == {}
@@ -72,7 +72,7 @@ def test_a_worker_is_spread_as_its_roles_are() -> None:
         worker_parallelism(text, None)
 
 
-def test_roles_that_have_one_model_in_a_worker_are_spread_alike() -> None:
+def test_prefill_and_decode_of_one_worker_need_equal_parallelism() -> None:
     """One word says it of both, and has them in one worker."""
     both = frozenset({"prefill", "decode"})
     found = worker_parallelism("language=tensor:2", both)
@@ -104,12 +104,12 @@ def test_roles_that_have_one_model_in_a_worker_are_spread_alike() -> None:
         ("layers:2+shard:2", "layers and shard cannot be combined"),
     ],
 )
-def test_a_degree_that_does_not_divide_names_the_nearest_that_does(degrees: str, says: str) -> None:
+def test_non_dividing_degree_error_names_the_nearest_valid_degree(degrees: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         refuse({"denoiser": ParallelDegrees.parse(degrees)}, [DENOISE])
 
 
-def test_what_cannot_be_spread_at_all_is_refused() -> None:
+def test_parallelism_unsupported_by_a_role_raises_config_error() -> None:
     refuse({"denoiser": ParallelDegrees.parse("ring:7+cfg:2+ulysses:3")}, [DENOISE, DECODE])
     with pytest.raises(ConfigError, match=r"decoder=ring:2: ring is not supported for this role; supported: none"):
         refuse({"decoder": ParallelDegrees.parse("ring:2")}, [DENOISE, DECODE])
@@ -117,7 +117,7 @@ def test_what_cannot_be_spread_at_all_is_refused() -> None:
         refuse({"painter": ParallelDegrees.parse("ring:2")}, [DENOISE, DECODE])
 
 
-def test_a_degree_must_do_for_every_stage_of_a_role() -> None:
+def test_degree_must_be_valid_for_every_stage_of_a_role() -> None:
     encoders = [StageSpec(str(n), "encode", (), role="encoder", parallelism={"tensor": n}) for n in (12, 64, 0)]
     refuse({"encoder": ParallelDegrees.parse("tensor:4")}, encoders)
     with pytest.raises(ConfigError, match="tensor:6 does not divide 4: use tensor:4"):
@@ -141,7 +141,7 @@ def test_each_rank_has_a_device() -> None:
         rank_devices("cpu+cpu", {})
 
 
-def test_where_devices_are_gone_there_are_ways_to_go_on_with_fewer() -> None:
+def test_smaller_layouts_use_fewer_devices() -> None:
     four = {"denoiser": ParallelDegrees.parse("ulysses:2+cfg:2")}
     assert [*smaller_layouts("cuda:0+cuda:3+cuda:1+cuda:2", four)] == [
         ("cuda:0+cuda:3", "denoiser=cfg:2"),
@@ -158,7 +158,7 @@ def test_where_devices_are_gone_there_are_ways_to_go_on_with_fewer() -> None:
 
 
 @given(st.lists(st.sampled_from(PARALLEL_KINDS), unique=True, min_size=1, max_size=4), st.data())
-def test_every_way_with_fewer_is_one_that_can_be_asked_for(kinds: list[str], data: st.DataObject) -> None:
+def test_every_smaller_layout_is_a_valid_configuration(kinds: list[str], data: st.DataObject) -> None:
     spread = ParallelDegrees({kind: data.draw(st.integers(2, 4)) for kind in kinds})
     assume(spread.size <= MAX_RANKS)
     before = spread.size
@@ -170,7 +170,7 @@ def test_every_way_with_fewer_is_one_that_can_be_asked_for(kinds: list[str], dat
     assert before == 1
 
 
-def test_shares_of_weights_and_tiles_are_on_ranks_that_others_make() -> None:
+def test_shard_and_tiles_reuse_the_ranks_of_other_kinds() -> None:
     """They make ranks only where there is no other."""
     sizes = {"shard:3": (3, 3), "ulysses:4+shard:2": (4, 2), "cfg:2+layers:3": (6, 3), "ring:2": (2, 1)}
     sizes |= {"tiles:3": (3, 1), "tensor:4+tiles:2": (4, 1), "tiles:4+shard:2": (4, 2)}
@@ -179,7 +179,7 @@ def test_shares_of_weights_and_tiles_are_on_ranks_that_others_make() -> None:
         refuse({"denoiser": ParallelDegrees.parse(text)}, [DENOISE])
 
 
-def test_two_models_of_a_role_have_at_most_the_blocks_of_the_one_with_fewer() -> None:
+def test_layers_degree_is_limited_by_the_model_with_fewest_blocks() -> None:
     other = replace(DENOISE, parallelism={**WAYS, "layers": 20})
     refuse({"denoiser": ParallelDegrees.parse("layers:19")}, [DENOISE, other])
     with pytest.raises(ConfigError, match="layers:21 exceeds the number of blocks: use layers:20"):
@@ -187,7 +187,7 @@ def test_two_models_of_a_role_have_at_most_the_blocks_of_the_one_with_fewer() ->
 
 
 @pytest.mark.parametrize("how", ["shard:2", "layers:2", "tensor:2"])
-def test_weights_that_are_parted_rest_nowhere(how: str) -> None:
+def test_divided_weights_cannot_be_combined_with_offload(how: str) -> None:
     refuse({"denoiser": ParallelDegrees.parse("ulysses:2")}, [DENOISE], "model")
     with pytest.raises(
         ConfigError, match=f"denoiser={how} cannot be combined with --offload model: leave one of them out"
@@ -221,13 +221,13 @@ def stage(role: str, spreads: dict[str, int], forwards: str = "") -> StageSpec:
         (1000, HEADS_40, "denoiser=ring:8+ulysses:8"),
     ],
 )
-def test_as_many_ranks_are_chosen_as_devices_where_a_stage_can_be_divided_so(
+def test_auto_parallelism_uses_as_many_devices_as_a_stage_can_divide(
     devices: int, spreads: dict[str, int], chosen: str
 ) -> None:
     assert choose_parallel(devices, [stage("denoiser", spreads, "num_inference_steps")]) == chosen
 
 
-def test_the_role_that_computes_in_steps_decides_how_many_ranks_there_are() -> None:
+def test_auto_parallelism_uses_the_rank_count_of_the_stepwise_role() -> None:
     """Given a decoder that would fill eight, a denoiser of 12 heads without ring, and an encoder that is whole."""
     denoiser = stage("denoiser", {"ulysses": 12}, "num_inference_steps")
     decoder, encoder = stage("decoder", {"tiles": 0}), stage("encoder", {})
@@ -236,7 +236,7 @@ def test_the_role_that_computes_in_steps_decides_how_many_ranks_there_are() -> N
     assert choose_parallel(8, [encoder]) == ""
 
 
-def test_models_with_one_worker_are_all_divided_by_its_ranks() -> None:
+def test_auto_parallelism_divides_every_model_of_a_worker() -> None:
     two = [stage("denoiser", {"ulysses": heads}, "num_inference_steps") for heads in (24, 16)]
     assert choose_parallel(8, two) == "denoiser=ulysses:8"
     assert choose_parallel(8, [*two, stage("denoiser", {"ulysses": 12}, "num_inference_steps")]) == "denoiser=ulysses:4"
@@ -246,7 +246,7 @@ ALLOWED = st.dictionaries(st.sampled_from(PARALLEL_KINDS), st.integers(0, 64), m
 
 
 @given(st.integers(0, 70), ALLOWED, ALLOWED)
-def test_what_is_chosen_is_taken_by_its_own_stages(devices: int, one: dict[str, int], other: dict[str, int]) -> None:
+def test_auto_parallelism_is_valid_for_its_stages(devices: int, one: dict[str, int], other: dict[str, int]) -> None:
     stages = [stage("prefill", one), stage("decode", one, "expected_tokens"), stage("vision", other)]
     chosen = choose_parallel(devices, stages)
     refuse(parse_parallel(chosen), stages)
@@ -254,6 +254,6 @@ def test_what_is_chosen_is_taken_by_its_own_stages(devices: int, one: dict[str, 
     assert len(sizes) <= 1 and max(sizes, default=1) <= max(devices, 1)
 
 
-def test_auto_is_for_one_worker() -> None:
+def test_parallel_auto_for_several_workers_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="--parallel auto configures one worker"):
         parse_parallel("auto")

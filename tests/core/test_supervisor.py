@@ -29,7 +29,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "PAUSE_S", 0.0)
 
 
-async def test_work_that_fails_is_done_again_until_it_is_ended() -> None:
+async def test_background_loop_continues_after_errors_until_closed() -> None:
     """Given work that fails in its first rounds in ways that nobody has foreseen, then there is a next round."""
     rounds, errors = 0, iter([OSError(5, "Input/output error"), KeyError("x"), TransientError("the queue is away")])
     enough = asyncio.Event()
@@ -55,7 +55,7 @@ async def test_work_that_fails_is_done_again_until_it_is_ended() -> None:
     ]
 
 
-async def test_work_that_is_done_once_is_waited_for_by_nobody() -> None:
+async def test_error_of_one_shot_background_work_is_logged() -> None:
     async def fail() -> None:
         raise ValueError("once")
 
@@ -66,12 +66,12 @@ async def test_work_that_is_done_once_is_waited_for_by_nobody() -> None:
     assert [line["doing"] for line in logs] == ["trying"]
 
 
-async def test_what_ends_a_task_is_not_held_up() -> None:
+async def test_log_errors_propagates_cancelled_error() -> None:
     with pytest.raises(asyncio.CancelledError), Supervisor().log_errors("waiting"):
         raise asyncio.CancelledError
 
 
-def test_a_cause_is_told_once_a_second_and_says_how_often_it_came_meanwhile() -> None:
+def test_repeated_errors_are_logged_once_per_second_with_a_count() -> None:
     """Given an error that comes a thousand times within a second, each time in other words, then it is one line; the
     next one after that second counts the others. Another cause is not kept waiting."""
     now = 0.0
@@ -109,7 +109,7 @@ class Failing(Hearing):
         raise OSError(28, "No space left on device")
 
 
-def test_what_fails_in_one_costs_the_others_nothing_and_is_told_once() -> None:
+def test_failing_observer_is_logged_once_and_others_are_notified() -> None:
     """Given three observers of which the second fails, when they are told twice, then the others heard all of it."""
     first, last = Hearing(), Hearing()
     observers = Observers[Hearing](Supervisor())
@@ -137,13 +137,13 @@ print("ended")
 """
 
 
-async def test_the_caller_gets_what_the_work_returns_or_raises() -> None:
+async def test_run_in_thread_returns_or_raises_the_outcome_of_the_work() -> None:
     assert await run_in_thread(threading.get_ident) != threading.get_ident()
     with pytest.raises(ZeroDivisionError):
         await run_in_thread(lambda: 1 // 0)
 
 
-async def test_a_caller_that_is_cancelled_does_not_wait() -> None:
+async def test_cancelled_run_in_thread_does_not_wait_for_the_work() -> None:
     begun, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -162,12 +162,12 @@ async def test_a_caller_that_is_cancelled_does_not_wait() -> None:
 
 
 @pytest.mark.slow
-def test_the_end_of_a_process_does_not_wait_for_work_that_hangs() -> None:
+def test_process_exits_while_run_in_thread_work_hangs() -> None:
     done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
 
 
-def test_a_cause_is_logged_once_a_second_with_how_often_it_came() -> None:
+def test_log_throttle_counts_events_between_log_lines() -> None:
     now = 0.0
     throttle = LogThrottle(lambda: now)
     assert [throttle.count_if_due("flood") for _ in range(1000)] == [1] + [0] * 999
@@ -198,7 +198,7 @@ def budget_of(seconds: float) -> StopBudget:
 
 
 @in_virtual_time
-async def test_every_part_takes_its_time_from_what_is_left() -> None:
+async def test_stop_budget_limits_each_part_to_the_remaining_time() -> None:
     budget, first, second = budget_of(15), Part(), Part()
     await budget.limited_to(budget.remaining(), first.run())
     assert first.ended == "done"
@@ -208,7 +208,7 @@ async def test_every_part_takes_its_time_from_what_is_left() -> None:
 
 
 @in_virtual_time
-async def test_a_stop_that_is_hurried_waits_for_nothing() -> None:
+async def test_hurried_stop_cancels_every_part_at_once() -> None:
     """Given a part that runs, and others behind it, when it is hurried, then each is cut off at once."""
     budget, first, second = budget_of(60), Part(), Part()
     asyncio.get_running_loop().call_later(1, budget.hurry.set)
@@ -218,7 +218,7 @@ async def test_a_stop_that_is_hurried_waits_for_nothing() -> None:
 
 
 @in_virtual_time
-async def test_what_a_part_raises_is_raised() -> None:
+async def test_stop_budget_propagates_the_error_of_a_part() -> None:
     async def fails() -> None:
         raise LookupError
 
@@ -227,7 +227,7 @@ async def test_what_a_part_raises_is_raised() -> None:
 
 
 @in_virtual_time
-async def test_who_is_cancelled_takes_its_part_along() -> None:
+async def test_cancelling_limited_to_cancels_its_part() -> None:
     budget, part = budget_of(60), Part()
     waiting = asyncio.create_task(budget.limited_to(60, part.run()))
     await asyncio.sleep(1)

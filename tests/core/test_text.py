@@ -9,15 +9,15 @@ from unfuse.core.text import MAX_PREFIX_BLOCKS, PREFILL_CHUNK_TOKENS, TokenDelta
 
 
 @given(of(TokenDelta))
-def test_a_piece_comes_back_as_it_was_written(piece: TokenDelta) -> None:
+def test_token_delta_round_trips(piece: TokenDelta) -> None:
     assert decode(encode(piece), TokenDelta) == piece
 
 
-def test_a_piece_without_logprobs_takes_few_bytes() -> None:
+def test_token_delta_without_logprobs_encodes_to_few_bytes() -> None:
     assert len(encode(TokenDelta(49_000, " the"))) <= 13
 
 
-def test_what_was_recorded_of_a_token_alone_can_be_read() -> None:
+def test_token_delta_decodes_from_a_token_id_alone() -> None:
     assert decode(encode([7]), TokenDelta) == TokenDelta(7)
 
 
@@ -25,7 +25,7 @@ IDS = st.lists(st.integers(0, 3), max_size=40).map(lambda few: few * 60)
 
 
 @given(IDS, IDS)
-def test_beginnings_are_equal_as_far_as_whole_chunks_are(one: list[int], other: list[int]) -> None:
+def test_prefix_digests_are_equal_for_equal_whole_chunks(one: list[int], other: list[int]) -> None:
     """And none has the last token, behind which an answer begins."""
     both = prefix_digests(one), prefix_digests(other)
     for ids, found in zip((one, other), both, strict=True):
@@ -44,7 +44,7 @@ def test_beginnings_are_equal_as_far_as_whole_chunks_are(one: list[int], other: 
         (3 * PREFILL_CHUNK_TOKENS, 3),
     ],
 )
-def test_beginnings_are_other_ones_from_where_something_else_is_shown(place: int, equal: int) -> None:
+def test_prefix_digests_differ_from_the_chunk_with_different_media(place: int, equal: int) -> None:
     """Given prompts of equal tokens, then what they show in one place counts from the chunk on in which that is, and
     not before."""
     ids = [1] * (4 * PREFILL_CHUNK_TOKENS)
@@ -56,7 +56,7 @@ def test_beginnings_are_other_ones_from_where_something_else_is_shown(place: int
     assert [len({*each}) for each in zip(*both, strict=True)] == [1] * equal + [2] * (3 - equal)
 
 
-def test_of_a_very_long_prompt_only_so_many_are_told() -> None:
+def test_prefix_digests_of_a_long_prompt_are_limited() -> None:
     found = prefix_digests([1] * (PREFILL_CHUNK_TOKENS * (MAX_PREFIX_BLOCKS + 3)))
     assert len(found) == MAX_PREFIX_BLOCKS == len({*found})
     assert all(len(one) == 32 for one in found)

@@ -36,28 +36,28 @@ def asked(card: ModelSpec = CARD, *, prompt_tokens: int = 40, **more: object) ->
     return check_request(card, {**SAID, **more}, TEXT, tokens=PromptTokens(prompt_tokens))[0]
 
 
-def test_an_answer_may_take_what_the_messages_leave() -> None:
+def test_max_tokens_defaults_to_the_rest_of_the_context() -> None:
     assert asked()["max_tokens"] == 60
     assert asked(max_tokens=7)["max_tokens"] == 7
     assert asked(max_completion_tokens=8, max_tokens=7)["max_tokens"] == 8
 
 
 @pytest.mark.row("K1")
-def test_less_than_none_is_as_much_as_there_is_room_for() -> None:
+def test_max_tokens_minus_one_means_the_default() -> None:
     """LM Studio and llama.cpp have it so, and scripts that are written for them send it."""
     assert asked(max_tokens=-1)["max_tokens"] == asked(max_completion_tokens=-1)["max_tokens"] == 60
     assert asked(replace(CARD, defaults={"max_tokens": 30}), max_tokens=-1)["max_tokens"] == 30
 
 
 @pytest.mark.row("K1")
-def test_what_other_servers_have_of_their_own_is_taken() -> None:
+def test_parameters_of_other_servers_are_accepted() -> None:
     said = {"spaces_between_special_tokens": False, "cache_prompt": True, "stop": [str(n) for n in range(MAX_STOPS)]}
     assert len(json.loads(asked(**said)["stop"])) == MAX_STOPS >= 16
     assert "skip_special_tokens" not in asked(skip_special_tokens=True)
     assert asked(skip_special_tokens=False)["skip_special_tokens"] is False
 
 
-def test_defaults_are_the_model_s_then_ours() -> None:
+def test_model_defaults_override_server_defaults() -> None:
     params = asked(seed=3)
     assert (params["temperature"], params["top_p"], params["seed"]) == (0.6, 1.0, 3)
     assert json.loads(params["stop"]) == []
@@ -110,13 +110,13 @@ def test_defaults_are_the_model_s_then_ours() -> None:
         ({"prompt": "a circle"}, "prompt"),
     ],
 )
-def test_what_is_not_allowed_is_refused_by_its_name(more: dict[str, object], param: str) -> None:
+def test_invalid_text_parameter_error_names_the_parameter(more: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidParameter) as refused:
         asked(**more)
     assert refused.value.param == param
 
 
-def test_stop_strings_that_are_special_tokens_end_an_answer_as_tokens() -> None:
+def test_special_token_stop_strings_become_stop_token_ids() -> None:
     tokens = PromptTokens(1, special_stops=[7])
     for more, ids in (({}, "[7]"), ({"stop_token_ids": [3]}, "[7, 3]")):
         assert check_request(CARD, {**SAID, **more}, TEXT, tokens=tokens)[0]["stop_token_ids"] == ids
@@ -131,7 +131,7 @@ def test_stop_strings_that_are_special_tokens_end_an_answer_as_tokens() -> None:
         ({"max_completion_tokens": 4_000_000, "max_tokens": 1}, "you requested 4000040 tokens"),
     ],
 )
-def test_what_does_not_fit_is_told_as_openai_does(more: dict[str, object], however: str) -> None:
+def test_context_length_error_has_the_wording_of_openai(more: dict[str, object], however: str) -> None:
     with pytest.raises(ContextLengthExceeded) as refused:
         asked(**more)
     assert str(refused.value).startswith(f"This model's maximum context length is 100 tokens. However, {however}")
@@ -139,14 +139,14 @@ def test_what_does_not_fit_is_told_as_openai_does(more: dict[str, object], howev
 
 
 @pytest.mark.row("C5:default_max_tokens")
-def test_the_model_may_say_how_long_answers_are() -> None:
+def test_default_max_tokens_of_the_model_is_applied() -> None:
     card = replace(CARD, defaults={"max_tokens": 30})
     assert asked(card)["max_tokens"] == 30
     assert asked(card, max_tokens=50)["max_tokens"] == 50
     assert asked(card, prompt_tokens=90)["max_tokens"] == 10
 
 
-def test_what_ends_an_answer_is_there_only_if_asked_for() -> None:
+def test_stop_parameters_are_present_only_if_requested() -> None:
     names = ("min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "bad_words")
     assert not asked(ignore_eos=False, min_tokens=0).keys() & {*names}
     said = {"min_tokens": 2, "ignore_eos": True, "stop_token_ids": [3, 4], "include_stop_str_in_output": True}
@@ -155,7 +155,7 @@ def test_what_ends_an_answer_is_there_only_if_asked_for() -> None:
     assert [params[name] for name in names] == [2, True, "[3, 4]", True, "[[1, 2]]"]
 
 
-def test_template_kwargs_are_what_a_template_may_get() -> None:
+def test_template_kwargs_merge_and_reject_reserved_names() -> None:
     said = {"enable_thinking": "false", "reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True}}
     assert template_kwargs(said) == {"enable_thinking": True, "reasoning_effort": "low"}
     assert template_kwargs({"add_generation_prompt": False}) == {"add_generation_prompt": False}
@@ -168,25 +168,25 @@ def test_template_kwargs_are_what_a_template_may_get() -> None:
         template_kwargs({"continue_final_message": True, "chat_template_kwargs": {"add_generation_prompt": True}})
 
 
-def test_messages_must_be_there() -> None:
+def test_missing_messages_raise_invalid_parameter() -> None:
     with pytest.raises(InvalidParameter, match="messages"):
         check_request(CARD, {}, TEXT)
 
 
 @given(st.lists(st.text(min_size=1, max_size=9), max_size=MAX_STOPS), st.integers(0, 20))
-def test_stops_and_logprobs_come_through(stops: list[str], top: int) -> None:
+def test_stop_strings_and_logprobs_are_passed_on(stops: list[str], top: int) -> None:
     params = asked(stop=stops, logprobs=True, top_logprobs=top)
     assert json.loads(params["stop"]) == stops
     assert params["logprobs"] == top
 
 
-def test_ids_tell_the_medium() -> None:
+def test_request_ids_and_parameters_determine_the_modality() -> None:
     assert modality_of(new_request_id(TEXT)) is TEXT
     assert modality_for({"prompt": "a circle", "n": 2}) is IMAGE
 
 
 @pytest.mark.parametrize("name", DerivedFacts.__struct_fields__)
-def test_what_is_derived_no_client_can_send(name: str) -> None:
+def test_derived_facts_are_rejected_as_unknown_parameters(name: str) -> None:
     with pytest.raises(InvalidParameter, match="unknown parameter") as refused:
         check_request(CARD, {**SAID, name: 3}, TEXT, tokens=PromptTokens(40))
     assert refused.value.param == name
