@@ -69,7 +69,7 @@ def gathered(module: Any, query: Any, key: Any, value: Any, mask: None, *, scali
     (part,) = paged.parts
     kept = []
     for new, tensor in ((key, paged.kv.keys[module.layer_idx]), (value, paged.kv.values[module.layer_idx])):
-        tensor.index_copy_(1, paged.places, new[0])
+        tensor.index_copy_(1, paged.slot_mapping, new[0])
         places = torch.cat([torch.arange(*span) for span in part.spans])
         kept.append(tensor.index_select(1, places)[None])
     rows = query.reshape(1, KEPT, -1, WIDTH)
