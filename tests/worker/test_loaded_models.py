@@ -210,7 +210,7 @@ def test_of_equal_components_the_ones_that_were_loaded_count(folder: Path, card:
     cards = [card, read_model_spec("twin", twin)]
     states = states_of(folder) | states_of(twin)
     together = WeightFiles(models, cards, StageSelector(), states)
-    in_turns = WeightFiles(models, cards, StageSelector(), states, in_turns=True)
+    in_turns = WeightFiles(models, cards, StageSelector(), states, swaps_models=True)
 
     overwrite(twin / VAE)
 

@@ -49,7 +49,7 @@ async def test_each_waits_for_its_own_object_until_it_is_whole_or_lost() -> None
         await asyncio.gather(first, second)
         with pytest.raises(asyncio.CancelledError):
             await gives_up
-        await asyncio.gather(*unwritten._looking)
+        await asyncio.gather(*unwritten._polls)
         assert not unwritten._waiting
         again = asyncio.create_task(unwritten.wait_until_written(named[2]))
         store.whole.add("b")

@@ -94,9 +94,9 @@ NOT_COMPARED = InvarianceResult()
 class InvarianceResults:
     """The batch invariance results of one process, in a file shared with other processes.
 
-    A key begins with a pool and has whatever else tasks must have in common. Results are valid for one `scope`: the
-    device, versions and settings under which they were found. Without a `file`, they end with the process. A file
-    that cannot be read or written only costs comparisons. `chance` returns a random number from 0 to 1.
+    A key begins with a pool, followed by the properties that tasks of one batch have in common. Results are valid for
+    one `scope`: the device, versions and settings under which they were found. Without a `file`, they end with the
+    process. A file that cannot be read or written only costs comparisons. `chance` returns a random number from 0 to 1.
     """
 
     def __init__(self, file: Path | None, scope: str = "", chance: Callable[[], float] = random.random) -> None:
@@ -114,12 +114,12 @@ class InvarianceResults:
         return self._verdicts.get(self._name(key, size), NOT_COMPARED)
 
     def must_compare(self, key: Key, size: int) -> bool:
-        """Whether the next batch of this size should be compared.
+        """Whether the next batch of this size should be computed both ways.
 
-        Never, if it is known to differ.
+        A size that is known to differ is not compared again.
         """
-        verdict = self.find(key, size)
-        return not verdict.variant_function and (not verdict.is_trusted or self._chance() * RECHECK_ONE_IN < 1)
+        result = self.find(key, size)
+        return not result.variant_function and (not result.is_trusted or self._chance() * RECHECK_ONE_IN < 1)
 
     def largest(self, key: Key, size: int) -> int:
         """Return the largest of size, size/2, size/4, … not known to differ, or 0."""
@@ -127,21 +127,26 @@ class InvarianceResults:
             size //= 2
         return size
 
-    def record(self, key: Key, size: int, blame: str) -> None:
+    def record(self, key: Key, size: int, cause: str) -> None:
         """Store the result of a comparison.
 
-        `blame`: the function that made a difference, or the error of the shared forward; "" for equal results.
+        `cause`: the function that made a difference, or the error of the shared forward; "" for equal results.
         """
         before = self.find(key, size)
-        after = InvarianceResult(before.equal + (not blame), blame, str(key[0]), size)
+        after = InvarianceResult(before.equal + (not cause), cause, str(key[0]), size)
+
+        # The entry moves to the end, so that the first one is always the one that was compared longest ago.
         self._verdicts.pop(self._name(key, size), None)
         self._verdicts[self._name(key, size)] = after
         if len(self._verdicts) > MAX_ENTRIES:  # clients choose image sizes, and so the number of keys
             del self._verdicts[next(iter(self._verdicts))]
-        if blame:
-            about = {"pool": readable_pool(str(key[0])), "key": str(key[1:]), "size": size}
-            log.warning("a batch of this size changes the results of its requests", **about, because_of=blame)
-        if after.is_trusted != before.is_trusted or blame:
+
+        if cause:
+            fields = {"pool": readable_pool(str(key[0])), "key": str(key[1:]), "size": size}
+            log.warning("a batch of this size changes the results of its requests", **fields, because_of=cause)
+
+        # Only a change of trust is written, because each write replaces the whole file.
+        if after.is_trusted != before.is_trusted or cause:
             self._write(self._name(key, size), after)
 
     def _name(self, key: Key, size: int) -> str:
@@ -156,24 +161,24 @@ class InvarianceResults:
             log.warning("the batch invariance results cannot be read", file=str(self._file), reason=str(error))
             return {}
 
-    def _write(self, name: str, verdict: InvarianceResult) -> None:
-        """Add a result to the file, and keep those that other processes added meanwhile."""
+    def _write(self, name: str, result: InvarianceResult) -> None:
+        """Add a result to the file. Results that other processes added meanwhile stay."""
         if self._file is None:
             return
         try:
-            add_entry(self._file, self._read, name, verdict)
+            add_entry(self._file, self._read, name, result)
         except OSError as error:
             log.warning("the batch invariance results cannot be written", file=str(self._file), reason=str(error))
 
 
 def first_difference(alone: Sequence[Any], together: Sequence[Any]) -> int | None:
-    """Return the first row whose result differs between alone and together, or None."""
+    """Return the first row whose result alone differs from the one together, or None."""
     pairs = zip(alone, together, strict=True)
     return next((row for row, (single, shared) in enumerate(pairs) if not _equal(single, shared)), None)
 
 
 def variant_function(stage: Stage, states: Sequence[Any], row: int) -> str:
-    """Return the function that makes this row differ. Computes both forwards once more."""
+    """Return the function that makes this row differ. Repeats both forwards to find it."""
     from unfuse.stages.batch_invariant_ops import first_difference
 
     return first_difference(lambda: stage.step_alone(states[row]), lambda: stage.step(states)) or UNKNOWN
@@ -237,29 +242,29 @@ class _Key:
     def is_due(self, size: int, best: int) -> bool:
         """Return whether to try this size next instead of the best one.
 
-        Always, if it was not measured yet.
+        A size that was not measured yet is always due.
         """
         if size not in self.samples:
             return True
         samples, seconds = self.samples[size], self.seconds(size)
-        lost = size * max(seconds - self.seconds(best), LEAST * seconds)
-        return self.spent - samples[-1][0] > max(RETRY_S, RETRY * len(samples) ** 2 * lost)
+        loss = size * max(seconds - self.seconds(best), LEAST * seconds)
+        return self.spent - samples[-1][0] > max(RETRY_S, RETRY * len(samples) ** 2 * loss)
 
     def add(self, size: int, seconds: float) -> None:
         """Add a forward of this size with its seconds for each task.
 
-        An unusual forward is ignored. A second one in the same direction means another load: then all samples are
-        dropped but this one.
+        An unusual forward is ignored. A second one in the same direction means that the load has changed. Then all
+        samples of all sizes are dropped, except this one.
         """
         usual = self.seconds(size) if size in self.samples else seconds
-        way = (seconds > CHANGED * usual) - (CHANGED * seconds < usual)
+        direction = (seconds > CHANGED * usual) - (CHANGED * seconds < usual)
         self.spent += size * seconds
 
-        if way and way == self.odd.get(size):
+        if direction and direction == self.odd.get(size):
             self.samples.clear()
             self.odd.clear()
-        elif way:
-            self.odd[size] = way
+        elif direction:
+            self.odd[size] = direction
             return
 
         self.odd.pop(size, None)
@@ -269,24 +274,26 @@ class _Key:
 class BatchSizes:
     """The best batch size of each key, by median seconds for a task.
 
-    Sizes are 1, 2, 4, … and `most`, the largest. They are compared under one load. When two forwards of a size in a
-    row show that the load has changed, all medians are dropped, and the sizes next to the one in use are tried again.
+    Sizes are 1, 2, 4, … and `max_batch`, the largest. They are compared under one load. When two forwards of a size in
+    a row show that the load has changed, all medians are dropped, and the sizes next to the one in use are tried again.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_batch: int) -> None:
+        self._max_batch = max_batch
         self._keys: dict[Hashable, _Key] = {}
 
     def size(self, key: Hashable, waiting: int) -> int:
         """Return how many of the `waiting` tasks of this key should share the next forward."""
         sizes_of_key = self._of(key)
-        most = min(waiting, sizes_of_key.most)
+        max_size = min(waiting, sizes_of_key.most)
         if not sizes_of_key.samples:
             return 1
-        sizes = [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
+
+        sizes = [*(1 << power for power in range(max_size.bit_length()) if 1 << power < max_size), max_size]
         if odd := sizes_of_key.odd.keys() & sizes:  # once more, to see whether it is another load
             return min(odd)
 
+        # Only neighbors are tried, the larger first: after a change that does not matter, this costs two forwards.
         best = sizes_of_key.best(sizes)
         index = sizes.index(best)
         neighbors = (*sizes[index + 1 : index + 2], *sizes[max(0, index - 1) : index])
@@ -294,15 +301,15 @@ class BatchSizes:
             (size for size in neighbors if best in sizes_of_key.samples and sizes_of_key.is_due(size, best)), best
         )
 
-    def all(self, key: Hashable, waiting: int, most: int) -> int:
-        """Return how many of the `waiting` tasks can share a forward, up to `most`.
+    def all(self, key: Hashable, waiting: int, max_batch: int) -> int:
+        """Return how many of the `waiting` tasks can share a forward, at most `max_batch`.
 
-        For stages that gain from having all tasks in each forward.
+        It is for stages with `all_together`: nothing is measured, and only memory limits the size.
         """
-        return min(waiting, self._of(key, most).most)
+        return min(waiting, self._of(key, max_batch).most)
 
     def measured(self, key: Hashable, size: int, seconds: float) -> None:
-        """Record that a batch of this size took so many seconds."""
+        """Record the seconds that a batch of this size took."""
         self._of(key).add(size, seconds / size)
 
     def too_large(self, key: Hashable, size: int) -> None:
@@ -310,8 +317,9 @@ class BatchSizes:
         sizes_of_key = self._of(key)
         sizes_of_key.most = max(1, min(sizes_of_key.most, size // 2))
 
-    def _of(self, key: Hashable, most: int = 0) -> _Key:
-        entry = self._keys.pop(key, None) or _Key(most or self._most)
+    def _of(self, key: Hashable, max_batch: int = 0) -> _Key:
+        # The entry moves to the end, so that the least recently used one is dropped.
+        entry = self._keys.pop(key, None) or _Key(max_batch or self._max_batch)
         self._keys[key] = entry
         if len(self._keys) > MAX_KEYS:
             del self._keys[next(iter(self._keys))]
@@ -321,18 +329,21 @@ class BatchSizes:
 class Batches:
     """Picks the tasks of the next forward, and computes it (continuous batching).
 
-    - `most`: most tasks in a forward; 0 means the default.
-    - `exactness`: with it, a task gets the bytes that it has alone (batch invariance): it shares a forward only where
-      comparisons have shown that.
-    - `sharing` says by pool how requests share forwards in an exact pool, as far as it was compared.
+    - `max_batch`: most tasks in a forward; 0 means the default.
+    - `exactness`: with it, a task gets the bytes that it has alone (batch invariance). It shares a forward only if
+      comparisons have found no difference.
     """
 
-    def __init__(self, most: int, exactness: InvarianceResults | None, ranks: Ranks) -> None:
-        usual = most or DEFAULT_MAX_BATCH
-        few = 1 << (usual.bit_length() - 1)  # in an exact pool powers of two only, so that there are few comparisons
-        self.sizes, self._most = BatchSizes(few if exactness else usual), most
+    def __init__(self, max_batch: int, exactness: InvarianceResults | None, ranks: Ranks) -> None:
+        largest = max_batch or DEFAULT_MAX_BATCH
+        power_of_two = 1 << (largest.bit_length() - 1)  # exact pools use no other sizes, so that few are compared
+        self.sizes, self._max_batch = BatchSizes(power_of_two if exactness else largest), max_batch
         self._exactness, self._ranks = exactness, ranks
+
+        # Batches are numbered in order. By pool, the number of its last batch; and the number of the last batch of all.
         self._turns, self._turn = dict[str, int](), 0
+
+        #: By pool, how requests share forwards in an exact pool, as far as it was compared.
         self.sharing: dict[str, BatchInvarianceStats] = {}
 
     def pick(self, jobs: Collection[Job]) -> tuple[list[Job], BatchMode]:
@@ -347,13 +358,15 @@ class Batches:
         self._turns[first.lease.task.planned.pool] = first.turn = self._turn
         if first.runs_alone:
             return [first], "alone"
-        same = first.key, first.priority, False
-        mates = [job for job in jobs if (job.key, job.priority, job.runs_alone) == same]
+
+        required = first.key, first.priority, False
+        compatible = [job for job in jobs if (job.key, job.priority, job.runs_alone) == required]
         if self._exactness is None and first.stage.all_together:
-            return mates[: self.sizes.all(first.key, len(mates), self._most or LARGEST)], "together"
+            return compatible[: self.sizes.all(first.key, len(compatible), self._max_batch or LARGEST)], "together"
         if self._exactness is None:
-            return mates[: self.sizes.size(first.key, len(mates))], "together"
-        exact_key, size = first.key[-1], self.sizes.size(first.key, 1 << (len(mates).bit_length() - 1))
+            return compatible[: self.sizes.size(first.key, len(compatible))], "together"
+
+        exact_key, size = first.key[-1], self.sizes.size(first.key, 1 << (len(compatible).bit_length() - 1))
         best = 0 if exact_key is None else self._exactness.largest(first.key, size)
         if best < size and exact_key is not None:
             self._record_sharing(
@@ -361,59 +374,69 @@ class Batches:
                 BatchInvarianceStats(variant_functions={size: self._exactness.find(first.key, size).variant_function}),
             )
             self.sizes.too_large(first.key, size)
+
+        # A "batch" of one is compared as well if `step` and `step_alone` compute it in different ways.
         if best == 0 or (best == 1 and not first.stage.differs_alone):
             return [first], "alone"
         if self._exactness.must_compare(first.key, best):
-            return mates[:best], "compared"
+            return compatible[:best], "compared"
         self._record_sharing(first, BatchInvarianceStats(best))
-        return mates[:best], "together"
+        return compatible[:best], "together"
 
-    def compute(self, batch: list[Job], how: BatchMode) -> list[tuple[Job, Any]]:
+    def compute(self, batch: list[Job], mode: BatchMode) -> list[tuple[Job, Any]]:
         """Compute a step of a batch.
 
-        Returns each job with the result for its stage, or an error.
-
-        Jobs whose batch failed together are left out: they are tried again, alone or in a smaller batch.
+        Returns each job with the result for `Stage.advance`, or with an error. A shared forward that failed returns no
+        jobs: they are picked again, alone or in a smaller batch.
         """
         stage = batch[0].stage
         key = batch[0].key
         states = [job.state for job in batch]
         began = time.monotonic()
-        waited = self._ranks.exchange_s
-        size = len(batch) if how == "together" else 1
+        exchange_s = self._ranks.exchange_s
+        size = len(batch) if mode == "together" else 1
         try:
             results = (
                 self._step(stage.step, states)
-                if how == "together"
+                if mode == "together"
                 else [self._step(stage.step_alone, state) for state in states]
             )
         except Exception as error:  # an error of one task must not end the process
-            return self._handle_failure(batch, error, how)
-        seconds, waited = time.monotonic() - began, self._ranks.exchange_s - waited
+            return self._handle_failure(batch, error, mode)
+
+        seconds, exchange_s = time.monotonic() - began, self._ranks.exchange_s - exchange_s
         self.sizes.measured(key, size, seconds * size / len(batch))
         for job in batch:
             job.run_s = job.run_s + seconds
             job.steps = job.steps + 1
             job.batch_size_sum = job.batch_size_sum + size
             job.share_s += seconds / len(batch)
-            job.exchange_s += waited
-        if how == "compared":
+            job.exchange_s += exchange_s
+
+        if mode == "compared":
             self._compare(batch, results)
         return [*zip(batch, results, strict=True)]
 
     def _sort_key(self, job: Job) -> tuple[int, bool, bool, int, int]:
         """Return the sort key of a job: priority, single-step stages, final stages, then round-robin.
 
-        Single-step stages go first, and of either kind those that end requests, so that the others share forwards
-        that are as large as possible; slots bound how long they wait. Pools go round-robin. Text pools are not
-        preferred for being final, or decode would starve the prefill of a long prompt. A single-step task that has
-        already stepped in vain, such as a prompt without room in the KV cache, loses its preference, or it would
-        starve the texts whose end makes room. Texts that may not share a forward go round-robin, too.
+        - Single-step stages go first, and of either kind the final stages. Meanwhile more of the other tasks can
+          gather for one forward, and the number of slots bounds how long they wait.
+        - All text stages count as final. Otherwise decode would starve the prefill of a long prompt.
+        - A single-step task that has made a step without result loses its preference, such as a prompt without room in
+          the KV cache. Otherwise it would starve the texts whose end makes room.
+        - Then pools go round-robin, and in an exact pool also the texts, which may not share a forward.
         """
         task, steps = job.lease.task, job.stage.progress(job.state)[1]
-        soon = task.planned.final or job.stage.texts is not None
-        own_turn = job.turn if self._exactness and job.stage.all_together else 0
-        return -job.priority, steps > 1 or job.steps > 0, not soon, self._turns.get(task.planned.pool, 0), own_turn
+        counts_as_final = task.planned.final or job.stage.texts is not None
+        text_turn = job.turn if self._exactness and job.stage.all_together else 0
+        return (
+            -job.priority,
+            steps > 1 or job.steps > 0,
+            not counts_as_final,
+            self._turns.get(task.planned.pool, 0),
+            text_turn,
+        )
 
     def _record_sharing(self, job: Job, stats: BatchInvarianceStats) -> None:
         """Add to the invariance results of the job's pool."""
@@ -430,8 +453,8 @@ class Batches:
     def _compare(self, batch: list[Job], alone: Sequence[Any]) -> None:
         """Compute a step once more, together, and store whether the results differ.
 
-        `alone`: the results of the jobs alone. An error counts as a difference; if memory runs out, only the batch size
-        is limited.
+        `alone`: the results of the jobs alone. An error counts as a difference, but if memory runs out, only the batch
+        size is limited.
         """
         stage = batch[0].stage
         key = batch[0].key
@@ -440,23 +463,23 @@ class Batches:
         try:
             together = self._step(stage.step, states)
             self.sizes.measured(key, len(batch), time.monotonic() - began)
-            blame = self._ranks.variant_function(
+            cause = self._ranks.variant_function(
                 first_difference(alone, together), partial(variant_function, stage, states)
             )
         except Exception as error:  # the tasks go on with their results alone
             if rule_of(error) is MEMORY:
                 self.sizes.too_large(key, len(batch))
                 return
-            blame = f"{type(error).__name__}: {error}"
+            cause = f"{type(error).__name__}: {error}"
         if self._exactness:
-            self._exactness.record(key, len(batch), blame)
+            self._exactness.record(key, len(batch), cause)
 
-    def _handle_failure(self, batch: list[Job], error: Exception, how: BatchMode) -> list[tuple[Job, Any]]:
+    def _handle_failure(self, batch: list[Job], error: Exception, mode: BatchMode) -> list[tuple[Job, Any]]:
         """Handle a failed forward: limit the batch size, or run its jobs alone.
 
-        Returns the error for a job that was alone already.
+        Returns the error only for a job that was alone already.
         """
-        if len(batch) == 1 and (how == "alone" or not batch[0].stage.differs_alone):
+        if len(batch) == 1 and (mode == "alone" or not batch[0].stage.differs_alone):
             return [(batch[0], error)]
         if len(batch) > 1 and rule_of(error) is MEMORY:
             self.sizes.too_large(batch[0].key, len(batch))

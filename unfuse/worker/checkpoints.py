@@ -50,6 +50,7 @@ class CheckpointPolicy:
     #: Save after these seconds. 0 if the time does not matter.
     seconds: float = 0.0
 
+    #: Whether the measured cost of saving decides. Ignored if `steps` or `seconds` is set.
     auto: bool = False
 
     #: The measured seconds that saving takes, smoothed.
@@ -70,7 +71,7 @@ class CheckpointPolicy:
         """Whether no checkpoint is ever saved."""
         return not (self.steps or self.seconds or self.auto)
 
-    def is_due(self, unsaved_steps: int, unsaved_s: float, left_s: float) -> bool:
+    def is_due(self, unsaved_steps: int, unsaved_s: float, remaining_s: float) -> bool:
         """Whether to save now.
 
         `unsaved_steps` and `unsaved_s` count from the last save; `remaining_s` are the predicted seconds until the task
@@ -81,15 +82,15 @@ class CheckpointPolicy:
         if self.seconds:
             return unsaved_s >= self.seconds
         interval = sqrt(2 * self.cost_s * FAILS_S)
-        return self.auto and unsaved_s >= interval and left_s >= interval / 2
+        return self.auto and unsaved_s >= interval and remaining_s >= interval / 2
 
     def record_cost(self, seconds: float) -> None:
-        """Record the seconds that saving has just taken."""
+        """Record the measured seconds of one save, for `auto`."""
         self.cost_s = (self.cost_s + seconds) / 2
 
 
 def pack(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the tensors of one object with the checkpoint."""
+    """Return the checkpoint as tensors of one object; its plain values are one of them."""
     return {**checkpoint.tensors, VALUES: np.frombuffer(encode(checkpoint.values), np.uint8)}
 
 
@@ -107,48 +108,49 @@ class CheckpointWriter:
 
     def __init__(self, objects: WorkerObjects, link: SchedulerLink) -> None:
         self._objects, self._link = objects, link
+
         #: Whether the worker stops, so that checkpoints must outlast it.
         self.stops = False
 
         self._known: dict[Claim, ObjectRef | None] = {}  # the last recorded checkpoint of each task
         self._unshared = Counter[Claim]()  # number of prefix blocks that are not recorded yet, by task
         self._shared = asyncio.Condition()
-        self._lock = asyncio.Lock()
+        self._lock = asyncio.Lock()  # one save at a time, so that each one replaces the one before it
 
     def start_task(self, lease: Lease) -> None:
         """Note that a task has started, perhaps from a checkpoint."""
         self._known[lease.claim] = lease.checkpoint
 
-    async def record_prefix_block(self, kept: CachePrefix) -> None:
-        """Have a prefix block recorded for other tasks (prefix caching), and retain it for them."""
-        self._unshared[kept.claim] += 1
+    async def record_prefix_block(self, block: CachePrefix) -> None:
+        """Have the scheduler record a prefix block (prefix caching), and retain it for other tasks."""
+        self._unshared[block.claim] += 1
         try:
-            answer = await self._link.call(kept)
+            answer = await self._link.call(block)
             if isinstance(answer, Accepted):
-                self._objects.retain(kept.key, kept.output)
+                self._objects.retain(block.key, block.output)
         finally:
             async with self._shared:
-                self._unshared -= Counter([kept.claim])
+                self._unshared -= Counter([block.claim])
                 self._shared.notify_all()
 
     async def save(self, saved: CheckpointSaved) -> None:
-        """Copy a checkpoint to any durable store, record it, and delete the previous one.
+        """Make a checkpoint durable, have it recorded, and delete the previous one.
 
-        A checkpoint that is not recorded is deleted itself. One that cannot be copied, as when the disk is full, does
-        not replace one that has a copy.
+        It is copied to the durable store, if there is one. A checkpoint that the scheduler does not record is deleted.
+        So is one that cannot be copied, as when the disk is full, if the previous one has a copy.
         """
         async with self._lock:
-            before = self._known.get(saved.claim)
-            useless: ObjectRef | None = saved.checkpoint
+            previous = self._known.get(saved.claim)
+            obsolete: ObjectRef | None = saved.checkpoint
             is_copied = await self._objects.save_copy(saved.checkpoint, now=self.stops)
-            if is_copied or before is None or not self._objects.has_copy(before):
+            if is_copied or previous is None or not self._objects.has_copy(previous):
                 answer = await self._link.call(saved)
                 if isinstance(answer, Accepted):
-                    useless = before
-                    if saved.claim in self._known:
+                    obsolete = previous
+                    if saved.claim in self._known:  # the task may have ended meanwhile
                         self._known[saved.claim] = saved.checkpoint
-            if useless:
-                await self._objects.delete(useless)
+            if obsolete:
+                await self._objects.delete(obsolete)
 
     async def wait_until_saved(self) -> None:
         """Wait until every checkpoint so far is recorded."""

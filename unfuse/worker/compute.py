@@ -49,7 +49,10 @@ if TYPE_CHECKING:
 
 
 class PairServer:
-    """Serves transfer pairs in the compute process. `open` makes them at the first call."""
+    """Serves transfer pairs in the compute process.
+
+    `open` returns the pairs. It is called when the first PairCall arrives.
+    """
 
     def __init__(self, open: Callable[[], ProcessPairs], send: Callable[[messages.FromCompute], None]) -> None:
         self._open, self._send = open, send
@@ -57,7 +60,7 @@ class PairServer:
         self._pairs: ProcessPairs | None = None
 
     def serve(self, call: messages.PairCall) -> None:
-        """Serve a call in a thread and answer it.
+        """Serve a call in a thread of its own, and send its answer.
 
         A failure there does not end the process.
         """
@@ -76,7 +79,10 @@ class PairServer:
 
 
 def compute(descriptor: int) -> None:
-    """Run a compute process with this descriptor of a socket to the executor."""
+    """Run a compute process until its parent ends.
+
+    `descriptor` is this process's end of the socket pair with the worker's parent.
+    """
     write_records(sys.stderr)
     mute_libraries()
     connection = socket.socket(fileno=descriptor)
@@ -88,6 +94,8 @@ def compute(descriptor: int) -> None:
         return
     if not isinstance(load, messages.LoadModels):
         raise SystemExit("the first message must be LoadModels")
+
+    # The thread runs before the stages are loaded: if the parent ends meanwhile, this process must end too.
     inbox = queue.SimpleQueue[messages.ForLoop]()
     Thread(target=_listen, args=(channel, inbox, load), daemon=True).start()
     try:
@@ -99,6 +107,7 @@ def compute(descriptor: int) -> None:
     except (UnfuseError, OSError, ValueError) as error:
         channel.send(messages.LoadFailed(str(error)))
         return
+
     places = load.storage
     store = TensorStore.create(
         places.store,
@@ -117,6 +126,7 @@ def compute(descriptor: int) -> None:
     resources = {name: amount for stage in stages.values() for name, amount in stage.resources.items()}
     left_out = (load.pools or load.registered) - stages.keys()
     channel.send(messages.ModelsLoaded(_device_name(device), numerics, resources, left_out))
+
     StepLoop(
         stages,
         store,
@@ -159,16 +169,16 @@ def _invariance_results(load: messages.LoadModels, numerics: Mapping[str, str]) 
 def _listen(
     channel: messages.ComputeChannel, inbox: queue.SimpleQueue[messages.ForLoop], load: messages.LoadModels
 ) -> None:
-    """Put messages into the loop's inbox.
+    """Put messages into the step loop's inbox, and serve pair calls at once.
 
-    When the parent is gone, end the process, even during a long forward.
+    When the parent is gone, the process ends, even during a long forward.
     """
     pairs = PairServer(partial(_pairs, load), channel.send)
     while True:
         try:
             message = channel.receive()
         except (EOFError, OSError):
-            os._exit(0)
+            os._exit(0)  # sys.exit would end only this thread
         if isinstance(message, messages.LoadModels):
             raise PermanentError("a compute process can load only once")
         if isinstance(message, messages.PairCall):
@@ -186,7 +196,7 @@ def _pairs(load: messages.LoadModels) -> ProcessPairs:
 
 
 def _join_group(load: messages.LoadModels) -> Group | None:
-    """Return the group of the worker's ranks; None if there is one."""
+    """Return the group of the worker's ranks; None for a single rank."""
     if load.ranks == 1:
         return None
     from unfuse.parallel.group import Group
@@ -196,25 +206,25 @@ def _join_group(load: messages.LoadModels) -> Group | None:
 
 def _check_agreement(group: Group | None, numerics: Mapping[str, str], pools: Collection[str]) -> None:
     """Raise ConfigError if another rank would make other bytes: another version, or other weights."""
-    outcomes = group.exchange(encode((sorted(numerics.items()), sorted(pools)))) if group else []
-    if differing := [rank for rank, outcome in enumerate(outcomes) if outcome != outcomes[0]]:
+    encoded = group.exchange(encode((sorted(numerics.items()), sorted(pools)))) if group else []
+    if differing := [rank for rank, data in enumerate(encoded) if data != encoded[0]]:
         raise ConfigError(
             f"rank {differing[0]} does not compute the same results as rank 0: devices, versions or weights differ"
         )
 
 
 def _stages_to_load(load: messages.LoadModels) -> dict[str, tuple[StageSpec, ModelSpec, Path]]:
-    """Return the stages to load, by declared pool.
+    """Return the stages to load, as (stage spec, model spec, folder) by declared pool.
 
-    Raises ConfigError if there are none or a model cannot be read. If the worker has registered, models whose files
-    have changed since then are left out.
+    Stages of files that have changed since the worker started are left out, because they belong to other pools now.
+    Raises ConfigError if no stage remains, and if a model cannot be read and `registered` is empty.
     """
     models = [(name, resolve_source(source), dtype) for name, source, dtype in load.models]
-    only = {load.loaded_model} & {name for name, _, _ in models}  # if the set is a model, no other model is read
+    selected = {load.loaded_model} & {name for name, _, _ in models}  # if the set is a model, no other model is read
     pools, wanted = load.pools or load.registered, dict[str, tuple[StageSpec, ModelSpec, Path]]()
     refusal = ConfigError("the files of all models have changed since the worker started: restart the worker")
     for name, folder, dtype in models:
-        if only and name not in only:
+        if selected and name not in selected:
             continue
         try:
             model_spec = read_model_spec(name, folder, dtype)
@@ -228,6 +238,7 @@ def _stages_to_load(load: messages.LoadModels) -> dict[str, tuple[StageSpec, Mod
             pool = declared_pools.get(spec.name)
             if pool and (pool in pools or not pools):
                 wanted.setdefault(pool, (spec, model_spec, folder))
+
     if not wanted:
         raise refusal
     return wanted
@@ -247,6 +258,8 @@ def _load_stages(
         _stages_to_load(load),
     )
     progress = LoadProgress([(spec, folder) for spec, _, folder in wanted.values()], channel.send)
+
+    # All models' libraries enter the numerics, also of those not loaded now: pool names must survive a model swap.
     families = [find(folder) for _, folder, _ in models]
     libraries = {name for family in families if family.torch for name in ("torch", *family.libraries)}
     component_folders = {(folder, name) for spec, _, folder in wanted.values() for name in spec.components}
@@ -257,6 +270,7 @@ def _load_stages(
         worker_parallelism(load.compute.parallel, load.choice.roles),
     )
     _check_agreement(group, numerics, wanted)
+
     stages: dict[str, Stage] = {}
     plain, shared = set[str](), dict[Hashable, Any]()
     for pool, (spec, model_spec, folder) in wanted.items():
@@ -277,7 +291,7 @@ class LoadProgress:
     def __init__(
         self,
         stages: Iterable[tuple[StageSpec, Path]],
-        tell: Callable[[messages.LoadingStage | messages.ComponentLoaded], None],
+        send: Callable[[messages.LoadingStage | messages.ComponentLoaded], None],
     ) -> None:
         paths = {
             (folder, name): open_files(folder).component_path(name)
@@ -286,7 +300,7 @@ class LoadProgress:
         }
         self._remaining = {key: _bytes_of(key[0] / path) for key, path in paths.items()}
         self._total = sum(self._remaining.values())
-        self._send = tell
+        self._send = send
         self._folder = Path()
 
     def start_stage(self, model: str, stage: StageSpec, folder: Path) -> None:
@@ -295,9 +309,9 @@ class LoadProgress:
         self._send(messages.LoadingStage(model, stage.name, self._total - sum(self._remaining.values()), self._total))
 
     def loaded(self, component: str, seconds: float, size: int) -> None:
-        """Report that a component of that stage is loaded.
+        """Report that a component of the current stage is loaded.
 
-        It took these seconds and uses `size` bytes of memory.
+        Loading took `seconds`, and the component uses `size` bytes of memory.
         """
         self._remaining.pop((self._folder, component), None)
         self._send(
@@ -315,28 +329,28 @@ def _bytes_of(folder: Path) -> int:
 def _device(load: messages.LoadModels, with_torch: bool) -> str:
     """Return the device of this process.
 
-    Raises ConfigError if it, or one for each rank, is missing.
+    Raises ConfigError if the device is missing, or if there are fewer GPUs than ranks.
     """
-    named = load.compute.device
+    configured = load.compute.device
     if not with_torch:
-        return "cpu" if named == "auto" else named
+        return "cpu" if configured == "auto" else configured
     import torch
 
     from unfuse.parallel.devices import accelerators, is_present
 
     torch.set_num_threads(load.compute.threads)
-    if named != "auto":
-        return is_present(named)
+    if configured != "auto":
+        return is_present(configured)
     if (devices := accelerators()) and load.ranks > len(devices):
         raise ConfigError(f"--parallel {load.compute.parallel} needs {load.ranks} GPUs, and there are {len(devices)}")
-    best = devices[load.rank : load.rank + 1] or ["cpu"]
-    return best[0].partition(":")[0] if load.ranks == 1 else best[0]
+    chosen = devices[load.rank : load.rank + 1] or ["cpu"]
+    return chosen[0].partition(":")[0] if load.ranks == 1 else chosen[0]
 
 
 def numerics_of(load: messages.LoadModels, device: str, libraries: Collection[str]) -> dict[str, str]:
     """Return the numerics: settings, library versions and device, on which the bytes of results depend."""
     spreads = worker_parallelism(load.compute.parallel, load.choice.roles)
-    settings = load.compute.numerics | {f"parallel-{role}": str(how) for role, how in spreads.items()}
+    settings = load.compute.numerics | {f"parallel-{role}": str(spread) for role, spread in spreads.items()}
     settings |= {f"encode-{kind}": encoding for kind, encoding in load.storage.encodings.items()}
     numerics = settings | {name: version(name) for name in libraries}
     if not libraries or not device.startswith("cpu"):

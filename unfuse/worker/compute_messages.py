@@ -49,6 +49,7 @@ ADAPTER_FOLDER = "loras"
 #: Most characters of a traceback in a failure report; the last ones are sent.
 EVIDENCE_CHARS = 4000
 
+#: The advice at the end of the message when the device has too little memory for a request.
 ROOMIER = "serve with --vae tiled, --offload, or on a larger device"
 
 
@@ -61,6 +62,7 @@ class LoadModels(msgspec.Struct, frozen=True, tag=True):
     #: Selects the stages by role and component.
     choice: StageSelector
 
+    #: How to compute: the device of this rank, threads, batching, the parallel plan, and more.
     compute: ComputeOptions
 
     #: Id of the worker, as owner of its objects.
@@ -90,7 +92,7 @@ class LoadModels(msgspec.Struct, frozen=True, tag=True):
     #: Number of ranks of the worker.
     ranks: int = 1
 
-    #: The file by which the ranks meet.
+    #: The file by which the ranks meet. Its name is new at each start, so that no rank meets one of an earlier start.
     rendezvous: str = ""
 
     #: Bytes of the KV cache. 0 means what the device has room for.
@@ -102,14 +104,15 @@ class LoadModels(msgspec.Struct, frozen=True, tag=True):
     #: Declared pools of that set; only these are loaded. Empty means all.
     pools: frozenset[str] = frozenset()
 
-    #: Declared pools that the worker has registered. Empty before. Other pools are not loaded: their models' files have
-    #: changed since.
+    #: Declared pools that the worker has served since it started. Other pools are not loaded: the files of their models
+    #: have changed since then. Empty means any pool.
     registered: frozenset[str] = frozenset()
 
 
 class RunTask(msgspec.Struct, frozen=True, tag=True):
     """Run a leased task."""
 
+    #: The lease. Inputs of other nodes are replaced by their local copies, and streamed inputs are left out.
     lease: Lease
 
     #: (node, arena address) of the owners of its inputs, by worker id.
@@ -123,29 +126,35 @@ class RunTask(msgspec.Struct, frozen=True, tag=True):
 class InputArrived(msgspec.Struct, frozen=True, tag=True):
     """The next chunk of an input of a future task is in the arena.
 
-    Every rank gets it and answers with InputTaken. RunTask follows the last chunk, without that input.
+    Every rank gets the message and answers with InputTaken. RunTask follows the last chunk, without that input.
     """
 
+    #: The lease of the task that reads the input.
     lease: Lease
+
+    #: The whole input, of another node.
     ref: ObjectRef
 
     #: Offset of the chunk in the arena, in bytes.
     offset: int
 
-    #: The chunk is bytes `start` to `stop` of the object.
+    #: The first byte of the chunk, in the object.
     start: int
+
+    #: The byte after the last one of the chunk, in the object.
     stop: int
 
 
 class CancelTask(msgspec.Struct, frozen=True, tag=True):
-    """Drop a task at its next step. TaskStopped answers, unless it has ended."""
+    """Drop a task at its next step. TaskStopped answers, unless the task has ended."""
 
+    #: The claim of the task to drop.
     claim: Claim
 
     #: Whether to save a checkpoint first; CheckpointSaved is sent for it.
     save: bool = False
 
-    #: Drop the task only if its state can be saved, so that no step is lost. Otherwise it goes on, unanswered.
+    #: Drop the task only if its state can be saved, so that no step is lost. Otherwise it continues, without an answer.
     if_saved: bool = False
 
 
@@ -171,11 +180,11 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True):
     #: The batch that makes a step.
     step: tuple[Claim, ...] = ()
 
-    #: How the batch is computed. If both ways are compared, the results alone count.
+    #: How the batch is computed. With "compared", tasks continue with the results that they had alone.
     batch_mode: BatchMode = "together"
 
-    #: Inputs whose next chunk is received, as (task, object id). All ranks receive
-    #: them in the same round, since they take memory of which all ranks must use the same.
+    #: Inputs whose next chunk is received, as (task, object id). All ranks receive a chunk in the same round, because
+    #: the number of free KV blocks must be equal on all ranks.
     receive: tuple[tuple[Claim, str], ...] = ()
 
     @property
@@ -187,14 +196,20 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True):
 class PairCall(msgspec.Struct, frozen=True, tag=True):
     """Call a method of `transfer.base.ProcessPairs` for a pair. PairDone answers all methods but `part`."""
 
+    #: Name of the method.
     method: Literal["offer", "join", "move", "part"]
+
+    #: Name of the pair, the method's first argument.
     pair: str
+
+    #: The method's other arguments, in order.
     arguments: tuple[Any, ...] = ()
 
 
 class PairDone(msgspec.Struct, frozen=True, tag=True):
-    """The result of a PairCall: a pair is offered, joined or moved, or failed."""
+    """The answer to a PairCall: the method has ended, or the pair has failed."""
 
+    #: Name of the pair.
     pair: str
 
     #: The port of an offered pair, else 0.
@@ -205,32 +220,41 @@ class PairDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class InputTaken(msgspec.Struct, frozen=True, tag=True):
-    """This rank has received a chunk of an input: its place is free."""
+    """This rank no longer reads a chunk of an input.
 
+    The chunk's place is free once all ranks have answered.
+    """
+
+    #: The claim of the task that reads the input.
     claim: Claim
 
-    #: Id of the object.
+    #: Id of the input's object.
     object: str
 
-    #: Why the rank cannot receive the input. Then the task is dropped. Empty if it can.
+    #: Why the rank cannot receive the input. Then the task is dropped. Empty if the rank has received the chunk.
     error: str = ""
 
 
 class LoadingStage(msgspec.Struct, frozen=True, tag=True):
-    """A stage is loaded next.
+    """A stage is loaded next."""
 
-    `done` of the `total` bytes of all stages' files are loaded.
-    """
-
+    #: Name of the stage's model.
     model: str
+
+    #: Name of the stage.
     stage: str
+
+    #: Bytes of all stages' files that are loaded so far.
     done: int
+
+    #: Bytes of all stages' files.
     total: int
 
 
 class ComponentLoaded(msgspec.Struct, frozen=True, tag=True):
     """A component is loaded."""
 
+    #: Name of the component, such as `text_encoder`.
     component: str
 
     #: Seconds that loading took.
@@ -239,8 +263,10 @@ class ComponentLoaded(msgspec.Struct, frozen=True, tag=True):
     #: Bytes of memory that it uses.
     bytes: int
 
-    #: Bytes of all stages' files that are loaded now, of `total` bytes.
+    #: Bytes of all stages' files that are loaded so far.
     done: int
+
+    #: Bytes of all stages' files.
     total: int
 
 
@@ -250,10 +276,10 @@ class ModelsLoaded(msgspec.Struct, frozen=True, tag=True):
     #: "cpu", or the name of the GPU.
     device: str
 
-    #: The numerics: what the bytes of results depend on beside weights, dtypes and parameters.
+    #: The numerics: all that the bytes of results depend on, except weights, dtypes and parameters.
     numerics: dict[str, str] = {}
 
-    #: Amounts of named resources that the process has found room for, for all its tasks together.
+    #: Amounts of the resources that the process provides to all its tasks together, such as KV blocks.
     resources: dict[str, int] = {}
 
     #: Registered pools that were not loaded, because the model's files have changed.
@@ -261,38 +287,41 @@ class ModelsLoaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):
-    """Loading failed for the reason in `message`. The process ends."""
+    """Loading failed, and the process ends."""
 
+    #: Why loading failed.
     message: str
 
 
 class RankStatus(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """What one compute process does and uses. Sent when it has changed."""
+    """The times and the memory of one compute process. Sent when they have changed."""
 
-    #: Seconds that it has computed steps and waited for other ranks. Zeros if there is one rank.
+    #: Seconds that the process has computed steps, and has waited for other ranks. Zeros if there is one rank.
     time: RankTimes = RankTimes()
 
-    #: Bytes that it holds on its GPU. 0 on a CPU.
+    #: Bytes that the process has reserved on its GPU. 0 on a CPU.
     device_memory: int = 0
 
-    #: KV blocks and prompts of its language stages. None without such stages, and of all ranks but the first.
+    #: KV blocks and prompts of the language stages. None without such stages, and from all ranks but the first.
     texts: TextStats | None = None
 
-    #: Number of texts whose KV was given up for others since the process started.
+    #: Number of texts whose KV blocks were freed for other texts since the process started (retraction).
     retracted: int = 0
 
-    #: By pool, how requests of an exact pool share forwards. Known to the first rank.
+    #: By pool, how requests of an exact pool share forwards. Only the first rank reports it.
     batch_invariance: dict[str, BatchInvarianceStats] = {}
 
 
 class Leak(msgspec.Struct, frozen=True):
     """Memory in use by a worker without tasks."""
 
+    #: The kind of the memory: in the arena, or KV blocks.
     memory: Memory
 
-    #: What the memory is.
+    #: Describes the leaked object or sequence, for the log.
     name: str
 
+    #: Size of the leaked memory.
     bytes: int
 
     #: Whether the memory was freed when it was found.
@@ -302,23 +331,27 @@ class Leak(msgspec.Struct, frozen=True):
 class LeaksFound(msgspec.Struct, frozen=True, tag=True):
     """Leaks of a process without tasks. Each is reported once, by its rank."""
 
+    #: The leaks that one check found.
     leaks: tuple[Leak, ...]
 
 
 class TaskWaits(msgspec.Struct, frozen=True, tag=True):
-    """A task waits because the result store takes no results or gives no upload.
+    """A task waits for the result store, for its results or an upload.
 
     Sent at each try.
     """
 
+    #: The claim of the task.
     claim: Claim
 
 
-#: The messages to the step loop.
+#: The messages for the step loop. A step plan comes from the first rank, by way of the parent.
 ForLoop = RunTask | InputArrived | CancelTask | StepPlan
 
+#: The messages from the parent to a compute process.
 ToCompute = LoadModels | ForLoop | PairCall
 
+#: The messages from a compute process to the parent.
 FromCompute = (
     LoadingStage
     | ComponentLoaded
@@ -369,12 +402,12 @@ class ComputeChannel:
 
     def _read(self, size: int) -> bytes:
         data = bytearray(size)
-        view = memoryview(data)
-        while view:
-            count = self._connection.recv_into(view)
+        unfilled = memoryview(data)
+        while unfilled:
+            count = self._connection.recv_into(unfilled)
             if not count:
                 raise EOFError
-            view = view[count:]
+            unfilled = unfilled[count:]
         return bytes(data)
 
 
@@ -394,6 +427,7 @@ class ParentChannel:
 
         Raises nothing if the process is gone: `receive` notices it.
         """
+        # A long text has more recorded pieces than fit one message. The other end joins them again.
         if isinstance(message, RunTask):
             for offset in range(0, len(message.recorded), MAX_DELTAS_PER_MESSAGE):
                 pieces = message.recorded[offset : offset + MAX_DELTAS_PER_MESSAGE]
@@ -417,7 +451,7 @@ class ParentChannel:
 def failure(claim: Claim, error: Exception, timings: Timings | None = None) -> TaskFailed:
     """Return the report for a task that ended with this error.
 
-    `timings` say what the task has used. The type of the error decides the kind of failure and so the retry policy.
+    `timings`: what the task has used. The type of the error decides the kind of failure, and so the retry policy.
     """
     rule = rule_of(error)
     message = str(error) if isinstance(error, UnfuseError) else f"{type(error).__name__}: {error}"
@@ -439,7 +473,7 @@ def failure(claim: Claim, error: Exception, timings: Timings | None = None) -> T
 
 
 def sendable(text: str) -> str:
-    """Return the text with characters replaced that UTF-8 cannot encode, as in odd file names."""
+    """Return the text with characters replaced that UTF-8 cannot encode, as in undecodable file names."""
     return text.encode(errors="replace").decode()
 
 
@@ -455,7 +489,7 @@ CANNOT_RUN = "the worker cannot run the task now"
 def unfetched(claim: Claim, error: Exception, ready: bool) -> TaskFailed:
     """Return the failure report of a task whose inputs could not be fetched.
 
-    The task is handed back if compute is not `ready`: then the failure is not its fault.
+    If compute is not `ready`, the task is handed back, since such a failure must not use up its retries.
     """
     if isinstance(error, ObjectLost | PermanentError | NotFound):
         return failure(claim, error)

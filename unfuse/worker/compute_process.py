@@ -52,7 +52,8 @@ LOG_END_S = 1.0
 class ForkedProcess:
     """A forked process, with the interface of `asyncio.subprocess.Process`.
 
-    It is watched by its pidfd, since it is no child of this process. The fork server sends its exit code.
+    It is a child of the fork server, not of this process. So its end is observed through a pidfd, and the fork server
+    sends its exit code.
     """
 
     def __init__(self, pid: int, pidfd: int, answers: socket.socket) -> None:
@@ -74,7 +75,7 @@ class ForkedProcess:
 
         Returns its exit code; below 0, it is the negative number of the signal that ended the process.
         """
-        return await asyncio.shield(self._end)
+        return await asyncio.shield(self._end)  # several callers wait, and each may be cancelled
 
     async def _watch(self) -> int:
         code = UNKNOWN
@@ -94,6 +95,7 @@ class ForkedProcess:
 class StartedProcess(msgspec.Struct, frozen=True):
     """A compute process that was started."""
 
+    #: The running process.
     child: asyncio.subprocess.Process | ForkedProcess
 
     #: This process's end of the socket pair.
@@ -119,32 +121,35 @@ async def start_process(environment: Mapping[str, str], fork_server: socket.sock
 
 async def _start(environment: Mapping[str, str], fork_server: socket.socket | None = None) -> StartedProcess:
     ours, theirs = socket.socketpair()
-    reading, writing = os.pipe()
+    read_end, write_end = os.pipe()
     try:
         if fork_server is not None:
-            return StartedProcess(await _fork(fork_server, theirs.fileno(), writing, environment), ours, reading)
+            return StartedProcess(await _fork(fork_server, theirs.fileno(), write_end, environment), ours, read_end)
         command = sys.executable, "-X", "faulthandler", "-m", "unfuse.worker.compute", str(theirs.fileno())
         child = await asyncio.create_subprocess_exec(
             *command,
             pass_fds=[theirs.fileno()],
             env=environment,
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=writing,
-            stderr=writing,
+            stdout=write_end,
+            stderr=write_end,
             start_new_session=True,
         )
-        return StartedProcess(child, ours, reading)
+        return StartedProcess(child, ours, read_end)
     except BaseException:
         ours.close()
-        os.close(reading)
+        os.close(read_end)
         raise
-    finally:
+    finally:  # only the child may have these ends open, or its death would go unnoticed
         theirs.close()
-        os.close(writing)
+        os.close(write_end)
 
 
 async def _fork(requests: socket.socket, channel: int, log: int, environment: Mapping[str, str]) -> ForkedProcess:
-    """Have the fork server fork a process. Raises OSError if it does not."""
+    """Have the fork server fork a process.
+
+    The process gets the descriptors `channel` and `log`. Raises OSError if it is not forked.
+    """
     answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with theirs:
@@ -152,6 +157,8 @@ async def _fork(requests: socket.socket, channel: int, log: int, environment: Ma
             socket.send_fds(requests, [encode(Fork(dict(environment)))], descriptors_sent, socket.MSG_DONTWAIT)
         async with asyncio.timeout(FORK_S):
             await _wait_readable(answers.fileno())
+
+        # A socket without data is at its end: the server died with its end of the pair.
         data, descriptors, _, _ = socket.recv_fds(answers, ANSWER_BYTES, 1)
         match decode(data, Forked | NotForked) if data else NotForked("the fork server ended"):
             case Forked(pid):
@@ -202,12 +209,14 @@ class ComputeProcess:
         return self._child.pid if self._child else None
 
     async def start(self, rendezvous: str = "") -> messages.ModelsLoaded:
-        """Start the process and have it load its models, in the calling asyncio task.
+        """Start the process and wait until it has loaded its models.
 
-        Ranks meet in the file `rendezvous`. Raises ConfigError if loading failed.
+        Ranks meet in the file `rendezvous`. Raises ConfigError if loading failed. The calling asyncio task must be one
+        of this process's own, because its log context gets the number of the rank.
         """
         if self.load.ranks > 1:  # bound in this asyncio task and those it starts, so for all logs of the process
             structlog.contextvars.bind_contextvars(rank=self.load.rank)
+
         log.info("importing")
         environment = compute_environment(self.load.compute.threads, os.environ)
         process = await start_process(environment, self._fork_server)
@@ -216,6 +225,7 @@ class ComputeProcess:
         self.log = ""
         self._halted_s = 0.0
         self._logging = asyncio.create_task(self._read_log(process.log))
+
         await self._channel.send(msgspec.structs.replace(self.load, rendezvous=rendezvous))
         started_at = time.monotonic()
         while True:
@@ -274,11 +284,11 @@ class ComputeProcess:
         return f"killed, because it took {used_text} of memory, and --memory-limit allows {limit_text}"
 
     def halted(self, since_s: float) -> str:
-        """Return why to kill a process that was stopped too long, else "".
+        """Return why to kill a rank that was stopped (SIGSTOP) too long, else "".
 
-        This concerns ranks alone. A rank was stopped for too long if it was at each check for longer than ranks wait
-        for each other (--collective-s). The last check was `since_s` seconds ago. Others may wait for it outside of
-        exchanges, which have a limit of their own.
+        That is if all checks of more than --collective-s seconds have found it stopped. The last check was `since_s`
+        seconds ago. Exchanges have a time limit of their own, but other ranks may also wait for this one between
+        exchanges. A process that is the only rank is never killed for this.
         """
         is_stopped = self.load.ranks > 1 and self.pid is not None and _is_stopped(self.pid)
         self._halted_s = self._halted_s + since_s if is_stopped else 0.0
@@ -286,7 +296,10 @@ class ComputeProcess:
         return f"killed, because it was stopped for {limit:g} s (--collective-s)" if self._halted_s > limit else ""
 
     async def last_words(self) -> str:
-        """Wait for the end of the process. Returns how it ended; `log` is complete then."""
+        """Wait for the end of the process and return how it ended.
+
+        `log` is complete then.
+        """
         assert self._child
         code = await self._child.wait()
         await asyncio.wait({self._logging}, timeout=LOG_END_S)
@@ -295,24 +308,24 @@ class ComputeProcess:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     async def _read_log(self, descriptor: int) -> None:
-        """Read the process's output: log its records, copy the rest to standard error.
+        """Log the records of the process's output, and copy its other lines to standard error.
 
-        The end of it is kept in `log`.
+        `log` gets the last characters of both.
         """
-        reader, rest = asyncio.StreamReader(), b""
+        reader, incomplete = asyncio.StreamReader(), b""
         pipe = os.fdopen(descriptor, "rb", buffering=0)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), pipe
         )
         with closing(transport):
             while data := await reader.read(1 << 16):
-                *lines, rest = (rest + data).split(b"\n")
-                if len(rest) > MAX_LINE:
-                    lines, rest = [*lines, rest], b""
+                *lines, incomplete = (incomplete + data).split(b"\n")
+                if len(incomplete) > MAX_LINE:
+                    lines, incomplete = [*lines, incomplete], b""
                 for line in lines:
                     self._relay(line + b"\n")
-            if rest:
-                self._relay(rest)
+            if incomplete:
+                self._relay(incomplete)
 
     def _relay(self, line: bytes) -> None:
         """Log the record in a line, or copy the line to standard error."""
@@ -327,7 +340,7 @@ class ComputeProcess:
 
 
 def _own_memory(pid: int) -> int:
-    """Return the anonymous resident bytes of a process: neither files nor the arena count."""
+    """Return the anonymous resident bytes of a process: without mapped files and the arena."""
     with suppress(OSError):
         if match := re.search(r"^RssAnon:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE):
             return int(match[1]) * 1024

@@ -63,6 +63,7 @@ OVER_S = 15.0
 #: Seconds before a failed restart is tried again.
 RESTART_S = 1.0
 
+#: The reason of a compute process that is killed to swap models. Its end is no error.
 SWAPPED = "stopped to load another set of weights"
 
 #: Number of failed restarts in a row after which the previous model is loaded again, or ranks are lost.
@@ -134,11 +135,12 @@ class BusyShare:
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        # The utilization at the last change, and its monotonic time in seconds.
         self._now, self._at = now, now()
         self._share, self._busy = 0.0, False
 
     def set_busy(self, busy: bool) -> None:
-        """Note that there are tasks from now on, or none."""
+        """Record that there are tasks from now on, or none."""
         self._share = self.utilization
         self._at = self._now()
         self._busy = busy
@@ -162,6 +164,7 @@ def resident(pids: Iterable[int]) -> int:
     return total
 
 
+#: Called with each event of the compute processes.
 Report = Callable[
     [
         ModelsLoaded
@@ -180,21 +183,21 @@ Report = Callable[
 
 
 class Executor:
-    """The compute processes that run a worker's stages together, behind `run` and `cancel`.
+    """The compute processes that run a worker's stages together, one for each rank.
 
-    All processes get the tasks. The first one decides the step plans, which are passed on to the others here, and
-    answers for all. When one dies, all are ended and started again. Tasks that a dead process had started are
+    All processes get all tasks. The first rank decides the step plans, which the executor passes on to the others, and
+    reports for all. When one process dies, all are ended and started again. Tasks that the first rank had started are
     reported as crashed, the others as handed back.
 
-    A process is killed if the first one has tasks and sends nothing for `stall_s` seconds, if its own memory exceeds
-    `memory_limit` bytes (0: any) while there are tasks, or if it is one of several ranks and is stopped. A task that
-    must run alone waits here until no other runs, and later tasks wait for its end.
+    All processes are killed if there are tasks and the first rank sends nothing for `stall_s` seconds. A process is
+    killed if its own memory exceeds `memory_limit` bytes (0: any) while there are tasks, or if it is one of several
+    ranks and stays stopped. A task that must run alone waits until no other task runs, and later tasks wait for its
+    end.
 
     - `loads`: what each rank loads.
-    - `report`: called with everything that happens to a task, with ModelsLoaded after a restart, and with the leaks
-      that any process finds.
-    - `fork_server`: processes are forked by it, if there is one.
-    - `buffer`: inputs of more tokens are received in chunks; see InputStreams.
+    - `report`: called with all events of tasks, with ModelsLoaded after a restart, and with the leaks of any process.
+    - `fork_server`: forks the processes, if there is one.
+    - `buffer`: inputs of longer prompts, in tokens, are received in chunks; see InputStreams.
     """
 
     def __init__(
@@ -210,13 +213,16 @@ class Executor:
         self._stall_s, self._memory_limit = stall_s, memory_limit
         self._background, self._run_dir = Supervisor(), next((load.run_dir for load in loads), "")
         self._processes = [ComputeProcess(load, self._background, fork_server) for load in loads]
-        self._waiting: dict[Claim, RunTask] = {}
+        self._waiting: dict[Claim, RunTask] = {}  # tasks that the processes have not got yet
         self._sent: dict[Claim, RunTask] = {}
-        self._started: set[Claim] = set()
+        self._started: set[Claim] = set()  # sent tasks that the first rank has begun
         self._waiting_for_results: set[Claim] = set()
-        self._progress_at = 0.0
+        self._progress_at = 0.0  # monotonic time of the first rank's last message, in seconds
         self._watching: asyncio.Task[None] | None = None
+
+        #: Whether the processes have loaded their models and accept tasks.
         self.ready = False
+
         self._busy = BusyShare()
         self._statuses = [RankStatus()] * len(loads)
         self._batch_invariance: dict[str, BatchInvarianceStats] = {}  # of earlier processes too
@@ -231,24 +237,24 @@ class Executor:
         #: Moves bytes of the arena, in the first process.
         self.pairs = ComputePairs(self._send_if_ready)
 
-        #: Passes inputs that are longer than the `buffer` on to the processes.
+        #: Streams inputs of prompts that are longer than the `buffer` into the processes.
         self.replies = InputStreams(buffer, self._send_if_ready, len(loads))
 
     @property
     def pids(self) -> list[int]:
-        """The ids of the running processes."""
+        """The ids of the processes that were started last. Empty before the first start."""
         return [process.pid for process in self._processes if process.pid]
 
     @property
     def loaded(self) -> tuple[str, float]:
-        """The loaded set of weights, and the seconds that loading it took."""
+        """The loaded set of weights, and the seconds in which the slowest rank loaded it."""
         return self._processes[0].load.loaded_model, max(process.load_s for process in self._processes)
 
     @property
     def status(self) -> WorkerStatus:
         """The status of the compute processes.
 
-        The first rank reports what all ranks have in common.
+        It is that of the first rank, with the times of each rank.
         """
         first = self._statuses[0]
         return WorkerStatus(
@@ -266,8 +272,8 @@ class Executor:
         Raises ConfigError if one cannot load.
         """
         self._watching = self._watching or self._background.start_loop("watching the compute processes", self._watch)
-        meeting = Path(self._run_dir, f".ranks.{secrets.token_hex(8)}")
-        starting = [asyncio.create_task(process.start(str(meeting))) for process in self._processes]
+        rendezvous = Path(self._run_dir, f".ranks.{secrets.token_hex(8)}")
+        starting = [asyncio.create_task(process.start(str(rendezvous))) for process in self._processes]
         try:
             loaded = await asyncio.gather(*starting)
         except BaseException:
@@ -277,14 +283,14 @@ class Executor:
             await self._end()
             raise
         finally:
-            meeting.unlink(missing_ok=True)
+            rendezvous.unlink(missing_ok=True)
         self.ready = True
         return loaded[0]
 
     async def serve(self) -> None:
-        """Report the messages of the processes, for ever.
+        """Report the messages of the processes, until cancelled.
 
-        When one dies, report that and restart all.
+        When a process dies, its tasks are reported, and all processes are restarted.
         """
         while True:
             dead = await self._wait_for_end()
@@ -302,6 +308,9 @@ class Executor:
             except ConfigError as error:
                 failures += 1
                 log.error("the compute process did not start", reason=str(error))
+
+                # A set that cannot be loaded, such as after a swap, must not keep the worker from serving the old one.
+                # If ranks cannot restart at all, a device may be lost: the launcher then tries fewer of them.
                 if failures == TRIED and self._previous_loads:
                     self._reload(self._previous_loads)
                 if failures == TRIED and len(self._processes) > 1 and not self.lost.done():
@@ -309,9 +318,9 @@ class Executor:
                 await asyncio.sleep(RESTART_S)
 
     def swap(self, loads: Sequence[LoadModels]) -> None:
-        """Swap models: load other weights while no task runs. ModelsLoaded is reported then.
+        """Swap models: load other weights while no task runs. ModelsLoaded is reported afterwards.
 
-        If they cannot be loaded, the previous ones are loaded again.
+        If these weights cannot be loaded, the previous ones are loaded again.
         """
         self.ready, self._previous_loads = False, [process.load for process in self._processes]
         self._reload(loads)
@@ -325,8 +334,10 @@ class Executor:
     async def run(self, lease: Lease, peers: Mapping[str, tuple[str, str]], recorded: tuple[bytes, ...] = ()) -> None:
         """Send a leased task to the processes. Its end is reported.
 
-        `recorded` are the recorded pieces of its output. The task is handed back if a process that had received an
-        input of it is gone.
+        - `peers`: (node, arena address) of the owners of its inputs, by worker id.
+        - `recorded`: the recorded pieces of its output.
+
+        The task is handed back if the processes have restarted since they received its streamed inputs.
         """
         if not self.replies.is_received(lease.claim):
             await self._report(
@@ -341,7 +352,7 @@ class Executor:
     async def cancel(self, claim: Claim, save: bool = False, *, if_saved: bool = False) -> None:
         """Drop a task at its next step. TaskStopped is reported unless the task ends first.
 
-        With `save`, CheckpointSaved is reported before. With `if_saved`, the task goes on if its state cannot be
+        With `save`, CheckpointSaved is reported before. With `if_saved`, the task continues if its state cannot be
         saved.
         """
         if self._waiting.pop(claim, None):
@@ -367,7 +378,7 @@ class Executor:
     async def _send_if_ready(self, message: InputArrived | CancelTask | PairCall) -> bool:
         """Send an input chunk to all processes, or another message to the first.
 
-        Returns whether they run.
+        Returns whether the processes are ready.
         """
         if self.ready:
             await self._send(message, self._processes if isinstance(message, InputArrived) else self._processes[:1])
@@ -380,9 +391,10 @@ class Executor:
     async def _send_runnable(self) -> None:
         """Send the processes all tasks that may run now, in order of arrival."""
         for claim, run in list(self._waiting.items()):
-            alone = run.lease.task.alone or any(other.lease.task.alone for other in self._sent.values())
+            alone = run.lease.task.alone or any(sent.lease.task.alone for sent in self._sent.values())
             if not self.pids or (alone and self._sent):
                 return
+            # An idle process sends nothing, so the stall time counts from the first task.
             self._progress_at = self._progress_at if self._sent else time.monotonic()
             self._sent[claim] = self._waiting.pop(claim)
             self._busy.set_busy(True)
@@ -455,12 +467,14 @@ class Executor:
 
     async def _watch(self) -> None:
         """Kill processes that make no progress or use too much memory."""
-        slept = time.monotonic()
+        sleep_began = time.monotonic()
         await asyncio.sleep(WATCH_S)
-        self._progress_at += max(0.0, time.monotonic() - slept - WATCH_S)  # time in which this process was stopped
+        self._progress_at += max(
+            0.0, time.monotonic() - sleep_began - WATCH_S
+        )  # time in which this process was stopped
         for process in self._processes:
-            busy = self._stalled() or process.memory_excess(self._memory_limit) if self._sent else ""
-            if reason := process.halted(WATCH_S) or busy:
+            excess = self._stalled() or process.memory_excess(self._memory_limit) if self._sent else ""
+            if reason := process.halted(WATCH_S) or excess:
                 process.kill(reason)
 
     def _stalled(self) -> str:
@@ -473,7 +487,8 @@ class Executor:
         """End the other processes, and report the tasks that ended with them."""
         cause = await dead.last_words()
         await self._end()
-        # Device memory is known anew once the next processes have loaded.
+
+        # Times and counts start at zero again. Device memory stays until the next processes report theirs.
         self._statuses = [RankStatus(device_memory=rank.device_memory) for rank in self._statuses]
         log.log(INFO if cause == SWAPPED else ERROR, "compute process died", reason=cause, begun=len(self._started))
         claims, started = [*self._sent, *self._waiting], self._started
@@ -482,10 +497,11 @@ class Executor:
         self._started = set()
         self._waiting_for_results = set()
         self._busy.set_busy(False)
+
         message, evidence = f"the compute process died: {cause}", f"{cause}\n{dead.log}".strip()
         for claim in claims:
             crashed = claim in started
             kind: FailureKind = "crash" if crashed else "hand_back"
             reason = "" if crashed else "compute"
-            company = crashed and len(started) > 1
-            await self._report(TaskFailed(claim, kind, message, evidence, had_companions=company, reason=reason))
+            had_companions = crashed and len(started) > 1  # then another task may be to blame for the crash
+            await self._report(TaskFailed(claim, kind, message, evidence, had_companions=had_companions, reason=reason))

@@ -1,10 +1,11 @@
-"""The fork server: has imported what compute needs, and forks compute processes.
+"""The fork server: imports torch and the models' classes once, and forks compute processes.
 
-So each process has a short cold start and shares memory with the others. `python -m unfuse.worker.fork_server FD
-FOLDER...`, with the folders of the models, is started by a launcher with one end of a SOCK_SEQPACKET pair. The
-workers have the other end, so no other process can send requests. The server ends when the other end is closed
-everywhere. It has one thread, uses no GPU, and opens nothing that it does not need. Its children close whatever they
-inherit from it, so that none keeps another's socket open.
+So each process has a short cold start and shares memory with the others. A launcher starts `python -m
+unfuse.worker.fork_server FD FOLDER...` with the folders of the models and one end of a SOCK_SEQPACKET pair. The workers
+have the other end, so no other process can send requests. The server ends when the other end is closed everywhere.
+
+The server has one thread, uses no GPU, and opens nothing that it does not need. Its children close all descriptors that
+they inherit, so that none keeps another child's socket open.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from unfuse.models import find, resolve_source
 #: Most bytes of a Fork, which has an environment.
 MAX_REQUEST = 256 * 1024
 
+#: The module of the compute process.
 COMPUTE = "unfuse.worker.compute"
 
 #: A folder with an entry for each thread of this process.
@@ -37,39 +39,42 @@ THREADS = "/proc/self/task"
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):
-    """Fork a compute process with this environment.
+    """Request to fork a compute process.
 
-    Three descriptors come with it: the process's channel, its standard output and error, and a socket for answers.
-    There, Forked is sent with a pidfd, and Ended when the process has ended. NotForked is sent instead if it cannot
-    be forked.
+    Three descriptors come with it: the process's channel, its standard output and error, and a socket for answers. The
+    server answers with Forked and a pidfd, and with Ended when the process has ended; or with NotForked.
     """
 
+    #: All environment variables of the process.
     environment: dict[str, str]
 
 
 class Forked(msgspec.Struct, frozen=True, tag=True):
-    """The process runs and has this process id."""
+    """The answer to a Fork: the process runs."""
 
+    #: The process id.
     pid: int
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """The process ended with this code; below 0, the negative number of a signal."""
+    """The second answer to a Fork: the process has ended."""
 
+    #: The exit code; below 0, the negative number of the signal that ended the process.
     code: int
 
 
 class NotForked(msgspec.Struct, frozen=True, tag=True):
-    """The process was not started, for this reason."""
+    """The answer to a Fork: the process was not started."""
 
+    #: Why it was not started.
     reason: str
 
 
 def import_for(models: Sequence[str]) -> str:
-    """Import what computing with these models needs. Returns why forking is impossible, or "".
+    """Import all that computing with these models needs. Returns why forking is impossible, or "".
 
-    Warnings of libraries about their own imports, such as optional parts that cannot be loaded, are not logged: they
-    would be on the first screen of a server.
+    Warnings of libraries about their own imports, such as optional parts that cannot be loaded, are not logged, because
+    they would be on the first screen of a server.
     """
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -82,6 +87,8 @@ def import_for(models: Sequence[str]) -> str:
         return f"imports failed: {error!r}"
     finally:
         logging.disable(disabled)
+
+    # A fork has only the forking thread: a lock that another thread holds would stay locked for ever.
     if (threads := len(os.listdir(THREADS))) > 1:
         return f"imports left {threads} threads running"
     gc.collect()
@@ -119,7 +126,7 @@ class ForkServer:
                 raise ProtocolError("the number of descriptors or the size of the message is wrong")
             fork: Fork = decode(data, Fork)
             with socket.socket(fileno=descriptors[2]) as reply:
-                descriptors.remove(reply.fileno())  # which closes it
+                descriptors.remove(reply.fileno())  # `reply` closes it
                 self._fork(fork, descriptors[0], descriptors[1], reply)
         except (ProtocolError, OSError) as error:
             sys.stderr.write(f"the fork server could not serve a request: {error}\n")
@@ -152,22 +159,25 @@ class ForkServer:
 
 
 def _send(reply: socket.socket, message: Forked | Ended | NotForked, *descriptors: int) -> None:
-    """Send a message, unless the requester is gone; then the child's channel is closed, too."""
+    """Send a message.
+
+    If the requester is gone, nothing is sent. Its end of the child's channel is closed then, which ends the child.
+    """
     with contextlib.suppress(OSError):
         socket.send_fds(reply, [encode(message)], descriptors, socket.MSG_DONTWAIT)
 
 
 def _become_compute(channel: int, log: int, environment: Mapping[str, str]) -> NoReturn:
-    """Run the compute process in this forked one.
+    """Run a compute process in this child, and then end the child.
 
-    Nothing of the forking process is cleaned up here.
+    It ends by os._exit, since the exit functions and open files of the fork server are not the child's.
     """
     code = 1
     try:
         os.setsid()
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
-        os.closerange(sys.stderr.fileno() + 1, channel)
+        os.closerange(sys.stderr.fileno() + 1, channel)  # sockets of the fork server and of other children
         os.closerange(channel + 1, os.sysconf("SC_OPEN_MAX"))
         os.environ.clear()
         os.environ.update(environment)

@@ -23,44 +23,44 @@ MAX_REQUESTS = 16
 
 
 @asynccontextmanager
-async def health_server(at: str, lacking: Callable[[], str]) -> AsyncIterator[None]:
+async def health_server(address: str, unready_reason: Callable[[], str]) -> AsyncIterator[None]:
     """Serve `/health` (200) and `/ready` at HOST:PORT within the block, for GET and HEAD.
 
-    `/ready` is 200 unless `lacking` returns a reason, else 503 with that reason. With an empty address nothing is
+    `/ready` is 200 if `unready_reason` returns "", else 503 with the returned reason. With an empty address nothing is
     served. Raises ConfigError for an address that cannot be used.
     """
-    if not at:
+    if not address:
         yield
         return
-    host, _, port = at.rpartition(":")
+    host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):
-        raise ConfigError(f"--health {at!r} is not an address: use HOST:PORT, such as 0.0.0.0:8002")
-    free = asyncio.Semaphore(MAX_REQUESTS)
+        raise ConfigError(f"--health {address!r} is not an address: use HOST:PORT, such as 0.0.0.0:8002")
+    slots = asyncio.Semaphore(MAX_REQUESTS)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            if not free.locked():
-                async with free, asyncio.timeout(HEAD_S):
+            if not slots.locked():  # a request above the limit is closed at once: probes do not wait
+                async with slots, asyncio.timeout(HEAD_S):
                     head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(_response(head.split(b" ")[:2], lacking))
+                    writer.write(_response(head.split(b" ")[:2], unready_reason))
                     await writer.drain()
         writer.close()
 
     try:
         server = await asyncio.start_server(answer, host.strip("[]"), int(port), limit=HEAD_BYTES)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"cannot listen on --health {at} ({error}): choose another address") from error
+        raise ConfigError(f"cannot listen on --health {address} ({error}): choose another address") from error
     try:
         yield
     finally:
         server.close()
 
 
-def _response(request_line: list[bytes], lacking: Callable[[], str]) -> bytes:
+def _response(request_line: list[bytes], unready_reason: Callable[[], str]) -> bytes:
     """Return the whole HTTP response to a request with this method and path."""
     method, path = (*request_line, b"")[:2]
-    missing = lacking()
-    answers = {b"/health": (200, "ok"), b"/ready": (503, missing) if missing else (200, "ready")}
+    reason = unready_reason()
+    answers = {b"/health": (200, "ok"), b"/ready": (503, reason) if reason else (200, "ready")}
     status, text = answers.get(
         path if method in (b"GET", b"HEAD") else b"", (404, "not found: the paths are /health and /ready")
     )

@@ -36,13 +36,16 @@ ROOM_S = 2.0
 class Job:
     """A running task: its stage's state, and how far it is computed, saved and reported."""
 
+    #: The lease of the task.
     lease: Lease
+
+    #: The stage that computes the task. Tasks share it.
     stage: Stage
 
     #: Tasks of equal key may share a forward: pool, batch key, exact batch key.
     key: tuple[Hashable, ...]
 
-    #: Releases the inputs. If the output can be read while it is written, aborts it unless it is sealed.
+    #: Closing it releases the inputs, and aborts an output that others read while it is written, unless it is sealed.
     opened: ExitStack
 
     #: The stage's state between two steps.
@@ -72,7 +75,7 @@ class Job:
     #: The number of tasks in its forwards, itself included, summed over its steps.
     batch_size_sum: int = 0
 
-    #: The last step that was to be saved; also if saving it failed.
+    #: The last step at which a save was tried, with or without success.
     saved: int = 0
 
     #: The last step that was saved: the next attempt can resume there.
@@ -105,13 +108,13 @@ class Job:
     #: Completed prefix blocks that are not stored yet: (key, digest, tensors), see `read_prefix_blocks`.
     prefix_blocks: list[tuple[str, str, Tensors]] = field(default_factory=list)
 
-    #: The object that the output is written into while the task runs, if it can be read meanwhile.
+    #: The object into which steps write the output, so that others read it meanwhile. None if it is stored at the end.
     output: UnsealedObject | None = None
 
     def new_deltas(self) -> OutputDeltas | None:
-        """Return what the last step added to the output, or None.
+        """Return the pieces that the last step added to the output, or None.
 
-        Raises PermanentError if that is too much to be recorded.
+        Raises PermanentError if they are too large to be recorded.
         """
         pieces = tuple(self.stage.new_chunks(self.state))
         if not pieces:
@@ -156,9 +159,9 @@ class Job:
 
 
 class CollectedInput:
-    """Collects an object that arrives in chunks in the memory of this rank.
+    """Collects an object that arrives in chunks, in the memory of this rank.
 
-    Each of the `ranks` collects it. Raises TransientError if there is not enough memory for all of them.
+    All `ranks` do so. Raises TransientError if the machine does not have enough memory for all of their copies.
     """
 
     def __init__(self, ref: ObjectRef, ranks: int = 1) -> None:
@@ -190,7 +193,7 @@ class CollectedInput:
 class JobFactory:
     """Makes the jobs of tasks on the stages of one compute process.
 
-    For the parameters see StepLoop. `exact` says whether jobs get an exact batch key; `ranks` is the number of ranks.
+    For the parameters see StepLoop. `exact`: whether jobs get an exact batch key. `ranks`: the number of ranks.
     """
 
     def __init__(
@@ -211,8 +214,8 @@ class JobFactory:
     def receive(self, arrived: InputArrived) -> InputTaken:
         """Receive the next bytes of an input, by the stage itself or into memory.
 
-        The answer has an error if that failed. Received bytes then stay until `forget`, which all ranks call in the
-        same round.
+        The answer has the error if that failed. The bytes received so far then stay until `forget`, which all ranks
+        call in the same round, so that the free memory stays equal on all of them.
         """
         task = arrived.lease.task
         claim = arrived.lease.claim
@@ -237,9 +240,9 @@ class JobFactory:
         self._receiving.pop(claim, None)
 
     def drop_streamed(self, claim: Claim) -> None:
-        """Drop inputs that the stage of a task has received itself; the stage recomputes them.
+        """Drop the inputs of a task that its stage has received itself.
 
-        Inputs that were received into memory stay.
+        The stage recomputes them. Inputs that were received into memory stay.
         """
         inputs = self._receiving.get(claim, {})
         for id in [id for id, receiver in inputs.items() if not isinstance(receiver, CollectedInput)]:
@@ -251,7 +254,7 @@ class JobFactory:
             receiver.drop()
 
     def start(self, run: RunTask) -> Job:
-        """Return the job of a task.
+        """Read the inputs of a task and return its job.
 
         Raises ResultsUnavailable if an upload cannot be read now, and any error of the inputs or the stage.
         """
@@ -267,6 +270,7 @@ class JobFactory:
             ]
             collected, received = self._received_inputs(run.lease)
             tensors = {name: tensor for input_tensors in inputs for name, tensor in input_tensors.items()} | collected
+
             stage = self._stages[declared_pool(task.planned.pool)]
             uploads = {name: self._results.attached(task.request, name) for name in stage.uploads_of(task.derived)}
             prefix += self._read_prefix(run.lease)
@@ -288,15 +292,15 @@ class JobFactory:
                 self.forget(run.lease.claim)
             raise
         finally:
-            for block in prefix:
+            for block in prefix:  # the state has copied them, unlike the inputs, over which it may have arrays
                 block.close()
 
     def _make_job(self, run: RunTask, stage: Stage, stage_input: StageInput, opened: ExitStack, get_s: float) -> Job:
         """Verify the inputs, make the state of a task, and return its job."""
         began = time.monotonic()
         stage.verify(stage_input)
-        resumed = self._resume_state(stage, stage_input, run.lease)
-        state = stage.start(stage_input) if resumed is None else resumed
+        resumed_state = self._resume_state(stage, stage_input, run.lease)
+        state = stage.start(stage_input) if resumed_state is None else resumed_state
         try:
             step, _ = stage.progress(state)
             key = run.lease.task.planned.pool, stage.batch_key(stage_input), self.exact_batch_key(stage, state)
@@ -370,40 +374,43 @@ def _is_narrowed(lease: Lease) -> bool:
     return any(meta.is_wide for ref in lease.task.inputs for meta in ref.tensors)
 
 
-def start_result(run: RunTask, begun: Job | Exception) -> TaskStart:
-    """Return this rank's start of a task: the first step, a failure or a wait."""
-    if isinstance(begun, Job):
-        return begun.resumed
+def start_result(run: RunTask, outcome: Job | Exception) -> TaskStart:
+    """Return how a task starts on this rank: at which step, or why not.
+
+    `outcome`: the task's job, or the error of its start.
+    """
+    if isinstance(outcome, Job):
+        return outcome.resumed
     claim = run.lease.claim
-    return TaskWaits(claim) if isinstance(begun, ResultsUnavailable) else failure(claim, begun)
+    return TaskWaits(claim) if isinstance(outcome, ResultsUnavailable) else failure(claim, outcome)
 
 
 def announce(
-    store: TensorStore, job: Job, encodings: Mapping[str, str], tell: Callable[[OutputAnnounced], object] | None
+    store: TensorStore, job: Job, encodings: Mapping[str, str], send: Callable[[OutputAnnounced], object] | None
 ) -> None:
-    """Make a task's output readable while it is written, and announce it.
+    """Make a task's output readable while it is written, and send the announcement.
 
-    `tell` receives the announcement. The output is stored only at its end if it is to be narrowed, if there is no room
-    yet, or if `tell` is None. The output of one of several tasks is announced however small it is: their reader
-    starts with those that are there.
+    The output is stored only at the task's end if it is final, if it is narrowed, if the arena has no room for it yet,
+    or if `send` is None. A small output is announced only if its reader also reads the outputs of sibling tasks,
+    because the reader can start with the first of them.
     """
     task, outline = job.lease.task, job.stage.outline(job.state)
-    if not outline or tell is None or task.planned.final or encodings.get(task.planned.kind, "none") != "none":
+    if not outline or send is None or task.planned.final or encodings.get(task.planned.kind, "none") != "none":
         return
-    with suppress(TransientError):
+    with suppress(TransientError):  # no room: the output is stored at the task's end, when there may be some
         job.output = store.start_output(
             outline, request=task.request, stage=task.stage, attempt=task.attempt, small=task.has_siblings
         )
     if job.output:
         job.opened.callback(job.output.abort)
         job.stage.write_to(job.state, job.output)
-        tell(OutputAnnounced(job.claim, job.output.ref))
+        send(OutputAnnounced(job.claim, job.output.ref))
 
 
 def store_output(store: TensorStore, job: Job, output: StageOutput, encodings: Mapping[str, str]) -> ObjectRef | None:
     """Store a task's output tensors, narrowed by the stage kind's entry in `encodings`.
 
-    An output that was readable while it was written is only sealed. Returns None for a final stage, which has no
+    An output that was written during the steps is completed and sealed. Returns None for a final stage, which has no
     tensors.
     """
     task = job.lease.task
@@ -421,8 +428,8 @@ def store_output(store: TensorStore, job: Job, output: StageOutput, encodings: M
 def read_prefix_blocks(job: Job) -> list[tuple[str, str, Tensors]]:
     """Return the prefix blocks that the last step completed, as (key, digest, copied tensors).
 
-    The digest is empty if the key is one of the task's own `prefixes`. The state may change afterwards. A block that
-    cannot be read is left out, with those behind it.
+    The digest is empty if the key is one of the task's own `prefixes`. The tensors do not change with later steps. A
+    block that cannot be read is left out, with all later ones.
     """
     task, blocks = job.lease.task, list[tuple[str, str, Tensors]]()
     try:
@@ -431,7 +438,7 @@ def read_prefix_blocks(job: Job) -> list[tuple[str, str, Tensors]]:
                 blocks.append((task.planned.prefixes[block.number], "", block.copy()))
             elif task.planned.extends_prefix_of:
                 blocks.append((prefix_key(task.planned.extends_prefix_of, block.digest), block.digest, block.copy()))
-    except Exception as error:  # the task itself goes on, on every rank; other tasks recompute a missing block
+    except Exception as error:  # the task continues, as on every other rank; other tasks recompute a missing block
         log.info("prefix block not cached", request=task.request, stage=task.stage, reason=str(error))
     return blocks
 
@@ -439,26 +446,26 @@ def read_prefix_blocks(job: Job) -> list[tuple[str, str, Tensors]]:
 def store_prefix_blocks(store: TensorStore, job: Job) -> Iterator[CachePrefix]:
     """Store the blocks of `read_prefix_blocks` for other tasks (prefix caching).
 
-    A block that cannot be stored is left out, with those behind it.
+    Yields a message for each block. A block that cannot be stored is left out, with all later ones.
     """
     task, blocks = job.lease.task, job.prefix_blocks
     job.prefix_blocks = []
     for key, digest, tensors in blocks:
         try:
             ref = store.put(tensors, request=task.request, stage=task.stage, attempt=task.attempt)
-        except Exception as error:  # as above
+        except Exception as error:  # for the same reasons as in `read_prefix_blocks`
             log.info("prefix block not cached", request=task.request, stage=task.stage, reason=str(error))
             return
         yield CachePrefix(job.claim, key, ref, digest)
 
 
 def write(results: ResultStore, job: Job, media: Sequence[EncodedMedia]) -> tuple[ResultFile, ...]:
-    """Store result files, numbered from the task's `index` parameter on.
+    """Store the result files of a final stage, numbered from the task's `index` parameter on.
 
     Raises ResultsUnavailable if the result store cannot be written now.
     """
     task = job.lease.task
-    first = 0 if task.params.get("index") is None else need(task.params, "index", int)
+    first_index = 0 if task.params.get("index") is None else need(task.params, "index", int)
     return tuple(
-        results.put(task.request, index, file.content_type, file.data) for index, file in enumerate(media, first)
+        results.put(task.request, index, file.content_type, file.data) for index, file in enumerate(media, first_index)
     )

@@ -76,12 +76,14 @@ TICK_S = 1.0
 class ProgressReporter:
     """Sends the progress of tasks, many in one message.
 
-    `ended` is called with each claim whose lease is lost.
+    `on_lease_lost` is called with each claim whose lease is lost.
     """
 
-    def __init__(self, link: SchedulerLink, background: Supervisor, ended: Callable[[Claim], Awaitable[None]]) -> None:
+    def __init__(
+        self, link: SchedulerLink, background: Supervisor, on_lease_lost: Callable[[Claim], Awaitable[None]]
+    ) -> None:
         self._link, self._background = link, background
-        self._ended = ended
+        self._on_lease_lost = on_lease_lost
         self._steps: list[StepProgress] = []
 
     def add(self, progress: StepProgress) -> None:
@@ -103,7 +105,7 @@ class ProgressReporter:
     async def _send(self, message: ReportProgress) -> None:
         answer = await self._link.call(message)
         for claim in answer.ended_claims if isinstance(answer, HeartbeatReply) else ():
-            await self._ended(claim)
+            await self._on_lease_lost(claim)
 
 
 @dataclass(eq=False)
@@ -113,6 +115,7 @@ class _UnrecordedOutput:
     #: The number of the first of these pieces.
     offset: int
 
+    #: The pieces, in order.
     pieces: list[bytes] = field(default_factory=list)
 
     #: Set when no piece is left.
@@ -122,14 +125,16 @@ class _UnrecordedOutput:
 class OutputRecorder:
     """Has the scheduler record new output of tasks, in one message after the other.
 
-    So pieces stay in order. `ended` is called with each claim for which nothing is recorded any more.
+    So pieces stay in order. `on_lease_lost` is called with each claim for which the scheduler records nothing any more.
     """
 
-    def __init__(self, link: SchedulerLink, background: Supervisor, ended: Callable[[Claim], Awaitable[None]]) -> None:
+    def __init__(
+        self, link: SchedulerLink, background: Supervisor, on_lease_lost: Callable[[Claim], Awaitable[None]]
+    ) -> None:
         self._link, self._background = link, background
-        self._ended = ended
+        self._on_lease_lost = on_lease_lost
         self._unrecorded: dict[Claim, _UnrecordedOutput] = {}
-        self._hurry = asyncio.Event()
+        self._hurry = asyncio.Event()  # set while a task that has ended waits for its last pieces
         self._sending = False
 
     def add(self, message: OutputDeltas) -> None:
@@ -141,27 +146,27 @@ class OutputRecorder:
 
     async def wait_until_recorded(self, claim: Claim) -> None:
         """Wait until all pieces of a task are recorded, or its lease is lost."""
-        if growth := self._unrecorded.get(claim):
+        if unrecorded := self._unrecorded.get(claim):
             self._hurry.set()
-            await growth.recorded.wait()
+            await unrecorded.recorded.wait()
 
     async def read(self, lease: Lease) -> tuple[bytes, ...] | None:
-        """Return the recorded pieces of earlier attempts; None if the lease is lost."""
-        output: list[bytes] = []
-        while len(output) < lease.recorded_deltas:
-            match await self._link.call(ReadOutput(lease.claim, len(output))):
+        """Return the pieces that earlier attempts recorded; None if the lease is lost."""
+        recorded: list[bytes] = []
+        while len(recorded) < lease.recorded_deltas:
+            match await self._link.call(ReadOutput(lease.claim, len(recorded))):
                 case RecordedOutput(pieces) if pieces:
-                    output += pieces
+                    recorded += pieces
                 case Rejected(lease_lost=False):
                     await asyncio.sleep(PAUSE_S)
                 case _:
                     return None
-        return tuple(output)
+        return tuple(recorded)
 
     async def _send(self) -> None:
-        """Send messages until no piece is left.
+        """Send messages until all pieces are recorded.
 
-        The first waits for other tasks of the same step.
+        The first message waits GATHER_S for the pieces of other tasks of the same step.
         """
         try:
             await asyncio.sleep(GATHER_S)
@@ -177,9 +182,9 @@ class OutputRecorder:
     def _next_batch(self) -> list[OutputDeltas]:
         """Return as many pieces as one message can have, those that have waited longest first."""
         deltas, room = list[OutputDeltas](), MAX_DELTAS_PER_MESSAGE
-        for claim, growth in self._unrecorded.items():
-            deltas += [OutputDeltas(claim, growth.offset, tuple(growth.pieces[:room]))] if room else []
-            room -= min(room, len(growth.pieces))
+        for claim, unrecorded in self._unrecorded.items():
+            deltas += [OutputDeltas(claim, unrecorded.offset, tuple(unrecorded.pieces[:room]))] if room else []
+            room -= min(room, len(unrecorded.pieces))
         return deltas
 
     async def _record(self, deltas: list[OutputDeltas]) -> bool:
@@ -192,30 +197,31 @@ class OutputRecorder:
             log.warning("the scheduler did not record new output, retrying", answer=str(answer))
             return False
         for delta in deltas:
-            growth = self._unrecorded.pop(delta.claim)
-            growth.offset += len(delta.deltas)
-            del growth.pieces[: len(delta.deltas)]
-            if growth.pieces and delta.claim not in answer.ended_claims:
-                self._unrecorded[delta.claim] = growth
+            # A task with further pieces moves to the end, so that no task waits for ever behind a busy one.
+            unrecorded = self._unrecorded.pop(delta.claim)
+            unrecorded.offset += len(delta.deltas)
+            del unrecorded.pieces[: len(delta.deltas)]
+            if unrecorded.pieces and delta.claim not in answer.ended_claims:
+                self._unrecorded[delta.claim] = unrecorded
             else:
-                growth.recorded.set()
+                unrecorded.recorded.set()
         for claim in answer.ended_claims:
-            await self._ended(claim)
+            await self._on_lease_lost(claim)
         return True
 
 
 class TaskSlots:
-    """The leases of a worker, in its `slots` and `resources`, which all its tasks share.
+    """The leases of a worker, and the slots and resources that its tasks use.
 
     A task whose input is still being written elsewhere uses its share of a resource, and no slot until the input is
-    whole. A task that needs no resource uses a slot at once, or nothing would limit the number of such tasks.
+    complete. A task that needs no resource uses a slot at once, or nothing would limit the number of such tasks.
     """
 
     def __init__(self, slots: int, resources: Mapping[str, int]) -> None:
         self.slots, self.resources = slots, dict(resources)
         self.leases: dict[Claim, Lease] = {}
         self._arriving: set[Claim] = set()
-        self._placed: set[Claim] = set()
+        self._placed: set[Claim] = set()  # tasks whose output has its place in the arena
 
     @property
     def arriving(self) -> int:
@@ -229,74 +235,89 @@ class TaskSlots:
             self._arriving.add(lease.claim)
 
     def arrived(self, claim: Claim) -> None:
-        """Note that all inputs of a task are here, or will not come."""
+        """Record that all inputs of a task are here, or will not come."""
         self._arriving.discard(claim)
 
     def mark_reserved(self, claim: Claim) -> None:
-        """Note that a task has reserved its output's room in the arena and writes there."""
+        """Record that a task has reserved the room of its output in the arena."""
         self._placed |= {claim} & self.leases.keys()
 
     def remove(self, claim: Claim) -> Lease | None:
         """Free the slot of a task that has ended.
 
-        Returns its lease, or None if it had ended before.
+        Returns the task's lease, or None if the slot was free already.
         """
         self._arriving.discard(claim)
         self._placed.discard(claim)
         return self.leases.pop(claim, None)
 
     def free_bytes(self, free: int | None, used: int) -> int | None:
-        """Return the bytes that new outputs may use; None means any.
+        """Return the bytes that new outputs may use; None means any number.
 
-        That is so if the arena is empty: then a task that is too large fails rather than waits.
+        - `free`: the free bytes of the arena; None for a store without a fixed size.
+        - `used`: the used bytes of the arena. If it is empty, any task is requested: one that is too large must fail,
+          since waiting for room would not help it.
         """
         if free is None or (not used and not self.leases):
             return None
         unplaced = self.leases.keys() - self._placed
         return max(0, free - sum(self.leases[claim].task.planned.output_size for claim in unplaced))
 
-    def next_request(self, room: int | None, loaded: str, holds: str = "", after: str = "") -> RequestTasks:
-        """Return the next request: for the free slots, or one more urgent task.
+    def next_request(
+        self, output_room: int | None, adapter_affinity: str, loaded_model: str = "", after_pool: str = ""
+    ) -> RequestTasks:
+        """Return the next request: for the free slots, or for one more urgent task.
 
-        - `room`: bytes of the arena for new outputs.
-        - `loaded`: affinity of the last task with a LoRA adapter, which is still loaded.
-        - `holds`: the loaded set of weights.
-        - `after`: a pool; if set, one follow-up task of a task of that pool is requested.
+        - `output_room`: bytes that new outputs may use; None means any number.
+        - `adapter_affinity`: affinity of the last task with a LoRA adapter, which is still loaded.
+        - `loaded_model`: the loaded set of weights.
+        - `after_pool`: if set, only one follow-up task of a task of this pool is requested.
         """
         tasks = [lease.task for lease in self.leases.values()]
         if any(task.alone for task in tasks):
             return WITHDRAW
-        affinity = next((task.affinity for task in tasks if task.affinity), loaded)
+
+        affinity = next((task.affinity for task in tasks if task.affinity), adapter_affinity)
         slots = self.slots - len(tasks) + len(self._arriving)
-        above = None if slots > 0 else max(task.priority for task in tasks)
+        min_priority = None if slots > 0 else max(task.priority for task in tasks)
         used = Counter[str]()
         for task in tasks:
             used.update(task.planned.needs)
         amounts = {name: max(0, amount - used[name]) for name, amount in self.resources.items()}
-        return RequestTasks(1 if after else max(1, slots), room, WAIT_S, above, affinity, amounts, holds, after)
+        return RequestTasks(
+            1 if after_pool else max(1, slots),
+            output_room,
+            WAIT_S,
+            min_priority,
+            affinity,
+            amounts,
+            loaded_model,
+            after_pool,
+        )
 
 
 class SchedulerLink:
     """The connection to one scheduler at a time.
 
-    The worker calls `hello` once; the link repeats it.
+    The worker calls `register` once. After that, the link repeats the registration at each scheduler that it connects
+    to, and calls `on_registered` each time, since a new scheduler does not have the worker's request for tasks.
 
-    A message without an answer is sent again, to the next scheduler or to the same one, for ever. So any message may
-    arrive twice. `renewed` is called after each registration, since that scheduler knows no earlier request for
-    tasks.
+    A message without an answer is sent again, to the next scheduler or to the same one, without limit. So any message
+    may arrive twice.
     """
 
-    def __init__(self, addresses: Sequence[str], trust: Trust, renewed: Callable[[], None]) -> None:
+    def __init__(self, addresses: Sequence[str], trust: Trust, on_registered: Callable[[], None]) -> None:
         for address in addresses:
-            keys_for(address, trust)
+            keys_for(address, trust)  # raises ConfigError now rather than when this scheduler is used
         self._addresses, self._trust = list(addresses), trust
-        self._renewed = renewed
+        self._on_registered = on_registered
         self._dealer = Dealer(self._addresses[0], trust)
-        self._hello: Register
+        self._registration: Register
         self._registered: Registered | None = None
         self._lock = asyncio.Lock()
-        self._tried = 0
-        self._missed = 0
+        self._tried = 0  # number of schedulers tried since the last registration
+        self._missed = 0  # number of heartbeats in a row without an answer
+
         #: Number of answers so far, from all schedulers.
         self.last_answer = 0
 
@@ -305,14 +326,20 @@ class SchedulerLink:
         """Whether a scheduler has registered the worker and is not known to be gone."""
         return self._registered is not None
 
-    async def register(self, hello: Register) -> Registered:
-        """Register the worker with this scheduler, and later with every other one."""
-        self._hello, self._registered = hello, None
-        _, welcome = await self._connected()
-        return welcome
+    async def register(self, registration: Register) -> Registered:
+        """Register the worker with the present scheduler. Returns the scheduler's answer.
+
+        The link repeats this registration at each later scheduler.
+        """
+        self._registration, self._registered = registration, None
+        _, registered = await self._connected()
+        return registered
 
     async def call(self, message: ToScheduler, timeout: float = ANSWER_S) -> ToWorker:
-        """Send a message until a scheduler answers within `timeout` seconds. Returns the answer."""
+        """Send a message, again and again, until a scheduler answers. Returns the answer.
+
+        `timeout`: the seconds of each try, see `once`.
+        """
         while True:
             with suppress(OSError):
                 return await self.once(message, timeout)
@@ -327,6 +354,7 @@ class SchedulerLink:
         try:
             answer = await dealer.call(message, timeout + (message.wait if isinstance(message, RequestTasks) else 0))
         except TimeoutError:
+            # A heartbeat has a short timeout, so that one alone may be late. Other messages have a long one.
             self._missed += 1 if isinstance(message, Heartbeat) else MISSES
             if self._missed >= MISSES:
                 await self._switch_from(dealer, "the scheduler does not answer")
@@ -337,7 +365,7 @@ class SchedulerLink:
         self._missed = 0
         self.last_answer += 1
         if isinstance(answer, UnknownWorker):
-            if dealer is self._dealer:
+            if dealer is self._dealer:  # otherwise another call has already replaced the connection
                 self._registered = None
             raise ConnectionError("the scheduler was restarted")
         return answer
@@ -347,11 +375,11 @@ class SchedulerLink:
         await self._dealer.close(linger=1.0)
 
     async def _connected(self) -> tuple[Dealer, Registered]:
-        """Return the connection to a scheduler that has registered the worker, and its answer."""
+        """Return the connection to a scheduler that has registered the worker, and the registration's answer."""
         async with self._lock:
             while self._registered is None:
                 try:
-                    answer = await self._dealer.call(self._hello, HEARTBEAT_TIMEOUT_S * MISSES)
+                    answer = await self._dealer.call(self._registration, HEARTBEAT_TIMEOUT_S * MISSES)
                 except OSError as error:
                     await self._switch(str(error) or "the scheduler does not answer")
                     continue
@@ -361,7 +389,7 @@ class SchedulerLink:
                 self._registered = answer
                 self._tried = self._missed = 0
                 self.last_answer += 1
-                self._renewed()
+                self._on_registered()
             return self._dealer, self._registered
 
     async def _switch_from(self, dealer: Dealer, reason: str) -> None:
@@ -378,12 +406,12 @@ class SchedulerLink:
             log.warning(event, scheduler=address, reason=reason)
         self._registered, self._missed = None, 0
         self._tried += 1
-        rounds, more = divmod(self._tried, len(self._addresses))
+        rounds, tried_in_round = divmod(self._tried, len(self._addresses))
         await self._dealer.close()
-        if not more:
+        if not tried_in_round:
             await asyncio.sleep(min(RETRY_S * rounds, RETRY_MOST_S))
-        following = self._addresses.index(address) + 1
-        self._dealer = Dealer(self._addresses[following % len(self._addresses)], self._trust)
+        next_index = self._addresses.index(address) + 1
+        self._dealer = Dealer(self._addresses[next_index % len(self._addresses)], self._trust)
 
 
 async def free_when_orphaned(
@@ -395,15 +423,15 @@ async def free_when_orphaned(
 ) -> None:
     """Free `objects` when no scheduler has answered for `orphan_s` seconds and no task runs.
 
-    Time is counted in ticks of `sleep`. So neither a clock that jumps nor a process that was stopped for an hour
-    makes an orphan.
+    Time is counted in ticks of `sleep`, so neither a clock that jumps nor a process that was stopped for an hour frees
+    objects. `busy` returns whether a task runs.
     """
-    tick = min(TICK_S, orphan_s / 4)
+    tick_s = min(TICK_S, orphan_s / 4)
     silent_s = 0.0
     answers = link.last_answer
     while True:
-        await sleep(tick)
-        silent_s = silent_s + tick if link.last_answer == answers else 0.0
+        await sleep(tick_s)
+        silent_s = silent_s + tick_s if link.last_answer == answers else 0.0
         answers = link.last_answer
         if silent_s >= orphan_s and not busy() and (requests := objects.stored_requests()):
             log.warning(

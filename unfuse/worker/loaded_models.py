@@ -64,6 +64,7 @@ class LoadedModel(NamedTuple):
     #: The model's folder, or its single file.
     folder: Path
 
+    #: The requested dtype, as `--dtype` has it.
     dtype: str
 
     #: Declared pools by stage.
@@ -76,14 +77,19 @@ class LoadedModel(NamedTuple):
 class WeightFiles:
     """Detects that the files of loaded models have changed. `changed` has the affected pools.
 
-    - `before`: states of files before the specs were made, so that every later change is detected. For a file that it
-      lacks, its present state is used.
-    - `in_turns`: whether the worker swaps models. Then a pool may be loaded from any model that has it, else from the
-      first.
+    - `initial_states`: states of files before the specs were made, so that every later change is detected. For a file
+      that is not in it, the present state is used.
+    - `swaps_models`: whether the worker swaps models. Then a pool may be loaded from any model that has it, else only
+      from the first one.
     """
 
     def __init__(
-        self, models: Models, specs: Sequence[ModelSpec], choice: StageSelector, before: States, in_turns: bool = False
+        self,
+        models: Models,
+        specs: Sequence[ModelSpec],
+        choice: StageSelector,
+        initial_states: States,
+        swaps_models: bool = False,
     ) -> None:
         #: The changed files, by affected pool.
         self.changed: dict[str, ChangedFile] = {}
@@ -92,20 +98,27 @@ class WeightFiles:
         self.left_out: frozenset[str] = frozenset()
 
         self._models: list[LoadedModel] = []
+
+        # The state of each file when it was loaded. A later state whose bytes are the same replaces it.
         self._loaded: dict[Path, FileState | None] = {}
+
+        # Modified states whose bytes were compared and differ, with the pools for which they differ.
         self._spoiled: dict[Path, tuple[FileState | None, frozenset[str]]] = {}
+
         # Modified states, with the monotonic time in seconds when each was first seen.
         self._seen: dict[Path, tuple[FileState | None, float]] = {}
 
-        known = set[str]()
+        loaded_pools = set[str]()
         for spec, (_, folder, dtype) in zip(specs, models, strict=True):
-            model = _loaded_model(spec, Path(folder), dtype, choice, frozenset() if in_turns else frozenset(known))
-            known.update(model.pools.values())
+            model = _loaded_model(
+                spec, Path(folder), dtype, choice, frozenset() if swaps_models else frozenset(loaded_pools)
+            )
+            loaded_pools.update(model.pools.values())
             self._models.append(model)
-            self._loaded |= {path: before.get(path) or _state_of(path) for path in model.files}
+            self._loaded |= {path: initial_states.get(path) or _state_of(path) for path in model.files}
 
     def refresh(self) -> bool:
-        """Check size and times of all files, and update `changed`. Returns whether it differs.
+        """Check size and times of all files. Returns whether this has altered `changed`.
 
         Pools of a modified file are in `changed` until its bytes are compared, and stay there if the bytes differ.
         """
@@ -118,9 +131,12 @@ class WeightFiles:
             for pool in spoiled or model.files[path]:
                 if file.compared or pool not in changed:
                     changed[pool] = file
+
+        # Compute cannot serve these pools before its next start, whatever their files have now.
         for pool in self.left_out:
-            known = changed.get(pool) or self.changed.get(pool)
-            changed[pool] = ChangedFile(known.name if known else "a file", compared=True)
+            file_of_pool = changed.get(pool) or self.changed.get(pool)
+            changed[pool] = ChangedFile(file_of_pool.name if file_of_pool else "a file", compared=True)
+
         if changed == self.changed:
             return False
         for file in {*changed.values()} - {*self.changed.values()}:
@@ -143,9 +159,9 @@ class WeightFiles:
             }
             if not states or not all(self._is_fully_written(path, state) for path, state in states.items()):
                 continue
-            other = _pools_with_other_bytes(model)
+            differing_pools = _pools_with_other_bytes(model)
             for path, state in states.items():
-                if spoiled := model.files[path] & other:
+                if spoiled := model.files[path] & differing_pools:
                     self._spoiled[path] = state, spoiled
                 else:
                     self._loaded[path] = state
@@ -153,7 +169,7 @@ class WeightFiles:
     def overwritten(self, pool: str) -> ChangedFile | None:
         """Return a file of a pool that was modified in place, or None.
 
-        Memory that maps such a file has changed, too.
+        Weights that are mapped from such a file have changed, too.
         """
         for model, path, state in self._differing():
             loaded = self._loaded[path]
@@ -164,7 +180,7 @@ class WeightFiles:
         return None
 
     def _differing(self) -> list[tuple[LoadedModel, Path, FileState | None]]:
-        """Return the files whose state is not that at loading, with their present states."""
+        """Return (model, file, present state) of the files that have changed since loading."""
         return [
             (model, path, state)
             for model in self._models
@@ -177,20 +193,20 @@ class WeightFiles:
 
         Times are not reliable if a clock was set back, or if that of a file server is ahead.
         """
-        seen, since = self._seen.get(path, (None, 0.0))
-        was_same = seen == state and time.monotonic() - since >= COARSE_S
-        return state is None or was_same or state.is_settled(time.time())
+        seen_state, seen_at = self._seen.get(path, (None, 0.0))
+        is_stable = seen_state == state and time.monotonic() - seen_at >= COARSE_S
+        return state is None or is_stable or state.is_settled(time.time())
 
     def _spoiled_by(self, path: Path, state: FileState | None) -> frozenset[str]:
         """Return the pools for which a file in that state is known to differ."""
-        compared, pools = self._spoiled.get(path, (None, frozenset[str]()))
-        return pools if compared == state else frozenset()
+        compared_state, pools = self._spoiled.get(path, (None, frozenset[str]()))
+        return pools if compared_state == state else frozenset()
 
 
 def states_of(folder: Path) -> dict[Path, FileState]:
-    """Return the states of a model's files: of one file, or a folder with subfolders.
+    """Return the states of a model's files, by path.
 
-    Only direct subfolders count.
+    `folder` is a single file, or a folder, whose own files and those of its direct subfolders are read.
     """
     if folder.is_file():
         return {folder: FileState.read(folder)}
@@ -215,23 +231,23 @@ def _name_of(model: LoadedModel, path: Path) -> str:
 
 
 def _loaded_model(
-    spec: ModelSpec, folder: Path, dtype: str, choice: StageSelector, known: frozenset[str]
+    spec: ModelSpec, folder: Path, dtype: str, choice: StageSelector, skipped_pools: frozenset[str]
 ) -> LoadedModel:
-    """Return the part of a model that is loaded: the chosen stages, without `known` pools."""
+    """Return a model with the files of its chosen stages, except those of `skipped_pools`."""
     pools = spec.pools(choice)
-    files = defaultdict[Path, set[str]](set)
-    reads = open_files(folder)
+    pools_by_file = defaultdict[Path, set[str]](set)
+    model_files = open_files(folder)
     for stage in spec.pipeline.stages:
-        if stage.name in pools and pools[stage.name] not in known:
-            for path in chain.from_iterable(reads.files(component).values() for component in stage.components):
-                files[path].add(pools[stage.name])
-    return LoadedModel(spec, folder, dtype, pools, {path: frozenset(named) for path, named in files.items()})
+        if stage.name in pools and pools[stage.name] not in skipped_pools:
+            for path in chain.from_iterable(model_files.files(component).values() for component in stage.components):
+                pools_by_file[path].add(pools[stage.name])
+    return LoadedModel(spec, folder, dtype, pools, {path: frozenset(names) for path, names in pools_by_file.items()})
 
 
 def _pools_with_other_bytes(model: LoadedModel) -> frozenset[str]:
-    """Return the pools of a model that its present files no longer make.
+    """Return the pools of a model whose weights its present files no longer have.
 
-    These are all pools if the files cannot be read.
+    If the files cannot be read, these are all pools.
     """
     try:
         pools = read_model_spec(model.spec.name, model.folder, model.dtype).pools()
@@ -243,27 +259,27 @@ def _pools_with_other_bytes(model: LoadedModel) -> frozenset[str]:
 class ModelSwapper:
     """Model swapping: a worker with several `sets` of weights loads one at a time.
 
-    Without sets, everything is loaded. `loads` is what each rank loads of all.
+    Without sets, everything is loaded. `loads`: what each rank would load of all sets together.
     """
 
     def __init__(self, sets: Sets, loads: Sequence[LoadModels], specs: Sequence[ModelSpec] = ()) -> None:
         self.sets = sets
-        self._loads, self._cards = loads, specs
+        self._loads, self._specs = loads, specs
         self._read_ahead_set = ""
 
         #: The loaded set. Empty while another one loads, and without sets.
         self.loaded_model = next(iter(sets), "")
 
-        #: Seconds that loading took.
+        #: Seconds that loading the set took.
         self.load_s = 0.0
 
         #: The set that is to be loaded next. Empty if none is.
         self.target_model = ""
 
-    def pools_of_sets(self, outcome: Mapping[str, str], changed: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
+    def pools_of_sets(self, numerics: Mapping[str, str], changed: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
         """Return the pools of each set with these numerics, without those in `changed`."""
         return {
-            name: tuple(pool_with_numerics(pool, outcome) for pool in sorted(pools.difference(changed)))
+            name: tuple(pool_with_numerics(pool, numerics) for pool in sorted(pools.difference(changed)))
             for name, pools in self.sets.items()
         }
 
@@ -278,10 +294,11 @@ class ModelSwapper:
     async def swap_to(
         self, name: str, executor: Executor, withdraw: Callable[[], Awaitable[object]], idle: asyncio.Event
     ) -> None:
-        """Swap to another set once the running tasks have ended.
+        """Start to load another set, once the running requests have ended.
 
-        No new tasks are requested meanwhile. `loaded` is called when the set is loaded. Does nothing during
-        another swap, or if the set is loaded or unknown.
+        Until then, the worker requests only follow-up tasks of requests that it runs. `withdraw` withdraws its present
+        request for tasks, and `idle` is set while no task runs. Call `loaded` when the executor has loaded the set.
+        Does nothing during another swap, or if the set is loaded or unknown.
         """
         # The scheduler repeats the order until the worker confirms it.
         if self.target_model or name == self.loaded_model or name not in self.sets:
@@ -297,8 +314,9 @@ class ModelSwapper:
         executor.swap(self.loads(name))
 
     def loaded(self, executor: Executor) -> None:
-        """Note which set compute has loaded, which may be the previous one."""
+        """Record which set compute has loaded, which may be the previous one."""
         if executor.ready:
+            # If a set is still loaded, compute only restarted before a pending swap, which must still follow.
             self.target_model = self.target_model if self.loaded_model else ""
             self.loaded_model, self.load_s = executor.loaded
 
@@ -309,13 +327,13 @@ class ModelSwapper:
         """
         if name in self.sets and name != self._read_ahead_set:
             self._read_ahead_set = name
-            await asyncio.to_thread(_read_ahead, self._loads[0].models, self._cards, self.sets[name])
+            await asyncio.to_thread(_read_ahead, self._loads[0].models, self._specs, self.sets[name])
 
 
 def _read_ahead(models: Models, specs: Sequence[ModelSpec], pools: Collection[str]) -> None:
     """Advise the kernel to read the weight files of these declared pools ahead.
 
-    Files that cannot be read are skipped: loading will report them.
+    Files that cannot be read are skipped, since loading will report them.
     """
     folders = {name: source for name, source, _ in models}
     components = {
@@ -336,13 +354,13 @@ class AdapterFetcher:
     """Downloads LoRA adapters that this machine lacks from the scheduler.
 
     `folder` is this machine's folder of adapters. If it is empty, the scheduler serves no adapters, and nothing is
-    fetched. Fetched adapters are stored in the folder `kept`.
+    fetched. Fetched adapters are stored in `download_folder`.
     """
 
-    def __init__(self, link: SchedulerLink, folder: str, kept: Path) -> None:
+    def __init__(self, link: SchedulerLink, folder: str, download_folder: Path) -> None:
         self._link = link
-        self._loras = AdapterFolder(folder, str(kept))
-        self._kept = kept
+        self._loras = AdapterFolder(folder, str(download_folder))
+        self._download_folder = download_folder
         self._has_adapters = bool(folder)
         self._lock = asyncio.Lock()
 
@@ -355,7 +373,7 @@ class AdapterFetcher:
         if not task.derived.lora_id or task.planned.kind not in ADAPTED or not self._has_adapters:
             return
         for (name, _), id in zip(split_scaled(str(task.params["lora"])), task.derived.lora_id.split(","), strict=True):
-            async with self._lock:
+            async with self._lock:  # tasks that start together need the same adapter only once
                 if not await asyncio.to_thread(self._loras.is_available, name, id):
                     await self._download(name, id)
 
@@ -367,8 +385,10 @@ class AdapterFetcher:
         offset = 0
         size = 1
         began = time.monotonic()
+
+        # Other workers of the machine download into the same folder. Only a verified file gets its final name.
         try:
-            self._kept.mkdir(parents=True, exist_ok=True)
+            self._download_folder.mkdir(parents=True, exist_ok=True)
             with partial_file.open("wb") as stream:
                 while offset < size:
                     answer = await self._link.call(FetchAdapter(name, id, offset))
@@ -386,7 +406,9 @@ class AdapterFetcher:
                 raise PermanentError(f"the downloaded lora {name!r} does not match its checksum {id}")
             partial_file.replace(target)
         except OSError as error:
-            raise TransientError(f"lora {name!r} cannot be stored in {self._kept}: {error.strerror}") from error
+            raise TransientError(
+                f"lora {name!r} cannot be stored in {self._download_folder}: {error.strerror}"
+            ) from error
         finally:
             partial_file.unlink(missing_ok=True)
         log.info(
@@ -394,20 +416,22 @@ class AdapterFetcher:
         )
 
     def _make_room(self, name: str, size: int) -> int:
-        """Make room for a file of this size and return the size.
+        """Delete old adapters to make room for a file of this size. Returns the size.
 
-        Raises TransientError if there is none.
+        Raises PermanentError if the file is too large for an adapter, and TransientError if the disk has no room.
         """
         if not 0 < size <= MAX_BYTES:
             raise PermanentError(f"lora {name!r} has {size} bytes: adapters may have 1 to {MAX_BYTES}")
         remaining, now = MAX_ADAPTER_BYTES - size, time.time()
-        files = sorted(((file, file.stat()) for file in self._kept.iterdir()), key=lambda entry: -entry[1].st_atime)
+        files = sorted(
+            ((file, file.stat()) for file in self._download_folder.iterdir()), key=lambda entry: -entry[1].st_atime
+        )
         for file, stat in files:
             remaining -= stat.st_size
             if remaining < 0 or (file.name.startswith(".") and now - stat.st_mtime > STALE_DOWNLOAD_S):
                 file.unlink(missing_ok=True)
-        if (free := shutil.disk_usage(self._kept).free) < size:
-            raise TransientError(f"lora {name!r} needs {size} bytes, but {self._kept} has only {free} free")
+        if (free := shutil.disk_usage(self._download_folder).free) < size:
+            raise TransientError(f"lora {name!r} needs {size} bytes, but {self._download_folder} has only {free} free")
         return size
 
 

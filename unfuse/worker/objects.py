@@ -32,15 +32,15 @@ MAX_LOGGED_LEAKS = 32
 
 
 class WorkerObjects:
-    """A worker's tensor store, with the transfers to and from it. For one event loop.
+    """A worker's tensor store, with the transfers to and from it.
 
-    Slow calls run in threads.
+    It belongs to one event loop. Slow calls run in threads.
 
-    - `places`: where durable copies are stored. With a durable store, the outputs of some stage kinds and all
+    - `locations`: where durable copies are stored. With a durable store, the outputs of some stage kinds and all
       checkpoints are copied as they are made. A worker that stops can copy all its objects. No copy is written twice.
     - `engines`: transfer engines by name. They serve the arena to other nodes and fetch inputs from them. They are
       not used if every node can read the store itself.
-    - `passing`: streams inputs that are longer than the receive buffer.
+    - `streams`: streams inputs that are longer than the receive buffer, if given.
 
     Raises ConfigError if an engine cannot be opened.
     """
@@ -48,23 +48,23 @@ class WorkerObjects:
     def __init__(
         self,
         store: TensorStore,
-        places: StorageLocations,
+        locations: StorageLocations,
         engines: Mapping[str, TransferEngine],
         options: TransferOptions,
-        passing: InputStreams | None = None,
+        streams: InputStreams | None = None,
     ) -> None:
         self.store, self._arena = store, store.arena
         # The stage kinds whose outputs are copied as they are made. None if not even checkpoints are copied.
-        self._copies_as_made = frozenset(places.durable_kinds) if places.durable != "none" else None
+        self._copies_as_made = frozenset(locations.durable_kinds) if locations.durable != "none" else None
 
-        self._can_copy = copies_here(places) != "none"
+        self._can_copy = copies_here(locations) != "none"
         self._writing: set[asyncio.Task[bool]] = set()
         self._written: set[tuple[str, str]] = set()  # durable copies, by (request, object id)
         self._elsewhere: set[str] = set()  # requests whose objects are also outside the arena
         self._made: dict[str, dict[str, ObjectRef]] = {}  # readable objects made here, by request and id
 
         #: Copies of other nodes' objects.
-        self.copies = RemoteInputs(store, engines, options, passing)
+        self.copies = RemoteInputs(store, engines, options, streams)
 
     @property
     def capacity(self) -> int:
@@ -85,9 +85,9 @@ class WorkerObjects:
         return (self._arena.requests() if self._arena else frozenset()) | self._elsewhere
 
     def needed(self) -> frozenset[str]:
-        """Return the ids of requests whose objects are only here.
+        """Return the ids of requests with objects that exist only here.
 
-        A request that is known to be over has none.
+        Objects of ended requests were freed, so their requests are not among them. Cached objects do not count.
         """
         requests = self._arena.requests() if self._arena and self.store.bounded else frozenset()
         return frozenset(name for name in requests if not name.startswith(CACHED)) - self._elsewhere
@@ -97,11 +97,10 @@ class WorkerObjects:
     ) -> TaskStopped | TaskCompleted | TaskFailed:
         """Drop the input copies of an ended task and register its output.
 
-        Returns the report to send.
-
-        Copies stay for a while if the compute process died or an input was lost, since the task may run here again;
-        and if its output is `local_inputs`, by a stage that may read the same inputs. If the report names a lost copy,
-        it gets the id of the original, which is the one that the scheduler knows.
+        Returns the report to send. Copies stay for a while in two cases. The task may run here again, because the
+        compute process died or an input was lost. Or its output is `read_here`, by a stage of this worker, which may
+        read the same inputs. If the report names a lost copy, the returned one names the original, because the
+        scheduler has only the original.
         """
         if isinstance(message, TaskFailed) and message.object_id:
             message = msgspec.structs.replace(message, object_id=self.copies.original(message.object_id))
@@ -131,23 +130,23 @@ class WorkerObjects:
             self._elsewhere.add(done.output.request)
 
     def retain(self, key: str, output: ObjectRef | None) -> None:
-        """Retain an output that other tasks may read by that cache key.
+        """Retain an output in the arena for other tasks, under this cache key.
 
         Does nothing without a key, an output or an arena.
         """
         if key and output and self._arena:
-            with suppress(ObjectLost):
+            with suppress(ObjectLost):  # its request may have ended meanwhile
                 self._arena.retain(output.id, cache_owner_name(key, output.id))
 
     @property
     def outlasts(self) -> bool:
-        """Whether objects can be read after the worker: copied, or outside an arena."""
+        """Whether objects can be read after the worker has ended."""
         return self._arena is None or self._can_copy
 
     async def save_copy(self, ref: ObjectRef, *, now: bool = False) -> bool:
-        """Write a durable copy of a checkpoint, if all get one or `now`.
+        """Write a durable copy of a checkpoint, if all get one or `now` is set.
 
-        Returns False if a copy should exist and does not.
+        Returns False if the copy could not be written.
         """
         self._remember(ref)
         if self._copies_as_made is not None:
@@ -159,8 +158,8 @@ class WorkerObjects:
     async def _write_copy(self, ref: ObjectRef, reader: str = "") -> bool:
         """Copy an object. Returns whether there is a copy.
 
-        `reader` is the request that reads it, if another one made it. An error is only logged: without a copy, the
-        stage runs again if the worker dies.
+        `reader` is the request that reads the object, if another request made it. An error is only logged, since
+        without a copy the stage runs again.
         """
         key = reader or ref.request, ref.id
         if key in self._written:
@@ -181,22 +180,24 @@ class WorkerObjects:
     def has_copy(self, ref: ObjectRef) -> bool:
         """Whether an object can be read after this worker has ended.
 
-        For another owner's object this is assumed.
+        Of other workers' objects this is assumed.
         """
         return self._arena is None or ref.owner != self.store.owner or (ref.request, ref.id) in self._written
 
     async def copy_all(self, inputs: Iterable[tuple[str, ObjectRef]]) -> None:
         """Copy the objects of unfinished requests, smallest first, so that they outlast this worker.
 
-        `inputs` are (request, ref) of objects that requests read; an object that another request made is copied for
-        its reader. Objects of more than MOST_COPIED bytes are left out: the KV cache of a long text is faster
-        computed again.
+        `inputs` are (request, ref) of objects that requests read. An object that another request made is copied for its
+        reader, because the copies of a request are deleted when it ends. Objects of more than MAX_COPIED_BYTES are left
+        out: it is faster to compute the KV cache of a long text again.
         """
         if not (self._arena and self._can_copy):
             return
         for reader, ref in sorted(inputs, key=lambda item: item[1].nbytes):
             if ref.request != reader:
                 await self._write_copy(ref, reader)
+
+        # A copy of the dict, because requests may end while objects are copied.
         refs_by_request = {request: list(refs.values()) for request, refs in self._made.items()}
         for request, refs in sorted(refs_by_request.items(), key=lambda item: sum(ref.nbytes for ref in item[1])):
             small = [ref for ref in refs if ref.nbytes <= MAX_COPIED_BYTES]
@@ -205,7 +206,7 @@ class WorkerObjects:
                 self._elsewhere.add(request)
 
     def _remember(self, ref: ObjectRef) -> None:
-        """Note that an object was made here."""
+        """Record that an object was made here."""
         self._made.setdefault(ref.request, {})[ref.id] = ref
 
     async def delete(self, ref: ObjectRef) -> None:
@@ -219,9 +220,9 @@ class WorkerObjects:
             log.warning("an object was not fully deleted", object=ref.id, reason=str(error))
 
     def unowned(self) -> dict[str, int]:
-        """Return the bytes in the arena without an owner, by a name.
+        """Return the bytes in the arena that nothing owns, by a descriptive name.
 
-        Call this while the worker runs no task and has reported the end of all.
+        Call this only while the worker runs no task and has reported the end of all tasks.
         """
         if not self._arena:
             return {}
@@ -236,19 +237,19 @@ class WorkerObjects:
     def drop(self, ids: Iterable[str]) -> bool:
         """Free those of these objects that are in the arena. Returns whether memory was freed."""
         used_before = self.usage().used
-        gone = {*ids}
+        unique_ids = {*ids}
         for refs in self._made.values():
-            for id in gone & refs.keys():
+            for id in unique_ids & refs.keys():
                 del refs[id]
-        for id in gone:
+        for id in unique_ids:
             if self._arena:
                 self._arena.delete(id)
         return self.usage().used < used_before
 
     async def release(self, requests: Iterable[str]) -> None:
-        """Free all objects of these requests, and the durable copies made as they run.
+        """Free all objects of ended requests, and durable copies made while they ran.
 
-        Copies that an earlier worker wrote when it stopped are deleted by `serve`.
+        Copies that an earlier worker wrote when it stopped are deleted by the server.
         """
         release = self.store.abandon if self._copies_as_made is None else self.store.release
         for request in requests:
@@ -262,9 +263,10 @@ class WorkerObjects:
                 log.warning("a request's objects were not fully deleted", request=request, reason=str(error))
 
     async def abandon(self) -> None:
-        """Free all objects here: own ones, copies of other workers' objects, and spilled ones.
+        """Free all objects in this worker's arena and spill folder.
 
-        Durable copies, and objects in a store that others can read, stay: their request may continue elsewhere.
+        These include copies of other workers' objects. Durable copies, and objects in a store that others can read,
+        stay: their requests may continue elsewhere.
         """
         for request in self._arena.requests() if self._arena else ():
             try:
@@ -287,8 +289,9 @@ def _name_of_unfinished(extent: Extent) -> str:
 class WorkerLeakCheck:
     """Finds leaks in the arena of a worker without tasks; logs and counts all leaks.
 
-    Memory found by two checks in a row is a leak. Copies of inputs are freed, since no task here can read them, and
-    readers elsewhere retain the objects that they read. Other objects stay: whatever leaks them may still write there.
+    Memory that two checks in a row find is a leak: a cancelled transfer needs time to end. Copies of inputs are freed,
+    since no task here can read them, and other workers retain the objects that they read. Other objects stay, because
+    their writer may still write there.
     """
 
     def __init__(self) -> None:
@@ -298,7 +301,7 @@ class WorkerLeakCheck:
     def check(self, objects: WorkerObjects, *, idle: bool) -> None:
         """Look for leaks in the arena if the worker is `idle`.
 
-        It is idle if it has no task and has reported the end of all.
+        It is idle if it has no task and has reported the end of all tasks.
         """
         unowned = objects.unowned() if idle else {}
         confirmed = unowned.keys() & self._suspects - self._reported
@@ -307,16 +310,16 @@ class WorkerLeakCheck:
         self._suspects = frozenset(unowned)
 
     def record(self, leaks: Iterable[Leak]) -> None:
-        """Log leaks and count their bytes. All beyond MOST_LINES share one line."""
+        """Log leaks and count their bytes. Leaks beyond MAX_LOGGED_LEAKS share one line."""
         new_leaks = [*leaks]
         for leak in new_leaks:
             self._bytes[leak.memory] += leak.bytes
         for leak in new_leaks[:MAX_LOGGED_LEAKS]:
-            about = {"memory": leak.memory, "what": leak.name, "bytes": leak.bytes, "freed": leak.freed}
-            log.warning("memory leak in a worker without tasks", **about)
+            fields = {"memory": leak.memory, "what": leak.name, "bytes": leak.bytes, "freed": leak.freed}
+            log.warning("memory leak in a worker without tasks", **fields)
         if unlogged := new_leaks[MAX_LOGGED_LEAKS:]:
             log.warning(
-                "more leaks in a worker without tasks", number=len(unlogged), bytes=sum(one.bytes for one in unlogged)
+                "more leaks in a worker without tasks", number=len(unlogged), bytes=sum(leak.bytes for leak in unlogged)
             )
 
     def take_counts(self) -> dict[Memory, int]:
@@ -324,6 +327,6 @@ class WorkerLeakCheck:
         leaked, self._bytes = dict(self._bytes), Counter[Memory]()
         return leaked
 
-    def put_back(self, taken: Mapping[Memory, int]) -> None:
+    def put_back(self, counts: Mapping[Memory, int]) -> None:
         """Count bytes again that could not be reported."""
-        self._bytes.update(taken)
+        self._bytes.update(counts)

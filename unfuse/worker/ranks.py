@@ -27,24 +27,29 @@ class RankExchange(Protocol):
     #: Seconds that this rank has waited for others.
     waited_s: float
 
-    def exchange(self, own: bytes) -> list[bytes]:
-        """Return the bytes of all ranks, in their order. `own` are those of this rank."""
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Send this rank's bytes to all ranks. Returns those of each, in rank order."""
         ...
 
     def together(self) -> AbstractContextManager[None]:
-        """Make a step on all ranks. Raises on all of them if one fails."""
+        """Return a context manager for one step on all ranks.
+
+        If a rank fails before its first exchange, the block raises on all ranks.
+        """
         ...
 
 
 class Ranks:
     """The ranks of a worker: this process and the `others`, if there are any.
 
-    The first rank leads: it decides the step plans, which the others get through `send`, stores outputs and reports.
+    The first rank leads: it decides the step plans, stores outputs and reports. `send` sends a step plan to the others.
     """
 
     def __init__(self, others: RankExchange | None = None, send: Callable[[StepPlan], object] = bool) -> None:
         self._others, self._send = others, send
         self._stepped_s = 0.0
+
+        #: The number of ranks, and whether this one is the first.
         self.size, self.leads = others.size if others else 1, not (others and others.rank)
 
     @property
@@ -57,13 +62,19 @@ class Ranks:
         """Seconds of steps and exchanges so far; zeros if there is one rank."""
         return RankTimes(self._stepped_s, self.exchange_s)
 
-    def send_plan(self, turn: StepPlan) -> None:
-        """Send a step plan to the other ranks, if this is the first one."""
-        if self._others and self.leads and turn != StepPlan():
-            self._send(turn)
+    def send_plan(self, plan: StepPlan) -> None:
+        """Send a step plan to the other ranks, if this is the first one.
+
+        An empty plan is not sent.
+        """
+        if self._others and self.leads and plan != StepPlan():
+            self._send(plan)
 
     def receive_plan(self, starts: Sequence[TaskStart]) -> Sequence[TaskStart]:
-        """Return the common starts: all ranks must start a task at the same step."""
+        """Return the starts on which all ranks agree, one for each task.
+
+        `starts` are those of this rank. A start of -1 means that the ranks would start at different steps.
+        """
         if not (self._others and starts):
             return starts
         encoded = self._others.exchange(encode(list(starts)))
@@ -76,22 +87,23 @@ class Ranks:
         if not self._others:
             yield
             return
-        began, waited = time.monotonic(), self.exchange_s
+        began, exchange_s_before = time.monotonic(), self.exchange_s
         try:
             with self._others.together():
                 yield
         finally:
-            self._stepped_s += time.monotonic() - began - self.exchange_s + waited
+            self._stepped_s += time.monotonic() - began - self.exchange_s + exchange_s_before
 
-    def variant_function(self, differing: int | None, look: Callable[[int], str]) -> str:
+    def variant_function(self, differing_row: int | None, find_function: Callable[[int], str]) -> str:
         """Return the function that makes a batch differ; "" if it differs on no rank.
 
-        `look` finds the function of a differing row. With several ranks it is not called, because all ranks would
-        have to compute once more, and because differing memory is reason enough.
+        `differing_row` is the first row that differs on this rank, or None. `find_function` returns the function that
+        makes a row differ. With several ranks it is not called, because all ranks would have to compute once more. The
+        result then names the rank.
         """
         if not self._others:
-            return "" if differing is None else look(differing)
-        flags = self._others.exchange(b"" if differing is None else b"!")
+            return "" if differing_row is None else find_function(differing_row)
+        flags = self._others.exchange(b"" if differing_row is None else b"!")
         return f"a function of rank {flags.index(b'!')}" if any(flags) else ""
 
 

@@ -11,7 +11,7 @@ import structlog
 #: Log levels by lower-case name.
 LEVELS = {name.lower(): level for name, level in logging.getLevelNamesMapping().items() if level}
 
-#: Loggers of libraries that warn at every import of torchao about its kernels for other versions of torch.
+#: Loggers that are muted. At every import of torchao, they warn about its kernels for other versions of torch.
 MUTED = "torchao", "torch.utils._pytree", "diffusers.quantizers"
 
 #: One log record: `event`, `level` by name, `timestamp`, and the logged fields.
@@ -43,6 +43,8 @@ def write_records(stream: TextIO, level: int = logging.DEBUG) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=RecordLoggers(stream),
     )
+
+    # Python uses this one only if no handler is configured, so a library that configures logging is not overridden.
     logging.lastResort = _LibraryLog(logging.WARNING)
 
 
@@ -58,7 +60,7 @@ def read_record(line: bytes) -> Record | None:
         return None
     try:
         record = msgspec.json.decode(line, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, RecursionError):  # a library may print anything that begins with a brace
         return None
     event, level = record.get("event"), record.get("level")
     return record if isinstance(event, str) and isinstance(level, str) and level in LEVELS else None

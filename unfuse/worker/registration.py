@@ -48,6 +48,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     #: Name of the worker's machine.
     node: str
 
+    #: The keys for schedulers over TCP; "insecure" trusts every peer. None if no address needs keys.
     trusted_keys: Trust
 
     #: The models to serve. Empty means those that the scheduler names.
@@ -56,6 +57,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     #: If not empty, only stages whose first component is one of these are run.
     components: tuple[str, ...]
 
+    #: How the compute processes compute: device, threads, batching, the parallel plan, and more.
     compute: ComputeOptions
 
     #: Number of tasks at a time. 0 means the default of the role.
@@ -108,7 +110,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServedStages(msgspec.Struct, frozen=True):
-    """What a worker serves."""
+    """The models, pools, slots and ranks of a worker."""
 
     #: The fetched models as (name, folder, dtype).
     models: Models
@@ -135,30 +137,33 @@ class ServedStages(msgspec.Struct, frozen=True):
     parallel: str = ""
 
 
-def decide_served(welcome: Registered, options: WorkerOptions, choice: StageSelector) -> ServedStages:
-    """Decide what a worker serves for this scheduler, and fetch its models.
+def decide_served(registered: Registered, options: WorkerOptions, choice: StageSelector) -> ServedStages:
+    """Decide which stages a worker serves, and fetch their models.
 
-    Raises ConfigError if settings contradict each other, if there is nothing to serve, or if a stage needs a result
-    store that this machine does not see.
+    `registered` is the scheduler's answer, with its models and required settings. Raises ConfigError if settings
+    contradict each other, if there is nothing to serve, or if a stage needs a result store that this machine lacks.
     """
     compute = options.compute
-    if welcome.required_numerics not in ({}, compute.numerics):
-        wanted = " ".join(f"--{name} {value}" for name, value in welcome.required_numerics.items())
-        raise ConfigError(f"the workers of one scheduler must have equal settings: start this one with {wanted}")
-    offered, dtype_here = {model[0]: model for model in welcome.models}, compute.dtype
-    requested = [offered.get(name, (name, name, dtype_here)) for name in options.models]
+    if registered.required_numerics not in ({}, compute.numerics):
+        flags = " ".join(f"--{name} {value}" for name, value in registered.required_numerics.items())
+        raise ConfigError(f"the workers of one scheduler must have equal settings: start this one with {flags}")
+
+    offered, worker_dtype = {model[0]: model for model in registered.models}, compute.dtype
+    requested = [offered.get(name, (name, name, worker_dtype)) for name in options.models]
     chosen = tuple(
-        (name, _source_here(name, source), dtype if dtype_here == "auto" else dtype_here)
+        (name, _source_here(name, source), dtype if worker_dtype == "auto" else worker_dtype)
         for name, source, dtype in requested
     )
-    if not (chosen or welcome.models):
+    if not (chosen or registered.models):
         raise ConfigError("the scheduler serves no model yet: name one with --model")
-    sources = chosen or welcome.models
+    sources = chosen or registered.models
     if components := options.component_sources:
         if len(sources) > 1:
             raise UsageError("--component-source is for one model: select it with --model")
         name, source, dtype = sources[0]
         sources = ((name, with_components(split_name(source)[0], components), dtype),)
+
+    # The states are read before the specs are made, so that a file that changes in between is noticed.
     folders = [resolve_source(source or name) for name, source, _ in sources if is_local(source or name)]
     states = dict(chain.from_iterable(states_of(folder).items() for folder in folders))
     fetched = [
@@ -166,11 +171,14 @@ def decide_served(welcome: Registered, options: WorkerOptions, choice: StageSele
     ]
     specs = tuple(spec for spec, _, _ in fetched)
     models = tuple((spec.name, str(folder), dtype) for spec, folder, dtype in fetched)
+
     stages = [stage for spec in specs for stage in spec.pipeline.stages if choice.selects(stage)]
     device, parallel = choose_ranks(compute.device, compute.parallel, options.gpus, stages)
     spreads = worker_parallelism(parallel, choice.roles)
     refuse(spreads, [stage for spec in specs for stage in spec.pipeline.stages], compute.offload)
-    require_result_store(stages, welcome.storage)
+    require_result_store(stages, registered.storage)
+
+    # One slot more than a batch: the next task arrives and loads its inputs while the batch is full.
     batch = (
         (compute.max_batch or DEFAULT_MAX_BATCH)
         if compute.batching == "batched" or any(stage.batch_invariant for stage in stages)
@@ -183,7 +191,7 @@ def decide_served(welcome: Registered, options: WorkerOptions, choice: StageSele
 
 
 def names_of(served: ServedStages, numerics: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the names of the models and pools of a worker of these numerics."""
+    """Return the readable names of a worker's models and pools, for its log line."""
     pools = [readable_pool(pool_with_numerics(pool, numerics)) for pool in served.pools]
     return {"models": [spec.name for spec in served.specs], "pools": pools}
 
@@ -195,8 +203,8 @@ def choose_ranks(device: str, parallel: str, gpus: int, stages: Sequence[StageSp
     """
     if parallel != AUTO:
         return device, parallel
-    named = device.split("+")
-    available = gpus if device == "auto" else len(named)
+    named_devices = device.split("+")
+    available = gpus if device == "auto" else len(named_devices)
     chosen = choose_parallel(available, stages)
     ranks = max((spread.size for spread in parse_parallel(chosen).values()), default=1)
     log.info("chose ranks by the number of devices", devices=available, ranks=ranks, parallel=chosen or "none")
@@ -207,27 +215,27 @@ def choose_ranks(device: str, parallel: str, gpus: int, stages: Sequence[StageSp
             used=ranks,
             stages=[stage.name for stage in stages],
         )
-    return device if device == "auto" else "+".join(named[:ranks]), chosen
+    return device if device == "auto" else "+".join(named_devices[:ranks]), chosen
 
 
 def _source_here(name: str, offered: str) -> str:
     """Return the source of a model that `--model` names.
 
-    This is where the scheduler found it (`offered`), if that is here. Otherwise it is the name, if a model of that
-    name is here and no component has another source. A name that an admin gave a model is not used, because here it
-    may name another model.
+    This is usually the scheduler's source (`offered`). It is the name instead if only a model of that name is on this
+    machine, and no component has another source. A name that an admin gave a model is not used, because on this machine
+    it may name another model.
     """
-    is_its_own = is_path(name) or name_of(offered).partition("@")[0] == name
-    is_by_name = is_its_own and is_local(name) and not is_local(offered) and not split_name(offered)[1]
-    return name if is_by_name else offered
+    names_the_source = is_path(name) or name_of(offered).partition("@")[0] == name
+    uses_name = names_the_source and is_local(name) and not is_local(offered) and not split_name(offered)[1]
+    return name if uses_name else offered
 
 
-def require_result_store(stages: Sequence[StageSpec], places: StorageLocations) -> None:
+def require_result_store(stages: Sequence[StageSpec], locations: StorageLocations) -> None:
     """Raise ConfigError if stages need a result store that this machine lacks."""
-    needing = sorted({stage.role for stage in stages if stage.needs_results})
-    if needing and not is_same_store(places.results, places.results_store_id):
+    roles = sorted({stage.role for stage in stages if stage.needs_results})
+    if roles and not is_same_store(locations.results, locations.results_store_id):
         raise ConfigError(
-            f"role {needing[0]} needs the scheduler's results folder {places.results}, which this machine cannot "
+            f"role {roles[0]} needs the scheduler's results folder {locations.results}, which this machine cannot "
             "access: mount it here at the same path, start the scheduler with --results s3://BUCKET/PREFIX, or run "
             "this role on the scheduler's machine"
         )
@@ -246,12 +254,14 @@ def _read_here(specs: Sequence[ModelSpec], choice: StageSelector) -> frozenset[s
 
 
 def loads_by_rank(
-    served: ServedStages, choice: StageSelector, options: WorkerOptions, store: TensorStore, places: StorageLocations
+    served: ServedStages, choice: StageSelector, options: WorkerOptions, store: TensorStore, locations: StorageLocations
 ) -> list[LoadModels]:
-    """Return what each rank loads."""
+    """Return the message that makes each rank load its models, in order of ranks."""
     replace = msgspec.structs.replace
     arena_access = store.owner, store.node, store.address, store.write_token
-    load = LoadModels(served.models, choice, options.compute, *arena_access, places, options.run_dir, options.data_dir)
+    load = LoadModels(
+        served.models, choice, options.compute, *arena_access, locations, options.run_dir, options.data_dir
+    )
     load = replace(load, ranks=len(served.devices), kv=options.kv, registered=frozenset(served.pools))
     return [
         replace(load, rank=rank, compute=replace(options.compute, device=device, parallel=served.parallel))
@@ -262,7 +272,7 @@ def loads_by_rank(
 def _log_download(progress: DownloadProgress) -> None:
     """Log the progress of a download.
 
-    `passing` marks lines that a display may replace by the next one.
+    The field `passing` marks lines that a terminal may replace by the next one.
     """
     log.info("fetching", passing=True, **msgspec.structs.asdict(progress))
 
@@ -270,7 +280,8 @@ def _log_download(progress: DownloadProgress) -> None:
 def pools_of(specs: Sequence[ModelSpec], choice: StageSelector, resources: Collection[str] = ()) -> tuple[str, ...]:
     """Return the declared pools of the chosen stages.
 
-    Raises ConfigError for a role that no stage has, a choice without a stage, or a stage whose resource is missing.
+    `resources`: names of the resources that the worker has. Raises ConfigError for a role that no stage has, a choice
+    without a stage, or a stage whose resource is missing.
     """
     stages = [stage for spec in specs for stage in spec.pipeline.stages]
     known_roles = {stage.role for stage in stages}
@@ -297,20 +308,20 @@ def pools_of(specs: Sequence[ModelSpec], choice: StageSelector, resources: Colle
 def swappable_sets(served: ServedStages, options: WorkerOptions) -> Sets:
     """Return the sets of pools that a worker loads one at a time.
 
-    A set is one model with `--max-loaded-models 1`, or one role of `a,b`. There are none if everything is loaded at
-    once. Raises ConfigError if both are asked for.
+    With `--max-loaded-models 1` a set is one model; with `--role a,b` it is one role. There are no sets if everything
+    is loaded at once. Raises ConfigError if both options are set.
     """
-    parts, specs = options.role.split(","), served.specs
-    one_model = options.max_loaded_models == "1"
-    if one_model and len(parts) > 1:
+    roles, specs = options.role.split(","), served.specs
+    is_model_at_a_time = options.max_loaded_models == "1"
+    if is_model_at_a_time and len(roles) > 1:
         raise ConfigError(
             f"--max-loaded-models 1 and --role {options.role} cannot be combined: both select what is loaded at a time"
         )
-    if one_model:
+    if is_model_at_a_time:
         choice = StageSelector(roles_of(options.role), options.components)
         pools_of_sets = {spec.name: {*spec.pools(choice).values()} for spec in specs}
     else:
-        choices = {part.strip(): StageSelector(roles_of(part), options.components) for part in parts}
+        choices = {role.strip(): StageSelector(roles_of(role), options.components) for role in roles}
         pools_of_sets = {
             name: {pool for spec in specs for pool in spec.pools(selector).values()}
             for name, selector in choices.items()

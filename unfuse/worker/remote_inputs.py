@@ -27,6 +27,8 @@ log = structlog.get_logger(__name__)
 
 #: Most inputs that are streamed at one time.
 MAX_STREAMS = 64
+
+#: Why a stream failed: its task was cancelled, or a process that received it ended.
 UNWANTED, ENDED = "the input is no longer needed", "the compute process ended"
 
 #: An input of a task, by the id of its object.
@@ -41,8 +43,9 @@ MAX_CHECKED = 8
 #: Most owners that are tested at one time for whether their memory can be mapped.
 MAX_CHECKED_AT_ONCE = 64
 
-#: KEPT_S: seconds for which copies stay for the next attempt of a task that ended with its compute process or for lack
-#: of an input, and a partial copy for the next attempt at the object. NEXT_S: the same for the request's next stage.
+#: RETAIN_S: seconds for which copies stay for the next attempt of a task whose compute process died or whose input was
+#: lost, and for which a partial copy stays for the next attempt at the object. NEXT_S: seconds for which copies stay
+#: for the request's next stage.
 RETAIN_S, NEXT_S = 30.0, 2.0
 
 
@@ -63,9 +66,9 @@ class _Answers:
 class InputStreams:
     """Streams inputs into the compute processes chunk by chunk, through windows in the arena.
 
-    A chunk is sent once all processes have received the one before (back-pressure). For one event loop.
+    A chunk is sent once all processes have received the one before (back-pressure). It belongs to one event loop.
 
-    - `tokens`: inputs of longer prompts are streamed; 0 streams none.
+    - `tokens`: inputs of prompts with more tokens are streamed; 0 streams none.
     - `send`: sends an InputArrived to all processes, or a CancelTask to the first. Returns whether they run.
     - `processes`: the number of compute processes.
     """
@@ -104,6 +107,7 @@ class InputStreams:
         """
         arena = store.arena
         assert arena
+
         extent = await self._reserve(store, self.window(lease.task, ref), lease.task.request, wait)
         window = RingBuffer(arena.writable(extent), ref)
         session = transfers.fetch(ref, window)
@@ -120,7 +124,7 @@ class InputStreams:
             await asyncio.shield(freed)  # it continues if this task is cancelled once more
 
     async def drop(self, claim: Claim) -> None:
-        """Drop the received inputs of a task that will not run. Idempotent.
+        """Make the processes drop the received inputs of a task that will not run. Idempotent.
 
         Call this when no input of the task is streamed any more.
         """
@@ -128,18 +132,18 @@ class InputStreams:
         await self._send(CancelTask(claim))
 
     def is_received(self, claim: Claim) -> bool:
-        """Return whether the processes have everything that was streamed for a task, and forget it."""
+        """Return whether the processes still have all streamed inputs of a task, and forget it."""
         return self._has_all.pop(claim, True)
 
-    def record_answer(self, taken: InputTaken) -> None:
-        """Note the answer of one process.
+    def record_answer(self, answer: InputTaken) -> None:
+        """Record the answer of one process.
 
-        A chunk's place is free once all have answered, also after an error.
+        A chunk's place is free once all processes have answered, also after an error.
         """
-        key = taken.claim, taken.object
+        key = answer.claim, answer.object
         if answers := self._waiting.get(key):
             answers.left -= 1
-            answers.error = answers.error or taken.error
+            answers.error = answers.error or answer.error
             if not answers.left:
                 self._end(key, answers.error)
 
@@ -164,22 +168,22 @@ class InputStreams:
                 answers.over.set_result(None)
 
     async def _free_window(
-        self, arena: Arena, extent: Extent, draining: asyncio.Future[None], session: TransferSession
+        self, arena: Arena, extent: Extent, drain: asyncio.Future[None], session: TransferSession
     ) -> None:
         """Free a window once neither the transfer nor a process uses it."""
-        await asyncio.wait({draining})
+        await asyncio.wait({drain})
         await asyncio.to_thread(session.wait)
         arena.abort(extent.id)
         del self._windows[extent]
 
     async def _reserve(self, store: TensorStore, nbytes: int, request: str, wait: float) -> Extent:
         """Return an extent of this size; waits up to `wait` seconds for room. Raises ArenaFull."""
-        until = self._loop.time() + wait
+        deadline = self._loop.time() + wait
         while True:
             try:
                 return store.reserve(nbytes, request)
             except ArenaFull as full:
-                if nbytes > full.capacity or self._loop.time() >= until:
+                if nbytes > full.capacity or self._loop.time() >= deadline:
                     raise
             await asyncio.sleep(RECHECK_S)
 
@@ -213,35 +217,34 @@ class InputStreams:
 class PendingInputs:
     """Waits for objects that are still being written, by polling their owners.
 
-    For one event loop.
-
-    Each owner is polled in a thread of `lookers`, since a stopped owner blocks it.
+    It belongs to one event loop. Each owner is polled in a thread of `threads`, since a stopped owner blocks the
+    thread.
     """
 
-    def __init__(self, store: TensorStore, lookers: ThreadPoolExecutor) -> None:
-        self._store, self._lookers = store, lookers
-        self._waiting: dict[str, dict[asyncio.Future[None], ObjectRef]] = {}
-        self._looking: set[asyncio.Task[None]] = set()
+    def __init__(self, store: TensorStore, threads: ThreadPoolExecutor) -> None:
+        self._store, self._threads = store, threads
+        self._waiting: dict[str, dict[asyncio.Future[None], ObjectRef]] = {}  # by owner
+        self._polls: set[asyncio.Task[None]] = set()
 
     async def wait_until_written(self, ref: ObjectRef) -> None:
-        """Wait until an object is completely written or lost. Its reader finds out which."""
+        """Wait until an object is completely written or lost. Reading it then shows which."""
         if ref.is_whole:
             return
         if ref.owner not in self._waiting:
             self._waiting[ref.owner] = {}
-            looking = asyncio.create_task(self._poll(ref.owner))
-            self._looking.add(looking)
-            looking.add_done_callback(self._looking.discard)
+            poll = asyncio.create_task(self._poll(ref.owner))
+            self._polls.add(poll)
+            poll.add_done_callback(self._polls.discard)
         over = asyncio.get_running_loop().create_future()
         self._waiting[ref.owner][over] = ref
         await over
 
     async def _poll(self, owner: str) -> None:
-        """Poll an owner until none of its objects is awaited."""
+        """Poll an owner until no caller waits for its objects."""
         waiting, loop = self._waiting[owner], asyncio.get_running_loop()
         try:
             while waiting:
-                finished = await loop.run_in_executor(self._lookers, self._finished, [*waiting.values()])
+                finished = await loop.run_in_executor(self._threads, self._finished, [*waiting.values()])
                 for over in [over for over, ref in waiting.items() if over.done() or ref.id in finished]:
                     del waiting[over]
                     if not over.done():
@@ -270,7 +273,10 @@ class _Copy:
     #: The original object.
     ref: ObjectRef
 
+    #: The transfer of the object.
     session: TransferSession
+
+    #: The copy's place in the arena.
     sink: ArenaSink
 
     #: Done when the transfer has ended.
@@ -281,10 +287,10 @@ class _Copy:
 
 
 class RemoteInputs:
-    """Fetches objects of other nodes into the arena of `store`. For one event loop.
+    """Fetches objects of other nodes into the arena of `store`, on one event loop.
 
     - `engines`: the transfer engines by name. They also serve that arena to other nodes.
-    - `passing`: streams inputs that are longer than the receive buffer, if given.
+    - `streams`: streams inputs that are longer than the receive buffer, if given.
 
     If the store has no arena, nothing is fetched, because every node can read the store itself.
     """
@@ -294,12 +300,12 @@ class RemoteInputs:
         store: TensorStore,
         engines: Mapping[str, TransferEngine],
         options: TransferOptions,
-        passing: InputStreams | None = None,
+        streams: InputStreams | None = None,
     ) -> None:
         self._store, self._owner = store, store.owner
         self._options = options
         self._arena = store.arena
-        self._passing = passing
+        self._streams = streams
         self._engines = engines if self._arena else {}
 
         #: The addresses at which other nodes pull from this arena, by engine.
@@ -312,21 +318,21 @@ class RemoteInputs:
         self._retained = Counter[Claim]()  # ended tasks whose copies stay for a while
         self._fetching: dict[Claim, asyncio.Task[list[ObjectRef | None]]] = {}
         self._reach_tests: dict[str, asyncio.Future[bool]] = {}  # running tests of owners
-        self._lookers = ThreadPoolExecutor(MAX_CHECKED_AT_ONCE, "owner-look")
-        self._unwritten = PendingInputs(store, self._lookers)
+        self._threads = ThreadPoolExecutor(MAX_CHECKED_AT_ONCE, "owner-look")
+        self._unwritten = PendingInputs(store, self._threads)
 
     @property
     def counters(self) -> TransferCounters:
-        """How much each engine has fetched."""
+        """The statistics of each engine's transfers."""
         return self._transfers.counters if "_transfers" in self.__dict__ else TransferCounters()
 
     async def fetch(self, lease: Lease, granted: LeasesGranted) -> Lease | None:
         """Fetch the inputs that cannot be mapped. Returns the lease with copies in their place.
 
         Waits for inputs that are still being written, and fetches their chunks meanwhile. Inputs that are longer than
-        the receive buffer are streamed into the compute process, and are left out of the lease. Whether an owner's
-        memory can be mapped is tested, since node names prove nothing. An input that cannot be fetched stays as it
-        is, because there may be a durable copy.
+        the receive buffer are streamed into the compute process, and are left out of the returned lease. Whether an
+        owner's memory can be mapped is tested, since node names prove nothing. An input that cannot be fetched stays in
+        the lease, because there may be a durable copy.
 
         Returns None if the task was cancelled. Raises ArenaFull if there is no room, and the errors of streamed
         transfers.
@@ -337,18 +343,20 @@ class RemoteInputs:
         readable = [
             ref for ref in lease.input_objects if ref.owner in granted.peers or (claim.request, ref.id) in self._copies
         ]
-        others = [ref for ref in readable if ref.owner != self._owner]
-        others += [ref for ref in lease.input_objects if ref.owner == self._owner and not ref.is_whole]
-        if not others or not self._arena:
+        pending = [ref for ref in readable if ref.owner != self._owner]
+        pending += [ref for ref in lease.input_objects if ref.owner == self._owner and not ref.is_whole]
+        if not pending or not self._arena:
             return lease
-        fetching = self._fetching[claim] = asyncio.create_task(self._fetch_all(lease, others))
+
+        fetching = self._fetching[claim] = asyncio.create_task(self._fetch_all(lease, pending))
         try:
             await asyncio.wait({fetching})
             if fetching.cancelled():
                 return None
-            local_refs = dict(zip((ref.id for ref in others), fetching.result(), strict=True))
+            local_refs = dict(zip((ref.id for ref in pending), fetching.result(), strict=True))
         finally:
             del self._fetching[claim]
+
         inputs = tuple(local for ref in task.inputs if (local := local_refs.get(ref.id, ref)))
         prefix = tuple(local for ref in lease.prefix if (local := local_refs.get(ref.id, ref)))
         task = msgspec.structs.replace(task, inputs=inputs)
@@ -360,21 +368,21 @@ class RemoteInputs:
         return claim in self._fetching and self._fetching[claim].cancel()
 
     def original(self, id: str) -> str:
-        """Return the id of a copy's original; the same id for an original."""
+        """Return the id of a copy's original object; any other id unchanged."""
         copies = (copy for copy in self._copies.values() if copy.sink.extent and copy.sink.extent.id == id)
         return next((copy.ref.id for copy in copies), id)
 
     def retain(self, claim: Claim, again: bool = True) -> None:
-        """Keep an ended task's whole copies for a while; drop the unfinished ones.
+        """Retain an ended task's complete copies for a while, and drop the unfinished ones.
 
-        They stay KEPT_S seconds if the task may run here `again`, else NEXT_S for the next stage of its request.
+        They stay RETAIN_S seconds if the task may run here `again`, else NEXT_S seconds for its request's next stage.
         """
         self.drop_unused(claim, but_whole=True)
         self._retained[claim] += 1
         asyncio.get_running_loop().call_later(RETAIN_S if again else NEXT_S, self._end_retention, claim)
 
     def drop_unused(self, claim: Claim, but_whole: bool = False) -> None:
-        """Drop an ended task's unused copies; with `but_whole`, unfinished ones only."""
+        """Drop an ended task's copies that no other task uses; with `but_whole`, only unfinished ones."""
         for key, copy in list(self._copies.items()):
             if but_whole and copy.session.is_complete:
                 continue
@@ -382,6 +390,8 @@ class RemoteInputs:
             if not copy.users:
                 del self._copies[key]
                 copy.session.cancel()
+
+                # If the object is never completed, the next attempt at it has the same first chunks.
                 if copy.sink.stays and copy.session.good and not copy.session.is_complete:
                     self._keep_partial_copy((key[0], copy.ref.stage), copy)
                 else:
@@ -391,12 +401,12 @@ class RemoteInputs:
     def extents(self) -> list[Extent]:
         """The arena extents of all copies and of the windows of streamed inputs."""
         copies = [extent for copy in self._fetched if (extent := copy.sink.extent)]
-        return copies + (self._passing.extents if self._passing else [])
+        return copies + (self._streams.extents if self._streams else [])
 
     def unused(self) -> dict[str, _Copy]:
-        """Return the copies, by a name, that no task reads or may read again.
+        """Return the copies that no task reads or may read again, by a descriptive name.
 
-        Call this while no task runs.
+        Call this only while no task runs.
         """
         return {
             f"a copy of object {copy.ref.id} for {request}": copy
@@ -420,7 +430,7 @@ class RemoteInputs:
         """End all transfers and close the engines."""
         if "_transfers" in self.__dict__:
             self._transfers.close()
-        self._lookers.shutdown(wait=False)
+        self._threads.shutdown(wait=False)
         for engine in self._engines.values():
             engine.close()
 
@@ -436,9 +446,9 @@ class RemoteInputs:
         return Transfers(self._engines, lambda owner: self._addresses.get(owner, {}), self._options)
 
     async def _fetch_all(self, lease: Lease, refs: Iterable[ObjectRef]) -> list[ObjectRef | None]:
-        """Fetch all these objects at one time.
+        """Fetch these objects concurrently.
 
-        If one fails, the others are cancelled before that is raised.
+        If one fails, the others are cancelled before its error is raised.
         """
         fetches = [asyncio.create_task(self._fetch_input(lease, ref)) for ref in refs]
         try:
@@ -454,27 +464,27 @@ class RemoteInputs:
         One thread tests each owner: a stopped owner blocks it.
         """
         if owner not in self._reach_tests:
-            test = asyncio.get_running_loop().run_in_executor(self._lookers, self._store.reaches, owner)
+            test = asyncio.get_running_loop().run_in_executor(self._threads, self._store.reaches, owner)
             self._reach_tests[owner] = test
             test.add_done_callback(lambda _: self._reach_tests.pop(owner))
         return await asyncio.shield(self._reach_tests[owner])
 
     async def _fetch_input(self, lease: Lease, ref: ObjectRef) -> ObjectRef | None:
-        """Return the object to read in place of this one; None after streaming it."""
+        """Return the object to read in place of this one; None if it was streamed."""
         claim = lease.claim
         if ref.owner == self._owner or await self._reaches(ref.owner):
             await self._unwritten.wait_until_written(ref)
             return ref
-        if self._passing and ref in lease.task.inputs and self._passing.window(lease.task, ref):
-            await self._passing.ranks(lease, ref, self._store, self._transfers, self._options.bootstrap_s)
+        if self._streams and ref in lease.task.inputs and self._streams.window(lease.task, ref):
+            await self._streams.ranks(lease, ref, self._store, self._transfers, self._options.bootstrap_s)
             return None
         key = claim.request, ref.id
-        if key not in self._copies and (part := self._partial_copies.get((claim.request, ref.stage))):
-            await asyncio.wait({part.over})  # until then, its transfer may still write to it
+        if key not in self._copies and (partial_copy := self._partial_copies.get((claim.request, ref.stage))):
+            await asyncio.wait({partial_copy.over})  # until then, its transfer may still write to it
         copy = self._copies.get(key) or self._start_fetch(key, ref)
         copy.users.add(claim)
         try:
-            await asyncio.shield(copy.over)
+            await asyncio.shield(copy.over)  # other tasks may wait for the same copy
         except ObjectLost as error:
             log.warning("an input cannot be fetched", object=ref.id, owner=ref.owner, reason=str(error))
             return ref
@@ -497,11 +507,17 @@ class RemoteInputs:
         assert self._arena
         sink = ArenaSink(self._arena, msgspec.structs.replace(ref, request=key[0]), self._store.reserve)
         sink.stays, verified = not ref.is_whole, tuple[int, ...]()
-        part = self._partial_copies.get((key[0], ref.stage))
-        if part and part.over.done() and part.over.exception() and part.ref.tensors == ref.tensors:
+
+        partial_copy = self._partial_copies.get((key[0], ref.stage))
+        if (
+            partial_copy
+            and partial_copy.over.done()
+            and partial_copy.over.exception()
+            and partial_copy.ref.tensors == ref.tensors
+        ):
             del self._partial_copies[key[0], ref.stage]
-            self._fetched.discard(part)
-            sink.extent, verified = part.sink.extent, part.session.verified
+            self._fetched.discard(partial_copy)
+            sink.extent, verified = partial_copy.sink.extent, partial_copy.session.verified
         session = self._transfers.fetch(ref, sink, sink_checksums=verified)
         over = asyncio.wrap_future(session.over)
         over.add_done_callback(_read_exception)
@@ -515,8 +531,8 @@ class RemoteInputs:
 
     def _keep_partial_copy(self, key: tuple[str, str], copy: _Copy) -> None:
         """Keep the partial copy of an object that will be made again."""
-        if before := self._partial_copies.get(key):
-            self._drop_partial_copy(key, before)
+        if previous := self._partial_copies.get(key):
+            self._drop_partial_copy(key, previous)
         self._partial_copies[key] = copy
         asyncio.get_running_loop().call_later(RETAIN_S, self._drop_partial_copy, key, copy)
 

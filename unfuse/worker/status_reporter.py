@@ -26,16 +26,16 @@ REPORT_S = 0.25
 
 
 def text_stats(stages: Iterable[Stage]) -> list[ReportsTextStats]:
-    """Return the text statistics of these stages. Stages that share one object count once."""
+    """Return the text statistics of these stages, each object once, also if stages share it."""
     return [*{id(texts): texts for stage in stages if (texts := stage.texts) is not None}.values()]
 
 
 class ComputeLeakCheck:
     """Finds memory leaks of a compute process without tasks: KV cache blocks and mapped inputs.
 
-    `send` gets each leak once. With `frees`, the check ends leaked sequences, since no state exists that could use
-    them. Ranks must not free them: all ranks must have the same blocks, and one rank may lack what another one leaks.
-    Inputs stay mapped, because an array that is still used may lie there.
+    `send` gets each leak once. With `frees`, the check frees the KV of leaked sequences, since no task exists that
+    could use it. Several ranks must not free it: all ranks need equal blocks, and another rank may not have this leak.
+    Inputs stay mapped, because an array over them may be in use.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class ComputeLeakCheck:
             self._send(messages.LeaksFound(tuple(leaks)))
 
     def _leftovers(self) -> dict[tuple[int, str], tuple[Memory, int]]:
-        """Return kind and bytes of the memory in use, by owner and name.
+        """Return kind and bytes of the memory in use, by (owner, name).
 
-        The owner is the index of the text statistics, or -1 for the tensor store.
+        The owner is an index in the text statistics, or -1 for the tensor store.
         """
         leftovers = dict[tuple[int, str], tuple[Memory, int]]()
-        for number, texts in enumerate(self._texts):
+        for index, texts in enumerate(self._texts):
             for name, nbytes in texts.leftovers().items():
-                leftovers[number, name] = "kv", nbytes
+                leftovers[index, name] = "kv", nbytes
         for ref in self._store.open_refs():
             leftovers[-1, f"input object {ref.id} of {ref.request}, {ref.stage}"] = "arena", ref.nbytes
         return leftovers
@@ -87,8 +87,8 @@ class ComputeLeakCheck:
 class StatusReporter:
     """Sends the status of a compute process when it has changed.
 
-    `sharing` is `Batches.sharing`; `device_memory` returns bytes of a GPU. Only the first rank reports language
-    stages, because all ranks have the same KV blocks.
+    `sharing` is `Batches.sharing`. `device_memory` returns the bytes that the process uses on a GPU. Only the first
+    rank reports text statistics, because all ranks have the same KV blocks.
     """
 
     def __init__(

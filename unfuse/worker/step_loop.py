@@ -1,7 +1,7 @@
 """The step loop: decides the next step plan and carries it out, with continuous batching.
 
-Every stage runs in it: denoising, prefill, decode, and stages of a single step. Each round, `StepLoop.decide` returns
-a `StepPlan` of plain data, and `carry_out` executes it, the same on every rank.
+Every stage runs in it: denoising, prefill, decode, and stages of a single step. In each round, `StepLoop.decide`
+returns a `StepPlan` of plain data on the first rank, and `carry_out` executes it in the same way on every rank.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from unfuse.worker.status_reporter import ComputeLeakCheck, StatusReporter
 
 log = structlog.get_logger(__name__)
 
-#: Least seconds between two progress messages of one task. Each message covers all steps since the last.
+#: Least seconds between two progress messages of one task. Each message covers all steps since the last message.
 PROGRESS_INTERVAL_S = 0.1
 
 #: The first and the longest pause, in seconds, of a task that waits for the result store.
@@ -65,6 +65,7 @@ UNUSED = Timings()
 class ReportResult(NamedTuple):
     """The outcome of reporting one task's step."""
 
+    #: The task's job.
     job: Job
 
     #: The error that reporting raised, or None. It fails this task only.
@@ -75,8 +76,8 @@ class StepReporter:
     """Sends new output and progress to the parent after each step, and stores prefix blocks.
 
     Other tasks start from the prefix blocks (prefix caching). The first rank `leads`: it also stores previews and
-    video fragments for clients. With `overlap`, the work is done in a second thread while the next step runs, for
-    tasks whose stage allows it (`can_overlap`). That a text has ended is then noticed one step late.
+    video fragments for clients. With `overlap`, steps are reported in a second thread while the next step runs, for
+    tasks whose stage allows it (`can_overlap`). A text that ends by a stop string is then detected one step late.
     """
 
     def __init__(
@@ -97,13 +98,14 @@ class StepReporter:
 
         Returns the results of jobs that were reported at once. `wait` returns those of overlapped jobs.
         """
+        # A last step is reported at once, so that its task does not take part in another forward.
         overlapped = [job for job in jobs if self._thread and job.stage.can_overlap and not job.is_over]
         if self._thread and overlapped:
             self._pending = self._thread.submit(self._report_jobs, overlapped)
         return self._report_jobs([job for job in jobs if job not in overlapped])
 
     def wait(self) -> list[ReportResult]:
-        """Wait until all steps are reported. Returns the results of the overlapped jobs."""
+        """Wait for the second thread. Returns the new results of overlapped jobs."""
         pending, self._pending = self._pending, None
         return pending.result() if pending else []
 
@@ -127,7 +129,7 @@ class StepReporter:
         return None
 
     def _report_progress(self, job: Job, step: int, steps: int) -> None:
-        """Send the job's progress if its last step is done or PROGRESS_INTERVAL_S has passed."""
+        """Send the job's progress, if its last step is done or PROGRESS_INTERVAL_S have passed."""
         now = time.monotonic()
         if step == steps or now - job.reported_at >= PROGRESS_INTERVAL_S:
             self._send(StepProgress(job.claim, step, steps, job.reported + 1, tuple(job.previews), job.share_s))
@@ -140,8 +142,8 @@ def store_preview(results: ResultStore, job: Job, step: int) -> None:
 
     Errors are only logged.
     """
-    every, task = job.lease.task.params.get("preview_every"), job.lease.task
-    if not isinstance(every, int) or every < 1 or step % every:
+    interval, task = job.lease.task.params.get("preview_every"), job.lease.task
+    if not isinstance(interval, int) or interval < 1 or step % interval:
         return
     try:
         if media := job.stage.preview(job.state):
@@ -154,7 +156,8 @@ def store_preview(results: ResultStore, job: Job, step: int) -> None:
 def store_fragment(results: ResultStore, job: Job, step: int) -> None:
     """Store the video fragment of a step before the step is reported.
 
-    Errors are only logged. After a fragment that could not be stored none is stored: a gap would break the video.
+    Errors are only logged. After a fragment that could not be stored, none is stored, because a gap would break the
+    video.
     """
     task, data = job.lease.task, job.stage.video_fragment(job.state)
     if not data or job.last_fragment_step is None:
@@ -184,7 +187,7 @@ def delete_fragments(results: ResultStore, job: Job) -> None:
 class _Parked:
     """A task that waits for the result store."""
 
-    #: Tries again to start the task, or to store its results.
+    #: Called at the next try. It starts the task, or stores its results.
     again: Callable[[], None]
 
     #: Monotonic time of the next try, in seconds.
@@ -200,18 +203,18 @@ class _Parked:
 class StepLoop:
     """Runs tasks on the stages of one compute process, with continuous batching.
 
-    Tasks of the highest priority go first, pools in rotation, each in order of arrival; the others pause and keep
-    their state. A cancelled task is dropped between two steps. A task whose result cannot be stored, because the
-    result store is full, waits while others go on.
+    Tasks of the highest priority go first, pools in rotation, each in order of arrival. The others pause and keep their
+    state. A cancelled task is dropped between two steps. A task whose result cannot be stored, because the result store
+    is full, waits while others continue.
 
     - `stages`: stages by declared pool. Those of `plain` pools get numpy arrays, the others torch tensors.
     - `batch`: most tasks that share a forward; 0 means the default.
     - `encodings`: how the outputs of a stage kind are narrowed, by kind.
     - `policy`: when checkpoints are saved, so that another worker can resume a task. A paused task is saved too.
-    - `exactness`: with it, a task gets the bytes that it has alone (batch invariance): it shares a forward only where
-      comparisons have shown that.
-    - `ranks`: the first rank decides, stores and reports; the others carry out the same step plans.
-    - `overlapped`: the next step of a stage is computed while the last one is reported, where the stage allows it.
+    - `exactness`: with it, a task gets the bytes that it has alone (batch invariance). It shares a forward only if
+      comparisons have found no difference.
+    - `ranks`: the first rank decides, stores and reports. The others carry out the same step plans.
+    - `overlapped`: the next step is computed while the last one is reported, where the stage allows it.
     - `device_memory`: returns the bytes that the process uses on a GPU.
     """
 
@@ -241,8 +244,9 @@ class StepLoop:
         self._batches = Batches(batch, exactness, self._ranks)
         self._status = StatusReporter(stages.values(), self._batches.sharing, self._ranks, device_memory, send)
         self._reporter = StepReporter(store, results, self._send, self._ranks.leads, overlapped)
-        self._answer = send  # also of a rank that does not report
-        self._arrived: dict[Claim, messages.RunTask] = {}
+        self._answer = send  # every rank answers InputArrived, since its chunk's place is free after all answers
+
+        self._arrived: dict[Claim, messages.RunTask] = {}  # tasks that no step plan has admitted yet
         self._pieces: dict[tuple[Claim, str], messages.InputArrived] = {}  # arrived, to be received with a step plan
         self._jobs: dict[Claim, Job] = {}
         self._parked: dict[Claim, _Parked] = {}
@@ -260,72 +264,78 @@ class StepLoop:
             self.carry_out(plan)
 
     def _receive_plan(self) -> messages.StepPlan:
-        """Return the next step plan of the first rank; collects the messages before it."""
+        """Return the first rank's next step plan, and store the messages before it."""
         while not isinstance(message := self._inbox.get(), messages.StepPlan):
             self._collect(message)
         return message
 
     def decide(self) -> messages.StepPlan:
-        """Return the next step plan; waits for a message if there is nothing to do.
+        """Return the next step plan. If there is nothing to do, wait for a message.
 
-        New messages get a plan of their own, before the next step, because a new task may be the most urgent one.
-        Tasks to be dropped if they can be saved are saved in one plan and dropped in the next.
+        New tasks and cancellations get a plan of their own, before the next step, because a new task may be the most
+        urgent one. Tasks that are dropped only if they can be saved are saved in one plan and dropped in the next: only
+        the first rank can tell whether saving has worked.
         """
-        safe = [messages.CancelTask(claim) for claim in self._saving if self._is_safe(claim)]
+        saved_cancels = [messages.CancelTask(claim) for claim in self._saving if self._is_safe(claim)]
         self._saving = set()
-        dropped = (*safe, *self._collect_messages())
-        again = tuple(claim for claim, parked in self._parked.items() if parked.at <= time.monotonic())
+        cancels = (*saved_cancels, *self._collect_messages())
+        due = tuple(claim for claim, parked in self._parked.items() if parked.at <= time.monotonic())
         pieces = tuple(self._pieces)
-        if dropped or self._arrived or again:
-            return messages.StepPlan(dropped, tuple(self._arrived), again, receive=pieces)
+        if cancels or self._arrived or due:
+            return messages.StepPlan(cancels, tuple(self._arrived), due, receive=pieces)
+
         if self._to_save:
             self._saving, self._to_save = self._to_save, set()
             return messages.StepPlan(save=tuple(self._saving), receive=pieces)
         if not self._jobs:
             return messages.StepPlan(receive=pieces)
-        batch, how = self._batches.pick(self._jobs.values())
+
+        batch, mode = self._batches.pick(self._jobs.values())
         saved = [job for job in self._jobs.values() if self._is_due(job, batch[0].priority)]
         save, step = tuple(job.claim for job in saved), tuple(job.claim for job in batch)
-        return messages.StepPlan(save=save, step=step, batch_mode=how, receive=pieces)
+        return messages.StepPlan(save=save, step=step, batch_mode=mode, receive=pieces)
 
-    def carry_out(self, turn: messages.StepPlan) -> None:
+    def carry_out(self, plan: messages.StepPlan) -> None:
         """Carry out a step plan. Tasks that have ended since it was decided are skipped.
 
-        In an overlapped loop, a step is computed while the one before is reported. All reports are finished before
-        anything but a step is done. A task that turns out to be over has made one step too many; that step is
-        dropped.
+        In an overlapped loop, a step is computed while the last one is reported. A plan that does more than a step
+        waits for the reports first.
         """
-        for piece in turn.receive:
+        for piece in plan.receive:
             self._answer(self._factory.receive(self._pieces.pop(piece)))
-        if turn.changes:
+
+        if plan.changes:
             self._finish_reported(self._reporter.wait())
-        self._start_tasks([self._arrived.pop(claim) for claim in turn.admit])
-        for cancel in turn.drop:
+        self._start_tasks([self._arrived.pop(claim) for claim in plan.admit])
+        for cancel in plan.drop:
             self._drop(cancel)
-        for claim in turn.retry:
+        for claim in plan.retry:
             self._try_again(claim)
-        for job in [self._jobs[claim] for claim in turn.save if claim in self._jobs]:
+        for job in [self._jobs[claim] for claim in plan.save if claim in self._jobs]:
             self._save_checkpoint(job)
-        if batch := [self._jobs[claim] for claim in turn.step if claim in self._jobs]:
-            computed = self._batches.compute(batch, turn.batch_mode)
+
+        if batch := [self._jobs[claim] for claim in plan.step if claim in self._jobs]:
+            computed = self._batches.compute(batch, plan.batch_mode)
+
+            # A report may have shown that a task is over. The step that it has just made is dropped then.
             self._finish_reported(self._reporter.wait())
             advanced = [job for job, result in computed if job.claim in self._jobs and self._advance(job, result)]
             self._finish_reported(self._reporter.report(advanced))
 
     def _collect_messages(self) -> tuple[messages.CancelTask, ...]:
-        """Collect all messages, waiting for one if idle. Returns the cancellations."""
+        """Collect all messages. Without a task to compute, wait for one. Returns the cancellations."""
         cancels = []
         if not self._jobs:
-            due = min((parked.at for parked in self._parked.values()), default=None)
+            next_try_at = min((parked.at for parked in self._parked.values()), default=None)
             with suppress(queue.Empty):
-                timeout = None if due is None else max(0.0, due - time.monotonic())
+                timeout = None if next_try_at is None else max(0.0, next_try_at - time.monotonic())
                 cancels += self._collect(self._inbox.get(timeout=timeout))
         while not self._inbox.empty():
             cancels += self._collect(self._inbox.get())
         return tuple(cancels)
 
     def _collect(self, message: messages.ForLoop) -> list[messages.CancelTask]:
-        """Sort one message in. Returns it if it is a cancellation."""
+        """Store a message until the next step plan. Returns it if it is a cancellation."""
         match message:
             case messages.RunTask():
                 self._arrived[message.lease.claim] = message
@@ -363,7 +373,7 @@ class StepLoop:
                 self._start_tasks([msgspec.structs.replace(run, lease=lease)])
 
     def _start_task(self, run: messages.RunTask) -> Job | Exception:
-        """Return the job of a task that this rank has started, or the error."""
+        """Start a task on this rank. Returns its job, or the error."""
         self._send(StepProgress(run.lease.claim, 0, 0, 0))
         try:
             return self._factory.start(run)
@@ -371,20 +381,26 @@ class StepLoop:
             return error
 
     def _park(self, claim: Claim, error: object, again: Callable[[], None], timings: Timings = UNUSED) -> None:
-        """Let a task wait for the result store. Each try sends TaskWaits as progress."""
-        before = self._parked.get(claim)
-        if before is None:
+        """Let a task wait for the result store. Each try sends TaskWaits as progress.
+
+        `error` says why, and `again` is called at the next try. The pause doubles with each try.
+        """
+        previous = self._parked.get(claim)
+        if previous is None:
             log.warning(
                 "a task waits for the result store",
                 **messages.about(claim),
                 reason=str(getattr(error, "__cause__", None) or error),
             )
-        pause = min(MOST_PAUSE_S, 2 * before.pause) if before else PAUSE_S
+        pause = min(MOST_PAUSE_S, 2 * previous.pause) if previous else PAUSE_S
         self._parked[claim] = _Parked(again, time.monotonic() + pause, pause, timings)
         self._send(messages.TaskWaits(claim))
 
     def _try_again(self, claim: Claim) -> None:
-        """Try a parked task again. If it must wait once more, it is parked anew."""
+        """Try a parked task again.
+
+        If it must wait once more, the try has replaced its entry in `_parked`.
+        """
         parked = self._parked.get(claim)
         if parked is None:
             return
@@ -398,12 +414,13 @@ class StepLoop:
     def _is_due(self, job: Job, priority: int) -> bool:
         """Return whether to save a checkpoint now.
 
-        It is due if a more urgent task runs first, or by the policy, but only after a new step.
+        It is due by the policy, and if a task of a higher `priority` makes the next step, but only after a new step.
         """
         step, steps = job.stage.progress(job.state)
-        left_s = (steps - step) * job.run_s / max(1, job.steps)
+        remaining_s = (steps - step) * job.run_s / max(1, job.steps)
         return step > job.saved and (
-            job.priority < priority or self._policy.is_due(step - job.saved, time.monotonic() - job.saved_at, left_s)
+            job.priority < priority
+            or self._policy.is_due(step - job.saved, time.monotonic() - job.saved_at, remaining_s)
         )
 
     def _is_safe(self, claim: Claim) -> bool:
@@ -426,10 +443,10 @@ class StepLoop:
 
     def _finish_reported(self, reported: Sequence[ReportResult]) -> None:
         """Finish the tasks whose last step was reported, and fail those whose report raised."""
-        for job, error in reported:
+        for job, report_error in reported:
             try:
-                if error:
-                    raise error
+                if report_error:
+                    raise report_error
                 if job.is_over:
                     self._finish_task(job)
             except Exception as error:  # an error of one task must not end the process
@@ -464,7 +481,7 @@ class StepLoop:
         job.save_s += job.saved_at - began
 
     def _finish_task(self, job: Job) -> None:
-        """Store the task's output before the task is reported as done."""
+        """Store the task's output and results. Other ranks than the first only release it."""
         if not self._ranks.leads:
             self._release(job)
             del self._jobs[job.claim]
@@ -480,11 +497,14 @@ class StepLoop:
         self._store_results(job, ref, output.media, finished)
 
     def _store_results(self, job: Job, ref: ObjectRef | None, media: Sequence[EncodedMedia], finished: float) -> None:
-        """Store result files and report the task done; park it without a result store."""
+        """Store result files and report the task as completed.
+
+        The task waits if the result store is unavailable. Its output is stored already, so a try repeats only this.
+        """
         try:
             results = write(self._results, job, media)
         except ResultsUnavailable as error:
-            job.state = None
+            job.state = None  # it was released: the task needs no device memory while it waits
             self._park(job.claim, error, partial(self._store_results, job, ref, media, finished), job.timings)
             return
         timings = msgspec.structs.replace(job.timings, put_s=time.monotonic() - finished)

@@ -72,6 +72,7 @@ STOP_REPLY_S = 1.0
 #: The shares of the drain timeout for saving and handing back unfinished tasks, and for the last messages.
 SAVING, LAST = 0.25, 0.1
 
+#: Why a draining worker hands back a task.
 WORKER_STOPS = "the worker stopped before the task was done"
 
 #: Seconds to wait after the scheduler refused a message.
@@ -84,8 +85,9 @@ UNANSWERED_HEARTBEATS = 3
 class Worker:
     """One worker, from registration through heartbeats and leases to its drain.
 
-    `engines` are the transfer engines by name; the worker closes them. `forks(folders, swaps)` returns a socket to a
-    fork server for the models in these folders, or None; `swaps` says whether the worker swaps models.
+    - `engines`: the transfer engines by name. The worker closes them.
+    - `forks(folders, swaps)`: returns a socket to a fork server for the models in these folders, or None. `swaps` says
+      whether the worker swaps models.
     """
 
     def __init__(
@@ -110,12 +112,12 @@ class Worker:
         self._joined = self._scheduler_stops = False
         self._requests_with_report = False  # whether a report in flight carries a request for tasks
         self._reporting = 0  # number of tasks whose end is not reported yet
-        self._request_id = 0
-        self._affinity = ""
+        self._request_id = 0  # number of the last request for tasks, which replaces all earlier ones
+        self._affinity = ""  # of the last task with a LoRA adapter
         self._ended_claims = set[Claim]()  # claims that the scheduler ended and that compute is still to drop
 
     async def run(self) -> None:
-        """Serve until drained. Raises ConfigError if the worker cannot start."""
+        """Serve until drained. Raises ConfigError if the worker cannot start, TransientError if ranks are lost."""
         serving = asyncio.create_task(self._serve())
         drained = asyncio.create_task(self._draining.wait())
         try:
@@ -167,46 +169,46 @@ class Worker:
         self._background.start_loop("running the compute processes", self._executor.serve)
         self._background.start_loop("sending heartbeats", self._send_heartbeat)
         self._background.start_loop("watching model files", self._watch_files)
-        orphan = partial(free_when_orphaned, self._link, self._objects, lambda: bool(self._active), options.orphan_s)
-        self._background.start_loop("watching for schedulers", orphan)
+        watch = partial(free_when_orphaned, self._link, self._objects, lambda: bool(self._active), options.orphan_s)
+        self._background.start_loop("watching for schedulers", watch)
         await asyncio.gather(self._background.repeat("requesting tasks", self._pull), self._executor.lost)
 
     async def _join(self) -> None:
-        """Request what to serve from the scheduler, load it, and register the pools."""
+        """Get the models from the scheduler, load the stages, and register the pools."""
         options = self._options
         info = WorkerInfo(self._id, options.node, options.role, (), options.slots, "", 0, os.getpid())
         registered = await self._link.register(Register(info, secret=self._secret))
-        self._beat_s, places = registered.heartbeat_s, registered.storage
+        self._beat_s, locations = registered.heartbeat_s, registered.storage
         self._served = served = await asyncio.to_thread(decide_served, registered, options, self._choice)
         sets = swappable_sets(served, options)
         self._slots = TaskSlots(served.slots, options.resources)
         self._active = self._slots.leases
         self._weights = await asyncio.to_thread(
-            WeightFiles, served.models, served.specs, self._choice, served.states, in_turns=bool(sets)
+            WeightFiles, served.models, served.specs, self._choice, served.states, swaps_models=bool(sets)
         )
         store = await asyncio.to_thread(
             TensorStore.create,
-            places.store,
+            locations.store,
             owner=self._id,
             node=options.node,
             capacity=options.arena,
-            threshold=places.threshold,
-            spill_capacity=places.spill_capacity,
-            durable=places.durable,
-            copies=copies_here(places),
+            threshold=locations.threshold,
+            spill_capacity=locations.spill_capacity,
+            durable=locations.durable,
+            copies=copies_here(locations),
             run_dir=options.run_dir,
         )
-        self._swapper = ModelSwapper(sets, loads_by_rank(served, self._choice, options, store, places), served.specs)
+        self._swapper = ModelSwapper(sets, loads_by_rank(served, self._choice, options, store, locations), served.specs)
         rank_loads, limits = self._swapper.loads(self._swapper.loaded_model), (options.stall_s, options.memory_limit)
         fork_server = self._forks and self._forks([folder for _, folder, _ in served.models], len(sets) > 1)
         self._executor = Executor(rank_loads, self._handle_message, *limits, fork_server, options.buffer)
         self._objects = await asyncio.to_thread(
-            WorkerObjects, store, places, self._engines, options.transfer, self._executor.replies
+            WorkerObjects, store, locations, self._engines, options.transfer, self._executor.replies
         )
         self._opened.push_async_callback(self._objects.close)
         self._opened.push_async_callback(self._executor.close)
         self._checkpoints = CheckpointWriter(self._objects, self._link)
-        self._adapter_fetcher = AdapterFetcher(self._link, places.adapters, Path(options.data_dir, ADAPTER_FOLDER))
+        self._adapter_fetcher = AdapterFetcher(self._link, locations.adapters, Path(options.data_dir, ADAPTER_FOLDER))
         self._started = await self._executor.start()
         self._record_loaded(self._started)
         for engine in self._engines.values():
@@ -289,21 +291,21 @@ class Worker:
                 "requesting tasks", partial(self._send_request, self._request_id, self._next_request())
             )
 
-    def _next_request(self, ended: str = "") -> RequestTasks:
+    def _next_request(self, ended_pool: str = "") -> RequestTasks:
         """Return the next request for tasks; WITHDRAW if no task can run now.
 
-        `ended` is the pool of a task that has just completed. While a model swap is pending, only a follow-up task of
-        that pool is requested.
+        `ended_pool` is the pool of a task that has just completed. While a model swap is pending, only a follow-up task
+        of that task is requested.
         """
-        after = ended if self._swapper.target_model else ""
-        if not self._executor.ready or self._swapper.target_model and not after:
+        after_pool = ended_pool if self._swapper.target_model else ""
+        if not self._executor.ready or self._swapper.target_model and not after_pool:
             return WITHDRAW
         if self._weights.changed.keys() >= set(self._served.pools):
             return WITHDRAW  # the scheduler would answer a request without pools immediately, in a loop
-        room = self._slots.free_bytes(self._objects.free, self._objects.usage().used)
-        return self._slots.next_request(room, self._affinity, self._swapper.loaded_model, after)
+        output_room = self._slots.free_bytes(self._objects.free, self._objects.usage().used)
+        return self._slots.next_request(output_room, self._affinity, self._swapper.loaded_model, after_pool)
 
-    async def _send_request(self, number: int, request: RequestTasks) -> None:
+    async def _send_request(self, request_id: int, request: RequestTasks) -> None:
         """Send one request for tasks, which replaces older ones, and start the leased tasks."""
         answer = None
         with suppress(OSError):  # the next request replaces this one
@@ -314,7 +316,7 @@ class Worker:
             case Rejected():
                 log.warning("the scheduler refused a request for tasks", reason=answer.message)
                 await asyncio.sleep(PAUSE_S)
-        if number == self._request_id and request is not WITHDRAW:
+        if request_id == self._request_id and request is not WITHDRAW:
             self._changed.set()
 
     async def _start_leased(self, granted: LeasesGranted) -> None:
@@ -359,7 +361,7 @@ class Worker:
     async def _announce(self, announcement: OutputAnnounced) -> None:
         """Announce that an output can be read while it is written.
 
-        Not if the stage that reads it runs on this worker: early reading gains nothing there.
+        If a stage of this worker reads the output, it is not announced: that request continues when the task completes.
         """
         lease = self._active.get(announcement.claim)
         if lease and pool_of(lease) not in self._served.local_inputs:
@@ -380,7 +382,7 @@ class Worker:
     ) -> None:
         """Handle a message of the compute process.
 
-        Reports to the scheduler are sent in the background, so that compute never waits for its answers.
+        Reports to the scheduler are sent in the background, so that compute never waits for the scheduler's answers.
         """
         match message:
             case ModelsLoaded():
@@ -428,7 +430,8 @@ class Worker:
     async def _unless_overwritten(self, message: TaskCompleted) -> TaskCompleted | TaskFailed:
         """Return the task's result, or a hand-back if its weights changed in place.
 
-        Mapped weights change with their file, so the result may come from other weights.
+        Mapped weights change with their file, so the result may come from other weights. While a modified file is not
+        compared yet, this waits.
         """
         while lease := self._active.get(message.claim):
             file = await asyncio.to_thread(self._weights.overwritten, pool_of(lease))
@@ -450,8 +453,9 @@ class Worker:
         if lease:
             message = self._objects.end_task(lease, message, pool_of(lease) in self._served.local_inputs)
         log_outcome(message)
-        if not self._executor.ready:
+        if not self._executor.ready:  # or the waiting request would get a task at once, perhaps this one again
             await self._link.call(WITHDRAW)
+
         requests_later = self.draining or (self._requests_with_report and not self._swapper.target_model)
         if requests_now := isinstance(message, TaskCompleted) and not requests_later:
             self._requests_with_report = True
@@ -470,9 +474,9 @@ class Worker:
         await self._checkpoints.end_task(message.claim, recorded and isinstance(message, TaskCompleted))
 
     async def _send_end(self, message: TaskStopped | TaskCompleted | TaskFailed) -> bool:
-        """Send the end of a task. Returns False if its lease is lost.
+        """Send the end of a task. Returns False if the scheduler does not record it.
 
-        A dropped task that has used no device time is not reported.
+        Of a dropped task only the device time is recorded, so its end is not sent if it has used none.
         """
         if isinstance(message, TaskStopped) and not message.timings.share_s:
             return False
@@ -555,10 +559,12 @@ class Worker:
                     await self._link.call(message, STOP_REPLY_S)
 
     async def _hand_over(self) -> None:
-        """Save and hand back running tasks, and wait until others have read the objects here."""
+        """Save and hand back running tasks; wait until others have read this worker's objects."""
         budget = self._budget
         inputs = [(claim.request, ref) for claim, lease in self._active.items() for ref in lease.task.inputs]
-        if self._objects.outlasts:
+        if (
+            self._objects.outlasts
+        ):  # otherwise the checkpoints end with this worker, and tasks should finish if they can
             await self._save_all(if_saved=True)
         for reserve in (SAVING * budget.seconds, LAST * budget.seconds):
             await budget.limited_to(budget.remaining(reserve), self._wait_until_unneeded(inputs))
@@ -577,8 +583,8 @@ class Worker:
     async def _wait_until_unneeded(self, inputs: Sequence[tuple[str, ObjectRef]]) -> None:
         """Wait until no task runs and no reader needs objects that exist only here.
 
-        Objects are copied where copies outlast this worker; `inputs` are (request, ref) of objects that running tasks
-        read. The wait ends if no scheduler answers, or if the scheduler is stopping: then no reader can come.
+        Objects are copied if copies outlast this worker. `inputs` are (request, ref) of objects that running tasks
+        read. The wait ends if no scheduler answers, or if the scheduler stops, because it leases no more readers then.
         """
         objects, answers_before = self._objects, -1
         await objects.copy_all(inputs)
