@@ -56,6 +56,15 @@ async def test_head_is_answered_without_a_body() -> None:
             assert head.startswith(b"HTTP/1.1 " + status)
 
 
+async def test_content_length_counts_bytes() -> None:
+    """Given a reason that is not ASCII, such as the name of a model file, then the length is that of its UTF-8."""
+    reason = "files of the model have changed: modèle.safetensors"
+    async with health_server(f"127.0.0.1:{(port := free_port())}", lambda: reason):
+        head, _, body = (await asked(port, probe("/ready"))).partition(b"\r\n\r\n")
+    assert body.decode() == reason
+    assert f"content-length: {len(body)}".encode() in head.split(b"\r\n")
+
+
 @pytest.mark.parametrize(
     "said", [probe("/"), probe("/healthy"), b"POST /health HTTP/1.1\r\n\r\n", b"\r\n\r\n", b"\0\xff GET\r\n\r\n"]
 )

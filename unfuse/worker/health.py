@@ -64,8 +64,9 @@ def _response(request_line: list[bytes], unready_reason: Callable[[], str]) -> b
     status, text = answers.get(
         path if method in (b"GET", b"HEAD") else b"", (404, "not found: the paths are /health and /ready")
     )
+    body = text.encode()
     head = (
-        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n"
-    )
-    body = "" if method == b"HEAD" else text
-    return f"{head}connection: close\r\n\r\n{body}".encode()
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: text/plain; charset=utf-8\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    ).encode()
+    return head if method == b"HEAD" else head + body

@@ -367,7 +367,8 @@ class StepLoop:
             if self._ranks.size > 1:  # another rank may have dropped the input that it had received
                 self._factory.drop_streamed(claim)
             if isinstance(start, messages.TaskWaits):
-                self._park(claim, job, partial(self._start_tasks, [run]))
+                error = job if isinstance(job, Exception) else None
+                self._park(claim, error, partial(self._start_tasks, [run]))
             else:  # not every rank could read the checkpoint
                 lease = msgspec.structs.replace(run.lease, checkpoint=None, prefix=())
                 self._start_tasks([msgspec.structs.replace(run, lease=lease)])
@@ -380,17 +381,20 @@ class StepLoop:
         except Exception as error:  # an error of one task must not end the process
             return error
 
-    def _park(self, claim: Claim, error: object, again: Callable[[], None], timings: Timings = UNUSED) -> None:
+    def _park(
+        self, claim: Claim, error: Exception | None, again: Callable[[], None], timings: Timings = UNUSED
+    ) -> None:
         """Let a task wait for the result store. Each try sends TaskWaits as progress.
 
-        `error` says why, and `again` is called at the next try. The pause doubles with each try.
+        `error` says why, None if only another rank has to wait. `again` is called at the next try. The pause doubles
+        with each try.
         """
         previous = self._parked.get(claim)
         if previous is None:
             log.warning(
                 "a task waits for the result store",
                 **messages.about(claim),
-                reason=str(getattr(error, "__cause__", None) or error),
+                reason=str(getattr(error, "__cause__", None) or error) if error else "another rank waits for it",
             )
         pause = min(MOST_PAUSE_S, 2 * previous.pause) if previous else PAUSE_S
         self._parked[claim] = _Parked(again, time.monotonic() + pause, pause, timings)
