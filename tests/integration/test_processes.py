@@ -21,7 +21,7 @@ def is_denoising(event: dict[str, Any]) -> bool:
 
 
 @pytest.mark.nightly
-def test_workers_started_by_hand_serve_and_one_that_is_killed_is_replaced_by_another(bare_server: Server) -> None:
+def test_killed_worker_is_replaced_and_result_is_identical(bare_server: Server) -> None:
     server = bare_server
     until(lambda: server.get("/health") is not None, "the gateway", server.process)
     assert server.get("/ready") is None
@@ -45,7 +45,7 @@ def test_workers_started_by_hand_serve_and_one_that_is_killed_is_replaced_by_ano
 
 
 @pytest.mark.parametrize("built_in", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["fast", "built-in"])
-def test_a_worker_told_to_stop_saves_what_it_runs_for_the_next_one_and_exits_0(built_in: bool, tmp_path: Path) -> None:
+def test_worker_checkpoints_running_task_on_sigterm_and_exits_0(built_in: bool, tmp_path: Path) -> None:
     model, variables = ("unfuse/shapes", {}) if built_in else installed(tmp_path)
     with serving(tmp_path, model, "--workers", "none", **variables) as server:
         until(lambda: server.get("/health") is not None, "the gateway", server.process)
@@ -66,7 +66,7 @@ def test_a_worker_told_to_stop_saves_what_it_runs_for_the_next_one_and_exits_0(b
 
 
 @pytest.mark.nightly
-def test_a_worker_told_to_stop_leaves_what_it_made_for_others(tmp_path: Path) -> None:
+def test_outputs_of_stopped_worker_are_read_without_recompute(tmp_path: Path) -> None:
     """Given latents that nobody has read yet, then a decoder that comes later reads a copy: nothing is made again."""
     model, variables = installed(tmp_path)
     with serving(tmp_path, model, "--workers", "none", **variables) as server:
@@ -95,9 +95,7 @@ def test_a_worker_told_to_stop_leaves_what_it_made_for_others(tmp_path: Path) ->
         pytest.param(True, "split", 7, marks=pytest.mark.nightly),
     ],
 )
-def test_no_process_is_left_after_ctrl_c_in_the_middle_of_a_request(
-    built_in: bool, layout: str, processes: int, tmp_path: Path
-) -> None:
+def test_ctrl_c_during_request_leaves_no_process(built_in: bool, layout: str, processes: int, tmp_path: Path) -> None:
     model, variables = ("unfuse/shapes", {}) if built_in else installed(tmp_path)
     arguments = ["--workers", layout, "--arena", "64MiB", "--drain-timeout", "1"]
     with serving(tmp_path, model, *arguments, **variables) as server:
@@ -114,7 +112,9 @@ def test_no_process_is_left_after_ctrl_c_in_the_middle_of_a_request(
 
 
 @pytest.mark.parametrize(("ending", "code"), [(signal.SIGTERM, 0), (signal.SIGKILL, -9)])
-def test_no_process_is_left_however_serve_ends(tmp_path: Path, ending: signal.Signals, code: int) -> None:
+def test_no_process_is_left_after_serve_gets_sigterm_or_sigkill(
+    tmp_path: Path, ending: signal.Signals, code: int
+) -> None:
     model, variables = installed(tmp_path)
     with serving(tmp_path, model, "--workers", "split", "--arena", "16MiB", **variables) as server:
         everyone = family_of(server.ready().process.pid)
@@ -128,14 +128,14 @@ def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(unfuse(*arguments), cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True)
 
 
-def test_no_memory_for_the_arena_is_one_clear_line(bare_server: Server, tmp_path: Path) -> None:
+def test_oversized_arena_is_reported_without_traceback(bare_server: Server, tmp_path: Path) -> None:
     failed = run(tmp_path, "worker", "--role", "encoder", "--scheduler", bare_server.control, "--arena", "100TiB")
     assert failed.returncode == 1
     assert "--arena" in failed.stderr
     assert "Traceback" not in failed.stderr
 
 
-def test_a_missing_component_file_is_one_clear_line(tmp_path: Path) -> None:
+def test_missing_component_file_is_reported_without_traceback(tmp_path: Path) -> None:
     shapes = Path(__file__).parents[2] / "unfuse" / "models" / "shapes"
     copy = tmp_path / "model"
     for file in shapes.rglob("*"):
@@ -148,13 +148,13 @@ def test_a_missing_component_file_is_one_clear_line(tmp_path: Path) -> None:
     assert "Traceback" not in failed.stderr
 
 
-def test_no_start_beyond_loopback_without_a_key(tmp_path: Path) -> None:
+def test_serve_on_public_host_requires_api_key(tmp_path: Path) -> None:
     failed = run(tmp_path, "serve", "--host", "0.0.0.0", "--port", str(free_port()), "--workers", "none")
     assert failed.returncode == 2
     assert "--api-key" in failed.stderr
 
 
-def test_a_request_that_is_over_is_forgotten_after_its_retention(tmp_path: Path) -> None:
+def test_ended_request_is_deleted_after_retention(tmp_path: Path) -> None:
     with serving(tmp_path, "--workers", "none", UNFUSE_SERVE__RETENTION_S="0.5") as server:
         until(lambda: server.get("/health") is not None, "the gateway", server.process)
         kept, ended = server.submit("a red circle on white"), server.submit("a red circle on white")
@@ -164,7 +164,7 @@ def test_a_request_that_is_over_is_forgotten_after_its_retention(tmp_path: Path)
         server.post(f"/v1/requests/{kept}/cancel", {})
 
 
-def test_a_worker_that_would_make_other_bytes_is_told_how_to_start(bare_server: Server) -> None:
+def test_worker_with_different_numerics_exits_and_logs_required_flags(bare_server: Server) -> None:
     worker = bare_server.worker("encoder", "--batching", "batched")
     assert worker.wait(START_S) == 1
     assert "start this one with --batching exact --noise-device cpu --vae whole" in bare_server.log()

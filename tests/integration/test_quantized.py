@@ -38,7 +38,7 @@ def server(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 
 
 @pytest.mark.nightly
-def test_pictures_have_the_pixels_of_the_undivided_pipeline(server: Server, root: Path) -> None:
+def test_quantized_images_match_undivided_pipeline(server: Server, root: Path) -> None:
     arguments = [{"model": "packed", **SERVING, **case} for case in CASES]
     expected = [frames[0] for frames in undivided(Path(), root, arguments)]
     ids = [server.submit(model="packed", **case) for case in CASES]
@@ -47,6 +47,6 @@ def test_pictures_have_the_pixels_of_the_undivided_pipeline(server: Server, root
 
 
 @pytest.mark.nightly
-def test_adapters_are_for_models_that_are_not_quantized(server: Server) -> None:
+def test_loras_are_listed_only_for_unquantized_models(server: Server) -> None:
     listed = {model["id"]: model["loras"] for model in server.get("/v1/models")["data"]}
     assert listed == {"packed": [], "flux": ["plain"]}

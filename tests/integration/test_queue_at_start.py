@@ -49,20 +49,20 @@ def waits_and_goes_on(server: Server, reason: str, comes: Callable[[], object]) 
     assert server.log().count(WAITS) == 1
 
 
-def test_a_redis_that_is_away_is_waited_for(redis: RedisServer, tmp_path: Path) -> None:
+def test_serve_waits_for_unreachable_redis(redis: RedisServer, tmp_path: Path) -> None:
     redis.kill()
     with serving(tmp_path, "--workers", "none", "--queue", redis.url) as server:
         waits_and_goes_on(server, f"127.0.0.1:{redis.port}/0 does not respond", redis.start)
 
 
-def test_a_full_disk_of_sqlite_is_waited_for(tmp_path: Path) -> None:
+def test_serve_waits_while_sqlite_disk_is_full(tmp_path: Path) -> None:
     with small_disk(tmp_path, 4096) as disk:
         fill(disk)
         with serving(tmp_path, "--workers", "none", UNFUSE_DATA_DIR=str(disk)) as server:
             waits_and_goes_on(server, "the disk of the queue is full", (disk / "filler").unlink)
 
 
-def test_with_queue_wait_0_the_start_fails(redis: RedisServer, tmp_path: Path) -> None:
+def test_serve_exits_3_with_queue_wait_0_and_unreachable_redis(redis: RedisServer, tmp_path: Path) -> None:
     redis.kill()
     with serving(tmp_path, "--workers", "none", "--queue", redis.url, "--queue-wait", "0") as server:
         assert server.process.wait(60) == 3
@@ -70,7 +70,7 @@ def test_with_queue_wait_0_the_start_fails(redis: RedisServer, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "redis"])
-def test_a_queue_of_another_version_ends_the_start(kind: str, redis: RedisServer, tmp_path: Path) -> None:
+def test_serve_exits_2_on_queue_schema_version_mismatch(kind: str, redis: RedisServer, tmp_path: Path) -> None:
     """Exit code 2 and one sentence that says what to do; the queue is left as it is."""
     file = tmp_path / "queue.db"
     if kind == "sqlite":
@@ -90,7 +90,7 @@ def test_a_queue_of_another_version_ends_the_start(kind: str, redis: RedisServer
     assert before == (file.read_bytes() if file.exists() else redis.client.hgetall("{unfuse}:meta"))
 
 
-def test_a_server_that_waits_can_be_stopped(redis: RedisServer, tmp_path: Path) -> None:
+def test_sigterm_stops_server_that_waits_for_queue(redis: RedisServer, tmp_path: Path) -> None:
     redis.kill()
     with serving(tmp_path, "--workers", "none", "--queue", redis.url) as server:
         until(lambda: WAITS in server.log(), "it to wait", server.process)
@@ -100,7 +100,7 @@ def test_a_server_that_waits_can_be_stopped(redis: RedisServer, tmp_path: Path) 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("steps", [10, 40])
-def test_redis_and_gateway_that_were_killed_together_lose_nothing(
+def test_requests_survive_simultaneous_kill_of_redis_and_gateway(
     steps: int, redis: RedisServer, tmp_path: Path
 ) -> None:
     """Given requests that run, when Redis and the gateway are killed at once and the gateway starts first, then it

@@ -24,9 +24,7 @@ from tools.server import all_gone, until
         pytest.param(1, signal.SIGSTOP, id="second stopped"),
     ],
 )
-def test_a_rank_that_is_gone_while_ranks_load_costs_a_request_time_and_leaves_nothing(
-    rank: int, how: signal.Signals, tmp_path: Path
-) -> None:
+def test_request_completes_when_rank_dies_or_hangs_during_load(rank: int, how: signal.Signals, tmp_path: Path) -> None:
     with ranks(tmp_path, "ulysses:2", "--dtype", "transformer=bfloat16") as server:
         calm = picture(server, 5, num_inference_steps=8)
         before = compute_of_denoiser(server)
@@ -51,7 +49,7 @@ def test_a_rank_that_is_gone_while_ranks_load_costs_a_request_time_and_leaves_no
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_was_stopped_while_it_had_nothing_to_do_is_started_again(rank: int, tmp_path: Path) -> None:
+def test_idle_suspended_rank_is_restarted(rank: int, tmp_path: Path) -> None:
     """Nobody waits for the first one in an exchange then: the others wait to be told what to do."""
     with ranks(tmp_path, "ulysses:2") as server:
         calm = picture(server, 5, num_inference_steps=8)
@@ -61,7 +59,7 @@ def test_a_rank_that_was_stopped_while_it_had_nothing_to_do_is_started_again(ran
         until(lambda: all_gone(before), "the ranks of before to end")
 
 
-def test_weights_that_are_converted_are_in_memory_once_for_all_ranks(tmp_path: Path) -> None:
+def test_converted_weights_are_shared_in_memory_by_all_ranks(tmp_path: Path) -> None:
     with ranks(tmp_path, "ulysses:2", "--dtype", "transformer=bfloat16") as server:
         assert picture(server, 5, num_inference_steps=4)
         first, second = (shared(process.pid) for process in compute_of_denoiser(server))

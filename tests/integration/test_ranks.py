@@ -112,7 +112,7 @@ def own(seed: int) -> dict[str, object]:
         pytest.param("ulysses:2+cfg:2", False, marks=pytest.mark.nightly),
     ],
 )
-def test_ranks_make_the_pictures_of_one(spread: str, equal: bool, alone: dict[int, bytes], tmp_path: Path) -> None:
+def test_multi_rank_images_match_single_rank(spread: str, equal: bool, alone: dict[int, bytes], tmp_path: Path) -> None:
     with ranks(tmp_path, spread) as server:
         assert loaded(server) == {("transformer", rank) for rank in range(ParallelDegrees.parse(spread).size)}
         request = hold(server, spread, equal, alone)
@@ -130,7 +130,7 @@ def begun(server: Server, **more: object) -> str:
     return request
 
 
-def test_a_worker_with_two_devices_chooses_two_ranks_and_says_so(alone: dict[int, bytes], tmp_path: Path) -> None:
+def test_parallel_auto_uses_one_rank_per_device_and_logs_choice(alone: dict[int, bytes], tmp_path: Path) -> None:
     """As a pod of the chart and the operator with several GPUs does, by --parallel auto."""
     with serving(tmp_path, "--workers", "encoder=1,decoder=1", "--threads", "1") as server:
         server.worker("denoiser", "--device", "cpu+cpu", "--parallel", "auto", "--threads", "1")
@@ -145,7 +145,7 @@ def test_a_worker_with_two_devices_chooses_two_ranks_and_says_so(alone: dict[int
 
 
 @pytest.mark.nightly
-def test_a_cancel_and_what_is_urgent_hold_for_all_ranks(tmp_path: Path) -> None:
+def test_cancel_and_priority_preemption_apply_to_all_ranks(tmp_path: Path) -> None:
     with ranks(tmp_path, "ulysses:2") as server:
         calm = {seed: picture(server, seed, **own(seed)) for seed in range(2)}
         unhurried = picture(server, 9, num_inference_steps=60)
@@ -170,7 +170,9 @@ def test_a_cancel_and_what_is_urgent_hold_for_all_ranks(tmp_path: Path) -> None:
         pytest.param(0, signal.SIGSTOP, id="first stopped", marks=pytest.mark.nightly),
     ],
 )
-def test_a_rank_that_is_gone_costs_a_request_nothing_but_time(rank: int, how: signal.Signals, tmp_path: Path) -> None:
+def test_request_is_retried_with_same_bytes_when_rank_dies_or_hangs(
+    rank: int, how: signal.Signals, tmp_path: Path
+) -> None:
     with ranks(tmp_path, "ulysses:2") as server:
         calm = picture(server, 5, num_inference_steps=60)
         before = compute_of_denoiser(server)
@@ -194,7 +196,7 @@ def test_no_rank_outlives_its_worker(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_worker_whose_ranks_cannot_start_again_goes_on_with_fewer(alone: dict[int, bytes], tmp_path: Path) -> None:
+def test_worker_restarts_with_fewer_ranks_when_ranks_fail_to_start(alone: dict[int, bytes], tmp_path: Path) -> None:
     """As when a device is gone; here it is the model's folder, which comes back."""
     model, away = tmp_path / "shapes", tmp_path / "away"
     shutil.copytree(SHAPES, model)
@@ -228,7 +230,7 @@ def may_fail(server: Server) -> bool:
 
 
 @pytest.mark.nightly
-def test_fifty_ranks_killed_and_stopped_change_no_byte(tmp_path: Path) -> None:
+def test_results_are_identical_after_fifty_rank_kills_and_stops(tmp_path: Path) -> None:
     chance = random.Random(7)
     with ranks(tmp_path, "ulysses:2") as server:
         calm = {seed: picture(server, seed, num_inference_steps=40) for seed in range(3)}
@@ -251,7 +253,7 @@ def test_fifty_ranks_killed_and_stopped_change_no_byte(tmp_path: Path) -> None:
     until(lambda: all_gone(family), "everything to end")
 
 
-def test_what_cannot_be_is_refused_before_anything_is_loaded() -> None:
+def test_indivisible_parallel_degree_is_rejected_before_load() -> None:
     command = unfuse("serve", "unfuse/shapes", "--port", "0", "--parallel", "denoiser=ulysses:5")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0

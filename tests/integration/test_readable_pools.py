@@ -60,7 +60,7 @@ def pools_of(server: Server, request: str) -> dict[str, str]:
     return {stage["name"]: stage["pool"] for stage in ended["stages"]}
 
 
-def test_two_gateways_that_serve_one_folder_under_different_names_share_its_pools(
+def test_gateways_serving_one_folder_under_different_names_share_pools(
     gateways: tuple[Server, Server],
 ) -> None:
     """Given a gateway without workers, then its pictures are made in the pools of the other, whose names it tells."""
@@ -80,7 +80,7 @@ def test_two_gateways_that_serve_one_folder_under_different_names_share_its_pool
     assert not any(word in pool for pool in made[one].values() for word in ("one", "other", "model", "link"))
 
 
-def test_a_pool_has_one_name_wherever_it_is_named(gateways: tuple[Server, Server]) -> None:
+def test_pool_name_is_same_in_api_metrics_and_logs(gateways: tuple[Server, Server]) -> None:
     """Given a served picture, then its pools have one name in its stages, /v1/pools, models, /metrics and the log."""
     server, _ = gateways
     request = server.submit("a blue square on white", model="one", seed=5)

@@ -10,7 +10,7 @@ import pytest
 from tests.integration.recorded import RECORDED, REQUESTS, answers, circumstances, server_of_all
 
 
-def test_ten_recorded_requests_keep_their_bytes(tmp_path: Path) -> None:
+def test_ten_recorded_requests_return_identical_bytes(tmp_path: Path) -> None:
     recorded = json.loads(RECORDED.read_text())
     here, there = circumstances(), recorded["circumstances"]
     if here != there:

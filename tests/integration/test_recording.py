@@ -75,7 +75,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     return found
 
 
-def test_what_was_renamed_removed_or_added_is_no_difference() -> None:
+def test_listed_renames_removals_and_additions_are_no_difference() -> None:
     assert differences(OLD, NEW, TABLE) == []
     assert len(differences(OLD, NEW, RENAMES)) > 8
 
@@ -105,13 +105,13 @@ def test_what_was_renamed_removed_or_added_is_no_difference() -> None:
         ),
     ],
 )
-def test_any_other_difference_is_told_by_its_path(path: str, value: Any, told: str) -> None:
+def test_unlisted_difference_is_reported_with_its_path(path: str, value: Any, told: str) -> None:
     found = differences(OLD, changed(path, value), TABLE)
 
     assert any(one.startswith(told) for one in found), found
 
 
-def test_with_other_libraries_only_bytes_and_texts_are_skipped_and_the_reason_is_told() -> None:
+def test_only_bytes_and_texts_are_skipped_with_other_library_versions() -> None:
     other = changed("sqlite/view/results/0/digest/sha256", "b") | {"circumstances": {"torch": "3"}}
     other["sqlite"]["view"]["pieces"][0][1] = -1.6  # a logprob
 
@@ -121,7 +121,7 @@ def test_with_other_libraries_only_bytes_and_texts_are_skipped_and_the_reason_is
     assert differences(OLD, other, TABLE) == ["sqlite.view.steps: 30, now 31"]
 
 
-def test_models_whose_tokens_came_at_once_are_no_difference() -> None:
+def test_missing_inter_token_label_of_a_model_is_no_difference() -> None:
     def recorded(*models: str) -> dict[str, Any]:
         names = "unfuse_inter_token_seconds", "unfuse_tokens_total"
         metrics = {name: {"labels": {"model": {UNORDERED: [*models]}}} for name in names}
@@ -131,7 +131,7 @@ def test_models_whose_tokens_came_at_once_are_no_difference() -> None:
     assert told == [f'sqlite.gateways[0].metrics.unfuse_tokens_total.labels.model.{UNORDERED}: is gone, "b"']
 
 
-def test_ids_addresses_folders_and_times_have_placeholders_also_under_their_new_names() -> None:
+def test_variable_values_are_replaced_by_placeholders_after_renames() -> None:
     view = {
         "id": "req_9c9fe2de43f524bb",
         "url": "http://127.0.0.1:30599/v1",
@@ -159,7 +159,7 @@ def test_ids_addresses_folders_and_times_have_placeholders_also_under_their_new_
     }
 
 
-def test_a_file_of_a_recording_says_parts_once_and_is_read_as_it_was() -> None:
+def test_recording_file_deduplicates_parts_and_round_trips() -> None:
     text = packed(NEW | {"redis": NEW["sqlite"]})
 
     assert unpacked(text) == NEW | {"redis": NEW["sqlite"]}
@@ -170,7 +170,7 @@ def event(kind: str, stage: str = "decode.0", step: int = 0) -> dict[str, Any]:
     return {"type": kind, "stage": stage, "step": step, "steps": 3}
 
 
-def test_when_steps_are_told_and_which_tokens_come_together_is_no_difference() -> None:
+def test_step_timing_and_token_chunking_are_no_difference() -> None:
     steps = [event("progress", step=step) for step in (1, 2, 3)]
     ends = [event("stage_completed"), event("completed", "")]
     one = [event("stage_started"), *steps, event("appended", step=3), *ends]
@@ -195,7 +195,7 @@ def test_when_steps_are_told_and_which_tokens_come_together_is_no_difference() -
     assert recorded_stream(lines("ab")) != recorded_stream(lines("abc"))
 
 
-def test_metrics_are_recorded_by_names_and_labels_and_what_is_counted_by_number() -> None:
+def test_metrics_are_recorded_with_labels_and_counter_totals() -> None:
     text = """# HELP unfuse_swaps_total Swaps
 # TYPE unfuse_swaps_total counter
 unfuse_swaps_total{pool="denoise:03a02c66a351"} 2.0
@@ -228,11 +228,11 @@ def compared(new: dict[str, Any]) -> None:
 
 
 @pytest.mark.nightly
-def test_flags_and_settings_are_as_they_were() -> None:
+def test_flags_and_settings_match_recording() -> None:
     compared({"surface": surface()})
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_requests_are_answered_as_they_were(layout: str, tmp_path: Path) -> None:
+def test_responses_match_recording(layout: str, tmp_path: Path) -> None:
     compared(record(tmp_path, [layout]))

@@ -86,7 +86,7 @@ def steps_of(server: Server, reply: Any) -> list[int]:
     return [stage["steps"] for stage in view["stages"] if stage["name"].startswith("denoise")]
 
 
-def test_the_client_of_openai_gets_the_pixels_of_diffusers_for_each_step_that_is_made(
+def test_openai_image_edits_match_diffusers_pixels_and_step_counts(
     server: Server, client: openai.OpenAI, folder: Path, expected: list[list[str]]
 ) -> None:
     replies = [edited(client, folder, kind, case) for kind, case in REDRAWN]
@@ -95,7 +95,7 @@ def test_the_client_of_openai_gets_the_pixels_of_diffusers_for_each_step_that_is
     assert [steps_of(server, reply) for reply in replies] == [[n] for n in (4, 3, 6, 4, 6, 3, 2, 6, 3, 6)]
 
 
-def test_without_a_picture_the_same_models_have_a_stage_less(server: Server) -> None:
+def test_request_without_image_has_no_image_encode_stage(server: Server) -> None:
     made, redrawn = (server.get(f"/v1/models/{kind}")["starts_from"] for kind in ("wan", "flux"))
     assert (made, redrawn) == ({}, {"image": 0.6, "mask": 0.6})
     request = server.submit(model="flux", prompt="a ring", seed=1)
@@ -112,9 +112,7 @@ def test_without_a_picture_the_same_models_have_a_stage_less(server: Server) -> 
 
 
 @pytest.mark.nightly
-def test_sixteen_at_once_have_the_bytes_that_each_has_alone_also_when_computes_are_killed(
-    server: Server, folder: Path
-) -> None:
+def test_batched_edits_match_solo_bytes_after_compute_kills(server: Server, folder: Path) -> None:
     """Given pictures that are made of a text, redrawn whole, and where a mask says, all in one loop."""
     asked = []
     for n in range(16):
@@ -133,9 +131,7 @@ def test_sixteen_at_once_have_the_bytes_that_each_has_alone_also_when_computes_a
         assert [request.result().data for request in requests] == alone
 
 
-def test_what_is_redrawn_is_shown_while_it_is_made_and_cancelled(
-    server: Server, client: openai.OpenAI, folder: Path
-) -> None:
+def test_image_edits_are_streamed_and_can_be_cancelled(server: Server, client: openai.OpenAI, folder: Path) -> None:
     stream = client.images.edit(
         model="flux",
         prompt="a ring",
@@ -159,7 +155,9 @@ def test_what_is_redrawn_is_shown_while_it_is_made_and_cancelled(
         assert server.finished(request.id)["status"] == "cancelled"
 
 
-def test_unfuse_generate_redraws(server: Server, folder: Path, tmp_path: Path, expected: list[list[str]]) -> None:
+def test_unfuse_generate_with_image_and_mask_matches_diffusers(
+    server: Server, folder: Path, tmp_path: Path, expected: list[list[str]]
+) -> None:
     for number, more in ((0, []), (3, ["--mask", str(folder / "hole.png")])):
         command = [
             *unfuse("generate"),
@@ -211,7 +209,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_redrawn_is_refused_before_anything_is_queued(
+def test_invalid_edit_returns_400_and_queues_nothing(
     name: str, server: Server, client: openai.OpenAI, folder: Path
 ) -> None:
     more, param, says = BAD[name]
@@ -233,7 +231,7 @@ def test_what_cannot_be_redrawn_is_refused_before_anything_is_queued(
 
 
 @pytest.mark.parametrize(("kind", "says"), [("flux", "send it as image"), ("wan", "takes no strength")])
-def test_a_strength_without_a_picture_is_refused(
+def test_strength_or_mask_without_image_is_rejected(
     kind: str, says: str, server: Server, client: openai.OpenAI, folder: Path
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=says) as caught:

@@ -32,7 +32,7 @@ def variables_of(folder: Path) -> tuple[str, dict[str, str]]:
 @pytest.mark.parametrize(
     "ending", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)], ids=["killed", "upgraded"]
 )
-def test_what_was_accepted_completes_after_a_restart(ending: signal.Signals, tmp_path: Path) -> None:
+def test_accepted_requests_complete_after_restart(ending: signal.Signals, tmp_path: Path) -> None:
     """Given requests that run and wait, when server and workers end, at once or in order, then the next server on the
     same data folder completes them all, under their ids, with the bytes an undisturbed server makes."""
     model, variables = installed(tmp_path)
@@ -55,7 +55,7 @@ def test_what_was_accepted_completes_after_a_restart(ending: signal.Signals, tmp
         assert (tmp_path / "queue.db").exists()
 
 
-def test_a_second_server_on_the_folder_is_told_what_to_do(tmp_path: Path) -> None:
+def test_second_server_on_same_data_dir_exits_2_with_advice(tmp_path: Path) -> None:
     model, variables = installed(tmp_path)
     with serving(tmp_path, model, "--workers", "none", **variables) as server:
         until(lambda: server.get("/health"), "the gateway", server.process)
@@ -77,7 +77,7 @@ def test_a_second_server_on_the_folder_is_told_what_to_do(tmp_path: Path) -> Non
             other.stderr.read()
 
 
-def test_a_command_of_its_own_leaves_no_queue_and_needs_none(tmp_path: Path) -> None:
+def test_unfuse_local_works_beside_server_on_same_data_dir(tmp_path: Path) -> None:
     """Given a server on the data folder, then a one-shot verb beside it works, since its queue is its own."""
     model, variables = installed(tmp_path)
     code = f"import unfuse\nwith unfuse.local({model!r}) as u: print(len(u.generate('a star').data))"
@@ -91,7 +91,7 @@ def test_a_command_of_its_own_leaves_no_queue_and_needs_none(tmp_path: Path) -> 
 
 
 @pytest.mark.nightly
-def test_workers_give_up_what_they_keep_for_a_server_that_stays_away(tmp_path: Path) -> None:
+def test_worker_drops_orphaned_outputs_when_no_scheduler_responds(tmp_path: Path) -> None:
     """Given requests that are encoded and wait when the server ends, then its encoder gives the encodings up after a
     while, the denoiser finishes what it runs first, and with the next server all are made again and complete."""
     model, variables = installed(tmp_path)

@@ -91,7 +91,7 @@ def nothing_is_left(server: Server, copies: Path) -> None:
     until(lambda: not any(worker["used"] for worker in server.get("/v1/workers")["data"]), "memory to be free again")
 
 
-def test_a_killed_worker_s_video_goes_on_elsewhere(
+def test_video_resumes_from_checkpoint_on_other_node_after_worker_kill(
     server: Server, denoiser: Popen[bytes], copies: Path, expected: Callable[[int], list[str]]
 ) -> None:
     """Given a worker that is killed after step 30 of 50, when one on another node takes over, then that one makes 20
@@ -108,7 +108,7 @@ def test_a_killed_worker_s_video_goes_on_elsewhere(
 
 
 @pytest.mark.nightly
-def test_a_crashed_compute_process_s_video_goes_on_where_it_was(
+def test_video_resumes_from_checkpoint_after_compute_crash(
     server: Server, denoiser: Popen[bytes], copies: Path, expected: Callable[[int], list[str]]
 ) -> None:
     """Given a compute process that is killed, when its worker has another one, then that goes on from the arena."""
@@ -125,7 +125,7 @@ def test_a_crashed_compute_process_s_video_goes_on_where_it_was(
 
 
 @pytest.mark.nightly
-def test_a_drained_worker_s_video_goes_on_elsewhere_from_the_very_step(
+def test_video_of_drained_worker_resumes_on_other_node_at_same_step(
     server: Server, denoiser: Popen[bytes], copies: Path, expected: Callable[[int], list[str]]
 ) -> None:
     """Given a worker that is told to leave and has not the time to finish, when another one takes over, then not one

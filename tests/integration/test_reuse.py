@@ -21,7 +21,7 @@ def made(server: Server, **more: Any) -> tuple[dict[str, Any], list[bytes]]:
 
 
 @pytest.mark.nightly
-def test_an_equal_request_is_given_the_bytes_that_it_would_be_made_of(tmp_path: Path) -> None:
+def test_equal_request_reuses_results_also_after_restart(tmp_path: Path) -> None:
     """Given a server that was killed and is back with its workers, then it still knows what it made."""
     with serving(tmp_path, "--reuse-results", "--workers", "all=1") as server:
         server.ready()
@@ -39,7 +39,7 @@ def test_an_equal_request_is_given_the_bytes_that_it_would_be_made_of(tmp_path: 
 
 
 @pytest.mark.nightly
-def test_what_has_no_room_for_a_copy_is_made_once_there_is_room(tmp_path: Path) -> None:
+def test_equal_request_is_computed_after_disk_full_prevents_copy(tmp_path: Path) -> None:
     with small_disk(tmp_path, 8192) as disk:
         results = {"UNFUSE_SERVE__RESULTS": f"disk:{disk}"}
         with serving(tmp_path, "--reuse-results", "--workers", "all=1", **results) as server:

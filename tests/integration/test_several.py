@@ -50,7 +50,7 @@ def stream(gateway: Gateway, request: str, after: int) -> Iterator[dict[str, Any
                 yield json.loads(line[5:])
 
 
-def test_either_of_two_schedulers_dies_in_mid_load_and_nobody_is_told_of_it(tmp_path: Path) -> None:
+def test_load_completes_when_each_scheduler_is_killed_in_turn(tmp_path: Path) -> None:
     """Given two schedulers and three workers over Redis, when each scheduler in turn is killed under load, then nothing
     is lost, and no client sees an error that its retry does not cure."""
     with running_cluster(tmp_path, workers=1) as cluster:
@@ -69,7 +69,7 @@ def test_either_of_two_schedulers_dies_in_mid_load_and_nobody_is_told_of_it(tmp_
 
 
 @pytest.mark.nightly
-def test_an_event_stream_goes_on_at_another_gateway_where_it_broke(tmp_path: Path) -> None:
+def test_event_stream_resumes_at_another_gateway_without_gap(tmp_path: Path) -> None:
     """Given a client that follows a request, when its gateway is killed, then the other one tells it the rest."""
     with running_cluster(tmp_path, workers=1) as cluster:
         one, other = cluster.gateways
@@ -86,7 +86,7 @@ def test_an_event_stream_goes_on_at_another_gateway_where_it_broke(tmp_path: Pat
         assert seen[-1]["type"] == "completed"
 
 
-def test_a_gateway_that_is_told_to_stop_leaves_what_waits_to_the_others(tmp_path: Path) -> None:
+def test_stopped_gateway_leaves_queued_request_to_other_gateway(tmp_path: Path) -> None:
     """Given a request that nobody can run yet, when the gateway that accepted it is told to stop, then it ends without
     waiting for the request, and the other one sees it through."""
     with running_cluster(tmp_path, workers=0, serve=["--drain-timeout", "3600"]) as cluster:
@@ -101,7 +101,7 @@ def test_a_gateway_that_is_told_to_stop_leaves_what_waits_to_the_others(tmp_path
 
 
 @pytest.mark.nightly
-def test_workers_join_leave_and_are_exchanged_while_requests_run(tmp_path: Path) -> None:
+def test_requests_complete_while_workers_join_and_drain(tmp_path: Path) -> None:
     """Given one worker of each role, when others join, the first ones are told to leave, and for a while there is no
     denoiser at all, then those that leave exit with 0 and every request is completed without a charge."""
     with running_cluster(tmp_path, workers=1) as cluster:
@@ -148,7 +148,7 @@ def _joined(cluster: Cluster, role: str) -> str:
         (list(ROLES), 300, 128),
     ],
 )
-def test_a_long_queue_goes_through_a_small_arena(tmp_path: Path, roles: list[str], count: int, arena: int) -> None:
+def test_long_queue_completes_through_small_arena(tmp_path: Path, roles: list[str], count: int, arena: int) -> None:
     """Given requests whose tensors, all together, need many times the arena (MiB), and which all wait when the first
     worker comes, then all are completed at the first attempt of each stage, what waits holds no tensor, and the arena
     is empty after."""

@@ -35,7 +35,7 @@ def answer(client: Client) -> str:
 
 
 @pytest.mark.nightly
-def test_it_knows_the_capital_of_france(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2_chat_json_and_tool_call_are_correct_in_local_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """In workers of this process's own, as a script has them."""
     monkeypatch.setenv("UNFUSE_SERVE__WORKERS", "all=1")
     monkeypatch.setenv("UNFUSE_KV__BYTES", "512MiB")
@@ -51,7 +51,7 @@ def test_it_knows_the_capital_of_france(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.nightly
-def test_it_does_so_where_prefill_and_decode_are_pools(tmp_path: Path) -> None:
+def test_smollm2_completion_is_correct_with_split_prefill_and_decode(tmp_path: Path) -> None:
     with (
         serving(tmp_path, NAME, "--workers", "prefill=1,decode=1", *KV) as server,
         connect(server.ready().url) as client,
@@ -62,7 +62,7 @@ def test_it_does_so_where_prefill_and_decode_are_pools(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_it_does_so_over_two_hosts_and_redis(
+def test_smollm2_completion_is_correct_when_kv_crosses_hosts(
     tmp_path: Path, other_host: SecondHost, keys: list[str], redis_server: RedisServer
 ) -> None:
     """Given a gateway without workers whose queue is in Redis, when one host prefills and the other decodes, then the

@@ -24,7 +24,7 @@ def used(server: Server) -> int:
     return sum(worker["used"] for worker in server.get("/v1/workers")["data"])
 
 
-def test_a_cancelled_request_stops_within_a_step_and_gives_its_memory_back(server: Server) -> None:
+def test_cancelled_request_stops_early_and_frees_memory(server: Server) -> None:
     request = server.submit("a red circle on white", **SLOW, n=2)
     events = server.events(request)
     assert any(step >= 3 for step in steps(events))
@@ -39,7 +39,7 @@ def test_a_cancelled_request_stops_within_a_step_and_gives_its_memory_back(serve
     until(lambda: used(server) == 0, "the memory to be free")
 
 
-def test_an_urgent_request_goes_first_and_the_one_that_stepped_aside_ends_with_the_same_bytes(server: Server) -> None:
+def test_urgent_request_preempts_and_preempted_result_is_identical(server: Server) -> None:
     alone = server.finished(server.submit("a blue star on black", **SLOW, seed=7))
     patient = [server.submit("a blue star on black", **SLOW, seed=7), server.submit("a blue ring on gray", **SLOW)]
     assert any(step >= 3 for step in steps(server.events(patient[0])))
@@ -60,7 +60,7 @@ def test_an_urgent_request_goes_first_and_the_one_that_stepped_aside_ends_with_t
 
 
 @pytest.mark.parametrize("steps_asked", [50])
-def test_the_event_stream_lists_every_step_also_over_a_reconnect(server: Server, steps_asked: int) -> None:
+def test_event_stream_lists_every_step_across_reconnect(server: Server, steps_asked: int) -> None:
     request = server.submit("a red circle on white", num_inference_steps=steps_asked)
     seen: list[int] = []
     last = 0

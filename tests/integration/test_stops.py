@@ -75,7 +75,7 @@ def saved(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("queue", ["sqlite", "redis"])
-def test_a_stop_amid_six_requests_loses_no_step(queue: str, tmp_path: Path) -> None:
+def test_six_requests_resume_at_their_step_after_sigterm(queue: str, tmp_path: Path) -> None:
     """Given six requests, when the server gets SIGTERM, then it ends within its budget; after the start each goes on at
     the step at which it was, with what its encoder had made, and says when it began and how often."""
     flags, redis = list[str](), None
@@ -111,7 +111,7 @@ def test_a_stop_amid_six_requests_loses_no_step(queue: str, tmp_path: Path) -> N
 
 
 @pytest.mark.nightly
-def test_what_was_saved_goes_with_its_requests(tmp_path: Path) -> None:
+def test_checkpoints_are_deleted_when_their_requests_end(tmp_path: Path) -> None:
     """Given a request that is cancelled after the start and one that completes, then nothing saved is left of both."""
     with stopping(tmp_path) as server:
         requests = begun(server, 2)
@@ -125,7 +125,7 @@ def test_what_was_saved_goes_with_its_requests(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("amid", ["a step", "the loading of models"])
-def test_a_second_sigterm_ends_at_once_and_charges_nobody(amid: str, tmp_path: Path) -> None:
+def test_second_sigterm_exits_immediately_and_uses_no_retry_budget(amid: str, tmp_path: Path) -> None:
     """Given steps of half a second, when SIGTERM comes twice, then the server ends long before the step could be
     saved for all, cleanly, and after the start the requests complete, uncharged."""
     model, own = installed(tmp_path)
@@ -161,7 +161,7 @@ def reached(server: Server, step: int, call: Future[Any], steps: int) -> dict[st
 
 
 @pytest.mark.nightly
-def test_who_waits_for_a_short_request_gets_it_and_others_are_told(tmp_path: Path) -> None:
+def test_sigterm_answers_short_sync_call_and_returns_503_for_long_one(tmp_path: Path) -> None:
     """Given two synchronous calls, when the server gets SIGTERM, then the one that is soon over is answered; the other
     one is told that its request goes on, which it does at its step."""
     with ThreadPoolExecutor(2) as callers, stopping(tmp_path) as server:  # calls end with the server
@@ -201,7 +201,9 @@ def changed(path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("damage", [cut_short, changed, Path.unlink], ids=["truncated", "changed", "gone"])
-def test_what_was_saved_and_is_damaged_costs_time_alone(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_request_restarts_from_step_0_when_checkpoint_is_damaged(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
     with stopping(tmp_path) as server:
         requests = begun(server, 2)
         stopped(server)
@@ -215,7 +217,7 @@ def test_what_was_saved_and_is_damaged_costs_time_alone(damage: Callable[[Path],
 
 
 @pytest.mark.nightly
-def test_a_state_of_other_numerics_is_not_gone_on_from(tmp_path: Path) -> None:
+def test_checkpoint_of_other_numerics_is_not_resumed(tmp_path: Path) -> None:
     """Given a start with other settings, which make other bytes, then the request begins again with them."""
     with stopping(tmp_path) as server:
         (request,) = begun(server, 1)
@@ -227,7 +229,7 @@ def test_a_state_of_other_numerics_is_not_gone_on_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_state_that_is_larger_than_the_disk_is_said_and_begins_again(tmp_path: Path) -> None:
+def test_checkpoint_larger_than_disk_is_logged_and_request_restarts(tmp_path: Path) -> None:
     """Given states of 1 MB and less room than that, when the server stops, then it ends in time, without half of
     one; with room again the request completes."""
     size = {"width": 1024, "height": 1024}
@@ -244,7 +246,7 @@ def test_a_state_that_is_larger_than_the_disk_is_said_and_begins_again(tmp_path:
 
 
 @pytest.mark.nightly
-def test_without_checkpoints_a_stop_waits_for_what_it_can(tmp_path: Path) -> None:
+def test_sigterm_without_checkpoints_finishes_running_request(tmp_path: Path) -> None:
     """Given `--checkpoint none`, then a request that is over within the budget is finished, and nothing is saved."""
     with stopping(tmp_path, "--checkpoint", "none") as server:
         (request,) = begun(server, 1)
@@ -256,7 +258,7 @@ def test_without_checkpoints_a_stop_waits_for_what_it_can(tmp_path: Path) -> Non
 
 
 @pytest.mark.nightly
-def test_a_picture_of_a_real_model_is_the_same_after_a_restart(tmp_path: Path) -> None:
+def test_built_in_model_image_is_identical_after_restart(tmp_path: Path) -> None:
     """Given 100 steps of the built-in model, when the server restarts amid them, then it goes on at its step, and the
     bytes are those that an undisturbed server makes."""
     asked = {"seed": 3, "num_inference_steps": 100, "size": "64x64"}
@@ -274,7 +276,7 @@ def test_a_picture_of_a_real_model_is_the_same_after_a_restart(tmp_path: Path) -
 
 
 @pytest.mark.nightly
-def test_a_stop_beside_a_queue_that_hangs_is_over_in_time(tmp_path: Path) -> None:
+def test_sigterm_exits_within_drain_timeout_when_redis_hangs(tmp_path: Path) -> None:
     """Given a Redis that is stopped amid requests, when the server gets SIGTERM, then it ends within its budget, though
     nothing can be recorded; with the Redis again the requests complete."""
     (folder := tmp_path / "redis").mkdir()

@@ -95,7 +95,7 @@ def undisturbed(server: Server) -> bytes:
     return whole(server, film(server), "?stream=1")
 
 
-def test_frames_are_there_before_the_video_is_and_are_those_of_the_file(server: Server) -> None:
+def test_frames_are_streamed_before_video_completes_and_match_file(server: Server) -> None:
     id = film(server, seed=6)
     with content(server, id, "?stream=1") as answer:
         data = begun(answer)
@@ -130,7 +130,7 @@ def with_compute(worker: int) -> list[psutil.Process]:
     "whom",
     [pytest.param(computes_of, id="compute"), pytest.param(with_compute, id="worker", marks=pytest.mark.nightly)],
 )
-def test_a_killed_decoder_s_stream_goes_on_with_equal_bytes(
+def test_video_stream_continues_with_same_bytes_after_decoder_kill(
     server: Server, undisturbed: bytes, whom: Callable[[int], list[psutil.Process]]
 ) -> None:
     """Given a decoder that is killed alone, or with its worker, which the latents go with."""
@@ -152,7 +152,7 @@ def test_a_killed_decoder_s_stream_goes_on_with_equal_bytes(
     server.ready()
 
 
-def test_a_cancelled_video_s_stream_breaks_off_and_its_parts_are_gone(server: Server) -> None:
+def test_cancel_aborts_video_stream_and_deletes_fragments(server: Server) -> None:
     id = film(server)
     with content(server, id, "?stream=1") as answer:
         begun(answer)
@@ -167,7 +167,7 @@ def test_a_cancelled_video_s_stream_breaks_off_and_its_parts_are_gone(server: Se
     assert "Traceback" not in server.log()
 
 
-def test_readers_that_are_slow_or_leave_hold_nobody_up(server: Server, undisturbed: bytes) -> None:
+def test_slow_or_disconnected_stream_readers_do_not_block_video(server: Server, undisturbed: bytes) -> None:
     id = film(server)
     host, port = server.url.removeprefix("http://").split(":")
     slow = socket.socket()
@@ -251,7 +251,7 @@ FOLLOWS = """url => new Promise((ended, failed) => {
 
 
 @pytest.mark.nightly
-def test_a_browser_shows_frames_while_the_video_is_made_and_they_are_the_file_s(server: Server) -> None:
+def test_browser_plays_stream_during_decode_with_frames_of_file(server: Server) -> None:
     with page_of(server) as page:
         id = film(server, seed=7)
         url = f"/v1/videos/{id}/content"

@@ -87,7 +87,7 @@ def made(server: Server, model: str, seed: int) -> str:
 
 
 @pytest.mark.slow
-def test_two_models_of_which_one_fits_at_a_time_are_served_by_turns_and_a_resting_one_says_that_it_loads(
+def test_models_that_fit_one_at_a_time_are_swapped_and_report_loading(
     capped: Server,
 ) -> None:
     """Given two models and a device with room for one, when clients ask for both, then a request for the one that rests
@@ -112,7 +112,7 @@ def test_two_models_of_which_one_fits_at_a_time_are_served_by_turns_and_a_restin
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_worker_that_is_killed_while_it_swaps_loses_nothing(capped: Server) -> None:
+def test_requests_complete_when_worker_is_killed_during_swap(capped: Server) -> None:
     """Given requests for both models, when the worker is killed while it loads the other one, then all are made."""
     model, count = resting(capped), said(capped).count('"swapping"')
     requests = [capped.submit(model=name, seed=7, **ASKED) for name in (*MODELS, model)]
@@ -125,7 +125,7 @@ def test_a_worker_that_is_killed_while_it_swaps_loses_nothing(capped: Server) ->
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_model_that_cannot_be_loaded_again_leaves_the_other_one_served(
+def test_other_model_is_served_after_a_swap_fails_to_load(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Given a resting model whose weights have vanished, when it is asked for, then its request fails with the reason,
@@ -153,7 +153,7 @@ def test_a_model_that_cannot_be_loaded_again_leaves_the_other_one_served(
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_one_worker_has_one_role_at_a_time_and_does_all_of_a_request(bare_server: Server) -> None:
+def test_worker_swaps_roles_to_complete_a_whole_request(bare_server: Server) -> None:
     """Given a worker that may have any role and has one at a time, when a picture is asked for, then it changes to
     what waits until that is made."""
     bare_server.worker("encoder,denoiser,decoder", "--log-level", "info", own_forks=True)
@@ -183,7 +183,7 @@ def loads(server: Server) -> list[tuple[str, str]]:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_model_that_is_added_takes_turns_with_those_that_are_there_until_it_is_removed(
+def test_added_model_shares_worker_by_swapping_until_removed(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, sibling: Path
 ) -> None:
     """Given a model that fills its device, which clients ask for all the time, when another is added, then both are
@@ -275,7 +275,7 @@ class Clients:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_two_servers_over_one_redis_never_leave_a_model_together(tmp_path: Path, redis_server: Any) -> None:
+def test_workers_of_two_servers_never_swap_to_the_same_model(tmp_path: Path, redis_server: Any) -> None:
     """Given two servers of two models over one Redis, each with a worker that has one of them at a time, when clients
     ask both for both, then nothing is lost, both workers are not sent to one model, and as soon as each has one of its
     own, no worker goes from what the other has not; also after one of the workers was killed."""

@@ -11,7 +11,7 @@ from tests.integration.test_ranks import ROUNDING, alone as alone, compute_of_de
 
 
 @pytest.mark.nightly
-def test_cut_weights_make_the_pictures_of_whole_ones(alone: dict[int, bytes], tmp_path: Path) -> None:
+def test_tensor_parallel_images_match_single_rank(alone: dict[int, bytes], tmp_path: Path) -> None:
     """Requests that share forwards have the bytes that they have by themselves."""
     with ranks(tmp_path, "tensor:2,encoder=tensor:2") as server:
         assert len(compute_of_denoiser(server)) == 2

@@ -84,9 +84,7 @@ def nothing_left(tmp_path: Path) -> bool:
     ]
 
 
-def test_on_a_terminal_the_bar_stays_whole_whatever_is_logged_and_nothing_is_left_behind(
-    tmp_path: Path, home: dict[str, str]
-) -> None:
+def test_progress_bars_stay_intact_among_log_lines(tmp_path: Path, home: dict[str, str]) -> None:
     out = tmp_path / "out.png"
     code, written = on_terminal(["--log-level", "debug", "generate", PROMPT, "-o", str(out), "--steps", "5"], home)
     lines = screen(written)
@@ -107,7 +105,7 @@ def test_on_a_terminal_the_bar_stays_whole_whatever_is_logged_and_nothing_is_lef
 
 
 @pytest.mark.nightly
-def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, home: dict[str, str]) -> None:
+def test_ctrl_c_preserves_finished_images(tmp_path: Path, home: dict[str, str]) -> None:
     pictures = ["-n", "6", "--seed", "5", "-o", str(tmp_path / "out.png")]
     arguments = ["generate", PROMPT, *pictures, "--workers", "split"]  # which makes the last two after the others
     # A result is stored behind its last step: with the third picture's, the first is there.
@@ -133,7 +131,7 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, home: dict[str, str]) -> 
         (signal.SIGTERM, 143, "all importing"),
     ],
 )
-def test_a_signal_while_it_starts_ends_it_without_a_traceback(
+def test_generate_exits_without_traceback_on_signal_during_start(
     tmp_path: Path, home: dict[str, str], moment: str, number: int, code: int
 ) -> None:
     process = subprocess.Popen(
@@ -159,9 +157,7 @@ def test_a_signal_while_it_starts_ends_it_without_a_traceback(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_a_server_that_is_told_to_end_while_it_loads_ends_without_a_traceback(
-    home: dict[str, str], number: int, code: int
-) -> None:
+def test_serve_exits_without_traceback_on_signal_during_load(home: dict[str, str], number: int, code: int) -> None:
     command = [*COMMAND, "serve", "--port", "0", "--queue", "memory", "--log-format", "json", "--log-level", "debug"]
     with subprocess.Popen(command, env=home, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
@@ -174,14 +170,14 @@ def test_a_server_that_is_told_to_end_while_it_loads_ends_without_a_traceback(
 
 
 @pytest.mark.nightly
-def test_quiet_is_quiet(tmp_path: Path, home: dict[str, str]) -> None:
+def test_quiet_generate_prints_only_the_output_path(tmp_path: Path, home: dict[str, str]) -> None:
     arguments = ["generate", PROMPT, "-o", str(tmp_path / "out.png"), "--steps", "3", "-q"]
     done = subprocess.run([*COMMAND, *arguments], env=home, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert done.stdout.startswith(f"{tmp_path}/out.png (seed ")
 
 
-def test_a_busy_port_is_one_sentence_on_what_to_do(home: dict[str, str]) -> None:
+def test_busy_port_is_reported_in_one_line_with_advice(home: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         command = [*COMMAND, "serve", "--workers", "none", "--port", port, "--queue", "memory", "-q"]

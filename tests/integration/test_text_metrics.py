@@ -51,7 +51,7 @@ def scraped(server: Server) -> dict[tuple[str, ...], float]:
 
 
 @pytest.mark.nightly
-def test_one_page_has_the_metrics_of_pictures_and_of_texts(server: Server) -> None:
+def test_metrics_page_has_image_and_text_metrics(server: Server) -> None:
     """Given a picture and three texts at one time, for which there is no room together, when all are made, then the
     page has the tokens of all texts, how long they took, and that one gave up its keys and values; and the picture."""
     with connect(server.url) as client, ThreadPoolExecutor(3) as several:

@@ -64,7 +64,7 @@ def ranks_of(server: Server, role: str = "decoder") -> list[psutil.Process]:
 
 
 @pytest.mark.nightly
-def test_ranks_make_the_pictures_of_one_that_works_in_tiles(tmp_path: Path) -> None:
+def test_tile_parallel_images_match_single_rank_vae_tiling(tmp_path: Path) -> None:
     with tiled(tmp_path / "one", "--vae", "tiled") as server:
         wanted = pictures(server)
     with tiled(tmp_path / "two") as server:
@@ -74,7 +74,7 @@ def test_ranks_make_the_pictures_of_one_that_works_in_tiles(tmp_path: Path) -> N
 
 @pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 @pytest.mark.nightly
-def test_ranks_encode_the_picture_that_a_video_starts_from_in_tiles(tmp_path: Path) -> None:
+def test_tile_parallel_encode_of_start_image_matches_single_rank(tmp_path: Path) -> None:
     draw_pictures(tmp_path)
     model, made = build("wan-image-euler", tmp_path / "model"), []
     asked = {"prompt": "it turns", "image": "wall.jpg", "seed": 3, "num_frames": 5, "num_inference_steps": 1}
@@ -92,7 +92,7 @@ def test_ranks_encode_the_picture_that_a_video_starts_from_in_tiles(tmp_path: Pa
 
 
 @pytest.mark.nightly
-def test_a_video_outlives_a_rank_of_its_decoder(tmp_path: Path) -> None:
+def test_video_decode_is_retried_with_same_bytes_when_rank_dies_or_hangs(tmp_path: Path) -> None:
     with tiled(tmp_path / "one", "--vae", "tiled") as server:
         wanted = [content(server, film(server), query) for query in ("", "?stream=1")]
     with tiled(tmp_path / "two") as server:
@@ -113,7 +113,7 @@ def decoding(server: Server, id: str) -> bool:
 
 
 @pytest.mark.nightly
-def test_who_has_no_tiles_is_refused_before_anything_is_loaded() -> None:
+def test_parallel_kind_unsupported_by_role_is_rejected_before_load() -> None:
     for said, reason in (
         ("denoiser=tiles:2", "tiles is not supported for this role; supported: cfg, "),
         ("encoder=tiles:2", "tiles is not supported for this role; supported: tensor"),

@@ -27,7 +27,7 @@ def denoising(server: Server, request: str) -> Any:
 @pytest.mark.parametrize(
     ("flag", "path"), [("--image-timeout", "/v1/images/generations"), ("--video-timeout", "/v1/videos")]
 )
-def test_a_request_that_runs_longer_than_the_flag_says_expires(flag: str, path: str, tmp_path: Path) -> None:
+def test_request_expires_after_image_or_video_timeout(flag: str, path: str, tmp_path: Path) -> None:
     """Given a request like one that was measured, when its compute process is stopped amid steps, then it expires."""
     with serving(tmp_path, "--workers", "all=1", "--arena", "64MiB", flag, "1") as server:
         server.ready()

@@ -125,7 +125,7 @@ def of_node(machines: TwoMachines, view: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.nightly
-def test_the_page_is_followed_then_a_machine_is_killed_and_brought_back(machines: TwoMachines) -> None:
+def test_documented_two_machine_setup_survives_loss_of_a_machine(machines: TwoMachines) -> None:
     """Given two machines that share no disk, when the page is followed, then both serve; when the second one dies amid
     requests none is lost; and the same command brings it back."""
     first = machines.start(0, "unfuse serve")
@@ -176,7 +176,7 @@ def test_the_page_is_followed_then_a_machine_is_killed_and_brought_back(machines
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("machines", [True], indirect=True)
-def test_a_machine_that_sees_the_results_runs_all_stages_and_a_worker_that_dies_is_started_again(
+def test_machine_with_shared_results_runs_all_stages_and_restarts_worker(
     machines: TwoMachines,
 ) -> None:
     """Given a shared folder, when the second machine comes first and the scheduler after it, then its workers have all
@@ -209,7 +209,7 @@ time.time, time.time_ns = lambda: now() + 172_800, lambda: now_ns() + 172_800 * 
 
 
 @pytest.mark.nightly
-def test_a_machine_whose_clock_is_two_days_ahead_is_told_and_serves_all_the_same(machines: TwoMachines) -> None:
+def test_doctor_reports_clock_skew_and_skewed_machine_still_serves(machines: TwoMachines) -> None:
     """Given such a second machine, then `doctor` says so, and requests with a timeout are completed by it in time."""
     (machines.homes[1] / "sitecustomize.py").write_text(AHEAD)
     ahead = {"BEFORE": f"{machines.homes[1]}:"}

@@ -44,7 +44,7 @@ def read(url: str, **headers: str) -> bytes:
 
 
 @pytest.mark.parametrize("major", [pytest.param("2", marks=pytest.mark.nightly), "3"])
-def test_an_openai_client_makes_a_video_and_drops_one(server: Server, tmp_path: Path, major: str) -> None:
+def test_openai_client_creates_lists_and_deletes_videos(server: Server, tmp_path: Path, major: str) -> None:
     """The client's older major lies beside ours; `make` puts it there."""
     if major == "2" and not TWO.is_dir() and not os.environ.get("CI"):
         pytest.skip(f"no openai 2.x in {TWO}: `make test` installs it")
@@ -67,7 +67,7 @@ def test_an_openai_client_makes_a_video_and_drops_one(server: Server, tmp_path: 
     assert all(size > 100 for _, size in report["events"])
 
 
-def test_a_deleted_video_s_worker_is_free_again(server: Server) -> None:
+def test_deleting_running_video_frees_worker_and_memory(server: Server) -> None:
     id = server.post("/v1/videos", {"prompt": CAPTION, "num_inference_steps": 100})["id"]
     until(lambda: server.get(f"/v1/videos/{id}")["progress"] > 0, "the video to be on its way")
     urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/videos/{id}", method="DELETE"), timeout=30).close()
@@ -76,18 +76,18 @@ def test_a_deleted_video_s_worker_is_free_again(server: Server) -> None:
     until(lambda: not any(worker["used"] for worker in server.get("/v1/workers")["data"]), "its memory to be back")
 
 
-def test_the_content_is_read_by_range(server: Server) -> None:
+def test_video_content_supports_range_requests(server: Server) -> None:
     url = f"{server.url}/v1/videos/{made(server, num_frames=5)}/content"
     whole = read(url)
     assert read(url, range="bytes=100-199") == whole[100:200]
 
 
-def test_every_frame_is_the_undivided_pipeline_s(server: Server, references: dict[str, list[list[str]]]) -> None:
+def test_video_frames_match_undivided_pipeline(server: Server, references: dict[str, list[list[str]]]) -> None:
     id = made(server, **VIDEO, output_format="png")
     assert [[digest(server.result(id, index)) for index in range(9)]] == references["video"]
 
 
-def test_generate_writes_a_video_of_the_model_s_own_length_and_every_frame(server: Server, tmp_path: Path) -> None:
+def test_generate_writes_mp4_and_png_frames_of_default_length(server: Server, tmp_path: Path) -> None:
     asked = ["generate", CAPTION, "--seed", "7", "--steps", "5", "--server", server.url, "-o"]
     for name in ("out.mp4", "out-%04d.png"):
         command = unfuse(*asked, name)
@@ -140,7 +140,7 @@ def page_of(server: Server) -> Iterator[Any]:
         chromium.close()
 
 
-def test_a_browser_plays_it(server: Server) -> None:
+def test_browser_plays_video_to_its_end(server: Server) -> None:
     id = made(server, num_frames=17, num_inference_steps=5)
     with page_of(server) as page:
         width, height, now, duration = page.evaluate(PLAY, f"/v1/videos/{id}/content")

@@ -71,7 +71,7 @@ def asked(server: Server, messages: Any, **more: Any) -> Any:
         return ai.chat.completions.create(**given)
 
 
-def test_chats_with_pictures_and_without_get_the_tokens_of_the_undivided_model(
+def test_chats_with_and_without_images_match_undivided_model(
     server: Server, chats: list[list[dict[str, Any]]], expected: list[dict[str, Any]]
 ) -> None:
     for chat, whole in zip(chats, expected, strict=True):
@@ -86,7 +86,7 @@ def hits(server: Server) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("unfuse_cache_hits_total"))
 
 
-def test_equal_pictures_of_several_chats_are_encoded_once(server: Server, pictures: list[Path]) -> None:
+def test_equal_images_of_several_chats_are_encoded_once(server: Server, pictures: list[Path]) -> None:
     """Given two chats at one time and one later, which show a picture in other places, then it is encoded once."""
     before = hits(server)
     seldom = draw(pictures[0].with_name("seldom.webp"), 77, 77, 5)
@@ -99,7 +99,7 @@ def test_equal_pictures_of_several_chats_are_encoded_once(server: Server, pictur
     assert hits(server) >= before + 2
 
 
-def test_a_text_before_the_first_picture_is_computed_once_whatever_the_picture_is(server: Server) -> None:
+def test_prefix_before_image_is_cached_across_different_images(server: Server) -> None:
     """Given a long text, when chats show different pictures behind it, then whole chunks of it are found; those before
     a picture alone, and with it where it is the same."""
     lead = {"role": "system", "content": "the quick brown fox jumps over the lazy dog " * 30}
@@ -111,7 +111,7 @@ def test_a_text_before_the_first_picture_is_computed_once_whatever_the_picture_i
     assert cached[0] == 0 < cached[1] == cached[2] == text.prompt_tokens_details.cached_tokens
 
 
-def test_no_token_is_lost_when_the_worker_that_decodes_dies_and_a_picture_has_to_be_there_again(
+def test_image_chat_stream_is_complete_after_decode_process_kill(
     server: Server, chats: list[list[dict[str, Any]]]
 ) -> None:
     """Given a stream that has begun, when the compute process that decodes is killed, then the rest of the text
@@ -141,7 +141,7 @@ def test_no_token_is_lost_when_the_worker_that_decodes_dies_and_a_picture_has_to
     ],
     ids=["both", "what sees", "what speaks"],
 )
-def test_ranks_see_and_speak_as_the_undivided_model(
+def test_tensor_parallel_vision_chats_match_undivided_model(
     folder: Path, tmp_path: Path, chats: list[list[dict[str, Any]]], expected: list[dict[str, Any]], flags: list[str]
 ) -> None:
     """Also where only some of a worker's stages are spread over its ranks, and the others are whole on each."""

@@ -14,7 +14,7 @@ from tools.server import all_gone, family_of, serving, until
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_request_for_a_pool_that_sleeps_waits_for_it_beyond_its_deadline_and_the_next_one_knows_how_long(
+def test_cold_start_extends_deadline_and_is_measured_for_next_eta(
     tmp_path: Path,
 ) -> None:
     """Given a server whose workers may be away, when a picture is asked for within 2 s and workers come after 4, then

@@ -50,7 +50,7 @@ def heard(server: Server, request: str, receiver: Receiver) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_server_that_is_killed_while_it_tells_tells_once_more(tmp_path: Path, receiver: Receiver) -> None:
+def test_webhook_is_redelivered_after_server_kill_and_restart(tmp_path: Path, receiver: Receiver) -> None:
     with serving(tmp_path, *FLAGS) as server:
         request = cancelled_and_being_told(server, receiver)
         server.killed_and_started_again()
@@ -58,7 +58,7 @@ def test_a_server_that_is_killed_while_it_tells_tells_once_more(tmp_path: Path, 
 
 
 @pytest.mark.nightly
-def test_what_a_killed_gateway_was_telling_another_one_tells(tmp_path: Path, receiver: Receiver) -> None:
+def test_webhook_of_killed_gateway_is_redelivered_by_another(tmp_path: Path, receiver: Receiver) -> None:
     redis = RedisServer(tmp_path)
     with ExitStack() as stack:
         stack.callback(redis.stop)

@@ -102,17 +102,17 @@ def has_the_pixels_of_diffusers(server: Server, kinds: tuple[str, ...]) -> None:
     assert len({digests[0] for _, digests in made}) == len(made)
 
 
-def test_what_is_made_is_what_the_call_makes(server: Server) -> None:
+def test_undivided_pipelines_match_diffusers_pixels(server: Server) -> None:
     """Of all three models at once, which take turns."""
     has_the_pixels_of_diffusers(server, FROM_TEXT)
 
 
 @pytest.mark.nightly
-def test_what_is_made_is_what_the_call_makes_of_others(server_by_night: Server) -> None:
+def test_further_undivided_pipelines_match_diffusers_pixels(server_by_night: Server) -> None:
     has_the_pixels_of_diffusers(server_by_night, BY_NIGHT)
 
 
-def test_its_steps_are_told_of(server: Server) -> None:
+def test_undivided_pipeline_reports_step_progress(server: Server) -> None:
     """Of few that take long enough, not all: steps are told of at most ten times a second."""
     request = submitted(server, "auraflow", {"prompt": "a star", "seed": 1, "num_inference_steps": 40})
 
@@ -123,7 +123,7 @@ def test_its_steps_are_told_of(server: Server) -> None:
     assert stage["name"] == "whole.0"
 
 
-def test_a_cancelled_one_ends_at_its_next_step_and_others_go_on(server: Server) -> None:
+def test_running_undivided_request_is_cancelled_and_others_continue(server: Server) -> None:
     alone = frames(server, submitted(server, "auraflow", CASES[0]))
     request = submitted(server, "auraflow", {"prompt": "a star", "seed": 1, "num_inference_steps": 1000})
     assert any(event["type"] == "progress" for event in server.events(request))
@@ -133,7 +133,7 @@ def test_a_cancelled_one_ends_at_its_next_step_and_others_go_on(server: Server) 
     assert frames(server, submitted(server, "auraflow", CASES[0])) == alone
 
 
-def test_an_urgent_one_overtakes_one_that_runs_and_both_are_as_alone(server: Server) -> None:
+def test_urgent_undivided_request_preempts_and_both_match_solo_runs(server: Server) -> None:
     """Given two requests that are amid their calls at one time, of one model."""
     case = {"prompt": "a star", "seed": 1, "num_inference_steps": 60}
     alone = [frames(server, submitted(server, "sd", one)) for one in (case, CASES[0])]
@@ -155,17 +155,19 @@ def test_an_urgent_one_overtakes_one_that_runs_and_both_are_as_alone(server: Ser
         ("auraflow", {"lora": "any"}, "lora 'any' does not exist; available: made"),
     ],
 )
-def test_what_its_call_does_not_take_is_refused(server: Server, kind: str, asked: dict[str, Any], reason: str) -> None:
+def test_parameter_unsupported_by_undivided_pipeline_returns_400(
+    server: Server, kind: str, asked: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         server.submit("a star", model=kind, **asked)
     assert refused.value.code == 400 and reason in refused.value.read().decode()
 
 
-def test_why_it_is_not_split_is_said_in_a_line(server: Server) -> None:
+def test_reason_for_undivided_pipeline_is_logged(server: Server) -> None:
     assert "sd is not split: StableDiffusionPipeline has no stages" in server.log()
 
 
-def test_a_lora_is_applied_by_the_pipeline_s_own_loader_and_not_to_others(server: Server) -> None:
+def test_lora_applies_only_to_its_own_undivided_request(server: Server) -> None:
     """Given a request with it, and one without, which are amid their calls at one time."""
     cases = [{**CASES[0], "num_inference_steps": 20, "lora": "made", "lora_scale": 0.5}, CASES[0]]
     (call, _), file = calls("auraflow"), server.folder / "loras" / "made.safetensors"
@@ -179,14 +181,14 @@ def test_a_lora_is_applied_by_the_pipeline_s_own_loader_and_not_to_others(server
     assert [frames(server, first), frames(server, second)] == [with_it, without]
 
 
-def test_a_lora_of_another_model_is_one_sentence(server: Server) -> None:
+def test_lora_of_another_model_fails_request_with_named_adapter(server: Server) -> None:
     shown = server.finished(submitted(server, "sd", {**CASES[0], "lora": "made"}))
 
     assert shown["status"] == "failed" and "lora 'made'" in shown["error"]["message"], shown
     assert frames(server, submitted(server, "sd", CASES[0]))
 
 
-def test_a_key_of_a_lora_that_no_layer_has_is_named(server: Server) -> None:
+def test_lora_key_without_matching_layer_returns_400(server: Server) -> None:
     """diffusers leaves such out without an error."""
     loras = server.folder / "loras"
     tensors = load_file(loras / "made.safetensors")
@@ -200,7 +202,7 @@ def test_a_key_of_a_lora_that_no_layer_has_is_named(server: Server) -> None:
         client.images.generate(model="auraflow", prompt="a ring", extra_body={**CASES[0], "lora": "stray"})
 
 
-def test_one_that_starts_from_a_picture_is_given_it(server: Server) -> None:
+def test_undivided_image_to_image_matches_diffusers(server: Server) -> None:
     """It makes fewer steps than it is asked for, and another size than the picture's, if one is asked for."""
     call = {"model": "sd-image", "prompt": "a ring", "seed": 5, "num_inference_steps": 4, "image": "sky.png"}
     expected, half = undivided(Path(), server.folder, [call, {**call, "strength": 0.5}])
@@ -220,7 +222,7 @@ def test_one_that_starts_from_a_picture_is_given_it(server: Server) -> None:
 
 
 @pytest.mark.nightly
-def test_one_whose_process_is_killed_begins_again_and_has_the_same_bytes(server: Server) -> None:
+def test_undivided_request_is_retried_with_same_bytes_after_kill(server: Server) -> None:
     case = {**CASES[0], "num_inference_steps": 1000}
     alone = frames(server, submitted(server, "auraflow", case))
     request = submitted(server, "auraflow", case)
@@ -232,7 +234,7 @@ def test_one_whose_process_is_killed_begins_again_and_has_the_same_bytes(server:
     assert stage["attempt"] > 1
 
 
-def test_doctor_says_that_it_is_not_split_and_why(server: Server) -> None:
+def test_doctor_reports_reason_for_undivided_pipeline(server: Server) -> None:
     model = str(server.folder / "auraflow")
     told = [
         subprocess.run(unfuse("doctor", model, *more), env=environment(server.folder), capture_output=True, check=True)

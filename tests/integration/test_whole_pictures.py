@@ -52,7 +52,7 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield server.ready()
 
 
-def test_several_pictures_in_one_request_are_seen_as_the_call_sees_them(server: Server, folder: Path) -> None:
+def test_requests_with_several_images_match_diffusers_pixels(server: Server, folder: Path) -> None:
     """Of both models, which take turns, by the client of OpenAI."""
     expected = undivided(Path(), folder, [{**SERVING, **case} for case in CASES])
     assert len({tuple(one) for one in expected}) == len(CASES)
@@ -75,6 +75,6 @@ def test_several_pictures_in_one_request_are_seen_as_the_call_sees_them(server: 
     assert {stage["name"] for told in stages for stage in told} == {"whole.0"}
 
 
-def test_the_card_says_how_many_are_seen(server: Server) -> None:
+def test_model_object_lists_number_of_reference_images(server: Server) -> None:
     said = {one["id"]: (one["takes_image"], one["references"]) for one in server.get("/v1/models")["data"]}
     assert said == {"flux2": (False, 8), "qwen-edit-plus": (True, 8)}

@@ -20,7 +20,7 @@ from unfuse.wire.router import Router
 
 
 @pytest.mark.nightly
-async def test_the_pools_of_a_worker_are_named_by_what_its_bytes_depend_on(tmp_path: Path) -> None:
+async def test_worker_registers_pools_with_its_numerics(tmp_path: Path) -> None:
     queue = MemoryQueue(SystemClock())
     scheduler = Scheduler(queue)
     dispatcher = Dispatcher(

@@ -110,7 +110,7 @@ def arguments(objects: list[Object]) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_kubernetes_takes_the_objects(case: str, version: str) -> None:
+def test_objects_validate_against_kubernetes_schemas(case: str, version: str) -> None:
     kinds = {one["kind"] for one in CASES[case]}
     assert kinds >= {"Deployment", "StatefulSet", "Service", "ConfigMap", "PodDisruptionBudget", "NetworkPolicy"}
     for one in CASES[case]:
@@ -119,7 +119,7 @@ def test_kubernetes_takes_the_objects(case: str, version: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_commands_parse_variables_are_settings_and_pods_may_do_little(case: str) -> None:
+def test_pods_have_valid_commands_and_settings_and_are_unprivileged(case: str) -> None:
     (settings,) = (one["data"] for one in CASES[case] if one["kind"] == "ConfigMap")
     assert known([*settings])
     for spec in pods(CASES[case]):
@@ -135,7 +135,7 @@ def test_commands_parse_variables_are_settings_and_pods_may_do_little(case: str)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_who_is_selected_is_there(case: str) -> None:
+def test_selectors_match_exactly_one_workload(case: str) -> None:
     labels = [
         one["spec"]["template"]["metadata"]["labels"]
         for one in CASES[case]
@@ -163,13 +163,13 @@ def test_who_is_selected_is_there(case: str) -> None:
     assert credentials == {"name": secret, "key": "metrics"}
 
 
-def test_what_a_cluster_does_not_know_is_left_out() -> None:
+def test_objects_of_missing_crds_are_omitted() -> None:
     assert not {KEDA, MONITORING} & {one["apiVersion"] for one in pipeline_objects("p", pipeline(FULL), frozenset())}
     kinds = {one["kind"] for one in pool_objects("w", "ns", pool(POOL), {"p": pipeline(FULL)}, frozenset())}
     assert "ScaledObject" not in kinds and "StatefulSet" in kinds
 
 
-def test_values_stay_values_whatever_is_in_them() -> None:
+def test_special_characters_in_values_are_not_interpreted() -> None:
     spec = LEAST | {"model": NASTY, "scheduler": LEAST["scheduler"] | {"args": [NASTY, "$name"]}, "envSecrets": ["$x"]}
     objects = [
         *made(spec),
@@ -199,7 +199,9 @@ def strings(value: Any) -> list[str]:
         ({"queueBackend": "memory"}, {"value": "memory"}, "Recreate"),
     ],
 )
-def test_tasks_wait_where_it_is_said(scheduler: Object, queue: Object, strategy: str | None) -> None:
+def test_queue_setting_and_rollout_strategy_follow_the_spec(
+    scheduler: Object, queue: Object, strategy: str | None
+) -> None:
     """Two schedulers at one time would each have a queue of its own, where it is no Redis."""
     deployment = made(LEAST | {"scheduler": scheduler})[-1]["spec"]
     (variable,) = deployment["template"]["spec"]["containers"][0]["env"]
@@ -210,7 +212,7 @@ def test_tasks_wait_where_it_is_said(scheduler: Object, queue: Object, strategy:
 @pytest.mark.parametrize(
     ("results", "kept"), [(None, "p-results"), ({"claim": "mine"}, "mine"), ({"url": "s3://b", "limit": "1GB"}, "")]
 )
-def test_results_are_where_all_pods_see_them(results: Object | None, kept: str) -> None:
+def test_results_location_is_shared_by_all_pods(results: Object | None, kept: str) -> None:
     spec = LEAST | ({"results": results} if results else {})
     objects = [*made(spec), *workers(POOL, spec)]
     (settings,) = (one["data"] for one in objects if one["kind"] == "ConfigMap")
@@ -228,7 +230,7 @@ def test_results_are_where_all_pods_see_them(results: Object | None, kept: str) 
         assert claims == [kept] * bool(kept)
 
 
-def test_amounts_are_words_as_a_server_takes_them() -> None:
+def test_resource_quantities_are_strings() -> None:
     """Kubernetes' schemas have both; a server that is to apply a number says that it expected a string."""
     asked = {"limits": {"nvidia.com/gpu": 8, "memory": "16Gi"}, "requests": {"cpu": 1}}
     said = {"limits": {"nvidia.com/gpu": "8", "memory": "16Gi"}, "requests": {"cpu": "1"}}
@@ -237,7 +239,7 @@ def test_amounts_are_words_as_a_server_takes_them() -> None:
         assert pods(objects)[0]["containers"][0]["resources"] == said
 
 
-def test_pods_start_again_when_their_settings_change() -> None:
+def test_pod_annotations_change_with_settings() -> None:
     for before, after in zip((made(LEAST), workers(POOL)), (made(FULL), workers(POOL, FULL)), strict=True):
         notes = [one[-1]["spec"]["template"]["metadata"]["annotations"] for one in (before, after)]
         assert notes[0] != notes[1]
@@ -246,14 +248,14 @@ def test_pods_start_again_when_their_settings_change() -> None:
 @pytest.mark.parametrize(
     ("step", "asked", "drain"), [(1, 20, 20), (5, 20, 20), (6, 20, 24), (30, 20, 120), (1, 60, 60), (30, 1, 120)]
 )
-def test_a_worker_has_the_time_to_save_a_step_that_runs(step: int, asked: int, drain: int) -> None:
+def test_drain_and_grace_period_cover_a_running_step(step: int, asked: int, drain: int) -> None:
     objects = workers(POOL | {"stepSeconds": step, "drainSeconds": asked})
     assert f"--drain-timeout={drain}" in arguments(objects)
     assert pods(objects)[0]["terminationGracePeriodSeconds"] == drain + LEAVING_S
     assert SAVING * drain >= step
 
 
-def test_a_pool_has_as_many_workers_as_its_bounds_allow() -> None:
+def test_worker_replicas_are_clamped_to_min_and_max() -> None:
     for said, count in (
         ({}, 5),
         ({"max": 3}, 3),
@@ -264,7 +266,7 @@ def test_a_pool_has_as_many_workers_as_its_bounds_allow() -> None:
         assert workers(POOL | {"replicas": 5} | said)[-1]["spec"]["replicas"] == count
 
 
-def test_a_worker_knows_what_it_runs_and_for_whom() -> None:
+def test_worker_arguments_name_role_model_device_and_schedulers() -> None:
     said = arguments(workers(PLACED, KEYED, q=KEYED))
     assert said[1:8] == [
         "--role=denoiser",
@@ -278,7 +280,7 @@ def test_a_worker_knows_what_it_runs_and_for_whom() -> None:
     assert said[-1] == "--max-batch=2"
 
 
-def test_a_pod_template_is_merged_into_the_pods() -> None:
+def test_pod_template_is_merged_into_pods() -> None:
     """By name into containers, variables and mounts; other lists grow, and nothing that was there is lost."""
     before = (made(LEAST), workers(POOL))
     for objects, side in zip(before, ("scheduler", "worker"), strict=True):
@@ -303,7 +305,7 @@ def test_a_pod_template_is_merged_into_the_pods() -> None:
         assert after[-1]["spec"]["template"]["metadata"]["annotations"].items() >= {"a": "b"}.items()
 
 
-def test_what_stands_around_the_pods_is_as_the_pipeline_says() -> None:
+def test_service_policy_monitor_and_budget_follow_the_spec() -> None:
     clients = [{"namespaceSelector": {"matchLabels": {"name": "web"}}}]
     spec = LEAST | {
         "service": {"type": "LoadBalancer", "port": 80, "annotations": {"a": "b"}},
@@ -330,7 +332,7 @@ def test_what_stands_around_the_pods_is_as_the_pipeline_says() -> None:
     assert not kinds & {"NetworkPolicy", "ServiceMonitor"}
 
 
-def test_the_seeds_example_makes_pools_by_its_words() -> None:
+def test_wan_example_creates_pools_by_stage_names() -> None:
     """Its stages have names and no roles."""
     spec = pipeline(SEED["spec"])
     found = {one["metadata"]["name"]: one["spec"] for one in default_pools("p", spec)}
@@ -349,7 +351,7 @@ def test_the_seeds_example_makes_pools_by_its_words() -> None:
     )
 
 
-def test_stages_of_one_pool_are_of_one_pool() -> None:
+def test_stages_naming_one_pool_are_merged_into_one_pool() -> None:
     whole, encoder = (
         {one["metadata"]["name"]: one["spec"] for one in default_pools("p", pipeline(spec))} for spec in (LEAST, FULL)
     )
@@ -364,7 +366,7 @@ def test_stages_of_one_pool_are_of_one_pool() -> None:
     assert encoder["enc"]["model"] == {"component": "text_encoder"}
 
 
-def test_a_pool_is_scaled_by_the_work_of_its_roles_within_its_own_bounds_or_the_pipelines() -> None:
+def test_scaled_object_queries_work_of_roles_within_bounds() -> None:
     def scaled(spec: Object, serves: Object = FULL) -> Object:
         (found,) = (one["spec"] for one in workers(spec, serves) if one["kind"] == "ScaledObject")
         return dict(found)
@@ -403,9 +405,7 @@ def test_a_pool_is_scaled_by_the_work_of_its_roles_within_its_own_bounds_or_the_
         ({"max": 3}, [0, 0], 0),
     ],
 )
-def test_nobody_takes_all_workers_of_a_pool_whose_gateways_do_not_know_that_it_may_sleep(
-    own: Object, all_least: list[int | None], least: int
-) -> None:
+def test_pool_scales_to_zero_only_if_all_pipelines_allow(own: Object, all_least: list[int | None], least: int) -> None:
     """A pool's `min` is 0 where it says none, and a gateway calls one without workers missing, in an alert that wakes
     people, unless its pipeline said that pools may sleep."""
     users: list[Object] = [
@@ -418,7 +418,7 @@ def test_nobody_takes_all_workers_of_a_pool_whose_gateways_do_not_know_that_it_m
     assert asleep == [one == 0 for one in all_least]
 
 
-def test_workers_of_several_pipelines_serve_the_models_of_all_and_come_for_the_work_of_all() -> None:
+def test_shared_pool_serves_and_scales_for_all_its_pipelines() -> None:
     """A scheduler tells its workers of its own models alone, and who asks the other pipeline would wait for ever."""
     scaled, other = KEYED | {"autoscaling": {"maxReplicas": 8}}, {"models": ["z", "unfuse/shapes"]}
     other |= {key: value for key, value in KEYED.items() if key != "model"}
@@ -443,7 +443,7 @@ def test_workers_of_several_pipelines_serve_the_models_of_all_and_come_for_the_w
         ({"modelCache": {"claim": "c"}}, "modelCache"),
     ],
 )
-def test_pipelines_that_share_workers_agree_in_what_their_pods_have(other: Object, says: str) -> None:
+def test_pipelines_with_different_pod_settings_cannot_share_workers(other: Object, says: str) -> None:
     assert len(workers(POOL, KEYED, q=KEYED | {"model": "another"})) == 4
     with pytest.raises(InvalidSpec, match=f"p and q cannot share workers: they differ in .*{says}"):
         workers(POOL, KEYED, q=KEYED | other)
@@ -451,7 +451,7 @@ def test_pipelines_that_share_workers_agree_in_what_their_pods_have(other: Objec
         workers(POOL, LEAST, q=LEAST)
 
 
-def test_only_workers_of_the_same_pipelines_reach_each_other() -> None:
+def test_network_policy_admits_only_pools_of_same_pipelines() -> None:
     def let_in(objects: list[Object], port: int) -> list[str]:
         (policy,) = (one["spec"]["ingress"] for one in objects if one["kind"] == "NetworkPolicy")
         return list(policy[port]["from"][0]["podSelector"]["matchExpressions"][0]["values"])
@@ -461,7 +461,7 @@ def test_only_workers_of_the_same_pipelines_reach_each_other() -> None:
     assert let_in(workers(POOL, KEYED, **near), 0) == ["p", "z"]
 
 
-def test_keys_are_made_where_a_pipeline_names_none(tmp_path: Path) -> None:
+def test_keys_are_generated_when_pipeline_names_no_secret(tmp_path: Path) -> None:
     wire, api = secrets_of("p", pipeline(LEAST))
     assert secrets_of("p", pipeline(FULL)) == []
     for name, text in wire["stringData"].items():
@@ -477,14 +477,14 @@ def test_keys_are_made_where_a_pipeline_names_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a" * 41, "A", "a.b", "1a", "a\n", 'a"', "-a", "a-", "x" * 64, ""])
-def test_names_of_which_no_others_can_be_made_are_refused(name: str) -> None:
+def test_invalid_pipeline_and_pool_names_are_rejected(name: str) -> None:
     with pytest.raises(InvalidSpec, match="at most 40"):
         pipeline(LEAST, name)
     with pytest.raises(InvalidSpec, match="at most 40"):
         pipeline(LEAST | {"stages": [{"name": "all", "pool": name}]})
 
 
-def test_names_are_short_enough_for_everything_that_is_made_of_them() -> None:
+def test_derived_object_names_are_unique_and_within_length_limit() -> None:
     name = "n" * 40
     objects = [*made(LEAST, name), *pool_objects(name, "ns", pool(POOL), {name: pipeline(LEAST, name)}, EVERY)]
     objects += [*secrets_of(name, pipeline(LEAST)), *default_pools(name, pipeline(LEAST, name))]
@@ -493,7 +493,7 @@ def test_names_are_short_enough_for_everything_that_is_made_of_them() -> None:
     assert len({*named}) == len(named), "a pool may have its pipeline's name"
 
 
-def test_a_component_comes_from_where_its_stage_says() -> None:
+def test_component_source_is_read_from_stage_model_path() -> None:
     """As in a pipeline of which one encoder is another repository's."""
     stages = [
         {"name": "text-encoding", "pool": "enc", "model": {"path": "owner/t5", "component": "text_encoder_2"}},
@@ -513,7 +513,7 @@ def test_a_component_comes_from_where_its_stage_says() -> None:
     parsed(said)
 
 
-def test_what_is_asked_for_in_vain_is_said() -> None:
+def test_unmet_requests_are_listed() -> None:
     spec = pipeline(FULL | {"stages": [*FULL["stages"], {"name": "all", "pool": "enc", "model": {"path": "c"}}]})
     assert unmet_requests("p", spec, {"enc": "encoder", "dit": "all"}, frozenset()) == [
         "stage all requires role all, which the workers of pool enc do not have",
@@ -549,9 +549,7 @@ EIGHT: Object = {"resources": {"limits": {"nvidia.com/gpu": 8}}}
         (EIGHT | {"args": ["--parallel", "denoiser=ring:8"]}, "", None),
     ],
 )
-def test_a_pod_of_several_gpus_has_a_rank_on_each_unless_it_says_otherwise(
-    spec: Object, said: str, count: int | None
-) -> None:
+def test_pod_with_several_gpus_defaults_to_parallel_auto(spec: Object, said: str, count: int | None) -> None:
     asked = pool(POOL | spec)
     assert ranks(asked) == (said, count)
     flags = [
@@ -562,7 +560,7 @@ def test_a_pod_of_several_gpus_has_a_rank_on_each_unless_it_says_otherwise(
     assert flags == [f"--parallel={said}"] * bool(said)
 
 
-def test_the_seeds_denoiser_uses_its_eight_gpus() -> None:
+def test_wan_example_denoiser_uses_all_its_gpus() -> None:
     spec = pipeline(SEED["spec"])
     made_pools = {one["metadata"]["name"]: one["spec"] for one in default_pools("p", spec)}
     objects = pool_objects("dit", "ns", pool(made_pools["wan-14b-t2v-dit-pool"]), {"p": spec}, EVERY)
@@ -571,7 +569,7 @@ def test_the_seeds_denoiser_uses_its_eight_gpus() -> None:
     assert not [flag for flag in arguments(objects) if "parallel" in flag], "it has one"
 
 
-def test_a_stage_says_how_it_is_spread() -> None:
+def test_parallel_of_stages_is_merged_per_role() -> None:
     stages = [
         {"name": "denoising", "pool": "dit", "parallel": "ulysses:4+cfg:2"},
         {"name": "vae-decoding", "pool": "dit", "parallel": "tiles:8"},
@@ -604,12 +602,12 @@ def test_a_stage_says_how_it_is_spread() -> None:
         ),
     ],
 )
-def test_stages_that_cannot_be_spread_so_are_refused(stages: list[Object], says: str) -> None:
+def test_invalid_parallel_of_stages_raises_config_error(stages: list[Object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         default_pools("p", pipeline(LEAST | {"stages": stages}))
 
 
-def test_ranks_that_no_worker_takes_are_refused() -> None:
+def test_unknown_parallel_kind_of_pool_is_rejected() -> None:
     with pytest.raises(Exception, match="nonsense"):
         pool(POOL | {"parallel": "denoiser=nonsense:2"})
 
@@ -617,6 +615,6 @@ def test_ranks_that_no_worker_takes_are_refused() -> None:
 @pytest.mark.parametrize(
     "spec", [LEAST | {"scheduler": {}}, {"scheduler": LEAST["scheduler"]}, LEAST | {"stages": [{"name": "a"}]}]
 )
-def test_what_lacks_what_it_needs_is_refused_before_anything_is_made(spec: Object) -> None:
+def test_spec_without_required_fields_raises_key_error(spec: Object) -> None:
     with pytest.raises(KeyError):
         pipeline(spec)

@@ -93,7 +93,7 @@ async def quiet(server: Server) -> None:
     await server.collect()
 
 
-async def test_a_pipeline_becomes_objects_changes_and_leaves_nothing(server: Server) -> None:
+async def test_pipeline_objects_are_created_updated_and_deleted(server: Server) -> None:
     """It is ready when its pods are, and says so; a second look changes nothing; a change reaches all that was made."""
     async with operating(server):
         await server.put(PIPELINE, "p", SERVED)
@@ -133,7 +133,7 @@ async def test_a_pipeline_becomes_objects_changes_and_leaves_nothing(server: Ser
         assert made(server) == {}
 
 
-async def test_a_pool_is_scaled_by_whoever_writes_its_number(server: Server) -> None:
+async def test_external_replica_changes_persist_and_drift_is_repaired(server: Server) -> None:
     """And is not fought over; what others change in what was made here is put right."""
     async with operating(server):
         await server.put(PIPELINE, "p", SPLIT)
@@ -158,7 +158,7 @@ async def test_a_pool_is_scaled_by_whoever_writes_its_number(server: Server) -> 
         await until(lambda: server.get("NetworkPolicy", "dit-pool"))
 
 
-async def test_pipelines_share_a_pool_and_it_goes_with_the_last(server: Server) -> None:
+async def test_shared_pool_is_deleted_with_its_last_pipeline(server: Server) -> None:
     async with operating(server):
         await server.put(PIPELINE, "p", SPLIT)
         await server.put(PIPELINE, "q", SPLIT | {"model": "another", "stages": [{"name": "denoising", "pool": "dit"}]})
@@ -177,7 +177,7 @@ async def test_pipelines_share_a_pool_and_it_goes_with_the_last(server: Server) 
         assert server.get("StatefulSet", "enc")
 
 
-async def test_keys_are_made_again_where_a_person_deleted_them_and_only_those(server: Server) -> None:
+async def test_only_deleted_secrets_are_regenerated(server: Server) -> None:
     """Which is how they are rotated: the next pass makes them, and those that are there are nobody's to change."""
     async with operating(server):
         await server.put(PIPELINE, "p", SERVED)
@@ -192,7 +192,7 @@ async def test_keys_are_made_again_where_a_person_deleted_them_and_only_those(se
     assert not set(after["p-wire"].values()) & set(before["p-wire"].values())
 
 
-async def test_a_pool_that_a_person_made_stays_and_is_without_workers_while_nobody_names_it(server: Server) -> None:
+async def test_user_created_pool_persists_without_workers_while_unused(server: Server) -> None:
     async with operating(server):
         await server.put("StatefulSet", "db", {"replicas": 3})
         await server.put(POOL, "db", {"role": "denoiser"})
@@ -218,7 +218,7 @@ BAD: list[tuple[Object, str, str]] = [
 ]
 
 
-async def test_a_bad_spec_is_a_condition_and_what_serves_goes_on(server: Server) -> None:
+async def test_invalid_spec_sets_degraded_and_serving_continues(server: Server) -> None:
     """Also what a definition would have refused. It is told once, as an event too, and put right it is ready again."""
     async with operating(server):
         await server.put(PIPELINE, "p", SPLIT)
@@ -239,7 +239,7 @@ async def test_a_bad_spec_is_a_condition_and_what_serves_goes_on(server: Server)
         assert told(server, PIPELINE, "p", "Degraded")[0] == "False"
 
 
-async def test_a_pipeline_whose_name_cannot_be_does_not_hold_up_the_pools_of_others(server: Server) -> None:
+async def test_pipeline_with_invalid_name_does_not_block_other_pools(server: Server) -> None:
     """It cannot have had workers, under that name, whatever it means."""
     async with operating(server):
         await server.put(PIPELINE, "q" * 41, SPLIT)
@@ -249,7 +249,7 @@ async def test_a_pipeline_whose_name_cannot_be_does_not_hold_up_the_pools_of_oth
         assert "q" * 41 not in str(server.get("StatefulSet", "dit"))
 
 
-async def test_what_the_cluster_refuses_or_has_already_is_said_and_tried_again(server: Server) -> None:
+async def test_api_errors_and_name_conflicts_are_reported_and_retried(server: Server) -> None:
     async with operating(server):
         await server.put("ConfigMap", "p", data={"mine": "yes"})
         server.refuses = {"statefulsets": (403, "Forbidden", "exceeded quota: gpus")}
@@ -269,7 +269,7 @@ async def test_what_the_cluster_refuses_or_has_already_is_said_and_tried_again(s
         await ready(server, "p", "enc", "dit")
 
 
-async def test_why_pods_do_not_run_is_said(server: Server) -> None:
+async def test_pod_crash_reason_is_reported_as_condition(server: Server) -> None:
     """Such as of a model that is not there: the last line that a scheduler wrote."""
     async with operating(server):
         wrote = 'a log line\nunfuse: there is no model "nope": say one of …\n'
@@ -286,7 +286,7 @@ async def test_why_pods_do_not_run_is_said(server: Server) -> None:
         assert told(server, PIPELINE, "p", "Degraded")[0] == "False"
 
 
-async def test_an_operator_that_is_killed_in_the_middle_is_followed_by_another(server: Server) -> None:
+async def test_new_operator_completes_interrupted_reconciliation(server: Server) -> None:
     """Also while the server is away: whatever was begun is ended, and no key is made twice."""
     server.stuck_at = "deployments"
     async with operating(server):
@@ -315,7 +315,7 @@ async def test_an_operator_that_is_killed_in_the_middle_is_followed_by_another(s
     assert made(server) == before
 
 
-async def test_of_two_operators_that_know_of_each_other_one_works(server: Server) -> None:
+async def test_only_one_of_two_peered_operators_acts(server: Server) -> None:
     """They made what they know each other by. Each would have another image: who works is one, and remains it."""
     server.knows(PEERING)
     async with operating(server, 2):
@@ -335,7 +335,7 @@ async def test_of_two_operators_that_know_of_each_other_one_works(server: Server
                 assert image in str(server.get(kind, name))
 
 
-async def test_what_a_cluster_may_lack_is_made_where_it_is_known(server: Server) -> None:
+async def test_optional_crd_objects_are_created_and_deleted_when_supported(server: Server) -> None:
     """And goes when it is not asked for any more."""
     server.knows(MORE)
     scaled = SPLIT | {"autoscaling": {"maxReplicas": 3}}
@@ -351,7 +351,7 @@ async def test_what_a_cluster_may_lack_is_made_where_it_is_known(server: Server)
         await until(lambda: not server.every("NetworkPolicy") and not server.every("ServiceMonitor"))
 
 
-async def test_what_is_asked_for_in_vain_is_said_beside_being_ready(server: Server) -> None:
+async def test_autoscaling_without_keda_is_degraded_but_ready(server: Server) -> None:
     async with operating(server):
         await server.put(PIPELINE, "p", SPLIT | {"autoscaling": {"maxReplicas": 3}})
         await ready(server, "p", "enc", "dit")
@@ -359,7 +359,7 @@ async def test_what_is_asked_for_in_vain_is_said_beside_being_ready(server: Serv
         assert (status, reason) == ("True", "NotAsAsked") and "requires KEDA" in message
 
 
-async def test_one_that_is_there_before_the_definitions_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_operator_waits_for_crds_that_are_defined_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where all is applied at one time: kopf would look for its kinds once, find none, and do nothing for good."""
     monkeypatch.setattr("unfuse.k8s.operator.DEFINED_S", 0.1)
     async with Server() as server, kmock.Server(server):
@@ -404,7 +404,7 @@ def progress(server: Server) -> tuple[str, str, str]:
     return told(server, POOL, "dit", "Progressing")
 
 
-async def test_nobody_who_is_busy_goes_while_another_is_idle(server: Server, page: dict[str, float]) -> None:
+async def test_scale_down_waits_for_busy_worker_while_another_is_idle(server: Server, page: dict[str, float]) -> None:
     """A pool of four is to have two. The last three are busy, then one of them, then all that are left; and an operator
     goes on where one ended."""
     page |= {"dit-0": 0.0, "dit-1": 1.0, "dit-2": 1.0, "dit-3": 2.0, "enc-0": 0.0, "other-dit-0": 1.0}
@@ -434,7 +434,7 @@ async def test_nobody_who_is_busy_goes_while_another_is_idle(server: Server, pag
         assert "waitsSince" not in server.get(POOL, "dit")["status"]
 
 
-async def test_gpus_that_workers_do_not_use_are_said(server: Server, page: dict[str, float]) -> None:
+async def test_idle_gpus_of_workers_are_reported_as_degraded(server: Server, page: dict[str, float]) -> None:
     """Whether their stages cannot be divided so, as gateways know, or they were told to be fewer."""
     page |= {"ranks dit-0": 8.0, "ranks dit-1": 5.0, "ranks enc-0": 1.0, "dit-0": 0.0}
     eight = {"resources": {"limits": {"nvidia.com/gpu": 8}}}
@@ -459,7 +459,7 @@ async def test_gpus_that_workers_do_not_use_are_said(server: Server, page: dict[
         await until(lambda: told(server, POOL, "dit", "Degraded")[0] == "False")
 
 
-async def test_nobody_is_waited_for_longer_than_was_said(
+async def test_scale_down_waits_at_most_finish_seconds(
     server: Server, page: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor for long where no gateway says who is busy, nor at all where nobody is to stay."""
@@ -485,7 +485,7 @@ async def test_nobody_is_waited_for_longer_than_was_said(
 
 
 @pytest.mark.parametrize("there", range(7))
-def test_of_those_that_stay_none_is_idle_while_one_that_went_was_busy(there: int) -> None:
+def test_scale_down_removes_no_busy_worker_while_an_idle_one_stays(there: int) -> None:
     """Whoever is busy; and who may go goes, so that nobody is kept for nothing."""
     for bits in range(1 << there):
         has = {number for number in range(there) if bits >> number & 1}
@@ -497,6 +497,6 @@ def test_of_those_that_stay_none_is_idle_while_one_that_went_was_busy(there: int
             assert stay == wanted or (stay - 1 in has and idle)
 
 
-async def test_without_a_cluster_it_says_what_to_do() -> None:
+async def test_operator_without_cluster_raises_usage_error() -> None:
     with pytest.raises(UsageError, match="set KUBECONFIG"):
         await run_operator("unfuse:0", [], lambda **_: None)

@@ -58,13 +58,13 @@ def told(found: ObservedStatus, body: Object = BODY, now: str = "then") -> dict[
         ),
     ],
 )
-def test_it_is_ready_on_its_way_or_not_as_it_should_be(
+def test_conditions_follow_replicas_and_problems(
     found: ObservedStatus, ready: tuple[str, str], progressing: tuple[str, str], degraded: tuple[str, str]
 ) -> None:
     assert told(found) == {"Ready": ready, "Progressing": progressing, "Degraded": degraded}
 
 
-def test_a_condition_keeps_its_time_while_it_stays_and_says_of_what_it_speaks() -> None:
+def test_transition_time_changes_only_with_condition_status() -> None:
     before = conditions(BODY, ObservedStatus(2, 2, 1), "workers", "then")
     body = BODY | {"status": {"conditions": before}}
     same, other = (
@@ -78,7 +78,7 @@ def test_a_condition_keeps_its_time_while_it_stays_and_says_of_what_it_speaks() 
     assert condition({}, "Ready") == {}
 
 
-def test_what_is_wrong_is_said_whole() -> None:
+def test_degraded_message_lists_all_problems() -> None:
     found = ObservedStatus(1, 1, 1, (InvalidSpec("One", "first"), InvalidSpec("Two", "second")))
     (degraded,) = (one for one in conditions(BODY, found, "workers", "then") if one["type"] == "Degraded")
     assert (degraded["reason"], degraded["message"]) == ("One", "first; second")
@@ -97,11 +97,11 @@ def workload(**status: int) -> Object:
         ({"observedGeneration": 1, "readyReplicas": 3, "updatedReplicas": 3}, 0),
     ],
 )
-def test_pods_of_an_older_template_are_not_ready(status: dict[str, int], ready: int) -> None:
+def test_pods_of_older_template_are_not_counted_ready(status: dict[str, int], ready: int) -> None:
     assert workload_status(workload(**status), []).ready == ready
 
 
-def test_why_pods_do_not_run_is_told_of_each() -> None:
+def test_reason_of_each_failing_pod_is_reported() -> None:
     unplaced = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes have a GPU"}
     keys = {"state": {"waiting": {"reason": "CreateContainerConfigError", "message": 'secret "wire" not found'}}}
     coming = {"state": {"waiting": {"reason": "PodInitializing"}}}

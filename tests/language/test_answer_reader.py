@@ -51,19 +51,19 @@ def told(parts: list[AnswerPart]) -> tuple[str, str]:
         ("Hm.</think>", True, "Hm.", ""),
     ],
 )
-def test_reasoning_is_apart(text: str, opened: bool, reasoning: str, content: str) -> None:
+def test_reasoning_is_separated_from_content(text: str, opened: bool, reasoning: str, content: str) -> None:
     parts = read(text, starts_in_reasoning=opened)
     assert told(parts) == (reasoning, content)
     assert "".join(part.raw for part in parts) == text
 
 
-def test_what_is_cut_has_no_marks() -> None:
+def test_truncated_reasoning_has_no_partial_marks() -> None:
     assert told(read("<think>Hm.</thi", cut=True)) == ("Hm.", "")
     assert told(read("<think", cut=True)) == ("", "")
     assert told(read("<", cut=True)) == ("", "<")
 
 
-def test_calls_follow_reasoning_and_are_not_in_it() -> None:
+def test_tool_calls_are_parsed_after_reasoning_and_not_inside() -> None:
     parts = read(f"<think>I write {CALL}</think>{CALL}", calls=HERMES, functions={"f": {}})
     assert told(parts) == (f"I write {CALL}", "")
     assert [part.text for part in parts if part.kind in ("call", "arguments")] == ["f", "{}"]
@@ -74,14 +74,14 @@ PIECES = ["<think>", "</think>", "<", "</", "think>", " ", "\n", "Hm.", CALL, "<
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(PIECES)).map("".join), st.lists(st.integers(0, 200)), st.booleans(), st.booleans())
-def test_where_a_text_is_cut_makes_no_difference(text: str, cuts: list[int], opened: bool, cut: bool) -> None:
+def test_parse_does_not_depend_on_chunk_boundaries(text: str, cuts: list[int], opened: bool, cut: bool) -> None:
     about = {"calls": HERMES, "functions": {"f": {}}, "starts_in_reasoning": opened}
     whole, parts = read(text, cut=cut, **about), read(text, cuts, cut=cut, **about)
     assert told(parts) == told(whole)
     assert "".join(part.raw for part in parts) == text
 
 
-def test_reasoning_comes_while_it_is_written() -> None:
+def test_reasoning_is_streamed_incrementally() -> None:
     reader = AnswerReader(AnswerParsing(reasoning=QWEN3))
     assert [part.text for part in reader.feed("<think>\nLet me ") if part.kind == "reasoning"] == ["Let me"]
     assert [part.text for part in reader.feed("see </th")] == [" see"]
@@ -96,17 +96,17 @@ def test_reasoning_comes_while_it_is_written() -> None:
         ("<seed:think>", "seed_oss"),
     ],
 )
-def test_a_template_says_how_reasoning_is_written(template: str, name: str | None) -> None:
+def test_reasoning_format_is_detected_from_chat_template(template: str, name: str | None) -> None:
     found = reasoning_of(template)
     assert (found.name if found else None) == name
 
 
-def test_a_prompt_may_end_within_reasoning() -> None:
+def test_prompt_that_opens_reasoning_is_detected() -> None:
     assert opened(QWEN3, "assistant\n<think>\n")
     assert not opened(QWEN3, "assistant\n<think>\n\n</think>\n\n") and not opened(QWEN3, "assistant\n")
     assert opened(R1, "assistant\n") and not opened(R1, "assistant\n<think>\n\n</think>\n\n")
 
 
-def test_marks_of_all_formats_are_known() -> None:
+def test_parsing_marks_include_call_and_reasoning_marks() -> None:
     reading = AnswerParsing(calls=CALL_FORMATS["deepseek_v3"], reasoning=QWEN3)
     assert {"<think>", "</think>", "<｜tool▁sep｜>"} <= set(reading.marks)

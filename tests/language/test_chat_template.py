@@ -25,19 +25,19 @@ def rendered(template: str, characters: int = 1000, seconds: float = 0.2) -> str
         "{% for c in range(100000) %}{% endfor %}{% endfor %}{% endfor %}",
     ],
 )
-def test_a_template_that_says_nothing_for_ever_ends(template: str) -> None:
+def test_endless_template_without_output_times_out(template: str) -> None:
     with pytest.raises(InvalidParameter, match="rendering takes too long") as raised:
         rendered(template)
     assert raised.value.param == "messages"
 
 
-def test_a_template_that_talks_for_ever_ends() -> None:
+def test_template_output_is_limited_in_length() -> None:
     with pytest.raises(InvalidParameter, match="more than 1000 characters"):
         rendered("{% for a in range(100000) %}{% for b in range(100000) %}word {% endfor %}{% endfor %}", seconds=1e9)
     assert rendered("{{ 'x' * 1000 }}") == "x" * 1000
 
 
-def test_how_long_a_template_may_take_begins_anew_for_each_prompt() -> None:
+def test_template_time_limit_applies_per_prompt() -> None:
     template = ChatTemplate("{% for a in range(1000) %}{% endfor %}ok", "a model", seconds=0.05)
     assert {template.prompt(HI, {}) for _ in range(200)} == {"ok"}
 
@@ -58,30 +58,30 @@ def test_how_long_a_template_may_take_begins_anew_for_each_prompt() -> None:
         ("{% include 'secret' %}", "no loader"),
     ],
 )
-def test_a_template_that_fails_is_told_with_its_reason(template: str, reason: str) -> None:
+def test_template_failure_raises_invalid_parameter_with_reason(template: str, reason: str) -> None:
     with pytest.raises(InvalidParameter, match=f"the model's chat template cannot render them: .*{reason}") as raised:
         rendered(template)
     assert raised.value.param == "messages"
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{", "{% nothing %}", "{{ x | nofilter }}"])
-def test_a_template_that_is_not_valid_is_known_when_it_is_read(template: str) -> None:
+def test_invalid_template_raises_config_error_on_load(template: str) -> None:
     with pytest.raises(ConfigError, match="the chat template of a model is not valid"):
         ChatTemplate(template, "a model")
 
 
-def test_a_marked_generation_is_a_block_of_its_own() -> None:
+def test_generation_block_has_its_own_scope() -> None:
     inside = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}\n{% endgeneration %}{{ x }}"
     assert rendered(inside) == "2\n1"
 
 
-def test_json_is_written_as_it_is() -> None:
+def test_tojson_does_not_escape_html_and_honours_its_options() -> None:
     assert rendered("{{ {'é': '<&>', 'a': [1, none]} | tojson }}") == '{"é": "<&>", "a": [1, null]}'
     assert rendered("{{ {'b': 1, 'a': 'é'} | tojson(True, sort_keys=true) }}") == '{"a": "\\u00e9", "b": 1}'
     assert rendered("{{ [1, 2] | tojson(separators=('.', ':'), indent=1) }}") == "[\n 1.\n 2\n]"
 
 
-def test_texts_in_parts_are_joined_and_what_has_no_value_is_not_there() -> None:
+def test_text_parts_are_joined_and_null_fields_are_omitted() -> None:
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
     said = [{"role": "user", "content": parts}, {"role": "assistant", "content": None, "name": None, "tool_calls": []}]
     assert plain(said) == [{"role": "user", "content": "a b"}, {"role": "assistant", "tool_calls": []}]
@@ -109,7 +109,7 @@ def test_texts_in_parts_are_joined_and_what_has_no_value_is_not_there() -> None:
         ([{"role": "user", "content": [{"type": "text"}]}], "needs a text"),
     ],
 )
-def test_messages_that_are_none_are_refused(messages: list[dict[str, object]], says: str) -> None:
+def test_malformed_messages_are_rejected(messages: list[dict[str, object]], says: str) -> None:
     with pytest.raises(InvalidParameter, match=says) as raised:
         plain(messages)
     assert raised.value.param == "messages"

@@ -53,24 +53,24 @@ def test_characters_appear_with_the_token_that_completes_them(text: str, lengths
 
 
 @given(st.lists(st.binary(max_size=4) | st.sampled_from([b"\xf0\x9f", b"\x98\x80", b"\xe2\x82", b"\xff"])))
-def test_what_is_no_text_is_replaced_as_in_the_whole(pieces: list[bytes]) -> None:
+def test_invalid_bytes_are_replaced_as_in_the_whole_text(pieces: list[bytes]) -> None:
     assert "".join(shown(pieces)) == b"".join(pieces).decode(errors="replace")
 
 
-def test_half_a_character_is_shown_only_at_the_end() -> None:
+def test_incomplete_character_is_emitted_only_at_the_end() -> None:
     assert shown([b"a\xe2", b"\x82", b"\xac", b"\xf0\x9f"]) == ["", "a", "", "€", "", "\ufffd"]
 
 
-def test_a_byte_that_no_token_can_repair_is_replaced_at_once() -> None:
+def test_invalid_byte_is_replaced_immediately() -> None:
     assert shown([b"\xff", b"\xe2", b"b"]) == ["", "\ufffd", "", "\ufffdb", ""]
 
 
-def test_special_tokens_are_not_shown_and_the_first_one_that_is_loses_its_space() -> None:
+def test_special_tokens_are_skipped_and_leading_space_is_stripped() -> None:
     detokenizer = Detokenizer(Table([b" a", b" b"]))
     assert [detokenizer.add(id) for id in (NEVER_SHOWN, 0, NEVER_SHOWN, 1)] == ["", "a", "", " b"]
 
 
-def test_a_new_detokenizer_goes_on_after_the_same_tokens() -> None:
+def test_new_detokenizer_resumes_after_the_same_tokens() -> None:
     table = Table([b"\xf0\x9f", b"\x98", b"\x80!"])
     one, other = Detokenizer(table), Detokenizer(table)
     one.add(0), one.add(1)
@@ -79,7 +79,7 @@ def test_a_new_detokenizer_goes_on_after_the_same_tokens() -> None:
     assert one.add(2) == other.add(2) == "😀!"
 
 
-def test_each_token_is_looked_at_once() -> None:
+def test_each_token_is_looked_up_once() -> None:
     table = Table([b"\xff"] * 900)
     detokenizer = Detokenizer(table)
     for id in range(900):
@@ -107,7 +107,7 @@ strings = st.lists(st.text("ab", min_size=1, max_size=6), max_size=4)
 
 
 @given(few, strings, st.lists(st.integers(0, 4), max_size=40))
-def test_text_is_shown_up_to_the_first_stop_and_as_soon_as_that_is_certain(
+def test_text_is_emitted_up_to_first_stop_string_as_soon_as_certain(
     text: str, stops: list[str], lengths: list[int]
 ) -> None:
     watch, made, read = StopStrings(stops), "", ""
@@ -122,7 +122,7 @@ def test_text_is_shown_up_to_the_first_stop_and_as_soon_as_that_is_certain(
     assert made + watch.finish() == (text if end is None else end)
 
 
-def test_every_short_text_is_shown_up_to_every_short_stop() -> None:
+def test_stop_string_is_found_in_all_short_texts() -> None:
     """So that a string is found wherever it begins inside what looked like its own beginning."""
     texts = ["".join(letters) for size in range(1, 9) for letters in product("ab", repeat=size)]
     for stop in (text for text in texts if 2 < len(text) < 6):
@@ -132,7 +132,7 @@ def test_every_short_text_is_shown_up_to_every_short_stop() -> None:
 
 
 @given(few, strings)
-def test_where_pieces_of_text_end_makes_no_difference(text: str, stops: list[str]) -> None:
+def test_stop_strings_do_not_depend_on_chunk_boundaries(text: str, stops: list[str]) -> None:
     whole, by_letters = StopStrings(stops), StopStrings(stops)
     at_once, stopped = whole.feed(text)
     letters = [by_letters.feed(letter) for letter in text]
@@ -153,19 +153,19 @@ def test_where_pieces_of_text_end_makes_no_difference(text: str, stops: list[str
         (["", "x"], ["a", "x"], ["a", ""]),
     ],
 )
-def test_what_each_piece_lets_be_shown(stops: list[str], parts: list[str], shows: list[str]) -> None:
+def test_each_chunk_emits_the_text_that_is_certain(stops: list[str], parts: list[str], shows: list[str]) -> None:
     watch = StopStrings(stops)
     assert [watch.feed(part)[0] for part in parts] == shows
 
 
-def test_nothing_is_shown_after_a_stop() -> None:
+def test_no_text_is_emitted_after_a_stop_string() -> None:
     watch = StopStrings(["."])
     assert watch.feed("a.b") == ("a", True)
     assert watch.feed("c") == ("", True)
     assert watch.finish() == ""
 
 
-def test_stop_strings_of_megabytes_that_nearly_match_are_no_slower() -> None:
+def test_megabyte_stop_strings_are_matched_in_linear_time() -> None:
     """By anything that goes back in the text, or copies what is held, this takes hours."""
     stops = ["a" * 1_000_000 + end for end in "bcd"]
     watch = StopStrings(stops)

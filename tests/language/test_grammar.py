@@ -36,11 +36,11 @@ def named(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("said", [None, {"type": "text"}])
-def test_a_text_needs_no_grammar(said: object) -> None:
+def test_text_format_has_no_grammar(said: object) -> None:
     assert asked_grammar(said) is None
 
 
-def test_each_type_has_its_grammar() -> None:
+def test_each_response_format_type_has_its_grammar() -> None:
     assert asked_grammar({"type": "regex", "regex": "a+"}) == Grammar("regex", "a+")
     assert asked_grammar({"type": "grammar", "grammar": 'start: "a"'}) == Grammar("lark", 'start: "a"')
     for said in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}):
@@ -49,7 +49,7 @@ def test_each_type_has_its_grammar() -> None:
 
 
 @pytest.mark.parametrize(("strict", "lenient"), [(None, True), (True, False), (False, True)])
-def test_only_a_strict_schema_lets_nothing_pass(strict: object, lenient: bool) -> None:
+def test_schema_is_lenient_unless_strict(strict: object, lenient: bool) -> None:
     """Whatever the schema itself says to llguidance."""
     schema = {"type": "object", "x-guidance": {"lenient": not lenient}}
     found = asked_grammar({"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}})
@@ -73,20 +73,20 @@ def test_only_a_strict_schema_lets_nothing_pass(strict: object, lenient: bool) -
         ({"type": "grammar"}, "a string grammar"),
     ],
 )
-def test_what_is_no_format_is_refused(said: object, says: str) -> None:
+def test_invalid_response_format_is_rejected(said: object, says: str) -> None:
     with pytest.raises(InvalidParameter, match=FORMAT) as refused:
         asked_grammar(said)
     assert says in str(refused.value)
     assert refused.value.param == FORMAT
 
 
-def test_a_schema_may_be_true_or_false() -> None:
+def test_boolean_schema_is_accepted() -> None:
     for schema, has in ((True, {}), (False, {"enum": []})):
         found = asked_grammar({"type": "json_schema", "json_schema": {"schema": schema}})
         assert found and json.loads(found.text).items() >= has.items()
 
 
-def test_what_is_too_long_or_too_deep_or_no_text_is_refused() -> None:
+def test_too_long_too_deep_or_non_unicode_grammar_is_rejected() -> None:
     deep: dict[str, Any] = {}
     for _ in range(100_000):
         deep = {"items": deep}
@@ -100,18 +100,18 @@ def test_what_is_too_long_or_too_deep_or_no_text_is_refused() -> None:
         pack_grammar(Grammar("regex", "\ud800"), FORMAT)
 
 
-def test_a_packed_grammar_is_read_again_and_has_its_own_hash() -> None:
+def test_packed_grammar_round_trips_with_distinct_digest() -> None:
     one, other = Grammar("regex", "ä+"), Grammar("lark", "ä+")
     assert decode(pack_grammar(one, FORMAT), Grammar) == one
     assert grammar_digest(pack_grammar(one, FORMAT)) != grammar_digest(pack_grammar(other, FORMAT))
 
 
 @pytest.mark.parametrize("said", [{}, {"tools": None}, {"tools": []}, {"tools": [tool()], "tool_choice": "none"}])
-def test_without_tools_none_are_read(said: dict[str, Any]) -> None:
+def test_no_tools_are_read_without_tools_or_with_choice_none(said: dict[str, Any]) -> None:
     assert read_tools(said) is None
 
 
-def test_a_choice_says_what_may_be_called() -> None:
+def test_tool_choice_restricts_callable_functions() -> None:
     both = [tool("f"), tool("g")]
     free, must = read_tools({"tools": both}), read_tools({"tools": both, "tool_choice": "required"})
     one = read_tools({"tools": both, "tool_choice": named("g")})
@@ -149,19 +149,19 @@ def test_a_choice_says_what_may_be_called() -> None:
         ({"tools": [tool()], "tool_choice": named("g")}, "tool_choice", r"\(f\)"),
     ],
 )
-def test_what_are_no_tools_is_refused(said: dict[str, Any], param: str, says: str) -> None:
+def test_invalid_tools_and_tool_choice_are_rejected(said: dict[str, Any], param: str, says: str) -> None:
     with pytest.raises(InvalidParameter, match=says) as refused:
         read_tools(said)
     assert refused.value.param == param
 
 
-def test_names_are_those_of_mcp() -> None:
+def test_mcp_function_names_are_accepted() -> None:
     names = ("a.b-c_d", "x" * 128)
     tools = read_tools({"tools": [tool(name) for name in names]})
     assert tools and tools.names == names
 
 
-def test_the_responses_api_s_form_of_a_function_is_read() -> None:
+def test_responses_api_function_format_is_accepted() -> None:
     flat = {"type": "function", "name": "f", "description": "F.", "parameters": {"type": "object"}, "strict": True}
     tools = read_tools({"tools": [flat], "tool_choice": {"type": "function", "name": "f"}})
     assert tools and tools.choice == "required"
@@ -170,7 +170,7 @@ def test_the_responses_api_s_form_of_a_function_is_read() -> None:
 
 
 @pytest.mark.row("C31", "C32")
-def test_a_relaxed_schema_has_what_is_sure_of_one_that_is_no_schema() -> None:
+def test_relaxed_schema_drops_invalid_types_and_nulls() -> None:
     """As those are that libraries make of Go's and Python's types, or of Gemini's API."""
     said = {
         "type": "OBJECT",
@@ -184,7 +184,7 @@ def test_a_relaxed_schema_has_what_is_sure_of_one_that_is_no_schema() -> None:
     assert json.loads(found.text).items() >= kept.items()
 
 
-def test_allowed_tools_are_some_of_all() -> None:
+def test_allowed_tools_restrict_callable_functions() -> None:
     both = [tool("f"), tool("g")]
     some = read_tools({"tools": both, "tool_choice": allowed("g")})
     must = read_tools({"tools": both, "tool_choice": allowed("f", "g", mode="required")})
@@ -192,7 +192,7 @@ def test_allowed_tools_are_some_of_all() -> None:
     assert must and (must.choice, must.names) == ("required", ("f", "g"))
 
 
-def test_templates_are_shown_what_a_tool_does_not_say() -> None:
+def test_missing_tool_fields_are_filled_in_for_templates() -> None:
     parameters = {"type": "object", "properties": {"a": {"type": ["integer", "null"]}}}
     said = [tool("f", description=None), tool("g", parameters=parameters, description="G.")]
     tools = read_tools({"tools": said})
@@ -203,7 +203,7 @@ def test_templates_are_shown_what_a_tool_does_not_say() -> None:
     assert tools.types == {"f": {}, "g": {"a": "integer|null"}}
 
 
-def test_who_may_call_is_free_and_who_must_is_held_to_it() -> None:
+def test_calls_are_constrained_only_if_tool_choice_is_required() -> None:
     said: dict[str, Any] = {"tools": [tool(), tool("g", parameters={"type": "object"})]}
     assert grammar_of(None, read_tools(said), TAGGED) is None
     must = said | {"tool_choice": "required"}
@@ -215,7 +215,7 @@ def test_who_may_call_is_free_and_who_must_is_held_to_it() -> None:
     assert found and "{0,15}" not in found.text and '\\"parameters\\"' in found.text
 
 
-def test_who_may_call_a_strict_function_is_held_to_it_once_it_calls() -> None:
+def test_strict_function_is_constrained_lazily_with_tool_choice_auto() -> None:
     said: dict[str, Any] = {"tools": [tool(strict=True), tool("g")]}
     tools = read_tools(said)
     found = grammar_of(None, tools, TAGGED)
@@ -223,7 +223,7 @@ def test_who_may_call_a_strict_function_is_held_to_it_once_it_calls() -> None:
     assert grammar_of(None, tools, BARE) is None and grammar_of(None, tools, FORMATS["mistral"]) is None
 
 
-def test_a_format_and_tools_are_either() -> None:
+def test_response_format_with_tools_allows_calls_or_content() -> None:
     tools = read_tools({"tools": [tool()]})
     found = grammar_of(answer_format({FORMAT: {"type": "json_object"}}), tools, TAGGED)
     assert found and found.text.startswith("start: calls | answer")
@@ -232,7 +232,7 @@ def test_a_format_and_tools_are_either() -> None:
             grammar_of(answer_format(said), tools, TAGGED)
 
 
-def test_a_relaxed_schema_has_no_keyword_that_may_not_be_held_to() -> None:
+def test_relaxed_schema_drops_unenforceable_keywords() -> None:
     schema = {
         "type": "object",
         "properties": {"pattern": {"type": "string", "pattern": "(?=a)"}, "b": {"$ref": "https://example.com"}},
@@ -281,7 +281,7 @@ SCHEMA = {"type": "object", "required": ["a"]}
         ({"structured_outputs": {"grammar": 'root ::= "a"'}, FORMAT: {"type": "text"}}, "ebnf", 'root ::= "a"'),
     ],
 )
-def test_what_peers_call_a_format_is_one(said: dict[str, Any], kind: str, has: str) -> None:
+def test_vllm_and_sglang_format_parameters_are_accepted(said: dict[str, Any], kind: str, has: str) -> None:
     found = answer_format(said)
     assert found
     grammar = found.grammar()
@@ -305,7 +305,7 @@ def test_what_peers_call_a_format_is_one(said: dict[str, Any], kind: str, has: s
         ({"guided_choice": "a"}, "guided_choice", "list"),
     ],
 )
-def test_what_peers_call_a_format_and_is_none_is_refused(said: dict[str, Any], param: str, says: str) -> None:
+def test_invalid_vllm_and_sglang_format_parameters_are_rejected(said: dict[str, Any], param: str, says: str) -> None:
     with pytest.raises(InvalidParameter, match=says) as refused:
         answer_format(said)
     assert refused.value.param == param

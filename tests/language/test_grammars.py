@@ -74,7 +74,7 @@ def written(constraint: GrammarConstraint, text: str, tokenizer: ChatTokenizer) 
     return made
 
 
-def test_what_matches_may_be_written_and_nothing_else(opened: Grammars, tokenizer: ChatTokenizer) -> None:
+def test_mask_allows_only_tokens_that_match_grammar(opened: Grammars, tokenizer: ChatTokenizer) -> None:
     constraint = opened.open(WORD)
     first = {tokenizer.decode([id]) for id in ids_of(constraint.allowed([]))}
     assert first and all("red circle".startswith(text) or "green circle".startswith(text) for text in first)
@@ -83,7 +83,7 @@ def test_what_matches_may_be_written_and_nothing_else(opened: Grammars, tokenize
     constraint.close()
 
 
-def test_a_text_that_goes_on_is_followed_from_all_that_is_recorded(opened: Grammars, tokenizer: ChatTokenizer) -> None:
+def test_constraint_resumes_from_recorded_tokens(opened: Grammars, tokenizer: ChatTokenizer) -> None:
     """Given the tokens of an earlier attempt, then what may follow is what would have followed there."""
     one, other = opened.open(WORD), opened.open(WORD)
     made = written(one, "red circle", tokenizer)
@@ -93,7 +93,7 @@ def test_a_text_that_goes_on_is_followed_from_all_that_is_recorded(opened: Gramm
     assert ids_of(other.allowed(made)) == tokenizer.stops
 
 
-def test_who_may_call_writes_any_text_and_only_calls_that_are_some(opened: Grammars, tokenizer: ChatTokenizer) -> None:
+def test_strict_tools_allow_free_text_and_only_valid_calls(opened: Grammars, tokenizer: ChatTokenizer) -> None:
     city = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]}
     function = {"name": "f", "strict": True, "parameters": {**city, "additionalProperties": False}}
     said = {"tools": [{"type": "function", "function": function}]}
@@ -111,7 +111,7 @@ def test_who_may_call_writes_any_text_and_only_calls_that_are_some(opened: Gramm
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_what_must_be_called_is_written_and_read_in_each_format(
+def test_required_calls_are_generated_and_parsed_in_each_format(
     format: str, opened: Grammars, tokenizer: ChatTokenizer
 ) -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
@@ -140,19 +140,19 @@ tail-two ::= [^a-z"]
 
 
 @pytest.mark.parametrize("text", ["yes!", 'n"o! ', "abc!\nxx", "ab!xÄ"])
-def test_a_grammar_in_ebnf_is_followed(text: str, opened: Grammars, tokenizer: ChatTokenizer) -> None:
+def test_ebnf_grammar_is_enforced(text: str, opened: Grammars, tokenizer: ChatTokenizer) -> None:
     constraint = opened.open(pack_grammar(Grammar("ebnf", EBNF), "x"))
     written(constraint, text, tokenizer)
     constraint.close()
 
 
-def test_asked_again_it_says_the_same(opened: Grammars, tokenizer: ChatTokenizer) -> None:
+def test_repeated_mask_queries_return_the_same(opened: Grammars, tokenizer: ChatTokenizer) -> None:
     constraint, ids = opened.open(WORD), tokenizer.ids("red")
     constraint.query(ids)
     assert constraint.allowed(ids) == constraint.allowed(ids) == opened.open(WORD).allowed(ids)
 
 
-def test_json_has_white_space_but_not_for_ever(opened: Grammars, tokenizer: ChatTokenizer) -> None:
+def test_json_whitespace_is_bounded(opened: Grammars, tokenizer: ChatTokenizer) -> None:
     said = schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
     written(opened.open(said), '{"a":1}', tokenizer)
     written(opened.open(said), json.dumps({"a": 1}, indent=4), tokenizer)
@@ -160,7 +160,7 @@ def test_json_has_white_space_but_not_for_ever(opened: Grammars, tokenizer: Chat
     assert all("\n" not in tokenizer.decode([id]) for id in ids_of(constraint.allowed(made)))
 
 
-def test_nobody_waits_for_what_takes_long(folder: Path) -> None:
+def test_compiling_grammar_does_not_block_steps(folder: Path) -> None:
     """Given a program that has yet to start, then a text waits, steps go on, and later it is there."""
     impatient = Grammars(str(folder))
     constraint = impatient.open(WORD)
@@ -188,13 +188,13 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_a_bomb_is_refused_and_harms_nobody(bomb: str, trial: Grammars) -> None:
+def test_grammar_bomb_is_rejected_and_others_still_compile(bomb: str, trial: Grammars) -> None:
     assert "exceeds the limits" in trial.refusal(BOMBS[bomb])
     assert trial.refusal(WORD) == ""
 
 
 @pytest.mark.parametrize("bomb", [pytest.param("time", marks=pytest.mark.nightly), "references"])
-def test_beside_a_bomb_other_texts_go_on(bomb: str, opened: Grammars) -> None:
+def test_grammar_bomb_does_not_affect_other_sequences(bomb: str, opened: Grammars) -> None:
     """Where it was not tried before."""
     calm = opened.open(WORD)
     calm.query([])
@@ -229,13 +229,13 @@ def test_beside_a_bomb_other_texts_go_on(bomb: str, opened: Grammars) -> None:
         (pack_grammar(Grammar("json_schema", "3"), "x"), ""),
     ],
 )
-def test_what_cannot_be_held_to_is_refused_in_a_line(grammar: bytes, says: str, trial: Grammars) -> None:
+def test_unusable_grammar_is_rejected_with_one_line_reason(grammar: bytes, says: str, trial: Grammars) -> None:
     why = trial.refusal(grammar)
     assert why and "\n" not in why and len(why) < 400
     assert says in why
 
 
-def test_a_bad_grammar_ends_its_text_alone(opened: Grammars) -> None:
+def test_invalid_grammar_fails_only_its_own_sequence(opened: Grammars) -> None:
     bad, good = opened.open(lark("begin: A")), opened.open(WORD)
     with pytest.raises(InvalidGrammar, match="cannot be used"):
         bad.allowed([])
@@ -244,7 +244,7 @@ def test_a_bad_grammar_ends_its_text_alone(opened: Grammars) -> None:
     good.close()
 
 
-def test_a_text_that_does_not_match_is_told_so(opened: Grammars, tokenizer: ChatTokenizer) -> None:
+def test_tokens_that_violate_grammar_raise_invalid_grammar(opened: Grammars, tokenizer: ChatTokenizer) -> None:
     constraint = opened.open(WORD)
     with pytest.raises(InvalidGrammar, match="cannot continue"):
         constraint.allowed(tokenizer.ids("blue"))
@@ -256,7 +256,7 @@ def program() -> psutil.Process:
     return max(psutil.Process().children(), key=lambda one: one.create_time())
 
 
-def test_whoever_is_killed_the_text_goes_on(folder: Path, tokenizer: ChatTokenizer) -> None:
+def test_constraint_survives_kill_of_grammar_processes(folder: Path, tokenizer: ChatTokenizer) -> None:
     """Given a text half written, when the process of its grammar is killed, and the program, then it is followed on."""
     opened = Grammars(str(folder), patience_s=None)
     constraint = opened.open(WORD)
@@ -271,7 +271,7 @@ def test_whoever_is_killed_the_text_goes_on(folder: Path, tokenizer: ChatTokeniz
     opened.close()
 
 
-def test_grammars_that_nobody_follows_are_kept_for_a_while(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_grammar_processes_are_limited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "MAX_IDLE_PROCESSES", 2)
     opened = Grammars(str(folder), patience_s=None)
     for number in range(5):
@@ -282,7 +282,7 @@ def test_grammars_that_nobody_follows_are_kept_for_a_while(folder: Path, monkeyp
     opened.close()
 
 
-def test_all_end_with_who_started_them(folder: Path) -> None:
+def test_grammar_processes_end_when_their_owner_is_collected(folder: Path) -> None:
     opened = Grammars(str(folder), patience_s=None)
     constraint = opened.open(WORD)
     assert constraint.allowed([])
@@ -291,7 +291,7 @@ def test_all_end_with_who_started_them(folder: Path) -> None:
     until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in everyone), "their end")
 
 
-def test_without_its_program_none_can_be_tried(
+def test_missing_grammar_program_raises_transient_error(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(grammars, "PROGRAM", "unfuse.models.no_such_program")
@@ -302,7 +302,7 @@ def test_without_its_program_none_can_be_tried(
     assert "no_such_program" in capfd.readouterr().err
 
 
-def test_a_process_that_is_stopped_holds_up_no_step(folder: Path, tokenizer: ChatTokenizer) -> None:
+def test_stopped_grammar_process_does_not_block_steps(folder: Path, tokenizer: ChatTokenizer) -> None:
     opened = Grammars(str(folder))
     constraint = opened.open(WORD)
     until(lambda: not constraint.waits(0.01), "the grammar to be compiled")

@@ -32,7 +32,7 @@ def called(arguments: Any) -> Any:
         ('"{}"', {}),
     ],
 )
-def test_arguments_that_were_cut_are_none(arguments: Any, means: dict[str, Any]) -> None:
+def test_truncated_or_invalid_call_arguments_become_empty(arguments: Any, means: dict[str, Any]) -> None:
     assert called(arguments) == means
 
 
@@ -54,7 +54,7 @@ def test_arguments_that_were_cut_are_none(arguments: Any, means: dict[str, Any])
         ({"content": None, "tool_calls": [{"id": "1"}, 5, {"function": {"name": 3}}]}, ""),
     ],
 )
-def test_the_content_of_an_answer(message: dict[str, Any], content: Any) -> None:
+def test_assistant_content_is_normalized(message: dict[str, Any], content: Any) -> None:
     assert read({"role": "assistant", **message})["content"] == content
 
 
@@ -69,7 +69,7 @@ def test_the_content_of_an_answer(message: dict[str, Any], content: Any) -> None
         ({"reasoning_content": [], "reasoning": 7}, None),
     ],
 )
-def test_the_reasoning_of_an_answer_has_the_name_that_templates_read(message: dict[str, Any], reasoning: Any) -> None:
+def test_assistant_reasoning_is_stored_as_reasoning_content(message: dict[str, Any], reasoning: Any) -> None:
     assert read({"role": "assistant", "content": "b", **message})["reasoning_content"] == reasoning
 
 
@@ -83,17 +83,17 @@ def test_the_reasoning_of_an_answer_has_the_name_that_templates_read(message: di
         (None, "null"),
     ],
 )
-def test_what_a_tool_lists_is_text(part: Any, text: str) -> None:
+def test_non_text_parts_of_tool_results_become_json_text(part: Any, text: str) -> None:
     said = read({"role": "tool", "content": ["a", part]})["content"]
     assert said == [{"type": "text", "text": "a"}, {"type": "text", "text": text}]
 
 
-def test_pictures_that_a_tool_shows_stay() -> None:
+def test_image_parts_of_tool_results_are_preserved() -> None:
     shown = [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "input_image", "image_url": "x"}]
     assert read({"role": "tool", "content": shown})["content"] == shown
 
 
-def test_calls_of_other_kinds_are_calls_of_functions() -> None:
+def test_legacy_and_custom_calls_become_function_calls() -> None:
     old = read({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}})
     assert old["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
     assert "function_call" not in old
@@ -112,23 +112,23 @@ def test_calls_of_other_kinds_are_calls_of_functions() -> None:
         (["4", {"type": "text", "text": "2"}], [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]),
     ],
 )
-def test_results_of_tools_are_text(content: Any, means: Any) -> None:
+def test_tool_results_become_text(content: Any, means: Any) -> None:
     for role in ("tool", "function"):
         assert read({"role": role, "content": content}) == {"role": "tool", "content": means}
 
 
-def test_a_developer_is_the_system_where_a_template_knows_none() -> None:
+def test_developer_role_becomes_system_if_unknown_to_template() -> None:
     said = {"role": "developer", "content": "Be brief."}
     assert read(said) == {"role": "system", "content": "Be brief."}
     assert read(said, knows_developer=True) == said
 
 
 @pytest.mark.parametrize("new", ["hi", 5, {"role": "user", "content": None}, {"role": "user", "content": "\ud83d"}, {}])
-def test_what_is_new_stays_as_it_is(new: Any) -> None:
+def test_user_messages_are_unchanged(new: Any) -> None:
     assert read(new) == new
 
 
-def test_a_template_of_one_call_at_a_time_gets_each_with_its_result() -> None:
+def test_parallel_calls_are_split_into_single_calls_with_results() -> None:
     calls = [{"id": id, "function": {"name": "f", "arguments": {}}} for id in "ab"]
     user = {"role": "user", "content": "hi"}
     asked = {"role": "assistant", "content": "Let me see.", "tool_calls": calls}
@@ -145,7 +145,7 @@ def test_a_template_of_one_call_at_a_time_gets_each_with_its_result() -> None:
     ]
 
 
-def test_answers_in_a_row_are_one_to_a_template_that_wants_turns() -> None:
+def test_consecutive_assistant_messages_are_merged() -> None:
     user, one, two = ({"role": "user", "content": "hi"}, *({"role": "assistant", "content": text} for text in "ab"))
     assert simplified([user, one, two, user]) == [user, {"role": "assistant", "content": "a\n\nb"}, user]
     assert simplified([user, one, user]) == [user, one, user]

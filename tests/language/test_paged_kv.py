@@ -132,7 +132,7 @@ TestAgainstLists = AgainstLists.TestCase
 TestAgainstLists.settings = settings(max_examples=examples(40), stateful_step_count=30, deadline=None)
 
 
-def test_a_sequence_grows_in_place_while_the_next_block_is_free() -> None:
+def test_sequence_grows_in_place_while_next_block_is_free() -> None:
     kv = room(8)
     (sequence,) = grown(kv, 1)
     keys = kv.keys[0].data_ptr()
@@ -144,7 +144,7 @@ def test_a_sequence_grows_in_place_while_the_next_block_is_free() -> None:
     assert sequence.read(0)[0].data_ptr() == keys, "one run is read in place"
 
 
-def test_a_sequence_begins_where_it_and_its_neighbour_have_most_room_to_grow() -> None:
+def test_new_sequence_is_placed_to_leave_most_space_for_growth() -> None:
     kv = room(16)
 
     first, second, third = grown(kv, BLOCK, BLOCK, BLOCK)
@@ -156,7 +156,7 @@ def test_a_sequence_begins_where_it_and_its_neighbour_have_most_room_to_grow() -
     assert fourth.spans() == [(0, BLOCK)] != third.spans(), "nobody grows into a gap before which nobody lies"
 
 
-def test_what_fits_in_one_piece_lies_in_one_piece() -> None:
+def test_sequence_is_contiguous_if_free_run_is_large_enough() -> None:
     kv = room(16)
     first, second = grown(kv, 6 * BLOCK, BLOCK)
 
@@ -165,7 +165,7 @@ def test_what_fits_in_one_piece_lies_in_one_piece() -> None:
     assert [len(one.spans()) for one in (first, second, third)] == [1, 1, 1]
 
 
-def test_room_that_neighbours_give_back_is_one_piece() -> None:
+def test_adjacent_freed_blocks_are_coalesced() -> None:
     kv = room(8)
     before, first, second, third = grown(kv, *[2 * BLOCK] * 4)
 
@@ -176,7 +176,7 @@ def test_room_that_neighbours_give_back_is_one_piece() -> None:
     assert (len(before.spans()), len(long.spans())) == (1, 1)
 
 
-def test_a_sequence_whose_next_block_is_taken_goes_on_elsewhere() -> None:
+def test_sequence_continues_in_another_run_if_next_block_is_used() -> None:
     kv = room(4)
     first, second = grown(kv, BLOCK, BLOCK)
     first.extend(2 * BLOCK)
@@ -209,7 +209,7 @@ def test_ranges_are_read_and_written_across_runs() -> None:
     assert first.read(1, 3, 3)[0].shape == (HEADS, 0, WIDTH)
 
 
-def test_what_is_not_there_is_refused() -> None:
+def test_out_of_range_access_raises_value_error() -> None:
     kv = room(4)
     (sequence,) = grown(kv, 5)
     more = torch.zeros(HEADS, 4, WIDTH)

@@ -48,7 +48,7 @@ def calls(**about: bool) -> AnswerParsing:
     return AnswerParsing(CALL_FORMATS["hermes"], {"f": {}}, **about)
 
 
-def test_stop_texts_are_for_content() -> None:
+def test_stop_strings_apply_only_to_content() -> None:
     assert say(CALL, ["\n", "name"], calls()) == (CALL, "stop")
     assert say(f"I call. {CALL}", ["call"], calls()) == ("I ", "stop")
     assert say(f"{CALL} done x", ["x"], calls()) == (f"{CALL} done ", "stop")
@@ -56,12 +56,12 @@ def test_stop_texts_are_for_content() -> None:
     assert say(reasoned, ["x"], AnswerParsing(reasoning=QWEN3)) == ("<think>a x b</think>c ", "stop")
 
 
-def test_an_answer_with_room_for_one_call_ends_behind_it() -> None:
+def test_completion_ends_after_first_call_without_parallel_calls() -> None:
     text, ended = say(f"{CALL}\n{CALL}", [], calls(allows_several_calls=False))
     assert ended == "stop" and CALL.startswith(text) and text.endswith("}}")
 
 
-def test_a_text_that_is_cut_is_recorded_whole() -> None:
+def test_truncated_call_is_recorded_completely() -> None:
     assert say(CALL, [], calls(), most=20) == (CALL[:20], "length")
 
 
@@ -87,7 +87,7 @@ class Even:
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_a_grammar_holds_behind_reasoning(opened: bool) -> None:
+def test_grammar_applies_after_reasoning(opened: bool) -> None:
     inner = Even()
     constraint = ConstraintAfterReasoning(inner, AnswerParsing(reasoning=QWEN3, starts_in_reasoning=opened), Bytes())
     thought = [BEGIN] * (not opened) + [97, 98]
@@ -106,7 +106,7 @@ def test_a_grammar_holds_behind_reasoning(opened: bool) -> None:
     assert constraint.allowed([*thought, CLOSE, 99]) == bytes(33)
 
 
-def test_a_grammar_holds_from_the_first_token_where_nothing_is_reasoned() -> None:
+def test_grammar_applies_from_first_token_without_reasoning() -> None:
     inner = Even()
     constraint = ConstraintAfterReasoning(inner, AnswerParsing(reasoning=QWEN3), Bytes())
     constraint.query([97])

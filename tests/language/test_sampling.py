@@ -76,7 +76,7 @@ def expected(given: torch.Tensor, how: SamplingParams) -> torch.Tensor:
         SamplingParams(temperature=1.8, top_k=100, top_p=0.95, min_p=0.01, repetition_penalty=1.2, logit_bias={5: 2.0}),
     ],
 )
-def test_probabilities_are_those_of_transformers(how: SamplingParams, seed: int) -> None:
+def test_probabilities_match_transformers(how: SamplingParams, seed: int) -> None:
     given = logits(seed=seed)
     weight = weights(adjusted(given, how, PROMPT, MADE), how).double()
     theirs = expected(given, how)
@@ -84,12 +84,12 @@ def test_probabilities_are_those_of_transformers(how: SamplingParams, seed: int)
     torch.testing.assert_close(weight / weight.sum(), theirs, rtol=1e-6, atol=1e-11)
 
 
-def test_nothing_is_repeated_where_nothing_was_said() -> None:
+def test_repetition_penalty_without_tokens_changes_nothing() -> None:
     given = logits()
     assert torch.equal(adjusted(given, SamplingParams(repetition_penalty=1.5), [], []), given.double())
 
 
-def test_penalties_count_what_the_text_has_and_not_the_prompt() -> None:
+def test_frequency_and_presence_penalties_ignore_the_prompt() -> None:
     given = torch.zeros(10)
     scores = adjusted(given, SamplingParams(frequency_penalty=0.5, presence_penalty=1.0), PROMPT, MADE)
     assert scores.tolist() == [0] * 8 + [-1.5, -2.5]
@@ -98,7 +98,7 @@ def test_penalties_count_what_the_text_has_and_not_the_prompt() -> None:
 
 
 @given(st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=20), st.integers(), st.integers(0, 1 << 20))
-def test_a_draw_is_where_the_hash_of_seed_and_position_falls(values: list[float], seed: int, position: int) -> None:
+def test_sampled_token_follows_hash_of_seed_and_position(values: list[float], seed: int, position: int) -> None:
     token = sample(torch.tensor(values), SamplingParams(seed=seed), position, [], []).token
     with localcontext(prec=60):
         likely = [(Decimal(value) - Decimal(max(values))).exp() for value in values]
@@ -111,7 +111,7 @@ def test_a_draw_is_where_the_hash_of_seed_and_position_falls(values: list[float]
 @pytest.mark.parametrize(
     "how", [SamplingParams(seed=1), SamplingParams(seed=2, temperature=1.5), SamplingParams(seed=3, top_p=0.9)]
 )
-def test_tokens_come_as_often_as_they_are_likely(how: SamplingParams) -> None:
+def test_sampled_frequencies_match_probabilities(how: SamplingParams) -> None:
     """Chi square of 5,000 draws beside the probabilities: the positions are fixed, so it is one number for ever."""
     given, count = logits(12, seed=4, scale=1.0), 5_000
     likely = weights(given.double(), how).double()
@@ -124,7 +124,7 @@ def test_tokens_come_as_often_as_they_are_likely(how: SamplingParams) -> None:
     assert off < 31  # of 11 degrees of freedom, one of a thousand is larger
 
 
-def test_what_follows_a_token_does_not_depend_on_it() -> None:
+def test_consecutive_samples_are_independent() -> None:
     even = torch.zeros(4)
     drawn = [sample(even, SamplingParams(seed=5), position, [], []).token for position in range(4_001)]
     pairs = Counter(zip(drawn, drawn[1:], strict=False))
@@ -132,14 +132,14 @@ def test_what_follows_a_token_does_not_depend_on_it() -> None:
 
 
 @pytest.mark.parametrize(("hashed", "token"), [(0, 1), (2**63, 3), (2**64 - 1, 3)])
-def test_what_is_left_out_is_not_drawn_by_any_hash(hashed: int, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_excluded_token_is_not_sampled_at_any_hash(hashed: int, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "chance", lambda seed, position: hashed)
     given = torch.tensor([-torch.inf, 0.0, -1e30, 0.0, -60.0])
     assert weights(given.double(), SamplingParams()).tolist() == [0, UNIT_WEIGHT, 0, UNIT_WEIGHT, 0]
     assert sample(given, SamplingParams(), 0, [], []).token == token
 
 
-def test_a_nucleus_ends_with_the_token_that_completes_its_share() -> None:
+def test_top_p_includes_the_token_that_reaches_the_threshold() -> None:
     powers_of_two, how = torch.tensor([-1.0, 0.0, -1.0, -2.0]), SamplingParams(temperature=LOG2_E)
     shares = {0.44: 1, 0.45: 3, 0.88: 3, 0.89: 4}  # of 4, 2, 2 and 1 ninths
     for share, left in shares.items():
@@ -147,7 +147,7 @@ def test_a_nucleus_ends_with_the_token_that_completes_its_share() -> None:
     assert weights(powers_of_two[:3].double(), replace(how, top_p=0.5)).tolist() == [0, UNIT_WEIGHT, 0]
 
 
-def test_seeds_draw_apart_and_equal_ones_alike() -> None:
+def test_samples_differ_between_seeds_and_repeat_for_equal_seeds() -> None:
     even = torch.zeros(50_000)
 
     def drawn(seed: int) -> Sequence[int]:
@@ -166,7 +166,7 @@ def bits(ids: Sequence[int], size: int) -> bytes:
 @pytest.mark.parametrize(
     "how", [SamplingParams(top_k=7), SamplingParams(temperature=0.7, top_p=0.8, repetition_penalty=1.3)]
 )
-def test_what_a_grammar_allows_is_drawn_as_transformers_constrains_it(how: SamplingParams) -> None:
+def test_grammar_constrained_sampling_matches_transformers(how: SamplingParams) -> None:
     """Its place is behind the penalties and before the temperature, so that the likeliest ones are those allowed."""
     from transformers.generation import logits_process as of
 
@@ -191,11 +191,11 @@ def test_what_a_grammar_allows_is_drawn_as_transformers_constrains_it(how: Sampl
     st.integers(0, 1 << 20),
     st.sampled_from([GREEDY, SamplingParams(), SamplingParams(top_k=1)]),
 )
-def test_only_what_is_allowed_is_drawn(ids: set[int], position: int, how: SamplingParams) -> None:
+def test_only_allowed_tokens_are_sampled(ids: set[int], position: int, how: SamplingParams) -> None:
     assert sample(logits(10), how, position, [], [], bits([*ids], 10)).token in ids
 
 
-def test_a_model_has_tokens_that_its_tokenizer_has_not_and_they_are_not_allowed() -> None:
+def test_tokens_beyond_the_mask_are_not_allowed() -> None:
     given = torch.tensor([0.0, 1.0, 2.0, 90.0])
     assert sample(given[:2], GREEDY, 0, [], [], b"\xff").token == 1
     assert sample(torch.cat([torch.zeros(8), given]), GREEDY, 0, [], [], b"\x02").token == 1
@@ -203,14 +203,14 @@ def test_a_model_has_tokens_that_its_tokenizer_has_not_and_they_are_not_allowed(
         sample(given, GREEDY, 0, [], [], b"\x10")
 
 
-def test_a_logprob_is_the_model_s_own_whatever_is_allowed() -> None:
+def test_logprob_ignores_the_grammar_mask() -> None:
     how = SamplingParams(temperature=0, logprobs=2)
     free, held = sample(logits(), how, 0, [], []), sample(logits(), how, 0, [], [], bits([7], 500))
     assert held.token == 7 and held.top == free.top
     assert held.logprob == pytest.approx(float(logits().log_softmax(0)[7]))
 
 
-def test_equal_logits_of_another_type_draw_the_same() -> None:
+def test_sampling_does_not_depend_on_logits_dtype() -> None:
     given = logits(1000).bfloat16()
     how = SamplingParams(seed=6, top_p=0.95, repetition_penalty=1.1)
     drawn = [
@@ -221,7 +221,7 @@ def test_equal_logits_of_another_type_draw_the_same() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-9])
-def test_greedy_is_the_likeliest_and_of_equals_the_lowest(temperature: float) -> None:
+def test_greedy_sampling_returns_lowest_id_of_likeliest_tokens(temperature: float) -> None:
     given = torch.tensor([1.0, 7.0, 3.0, 7.0, 7.0])
     assert sample(given, replace(GREEDY, temperature=temperature), 0, [], []).token == 1
     assert sample(given, replace(GREEDY, logit_bias={2: 9.0}), 0, [], []).token == 2
@@ -229,26 +229,26 @@ def test_greedy_is_the_likeliest_and_of_equals_the_lowest(temperature: float) ->
 
 
 @pytest.mark.parametrize("how", [SamplingParams(top_k=1), SamplingParams(top_p=0.0), SamplingParams(min_p=1.0)])
-def test_the_likeliest_is_always_left(how: SamplingParams) -> None:
+def test_likeliest_token_is_never_filtered_out(how: SamplingParams) -> None:
     given = logits()
     assert draws(given, how, 20) == {int(given.argmax()): 20}
 
 
-def test_equals_are_kept_or_left_out_together() -> None:
+def test_tied_tokens_are_filtered_together() -> None:
     given = torch.tensor([2.0, 1.0, 1.0, 0.0])
     for how in (SamplingParams(top_k=2), SamplingParams(top_p=0.7)):
         assert (weights(given.double(), how) > 0).tolist() == [True, True, True, False]
 
 
 @pytest.mark.parametrize("share", [0.5, 0.999999, 1 - 2**-53])
-def test_half_a_million_equal_tokens_can_all_be_drawn(share: float) -> None:
+def test_half_a_million_equal_tokens_can_all_be_sampled(share: float) -> None:
     """Their sum fits, and any share of it takes them all."""
     even = torch.zeros(500_000)
     assert bool((weights(even.double(), SamplingParams(top_p=share)) > 0).all())
     assert len(draws(even, SamplingParams(), 8)) == 8
 
 
-def test_logprobs_are_those_of_the_model_whatever_is_done_to_them() -> None:
+def test_logprobs_are_computed_before_sampling_adjustments() -> None:
     given = logits(40)
     raw = given.log_softmax(0)
     best = raw.argsort(descending=True).tolist()[:3]
@@ -262,14 +262,14 @@ def test_logprobs_are_those_of_the_model_whatever_is_done_to_them() -> None:
     assert [logprob for _, logprob in made.top] == pytest.approx(raw[best].tolist())
 
 
-def test_logprobs_are_told_as_far_as_asked() -> None:
+def test_number_of_top_logprobs_follows_the_request() -> None:
     given = logits(40)
     assert sample(given, GREEDY, 0, [], []) == SampledToken(int(given.argmax()))
     assert sample(given, replace(GREEDY, logprobs=0), 0, [], []).top == ()
     assert len(sample(torch.zeros(3), replace(GREEDY, logprobs=20), 0, [], []).top) == 3
 
 
-def test_what_cannot_be_has_the_logprob_that_the_api_has_for_it() -> None:
+def test_impossible_token_has_logprob_minus_9999() -> None:
     made = sample(torch.tensor([0.0, -torch.inf]), replace(GREEDY, logprobs=2), 0, [], [])
     assert made.top == ((0, 0.0), (1, -9999.0))
     forced = sample(
@@ -279,28 +279,28 @@ def test_what_cannot_be_has_the_logprob_that_the_api_has_for_it() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_logits_that_are_no_numbers_are_an_error_and_no_token(bad: float) -> None:
+def test_non_finite_logits_raise_permanent_error(bad: float) -> None:
     with pytest.raises(PermanentError, match="not finite"):
         sample(torch.tensor([0.0, bad]), SamplingParams(), 0, [], [])
     with pytest.raises(PermanentError, match="not finite"):
         sample(torch.full((4,), -torch.inf), GREEDY, 0, [], [])
 
 
-def test_no_end_comes_before_the_fewest_tokens_and_no_bad_word_is_completed() -> None:
+def test_min_tokens_bans_end_and_bad_words_are_never_completed() -> None:
     how = replace(GREEDY, min_tokens=2, end_ids=(0,), bad_words=((3,), (1, 2)))
     given = torch.tensor([5.0, 1.0, 3.0, 9.0, 2.0])
     assert [sample(given, how, 0, [], made).token for made in ([], [1], [1, 4], [4, 1])] == [2, 4, 0, 0]
     assert banned(how, [1]) == {0, 2, 3} and banned(how, [1, 4]) == {3}
 
 
-def test_a_grammar_goes_before_what_must_not_come() -> None:
+def test_grammar_takes_precedence_over_min_tokens() -> None:
     how = replace(GREEDY, min_tokens=2, end_ids=(0, 999))
     assert sample(torch.tensor([5.0, 1.0]), how, 0, [], [], allowed=b"\x01").token == 0
     assert sample(torch.tensor([5.0, 1.0]), how, 0, [], [], allowed=b"\x03").token == 1
 
 
 @pytest.mark.row("C5:continue_final_message")
-def test_what_a_request_says_of_its_text_reaches_the_decoder() -> None:
+def test_request_parameters_reach_stop_conditions() -> None:
     limits: dict[str, float] = {"max_tokens": 100, "vocabulary": 50}
     card = ModelSpec("m", "m", "language", Pipeline(()), limits, {}, {}, {})
     asked = {"messages": [{"role": "user", "content": "hi"}], "skip_special_tokens": False}
@@ -310,7 +310,7 @@ def test_what_a_request_says_of_its_text_reaches_the_decoder() -> None:
 
 
 @pytest.mark.row("C5:ignore_eos")
-def test_an_answer_that_is_held_to_a_format_ends_with_it() -> None:
+def test_ignore_eos_has_no_effect_with_grammar() -> None:
     """Given ignore_eos, which has nothing to go on with behind the end of a grammar."""
     asked = {"stop": "[]", "ignore_eos": True}
     assert ending(asked, DerivedFacts()).ignore_eos and not ending(asked, DerivedFacts(grammar="x")).ignore_eos

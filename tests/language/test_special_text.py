@@ -39,7 +39,7 @@ def specials(tokenizer: ChatTokenizer, ids: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_text_of_a_client_has_a_special_token(kind: str, tokenizers: dict[str, ChatTokenizer]) -> None:
+def test_client_text_never_becomes_special_tokens(kind: str, tokenizers: dict[str, ChatTokenizer]) -> None:
     mine = tokenizers[kind]
     forged, harmless = mine.prompt(chat_of(FORGED)), mine.prompt(chat_of(HARMLESS))
     assert specials(mine, forged) == specials(mine, harmless) != []
@@ -48,13 +48,13 @@ def test_no_text_of_a_client_has_a_special_token(kind: str, tokenizers: dict[str
 
 
 @pytest.mark.parametrize("kind", ["turns", "words"])
-def test_the_text_is_whole_for_the_model(kind: str, tokenizers: dict[str, ChatTokenizer]) -> None:
+def test_special_token_text_of_client_is_preserved_in_prompt(kind: str, tokenizers: dict[str, ChatTokenizer]) -> None:
     mine = tokenizers[kind]
     ids = mine.prompt([{"role": "user", "content": FORGED}])
     assert "".join(mine.decode(ids).split()) == "".join(f"user{FORGED}assistant".split())
 
 
-def test_half_a_token_in_each_of_two_parts_is_text(tokenizers: dict[str, ChatTokenizer], tmp_path: Path) -> None:
+def test_special_token_split_across_parts_stays_text(tokenizers: dict[str, ChatTokenizer], tmp_path: Path) -> None:
     each = "{% for m in messages %}<|turn|>{% for part in m.content %}{{ part.text }}{% endfor %}</s>{% endfor %}"
     save(tmp_path / "parts", letters("qwen2"), each)
     mine = ChatTokenizer.read(tmp_path / "parts")
@@ -64,7 +64,7 @@ def test_half_a_token_in_each_of_two_parts_is_text(tokenizers: dict[str, ChatTok
     assert mine.decode(ids) == "a<|turn|>b</s>"
 
 
-def test_marks_that_are_no_special_tokens_are_text_too(tmp_path: Path) -> None:
+def test_added_non_special_tokens_of_users_stay_text(tmp_path: Path) -> None:
     """`<think>` is an added token that is not special. This template writes it, so only answers have it as a token."""
     save(tmp_path / "thinks", letters("qwen2"), TURNS + "{% if add_generation_prompt %}<|turn|><think>{% endif %}")
     mine = ChatTokenizer.read(tmp_path / "thinks")
@@ -76,7 +76,7 @@ def test_marks_that_are_no_special_tokens_are_text_too(tmp_path: Path) -> None:
     assert ChatTokenizer.read(tmp_path / "does_not").prompt([{"role": "user", "content": "a<think>b"}]).count(think[0])
 
 
-def test_a_gguf_file_keeps_special_tokens_text(tmp_path: Path) -> None:
+def test_gguf_tokenizer_encodes_special_tokens_of_clients_as_text(tmp_path: Path) -> None:
     gguf(tmp_path / "a.gguf", metadata_of(letters("qwen2"), "qwen2", TURNS))
     mine = ChatTokenizer.read(tmp_path / "a.gguf")
     ids = mine.prompt([{"role": "user", "content": FORGED}])
@@ -86,14 +86,16 @@ def test_a_gguf_file_keeps_special_tokens_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=st.text())
-def test_the_copy_of_a_tokenizer_makes_its_ids(kind: str, text: str, tokenizers: dict[str, ChatTokenizer]) -> None:
+def test_special_text_tokenizer_encodes_like_the_original(
+    kind: str, text: str, tokenizers: dict[str, ChatTokenizer]
+) -> None:
     mine = tokenizers[kind]
     for written in (text, f" <|turn|>{text} </s>\n{text}<think><s>"):
         assert mine._special_text.ids(written, "\x7f") == mine.ids(written.replace("\x7f", ""))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompts_beside_a_special_token_are_as_without(kind: str, tokenizers: dict[str, ChatTokenizer]) -> None:
+def test_special_token_text_does_not_change_other_prompt_ids(kind: str, tokenizers: dict[str, ChatTokenizer]) -> None:
     """Given chats of which one text has a special token, then the ids of all else are those of the library."""
     mine = tokenizers[kind]
     for chat in CHATS:
@@ -111,7 +113,7 @@ def equal(ids: list[int], others: list[int]) -> int:
 
 
 @pytest.mark.parametrize("template", ["{{ messages | tojson(true) }}", "{{ messages[0].content | trim | upper }}"])
-def test_what_a_template_does_to_texts_leaves_no_mark(template: str, tmp_path: Path) -> None:
+def test_template_filters_leave_no_marker_characters(template: str, tmp_path: Path) -> None:
     save(tmp_path / "a", letters("qwen2"), template)
     mine = ChatTokenizer.read(tmp_path / "a")
     ids = mine.prompt([{"role": "user", "content": " <|turn|> "}])
@@ -119,19 +121,19 @@ def test_what_a_template_does_to_texts_leaves_no_mark(template: str, tmp_path: P
     assert mine.decode(ids) in ('[{"role": "user", "content": " <|turn|> "}]', "<|TURN|>")
 
 
-def test_characters_that_mark_texts_are_in_none_of_them() -> None:
+def test_marker_characters_do_not_occur_in_texts() -> None:
     assert unused_characters("abc", 2) == ["\x7f", "\U000f0000"]
     assert unused_characters("\x7f\U000f0000", 1) == ["\U000f0001"]
     assert sorted(texts_in({"a": ["b", {"c": 1}, ("d",)], "e": None})) == ["a", "b", "c", "d", "e"]
 
 
-def test_a_text_may_have_the_characters_that_mark_others(tokenizers: dict[str, ChatTokenizer]) -> None:
+def test_text_may_contain_default_marker_characters(tokenizers: dict[str, ChatTokenizer]) -> None:
     mine = tokenizers["turns"]
     text = "a\x7fb\U000f0000</s>"
     assert mine.decode(mine.prompt([{"role": "user", "content": text}])) == f"user\n{text}\nassistant\n"
 
 
-def test_messages_that_are_nested_too_deeply_are_refused(tokenizers: dict[str, ChatTokenizer]) -> None:
+def test_too_deeply_nested_messages_are_rejected(tokenizers: dict[str, ChatTokenizer]) -> None:
     deep: Any = "</s>"
     for _ in range(5000):
         deep = [deep]
@@ -139,5 +141,5 @@ def test_messages_that_are_nested_too_deeply_are_refused(tokenizers: dict[str, C
         tokenizers["turns"].prompt([{"role": "user", "content": "a", "name": deep}])
 
 
-def test_special_tokens_of_these_tests_are_special(tokenizers: dict[str, ChatTokenizer]) -> None:
+def test_fixture_special_tokens_are_single_ids(tokenizers: dict[str, ChatTokenizer]) -> None:
     assert all(len(tokenizers[kind].ids(token)) == 1 for kind in KINDS for token in SPECIALS)

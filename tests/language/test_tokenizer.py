@@ -110,7 +110,7 @@ def theirs(folders: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompts_and_texts_are_those_of_transformers(
+def test_prompts_and_texts_match_transformers(
     kind: str, tokenizers: dict[str, ChatTokenizer], theirs: dict[str, dict[str, Any]]
 ) -> None:
     mine = tokenizers[kind]
@@ -128,7 +128,7 @@ def shown(tokenizer: ChatTokenizer, ids: list[int]) -> str:
 
 
 @given(ids=st.lists(st.integers(0, 905)))
-def test_any_tokens_of_bytes_become_the_librarys_text(
+def test_arbitrary_ids_decode_like_tokenizers_library(
     ids: list[int], folders: Path, tokenizers: dict[str, ChatTokenizer]
 ) -> None:
     whole = Tokenizer.from_file(str(folders / "turns" / "tokenizer.json")).decode(ids)
@@ -137,14 +137,14 @@ def test_any_tokens_of_bytes_become_the_librarys_text(
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁")))
-def test_any_text_comes_back_token_by_token(text: str, tokenizers: dict[str, ChatTokenizer]) -> None:
+def test_any_text_round_trips_token_by_token(text: str, tokenizers: dict[str, ChatTokenizer]) -> None:
     """Texts with special tokens are left out: clients see none of these."""
     assume(not re.search("<[^<>]+>", text))
     for kind in ("turns", "words"):
         assert shown(tokenizers[kind], tokenizers[kind].ids(text)) == text
 
 
-def test_no_torch_and_no_transformers_is_needed(folders: Path) -> None:
+def test_tokenizer_needs_neither_torch_nor_transformers(folders: Path) -> None:
     program = f"""
 import sys
 sys.modules |= dict.fromkeys(("torch", "transformers", "diffusers", "numpy"))
@@ -159,7 +159,7 @@ print("".join(map(Detokenizer(made).add, ids)))
     assert (done.stdout, done.stderr) == ("user\nhello\nassistant\n\n", "")
 
 
-def test_what_ends_a_text_is_what_the_folder_says_and_the_eos_token(tmp_path: Path) -> None:
+def test_stop_ids_are_read_from_config_files_and_eos_token(tmp_path: Path) -> None:
     save(tmp_path / "a", letters("default"), TURNS)
     eos = {"</s>": 1, "<|turn|>": 2}
     assert ChatTokenizer.read(tmp_path / "a").stops == {eos["</s>"]}
@@ -172,7 +172,7 @@ def test_what_ends_a_text_is_what_the_folder_says_and_the_eos_token(tmp_path: Pa
     assert made.size == len(made._tokenizer.get_vocab())
 
 
-def test_a_token_alone_has_its_bytes_and_an_unknown_id_none(tokenizers: dict[str, ChatTokenizer]) -> None:
+def test_single_token_has_its_bytes_and_unknown_id_has_none(tokenizers: dict[str, ChatTokenizer]) -> None:
     byte, word = tokenizers["turns"], tokenizers["words"]
     half = byte.ids("😀")[0]
     assert b"\xf0\x9f\x98\x80".startswith(byte.piece(half)) and byte.piece(half)
@@ -182,7 +182,7 @@ def test_a_token_alone_has_its_bytes_and_an_unknown_id_none(tokenizers: dict[str
     assert (word.piece(first), word.piece(first, first=True)) == (b" the", b"the")
 
 
-def test_settings_of_older_folders_are_read_from_the_map_of_special_tokens(tmp_path: Path) -> None:
+def test_special_tokens_are_read_from_special_tokens_map(tmp_path: Path) -> None:
     save(tmp_path / "a", letters("default"), "{{ bos_token }}{{ pad_token }}")
     (tmp_path / "a" / "tokenizer_config.json").write_text('{"chat_template": "{{ bos_token }}{{ eos_token }}"}')
     (tmp_path / "a" / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": {"content": "</s>"}}')
@@ -190,7 +190,7 @@ def test_settings_of_older_folders_are_read_from_the_map_of_special_tokens(tmp_p
 
 
 @pytest.mark.parametrize("pre", ["default", "smollm", "llama-bpe", "qwen2"])
-def test_a_gguf_file_makes_the_ids_of_the_tokenizer_that_it_was_made_of(pre: str, tmp_path: Path) -> None:
+def test_gguf_tokenizer_encodes_like_its_original(pre: str, tmp_path: Path) -> None:
     origin = letters(pre)
     gguf(tmp_path / "b.gguf", metadata_of(origin, pre, TURNS), version=2)
     mine = ChatTokenizer.read(tmp_path / "b.gguf")
@@ -201,7 +201,7 @@ def test_a_gguf_file_makes_the_ids_of_the_tokenizer_that_it_was_made_of(pre: str
     assert mine.decode(mine.prompt([USER])).startswith("user\nWhat is")
 
 
-def test_a_tokenizer_beside_a_gguf_file_goes_before_its_own(tmp_path: Path) -> None:
+def test_tokenizer_beside_gguf_file_takes_precedence(tmp_path: Path) -> None:
     save(tmp_path / "a", letters("default"), "{{ eos_token }}")
     gguf(tmp_path / "a" / "a.gguf", metadata_of(letters("qwen2"), "tekken", TURNS))
     assert ChatTokenizer.read(tmp_path / "a" / "a.gguf").prompt([USER]) == [1]
@@ -215,7 +215,7 @@ def refused(tmp_path: Path, **changes: Any) -> str:
     return str(raised.value)
 
 
-def test_what_is_not_served_or_not_valid_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_unsupported_or_invalid_gguf_tokenizer_is_rejected(tmp_path: Path) -> None:
     assert "tokenizer llama with the pre-tokenizer default" in refused(tmp_path, tokenizer__ggml__model="llama")
     assert "the pre-tokenizer tekken: supported is gpt2" in refused(tmp_path, tokenizer__ggml__pre="tekken")
     assert "not valid" in refused(tmp_path, tokenizer__ggml__merges=["no such"])
@@ -224,7 +224,7 @@ def test_what_is_not_served_or_not_valid_is_refused_in_a_sentence(tmp_path: Path
 
 
 @pytest.mark.parametrize("end", [0, 3, 20, 60, 1000, -3])
-def test_a_gguf_file_that_is_cut_short_is_refused(end: int, tmp_path: Path) -> None:
+def test_truncated_gguf_file_raises_config_error(end: int, tmp_path: Path) -> None:
     gguf(tmp_path / "a.gguf", metadata_of(letters("default"), "default", TURNS))
     whole = (tmp_path / "a.gguf").read_bytes()
     (tmp_path / "a.gguf").write_bytes(whole[:end])
@@ -234,7 +234,7 @@ def test_a_gguf_file_that_is_cut_short_is_refused(end: int, tmp_path: Path) -> N
 
 @settings(max_examples=300)
 @given(data=st.data())
-def test_a_damaged_gguf_file_is_read_or_refused(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_corrupt_gguf_file_raises_config_error(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("damaged")
     gguf(folder / "a.gguf", {"tokenizer.ggml.model": "gpt2", "b": [1, 2], "c": True, "tokenizer.ggml.tokens": ["a"]})
     whole = bytearray((folder / "a.gguf").read_bytes())
@@ -256,14 +256,14 @@ def test_a_damaged_gguf_file_is_read_or_refused(data: st.DataObject, tmp_path_fa
         ("chat_template.jinja", "{{" + "(" * 100_000, "chat template"),
     ],
 )
-def test_a_damaged_folder_is_refused(name: str, content: str, says: str, tmp_path: Path) -> None:
+def test_corrupt_tokenizer_folder_raises_config_error(name: str, content: str, says: str, tmp_path: Path) -> None:
     save(tmp_path / "a", letters("default"), TURNS)
     (tmp_path / "a" / name).write_text(content, encoding="latin-1")
     with pytest.raises(ConfigError, match=says):
         ChatTokenizer.read(tmp_path / "a")
 
 
-def test_a_folder_without_a_tokenizer_and_one_of_another_kind_are_refused(tmp_path: Path, folders: Path) -> None:
+def test_missing_or_unsupported_tokenizer_raises_config_error(tmp_path: Path, folders: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         ChatTokenizer.read(tmp_path)
     said = json.loads((folders / "turns" / "tokenizer.json").read_text())
@@ -273,7 +273,7 @@ def test_a_folder_without_a_tokenizer_and_one_of_another_kind_are_refused(tmp_pa
             ChatTokenizer.read(tmp_path)
 
 
-def test_a_model_without_a_template_cannot_chat_but_knows_texts(tmp_path: Path) -> None:
+def test_model_without_chat_template_rejects_chats_but_encodes_text(tmp_path: Path) -> None:
     save(tmp_path / "a", letters("default"), "")
     made = ChatTokenizer.read(tmp_path / "a")
     assert made.decode(made.ids("text")) == "text"
@@ -282,26 +282,26 @@ def test_a_model_without_a_template_cannot_chat_but_knows_texts(tmp_path: Path) 
     assert raised.value.param == "messages"
 
 
-def test_what_the_template_refuses_is_the_messages_fault(tokenizers: dict[str, ChatTokenizer]) -> None:
+def test_template_rejection_raises_invalid_parameter_on_messages(tokenizers: dict[str, ChatTokenizer]) -> None:
     with pytest.raises(InvalidParameter, match="roles must take turns") as raised:
         tokenizers["alternate"].prompt([{"role": "assistant", "content": "Yes?"}, USER])
     assert raised.value.param == "messages"
 
 
-def test_a_template_that_refuses_a_past_gets_a_simpler_one(tokenizers: dict[str, ChatTokenizer]) -> None:
+def test_history_rejected_by_template_is_simplified(tokenizers: dict[str, ChatTokenizer]) -> None:
     answers = [{"role": "assistant", "content": text} for text in ("Par", "is")]
     joined = {"role": "assistant", "content": "Par\n\nis"}
     alternate = tokenizers["alternate"]
     assert alternate.prompt([USER, *answers, USER]) == alternate.prompt([USER, joined, USER])
 
 
-def test_half_a_surrogate_pair_is_no_text(tokenizers: dict[str, ChatTokenizer]) -> None:
+def test_lone_surrogate_in_message_is_rejected(tokenizers: dict[str, ChatTokenizer]) -> None:
     with pytest.raises(InvalidParameter, match="surrogate"):
         tokenizers["turns"].prompt([{"role": "user", "content": "a\ud83d"}])
 
 
 @pytest.mark.nightly
-def test_a_real_model_is_asked_as_transformers_asks_it(smollm: Path) -> None:
+def test_smollm2_prompts_match_transformers(smollm: Path) -> None:
     """But for spaces before digits, which transformers does not keep apart where it reads GGUF files."""
     texts = [text for text in TEXTS if not any(letter.isnumeric() for letter in text)] + ["in 1789,1 x2"]
     chats = [{"messages": CHAT[:3], "more": {}}, {"messages": [{"role": "user", "content": "Hi 😀"}], "more": {}}]

@@ -176,7 +176,7 @@ EXAMPLES: list[tuple[str, str, str, list[Called]]] = [
 
 
 @pytest.mark.parametrize(("format", "text", "shown", "calls"), EXAMPLES)
-def test_calls_are_taken_out_of_a_text(format: str, text: str, shown: str, calls: list[Called]) -> None:
+def test_tool_calls_are_extracted_from_text(format: str, text: str, shown: str, calls: list[Called]) -> None:
     parts = read(text, format)
     assert (content(parts), values(parts)) == (shown, calls)
     assert "".join(part.raw for part in parts) == text
@@ -238,7 +238,7 @@ def test_calls_are_taken_out_of_a_text(format: str, text: str, shown: str, calls
         ]
     ],
 )
-def test_what_is_no_call_is_text(format: str, text: str) -> None:
+def test_malformed_calls_stay_content(format: str, text: str) -> None:
     parts = read(text, format)
     assert (content(parts), called(parts)) == (text, [])
 
@@ -301,7 +301,7 @@ def merged(parts: list[AnswerPart]) -> list[tuple[str, str]]:
 )
 @example(f"a{TAGGED}", [*range(100)], "hermes", False, True)
 @example(CODER, [*range(300)], "qwen3_coder", False, True)
-def test_where_a_text_is_cut_makes_no_difference(
+def test_parse_does_not_depend_on_chunk_boundaries(
     text: str, cuts: list[int], format: str, cut: bool, several: bool
 ) -> None:
     whole = read(text, format, cut=cut, several=several)
@@ -312,12 +312,12 @@ def test_where_a_text_is_cut_makes_no_difference(
 
 @settings(deadline=None)
 @given(st.text(st.sampled_from("<tol_ca>{}\n x")), st.lists(st.integers(0, 60)))
-def test_a_text_without_calls_comes_whole(text: str, cuts: list[int]) -> None:
+def test_text_without_calls_is_returned_unchanged(text: str, cuts: list[int]) -> None:
     assert content(read(text, "hermes", cuts)) == text
 
 
 @pytest.mark.parametrize(("format", "text"), [(one[0], one[1]) for one in EXAMPLES if len(one[3]) == 2])
-def test_only_the_first_call_is_read_where_one_is_asked_for(format: str, text: str) -> None:
+def test_only_first_call_is_parsed_without_parallel_calls(format: str, text: str) -> None:
     whole, first = read(text, format), read(text, format, several=False)
     assert called(first) == called(whole)[:1]
     reader = CallReader(FORMATS[format], FUNCTIONS, several=False)
@@ -338,27 +338,27 @@ def test_only_the_first_call_is_read_where_one_is_asked_for(format: str, text: s
         ("mistral", "[TOOL_CALLS]f", []),
     ],
 )
-def test_a_call_that_was_cut_is_there_so_far_and_no_content(
+def test_truncated_call_is_returned_partially_and_not_as_content(
     format: str, text: str, begun: list[tuple[str, str]]
 ) -> None:
     parts = read(text, format, cut=True)
     assert (content(parts), called(parts)) == ("", begun)
 
 
-def test_a_mark_that_was_cut_behind_a_call_is_no_content() -> None:
+def test_truncated_end_mark_after_call_is_not_content() -> None:
     text = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_'
     parts = read(text, "hermes", cut=True)
     assert content(parts) == "" and "".join(part.raw for part in parts) == text
     assert [part.text for part in parts if part.kind == "call"] == ["f"]
 
 
-def test_only_a_forced_answer_hides_a_cut_object_without_marks() -> None:
+def test_truncated_bare_json_is_hidden_only_with_forced_call() -> None:
     text = '{"name": "f", "par'
     assert content(read(text, "llama3_json", cut=True)) == text
     assert content(read(text, "llama3_json", cut=True, forced=True)) == ""
 
 
-def test_arguments_come_while_they_are_written() -> None:
+def test_call_arguments_are_streamed_incrementally() -> None:
     reader = CallReader(FORMATS["hermes"], FUNCTIONS)
     assert reader.feed("a <tool") == [AnswerPart("content", "a ", "a ")]
     assert reader.feed('_call>{"name": "f", "arguments": ') == []
@@ -369,7 +369,7 @@ def test_arguments_come_while_they_are_written() -> None:
     assert [part.kind for part in reader.feed("}</tool_call>")] == ["mark"]
 
 
-def test_a_text_is_shown_as_soon_as_it_can_be_no_call() -> None:
+def test_text_is_emitted_as_soon_as_call_is_ruled_out() -> None:
     reader = CallReader(FORMATS["hermes"], FUNCTIONS)
     reader.feed("a <tool")
     assert content(reader.feed("s> ")) == "<tools> "
@@ -393,5 +393,5 @@ def test_a_text_is_shown_as_soon_as_it_can_be_no_call() -> None:
         ("[func_name1(params_name1=params_value1, …)]", "pythonic"),
     ],
 )
-def test_a_template_says_how_calls_are_written(template: str, name: str) -> None:
+def test_call_format_is_detected_from_chat_template(template: str, name: str) -> None:
     assert format_of(template).name == name

@@ -23,14 +23,14 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-def test_a_template_that_knows_tools_gets_arguments_as_objects() -> None:
+def test_template_with_tool_support_receives_arguments_as_objects() -> None:
     user, assistant, tool = with_calls(ASKED, [TOOL], supports_tools=True)
     assert (user, tool) == (ASKED[0], ASKED[2])
     assert [call["function"]["arguments"] for call in assistant["tool_calls"]] == [{"a": 1}] * 2
     assert assistant["content"] == "" and assistant["tool_calls"][0]["id"] == "call_1"
 
 
-def test_to_one_that_knows_none_all_is_text() -> None:
+def test_tools_and_calls_become_text_for_template_without_support() -> None:
     system, user, assistant, tool = with_calls(ASKED, [TOOL], supports_tools=False)
     assert system["role"] == "system" and json.dumps(TOOL) in system["content"] and "<tool_call>" in system["content"]
     assert user == ASKED[0]
@@ -40,13 +40,13 @@ def test_to_one_that_knows_none_all_is_text() -> None:
 
 
 @pytest.mark.parametrize("content", ["Be brief.", [{"type": "text", "text": "Be brief."}]])
-def test_tools_join_what_the_model_is_told_first(content: Any) -> None:
+def test_tools_are_appended_to_the_system_message(content: Any) -> None:
     system, _ = with_calls([{"role": "system", "content": content}, ASKED[0]], [TOOL], supports_tools=False)
     text = system["content"] if isinstance(content, str) else "".join(part["text"] for part in system["content"])
     assert text.startswith("Be brief.\n\nYou may call functions")
 
 
-def test_without_tools_messages_are_as_they_were() -> None:
+def test_messages_without_tools_are_unchanged() -> None:
     assert with_calls(ASKED[:1], None, supports_tools=False) == ASKED[:1]
     assert with_calls([], [TOOL], supports_tools=False) == []
     assert with_calls([3], None, supports_tools=False) == [3]  # type: ignore[list-item]  # who reads it refuses it
@@ -54,12 +54,12 @@ def test_without_tools_messages_are_as_they_were() -> None:
 
 @pytest.mark.parametrize("calls", [3, [3], [{"function": {}}]])
 @pytest.mark.parametrize("knows", [False, True])
-def test_what_are_no_calls_is_refused(calls: Any, knows: bool) -> None:
+def test_malformed_tool_calls_are_rejected(calls: Any, knows: bool) -> None:
     with pytest.raises(InvalidParameter, match="list of function calls"):
         with_calls([{"role": "assistant", "tool_calls": calls}], None, knows)
 
 
-def test_the_result_of_a_tool_is_text() -> None:
+def test_non_text_tool_result_is_rejected() -> None:
     for content in (3, [3], [{"type": "image_url"}]):
         with pytest.raises(InvalidParameter, match=r"messages\[0\]"):
             with_calls([{"role": "tool", "content": content}], None, supports_tools=False)

@@ -69,11 +69,13 @@ def ended(
         (StopConditions(("cd",), min_tokens=3), [EOS], 99, ("abcd", "stop", None, 4)),
     ],
 )
-def test_where_an_answer_ends(ending: StopConditions, more: list[int], most: int, means: tuple[object, ...]) -> None:
+def test_completion_ends_at_the_first_stop_condition(
+    ending: StopConditions, more: list[int], most: int, means: tuple[object, ...]
+) -> None:
     assert ended("abcd", ending, more, most) == means
 
 
-def test_a_token_is_certain_when_its_text_is_shown() -> None:
+def test_token_is_final_once_its_text_is_emitted() -> None:
     """Given half a character, and what may begin a stop text, then their tokens wait for the text."""
     _, pieces = told([*"a😀b".encode(), *b"xyxz", EOS], StopConditions(("xyz",)))
     counts = [piece.token_bytes.final_tokens for piece in pieces if piece.token_bytes]
@@ -81,7 +83,7 @@ def test_a_token_is_certain_when_its_text_is_shown() -> None:
     assert [piece.text for piece in pieces][4:6] == ["😀", "b"]
 
 
-def test_a_token_has_its_own_bytes_and_name() -> None:
+def test_logprob_tokens_have_their_own_bytes_and_names() -> None:
     _, pieces = told([*"é".encode(), SPECIAL, EOS], StopConditions())
     own = [piece.token_bytes for piece in pieces if piece.token_bytes]
     assert [one.data for one in own] == [b"\xc3", b"\xa9", b"<257>", b"<256>"]
@@ -89,7 +91,7 @@ def test_a_token_has_its_own_bytes_and_name() -> None:
     assert own[0].top == (b"\xc3", b"<256>")
 
 
-def test_without_logprobs_no_bytes_are_told() -> None:
+def test_token_bytes_are_omitted_without_logprobs() -> None:
     assert AnswerText(Bytes(), StopConditions(), 9).add(97, None, ()) == TokenDelta(97, "a")
 
 
@@ -103,12 +105,12 @@ class Spoken(Bytes):
 
 @pytest.mark.row("C5:continue_final_message")
 @pytest.mark.parametrize(("continues", "text"), [(False, "b"), (True, " b")])
-def test_an_answer_that_continues_a_text_keeps_its_first_space(continues: bool, text: str) -> None:
+def test_continued_message_preserves_leading_space(continues: bool, text: str) -> None:
     words = AnswerText(Spoken(), StopConditions(continues=continues), 2)
     assert "".join(words.add(id, None, ()).text for id in b" b") == text
 
 
-def test_special_tokens_are_shown_where_they_are_asked_for() -> None:
+def test_special_tokens_are_emitted_only_on_request() -> None:
     shown = StopConditions(keep_special=True)
     assert ended("ab", shown, [SPECIAL, EOS]) == ("ab<257>", "stop", None, 3)
     assert ended("ab", StopConditions(), [SPECIAL, EOS]) == ("ab", "stop", None, 3)

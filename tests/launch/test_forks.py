@@ -22,7 +22,7 @@ def lives(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_what_was_begun_and_not_taken_ends_with_its_socket() -> None:
+def test_unused_fork_server_ends_on_close() -> None:
     settled()
     before = descriptors()
     forks = ForkServers(["/nowhere"])
@@ -36,7 +36,7 @@ def test_what_was_begun_and_not_taken_ends_with_its_socket() -> None:
     assert descriptors() <= before
 
 
-async def test_the_first_that_is_taken_is_the_one_that_began_and_each_says_why_it_can_fork_nobody() -> None:
+async def test_fork_servers_exit_0_on_close_and_the_first_is_prestarted() -> None:
     forks = ForkServers(["/nowhere"])
     begun = forks._first_server
     first, second = forks.server(), forks.server()
@@ -49,7 +49,7 @@ async def test_the_first_that_is_taken_is_the_one_that_began_and_each_says_why_i
         os.close(server.output)
 
 
-async def test_a_killed_one_is_said_to_be() -> None:
+async def test_killed_fork_server_returns_its_signal() -> None:
     forks = ForkServers(["/nowhere"])
     server = forks.server()
     server.send_signal(signal.SIGKILL)
@@ -58,7 +58,7 @@ async def test_a_killed_one_is_said_to_be() -> None:
     forks.close()
 
 
-def test_a_server_that_cannot_serve_leaves_nobody_behind(tmp_path: Path) -> None:
+def test_failed_serve_leaves_no_fork_server_process(tmp_path: Path) -> None:
     """Given a model that is refused once the fork server has begun, then that has ended when the command has."""
     (tmp_path / "model").mkdir()
     command = unfuse("serve", str(tmp_path / "model"), "--port", "0")
@@ -76,7 +76,7 @@ def test_a_server_that_cannot_serve_leaves_nobody_behind(tmp_path: Path) -> None
     assert not any(lives(pid) for pid in everyone)
 
 
-def test_nothing_begins_where_workers_are_elsewhere(tmp_path: Path) -> None:
+def test_fork_server_is_prestarted_only_for_local_models_on_cpu(tmp_path: Path) -> None:
     script = (
         "from unfuse.cli.serve import start_fork_server_early; from unfuse.service.settings import load\n"
         "for told in ({'serve.workers': 'none'}, {'serve.place': 'all=cuda:0'}, {'compute.device': 'cuda:1'}, "
@@ -87,7 +87,7 @@ def test_nothing_begins_where_workers_are_elsewhere(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", script], env=environment(tmp_path), check=True)
 
 
-async def test_a_launcher_neither_starts_nor_ends_an_inherited_fork_server() -> None:
+async def test_launcher_neither_starts_nor_ends_inherited_fork_server() -> None:
     """Given the socket to one, then it closes its own descriptor of it alone."""
     forks = ForkServers(["/nowhere"])
     settled()

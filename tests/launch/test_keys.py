@@ -74,7 +74,7 @@ def serving(model: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str
 
 
 @pytest.mark.slow
-def test_with_keys_serve_and_its_workers_listen_beyond_this_machine(tmp_path: Path, keys: Path) -> None:
+def test_serve_with_keys_listens_on_all_hosts_and_passes_flags(tmp_path: Path, keys: Path) -> None:
     model = outside.model(tmp_path / "model")
     limits = ("--memory-limit", "1GiB", "--stall-s", "77")
     with serving(model, "--listen", "tcp://0.0.0.0:0", "--keys", str(keys), *limits) as (server, url):
@@ -91,7 +91,7 @@ def test_with_keys_serve_and_its_workers_listen_beyond_this_machine(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_keys_are_made_once(keys: Path) -> None:
+def test_existing_keys_are_not_overwritten(keys: Path) -> None:
     before = (keys / "worker.key").read_text()
     assert "is there already" in refusal("keys", "new", str(keys))
     assert (keys / "worker.key").read_text() == before
@@ -99,7 +99,7 @@ def test_keys_are_made_once(keys: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"])
-def test_a_worker_without_keys_waits_for_them_over_tcp(host: str, tmp_path: Path, data: Path) -> None:
+def test_tcp_worker_without_keys_waits_with_advice(host: str, tmp_path: Path, data: Path) -> None:
     asked = ["worker", "--scheduler", "8000", "--scheduler", f"tcp://{host}:8001", "--arena", "1MiB"]
     said = first_warning([*UNFUSE, *asked])
     assert "this machine has no worker key yet" in said
@@ -107,7 +107,7 @@ def test_a_worker_without_keys_waits_for_them_over_tcp(host: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_key_that_others_can_read_starts_nothing(tmp_path: Path, keys: Path) -> None:
+def test_worker_rejects_key_readable_by_others(tmp_path: Path, keys: Path) -> None:
     os.chmod(keys / "worker.key", 0o644)
     said = refusal("worker", "--scheduler", "tcp://127.0.0.1:9", "--keys", str(keys), "--arena", "1MiB")
     assert "can be read by others" in said

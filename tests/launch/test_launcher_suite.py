@@ -18,7 +18,7 @@ from unfuse.testing import check_launcher
 from unfuse.testing.launcher_suite import WITHIN_S, wait_until, worker_registry
 
 
-async def test_local_workers_are_what_the_port_says() -> None:
+async def test_local_launcher_passes_the_contract_suite() -> None:
     await check_launcher(LocalLauncher)
 
 
@@ -64,7 +64,7 @@ class Forgetful(LocalLauncher):
         pytest.param(Forgetful, "did not start|was not restarted", marks=pytest.mark.nightly),
     ],
 )
-async def test_the_suite_finds_a_launcher_that_breaks_the_contract(broken: type[LocalLauncher], said: str) -> None:
+async def test_contract_suite_detects_broken_launchers(broken: type[LocalLauncher], said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         await check_launcher(broken, within=5.0 if broken is Forgetful else WITHIN_S)
 
@@ -82,7 +82,7 @@ asyncio.run(main())
 """
 
 
-async def test_no_worker_outlives_its_starter_that_is_killed() -> None:
+async def test_worker_ends_when_its_starter_is_killed() -> None:
     async with worker_registry() as place:
         with subprocess.Popen([sys.executable, "-c", STARTER, msgspec.json.encode(place.spec())]) as starter:
             await wait_until(partial(place.wait_for_workers, 1), "no worker came", WITHIN_S)

@@ -47,7 +47,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_every_command_is_a_process_and_stop_ends_them_all(nobody: str) -> None:
+async def test_each_spec_is_a_process_and_stop_ends_all(nobody: str) -> None:
     workers = LocalLauncher([spec(nobody), spec(nobody, "decoder")])
     workers.start()
     await until(lambda: len(children()) == 2)
@@ -56,7 +56,7 @@ async def test_every_command_is_a_process_and_stop_ends_them_all(nobody: str) ->
     assert not any(process.is_running() for process in mine)
 
 
-async def test_a_worker_that_is_killed_is_started_again(nobody: str) -> None:
+async def test_killed_worker_is_restarted(nobody: str) -> None:
     workers = LocalLauncher([spec(nobody)])
     workers.start()
     await until(lambda: len(children()) == 1)
@@ -67,9 +67,7 @@ async def test_a_worker_that_is_killed_is_started_again(nobody: str) -> None:
     assert children() == []
 
 
-async def test_one_that_dies_at_once_again_and_again_is_started_ever_more_slowly(
-    nobody: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_restarts_of_crashing_worker_back_off_exponentially(nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unfuse.launch.local.RESTART_S", 0.01)
     monkeypatch.setattr("unfuse.launch.local.RESTART_MOST_S", 0.05)
     workers = LocalLauncher([spec(nobody)])
@@ -87,9 +85,7 @@ async def test_one_that_dies_at_once_again_and_again_is_started_ever_more_slowly
     await workers.stop(0)
 
 
-async def test_a_worker_that_lived_for_a_while_is_started_again_soon(
-    nobody: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_restart_backoff_resets_after_stable_run(nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unfuse.launch.local.RESTART_S", 0.01)
     clock = ManualClock()
     workers = LocalLauncher([spec(nobody)], clock=clock)
@@ -104,7 +100,7 @@ async def test_a_worker_that_lived_for_a_while_is_started_again_soon(
     await workers.stop(0)
 
 
-async def test_a_worker_that_cannot_start_is_a_failure_and_is_not_tried_again(nobody: str) -> None:
+async def test_worker_that_fails_to_start_is_not_restarted(nobody: str) -> None:
     workers = LocalLauncher([spec(nobody, "encoder+")])
     workers.start()
     with pytest.raises(ConfigError, match="exit code 1"):
@@ -113,7 +109,7 @@ async def test_a_worker_that_cannot_start_is_a_failure_and_is_not_tried_again(no
     await workers.stop(0)
 
 
-async def test_a_second_stop_at_once_is_by_force(nobody: str) -> None:
+async def test_stop_with_zero_timeout_kills_unresponsive_worker(nobody: str) -> None:
     workers = LocalLauncher([spec(nobody)])
     workers.start()
     await until(lambda: len(children()) == 1)
@@ -123,7 +119,7 @@ async def test_a_second_stop_at_once_is_by_force(nobody: str) -> None:
     assert not process.is_running()
 
 
-async def test_a_stop_is_over_soon_once_it_is_hurried(nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hurried_stop_kills_unresponsive_worker(nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a worker that hears nothing, and a stop with much time, when it is hurried, then the worker is killed."""
     monkeypatch.setattr("unfuse.launch.local.HURRIED_S", 0.1)
     workers, hurry = LocalLauncher([spec(nobody)]), asyncio.Event()

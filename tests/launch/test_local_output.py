@@ -34,7 +34,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 @pytest.mark.slow
-def test_every_line_is_told_with_its_process_also_the_last_words_of_one_that_dies() -> None:
+def test_each_output_line_is_reported_also_from_dying_process() -> None:
     told: list[tuple[int, bytes]] = []
     out = OutputPump(lambda number, line: told.append((number, line)))
     assert run(out, "import sys, os; sys.stderr.write('one\\ntwo\\n'); sys.stderr.flush(); os.abort()", 7) < 0
@@ -44,7 +44,7 @@ def test_every_line_is_told_with_its_process_also_the_last_words_of_one_that_die
 
 
 @pytest.mark.slow
-def test_a_process_that_writes_a_lot_ends_though_nobody_hears(few: Callable[[], None]) -> None:
+def test_blocked_reader_does_not_block_writer_and_drops_are_counted(few: Callable[[], None]) -> None:
     stuck, told = threading.Event(), []
 
     def hear(number: int, line: bytes) -> None:
@@ -61,7 +61,7 @@ def test_a_process_that_writes_a_lot_ends_though_nobody_hears(few: Callable[[], 
     assert sum(int(line.split()[0]) for line in lost) == 50_000 - (len(told) - len(lost))
 
 
-def test_the_end_waits_for_nobody_who_keeps_a_pipe_open_or_does_not_hear(few: Callable[[], None]) -> None:
+def test_close_does_not_wait_for_open_pipe_or_blocked_reader(few: Callable[[], None]) -> None:
     out = OutputPump(lambda number, line: threading.Event().wait())
     writing = out.pipe(0)
     os.write(writing, b"x\n")
@@ -70,7 +70,7 @@ def test_the_end_waits_for_nobody_who_keeps_a_pipe_open_or_does_not_hear(few: Ca
 
 
 @pytest.mark.slow
-def test_a_line_without_an_end_is_cut() -> None:
+def test_overlong_line_is_split() -> None:
     told: list[int] = []
     out = OutputPump(lambda number, line: told.append(len(line)))
     run(out, "import sys; sys.stderr.write('x' * 200_000)")
@@ -78,6 +78,6 @@ def test_a_line_without_an_end_is_cut() -> None:
     assert told == [65536, 65536, 65536, 200_000 - 3 * 65536]
 
 
-def test_lines_go_to_our_own_standard_error_unless_somebody_hears_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_written_to_stderr_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     write_line(0, "grün \udc80".encode(errors="surrogateescape"))
     assert capsys.readouterr().err == "grün \N{REPLACEMENT CHARACTER}\n"

@@ -80,15 +80,15 @@ def program(text: str) -> str:
     return done.stdout
 
 
-def test_workers_on_ray_are_what_the_port_says(variables: dict[str, str]) -> None:
+def test_ray_launcher_passes_the_contract_suite(variables: dict[str, str]) -> None:
     program(CHECK)
 
 
-def test_a_ray_of_our_own_is_reached_by_this_machine_alone(variables: dict[str, str]) -> None:
+def test_own_ray_cluster_listens_only_on_loopback(variables: dict[str, str]) -> None:
     assert {*program(REACHED).split()} == {"127.0.0.1", "::ffff:127.0.0.1"}
 
 
-async def test_neither_a_worker_nor_a_ray_of_our_own_outlives_its_starter_that_is_killed(
+async def test_workers_and_own_ray_cluster_end_when_starter_is_killed(
     variables: dict[str, str],
 ) -> None:
     async with worker_registry() as place:
@@ -186,7 +186,7 @@ def running(server: Server, request: str) -> dict[str, Any]:
     return found
 
 
-def test_nodes_of_ray_serve_and_no_picture_is_lost_with_an_actor_or_a_node(cluster: Cluster, tmp_path: Path) -> None:
+def test_requests_survive_loss_of_ray_actor_and_nodes(cluster: Cluster, tmp_path: Path) -> None:
     """Given two nodes with a worker each, when an actor is killed amid a request, a node is drained, and one is killed,
     then every picture is made, all have the same bytes, and a worker starts wherever there is room."""
     cluster.add("a")
@@ -224,7 +224,7 @@ def test_nodes_of_ray_serve_and_no_picture_is_lost_with_an_actor_or_a_node(clust
         assert all_gone(everyone)
 
 
-def test_what_was_accepted_outlives_the_head_of_ray(cluster: Cluster, tmp_path: Path) -> None:
+def test_accepted_requests_survive_loss_of_ray_head(cluster: Cluster, tmp_path: Path) -> None:
     """When the head is killed then pictures are still made, the server says what to do before Ray ends it, and workers
     end; when it is started again, with another Ray, what was accepted is made, with the same bytes."""
     cluster.add("a")

@@ -88,7 +88,7 @@ def launched(nodes: Few) -> tuple[RayLauncher, list[tuple[int, bytes]]]:
     return launcher, lines
 
 
-async def test_an_actor_that_is_lost_is_followed_by_others_ever_more_slowly() -> None:
+async def test_lost_actor_is_replaced_with_backoff() -> None:
     nodes = Few("a", "b", "c", "d", "e")
     with structlog.testing.capture_logs() as logs:
         launcher, lines = launched(nodes)
@@ -105,7 +105,7 @@ async def test_an_actor_that_is_lost_is_followed_by_others_ever_more_slowly() ->
     assert nodes.places[4].stopped == [7]
 
 
-async def test_a_worker_whose_node_is_drained_begins_elsewhere_before_it_has_ended() -> None:
+async def test_replacement_starts_before_worker_of_drained_node_ends() -> None:
     nodes = Few("a", "b")
     launcher, lines = launched(nodes)
     await until(lambda: nodes.places and nodes.places[0].spec)
@@ -122,7 +122,7 @@ async def test_a_worker_whose_node_is_drained_begins_elsewhere_before_it_has_end
     assert (len(nodes.places), nodes.places[1].released) == (2, True)
 
 
-async def test_only_the_first_actor_s_worker_that_cannot_start_is_a_failure() -> None:
+async def test_start_failure_is_fatal_only_for_the_first_actor() -> None:
     nodes = Few("a")
     launcher, _ = launched(nodes)
     await until(lambda: nodes.places and nodes.places[0].spec)
@@ -142,7 +142,7 @@ async def test_only_the_first_actor_s_worker_that_cannot_start_is_a_failure() ->
     assert launcher.failed.cancelled()
 
 
-async def test_a_worker_that_waits_for_room_is_said_to_and_is_given_up_at_the_stop(
+async def test_wait_for_free_resources_is_logged_and_ends_on_stop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("unfuse.launch.ray.ROOM_S", 0.01)
@@ -155,7 +155,7 @@ async def test_a_worker_that_waits_for_room_is_said_to_and_is_given_up_at_the_st
     assert (nodes.places[0].stopped, nodes.places[0].released) == ([], True)
 
 
-async def test_a_head_that_does_not_answer_is_said_with_what_to_do_and_changes_nothing(
+async def test_unresponsive_ray_head_is_logged_and_workers_are_unaffected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It may come again; else Ray ends the server, without a word."""
@@ -174,20 +174,20 @@ async def test_a_head_that_does_not_answer_is_said_with_what_to_do_and_changes_n
         await launcher.stop(7)
 
 
-def test_a_worker_takes_cpus_by_threads_and_a_gpu_for_each_rank() -> None:
+def test_worker_requires_cpus_by_threads_and_one_gpu_per_rank() -> None:
     assert required_resources(WorkerSpec("encoder")) == (1, 0)
     assert required_resources(WorkerSpec("denoiser", "cpu+cpu", {"threads": "3"})) == (6, 0)
     assert required_resources(WorkerSpec("denoiser", "cuda:4+cuda:5", {"threads": "3"})) == (2, 2)
 
 
-def test_gpus_are_numbered_as_the_worker_sees_them() -> None:
+def test_gpus_are_renumbered_from_zero_for_worker() -> None:
     smaller = (WorkerSpec("denoiser", "cuda:2"), WorkerSpec("denoiser", "cuda:5"))
     seen = renumbered(WorkerSpec("denoiser", "cuda:2+cuda:5", smaller=smaller))
     assert [one.device for one in (seen, *seen.smaller)] == ["cuda:0+cuda:1", "cuda:0", "cuda:1"]
     assert renumbered(SPEC) == SPEC
 
 
-def test_what_is_not_installed_and_what_is_no_address_is_refused_before_anything_starts(
+def test_missing_ray_and_invalid_launcher_raise_config_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("unfuse.launch.ray.find_spec", lambda name: None)
@@ -204,7 +204,7 @@ def test_what_is_not_installed_and_what_is_no_address_is_refused_before_anything
     assert resolve_launcher("local") is None
 
 
-def test_a_launcher_of_another_package_is_found_by_its_name() -> None:
+def test_third_party_launcher_is_resolved_by_name() -> None:
     assert resolve_launcher(f"{__name__}:outside") == ("opened at", "")
 
 
@@ -213,7 +213,7 @@ def outside(address: str) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-async def test_the_actor_tells_what_its_worker_and_itself_write_and_why_it_could_not_start() -> None:
+async def test_actor_reports_its_output_and_start_failure_of_worker() -> None:
     """Without Ray an actor is an object like others."""
     actor, said = RayWorker(), list[bytes]()
     try:

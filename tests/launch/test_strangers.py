@@ -72,7 +72,7 @@ def joined(client: Client, count: int) -> list[str]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-async def test_another_user_of_the_machine_gets_nothing_from_a_server_with_defaults(model: Path, run: Path) -> None:
+async def test_other_user_of_machine_is_rejected_by_default(model: Path, run: Path) -> None:
     with serving(model) as (_, url), connect(url) as client:
         assert client.generate("hello").data == [b"olleh"]
         (socket,) = run.glob("serve-*")
@@ -84,9 +84,7 @@ async def test_another_user_of_the_machine_gets_nothing_from_a_server_with_defau
     assert not [path for path in run.iterdir() if OURS.fullmatch(path.name)]
 
 
-async def test_over_tcp_a_process_without_the_key_gets_nothing_and_what_was_said_at_the_start_lets_one_in(
-    model: Path, run: Path, data: Path, tmp_path: Path
-) -> None:
+async def test_tcp_worker_is_admitted_only_with_the_key(model: Path, run: Path, data: Path, tmp_path: Path) -> None:
     with (
         serving(model, "--listen", "tcp://127.0.0.1:0", "--workers", "denoiser=1,decoder=1") as (_, url),
         connect(url) as client,
@@ -109,9 +107,7 @@ async def test_over_tcp_a_process_without_the_key_gets_nothing_and_what_was_said
 
 
 @pytest.mark.nightly
-async def test_only_with_insecure_listen_is_a_stranger_heard_and_the_start_says_so(
-    model: Path, run: Path, data: Path
-) -> None:
+async def test_insecure_listen_admits_any_worker_and_logs_warning(model: Path, run: Path, data: Path) -> None:
     arguments = ("--listen", "tcp://127.0.0.1:0", "--insecure-listen", "--workers", "denoiser=1,decoder=1")
     with serving(model, *arguments) as (_, url), connect(url) as client:
         address = tcp_of(model)
@@ -122,7 +118,7 @@ async def test_only_with_insecure_listen_is_a_stranger_heard_and_the_start_says_
             assert client.generate("hello").data == [b"olleh"]
 
 
-def test_a_worker_without_a_flag_finds_the_server_and_comes_back_to_one_that_was_killed(model: Path, run: Path) -> None:
+def test_worker_discovers_local_server_and_reconnects_after_kill(model: Path, run: Path) -> None:
     with (
         serving(model, "--workers", "denoiser=1,decoder=1") as (server, url),
         connect(url) as client,
@@ -139,7 +135,7 @@ def test_a_worker_without_a_flag_finds_the_server_and_comes_back_to_one_that_was
             assert worker.poll() is None
 
 
-def test_a_private_service_is_found_by_nobody_and_leaves_nothing(model: Path, run: Path) -> None:
+def test_unfuse_local_is_undiscoverable_and_leaves_no_socket(model: Path, run: Path) -> None:
     with unfuse.local(str(model), threads=1) as client:
         assert client.generate("hello").data == [b"olleh"]
         assert any(path.is_socket() for path in run.glob("own-*"))
@@ -150,7 +146,7 @@ def test_a_private_service_is_found_by_nobody_and_leaves_nothing(model: Path, ru
 
 
 @pytest.mark.nightly
-def test_a_second_server_on_the_port_is_refused_and_takes_nothing(model: Path, run: Path) -> None:
+def test_second_server_on_used_port_exits_1_without_side_effects(model: Path, run: Path) -> None:
     with serving(model) as (_, url), connect(url) as client:
         port = url.rpartition(":")[2]
         for host in ("127.0.0.1", "127.0.0.2"):  # the second would have the port
@@ -178,7 +174,7 @@ def test_a_second_server_on_the_port_is_refused_and_takes_nothing(model: Path, r
 
 
 @pytest.mark.nightly
-def test_of_two_servers_a_worker_takes_the_one_that_is_named(model: Path, run: Path, tmp_path: Path) -> None:
+def test_worker_requires_scheduler_flag_with_two_local_servers(model: Path, run: Path, tmp_path: Path) -> None:
     other = outside.model(tmp_path / "other")
     with serving(model, "--workers", "none") as (_, url), serving(other, "--workers", "none") as (_, second):
         ports = sorted(int(one.rpartition(":")[2]) for one in (url, second))

@@ -116,7 +116,7 @@ def answering(decode: Decode, given: StageInput, kv: Mapping[str, Any], found: P
         *(pytest.param(*more, marks=pytest.mark.nightly) for more in [(256, 2, 1), (257, 256, 1), (20, 500, 2)]),
     ],
 )
-def test_the_next_turn_finds_what_it_would_compute(
+def test_next_turn_reuses_kv_of_completion_with_identical_bits(
     model: Model, batching: str, prompt: int, answer: int, chunks: int
 ) -> None:
     """Given a turn of a chat, when the next one begins with its prompt and its answer, then it finds all whole chunks
@@ -142,7 +142,7 @@ def test_the_next_turn_finds_what_it_would_compute(
 
 
 @pytest.mark.parametrize("batching", ["batched", "exact"])
-def test_each_turn_of_a_chat_finds_all_turns_before_it(model: Model, batching: str) -> None:
+def test_each_chat_turn_reuses_prefix_blocks_of_all_previous_turns(model: Model, batching: str) -> None:
     """Given a chat of four turns, when each is answered, then it finds every whole chunk of those before, and all bits
     are those of the same chat without a cache."""
     prefill, decode = model.stages(4096, batching)
@@ -157,7 +157,7 @@ def test_each_turn_of_a_chat_finds_all_turns_before_it(model: Model, batching: s
     assert len(ids) > 2 * PREFILL_CHUNK_TOKENS
 
 
-def test_a_token_by_itself_has_other_bits_than_in_its_chunk(model: Model) -> None:
+def test_kv_of_single_token_decode_differs_from_chunked_prefill(model: Model) -> None:
     """Which is why answers are computed again: else these tests could not fail."""
     prefill, decode = model.stages(4096, "exact")
     ids = some_ids(40, 3)
@@ -171,7 +171,7 @@ def test_a_token_by_itself_has_other_bits_than_in_its_chunk(model: Model) -> Non
     assert not torch.equal(own, found[prefix_digests(state.ids)[0]]["kv"])
 
 
-def test_texts_that_are_decoded_together_each_leave_their_chunks(model: Model) -> None:
+def test_batched_sequences_each_store_their_prefix_blocks(model: Model) -> None:
     """Given four texts in shared forwards, which end one after the other, then each has its tokens, and what is found
     of each is what prefill makes of it, but for rounding."""
     prefill, decode = model.stages(8192)
@@ -192,7 +192,7 @@ def test_texts_that_are_decoded_together_each_leave_their_chunks(model: Model) -
             torch.testing.assert_close(found[digest]["kv"], expected[digest]["kv"], atol=1e-4, rtol=1e-4)
 
 
-def test_what_an_answer_leaves_takes_no_room_of_others(model: Model, tmp_path: Path) -> None:
+def test_prefix_block_recompute_does_not_retract_other_sequences(model: Model, tmp_path: Path) -> None:
     """Given a text that is over and recomputes a chunk, when another one takes the room that this needs, then that goes
     on at once, nothing is retracted, and the first one ends with its answer, and without its chunk."""
     folder = shutil.copytree(model.folder, tmp_path / "short")
@@ -221,7 +221,7 @@ def test_what_an_answer_leaves_takes_no_room_of_others(model: Model, tmp_path: P
 @pytest.mark.parametrize(
     "reasons", [{}, {"starts_in_reasoning": True}, {"has_reasoning": True}], ids=["alone", "opened", "over"]
 )
-def test_what_nobody_would_find_is_not_computed_again(
+def test_unreusable_completion_is_not_recomputed(
     model: Model, monkeypatch: pytest.MonkeyPatch, reasons: dict[str, bool]
 ) -> None:
     """Given an answer that shares nothing, or with reasoning, which no later turn has, then nothing of it is kept."""
@@ -236,7 +236,7 @@ def test_what_nobody_would_find_is_not_computed_again(
     assert seen == [(0, 250), *((place, place + 1) for place in range(250, 269))]
 
 
-def test_a_very_long_text_leaves_as_many_chunks_as_may_be_found(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefix_blocks_of_completion_are_limited(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unfuse.stages.language.MAX_PREFIX_BLOCKS", 2)
     _, decode = model.stages(4096)
     ids, found = some_ids(500, 8), Portions()
@@ -258,7 +258,9 @@ def looped(model: Model, folder: Path, overlapped: bool, given: Sequence[StageIn
 
 
 @pytest.mark.parametrize("overlapped", [pytest.param(False, marks=pytest.mark.nightly), True])
-def test_both_loops_keep_what_prefill_would_make(model: Model, tmp_path: Path, overlapped: bool) -> None:
+def test_both_step_loops_store_prefix_blocks_identical_to_prefill(
+    model: Model, tmp_path: Path, overlapped: bool
+) -> None:
     """Given a text that others go on from, one that ends by a stop string, and one that is for itself, when a loop
     makes all three, then the first has left its chunks, bit for bit, and its progress never went back."""
     prefill, _ = model.stages(4096, "exact")
@@ -290,9 +292,7 @@ def test_both_loops_keep_what_prefill_would_make(model: Model, tmp_path: Path, o
 
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["normal", "overlapped"])
-def test_a_text_that_is_cancelled_leaves_whole_chunks_or_nothing(
-    model: Model, tmp_path: Path, overlapped: bool
-) -> None:
+def test_cancelled_sequence_stores_only_whole_prefix_blocks(model: Model, tmp_path: Path, overlapped: bool) -> None:
     """Given a text that is over and has recomputed the first of two chunks, when it is cancelled, then it has left that
     one alone."""
     bench, (lease,) = looped(model, tmp_path, overlapped, [asked(model, some_ids(250, 11), 270)])
@@ -309,7 +309,7 @@ def test_a_text_that_is_cancelled_leaves_whole_chunks_or_nothing(
 
 
 @pytest.mark.parametrize("left", [0, 1])
-def test_an_attempt_whose_last_token_is_recorded_says_nothing_more(model: Model, left: int) -> None:
+def test_resumed_attempt_generates_no_tokens_beyond_the_limit(model: Model, left: int) -> None:
     """Given an attempt that died behind its last token, or one before it, when the next one goes on, then the answer
     has as many tokens as it may have."""
     _, decode = model.stages()

@@ -22,7 +22,7 @@ LIMITS = MediaLimits(size_multiple=16, min_size=16, max_size=64, max_pixels=4096
 
 
 @pytest.mark.parametrize("pipeline", [name for name in served_classes() if name.endswith("Pipeline")])
-def test_the_parsed_signature_is_the_imported_one(pipeline: str) -> None:
+def test_parsed_call_defaults_equal_the_imported_signature(pipeline: str) -> None:
     import diffusers
 
     family = resolve(FAMILIES, pipeline, "model family")
@@ -39,19 +39,19 @@ def test_the_parsed_signature_is_the_imported_one(pipeline: str) -> None:
 
 
 @pytest.mark.parametrize(("file", "pipeline"), [("pipelines/none.py", "WanPipeline"), (Wan.source[0], "NonePipeline")])
-def test_a_pipeline_diffusers_does_not_have(file: str, pipeline: str) -> None:
+def test_pipeline_class_missing_from_diffusers_raises_config_error(file: str, pipeline: str) -> None:
     with pytest.raises(ConfigError, match="the installed diffusers has no .*install a version that has"):
         call_defaults(file, pipeline)
 
 
-def test_without_serving_json_the_standard_holds(tmp_path: Path) -> None:
+def test_standard_defaults_and_limits_apply_without_serving_json(tmp_path: Path) -> None:
     serving = read_serving(tmp_path, ServingConfig)
 
     assert serving.with_limits(LIMITS, STANDARD) == STANDARD
     assert serving.bounds(LIMITS) == LIMITS
 
 
-def test_serving_json_may_say_a_part(tmp_path: Path) -> None:
+def test_partial_serving_json_overrides_only_its_fields(tmp_path: Path) -> None:
     said = {"defaults": {"width": 32, "fps": 8}, "limits": {"max_size": 48}}
     (tmp_path / "serving.json").write_text(json.dumps(said))
     serving = read_serving(tmp_path, ServingConfig)
@@ -72,7 +72,7 @@ def test_serving_json_may_say_a_part(tmp_path: Path) -> None:
         '{"defaults": null}',
     ],
 )
-def test_a_serving_json_that_is_not_one(content: str, tmp_path: Path) -> None:
+def test_invalid_serving_json_raises_config_error(content: str, tmp_path: Path) -> None:
     (tmp_path / "serving.json").write_text(content)
 
     with pytest.raises(ConfigError, match=r"serving\.json is not valid"):
@@ -80,7 +80,7 @@ def test_a_serving_json_that_is_not_one(content: str, tmp_path: Path) -> None:
 
 
 @given(width=st.integers(1, 4096), height=st.integers(1, 4096), frames=st.integers(-3, 500))
-def test_fitted_defaults_are_always_within(width: int, height: int, frames: int) -> None:
+def test_fitted_defaults_are_always_within_limits(width: int, height: int, frames: int) -> None:
     fitted = fit(LIMITS, {"width": width, "height": height, "num_frames": frames, "fps": 16})
 
     assert nearest_size(LIMITS, int(fitted["width"]), int(fitted["height"])) == (fitted["width"], fitted["height"])
@@ -88,7 +88,7 @@ def test_fitted_defaults_are_always_within(width: int, height: int, frames: int)
     assert fit(LIMITS, fitted) == fitted
 
 
-def test_the_built_in_model_knows_the_words_of_its_tokenizer() -> None:
+def test_built_in_model_vocabulary_equals_its_tokenizer_words() -> None:
     """And those that its normaliser writes as others."""
     folder = Path(models.__file__).parent / "shapes"
     tokens = json.loads((folder / "tokenizer" / "tokenizer.json").read_text())["model"]["vocab"]
@@ -103,7 +103,7 @@ def test_the_built_in_model_knows_the_words_of_its_tokenizer() -> None:
         assert vocabulary.hint("it", example) == ""
 
 
-def test_a_vocabulary_with_an_unknown_field_is_no_serving_json(tmp_path: Path) -> None:
+def test_unknown_vocabulary_field_raises_config_error(tmp_path: Path) -> None:
     (tmp_path / "serving.json").write_text('{"vocabulary": {"words": ["a"], "makes": "all", "hint": ""}}')
     with pytest.raises(ConfigError, match="serving.json is not valid"):
         read_serving(tmp_path, ServingConfig)

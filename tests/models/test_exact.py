@@ -43,7 +43,7 @@ def no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kind, "from_pretrained", refuse)
 
 
-def test_latents_and_pixels_are_those_of_the_undivided_pipeline(
+def test_latents_and_pixels_equal_the_undivided_diffusers_pipeline(
     job: c.Job, undivided: c.Undivided, stages: c.Load
 ) -> None:
     expected = undivided.result(job.name)
@@ -61,7 +61,7 @@ def test_latents_and_pixels_are_those_of_the_undivided_pipeline(
 
 
 @pytest.mark.parametrize("name", [job.name for job in c.JOBS if job.blocks])
-def test_diffusers_modular_pipelines_make_the_same(name: str, undivided: c.Undivided) -> None:
+def test_modular_diffusers_pipelines_generate_the_same_pixels(name: str, undivided: c.Undivided) -> None:
     """A second opinion on what the stages are held to above."""
     found = undivided.result(name)
 
@@ -94,7 +94,9 @@ def test_diffusers_modular_pipelines_make_the_same(name: str, undivided: c.Undiv
         ("masked-flux", ["masked-flux-seed"]),
     ],
 )
-def test_the_references_can_tell_requests_apart(name: str, others: list[str], undivided: c.Undivided) -> None:
+def test_reference_outputs_differ_between_different_requests(
+    name: str, others: list[str], undivided: c.Undivided
+) -> None:
     """Were they all alike, equality above would mean little."""
     image = undivided.result(name)["pixels"]
     for other in others:
@@ -105,7 +107,7 @@ SEEING = ("klein-image", "klein-seen", "klein-seen-two", "klein-seen-turned")
 
 
 @pytest.mark.parametrize(("name", "other"), [*itertools.combinations(SEEING, 2)])
-def test_pictures_that_are_seen_change_the_picture(name: str, other: str, undivided: c.Undivided) -> None:
+def test_number_and_order_of_input_images_change_the_result(name: str, other: str, undivided: c.Undivided) -> None:
     """Their number and their order too, if not as much as a prompt."""
     first, second = (undivided.result(one)["pixels"] for one in (name, other))
     assert (first != second).mean() > 0.01
@@ -120,20 +122,18 @@ def test_pictures_that_are_seen_change_the_picture(name: str, other: str, undivi
         ("qwen-no-scale", "qwen-image"),
     ],
 )
-def test_guidance_by_a_negative_prompt_takes_both_prompt_and_scale(
-    same: str, plain: str, undivided: c.Undivided
-) -> None:
+def test_true_cfg_requires_both_negative_prompt_and_scale(same: str, plain: str, undivided: c.Undivided) -> None:
     assert np.array_equal(undivided.result(same)["pixels"], undivided.result(plain)["pixels"])
 
 
-def test_a_model_not_distilled_for_guidance_ignores_its_scale(undivided: c.Undivided) -> None:
+def test_model_without_guidance_distillation_ignores_guidance_scale(undivided: c.Undivided) -> None:
     image, guided = (undivided.result(name)["pixels"] for name in ("schnell-image", "schnell-guidance"))
     assert np.array_equal(image, guided)
 
 
 @pytest.mark.parametrize("name", ["flux-image", "hunyuan-video", "xl-image", "three-image"])
 @pytest.mark.parametrize("encoder", ["text_encode", "text_encode_2"])
-def test_both_text_encoders_change_the_picture(encoder: str, name: str, undivided: c.Undivided, stages: c.Load) -> None:
+def test_each_text_encoder_changes_the_latents(encoder: str, name: str, undivided: c.Undivided, stages: c.Load) -> None:
     loaded = stages(undivided.folder(JOBS[name].model))
     params = JOBS[name].params
     mixed = c.encode(loaded, params, {}) | c.run(loaded[encoder], {**params, "prompt": "b"}).tensors
@@ -144,7 +144,9 @@ def test_both_text_encoders_change_the_picture(encoder: str, name: str, undivide
 
 
 @pytest.mark.parametrize("output", ["image_embeds", "condition"])
-def test_both_encodings_of_a_picture_change_the_video(output: str, undivided: c.Undivided, stages: c.Load) -> None:
+def test_image_embeds_and_condition_each_change_the_latents(
+    output: str, undivided: c.Undivided, stages: c.Load
+) -> None:
     loaded = stages(undivided.folder("wan-image"))
     params = JOBS["picture-video"].params
     encoded = c.encode(loaded, params, undivided.uploads(params))
@@ -175,7 +177,9 @@ def test_both_encodings_of_a_picture_change_the_video(output: str, undivided: c.
         ["masked-xl", "masked-xl-seed"],
     ],
 )
-def test_each_of_n_samples_is_the_pipelines_own_call(names: list[str], undivided: c.Undivided, stages: c.Load) -> None:
+def test_each_of_n_samples_equals_a_pipeline_call_with_its_seed(
+    names: list[str], undivided: c.Undivided, stages: c.Load
+) -> None:
     first = JOBS[names[0]]
     loaded = stages(undivided.folder(first.model))
     seeds = [first.params["seed"], first.params["seed"] + 1]
@@ -219,7 +223,7 @@ GUIDED = {
 
 
 @pytest.mark.parametrize(("kind", "names"), [*MATES.items(), *GUIDED.items(), *REDRAWN.items()])
-def test_batched_is_within_the_tolerance_of_alone(
+def test_batched_results_match_unbatched_within_tolerance(
     kind: str, names: list[str], undivided: c.Undivided, stages: c.Load
 ) -> None:
     """Every stage takes all at once; to denoising they come, and leave it, one step after the other."""
@@ -268,7 +272,7 @@ def _staggered(denoise: SteppedStage[Any], tasks: list[StageInput]) -> list[Any]
 
 
 @pytest.mark.parametrize(("kind", "names"), [*MATES.items(), *REDRAWN.items()])
-def test_requests_that_share_a_step_loop_do_not_touch_each_other(
+def test_requests_sharing_a_step_loop_do_not_affect_each_other(
     kind: str, names: list[str], undivided: c.Undivided, stages: c.Load
 ) -> None:
     """One step of one, then of the next: each request has a noise scheduler of its own."""
@@ -308,7 +312,9 @@ def test_requests_that_share_a_step_loop_do_not_touch_each_other(
         "masked-xl-half",
     ],
 )
-def test_a_preview_is_a_small_picture_of_the_right_shape(name: str, undivided: c.Undivided, stages: c.Load) -> None:
+def test_preview_is_a_jpeg_with_the_requested_width_and_height(
+    name: str, undivided: c.Undivided, stages: c.Load
+) -> None:
     job = JOBS[name]
     loaded = stages(undivided.folder(job.model), job.dtype)
     denoise = loaded["denoise"]
@@ -326,7 +332,7 @@ def test_a_preview_is_a_small_picture_of_the_right_shape(name: str, undivided: c
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_room_holds_every_output_and_little_more(
+def test_declared_output_size_bounds_each_stage_output_closely(
     kind: str, dtype: str, undivided: c.Undivided, stages: c.Load, copied: Callable[[str], Path]
 ) -> None:
     folder = copied(kind)
@@ -384,7 +390,7 @@ NEEDED = {
         "kontext",
     ],
 )
-def test_a_stage_loads_from_its_own_components_alone(kind: str, undivided: c.Undivided, tmp_path: Path) -> None:
+def test_stage_loads_from_its_own_components_only(kind: str, undivided: c.Undivided, tmp_path: Path) -> None:
     folder = undivided.folder(kind)
     card = find(folder).model_spec("model", folder)
     for spec in card.pipeline.stages:

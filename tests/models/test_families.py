@@ -39,12 +39,12 @@ from unfuse.weights.source import hub_name, pipeline_class
         ("Lightricks/LTX-Video", "LTXPipeline", "Ltx"),
     ],
 )
-def test_a_model_is_known_by_its_exact_name_then_by_pattern(name: str, pipeline: str, family: str) -> None:
+def test_model_name_maps_to_pipeline_class_and_family(name: str, pipeline: str, family: str) -> None:
     assert pipeline_class(name) == pipeline
     assert type(find(name)).__name__ == family
 
 
-def test_an_exact_name_goes_before_a_pattern_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_model_name_takes_precedence_over_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unfuse.weights.source.PLANS", {"a/b-*": "Pattern", "a/b-c": "Exact"})
 
     assert pipeline_class("a/b-c") == "Exact"
@@ -60,13 +60,13 @@ def test_an_exact_name_goes_before_a_pattern_that_fits(monkeypatch: pytest.Monke
         "os:system",
     ],
 )
-def test_an_unknown_name_is_told_what_is_known(name: str) -> None:
+def test_unknown_model_name_raises_error_listing_known_models(name: str) -> None:
     with pytest.raises(ConfigError, match=r"is unknown; use a folder with model_index.json, or one of unfuse/shapes"):
         find(name)
 
 
 @pytest.mark.parametrize("found", ["OwnPipeline", "os:system", ["WanPipeline"], None])
-def test_a_class_that_is_not_served_is_told_what_is(found: object, tmp_path: Path) -> None:
+def test_unsupported_pipeline_class_raises_error_listing_supported(found: object, tmp_path: Path) -> None:
     """A folder comes from anywhere: what it names is looked up, never imported."""
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": found}))
 
@@ -83,7 +83,7 @@ def test_a_class_that_is_not_served_is_told_what_is(found: object, tmp_path: Pat
         ('"\udcff"', "model_index.json is not valid"),
     ],
 )
-def test_a_folder_without_a_model(content: str | None, sentence: str, tmp_path: Path) -> None:
+def test_missing_or_invalid_model_index_raises_config_error(content: str | None, sentence: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "model_index.json").write_bytes(content.encode(errors="surrogateescape"))
 
@@ -102,7 +102,7 @@ print(card.name, [name for name in heavy if name in sys.modules])
 """
 
 
-def test_cards_of_all_families_are_made_without_torch(undivided: c.Undivided) -> None:
+def test_model_specs_of_all_families_are_read_without_torch(undivided: c.Undivided) -> None:
     folders = [str(undivided.folder(kind)) for kind in KINDS]
     command = [sys.executable, "-c", CARD, *folders, "unfuse/shapes"]
     done = subprocess.run(command, text=True, capture_output=True, check=True)
@@ -125,10 +125,10 @@ def test_cards_of_all_families_are_made_without_torch(undivided: c.Undivided) ->
         ("nothing", "nothing"),
     ],
 )
-def test_a_known_model_may_be_called_in_short(name: str, found: str) -> None:
+def test_short_model_name_resolves_to_its_hub_name(name: str, found: str) -> None:
     assert hub_name(name) == found
 
 
-def test_an_unknown_short_name_is_told_what_is_known() -> None:
+def test_unknown_short_name_raises_error_listing_known_models() -> None:
     with pytest.raises(ConfigError, match=r"is not a folder.*shapes, smollm2, FLUX\.1-Kontext-dev.*Wan2\.1-T2V-1\.3B"):
         resolve_source("Wan3-T2V")

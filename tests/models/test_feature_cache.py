@@ -60,7 +60,7 @@ def counted(stage: Denoise) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("name", CACHED)
-def test_what_is_skipped_is_what_diffusers_skips(name: str, undivided: c.Undivided, stages: c.Load) -> None:
+def test_feature_cache_latents_equal_those_of_diffusers(name: str, undivided: c.Undivided, stages: c.Load) -> None:
     """Bit for bit; the blocks behind the first run less often than it; and something else comes out than without."""
     job = CACHED[name]
     stage, task = denoising(job, undivided, stages)
@@ -76,9 +76,7 @@ def test_what_is_skipped_is_what_diffusers_skips(name: str, undivided: c.Undivid
 
 
 @pytest.mark.parametrize("name", CACHED)
-def test_who_asks_for_no_skipping_gets_exact_results_beside_those_who_do(
-    name: str, undivided: c.Undivided, stages: c.Load
-) -> None:
+def test_request_without_feature_cache_gets_exact_latents(name: str, undivided: c.Undivided, stages: c.Load) -> None:
     """Given hooks that another request had installed, then a request without them is what a pool without them makes."""
     job = CACHED[name]
     stage, task = denoising(job, undivided, stages)
@@ -94,7 +92,7 @@ def test_who_asks_for_no_skipping_gets_exact_results_beside_those_who_do(
     assert np.array_equal(made, expected.float().numpy())
 
 
-def test_requests_in_one_batch_remember_each_for_itself(undivided: c.Undivided, stages: c.Load) -> None:
+def test_feature_cache_state_is_separate_per_request_in_a_batch(undivided: c.Undivided, stages: c.Load) -> None:
     """Given three requests stepped together, of which one skips nothing, then each makes what it makes alone."""
     job = CACHED["cached-wan"]
     asked = [{"seed": 1}, {"seed": 2, "feature_cache": 0.6}, {"seed": 3, "feature_cache": 0.0}]
@@ -113,7 +111,7 @@ def test_requests_in_one_batch_remember_each_for_itself(undivided: c.Undivided, 
     assert [bool(state.memory) for state in states] == [True, True, False]
 
 
-def test_an_exact_pool_refuses_to_skip(undivided: c.Undivided, stages: c.Load) -> None:
+def test_feature_cache_is_rejected_in_exact_pools(undivided: c.Undivided, stages: c.Load) -> None:
     job = CACHED["cached-wan"]
     stage, task = denoising(job, undivided, stages)
     exact = stages(undivided.folder(job.model), job.dtype)["denoise"]
@@ -122,7 +120,7 @@ def test_an_exact_pool_refuses_to_skip(undivided: c.Undivided, stages: c.Load) -
     stage.verify(task)
 
 
-def test_a_transformer_of_one_block_cannot_skip(undivided: c.Undivided, stages: c.Load) -> None:
+def test_feature_cache_on_unsupported_transformer_raises_error(undivided: c.Undivided, stages: c.Load) -> None:
     from unfuse.stages.denoise import FeatureCache
 
     with pytest.raises(PermanentError, match="feature_cache is not supported by Linear"):

@@ -24,7 +24,7 @@ def copy(copied: Callable[[str], Path]) -> Path:
     return copied("flux")
 
 
-def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
+def test_model_spec_without_serving_json_has_pipeline_defaults(copy: Path) -> None:
     """The defaults of the pipeline's call, and its default size for a VAE of factor 4."""
     card = find(copy).model_spec("mine", copy)
 
@@ -48,7 +48,7 @@ def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
     assert (card.limits["size_multiple"], card.limits["min_size"], card.limits["max_size"]) == (8, 8, 2048)
 
 
-def test_text_encoders_run_side_by_side_once_a_request(copy: Path) -> None:
+def test_text_encoders_run_in_parallel_once_per_request(copy: Path) -> None:
     redraw, clip, t5, denoise, decode = find(copy).model_spec("mine", copy).pipeline.stages
 
     assert [(stage.kind, stage.inputs, stage.per_sample) for stage in (clip, t5)] == [
@@ -59,7 +59,7 @@ def test_text_encoders_run_side_by_side_once_a_request(copy: Path) -> None:
     assert denoise.per_sample and decode.per_sample
 
 
-def test_a_request_without_a_negative_prompt_has_none(copy: Path) -> None:
+def test_omitted_negative_prompt_is_none_and_disables_true_cfg(copy: Path) -> None:
     """As in FluxPipeline, where an empty negative prompt is one."""
     c.serve(copy)
     card = find(copy).model_spec("mine", copy)
@@ -72,7 +72,7 @@ def test_a_request_without_a_negative_prompt_has_none(copy: Path) -> None:
     assert true_cfg_scale({**empty, "true_cfg_scale": 4.0}) == 4.0
 
 
-def test_a_serving_json_may_ask_for_guidance_by_a_negative_prompt(copy: Path) -> None:
+def test_serving_json_can_enable_true_cfg_by_default(copy: Path) -> None:
     c.serve(copy, {"true_cfg_scale": 3.0, "negative_prompt": "blurred", "num_inference_steps": 4})
 
     defaults = find(copy).model_spec("mine", copy).defaults
@@ -80,7 +80,7 @@ def test_a_serving_json_may_ask_for_guidance_by_a_negative_prompt(copy: Path) ->
     assert true_cfg_scale(defaults) == 3.0
 
 
-def test_both_kinds_share_every_pool_but_the_denoisers(undivided: c.Undivided) -> None:
+def test_dev_and_schnell_share_all_pools_but_denoise(undivided: c.Undivided) -> None:
     dev, schnell = (
         find(folder).model_spec("mine", folder).pools()
         for folder in (undivided.folder("flux"), undivided.folder("flux-schnell"))
@@ -89,7 +89,7 @@ def test_both_kinds_share_every_pool_but_the_denoisers(undivided: c.Undivided) -
     assert {name for name in dev if dev[name] != schnell[name]} == {"denoise"}
 
 
-def test_equal_components_of_another_recipe_have_another_identity(copy: Path) -> None:
+def test_weights_ids_of_equal_components_differ_between_families(copy: Path) -> None:
     pipeline, folder = find(copy).model_spec("mine", copy).pipeline, ModelFolder(copy)
 
     ours, other = weights_ids(folder, pipeline, "flux"), weights_ids(folder, pipeline, "other")
@@ -113,7 +113,7 @@ def test_equal_components_of_another_recipe_have_another_identity(copy: Path) ->
         ("vae/config.json", {"latent_channels": "four"}, "vae configuration: ValueError"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_a_sentence(
+def test_unsupported_components_or_configs_raise_config_error(
     file: str, changes: dict[str, Any], sentence: str, copy: Path
 ) -> None:
     c.edit(copy / file, **changes)
@@ -136,7 +136,7 @@ TEXT = {"pooled_prompt_embeds": (1, 24), "prompt_embeds": (1, 24, 32)}
         ({"height": None}, TEXT, "parameter height must be of type int"),
     ],
 )
-def test_what_denoising_lacks_is_named(
+def test_denoise_rejects_missing_inputs_and_invalid_parameters(
     params: dict[str, Any], tensors: dict[str, tuple[int, ...]], sentence: str, undivided: c.Undivided, stages: c.Load
 ) -> None:
     made = {name: torch.zeros(shape) for name, shape in tensors.items()}

@@ -44,7 +44,7 @@ def video_pipelines() -> dict[str, str]:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_every_class_that_makes_videos_has_the_rate_of_its_example() -> None:
+def test_default_frame_rates_match_diffusers_examples_or_model_makers() -> None:
     found = video_pipelines()
     assert len(found) > 50
 
@@ -69,14 +69,14 @@ def test_every_class_that_makes_videos_has_the_rate_of_its_example() -> None:
         ("OwnPipeline", {}, {}, None),
     ],
 )
-def test_a_rate_goes_by_the_class_and_what_the_model_is(
+def test_frame_rate_depends_on_pipeline_class_and_model_config(
     name: str, index: dict[str, object], transformer: dict[str, object], rate: int | None
 ) -> None:
     assert frame_rate(name, index, transformer) == rate
 
 
 @pytest.mark.slow
-def test_a_rate_that_nobody_knows_is_said_to_be_a_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_frame_rate_is_reported_as_assumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = build("cogvideox", tmp_path / "m", serving=False)
     known = read_model_spec("m", folder)
     monkeypatch.setattr(undivided_family, "frame_rate", lambda *_: None)

@@ -85,7 +85,9 @@ def with_grammars(model: Model, grammars: Any, tokens: int = 4096, batching: str
     words=st.sampled_from([3, 300]),
     batching=st.sampled_from(["batched", "exact"]),
 )
-def test_whatever_is_late_the_text_is_the_same(model: Model, late: list[bool], words: int, batching: str) -> None:
+def test_late_grammar_masks_do_not_change_the_generated_tokens(
+    model: Model, late: list[bool], words: int, batching: str
+) -> None:
     """Beside one without a grammar, which waits for nothing."""
     size = model.tokenizer.size
     expected = to_the_end(
@@ -102,7 +104,7 @@ def test_whatever_is_late_the_text_is_the_same(model: Model, late: list[bool], w
     assert to_the_end(decode, [other])[0] == alone
 
 
-def test_a_text_that_is_late_does_not_keep_its_mates(model: Model) -> None:
+def test_late_grammar_mask_does_not_block_other_sequences(model: Model) -> None:
     """Given one whose answer never comes, when both step, then the other goes on, and this one asks once."""
     grammars = Even(model.tokenizer.size, [True] * 1000)
     decode = with_grammars(model, grammars)
@@ -114,7 +116,7 @@ def test_a_text_that_is_late_does_not_keep_its_mates(model: Model) -> None:
     assert grammars.opened[0].asked == [0]
 
 
-def test_where_the_kv_is_full_texts_with_a_grammar_get_their_tokens(model: Model) -> None:
+def test_grammar_sequences_get_the_same_tokens_with_a_full_kv_cache(model: Model) -> None:
     grammars = Even(model.tokenizer.size, [False, True, False] * 400)
     tasks = [held(model, 600, seed=seed) for seed in range(4)]
     roomy = with_grammars(model, Even(model.tokenizer.size), 16_000, "exact")
@@ -125,7 +127,7 @@ def test_where_the_kv_is_full_texts_with_a_grammar_get_their_tokens(model: Model
 
 
 @pytest.mark.parametrize("batching", ["batched", "exact"])
-def test_a_new_attempt_goes_on_in_the_middle_of_json(model: Model, batching: str) -> None:
+def test_new_attempt_resumes_grammar_output_from_recorded_deltas(model: Model, batching: str) -> None:
     """Given a text of an earlier attempt, as far as it was recorded, then the next one ends it as that would have."""
     _, decode = model.stages(batching=batching)
     asked = held(model, 9, seed=5)
@@ -144,7 +146,7 @@ def jsonable(model: Model, ids: list[int]) -> bool:
     return 0 <= json.loads(model.tokenizer.decode(ids))["a"] <= 99
 
 
-def test_a_grammar_that_fails_ends_its_own_text(model: Model) -> None:
+def test_invalid_grammar_fails_only_its_own_sequence(model: Model) -> None:
     """Also one that is found out late; its mates get what they would get."""
     _, decode = model.stages()
     bad = replace(held(model, 3), uploads={**held(model, 3).uploads, GRAMMAR: encode(Grammar("regex", "((("))})
@@ -165,7 +167,7 @@ def test_a_grammar_that_fails_ends_its_own_text(model: Model) -> None:
     assert not decode._sequences.constraints
 
 
-def test_texts_that_wait_for_their_grammar_are_counted(model: Model) -> None:
+def test_sequences_waiting_for_their_grammar_are_counted(model: Model) -> None:
     _, decode = model.stages()
     states = [decode.start(held(model, 3)), decode.start(held(model, 4)), decode.start(task(model.card, model.ids(5)))]
     assert decode._sequences.load().grammars == 2  # the program has only begun
@@ -175,7 +177,9 @@ def test_texts_that_wait_for_their_grammar_are_counted(model: Model) -> None:
 
 
 @pytest.mark.parametrize("fails", ["write_prefix_blocks", "write_received_kv", "open"])
-def test_what_cannot_begin_leaves_nothing(model: Model, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+def test_failed_start_frees_kv_blocks_prompts_and_grammars(
+    model: Model, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
     """Given a prompt for whose prefix memory runs out, a text for whose keys and values it does, and one whose grammar
     cannot be opened, then no block, no prompt and no grammar is left."""
 

@@ -21,7 +21,7 @@ def copy(copied: Callable[[str], Path]) -> Path:
     return copied("hunyuan-video")
 
 
-def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
+def test_model_spec_without_serving_json_has_pipeline_defaults(copy: Path) -> None:
     """The defaults of the pipeline's call; sizes that neither the pipeline nor the patches refuse."""
     card = find(copy).model_spec("mine", copy)
 
@@ -45,7 +45,7 @@ def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
     assert (card.limits["size_multiple"], card.limits["frame_multiple"], card.limits["max_frames"]) == (16, 4, 257)
 
 
-def test_llama_and_clip_run_side_by_side_and_denoising_takes_all_they_make(copy: Path) -> None:
+def test_llama_and_clip_run_in_parallel_and_denoise_reads_all_outputs(copy: Path) -> None:
     llama, clip, denoise, _ = find(copy).model_spec("mine", copy).pipeline.stages
 
     assert [(stage.kind, stage.inputs) for stage in (llama, clip)] == [("text_encode", ()), ("text_encode_2", ())]
@@ -53,7 +53,7 @@ def test_llama_and_clip_run_side_by_side_and_denoising_takes_all_they_make(copy:
     assert {"prompt_attention_mask", "negative_prompt_attention_mask"} < set(llama.outputs)
 
 
-def test_a_video_may_have_one_frame_more_than_a_multiple_of_the_vaes(copy: Path) -> None:
+def test_num_frames_of_vae_multiple_plus_one_is_accepted(copy: Path) -> None:
     params, _ = check_request(
         find(copy).model_spec("mine", copy), {"prompt": "p", "num_frames": 9, "size": "48x32"}, VIDEO
     )
@@ -70,7 +70,7 @@ def test_a_video_may_have_one_frame_more_than_a_multiple_of_the_vaes(copy: Path)
         ("vae/config.json", {"latent_channels": "four"}, "transformer or vae configuration: ValueError"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_a_sentence(
+def test_unsupported_components_or_configs_raise_config_error(
     file: str, changes: dict[str, Any], sentence: str, copy: Path
 ) -> None:
     c.edit(copy / file, **changes)
@@ -98,7 +98,7 @@ MASK = {"prompt_attention_mask": torch.ones(1, 24, dtype=torch.int64)}
         ({"guidance_scale": None}, TEXT | MASK, "parameter guidance_scale must be of type float, not None"),
     ],
 )
-def test_what_denoising_lacks_is_named(
+def test_denoise_rejects_missing_inputs_and_invalid_parameters(
     params: dict[str, Any], tensors: dict[str, Any], sentence: str, undivided: c.Undivided, stages: c.Load
 ) -> None:
     task = StageInput({**c.hunyuan_params(), **params}, tensors)

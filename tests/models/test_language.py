@@ -119,7 +119,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize(("kind", "routes"), [(KINDS[2], False), (KINDS[3], True)])
-def test_files_are_mapped_unless_experts_are_joined(tmp_path: Path, kind: str, routes: bool) -> None:
+def test_weight_files_are_mmapped_unless_experts_are_merged(tmp_path: Path, kind: str, routes: bool) -> None:
     """The files of a mixture have each expert by itself, and the model has those of a layer in one tensor."""
     files = open_files(make_language_model(tmp_path, kind))
     assert any(".experts.3." in name for name in files.tensors(SINGLE_COMPONENT)) == routes
@@ -127,7 +127,7 @@ def test_files_are_mapped_unless_experts_are_joined(tmp_path: Path, kind: str, r
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["one a forward", "batched"])
-def test_twenty_ragged_prompts_get_the_tokens_that_generate_makes(model: Model, together: bool) -> None:
+def test_ragged_prompts_get_the_same_tokens_as_transformers_generate(model: Model, together: bool) -> None:
     """Given prompts of one word to some hundred, the longest of several chunks, when they are prefilled and decoded,
     each alone or all together, then they get the tokens of the undivided model."""
     prompts = [model.ids(words) for words in (1, 2, 3, 5, 8, 13, 21, 34, 55, 144, 300, 700, *range(4, 12))]
@@ -135,7 +135,7 @@ def test_twenty_ragged_prompts_get_the_tokens_that_generate_makes(model: Model, 
     assert answered(model, prompts, together) == [model.generated(ids) for ids in prompts]
 
 
-def test_where_the_kv_is_full_the_youngest_wait_and_all_get_their_tokens(model: Model, tmp_path: Path) -> None:
+def test_retracted_sequences_get_all_tokens_when_the_kv_cache_is_full(model: Model, tmp_path: Path) -> None:
     """Given room for the longest of six requests, and little more, when all are decoded at one time, then some give up
     what they have, and each gets the tokens that it gets alone. Less room than one may need is refused."""
     prompts = [model.ids(words) for words in (60, 10, 40, 20, 30, 50)]
@@ -151,7 +151,7 @@ def test_where_the_kv_is_full_the_youngest_wait_and_all_get_their_tokens(model: 
     assert decode._sequences.usage().used == 0
 
 
-def test_ranks_have_room_for_as_many_tokens_as_the_one_with_least(model: Model) -> None:
+def test_kv_capacity_of_ranks_is_that_of_the_smallest_rank(model: Model) -> None:
     """What was set is for all of them; each has half of the heads."""
     family, most = find(model.folder), int(model.card.limits["max_tokens"]) + 16
     for others, tokens in ((1 << 40, 4096), (TOKEN_BYTES // 2 * 3000, 3000)):
@@ -164,7 +164,7 @@ def test_ranks_have_room_for_as_many_tokens_as_the_one_with_least(model: Model) 
         family.kv_capacity(model.folder, run)  # type: ignore[attr-defined]
 
 
-def test_a_text_for_which_the_model_gives_no_numbers_fails_and_its_mates_go_on(model: Model) -> None:
+def test_nan_logits_fail_their_sequence_and_not_the_batch(model: Model) -> None:
     _, decode = model.stages()
     embeddings = decode._sequences._model._decoder.get_input_embeddings().weight.data
     lost, kept = [*model.ids(5), 7], model.ids(6)
@@ -189,7 +189,7 @@ def computed(stage: Prefill | Decode, monkeypatch: pytest.MonkeyPatch) -> list[t
     return seen
 
 
-def test_what_a_text_gave_up_is_taken_again_from_what_prefill_made(
+def test_retracted_sequence_reloads_its_kv_from_prefill_output(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given room for two of five texts, and what prefill made of each, when all are decoded at one time, then they get
@@ -209,7 +209,7 @@ def test_what_a_text_gave_up_is_taken_again_from_what_prefill_made(
 
 
 @pytest.mark.parametrize(("batching", "times"), [("batched", 3), ("exact", 1)])
-def test_what_gave_up_its_room_is_not_computed_again_and_again(
+def test_retractions_recompute_a_bounded_number_of_tokens(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batching: str, times: int
 ) -> None:
     """Given room for a text and a half, when four are written at one time, then each goes on when there is room for
@@ -236,7 +236,7 @@ def test_what_gave_up_its_room_is_not_computed_again_and_again(
 
 
 @pytest.mark.parametrize("batching", ["batched", "exact"])
-def test_a_prompt_that_gave_up_its_room_takes_again_what_it_has_written(
+def test_retracted_prefill_reloads_the_chunks_it_already_wrote(
     model: Model, monkeypatch: pytest.MonkeyPatch, batching: str
 ) -> None:
     """Given a prompt of several chunks whose keys and values are read while it is computed, when it gives up its room
@@ -259,7 +259,7 @@ def test_a_prompt_that_gave_up_its_room_takes_again_what_it_has_written(
     assert all(torch.equal(output.tensors[name], calm[name]) for name in calm)
 
 
-def test_what_fails_is_not_taken_for_computed(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_forward_is_recomputed_by_the_next_step(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a text that gave up its room amid its answer, when the forward that computes it again fails, then it is
     computed by the next one."""
     _, decode = model.stages()
@@ -277,7 +277,7 @@ def test_what_fails_is_not_taken_for_computed(model: Model, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("batching", ["batched", "exact"])
-def test_a_made_up_prompt_goes_the_way_of_any_other_and_leaves_nothing(
+def test_warm_up_computes_a_dummy_prompt_and_frees_its_kv(
     model: Model, monkeypatch: pytest.MonkeyPatch, batching: str
 ) -> None:
     stages = model.stages(batching=batching)
@@ -288,7 +288,7 @@ def test_a_made_up_prompt_goes_the_way_of_any_other_and_leaves_nothing(
     assert stages[0].texts and stages[0].texts.load() == TextStats(0, 256)
 
 
-def test_an_attempt_goes_on_from_what_was_recorded(model: Model) -> None:
+def test_new_attempt_resumes_from_recorded_token_deltas(model: Model) -> None:
     """Given an attempt that ended after some tokens, when the next one begins with these and the same KV, or without
     it, then its tokens follow: those of an attempt that was not disturbed."""
     prefill, decode = model.stages()
@@ -308,9 +308,7 @@ def test_an_attempt_goes_on_from_what_was_recorded(model: Model) -> None:
         assert to_the_end(decode, [again]) == [model.generated(ids)]
 
 
-def test_a_text_of_higher_priority_takes_the_room_of_others_and_not_the_other_way_round(
-    model: Model, tmp_path: Path
-) -> None:
+def test_higher_priority_sequence_retracts_lower_priority_ones(model: Model, tmp_path: Path) -> None:
     """Given a text that fills the KV, when an urgent one comes later, then that goes on at once, though it is younger,
     and the first one when it has ended; both get their tokens."""
     first, urgent = model.ids(60), model.ids(50)
@@ -345,7 +343,7 @@ def pieces_of(decode: Decode, given: StageInput, *recorded: bytes) -> list[bytes
 
 
 @pytest.mark.parametrize("words", [1, 20, 700])
-def test_what_is_made_again_in_an_exact_pool_has_the_same_bits(model: Model, words: int) -> None:
+def test_retry_in_an_exact_pool_has_bitwise_equal_deltas_and_logprobs(model: Model, words: int) -> None:
     """Given a text with the probabilities of its tokens, when an attempt that died is followed by another, with the KV
     of prefill or without, then each that follows is as probable as before, to the last bit."""
     prefill, decode = model.stages(batching="exact")
@@ -357,7 +355,7 @@ def test_what_is_made_again_in_an_exact_pool_has_the_same_bits(model: Model, wor
             assert pieces_of(decode, again, *calm[:died]) == calm
 
 
-def test_a_hundred_thousand_tokens_come_through_a_buffer_of_eight_thousand(tmp_path: Path, arena: Arena) -> None:
+def test_kv_of_100000_tokens_is_received_through_a_small_ring_buffer(tmp_path: Path, arena: Arena) -> None:
     """Given keys and values of a long prompt in another arena, when a decoder takes them through a window, then it has
     every one of them, and draws the token that it draws from the whole."""
     tokens, options = 100_000, TransferOptions(insecure=True)

@@ -45,7 +45,9 @@ FILES = {
 
 
 @pytest.mark.parametrize(("kind", "file"), [(kind, file) for kind, files in FILES.items() for file in files])
-def test_a_missing_file_is_named_in_one_line(kind: str, file: str, copied: Callable[[str], Path]) -> None:
+def test_missing_config_file_raises_one_line_error_naming_it(
+    kind: str, file: str, copied: Callable[[str], Path]
+) -> None:
     folder = copied(kind)
     family = find(folder)
     (folder / file).unlink()
@@ -65,7 +67,9 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("kind", "component", "stage"), MODELS)
-def test_missing_weights_are_named(kind: str, component: str, stage: str, copied: Callable[[str], Path]) -> None:
+def test_missing_weights_raise_config_error_naming_the_component(
+    kind: str, component: str, stage: str, copied: Callable[[str], Path]
+) -> None:
     folder = copied(kind)
     card = find(folder).model_spec("mine", folder)
     (spec,) = (spec for spec in card.pipeline.stages if spec.name == stage)
@@ -80,7 +84,7 @@ def test_missing_weights_are_named(kind: str, component: str, stage: str, copied
 
 
 @pytest.mark.parametrize(("kind", "component", "stage"), MODELS)
-def test_weights_that_lack_a_tensor_are_not_filled_with_random_numbers(
+def test_missing_tensor_raises_config_error_instead_of_random_init(
     kind: str, component: str, stage: str, copied: Callable[[str], Path]
 ) -> None:
     from safetensors.torch import load_file, save_file
@@ -96,7 +100,7 @@ def test_weights_that_lack_a_tensor_are_not_filled_with_random_numbers(
 
 
 @pytest.mark.parametrize(("kind", "component", "stage"), MODELS)
-def test_weights_of_another_class_are_refused(
+def test_weights_of_another_component_class_raise_config_error(
     kind: str, component: str, stage: str, copied: Callable[[str], Path], undivided: c.Undivided
 ) -> None:
     """A folder that holds something else than its index says."""
@@ -109,7 +113,7 @@ def test_weights_of_another_class_are_refused(
         load(folder, stage)
 
 
-def test_a_noise_scheduler_that_draws_for_itself_is_left_to_its_pipeline(copied: Callable[[str], Path]) -> None:
+def test_model_with_stochastic_noise_scheduler_is_served_undivided(copied: Callable[[str], Path]) -> None:
     folder = copied("wan-euler")
     c.edit(folder / "scheduler" / "scheduler_config.json", stochastic_sampling=True)
     classes = {"scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler")}
@@ -120,7 +124,7 @@ def test_a_noise_scheduler_that_draws_for_itself_is_left_to_its_pipeline(copied:
 
 
 @pytest.mark.parametrize("kind", ["wan", "wan-image", "flux"])
-def test_a_stage_of_another_kind_is_refused(kind: str, copied: Callable[[str], Path]) -> None:
+def test_unknown_stage_kind_raises_config_error(kind: str, copied: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match="has no stage of kind prefill"):
         load(copied(kind), "denoise", kind="prefill")
 
@@ -132,7 +136,7 @@ def anonymous() -> int:
 
 
 @pytest.mark.parametrize(("library", "name"), [("diffusers", "AutoencoderKL"), ("transformers", "T5EncoderModel")])
-def test_weights_are_mapped_and_not_copied(library: str, name: str, tmp_path: Path) -> None:
+def test_weights_are_mmapped_and_not_copied(library: str, name: str, tmp_path: Path) -> None:
     from diffusers import AutoencoderKL
     from transformers import T5Config, T5EncoderModel
 
@@ -153,7 +157,9 @@ def test_weights_are_mapped_and_not_copied(library: str, name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("kind", "shape"), [("wan", (1, 4, 1, 4, 68)), ("flux", (1, 2 * 34, 16))])
-def test_the_vae_works_whole_sliced_or_tiled(kind: str, shape: tuple[int, ...], copied: Callable[[str], Path]) -> None:
+def test_sliced_vae_is_exact_and_tiled_vae_is_approximate(
+    kind: str, shape: tuple[int, ...], copied: Callable[[str], Path]
+) -> None:
     """Slices change nothing; tiles are blended where they meet, so they change pixels of what is larger than one."""
     folder, params = copied(kind), {"width": 272, "height": 16}
     latents = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -169,7 +175,7 @@ def test_the_vae_works_whole_sliced_or_tiled(kind: str, shape: tuple[int, ...], 
 
 
 @pytest.mark.parametrize("kind", ["wan", "flux"])
-def test_a_sliced_vae_decodes_a_batch_as_if_each_were_alone(kind: str, undivided: c.Undivided, stages: c.Load) -> None:
+def test_sliced_vae_decodes_a_batch_like_single_requests(kind: str, undivided: c.Undivided, stages: c.Load) -> None:
     batched = stages(undivided.folder(kind), "float32", ComputeOptions(batching="batched", vae="sliced"))["vae_decode"]
     alone = stages(undivided.folder(kind))["vae_decode"]
     shape = (1, 4, 1, 8, 8) if kind == "wan" else (1, 16, 16)

@@ -83,13 +83,11 @@ def latents(stage: SteppedStage[Any], task: StageInput) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_with_an_adapter_latents_are_those_of_the_undivided_pipeline(
-    name: str, undivided: c.Undivided, prepared: Prepare
-) -> None:
+def test_lora_latents_equal_the_undivided_pipeline(name: str, undivided: c.Undivided, prepared: Prepare) -> None:
     assert np.array_equal(latents(*prepared(JOBS[name])), undivided.result(name)["latents"])
 
 
-def test_the_references_can_tell_adapters_and_scales_apart(undivided: c.Undivided) -> None:
+def test_reference_latents_differ_between_adapters_and_scales(undivided: c.Undivided) -> None:
     for names in (
         ["lora-none", "lora-plain", "lora-alpha", "lora-scaled", "lora-two"],
         ["lora-flux-none", "lora-flux", "lora-flux-two", "lora-flux-kohya"],
@@ -100,7 +98,7 @@ def test_the_references_can_tell_adapters_and_scales_apart(undivided: c.Undivide
 
 
 @pytest.mark.parametrize("options", [c.EXACT, ONE], ids=["four loaded", "one loaded"])
-def test_one_after_the_other_they_leave_no_trace(
+def test_successive_requests_with_different_adapters_are_independent(
     options: ComputeOptions, undivided: c.Undivided, prepared: Prepare
 ) -> None:
     """Given requests with two adapters, another scale and none on one transformer, when they come in turn, then each
@@ -110,7 +108,7 @@ def test_one_after_the_other_they_leave_no_trace(
 
 
 @pytest.mark.parametrize("options", [c.EXACT, ONE], ids=["four loaded", "one loaded"])
-def test_step_by_step_in_turn_they_do_not_touch_each_other(
+def test_interleaved_steps_with_different_adapters_are_independent(
     options: ComputeOptions, undivided: c.Undivided, prepared: Prepare
 ) -> None:
     names = ["lora-plain", "lora-none", "lora-two", "lora-alpha", "lora-scaled"]
@@ -125,7 +123,7 @@ def test_step_by_step_in_turn_they_do_not_touch_each_other(
         assert made is not None and np.array_equal(made.numpy(), undivided.result(name)["latents"]), name
 
 
-def test_a_resumed_task_goes_on_with_its_adapter(undivided: c.Undivided, prepared: Prepare) -> None:
+def test_resume_from_checkpoint_applies_the_lora_adapter_of_the_task(undivided: c.Undivided, prepared: Prepare) -> None:
     """Given a checkpoint made with one adapter, when a transformer that ran with another one goes on from it, then the
     latents are those of the undivided pipeline with the first."""
     stage, task = prepared(JOBS["lora-alpha"])
@@ -144,7 +142,7 @@ def test_a_resumed_task_goes_on_with_its_adapter(undivided: c.Undivided, prepare
     assert made is not None and np.array_equal(made.numpy(), undivided.result("lora-alpha")["latents"])
 
 
-def test_only_requests_with_one_adapter_at_one_scale_share_a_forward(loras: AdapterFolder, prepared: Prepare) -> None:
+def test_requests_share_a_batch_key_only_with_equal_adapter_and_scale(loras: AdapterFolder, prepared: Prepare) -> None:
     stage, _ = prepared(JOBS["lora-none"])
     names = ("lora-plain", "lora-alpha", "lora-scaled", "lora-two", "lora-none")
     keys = [stage.batch_key(known(JOBS[name].params, loras)) for name in names]
@@ -153,7 +151,7 @@ def test_only_requests_with_one_adapter_at_one_scale_share_a_forward(loras: Adap
     assert stage.batch_key(known({**JOBS["lora-plain"].params, "seed": 1}, loras)) == keys[0]
 
 
-def test_a_batch_with_an_adapter_is_within_the_tolerance_of_alone(undivided: c.Undivided, prepared: Prepare) -> None:
+def test_batched_lora_latents_match_unbatched_within_tolerance(undivided: c.Undivided, prepared: Prepare) -> None:
     stage, task = prepared(JOBS["lora-alpha"], ComputeOptions(batching="batched"))
     mate = replace(task, params={**task.params, "seed": 99})
     states = [stage.start(one) for one in (task, mate)]
@@ -231,11 +229,13 @@ class TestRefusals:
             ("cut", "cannot be loaded"),
         ],
     )
-    def test_a_file_that_is_no_adapter_of_the_model(self, name: str, says: str, run: Callable[[str], Any]) -> None:
+    def test_incompatible_or_damaged_lora_file_fails_only_its_request(
+        self, name: str, says: str, run: Callable[[str], Any]
+    ) -> None:
         with pytest.raises(PermanentError, match=says):
             run(name)
 
-    def test_a_file_that_is_gone_or_has_another_content_than_was_asked_for(
+    def test_deleted_or_changed_lora_file_fails_its_request(
         self, undivided: c.Undivided, stages: c.Load, tmp_path: Path
     ) -> None:
         file, source = tmp_path / "mine.safetensors", undivided.folder("loras")
@@ -257,7 +257,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("option", "says"), [("", "needs the library peft"), ("sequential", "use --offload model")]
     )
-    def test_a_worker_that_could_not_use_any(
+    def test_loading_without_peft_or_with_sequential_offload_raises_error(
         self, option: str, says: str, undivided: c.Undivided, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It does not start: without peft, and where layers come to the device one by one."""
@@ -274,7 +274,9 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=says):
             find(folder).load(spec, folder, runtime)
 
-    def test_a_worker_without_a_folder(self, undivided: c.Undivided, stages: c.Load, loras: AdapterFolder) -> None:
+    def test_lora_request_on_worker_without_loras_option_is_rejected(
+        self, undivided: c.Undivided, stages: c.Load, loras: AdapterFolder
+    ) -> None:
         loaded, params = stages(undivided.folder("wan")), JOBS["lora-plain"].params
         with pytest.raises(PermanentError, match="--loras"):
             loaded["denoise"].verify(known(params, loras, c.encode(loaded, params, {})))
@@ -283,7 +285,7 @@ class TestRefusals:
 class TestFolder:
     """What can be asked for is a safetensors file that lies in the folder, by its plain name."""
 
-    def test_lists_and_finds_those_alone(self, tmp_path: Path) -> None:
+    def test_only_safetensors_files_inside_the_folder_are_available(self, tmp_path: Path) -> None:
         folder, outside = tmp_path / "loras", tmp_path / "secret.safetensors"
         (folder / "inner").mkdir(parents=True)
         for path in (outside, folder / "a.b-C_1.safetensors", folder / "x.bin", folder / "inner/y.safetensors"):
@@ -301,7 +303,7 @@ class TestFolder:
         with pytest.raises(NotFound, match="; rename has space.safetensors: names may have only letters, digits"):
             loras.id_of("has space")
 
-    def test_a_changed_file_has_another_id_and_one_that_is_too_large_none(
+    def test_changed_file_gets_a_new_id_and_oversized_file_is_rejected(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (file := tmp_path / "a.safetensors").write_bytes(b"one")
@@ -314,7 +316,7 @@ class TestFolder:
         with pytest.raises(NotFound, match="3 bytes"):
             loras.id_of("a")
 
-    def test_a_refusal_lists_some_of_many(self, tmp_path: Path) -> None:
+    def test_unknown_lora_error_lists_at_most_20_adapters(self, tmp_path: Path) -> None:
         for number in range(30):
             (tmp_path / f"a{number:02}.safetensors").write_bytes(b"")
         with pytest.raises(NotFound, match="a19 and 10 more$"):
@@ -322,9 +324,7 @@ class TestFolder:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_family_that_takes_adapters_has_a_pipeline_and_transformers_that_do(
-    kind: str, undivided: c.Undivided
-) -> None:
+def test_lora_families_have_a_pipeline_and_transformer_with_lora_support(kind: str, undivided: c.Undivided) -> None:
     family = find(undivided.folder(kind))
     assert isinstance(family, DiffusersFamily)
     config = json.loads((undivided.folder(kind) / family.adapts / "config.json").read_text())

@@ -31,7 +31,7 @@ def pipeline_of(kind: str, undivided: c.Undivided) -> tuple[Modular, Pipeline]:
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_the_table_says_what_diffusers_declares(kind: str, undivided: c.Undivided) -> None:
+def test_stage_specs_match_the_inputs_declared_by_diffusers_blocks(kind: str, undivided: c.Undivided) -> None:
     import diffusers
 
     family, pipeline = pipeline_of(kind, undivided)
@@ -60,7 +60,7 @@ def test_the_table_says_what_diffusers_declares(kind: str, undivided: c.Undivide
         assert set(block.required_inputs) - made - produced <= {"prompt", *c.wan_params()} | OTHER, "all that it needs"
 
 
-def test_every_class_that_is_listed_was_compared_guided_and_not() -> None:
+def test_all_modular_pipelines_have_jobs_in_the_exactness_tests() -> None:
     """By test_exact, whose jobs these are."""
     import diffusers
 
@@ -72,7 +72,7 @@ def test_every_class_that_is_listed_was_compared_guided_and_not() -> None:
     assert all(issubclass(getattr(diffusers, name), diffusers.DiffusionPipeline) for name in ours)
 
 
-def test_a_card_has_the_defaults_of_the_pipelines_call(copied: Callable[[str], Path]) -> None:
+def test_model_spec_has_the_defaults_of_the_pipeline_call(copied: Callable[[str], Path]) -> None:
     krea, klein = (find(folder).model_spec("m", folder) for folder in (copied("krea"), copied("klein")))
 
     assert krea.defaults == {
@@ -88,7 +88,7 @@ def test_a_card_has_the_defaults_of_the_pipelines_call(copied: Callable[[str], P
     assert klein.limits["size_multiple"] == 8
 
 
-def test_a_distilled_model_makes_nothing_of_a_negative_prompt_and_shares_no_pool_with_one_that_does(
+def test_distilled_model_reads_no_negative_prompt_and_shares_only_vae_pool(
     undivided: c.Undivided,
 ) -> None:
     guided, distilled = (
@@ -110,7 +110,7 @@ def test_a_distilled_model_makes_nothing_of_a_negative_prompt_and_shares_no_pool
         ("transformer/config.json", {"text_hidden_dim": None}, "transformer configuration: TypeError"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_a_sentence(
+def test_unsupported_components_or_configs_raise_config_error(
     file: str, changes: dict[str, Any], sentence: str, copied: Callable[[str], Path]
 ) -> None:
     folder = copied("krea")
@@ -120,7 +120,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(
         find(folder).model_spec("mine", folder)
 
 
-def test_offloading_is_refused(undivided: c.Undivided) -> None:
+def test_offload_option_raises_config_error(undivided: c.Undivided) -> None:
     folder = undivided.folder("krea")
     card = find(folder).model_spec("m", folder)
 
@@ -143,7 +143,7 @@ def test_offloading_is_refused(undivided: c.Undivided) -> None:
         ("vae_decode", {"height": None}, {"latents": (1, 4, 1, 8, 8)}, "parameter height must be of type int"),
     ],
 )
-def test_what_a_block_lacks_is_named(
+def test_stages_reject_missing_inputs_and_invalid_parameters(
     stage: str,
     params: dict[str, Any],
     tensors: dict[str, tuple[int, ...]],
@@ -157,7 +157,7 @@ def test_what_a_block_lacks_is_named(
         stages(undivided.folder("krea"))[stage].verify(task)
 
 
-def test_requests_that_differ_do_not_wait_for_each_other(undivided: c.Undivided, stages: c.Load) -> None:
+def test_denoise_batch_key_depends_on_seed_and_not_on_prompt(undivided: c.Undivided, stages: c.Load) -> None:
     denoise = stages(undivided.folder("krea"))["denoise"]
 
     usual, reworded, other = (
@@ -168,7 +168,9 @@ def test_requests_that_differ_do_not_wait_for_each_other(undivided: c.Undivided,
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_blocks_are_quiet(kind: str, undivided: c.Undivided, stages: c.Load, capfd: pytest.CaptureFixture[str]) -> None:
+def test_denoise_writes_no_progress_bar_to_stderr(
+    kind: str, undivided: c.Undivided, stages: c.Load, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Else a worker's log is full of progress bars."""
     loaded, params = stages(undivided.folder(kind)), c.block_params()
     encoded = c.encode(loaded, params, {})
@@ -179,7 +181,7 @@ def test_blocks_are_quiet(kind: str, undivided: c.Undivided, stages: c.Load, cap
     assert capfd.readouterr().err == ""
 
 
-def test_pixels_that_are_not_finite_are_refused(undivided: c.Undivided, stages: c.Load) -> None:
+def test_non_finite_pixels_raise_permanent_error(undivided: c.Undivided, stages: c.Load) -> None:
     latents = torch.full((1, 4, 1, 8, 8), torch.nan)
 
     with pytest.raises(PermanentError, match="pixels that are not finite"):
@@ -187,7 +189,7 @@ def test_pixels_that_are_not_finite_are_refused(undivided: c.Undivided, stages: 
 
 
 @pytest.mark.parametrize("kind", ["klein", "krea"])
-def test_no_adapter_can_be_asked_of_blocks(kind: str, undivided: c.Undivided) -> None:
+def test_modular_model_spec_does_not_support_lora(kind: str, undivided: c.Undivided) -> None:
     """Its card says so, where a family of our own says the other."""
     for model, takes in ((kind, False), ("wan", True)):
         folder = undivided.folder(model)

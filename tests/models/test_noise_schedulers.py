@@ -56,7 +56,7 @@ def minimal(folder: Path, name: str, **config: Any) -> ModelFolder:
     return ModelFolder(folder)
 
 
-def test_the_names_of_all_noise_schedulers_are_read_from_their_source() -> None:
+def test_all_diffusers_noise_scheduler_names_are_parsed_from_source() -> None:
     public = {name for name in dir(diffusers) if name.endswith("Scheduler") and name in diffusers.__all__}
     kinds = {name for name in public if inspect.isclass(found := getattr(diffusers, name)) and _is_scheduler(found)}
 
@@ -74,7 +74,7 @@ def families() -> dict[str, DiffusersFamily]:
     return {name: family for name, family in found.items() if isinstance(family, DiffusersFamily)}
 
 
-def test_a_family_steps_what_it_knows_and_leaves_the_rest_to_the_pipeline(tmp_path: Path) -> None:
+def test_unsupported_noise_schedulers_use_the_undivided_pipeline(tmp_path: Path) -> None:
     for pipeline, family in families().items():
         assert declared_pipeline(pipeline) is not None, "the rest needs an undivided pipeline"
         for name in sorted(scheduler_classes()):
@@ -92,12 +92,12 @@ def test_a_family_steps_what_it_knows_and_leaves_the_rest_to_the_pipeline(tmp_pa
         ({"algorithm_type": "dpmsolver++"}, False),
     ],
 )
-def test_what_draws_noise_is_known_by_its_configuration(config: dict[str, Any], draws: bool) -> None:
+def test_stochastic_noise_scheduler_is_detected_from_its_config(config: dict[str, Any], draws: bool) -> None:
     assert draws_noise(config) is draws
 
 
 @pytest.mark.row("K5")
-def test_a_scheduler_that_draws_is_left_to_the_pipeline_in_every_family(tmp_path: Path) -> None:
+def test_stochastic_noise_schedulers_use_the_undivided_pipeline(tmp_path: Path) -> None:
     for pipeline, family in families().items():
         for name in family.classes["scheduler"][1]:
             for drawing in ({"stochastic_sampling": True}, {"algorithm_type": "sde-dpmsolver++"}):
@@ -117,7 +117,7 @@ def test_a_scheduler_that_draws_is_left_to_the_pipeline_in_every_family(tmp_path
         ("OwnScheduler", {}, "is a OwnScheduler, which diffusers does not have"),
     ],
 )
-def test_a_configuration_that_cannot_be_read_is_one_sentence(
+def test_invalid_noise_scheduler_config_raises_one_line_error(
     name: str, config: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     loader = Loader(
@@ -129,7 +129,7 @@ def test_a_configuration_that_cannot_be_read_is_one_sentence(
     assert "\n" not in str(refused.value) and "scheduler" in str(refused.value)
 
 
-def test_no_field_is_blamed_where_several_are_wrong() -> None:
+def test_no_config_field_is_named_if_several_are_invalid() -> None:
     several = {"num_train_timesteps": "many", "beta_schedule": "none"}
 
     assert unreadable_field(diffusers.DDIMScheduler, several) == ""
@@ -162,7 +162,7 @@ def test_no_field_is_blamed_where_several_are_wrong() -> None:
         ("WanPipeline", "HeliosScheduler", {}, "needs a pipeline with stages"),
     ],
 )
-def test_what_a_pipeline_cannot_run_with_is_said_before_a_request(
+def test_incompatible_noise_scheduler_is_detected_before_a_request(
     pipeline: str, kind: str, config: dict[str, Any], reason: str
 ) -> None:
     made = object.__new__(getattr(diffusers, pipeline))
@@ -194,7 +194,7 @@ FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
 @pytest.mark.filterwarnings("ignore")  # what diffusers' schedulers say of their configurations
 @pytest.mark.row("K10", "K5")
 @pytest.mark.parametrize("kind", ["wan", "flux", "qwen-image", "hunyuan-video", "ltx", "sd3", "z-image", "sdxl", "sd"])
-def test_each_noise_scheduler_makes_diffusers_pixels_or_is_refused(kind: str, tmp_path: Path) -> None:
+def test_each_noise_scheduler_matches_diffusers_pixels_or_is_rejected(kind: str, tmp_path: Path) -> None:
     """Given a model with each noise scheduler in turn; the reference is a process without unfuse."""
     source = (tiny.build if kind in tiny.KINDS else tiny_whole.build)(kind, tmp_path / "source")
     own = json.loads((source / "scheduler" / "scheduler_config.json").read_text())

@@ -70,7 +70,7 @@ def made(model: Model, folder: Path, batching: str, overlapped: bool) -> list[tu
 
 
 @pytest.mark.parametrize("batching", ["exact", "batched"])
-def test_overlapped_texts_are_those_of_the_normal_loop(model: Model, tmp_path: Path, batching: str) -> None:
+def test_overlapped_step_loop_generates_the_same_text(model: Model, tmp_path: Path, batching: str) -> None:
     """Given greedy and drawn texts, with penalties and stop strings, in a KV that is too small for all, when both loops
     make them, then each has the same pieces and the same answer; in exact pools to the last bit of its logprobs."""
     normal, overlapped = (made(model, tmp_path / str(kind), batching, kind) for kind in (False, True))
@@ -121,9 +121,7 @@ def computed(bench: Bench, leases: list[Lease]) -> list[Mapping[str, torch.Tenso
 
 
 @pytest.mark.parametrize("batching", ["exact", "batched"])
-def test_overlapped_prompts_have_the_keys_and_values_of_the_normal_loop(
-    long: Model, tmp_path: Path, batching: str
-) -> None:
+def test_overlapped_step_loop_prefills_bitwise_equal_kv(long: Model, tmp_path: Path, batching: str) -> None:
     """Given prompts of one to four chunks, when both loops prefill them, then what they hand on, and what they keep for
     others, has the same bits."""
     both = [prompts_in(long, tmp_path / str(kind), batching, kind, [40, 300, 600, 1000]) for kind in (False, True)]
@@ -162,7 +160,7 @@ def watched(
     monkeypatch.setattr(bench.store, "put", stored)
 
 
-def test_a_chunk_is_computed_while_the_one_before_is_stored(
+def test_prefill_chunk_is_computed_while_the_previous_one_is_stored(
     long: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given forwards that begin only when the chunk before is being stored, and chunks that are stored only when the
@@ -179,7 +177,9 @@ def test_a_chunk_is_computed_while_the_one_before_is_stored(
     assert len(computed(bench, leases)) > 3
 
 
-def test_what_is_stored_late_is_what_was_computed(long: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefix_block_stored_late_is_unaffected_by_kv_block_reuse(
+    long: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Given a chunk that is stored only when its place in the KV has other values, as those of a prompt that has taken
     its room, then others find what was computed."""
     calm, _, leases = prompts_in(long, tmp_path / "calm", "batched", False, [1000])

@@ -43,7 +43,7 @@ JOBS = {job.name: job for job in c.JOBS}
         ),
     ],
 )
-def test_cards_have_the_defaults_of_the_pipelines_calls(
+def test_model_specs_have_the_defaults_of_the_pipeline_calls(
     kind: str, defaults: dict[str, Any], limits: tuple[int, int], undivided: c.Undivided
 ) -> None:
     card = read_model_spec("mine", undivided.folder(kind))
@@ -71,7 +71,7 @@ def test_cards_have_the_defaults_of_the_pipelines_calls(
         ("kontext", "model_index.json", {"scheduler": ["diffusers", "FlowMatchHeunDiscreteScheduler"]}),
     ],
 )
-def test_a_folder_that_does_not_fit_is_served_undivided(
+def test_unsupported_model_config_is_served_undivided(
     kind: str, file: str, changes: dict[str, Any], copied: Callable[[str], Path]
 ) -> None:
     folder = copied(kind)
@@ -82,7 +82,7 @@ def test_a_folder_that_does_not_fit_is_served_undivided(
     assert find(folder) is WHOLE
 
 
-def test_a_folder_with_some_of_the_components_is_of_its_family(copied: Callable[[str], Path], tmp_path: Path) -> None:
+def test_folder_with_missing_components_still_maps_to_its_family(copied: Callable[[str], Path], tmp_path: Path) -> None:
     """As on a machine that runs only some of the stages."""
     folder = copied("sdxl")
     (folder / "unet").rename(tmp_path / "elsewhere")
@@ -92,7 +92,7 @@ def test_a_folder_with_some_of_the_components_is_of_its_family(copied: Callable[
         read_model_spec("m", folder)
 
 
-def test_zeros_stand_for_a_negative_prompt_unless_the_model_says_otherwise(copied: Callable[[str], Path]) -> None:
+def test_force_zeros_for_empty_prompt_is_applied_and_changes_pools(copied: Callable[[str], Path]) -> None:
     """Pools are told apart by it."""
     folder = copied("sdxl")
     pools = read_model_spec("m", folder).pools()
@@ -110,7 +110,7 @@ def test_zeros_stand_for_a_negative_prompt_unless_the_model_says_otherwise(copie
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_request_without_a_negative_prompt_has_none(kind: str, copied: Callable[[str], Path]) -> None:
+def test_omitted_negative_prompt_is_none(kind: str, copied: Callable[[str], Path]) -> None:
     folder = copied(kind)
     c.serve(folder)
     card = read_model_spec("mine", folder)
@@ -121,7 +121,7 @@ def test_a_request_without_a_negative_prompt_has_none(kind: str, copied: Callabl
     assert (plain["negative_prompt"], empty["negative_prompt"]) == (None, "")
 
 
-def test_the_pool_of_ltx_vae_goes_by_the_dtype_of_its_text_too(undivided: c.Undivided) -> None:
+def test_ltx_vae_pool_depends_on_the_text_encoder_dtype(undivided: c.Undivided) -> None:
     """By which latents are rounded."""
     folder = undivided.folder("ltx")
     usual, half = (read_model_spec("m", folder, dtype).pools() for dtype in ("float32", "text_encoder=bfloat16"))
@@ -129,20 +129,22 @@ def test_the_pool_of_ltx_vae_goes_by_the_dtype_of_its_text_too(undivided: c.Undi
     assert {name for name in usual if usual[name] != half[name]} == {"text_encode", "vae_decode"}
 
 
-def test_kontext_shares_the_text_encoders_of_flux_and_no_denoiser(undivided: c.Undivided) -> None:
+def test_kontext_shares_only_text_encoder_pools_with_flux(undivided: c.Undivided) -> None:
     flux, kontext = (read_model_spec("m", undivided.folder(kind)).pools() for kind in ("flux", "kontext"))
 
     assert {name for name in flux if flux[name] == kontext.get(name)} == {"text_encode", "text_encode_2"}
 
 
-def test_a_reference_smaller_than_a_patch_is_refused(undivided: c.Undivided, stages: c.Load) -> None:
+def test_reference_image_smaller_than_32x32_is_rejected(undivided: c.Undivided, stages: c.Load) -> None:
     Image.new("RGB", (300, 31)).save(file := io.BytesIO(), "PNG")
 
     with pytest.raises(PermanentError, match="smaller than 32×32: send a larger one"):
         c.run(stages(undivided.folder("kontext"))["image_encode"], c.kontext_params(), None, {"image": file.getvalue()})
 
 
-def test_references_of_other_shapes_share_a_batch_and_no_forward(undivided: c.Undivided, stages: c.Load) -> None:
+def test_reference_images_of_different_shapes_share_a_batch_not_a_forward(
+    undivided: c.Undivided, stages: c.Load
+) -> None:
     """In batched pools requests with references of two shapes come together; each has the latents it has alone."""
     loaded = stages(undivided.folder("kontext"), "float32", ComputeOptions(batching="batched"))
     denoise, params = loaded["denoise"], {**c.kontext_params(), "output_format": "png"}
@@ -172,7 +174,7 @@ def test_references_of_other_shapes_share_a_batch_and_no_forward(undivided: c.Un
         ("kontext", {}, "input pooled_prompt_embeds is missing"),
     ],
 )
-def test_what_denoising_lacks_is_named(
+def test_denoise_rejects_missing_inputs_and_invalid_parameters(
     kind: str, params: dict[str, Any], sentence: str, undivided: c.Undivided, stages: c.Load
 ) -> None:
     usual = next(job for job in c.JOBS if job.model == kind).params

@@ -42,7 +42,7 @@ def latents(vae: WanVae, frames: int, seed: int = 0, height: int = 6, width: int
 
 
 @torch.no_grad()
-def test_one_frame_comes_first_then_as_many_as_a_latent_frame_stands_for(folders: dict[str, Path]) -> None:
+def test_first_fragment_has_one_frame_and_later_ones_the_vae_factor(folders: dict[str, Path]) -> None:
     for kind, each in zip(KINDS, (2, 4), strict=True):
         vae = loaded(folders[kind])
         pieces = [piece.shape[2] for piece in vae.decode_fragments(latents(vae, 3))]
@@ -51,7 +51,9 @@ def test_one_frame_comes_first_then_as_many_as_a_latent_frame_stands_for(folders
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_of_requests_in_turns_are_the_whole_of_each(kind: str, dtype: str, folders: dict[str, Path]) -> None:
+def test_interleaved_fragment_decoding_equals_decoding_each_video_whole(
+    kind: str, dtype: str, folders: dict[str, Path]
+) -> None:
     """The VAE object is shared: each request brings what its layers remember, and leaves none behind."""
     vae = loaded(folders[kind], dtype)
 
@@ -79,7 +81,7 @@ def test_pieces_of_requests_in_turns_are_the_whole_of_each(kind: str, dtype: str
 
 
 @torch.no_grad()
-def test_in_tiles_there_are_no_pieces(folders: dict[str, Path]) -> None:
+def test_tiled_vae_decodes_in_one_fragment(folders: dict[str, Path]) -> None:
     vae = loaded(folders["wan"], how="tiled")
     vae.vae.enable_tiling(32, 32, 16, 16)
     grid = latents(vae, 3, height=12, width=12)
@@ -89,7 +91,7 @@ def test_in_tiles_there_are_no_pieces(folders: dict[str, Path]) -> None:
 
 
 @torch.no_grad()
-def test_a_vae_that_rests_comes_for_each_piece(folders: dict[str, Path]) -> None:
+def test_offloaded_vae_is_reloaded_for_each_fragment(folders: dict[str, Path]) -> None:
     vae, busy = loaded(folders["wan"]), offload_model(transformer(), HOST, "model")
     grid = latents(vae, 3)
     expected = vae.decode(grid)
@@ -106,7 +108,7 @@ def test_a_vae_that_rests_comes_for_each_piece(folders: dict[str, Path]) -> None
 
 
 @pytest.mark.parametrize(("kind", "steps"), [("wan", 3), ("wan-2.2-5b", 3), ("hunyuan-video", 1)])
-def test_the_stage_of_a_causal_vae_steps_and_others_do_not(kind: str, steps: int, tmp_path: Path) -> None:
+def test_only_a_causal_vae_decodes_in_several_steps(kind: str, steps: int, tmp_path: Path) -> None:
     folder = build(kind, tmp_path)
     family = find(folder)
     card = family.model_spec("m", folder)

@@ -20,7 +20,7 @@ def copy(copied: Callable[[str], Path]) -> Path:
     return copied("qwen-image")
 
 
-def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
+def test_model_spec_without_serving_json_has_pipeline_defaults(copy: Path) -> None:
     """The defaults of the pipeline's call, and its default size for a VAE of factor 4."""
     card = find(copy).model_spec("mine", copy)
 
@@ -59,7 +59,7 @@ def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
         ("vae/config.json", {"temperal_downsample": None}, "vae configuration: TypeError"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_a_sentence(
+def test_unsupported_components_or_configs_raise_config_error(
     file: str, changes: dict[str, Any], sentence: str, copy: Path
 ) -> None:
     c.edit(copy / file, **changes)
@@ -68,7 +68,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(
         find(copy).model_spec("mine", copy)
 
 
-def test_texts_of_any_length_travel_alike_with_their_lengths(undivided: c.Undivided, stages: c.Load) -> None:
+def test_prompt_embeds_are_zero_padded_and_masked_by_text_length(undivided: c.Undivided, stages: c.Load) -> None:
     """What is behind a text is zero, so that a request's bytes do not depend on whom it was encoded with."""
     encode = stages(undivided.folder("qwen-image"))["text_encode"]
     tasks = [StageInput(c.qwen_params(prompt=prompt), {}) for prompt in ("b", "a red circle", c.LONG)]
@@ -83,7 +83,7 @@ def test_texts_of_any_length_travel_alike_with_their_lengths(undivided: c.Undivi
     assert [int(output["prompt_embeds_mask"].sum()) for output in outputs] == [3, 14, 24]
 
 
-def test_a_request_that_runs_alone_meets_no_mask(
+def test_single_request_runs_without_padding_or_attention_mask(
     undivided: c.Undivided, stages: c.Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor padding: with either, another attention kernel makes other bits. Beside a longer text it meets both."""

@@ -40,7 +40,7 @@ def encoded(stage: Stage, params: Any, uploads: Mapping[str, bytes]) -> dict[str
     return dict(output.tensors)
 
 
-def test_an_encoder_reads_what_its_pipeline_says_and_nothing_else(
+def test_encoders_read_only_the_parameters_their_pipeline_declares(
     job: c.Job, undivided: c.Undivided, stages: c.Load
 ) -> None:
     folder, uploads = undivided.folder(job.model), undivided.uploads(job.params)
@@ -57,7 +57,7 @@ def test_an_encoder_reads_what_its_pipeline_says_and_nothing_else(
             assert alone[name] is tensor or alone[name].equal(tensor)
 
 
-def test_one_parameter_too_few_is_noticed(undivided: c.Undivided, stages: c.Load) -> None:
+def test_reading_an_undeclared_parameter_is_detected(undivided: c.Undivided, stages: c.Load) -> None:
     folder = undivided.folder("wan")
     reads = find(folder).model_spec("model", folder).pipeline.stages[0].depends_on_params
     for left_out in reads:
@@ -66,7 +66,7 @@ def test_one_parameter_too_few_is_noticed(undivided: c.Undivided, stages: c.Load
             encoded(stages(folder)["text_encode"], Declared(c.wan_params(negative_prompt="n"), names), {})
 
 
-def test_models_of_one_pool_say_the_same(undivided: c.Undivided) -> None:
+def test_models_sharing_an_encoder_pool_declare_the_same_parameters(undivided: c.Undivided) -> None:
     """Text encoders of text to video and image to video are one pool: what either encodes may serve the other."""
     cards = [find(undivided.folder(kind)).model_spec(kind, undivided.folder(kind)) for kind in ("wan", "wan-image")]
     first, second = (

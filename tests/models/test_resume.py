@@ -12,7 +12,7 @@ from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.checkpoints import pack, unpack
 
 
-def test_interrupted_after_every_step_it_makes_the_bits_of_the_undivided_pipeline(
+def test_resume_from_a_checkpoint_after_every_step_is_bit_exact(
     job: c.Job, undivided: c.Undivided, stages: c.Load
 ) -> None:
     """Given each state written into a store, when the next step starts from what is read there, then the latents are
@@ -39,7 +39,7 @@ def test_interrupted_after_every_step_it_makes_the_bits_of_the_undivided_pipelin
 
 
 @pytest.mark.parametrize("broken", ["no latents", "another size", "beyond the end", "no step"])
-def test_a_checkpoint_of_something_else_is_refused(broken: str, undivided: c.Undivided, stages: c.Load) -> None:
+def test_mismatched_checkpoint_is_rejected(broken: str, undivided: c.Undivided, stages: c.Load) -> None:
     job = next(job for job in c.JOBS if job.name == "unipc-image")
     loaded = stages(undivided.folder(job.model))
     stage, params = loaded["denoise"], {**job.params, "output_format": "png"}

@@ -75,17 +75,17 @@ def written(template: str, messages: list[dict[str, Any]], **kwargs: Any) -> str
         (TURNS, "<user>s\n\nt\n\nv\n\nu<assistant>a<user>w"),
     ],
 )
-def test_no_message_of_the_system_is_lost(template: str, text: str) -> None:
+def test_every_system_message_is_rendered_for_each_template(template: str, text: str) -> None:
     assert written(template, SYSTEMS) == text
 
 
 @pytest.mark.row("C1")
-def test_a_chat_of_the_system_alone_is_the_users() -> None:
+def test_lone_system_message_is_rendered_as_user_message() -> None:
     assert written(LISTED, [{"role": "developer", "content": "s"}]) == "<user>s"
 
 
 @pytest.mark.row("K2")
-def test_no_result_of_a_tool_is_lost() -> None:
+def test_tool_result_is_rendered_if_the_template_ignores_tool_messages() -> None:
     """Given a template that knows tools, and passes over the role of their results."""
     said = [USER, {"role": "tool", "tool_call_id": "1", "content": "42"}]
     assert written("{# tools #}" + LISTED, said) == "<user>u<user><tool_response>\n42\n</tool_response>"
@@ -93,13 +93,13 @@ def test_no_result_of_a_tool_is_lost() -> None:
 
 
 @pytest.mark.row("K2")
-def test_what_a_user_says_in_two_messages_is_one_where_roles_take_turns() -> None:
+def test_consecutive_user_messages_are_merged_if_roles_must_alternate() -> None:
     assert written(TURNS, [USER, USER]) == "<user>u\n\nu"
     assert written(CHATML, [USER, USER]) == "<user>u<user>u"
 
 
 @pytest.mark.row("C1")
-def test_a_role_that_the_template_passes_over_is_refused() -> None:
+def test_role_ignored_by_the_chat_template_is_rejected() -> None:
     said = [USER, {"role": "User", "content": "x"}]
     assert written(CHATML, said) == "<user>u<User>x"
     with pytest.raises(InvalidParameter, match=r"messages\[1\].role is 'User'.*: send one of system, ") as refused:
@@ -115,7 +115,7 @@ PARTS = (
 
 
 @pytest.mark.row("C1", "K2")
-def test_a_template_that_reads_parts_alone_gets_parts() -> None:
+def test_template_that_reads_only_content_parts_receives_parts() -> None:
     assert written(PARTS, SYSTEMS[1:]) == "<system>t<user>u<assistant>a<system>v<user>w"
     assert written(PARTS, [{"role": "user", "content": [{"type": "text", "text": "u"}]}]) == "<user>u"
     assert written(PARTS, [USER, {"role": "assistant", "content": "a "}], continue_final_message=True).endswith("a ")
@@ -125,7 +125,7 @@ def test_a_template_that_reads_parts_alone_gets_parts() -> None:
 @pytest.mark.parametrize(
     "arguments", ["c.function.arguments", "'' + c.function.arguments + ''", "c.function.arguments ~ ''"]
 )
-def test_arguments_are_json_where_a_template_writes_them_as_text(arguments: str) -> None:
+def test_tool_call_arguments_are_json_if_the_template_expects_text(arguments: str) -> None:
     """Given a template that expects arguments as the text that OpenAI's API has."""
     template = (
         "{# tools #}{% for m in messages %}{% for c in m.tool_calls %}{{ " + arguments + " }}{% endfor %}{% endfor %}"
@@ -140,7 +140,7 @@ LISTS = "{% for t in tools %}{% for k, v in t.function.parameters.properties.ite
 
 @pytest.mark.row("N2")
 @pytest.mark.parametrize("parameters", [{}, {"type": "object"}, {"type": "object", "properties": None}])
-def test_a_template_may_go_through_properties_that_there_are_none_of(parameters: dict[str, Any]) -> None:
+def test_tool_without_properties_is_rendered_without_error(parameters: dict[str, Any]) -> None:
     """Given a function without arguments, as MCP servers describe it."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     mine = tokenizer(LISTS + TURNS)
@@ -149,12 +149,12 @@ def test_a_template_may_go_through_properties_that_there_are_none_of(parameters:
 
 
 @pytest.mark.row("C5:continue_final_message")
-def test_an_answer_continues_the_last_message_also_in_a_simpler_form() -> None:
+def test_continue_final_message_works_with_merged_messages() -> None:
     said = [SYSTEMS[0], USER, USER, {"role": "assistant", "content": "a "}]
     assert written(TURNS, said, continue_final_message=True) == "<user>s\n\nu\n\nu<assistant>a "
 
 
-def test_a_prompt_that_is_too_much_is_not_tried_again() -> None:
+def test_chat_template_timeout_is_not_retried() -> None:
     loops = "{% for m in messages %}" + "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 4
     tried = list[int]()
 

@@ -94,21 +94,23 @@ def check(kind: str, dtype: str, count: int, undivided: c.Undivided, stages: c.L
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(kind, dtype) for dtype, kinds in BY_DAY.items() for kind in kinds])
-def test_mates_change_no_byte(kind: str, dtype: str, undivided: c.Undivided, stages: c.Load) -> None:
+def test_exact_batches_are_bitwise_equal_to_single_requests(
+    kind: str, dtype: str, undivided: c.Undivided, stages: c.Load
+) -> None:
     check(kind, dtype, 6, undivided, stages)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", sorted(kind for kind in KINDS if not kind.startswith(("klein", "krea"))))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_mates_change_no_byte_of_any_family(
+def test_exact_batches_are_bitwise_equal_for_every_family(
     kind: str, dtype: str, threads: int, undivided: c.Undivided, stages: c.Load
 ) -> None:
     """Those of the general family share nothing: their blocks take requests one by one."""
     check(kind, dtype, 16, undivided, stages)
 
 
-def test_without_the_rule_the_comparison_sees_a_difference_and_says_which_function_makes_it(
+def test_non_exact_batch_difference_is_attributed_to_a_torch_function(
     undivided: c.Undivided, stages: c.Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = stages(undivided.folder("flux"))

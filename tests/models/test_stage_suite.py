@@ -14,7 +14,9 @@ ONE_OF_EACH = list(
 
 
 @pytest.mark.parametrize("chosen", ONE_OF_EACH, ids=lambda job: job.name)
-def test_the_suite_passes(chosen: c.Job, undivided: c.Undivided, stages: c.Load) -> None:
+def test_stages_of_every_family_pass_the_stage_test_suite(
+    chosen: c.Job, undivided: c.Undivided, stages: c.Load
+) -> None:
     folder = undivided.folder(chosen.model)
     loaded, specs = stages(folder), {spec.name: spec for spec in find(folder).model_spec("m", folder).pipeline.stages}
     params = {**chosen.params, "output_format": "png"}

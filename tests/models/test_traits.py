@@ -10,14 +10,14 @@ MAX_BY_DAY = 90
 """Jobs by day: a further one costs half a second in all tests of every job."""
 
 
-def test_each_trait_of_each_model_has_a_job_by_day() -> None:
+def test_daily_jobs_cover_every_trait_of_every_model() -> None:
     shown = {trait for job in c.JOBS if job.name in c.BY_DAY for trait in c.traits(job)}
     assert {trait for job in c.JOBS for trait in c.traits(job)} - shown == set()
     assert {job.model for job in c.JOBS} == {model for model, _ in shown}
     assert len(c.BY_DAY) <= MAX_BY_DAY < len(c.JOBS)
 
 
-def test_tests_of_every_job_run_these_by_day() -> None:
+def test_daily_jobs_run_unmarked_and_all_others_nightly() -> None:
     """As pytest marks them."""
     marked: dict[str, list[str]] = {"day": [], "night": []}
 
@@ -45,6 +45,6 @@ def test_tests_of_every_job_run_these_by_day() -> None:
         ({}, c.WHOLE_HALF, c.WHOLE_HALF),
     ],
 )
-def test_a_job_shows(params: dict[str, object], dtype: str, trait: str) -> None:
+def test_job_parameters_and_dtype_determine_its_traits(params: dict[str, object], dtype: str, trait: str) -> None:
     plain, special = c.Job("plain", "wan", c.wan_params()), c.Job("special", "wan", c.wan_params(**params), dtype)
     assert ("wan", trait) in c.traits(special) - c.traits(plain)

@@ -156,7 +156,7 @@ def with_video(video: dict[str, Any], still: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["frames", "file"])
-def test_a_video_of_eight_frames_is_what_the_undivided_model_sees(
+def test_video_chat_tokens_and_logits_equal_the_undivided_model(
     folder: Path, chats: dict[str, tuple[Any, Any]], form: str
 ) -> None:
     """Given eight frames, then tokens and the first logits are those of the undivided model that is given these."""
@@ -184,7 +184,7 @@ def film(frames: Sequence[Path], folder: Path) -> tuple[dict[str, Any], list[Pat
 
 
 @given(frames=st.integers(2, 3000), rate=st.floats(1, 120), most=st.integers(2, 800))
-def test_frames_are_picked_as_transformers_does(frames: int, rate: float, most: int) -> None:
+def test_video_frames_are_sampled_as_in_transformers(frames: int, rate: float, most: int) -> None:
     """The formulas of its video processors, which need torchvision."""
     bounds = PixelBounds(1, 1 << 30)
     for timed in (True, False):
@@ -203,7 +203,7 @@ def test_frames_are_picked_as_transformers_does(frames: int, rate: float, most: 
 
 
 @pytest.mark.slow
-def test_tokens_are_those_of_the_undivided_model_with_kv_without_it_and_together(
+def test_image_chat_tokens_and_logits_equal_the_undivided_model(
     folder: Path, chats: dict[str, tuple[Any, Any]]
 ) -> None:
     """Given a chat that shows three pictures, and one that shows none, when they are decoded from the KV that prefill
@@ -236,9 +236,7 @@ def first_logits(chat: Chat, stages: Mapping[str, Any]) -> torch.Tensor:
     return logits
 
 
-def test_an_attempt_goes_on_from_what_was_recorded_with_the_positions_it_had(
-    folder: Path, pictures: list[Path]
-) -> None:
+def test_new_attempt_resumes_an_image_chat_from_recorded_deltas(folder: Path, pictures: list[Path]) -> None:
     chat = Chat(folder, messages(pictures))
     stages = chat.stages()
     decode, made = stages["decode"], chat.encoded(stages["vision_encode"])
@@ -251,7 +249,7 @@ def test_an_attempt_goes_on_from_what_was_recorded_with_the_positions_it_had(
     assert decoded(decode, chat.task(made, *recorded)) == [calm]
 
 
-def test_a_text_before_the_first_picture_is_shared_whatever_the_picture_is(folder: Path, pictures: list[Path]) -> None:
+def test_prefix_blocks_before_the_first_image_are_shared(folder: Path, pictures: list[Path]) -> None:
     """Given two prompts with a long text before pictures of one size, then the chunks before the one in which these
     begin are equal, and no others; and the second one goes on from what was computed of the first one, with the tokens
     that it gets without."""
@@ -284,9 +282,7 @@ def portions_of(prefill: Prefill, task: StageInput) -> list[dict[str, Any]]:
     return portions
 
 
-def test_prompts_that_show_the_same_begin_alike_and_go_on_from_what_was_computed(
-    folder: Path, pictures: list[Path]
-) -> None:
+def test_prefix_blocks_with_images_are_shared_only_if_images_are_equal(folder: Path, pictures: list[Path]) -> None:
     """Given two prompts that show the same and end differently, and one of the same tokens that shows another picture,
     then the second one goes on from the chunks of the first one, with the tokens that it gets without, and the third
     one, whose picture is in the first chunk, shares nothing."""
@@ -309,7 +305,7 @@ def test_prompts_that_show_the_same_begin_alike_and_go_on_from_what_was_computed
     assert decoded(stages["decode"], goes_on.task(made | shared)) == decoded(stages["decode"], task)
 
 
-def test_the_turn_behind_an_answer_about_pictures_goes_on_from_that(folder: Path, pictures: list[Path]) -> None:
+def test_next_turn_reuses_prefix_blocks_with_images_and_completion(folder: Path, pictures: list[Path]) -> None:
     """Given a prompt whose last picture ends in the chunk that its answer completes, when the next turn begins with
     both, then it finds that chunk, with the bits that it has when it is computed."""
     length = len(Chat(folder, messages(pictures)).ids)
@@ -342,7 +338,7 @@ def test_the_turn_behind_an_answer_about_pictures_goes_on_from_that(folder: Path
     assert all(whole[name].equal(shared[name]) for name in whole)
 
 
-def test_each_worker_has_the_weights_of_its_part_alone(folder: Path, pictures: list[Path]) -> None:
+def test_vision_and_language_stages_load_disjoint_weights(folder: Path, pictures: list[Path]) -> None:
     stages = Chat(folder, messages(pictures)).stages()
     whole = getattr(transformers, card_kind(folder)).from_pretrained(folder).state_dict()
     tower = stages["vision_encode"]._encoder._tower
@@ -363,7 +359,7 @@ def card_kind(folder: Path) -> str:
 
 
 @given(width=st.integers(1, 3000), height=st.integers(1, 3000), patch=st.sampled_from([14, 16]))
-def test_a_grid_is_that_of_transformers(width: int, height: int, patch: int) -> None:
+def test_image_grid_equals_smart_resize_of_transformers(width: int, height: int, patch: int) -> None:
     bounds, side = PixelBounds(56 * 56, 14 * 14 * 4 * 1280), patch * 2
     vision = VisionConfig(1, 2, 3, 4, patch, 2, 2, bounds, bounds)
     if max(width, height) > 200 * min(width, height):
@@ -376,7 +372,7 @@ def test_a_grid_is_that_of_transformers(width: int, height: int, patch: int) -> 
     assert vision.picture_grid(width, height) == (1, rows, columns)
 
 
-def test_positions_are_those_of_transformers(folder: Path, pictures: list[Path]) -> None:
+def test_rope_positions_equal_those_of_transformers(folder: Path, pictures: list[Path]) -> None:
     chat = Chat(folder, messages(pictures))
     assert chat.card.vision
     ids = torch.tensor([chat.ids])
@@ -394,7 +390,7 @@ def test_positions_are_those_of_transformers(folder: Path, pictures: list[Path])
     assert sight.visible_rows(length - 1, length + 2) is None
 
 
-def test_what_was_not_encoded_or_is_of_another_size_is_refused(folder: Path, pictures: list[Path]) -> None:
+def test_missing_or_wrong_size_image_embeddings_are_rejected(folder: Path, pictures: list[Path]) -> None:
     chat = Chat(folder, messages(pictures))
     stages = chat.stages()
     made = chat.encoded(stages["vision_encode"])
@@ -406,7 +402,7 @@ def test_what_was_not_encoded_or_is_of_another_size_is_refused(folder: Path, pic
     assert stages["decode"].texts.load().used == 0 and stages["decode"].texts.load().prompts == 0
 
 
-def test_a_model_says_in_either_of_two_files_and_spellings_how_large_videos_are(tmp_path: Path) -> None:
+def test_video_pixel_bounds_are_read_from_new_and_legacy_config_files(tmp_path: Path) -> None:
     """Given a folder as the first of these models were published, with one file for pictures and videos, and the
     language's configuration around the vision's, then it is read as transformers reads it."""
     made = make_vision_model(tmp_path / "tiny")
@@ -424,7 +420,7 @@ def test_a_model_says_in_either_of_two_files_and_spellings_how_large_videos_are(
     assert card.vision.videos == card.vision.pictures == PixelBounds(3136, 12_845_056)
 
 
-def test_a_model_without_a_picture_processor_is_refused(tmp_path: Path) -> None:
+def test_missing_image_preprocessor_config_raises_config_error(tmp_path: Path) -> None:
     made = make_vision_model(tmp_path / "tiny")
     (made / "preprocessor_config.json").unlink()
     with pytest.raises(ConfigError, match="preprocessor_config.json, which configures image preprocessing"):

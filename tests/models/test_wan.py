@@ -24,7 +24,7 @@ def copy(copied: Callable[[str], Path]) -> Path:
     return copied("wan")
 
 
-def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
+def test_model_spec_without_serving_json_has_pipeline_defaults(copy: Path) -> None:
     card = find(copy).model_spec("mine", copy)
 
     card.pipeline.validate()
@@ -44,7 +44,7 @@ def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
     assert (limits.max_size, limits.max_frames) == (256, 63)
 
 
-def test_a_card_of_a_model_of_full_size(copy: Path) -> None:
+def test_full_size_model_spec_has_published_defaults_and_limits(copy: Path) -> None:
     """What the published models have: room for 1024 patches an axis, a VAE that does not name its scale factors."""
     c.edit(copy / "transformer" / "config.json", rope_max_seq_len=1024)
     vae = {"scale_factor_spatial": None, "scale_factor_temporal": None, "temperal_downsample": [False, True, True]}
@@ -58,7 +58,7 @@ def test_a_card_of_a_model_of_full_size(copy: Path) -> None:
     assert (limits.size_multiple, limits.frame_multiple) == (16, 4)
 
 
-def test_a_card_with_serving_json(copy: Path) -> None:
+def test_serving_json_overrides_defaults_and_limits(copy: Path) -> None:
     c.serve(copy, {"num_frames": 3}, {"max_size": 64})
 
     card = find(copy).model_spec("mine", copy)
@@ -70,7 +70,7 @@ def test_a_card_with_serving_json(copy: Path) -> None:
     assert (params["width"], params["height"], params["num_frames"]) == (48, 16, 5)
 
 
-def test_the_built_in_model_serves_what_its_serving_json_says() -> None:
+def test_built_in_model_spec_follows_its_serving_json() -> None:
     folder = resolve_source("unfuse/shapes")
     said = json.loads((folder / "serving.json").read_text())
 
@@ -88,7 +88,7 @@ def test_the_built_in_model_serves_what_its_serving_json_says() -> None:
         ("float16,vae=float32", "float32", "float16"),
     ],
 )
-def test_one_dtype_is_for_all_components_that_are_not_named(wanted: str, vae: str, others: str, copy: Path) -> None:
+def test_dtype_option_applies_to_all_components_not_named(wanted: str, vae: str, others: str, copy: Path) -> None:
     c.serve(copy)
 
     dtypes = find(copy).model_spec("mine", copy, wanted).dtypes
@@ -97,7 +97,7 @@ def test_one_dtype_is_for_all_components_that_are_not_named(wanted: str, vae: st
     assert set(dtypes.values()) == {others}
 
 
-def test_an_unknown_dtype_is_refused(copy: Path) -> None:
+def test_unknown_dtype_raises_config_error(copy: Path) -> None:
     c.serve(copy)
     with pytest.raises(ConfigError, match="unknown dtype 'int4', use auto, float32"):
         find(copy).model_spec("mine", copy, "int4")
@@ -110,7 +110,9 @@ def shapes_card() -> ModelSpec:
 
 
 @given(sides=st.tuples(st.integers(1, 8), st.integers(1, 8)), groups=st.integers(0, 4))
-def test_room_holds_every_output_and_little_more(shapes_card: ModelSpec, sides: tuple[int, int], groups: int) -> None:
+def test_declared_output_size_bounds_each_stage_output_closely(
+    shapes_card: ModelSpec, sides: tuple[int, int], groups: int
+) -> None:
     width, height, frames = 32 * sides[0], 32 * sides[1], 4 * groups + 1
     rooms = {
         stage.name: stage.output_size.bytes({"width": width, "height": height, "num_frames": frames})
@@ -125,7 +127,7 @@ def test_room_holds_every_output_and_little_more(shapes_card: ModelSpec, sides: 
     assert rooms["vae_decode"] == 0
 
 
-def test_weights_ids_are_equal_for_copies_and_tell_changes(copy: Path, undivided: c.Undivided) -> None:
+def test_weights_ids_are_equal_for_copies_and_differ_after_changes(copy: Path, undivided: c.Undivided) -> None:
     original = find(copy).model_spec("a", undivided.folder("wan")).weights
     assert find(copy).model_spec("b", copy).weights == original
 
@@ -160,7 +162,7 @@ def test_pools_of_equal_components_are_shared_between_models(other: str, undivid
         ({"vae": [None, None]}, "declares component vae as [None, None]; supported: diffusers AutoencoderKLWan"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_a_sentence(changes: dict[str, Any], sentence: str, copy: Path) -> None:
+def test_unsupported_components_raise_config_error(changes: dict[str, Any], sentence: str, copy: Path) -> None:
     c.edit(copy / "model_index.json", **changes)
 
     with pytest.raises(ConfigError, match=re.escape(sentence)):
@@ -183,7 +185,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(changes: dict[str, Any],
         ("serving.json", {"limits": {"max_frames": 1001}}, "rope_max_seq_len allows 256 pixels and 63 frames"),
     ],
 )
-def test_contradictions_are_refused_in_a_sentence(
+def test_contradictory_configs_raise_config_error(
     file: str, changes: dict[str, Any], sentence: str, copy: Path
 ) -> None:
     c.serve(copy)
@@ -207,7 +209,7 @@ def test_contradictions_are_refused_in_a_sentence(
         ("vae_decode", {"latents": (2, 4, 1, 8, 8)}, "1×4×any×any×any"),
     ],
 )
-def test_inputs_of_another_shape_are_refused(
+def test_missing_or_wrong_shape_inputs_are_rejected(
     stage: str, tensors: dict[str, tuple[int, ...]], sentence: str, undivided: c.Undivided, stages: c.Load
 ) -> None:
     import torch

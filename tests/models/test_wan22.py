@@ -14,7 +14,7 @@ from unfuse.models import find
 from unfuse.stages.base import StageInput
 
 
-def test_both_transformers_belong_to_the_denoiser_and_so_to_its_pool(copied: Callable[[str], Path]) -> None:
+def test_both_transformers_belong_to_the_denoise_stage_and_its_pool(copied: Callable[[str], Path]) -> None:
     folder = copied("wan-2.2")
     card = find(folder).model_spec("mine", folder)
     c.edit(folder / "transformer_2" / "config.json", eps=1e-5)
@@ -26,7 +26,7 @@ def test_both_transformers_belong_to_the_denoiser_and_so_to_its_pool(copied: Cal
     assert {name for name in card.pools() if card.pools()[name] != changed.pools()[name]} == {"denoise"}
 
 
-def test_equal_weights_with_another_boundary_are_another_pool(copied: Callable[[str], Path]) -> None:
+def test_boundary_ratio_changes_the_denoise_pool(copied: Callable[[str], Path]) -> None:
     """It stands in model_index.json, which is in no component's folder."""
     folder = copied("wan-2.2")
     before = find(folder).model_spec("mine", folder).pools()
@@ -37,7 +37,7 @@ def test_equal_weights_with_another_boundary_are_another_pool(copied: Callable[[
     assert {name for name in after if after[name] != before[name]} == {"denoise"}
 
 
-def test_two_transformers_have_two_scales_the_second_left_out_unless_given(copied: Callable[[str], Path]) -> None:
+def test_guidance_scale_2_is_accepted_only_with_two_transformers(copied: Callable[[str], Path]) -> None:
     folder, plain = copied("wan-2.2"), copied("wan")
     card = find(folder).model_spec("mine", folder)
 
@@ -49,7 +49,7 @@ def test_two_transformers_have_two_scales_the_second_left_out_unless_given(copie
     assert find(folder).model_spec("mine", folder).defaults["guidance_scale_2"] == 3.0
 
 
-def test_a_second_transformer_without_a_boundary_is_not_used(
+def test_second_transformer_is_unused_without_boundary_ratio(
     copied: Callable[[str], Path], undivided: c.Undivided, stages: c.Load
 ) -> None:
     """As undivided: the first takes every step."""
@@ -61,7 +61,7 @@ def test_a_second_transformer_without_a_boundary_is_not_used(
     assert card.pools() == find(folder).model_spec("m", undivided.folder("wan")).pools()
 
 
-def test_the_small_one_has_its_own_rate_and_sizes(copied: Callable[[str], Path]) -> None:
+def test_wan22_5b_model_spec_has_its_own_fps_and_size_multiple(copied: Callable[[str], Path]) -> None:
     """A VAE of factor 16 whose latents the transformer takes two by two."""
     folder = copied("wan-2.2-5b")
     card = find(folder).model_spec("mine", folder)
@@ -78,7 +78,7 @@ def test_the_small_one_has_its_own_rate_and_sizes(copied: Callable[[str], Path])
         ("wan-image", ("image_embeds", "condition"), ("image_encoder", "image_processor", "vae")),
     ],
 )
-def test_a_picture_is_encoded_by_clip_only_where_there_is_one(
+def test_image_encode_uses_clip_only_if_the_model_has_it(
     kind: str, outputs: tuple[str, ...], components: tuple[str, ...], undivided: c.Undivided
 ) -> None:
     folder = undivided.folder(kind)
@@ -87,7 +87,7 @@ def test_a_picture_is_encoded_by_clip_only_where_there_is_one(
     assert (encode.kind, encode.outputs, encode.components) == ("image_encode", outputs, components)
 
 
-def test_pools_are_shared_where_the_same_is_done_and_nowhere_else(undivided: c.Undivided) -> None:
+def test_text_encode_pool_is_shared_and_denoise_pools_are_separate(undivided: c.Undivided) -> None:
     kinds = ("wan", "wan-2.2", "wan-2.2-image", "wan-2.2-5b", "wan-2.2-5b-image")
     pools = {kind: find(folder).model_spec("m", folder).pools() for kind in kinds if (folder := undivided.folder(kind))}
 
@@ -98,7 +98,7 @@ def test_pools_are_shared_where_the_same_is_done_and_nowhere_else(undivided: c.U
     )
 
 
-def test_what_denoising_lacks_is_named(undivided: c.Undivided, stages: c.Load) -> None:
+def test_denoise_rejects_invalid_parameters_and_inputs(undivided: c.Undivided, stages: c.Load) -> None:
     text: dict[str, Any] = {name: torch.zeros(1, 24, 32) for name in ("prompt_embeds", "negative_prompt_embeds")}
     latents = {"condition": torch.zeros(1, 6, 1, 2, 2)}
 

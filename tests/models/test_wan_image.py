@@ -21,7 +21,7 @@ def copy(copied: Callable[[str], Path]) -> Path:
     return copied("wan-image")
 
 
-def test_a_card_asks_for_a_picture_and_encodes_it_beside_the_text(copy: Path) -> None:
+def test_model_spec_requires_an_image_and_encodes_it_beside_the_prompt(copy: Path) -> None:
     card = find(copy).model_spec("mine", copy)
 
     card.pipeline.validate()
@@ -37,7 +37,7 @@ def test_a_card_asks_for_a_picture_and_encodes_it_beside_the_text(copy: Path) ->
     assert card.defaults["guidance_scale"] == 5.0
 
 
-def test_frames_are_what_the_vae_encodes_and_not_only_what_it_decodes(copy: Path) -> None:
+def test_num_frames_must_be_one_more_than_a_multiple_of_four(copy: Path) -> None:
     """It takes four frames at a time, also where two make one of latents."""
     card = find(copy).model_spec("mine", copy)
 
@@ -71,7 +71,7 @@ def test_frames_are_what_the_vae_encodes_and_not_only_what_it_decodes(copy: Path
         ("image_encoder/config.json", {"hidden_size": None}, "image_encoder configuration: TypeError"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_a_sentence(
+def test_unsupported_components_or_configs_raise_config_error(
     file: str, changes: dict[str, Any], sentence: str, copy: Path
 ) -> None:
     c.edit(copy / file, **changes)
@@ -89,7 +89,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(
         ("wan-2.2-5b-image", (0, 0)),
     ],
 )
-def test_a_card_says_whether_a_video_ends_with_a_picture_too(
+def test_model_spec_declares_whether_last_frame_is_accepted(
     kind: str, last: tuple[int, int], undivided: c.Undivided
 ) -> None:
     """By what the transformer sees: a place for two of CLIP's, or none of CLIP and a mask of the frames.
@@ -104,7 +104,7 @@ def test_a_card_says_whether_a_video_ends_with_a_picture_too(
 
 
 @pytest.mark.parametrize("name", ["CLIPImageProcessor", "CLIPImageProcessorFast"])
-def test_an_image_processor_loads_by_each_of_its_names(
+def test_image_processor_loads_by_plain_and_fast_class_name(
     name: str, copy: Path, undivided: c.Undivided, stages: c.Load
 ) -> None:
     """Published models name the first, older releases saved the second; without torchvision both are Pillow's."""
@@ -137,7 +137,7 @@ def _has_torchvision() -> bool:
         ),
     ],
 )
-def test_inputs_of_another_shape_are_refused(
+def test_missing_or_wrong_shape_inputs_are_rejected(
     tensors: dict[str, tuple[int, ...]], sentence: str, undivided: c.Undivided, stages: c.Load
 ) -> None:
     text = {"prompt_embeds": (1, 24, 32), "negative_prompt_embeds": (1, 24, 32)}

@@ -51,7 +51,7 @@ def indexed(folder: Path, **entries: Any) -> Path:
     return folder
 
 
-def test_a_card_has_one_stage_and_says_why(folders: Path) -> None:
+def test_undivided_model_spec_has_one_stage_and_a_reason(folders: Path) -> None:
     card = read_model_spec("sd", folders / "sd")
 
     (stage,) = card.pipeline.stages
@@ -66,7 +66,7 @@ def test_a_card_has_one_stage_and_says_why(folders: Path) -> None:
     assert "StableDiffusionPipeline" in card.undivided_reason and find(folders / "sd") is FAMILY
 
 
-def test_what_can_be_asked_for_is_what_the_call_takes(folders: Path) -> None:
+def test_defaults_and_limits_are_those_of_the_pipeline_call(folders: Path) -> None:
     """The defaults are those of the call; where it has none, what the model was trained on."""
     picture, video, plain = (read_model_spec(kind, folders / kind) for kind in ("sd", "ltx-image", "pixart-alpha"))
 
@@ -79,7 +79,7 @@ def test_what_can_be_asked_for_is_what_the_call_takes(folders: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", [{"preview_every": 2}, {"partial_images": 1, "stream": True}, {"strength": 1}])
-def test_what_no_call_takes_is_refused(asked: dict[str, object], folders: Path) -> None:
+def test_parameters_that_the_pipeline_call_lacks_are_rejected(asked: dict[str, object], folders: Path) -> None:
     card = read_model_spec("sd", folders / "sd")
 
     with pytest.raises(InvalidParameter, match=f"takes no {next(iter(asked))}|unknown parameter"):
@@ -88,7 +88,7 @@ def test_what_no_call_takes_is_refused(asked: dict[str, object], folders: Path) 
     assert "preview_every" not in params
 
 
-def test_what_a_model_lacks_may_be_asked_for_as_nothing() -> None:
+def test_unsupported_parameter_is_accepted_only_with_an_empty_value() -> None:
     refused = tuple(AcceptedInput(name, max=0) for name in ("negative_prompt", "size"))
     card = ModelSpec("m", "m", "f", None, {}, {"num_inference_steps": 4}, {}, {}, accepts=refused)  # type: ignore[arg-type]
 
@@ -98,7 +98,7 @@ def test_what_a_model_lacks_may_be_asked_for_as_nothing() -> None:
             check_request(card, {"prompt": "a", **asked}, IMAGE)
 
 
-def test_equal_folders_share_a_pool_and_others_do_not(sd: Path, folders: Path) -> None:
+def test_equal_folders_share_a_pool_unless_dtype_or_settings_differ(sd: Path, folders: Path) -> None:
     """Another dtype of any component, or another setting of the pipeline, is another pool."""
     usual = read_model_spec("one", folders / "sd").pools()
     assert read_model_spec("two", sd).pools() == usual
@@ -125,13 +125,13 @@ def test_equal_folders_share_a_pool_and_others_do_not(sd: Path, folders: Path) -
         ({"_class_name": "KandinskyV22PriorPipeline"}, "generates neither pictures nor videos without sound"),
     ],
 )
-def test_what_cannot_be_served_is_one_sentence(entries: dict[str, Any], reason: str, sd: Path) -> None:
+def test_unsupported_pipelines_raise_one_line_config_error(entries: dict[str, Any], reason: str, sd: Path) -> None:
     with pytest.raises(ConfigError, match=reason) as refused:
         read_model_spec("m", indexed(sd, **entries))
     assert "\n" not in str(refused.value)
 
 
-def test_pickles_are_refused_by_the_component_that_has_them(sd: Path) -> None:
+def test_pickle_weights_raise_config_error_naming_the_component(sd: Path) -> None:
     weights = sd / "unet" / "diffusion_pytorch_model.safetensors"
     weights.rename(weights.with_suffix(".bin"))
 
@@ -140,7 +140,7 @@ def test_pickles_are_refused_by_the_component_that_has_them(sd: Path) -> None:
 
 
 @pytest.mark.skipif(bool(find_spec("torchvision")), reason="torchvision is installed, which this is to miss")
-def test_a_processor_that_needs_what_is_not_installed_says_so_in_a_sentence(sd: Path) -> None:
+def test_missing_torchvision_raises_one_line_config_error(sd: Path) -> None:
     """As those of Qwen-Image-Edit-Plus and FLUX.2, whose folders have a tokenizer's files and no config.json."""
     (sd / "tokenizer").rename(sd / "processor")
     parts = {"tokenizer": [None, None], "processor": ["transformers", "PixtralProcessor"]}
@@ -152,7 +152,7 @@ def test_a_processor_that_needs_what_is_not_installed_says_so_in_a_sentence(sd: 
     assert "\n" not in str(refused.value)
 
 
-def test_code_beside_weights_is_never_run(sd: Path, tmp_path: Path) -> None:
+def test_python_files_in_a_model_folder_are_never_executed(sd: Path, tmp_path: Path) -> None:
     """Given files that diffusers' own loading of the folder would import."""
     trap = f"open({str(tmp_path / 'ran')!r}, 'w')"
     for file in ("pipeline.py", "unet/diffusers.py", "unet/unet_2d_condition.py", "tokenizer/transformers.py"):
@@ -167,7 +167,7 @@ def test_code_beside_weights_is_never_run(sd: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_cards_are_made_without_torch(folders: Path) -> None:
+def test_undivided_model_spec_is_read_without_torch(folders: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from unfuse.models import read_model_spec\n"
         "read_model_spec('m', Path(sys.argv[1])); assert not {'torch', 'diffusers', 'transformers'} & {*sys.modules}"
@@ -185,7 +185,7 @@ def test_cards_are_made_without_torch(folders: Path) -> None:
         ("StableAudioPipeline", "", False),
     ],
 )
-def test_the_medium_is_what_the_source_returns(name: str, medium: str, loras: bool) -> None:
+def test_modality_and_lora_support_are_parsed_from_pipeline_source(name: str, medium: str, loras: bool) -> None:
     """LTX2 makes sound beside its video, which nobody would get."""
     found = declared_pipeline(name)
     assert found is not None and (found.modality, found.loras) == (medium, loras)

@@ -32,7 +32,7 @@ def stand_in(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
-def test_devices_are_found_by_torchs_names_whatever_their_kind(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerators_of_any_kind_are_found_through_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(kind, 2, monkeypatch)
     assert devices.accelerators() == [f"{kind}:0", f"{kind}:1"]
     free, every, held, name = (
@@ -42,13 +42,13 @@ def test_devices_are_found_by_torchs_names_whatever_their_kind(kind: str, monkey
     assert (devices.reserved_bytes(f"{kind}:1"), devices.name_of(f"{kind}:1")) == (held, name)
 
 
-def test_a_build_for_gpus_where_none_is_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_build_without_gpus_reports_no_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in("cuda", 0, monkeypatch)
     assert devices.accelerators() == []
 
 
 @pytest.mark.parametrize("name", ["xpu:0", "mps", "cuda:63", "gpu"])
-def test_a_device_that_is_not_there_is_refused_with_those_that_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_device_raises_error_listing_available_devices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.is_present("cpu") == "cpu"
     stand_in("xpu", 2, monkeypatch)
     with pytest.raises(ConfigError, match=rf"--device {name}: torch .* has only cpu, xpu:0, xpu:1: use one of these"):
@@ -58,7 +58,9 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(name: str, mo
 @pytest.mark.parametrize(
     ("device", "backend"), [("cpu", "gloo"), ("cuda:1", "cpu:gloo,cuda:nccl"), ("xpu:1", "cpu:gloo,xpu:xccl")]
 )
-def test_ranks_exchange_by_what_their_devices_have(device: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_communication_backend_depends_on_the_device_kind(
+    device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stand_in("cuda", 2, monkeypatch)
     begun: list[tuple[str, Any]] = []
     monkeypatch.setattr(
@@ -68,6 +70,6 @@ def test_ranks_exchange_by_what_their_devices_have(device: str, backend: str, mo
     assert begun == [(backend, None if device == "cpu" else torch.device(device))]
 
 
-def test_ranks_where_nothing_exchanges_tensors_are_refused() -> None:
+def test_device_without_communication_backend_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="--device mps:0: torch has no communication backend for ranks"):
         group.Group(0, 2, "/nowhere/met", "mps:0", 1.0)

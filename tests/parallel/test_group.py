@@ -20,7 +20,7 @@ def said(folder: Path, rank: int) -> list[object]:
     return [json.loads(line) for line in (folder / f"out{rank}").read_text().splitlines()]
 
 
-def test_what_one_rank_cannot_begin_none_makes_and_all_go_on(tmp_path: Path) -> None:
+def test_step_that_fails_to_start_on_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
     codes = run_ranks("failing", 2, tmp_path, ["", "before", "", "memory", "without", "both", ""])
 
     assert codes == [0, 0], (tmp_path / "log0").read_text()
@@ -39,24 +39,24 @@ def test_what_one_rank_cannot_begin_none_makes_and_all_go_on(tmp_path: Path) -> 
     assert second[2:5] == ["ValueError: no such thing", fine, "OutOfMemoryError: the device is full"]
 
 
-def test_a_sum_over_ranks_is_that_of_each_row_alone(tmp_path: Path) -> None:
+def test_sum_over_ranks_of_a_batch_equals_the_sum_of_each_row(tmp_path: Path) -> None:
     assert run_ranks("failing", 3, tmp_path, ["sum"]) == [0] * 3, (tmp_path / "log0").read_text()
     assert [said(tmp_path, rank)[1] for rank in range(3)] == ["near: True, alone as together: True"] * 3
 
 
-def test_tiles_are_shared_by_ranks_that_another_kind_makes(tmp_path: Path) -> None:
+def test_tiles_axis_spans_the_ranks_of_another_parallelism(tmp_path: Path) -> None:
     assert run_ranks("failing", 2, tmp_path, ["beside"]) == [0, 0], (tmp_path / "log0").read_text()
     assert [said(tmp_path, rank)[1] for rank in range(2)] == ["[0.0, 1.0]"] * 2
 
 
-def test_what_one_rank_cannot_begin_none_makes_where_they_lend_weights(tmp_path: Path) -> None:
+def test_failed_start_of_a_sharded_step_on_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
     codes = run_ranks("failing", 2, tmp_path, ["lent", "lent before", "lent"])
 
     assert codes == [0, 0], (tmp_path / "log0").read_text()
     assert said(tmp_path, 0)[1:] == ["[1, 2]", "RankError: rank 1: ValueError: no such thing", "[1, 2]"]
 
 
-def test_a_rank_that_fails_amid_a_step_ends_and_the_other_one_notices(tmp_path: Path) -> None:
+def test_all_ranks_exit_after_one_fails_during_a_step(tmp_path: Path) -> None:
     codes = run_ranks("failing", 2, tmp_path, ["", "amid", ""])
 
     assert codes == [1, 1]
@@ -72,9 +72,7 @@ def test_a_rank_that_fails_amid_a_step_ends_and_the_other_one_notices(tmp_path: 
         ("lent stop", "it failed during a step"),
     ],
 )
-def test_a_rank_that_is_stopped_holds_the_others_up_no_longer_than_the_limit(
-    how: str, says: str, tmp_path: Path
-) -> None:
+def test_other_ranks_exit_after_the_timeout_if_one_is_stopped(how: str, says: str, tmp_path: Path) -> None:
     first, second = begin_ranks("failing", 2, tmp_path, ["", how])
     try:
         assert first.wait(60) == 1
@@ -85,7 +83,7 @@ def test_a_rank_that_is_stopped_holds_the_others_up_no_longer_than_the_limit(
         second.wait()
 
 
-def test_whoever_connects_to_a_rank_and_talks_nonsense_is_not_heard(tmp_path: Path) -> None:
+def test_random_bytes_on_rank_ports_do_not_disturb_the_ranks(tmp_path: Path) -> None:
     """Another user of the machine can reach the ports of ranks on loopback, and does not know what is said there."""
     ranks = begin_ranks("failing", 2, tmp_path, ["", *["linger"] * 3, ""])
     met: set[int] = set()

@@ -8,7 +8,7 @@ from unfuse.parallel.spreading import rank_by_block
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.data())
-def test_each_rank_holds_blocks_in_a_row(sizes: list[int], data: st.DataObject) -> None:
+def test_each_rank_owns_contiguous_blocks(sizes: list[int], data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, len(sizes)))
     holders = rank_by_block(sizes, ranks)
     assert len(holders) == len(sizes)
@@ -17,13 +17,13 @@ def test_each_rank_holds_blocks_in_a_row(sizes: list[int], data: st.DataObject) 
 
 
 @given(st.lists(st.integers(90, 110), min_size=8, max_size=60), st.integers(2, 4))
-def test_ranks_hold_about_equally_much_of_blocks_that_are_about_equal(sizes: list[int], ranks: int) -> None:
+def test_blocks_of_similar_size_are_balanced_across_ranks(sizes: list[int], ranks: int) -> None:
     holders = rank_by_block(sizes, ranks)
     held = [sum(size for size, holder in zip(sizes, holders, strict=True) if holder == rank) for rank in range(ranks)]
     assert max(held) - min(held) <= 2 * max(sizes)
 
 
-def test_large_blocks_and_small_ones_count_by_their_bytes() -> None:
+def test_blocks_are_balanced_by_their_bytes() -> None:
     """As many double blocks as in FLUX, of twice the bytes of its single ones."""
     holders = rank_by_block([2] * 19 + [1] * 38, 2)
     assert holders.count(0) == 19

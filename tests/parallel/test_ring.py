@@ -7,7 +7,7 @@ import torch
 from unfuse.parallel.sequence import _attention
 
 
-def test_keys_that_are_all_hidden_weigh_nothing() -> None:
+def test_fully_masked_keys_have_zero_attention_weight() -> None:
     """As where a rank holds only the padding of a short prompt; of another row of the batch it may hold more."""
     q, k, v = torch.randn(3, 2, 2, 16, 12, generator=torch.Generator().manual_seed(1)).unbind(0)
     mask = torch.ones(2, 1, 1, 16, dtype=torch.bool)

@@ -117,7 +117,7 @@ def in_turn(names: Sequence[str], spreads: Sequence[str]) -> list[tuple[str, str
     return asked
 
 
-def test_cards_declare_what_is_held_here(undivided: c.Undivided) -> None:
+def test_model_specs_declare_the_tested_parallelism_kinds(undivided: c.Undivided) -> None:
     for model in {JOBS[name].model for name in DAY}:
         folder = undivided.folder(model)
         (spec,) = (stage for stage in read_model_spec("m", folder).pipeline.stages if stage.kind == "denoise")
@@ -149,37 +149,37 @@ def check(undivided: c.Undivided, folder: Path, made: Sequence[tuple[str, str]])
     assert not wrong
 
 
-def test_two_ranks_make_what_one_makes(undivided: c.Undivided, latents: Make) -> None:
+def test_two_ranks_match_the_undivided_pipeline(undivided: c.Undivided, latents: Make) -> None:
     asked = in_turn(DAY, ("ulysses:2", "ring:2", "cfg:2", "layers:2", "shard:2"))
     check(undivided, latents(2, asked), asked)
 
 
 @pytest.mark.nightly
-def test_two_ranks_make_what_one_makes_of_each_kind(undivided: c.Undivided, latents: Make) -> None:
+def test_two_ranks_match_the_undivided_pipeline_for_each_parallelism(undivided: c.Undivided, latents: Make) -> None:
     asked = tasks(DAY, ("ulysses:2", "ring:2", "cfg:2", "layers:2", "copied", "shard:2"))
     check(undivided, latents(2, asked), asked)
 
 
-def test_adapters_are_applied_to_what_each_rank_holds(undivided: c.Undivided, latents: Make) -> None:
+def test_lora_adapter_is_applied_with_shard_and_layers(undivided: c.Undivided, latents: Make) -> None:
     asked = tasks(["lora-original"], ("copied", "shard:2", "layers:2"))
     check(undivided, latents(2, asked), asked)
 
 
 @pytest.mark.nightly
-def test_all_adapters_are_applied_to_what_each_rank_holds(undivided: c.Undivided, latents: Make) -> None:
+def test_all_lora_adapters_are_applied_with_each_parallelism(undivided: c.Undivided, latents: Make) -> None:
     asked = tasks(LORAS, ("ulysses:2", "cfg:2", "copied", "shard:2", "layers:2"))
     check(undivided, latents(2, asked), asked)
 
 
 @pytest.mark.nightly
-def test_two_ranks_make_with_half_of_the_weights_what_one_makes(undivided: c.Undivided, latents: Make) -> None:
+def test_two_tensor_parallel_ranks_match_the_undivided_pipeline(undivided: c.Undivided, latents: Make) -> None:
     asked = [*tasks(CUT, ("tensor:2", "encoder=tensor:2")), ("encoder=tensor:2+tiles:2", "tiled-picture")]
     check(undivided, latents(2, asked), asked)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_two_ranks_make_every_job(undivided: c.Undivided, latents: Make) -> None:
+def test_two_ranks_match_the_undivided_pipeline_for_every_job(undivided: c.Undivided, latents: Make) -> None:
     """Each job by one spread that copies weights and by one that divides them. All pairs would take a quarter of an
     hour."""
     jobs = [job.name for job in c.JOBS]
@@ -190,7 +190,7 @@ def test_two_ranks_make_every_job(undivided: c.Undivided, latents: Make) -> None
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_four_ranks_make_what_one_makes(undivided: c.Undivided, latents: Make) -> None:
+def test_four_ranks_match_the_undivided_pipeline(undivided: c.Undivided, latents: Make) -> None:
     asked = in_turn(DAY, ("ulysses:2+cfg:2", "ring:2+ulysses:2", "ring:2+cfg:2", "ring:4"))
     asked += in_turn(DAY, ("cfg:2+layers:2", "layers:2+ulysses:2", "cfg:2+tensor:2", "ring:2+tensor:2"))
     asked += in_turn(DAY, ("cfg:2+ulysses:2+shard:2", "ring:4+shard:4"))

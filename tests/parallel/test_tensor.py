@@ -62,7 +62,9 @@ def runtime(rank: int, dtypes: dict[str, str], **given: Any) -> RuntimeOptions:
 
 
 @pytest.mark.parametrize(("model", "component"), MODELS)
-def test_each_rank_keeps_half_of_the_matrices_of_the_blocks(model: str, component: str, undivided: Undivided) -> None:
+def test_each_tensor_parallel_rank_loads_half_of_the_block_matrices(
+    model: str, component: str, undivided: Undivided
+) -> None:
     folder = ModelFolder(undivided.folder(model))
     family = find(folder.path)
 
@@ -88,7 +90,7 @@ def test_each_rank_keeps_half_of_the_matrices_of_the_blocks(model: str, componen
         assert [name for name in whole if 2 * kept[name] != whole[name]] == words
 
 
-def test_what_needs_whole_weights_is_refused_before_they_are_loaded(undivided: Undivided) -> None:
+def test_loras_with_tensor_parallel_denoiser_are_rejected_before_loading(undivided: Undivided) -> None:
     folder = undivided.folder("wan")
     family = find(folder)
     spec = {stage.name: stage for stage in family.model_spec("model", folder).pipeline.stages}
@@ -118,7 +120,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("model", SAID)
-def test_every_family_says_what_degrees_must_divide(model: str, undivided: Undivided) -> None:
+def test_stages_declare_the_number_that_tensor_degrees_must_divide(model: str, undivided: Undivided) -> None:
     folder = undivided.folder(model)
     stages = find(folder).model_spec("model", folder).pipeline.stages
     assert {stage.name: stage.parallelism["tensor"] for stage in stages if "tensor" in stage.parallelism} == SAID[model]
@@ -133,5 +135,5 @@ def test_every_family_says_what_degrees_must_divide(model: str, undivided: Undiv
         ({"heads": 5, "text_config": {"heads": 12, "width": 40}}, 4),
     ],
 )
-def test_a_degree_must_divide_what_the_configuration_says(config: dict[str, Any], common: int) -> None:
+def test_tensor_degree_must_divide_the_gcd_of_the_config_dimensions(config: dict[str, Any], common: int) -> None:
     assert TensorParallelLayers((), (), ("heads", "width")).common(config) == common

@@ -58,7 +58,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["float32", "bfloat16"],
 )
-def test_two_ranks_say_and_hand_on_what_one_does(asked: list[tuple[str, str]], root: Path, tmp_path: Path) -> None:
+def test_two_ranks_generate_the_same_text_and_kv_as_one(
+    asked: list[tuple[str, str]], root: Path, tmp_path: Path
+) -> None:
     """Given prompts that end within a chunk, at once and behind two, when one rank, or two with half of the heads each,
     prefill them, from the other's portions too, then keys and values are equal but for rounding, those that an answer
     leaves as well, and the texts that both decode of either's, or of none, are the same, whatever the second rank would
@@ -82,7 +84,7 @@ def test_two_ranks_say_and_hand_on_what_one_does(asked: list[tuple[str, str]], r
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *SEE])
-def test_each_rank_has_half_of_what_is_cut_and_plans_count_so(kind: str, root: Path) -> None:
+def test_planned_bytes_match_the_tensor_parallel_weights_of_a_rank(kind: str, root: Path) -> None:
     """Words stay whole, and norms, and what routes to experts."""
     files = open_files(root / kind)
     parts = {VISION: _vision_class, LANGUAGE: _language_class} if kind in SEE else {SINGLE_COMPONENT: None}
@@ -115,12 +117,14 @@ def size(files: ModelFolder, component: str, part: Callable[[Any], Any] | None, 
         (SEE[2], "language=ulysses:2", "ulysses is not supported for this role; supported: tensor"),
     ],
 )
-def test_what_a_language_model_cannot_be_spread_by_is_refused(kind: str, said: str, says: str, root: Path) -> None:
+def test_unsupported_language_model_parallelism_raises_config_error(
+    kind: str, said: str, says: str, root: Path
+) -> None:
     with pytest.raises(ConfigError, match=says):
         refuse(parse_parallel(said), read_model_spec("m", root / kind).pipeline.stages)
 
 
-def test_every_stage_of_a_language_model_says_what_degrees_must_divide(root: Path) -> None:
+def test_language_stages_declare_key_value_heads_as_tensor_degree_limit(root: Path) -> None:
     """Heads of keys, of which there are two, are fewer than those of queries."""
     for kind in (*KINDS, *SEE):
         stages = read_model_spec("m", root / kind).pipeline.stages

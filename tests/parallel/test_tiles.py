@@ -42,7 +42,7 @@ def worked(size: int, undivided: c.Undivided, folder: Path) -> Work:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_two_ranks_work_in_tiles_as_one_does(undivided: c.Undivided, tmp_path: Path) -> None:
+def test_two_ranks_share_vae_tiles_and_match_the_undivided_pipeline(undivided: c.Undivided, tmp_path: Path) -> None:
     work = worked(2, undivided, tmp_path)
 
     assert work.pop(ONE_TILE).tolist() == [[0, 4 * 12 * 8], [0, 0]]
@@ -55,7 +55,7 @@ def test_two_ranks_work_in_tiles_as_one_does(undivided: c.Undivided, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_each_tile_is_made_once_by_however_many(undivided: c.Undivided, tmp_path: Path) -> None:
+def test_each_vae_tile_is_computed_once_with_two_or_three_ranks(undivided: c.Undivided, tmp_path: Path) -> None:
     for size in (2, 3):
         (tmp_path / str(size)).mkdir()
     two, three = (worked(size, undivided, tmp_path / str(size)) for size in (2, 3))
@@ -66,9 +66,7 @@ def test_each_tile_is_made_once_by_however_many(undivided: c.Undivided, tmp_path
 
 
 @given(sides=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1), ranks=st.integers(1, 5))
-def test_a_tile_is_of_one_rank_and_no_rank_has_more_than_a_tile_over_another(
-    sides: list[tuple[int, int]], ranks: int
-) -> None:
+def test_each_tile_is_assigned_to_one_rank_and_loads_are_balanced(sides: list[tuple[int, int]], ranks: int) -> None:
     memories = [{"feat_cache": [side]} for side, _ in sides]
     tiles = [memory for memory, (_, frames) in zip(memories, sides, strict=True) for _ in range(frames)]
     calls = [TileCall((torch.zeros(1, *memory["feat_cache"]),), memory) for memory in tiles]
@@ -103,7 +101,7 @@ class Alone:
         return tensor[None]
 
 
-def test_what_ran_out_of_memory_can_be_decoded_again() -> None:
+def test_tiled_decode_can_be_retried_after_out_of_memory() -> None:
     decoder, grid = Full(), torch.arange(5.0).view(1, 5)
     axis: Any = Alone()
     decode = Tiles(lambda grid: torch.cat([decoder(grid[:, :3]), decoder(grid[:, 3:])], 1), decoder, axis)

@@ -60,7 +60,7 @@ def tensors() -> dict[str, torch.Tensor]:
     return {"odd": odd, "even": even, "even.again": even, "count": torch.tensor(5), "none": torch.zeros(0, 4)}
 
 
-def test_all_have_what_the_first_one_made_once_each() -> None:
+def test_all_ranks_receive_the_tensors_that_rank_0_loaded() -> None:
     wanted = tensors()
     del wanted["even.again"]
     for found in on_all(tensors):
@@ -68,18 +68,18 @@ def test_all_have_what_the_first_one_made_once_each() -> None:
         assert all(torch.equal(found[name], one) and found[name].dtype == one.dtype for name, one in wanted.items())
 
 
-def test_where_the_first_one_gives_nothing_each_loads_for_itself() -> None:
+def test_each_rank_loads_its_own_weights_if_rank_0_shares_none() -> None:
     assert on_all(dict) == [None] * RANKS
 
 
-def test_all_say_why_the_first_one_could_not() -> None:
+def test_load_error_of_rank_0_is_raised_on_all_ranks() -> None:
     def fails() -> dict[str, torch.Tensor]:
         raise ValueError("weights lack proj_out")
 
     assert on_all(fails) == ["weights lack proj_out"] * RANKS
 
 
-def test_where_one_may_not_open_it_each_loads_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_loads_its_own_weights_if_one_cannot_open_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     opened, once = os.open, iter([True])
 
     def refused(path: Any, *more: Any) -> int:
@@ -91,6 +91,6 @@ def test_where_one_may_not_open_it_each_loads_for_itself(monkeypatch: pytest.Mon
     assert on_all(tensors) == [None] * RANKS
 
 
-def test_what_a_first_one_that_ended_left_is_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_of_rank_0_during_loading_is_reported_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unfuse.parallel.weights._fill", lambda file, load: None)
     assert on_all(tensors) == ["rank 0 exited while it loaded weights"] * RANKS

@@ -31,7 +31,7 @@ def loaded(folder: Path, root: Path, cases: Sequence[tuple[str, str, str]], rank
 
 
 @pytest.mark.parametrize("kinds", [("wan", "flux"), pytest.param(KINDS, marks=pytest.mark.nightly)], ids=["two", "all"])
-def test_ranks_have_what_one_loads_and_have_it_once(kinds: Sequence[str], tmp_path: Path) -> None:
+def test_ranks_share_one_copy_of_correct_weights(kinds: Sequence[str], tmp_path: Path) -> None:
     """Also what is kept in float32 of a model in half precision."""
     for kind in kinds:
         build(kind, tmp_path / kind)
@@ -43,7 +43,7 @@ def test_ranks_have_what_one_loads_and_have_it_once(kinds: Sequence[str], tmp_pa
 
 
 @pytest.mark.nightly
-def test_ranks_that_hold_a_part_have_it_for_themselves_and_no_more(tmp_path: Path) -> None:
+def test_ranks_with_partial_weights_share_no_memory_and_load_less(tmp_path: Path) -> None:
     build("flux", tmp_path / "flux")
     whole = {one[1]: one[3] for one in loaded(tmp_path, tmp_path, [("flux", "bfloat16", "")])[0]}
     for how in ("layers:2", "shard:2", "tensor:2"):
@@ -56,7 +56,7 @@ def test_ranks_that_hold_a_part_have_it_for_themselves_and_no_more(tmp_path: Pat
             assert how != "shard:2" or 2 * size == whole["transformer"]
 
 
-def test_what_the_first_rank_cannot_load_none_does_for_the_same_reason(tmp_path: Path) -> None:
+def test_load_failure_of_rank_0_fails_all_ranks_with_the_same_reason(tmp_path: Path) -> None:
     folder = build("wan", tmp_path / "wan")
     (file,) = (folder / "transformer").glob("*.safetensors")
     tensors = load_file(file)
@@ -69,7 +69,7 @@ def test_what_the_first_rank_cannot_load_none_does_for_the_same_reason(tmp_path:
     assert "component transformer lack proj_out.weight (1 tensors in total)" in reason
 
 
-def test_what_is_kept_for_gpus_is_the_file_itself_and_no_copy() -> None:
+def test_mapped_weights_alias_the_shared_file_without_a_copy() -> None:
     """What another process changes shows: here it is this one."""
     model, file = Sequential(Linear(16, 16), Linear(16, 3)), os.memfd_create("weights")
     model[1].bias = model[0].bias = torch.nn.Parameter(torch.arange(3.0))

@@ -51,16 +51,16 @@ def found(
 @pytest.mark.parametrize(
     ("cores", "workers"), [(1, "all=1"), (2, "all=2"), (4, "all=4"), (8, "all=4"), (16, "all=4"), (64, "all=16")]
 )
-def test_on_cpus_every_worker_has_all_stages_and_a_few_cores(cores: int, workers: str) -> None:
+def test_cpu_workers_run_all_stages_and_scale_with_cores(cores: int, workers: str) -> None:
     assert found(cores).chosen.workers == workers
 
 
-def test_threads_that_are_set_say_how_many_workers_there_are() -> None:
+def test_threads_option_determines_the_number_of_workers() -> None:
     assert found(8, threads=8).chosen.workers == "all=1"
     assert found(8, threads=1).chosen.workers == "all=8"
 
 
-def test_as_many_as_there_is_memory_for_where_weights_are_mapped_by_all() -> None:
+def test_number_of_workers_is_limited_by_host_memory() -> None:
     assert found(8, host=WHOLE + 4 * PROCESS).chosen.workers == "all=4"
     assert found(8, host=WHOLE + 3 * PROCESS).chosen.workers == "all=2"  # of four threads, where three have two
     assert found(8, host=WHOLE + PROCESS).chosen.workers == "all=1"
@@ -69,7 +69,7 @@ def test_as_many_as_there_is_memory_for_where_weights_are_mapped_by_all() -> Non
     assert "the models do not fit" in nothing.chosen.refusal
 
 
-def test_a_worker_that_may_not_be_so_large_is_taken_apart() -> None:
+def test_memory_limit_splits_workers_by_role() -> None:
     taken = found(2, limit=13 * GIB)
     assert taken.chosen.workers == "encoder=1,denoiser=2,decoder=1"
     assert "a worker would need 22.3 GiB, but --memory-limit allows 13.0 GiB" in taken.reason
@@ -86,17 +86,17 @@ def test_a_worker_that_may_not_be_so_large_is_taken_apart() -> None:
         ((16 * GIB,) * 4, "encoder=1,denoiser=3,decoder=1"),
     ],
 )
-def test_on_gpus_what_fits_one_is_whole_and_what_does_not_is_taken_apart(gpus: tuple[int, ...], workers: str) -> None:
+def test_workers_are_split_by_role_only_if_weights_exceed_one_gpu(gpus: tuple[int, ...], workers: str) -> None:
     assert found(16, *gpus).chosen.workers == workers
 
 
-def test_what_fits_no_gpu_at_all_is_refused_as_a_split_is() -> None:
+def test_model_that_fits_no_gpu_raises_config_error() -> None:
     wanted = found(16, 8 * GIB).chosen.apply_to(WorkerPlan(None, {}, auto=True, first=FIRST))
     with pytest.raises(ConfigError, match="the models do not fit"):
         place_workers(NEEDS, wanted, (Device(CPU, GIB), Device("cuda:0", GIB)))
 
 
-def test_a_guess_is_known_as_such_and_what_was_measured_is_used(tmp_path: Path) -> None:
+def test_measured_costs_replace_estimated_role_shares(tmp_path: Path) -> None:
     assert not found(2).measured
     shares, measured = role_shares([CARD], None)
     assert not measured
@@ -119,13 +119,13 @@ def test_a_guess_is_known_as_such_and_what_was_measured_is_used(tmp_path: Path) 
     assert known.measured and split.rate / known.chosen.rate == pytest.approx(1.0)
 
 
-def test_where_all_stages_have_one_role_that_is_the_reason() -> None:
+def test_single_role_is_reported_as_the_layout_reason() -> None:
     needs, wanted = {"whole": NEEDS["denoiser"]}, WorkerPlan(None, {}, auto=True, first=frozenset({"whole"}))
     chosen = search_layouts([], needs, wanted, (Device(CPU, 1 << 45),), HostResources(2))
     assert chosen.reason == "layout all=2: each worker runs all stages, since all have the role whole"
 
 
-def test_the_line_of_a_layout_gives_one_reason_and_advises_against_nothing() -> None:
+def test_layout_message_has_one_reason_and_no_advice() -> None:
     chosen = [found(2), found(16, 24 * GIB, 16 * GIB), found(16, 16 * GIB, 16 * GIB), found(2, limit=13 * GIB)]
     for one in chosen:
         assert one.reason.startswith(f"layout {one.chosen.workers}: ")
@@ -141,7 +141,7 @@ def _model() -> object:
 
 
 @pytest.mark.parametrize("gpus", [(), (24 * GIB, 16 * GIB), (16 * GIB,) * 4])
-def test_what_was_measured_changes_no_choice(gpus: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_costs_do_not_change_the_chosen_layout(gpus: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a restart would."""
     without = found(4, *gpus).chosen.workers
     for slow in NEEDS:
@@ -158,7 +158,7 @@ def test_what_was_measured_changes_no_choice(gpus: tuple[int, ...], monkeypatch:
     st.tuples(*[st.integers(0, 3)] * 3),
     st.integers(1, 8),
 )
-def test_a_predicted_rate_is_what_workers_could_share_out(
+def test_predicted_rate_equals_the_optimal_distribution_of_work(
     seconds: Mapping[str, float], whole: int, own: tuple[int, ...], cores: int
 ) -> None:
     """By trying every way to share a little work out: never more than that, and no way does much more."""
@@ -176,7 +176,7 @@ def test_a_predicted_rate_is_what_workers_could_share_out(
         assert sum(max(0.0, more * shares[role] - counts[role]) for role in shares) > whole - 1e-6
 
 
-def test_on_a_gpu_workers_take_turns() -> None:
+def test_predicted_rate_counts_workers_on_one_gpu_as_sequential() -> None:
     shares = {"encoder": 0.2, "denoiser": 0.6, "decoder": 0.2}
     one = [PlacedWorker(role, "cuda:0", ()) for role in shares]
     assert predict_rate(one, shares, WorkerPlan(None, {}), HostResources(16)) == pytest.approx(0.333 / 0.6, abs=0.01)
@@ -201,7 +201,7 @@ def of_two(*gpus: int, host: int = 1 << 45, limit: int = 0, loaded: MaxLoadedMod
     return search_layouts([CARD, replace(CARD, name="two")], TWO, wanted, devices, HostResources(4, limit))
 
 
-def test_models_that_fit_one_by_one_and_not_together_take_turns_on_each_device() -> None:
+def test_models_that_fit_only_one_at_a_time_use_model_swapping() -> None:
     assert of_two(80 * GIB, 80 * GIB).chosen.workers == "all=2"
     found = of_two(24 * GIB, 24 * GIB)
     assert found.chosen.text == "all=2 --max-loaded-models 1"
@@ -218,14 +218,14 @@ def test_models_that_fit_one_by_one_and_not_together_take_turns_on_each_device()
     assert of_two(limit=24 * GIB + PROCESS).chosen.workers == "encoder=1,denoiser=4,decoder=1"
 
 
-def test_one_model_at_a_time_is_chosen_where_that_is_asked_for() -> None:
+def test_max_loaded_models_1_is_applied_when_requested() -> None:
     found = of_two(80 * GIB, loaded="1")
     assert [layout.text for layout in found.layouts] == ["all=1 --max-loaded-models 1"]
     assert found.reason == "layout all=1 --max-loaded-models 1: each worker loads one model at a time"
     assert "the models do not fit" in of_two(8 * GIB, loaded="1").chosen.refusal
 
 
-def test_models_of_which_none_fits_alone_are_refused() -> None:
+def test_models_that_do_not_fit_alone_are_rejected() -> None:
     found = of_two(8 * GIB)
     assert found.chosen.workers == "split"
     assert "the models do not fit" in found.chosen.refusal

@@ -33,7 +33,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tool
 
 
-def test_a_machine_has_memory_processors_and_libraries(tmp_path: Path) -> None:
+def test_machine_report_has_memory_cpus_and_library_versions(tmp_path: Path) -> None:
     found = machine.inspect_machine((), tmp_path / "no group")
 
     assert 0 < found.available <= found.memory
@@ -41,19 +41,19 @@ def test_a_machine_has_memory_processors_and_libraries(tmp_path: Path) -> None:
     assert found.libraries["msgspec"]
 
 
-def test_the_control_group_limits_processors_unless_it_says_max(group: Path) -> None:
+def test_cgroup_quota_limits_cpus_unless_max(group: Path) -> None:
     assert machine.usable_cpus(group) == 0.5
     (group / "cpu.max").write_text("max 100000\n")
     assert machine.usable_cpus(group) >= 1
 
 
-def test_a_port_that_someone_listens_on_is_not_free() -> None:
+def test_port_with_a_listener_is_not_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert machine.is_free(listener.getsockname()[1]) is False
 
 
 @pytest.mark.slow
-def test_gpus_are_what_the_drivers_tool_lists(driver: Path) -> None:
+def test_gpus_are_read_from_nvidia_smi(driver: Path) -> None:
     first, second = machine.find_gpus()
 
     assert (first.name, first.memory, first.free) == ("NVIDIA A100", 80 << 30, 80000 << 20)
@@ -65,7 +65,7 @@ def test_gpus_are_what_the_drivers_tool_lists(driver: Path) -> None:
     ("visible", "names"),
     [("1", ["NVIDIA L4"]), ("1,0", ["NVIDIA L4", "NVIDIA A100"]), ("GPU-bb", ["NVIDIA L4"]), ("", []), ("-1", [])],
 )
-def test_gpus_are_numbered_as_processes_see_them(
+def test_gpu_order_follows_cuda_visible_devices(
     driver: Path, monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]
 ) -> None:
     monkeypatch.setenv(machine.VISIBLE, visible)
@@ -74,7 +74,7 @@ def test_gpus_are_numbered_as_processes_see_them(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("torch", "count"), [("2.13.0", 2), ("2.13.0+cu130", 2), ("2.13.0+cpu", 0)])
-def test_a_torch_that_is_built_for_cpus_has_no_gpus_to_run_on(
+def test_cpu_build_of_torch_has_no_usable_gpus(
     driver: Path, monkeypatch: pytest.MonkeyPatch, torch: str, count: int
 ) -> None:
     monkeypatch.setattr(machine, "version", lambda library: torch)
@@ -84,7 +84,7 @@ def test_a_torch_that_is_built_for_cpus_has_no_gpus_to_run_on(
 
 
 @pytest.mark.slow
-def test_a_machine_is_sized_by_what_is_named_if_this_one_has_less(
+def test_named_device_sizes_limit_local_or_describe_another_machine(
     driver: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first GPU here has 80,000 MiB free, the second 1,000."""
@@ -106,7 +106,7 @@ def test_a_machine_is_sized_by_what_is_named_if_this_one_has_less(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", ["2.13.0+xpu", "2.13.0+rocm6.4"])
-def test_a_torch_that_is_built_for_others_is_asked_for_its_devices(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
+def test_xpu_and_rocm_devices_are_queried_from_torch(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
     told = "import sys; sys.stdout.write('xpu,5,7,Data Center GPU, Max\\nxpu,6,7,Arc\\n')"
     monkeypatch.setattr(machine, "version", lambda library: build)
     monkeypatch.setattr(machine, "ASK_TORCH", (sys.executable, "-c", told))
@@ -118,7 +118,9 @@ def test_a_torch_that_is_built_for_others_is_asked_for_its_devices(monkeypatch: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["exit 9", None])
-def test_no_driver_means_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None) -> None:
+def test_missing_or_failing_nvidia_smi_means_no_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None
+) -> None:
     if script:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)

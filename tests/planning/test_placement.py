@@ -63,19 +63,19 @@ def refusal(needs: dict[str, tuple[ComponentMemory, ...]], want: WorkerPlan, dev
     return str(caught.value)
 
 
-def test_without_a_gpu_everything_is_on_the_cpu() -> None:
+def test_all_workers_are_placed_on_the_cpu_without_a_gpu() -> None:
     placed = place_workers(NEEDS, wanted(arena=GIB), (HOST,))
     assert seats(placed) == [("encoder", CPU), ("denoiser", CPU), ("decoder", CPU)]
     assert taken_bytes(placed, wanted(arena=GIB)) == {CPU: (10 + 1 + 24) * GIB + GIB // 2 + 3 * (PROCESS + GIB)}
 
 
-def test_one_gpu_that_has_room_holds_all_roles_each_process_with_a_context() -> None:
+def test_one_gpu_with_enough_memory_runs_all_roles() -> None:
     placed = place_workers(NEEDS, wanted(), gpus(40))
     assert {device for _, device in seats(placed)} == {"cuda:0"}
     assert taken_bytes(placed, wanted()) == {"cuda:0": 35 * GIB + GIB // 2 + 3 * CONTEXT, CPU: 3 * PROCESS}
 
 
-def test_of_several_gpus_denoisers_take_those_with_most_room_and_the_rest_goes_where_most_is_left() -> None:
+def test_denoisers_are_placed_first_on_gpus_with_most_free_memory() -> None:
     placed = place_workers(NEEDS, wanted(denoiser=2), gpus(30, 48, 47))
     assert seats(placed) == [
         ("encoder", "cuda:0"),
@@ -85,7 +85,7 @@ def test_of_several_gpus_denoisers_take_those_with_most_room_and_the_rest_goes_w
     ]
 
 
-def test_devices_that_are_named_are_taken_in_turn_and_only_those() -> None:
+def test_named_devices_are_used_round_robin() -> None:
     want = wanted("encoder=cpu,denoiser=cuda:1,denoiser=cuda", decoder=3, denoiser=3)
     placed = place_workers(NEEDS, want, gpus(80, 80))
     assert seats(placed)[:4] == [
@@ -97,17 +97,17 @@ def test_devices_that_are_named_are_taken_in_turn_and_only_those() -> None:
     assert seats(placed)[4:] == [("decoder", "cuda:0")] * 3
 
 
-def test_two_denoisers_on_the_cpu_are_two_workers() -> None:
+def test_role_placed_twice_on_the_cpu_starts_two_workers() -> None:
     placed = place_workers(NEEDS, wanted("encoder=cpu,denoiser=cpu,denoiser=cpu,decoder=cpu"), (HOST,))
     assert [role for role, _ in seats(placed)] == ["encoder", "denoiser", "denoiser", "decoder"]
 
 
-def test_a_device_for_all_holds_what_has_no_device_of_its_own() -> None:
+def test_device_option_applies_to_roles_without_a_place() -> None:
     placed = place_workers(NEEDS, wanted("decoder=cpu", device="cuda:1"), gpus(80, 40))
     assert seats(placed) == [("encoder", "cuda:1"), ("denoiser", "cuda:1"), ("decoder", CPU)]
 
 
-def test_a_role_without_workers_needs_no_room() -> None:
+def test_role_with_zero_workers_needs_no_memory() -> None:
     assert seats(place_workers(NEEDS, wanted(denoiser=0), gpus(14))) == [("encoder", "cuda:0"), ("decoder", "cuda:0")]
     assert place_workers(NEEDS, WorkerPlan({}, {}, ComputeOptions(device="cuda:7")), (HOST,)) == ()
 
@@ -121,27 +121,25 @@ def test_a_role_without_workers_needs_no_room() -> None:
         ({}, "decoder=cpu", "--place decoder: no worker of that name is started, only: none"),
     ],
 )
-def test_a_place_of_a_worker_that_is_not_started_is_refused(
-    counts: dict[str, int] | None, named: str, said: str
-) -> None:
+def test_place_of_an_unstarted_worker_raises_config_error(counts: dict[str, int] | None, named: str, said: str) -> None:
     assert said in refusal(NEEDS, WorkerPlan(counts, parse_place(named)), (HOST,))
 
 
-def test_components_that_take_turns_on_a_gpu_are_one_worker_s_and_rest_in_host_memory() -> None:
+def test_model_offload_runs_all_roles_of_a_gpu_in_one_worker() -> None:
     want = wanted(offload="model", arena=GIB)
     (worker,) = place_workers(NEEDS, want, gpus(25))
     assert (worker.role, worker.device, worker.parts) == ("all", "cuda:0", (T5, CLIP, TRANSFORMER, VAE))
     assert worker.device_bytes(want) == {"cuda:0": 24 * GIB + CONTEXT, CPU: 35 * GIB + GIB // 2 + PROCESS + GIB}
 
 
-def test_roles_that_share_a_gpu_without_the_denoiser_stay_apart() -> None:
+def test_model_offload_runs_roles_separately_without_the_denoiser() -> None:
     want = wanted("encoder=cuda:0,decoder=cuda:0,denoiser=cuda:1", offload="model")
     placed = place_workers(NEEDS, want, gpus(12, 25))
     assert len(placed) == 3
     assert taken_bytes(placed, want)["cuda:0"] == 10 * GIB + GIB // 2 + 2 * CONTEXT
 
 
-def test_layer_by_layer_a_gpu_holds_little_of_each_worker_but_a_whole_vae() -> None:
+def test_sequential_offload_needs_one_layer_or_a_full_vae_per_worker() -> None:
     big_vae = ComponentMemory("vae", "float32", 3 * GIB)
     want = wanted(offload="sequential")
     placed = place_workers({**NEEDS, "decoder": (big_vae,)}, want, gpus(9))
@@ -149,19 +147,19 @@ def test_layer_by_layer_a_gpu_holds_little_of_each_worker_but_a_whole_vae() -> N
 
 
 @pytest.mark.parametrize("offload", ["model", "sequential"])
-def test_offload_needs_a_gpu(offload: str) -> None:
+def test_offload_without_a_gpu_raises_config_error(offload: str) -> None:
     assert "needs a GPU" in refusal(NEEDS, wanted(offload=offload), (HOST,))
     assert "needs a GPU" in refusal(NEEDS, wanted(offload=offload, device="cpu"), gpus(80))
 
 
-def test_a_worker_on_the_cpu_beside_offloaded_ones_is_just_there() -> None:
+def test_cpu_worker_is_unaffected_by_offload_of_gpu_workers() -> None:
     want = wanted("decoder=cpu", offload="model")
     placed = place_workers(NEEDS, want, gpus(40))
     assert seats(placed) == [("encoder", "cuda:0"), ("denoiser", "cuda:0"), ("decoder", CPU)]
     assert placed[-1].device_bytes(want) == {CPU: GIB // 2 + PROCESS}
 
 
-def test_a_refusal_says_the_sum_what_is_free_and_what_would_help() -> None:
+def test_out_of_memory_error_lists_needs_free_memory_and_options() -> None:
     text = refusal(NEEDS, wanted(decoder=2), gpus(32))
     assert (
         "cuda:0 would need 38.0 GiB (encoder 11.5 GiB + denoiser 24.5 GiB + decoder 1.0 GiB + decoder 1.0 GiB)" in text
@@ -172,7 +170,7 @@ def test_a_refusal_says_the_sum_what_is_free_and_what_would_help() -> None:
     assert "decoder=cpu" not in text
 
 
-def test_a_refusal_does_not_promise_what_would_not_help() -> None:
+def test_out_of_memory_error_suggests_only_options_that_fit() -> None:
     small = (Device(CPU, GIB), Device("cuda:0", GIB))
     assert "is enough: more memory is needed" in refusal(NEEDS, wanted(), small)
     float32 = {role: tuple(part.stored_as("float32") for part in parts) for role, parts in NEEDS.items()}
@@ -188,17 +186,17 @@ def test_a_refusal_does_not_promise_what_would_not_help() -> None:
         (wanted(device="tpu"), "tpu"),
     ],
 )
-def test_a_device_that_is_not_there_is_named_with_those_that_are(want: WorkerPlan, says: str) -> None:
+def test_missing_device_raises_error_listing_available_devices(want: WorkerPlan, says: str) -> None:
     assert says in refusal(NEEDS, want, gpus(80))
 
 
 @pytest.mark.parametrize("text", ["encoder", "=cpu", "encoder=", "encoder:cpu"])
-def test_a_place_that_is_not_understood_shows_how_it_is_written(text: str) -> None:
+def test_malformed_place_raises_error_with_the_syntax(text: str) -> None:
     with pytest.raises(ConfigError, match="is not ROLE=DEVICE$"):
         parse_place(text)
 
 
-def test_a_place_may_be_empty_and_spaced() -> None:
+def test_place_may_be_empty_or_contain_spaces() -> None:
     assert parse_place("") == {}
     assert parse_place("all=xpu,decoder=mps+xpu:1") == {"all": ("xpu:0",), "decoder": ("mps:0+xpu:1",)}
     text = "encoder = cpu, denoiser=cuda,denoiser = cuda:1"
@@ -211,7 +209,7 @@ def spread(how: str, device: str = "auto", place: str = "", offload: str = "none
     return replace(plain, compute=replace(plain.compute, parallel=f"denoiser={how}"))
 
 
-def test_the_ranks_of_a_worker_are_on_the_gpus_with_most_room_and_each_holds_all_of_the_weights() -> None:
+def test_ranks_with_full_weights_use_gpus_with_most_free_memory() -> None:
     want = spread("ulysses:2+cfg:2")
     placed = place_workers(NEEDS, want, gpus(20, 48, 30, 47, 46))
     assert seats(placed)[1] == ("denoiser", "cuda:1+cuda:3+cuda:4+cuda:2")
@@ -222,7 +220,7 @@ def test_the_ranks_of_a_worker_are_on_the_gpus_with_most_room_and_each_holds_all
     )
 
 
-def test_ranks_have_in_host_memory_once_what_each_needs_all_of() -> None:
+def test_ranks_share_one_copy_of_full_weights_in_host_memory() -> None:
     want, mapped = spread("ring:3"), ComponentMemory("transformer", "float32", 24 * GIB, mapped=True)
     for part in (TRANSFORMER, mapped):
         (worker,) = place_workers(
@@ -236,7 +234,7 @@ def test_ranks_have_in_host_memory_once_what_each_needs_all_of() -> None:
 
 
 @pytest.mark.parametrize("how", ["shard:2", "layers:2"])
-def test_ranks_that_hold_a_part_each_have_room_where_one_has_none(how: str) -> None:
+def test_ranks_with_partial_weights_fit_where_full_weights_do_not(how: str) -> None:
     """Of the others each rank that needs them holds the whole: here nothing but the transformer is the denoiser's."""
     text = refusal(NEEDS, wanted("encoder=cpu,decoder=cpu"), gpus(16, 16))
     assert "it would fit with --parallel denoiser=shard:2, or with --offload sequential" in text
@@ -252,7 +250,7 @@ def test_ranks_that_hold_a_part_each_have_room_where_one_has_none(how: str) -> N
         place_workers(NEEDS, spread("ulysses:2", place="encoder=cpu,decoder=cpu"), gpus(16, 16))
 
 
-def test_weights_that_are_parted_are_no_file_s_and_those_of_other_roles_are_whole() -> None:
+def test_shard_divides_only_denoiser_weights_which_are_not_mmapped() -> None:
     mapped = {role: tuple(replace(part, mapped=True) for part in parts) for role, parts in NEEDS.items()}
     want = replace(spread("ulysses:2+shard:2"), counts={"all": 1})
     (whole,) = place_workers(mapped, want, (HOST,))
@@ -260,7 +258,7 @@ def test_weights_that_are_parted_are_no_file_s_and_those_of_other_roles_are_whol
     assert whole.device_bytes(want) == {CPU: 2 * PROCESS + (11 + 24) * GIB + GIB // 2}
 
 
-def test_ranks_that_share_matrices_have_the_rest_whole() -> None:
+def test_tensor_parallel_divides_only_tensor_parallel_bytes() -> None:
     shared = replace(TRANSFORMER, tensor_parallel_bytes=16 * GIB)
     needs = {**NEEDS, "denoiser": (shared,)}
     want = spread("tensor:4", place="encoder=cpu,decoder=cpu")
@@ -274,7 +272,7 @@ def test_ranks_that_share_matrices_have_the_rest_whole() -> None:
     assert [mapped.of_rank(ParallelDegrees.parse(how)).mapped for how in ("cfg:2", "tensor:2")] == [True, False]
 
 
-def test_a_refusal_adds_shares_to_how_a_role_is_spread() -> None:
+def test_out_of_memory_error_suggests_adding_shard_to_parallel() -> None:
     want = spread("ulysses:4", place="encoder=cpu,decoder=cpu")
     text = refusal(NEEDS, replace(want, shardable_roles=frozenset({"denoiser"})), gpus(16, 16, 16, 16))
     assert "it would fit with --parallel denoiser=ulysses:4+shard:4" in text
@@ -285,7 +283,7 @@ def test_a_refusal_adds_shares_to_how_a_role_is_spread() -> None:
         assert "with --parallel" not in text
 
 
-def test_the_devices_of_ranks_are_those_named() -> None:
+def test_ranks_are_placed_on_the_named_devices() -> None:
     placed = place_workers(
         NEEDS, spread("ring:2", place="denoiser=cuda:2+cuda:0,denoiser=cuda:1+cuda"), gpus(90, 80, 80)
     )
@@ -304,12 +302,12 @@ def test_the_devices_of_ranks_are_those_named() -> None:
         (spread("ring:2", device="cpu+cpu", offload="model"), "needs a GPU"),
     ],
 )
-def test_devices_that_do_not_fit_ranks_are_refused(want: WorkerPlan, says: str) -> None:
+def test_devices_that_do_not_match_ranks_raise_config_error(want: WorkerPlan, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         place_workers(NEEDS, want, gpus(80, 80))
 
 
-def test_workers_may_have_several_roles() -> None:
+def test_worker_may_combine_several_roles() -> None:
     want = WorkerPlan(parse_workers("encoder+decoder, denoiser=2"), first=frozenset({"denoiser"}))
     placed = place_workers(NEEDS, want, (HOST,))
     assert [(worker.role, worker.parts) for worker in placed] == [
@@ -322,18 +320,18 @@ def test_workers_may_have_several_roles() -> None:
 
 
 @pytest.mark.parametrize("text", ["encoder=x", "encoder=-1", "encoder=2,encoder=1", "encoder=1025", "encoder=1.5"])
-def test_how_many_of_what_is_said_so(text: str) -> None:
+def test_malformed_worker_counts_raise_config_error(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--workers .* is not ROLE=N; name each role once, with N at most 1024"):
         parse_workers(text)
 
 
 @pytest.mark.parametrize("text", ["", ","])
-def test_an_empty_plan_is_refused_with_what_to_write(text: str) -> None:
+def test_empty_workers_option_raises_config_error(text: str) -> None:
     with pytest.raises(ConfigError, match="use auto, none, split, or a plan like all=2"):
         parse_workers(text)
 
 
-def test_workers_with_one_model_at_a_time_take_turns_over_the_devices() -> None:
+def test_workers_with_model_swapping_are_spread_over_devices() -> None:
     needs = {"encoder": (replace(T5, models=("one", "two")),), "denoiser": (replace(TRANSFORMER, models=("two",)),)}
     mapped = {role: tuple(replace(part, mapped=True) for part in parts) for role, parts in needs.items()}
     want = WorkerPlan({"all": 3}, max_loaded_models="1")
@@ -344,12 +342,12 @@ def test_workers_with_one_model_at_a_time_take_turns_over_the_devices() -> None:
 
 
 @pytest.mark.parametrize("want", [WorkerPlan({"sculptor": 1}), WorkerPlan(place={"sculptor": (CPU,)})])
-def test_a_role_that_no_stage_has_is_refused_with_those_there_are(want: WorkerPlan) -> None:
+def test_unknown_role_raises_error_listing_known_roles(want: WorkerPlan) -> None:
     with pytest.raises(ConfigError, match="the role sculptor: roles are encoder, denoiser, decoder, and all"):
         place_workers(NEEDS, want, (HOST,))
 
 
-def test_a_role_may_run_where_it_was_told_to_else_on_every_gpu() -> None:
+def test_role_without_a_named_device_may_run_on_every_gpu() -> None:
     assert devices_of("encoder", wanted(), gpus(1, 1)) == ("cuda:0", "cuda:1")
     assert devices_of("encoder", wanted(), (HOST,)) == (CPU,)
     assert devices_of("encoder", wanted(device=CPU), gpus(1)) == (CPU,)
@@ -371,7 +369,7 @@ NAMES = st.sampled_from([CPU, "cuda:0", "cuda:1"])
     free=st.lists(st.integers(0, 100 * GIB), min_size=3, max_size=3),
     offload=st.sampled_from(["none", "model", "sequential"]),
 )
-def test_what_is_placed_has_room_is_complete_and_is_where_it_was_told(
+def test_placement_fits_memory_and_follows_counts_and_places(
     needs: dict[str, tuple[ComponentMemory, ...]],
     counts: dict[str, int],
     named: dict[str, tuple[str, ...]],

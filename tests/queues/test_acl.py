@@ -19,7 +19,7 @@ OUTSIDE = {"evalsha", "script|load", "subscribe", "unsubscribe", "ping", "wait"}
 """What is sent by the queue itself, not by its script."""
 
 
-def test_the_user_of_the_documents_may_do_what_the_script_does() -> None:
+def test_documented_redis_acl_allows_exactly_the_script_commands() -> None:
     """Given the commands that the script calls, then these are the ones that the page allows, to one."""
     script = "".join(part.read_text() for part in (files("unfuse.queues") / "scripts").iterdir())
     called = {name.lower() for name in re.findall(r"call\(?,? ?'([A-Z]+)'", script)}
@@ -50,7 +50,7 @@ def test_the_user_of_the_documents_may_do_what_the_script_does() -> None:
         "CLIENT LIST",
     ],
 )
-def test_it_may_do_nothing_else(server: Server, command: str) -> None:
+def test_documented_redis_user_is_denied_other_commands_and_keys(server: Server, command: str) -> None:
     """Neither by itself nor in a script of its own."""
     server.client.execute_command(*users()[0])
     with Redis.from_url(server.as_user("unfuse", "SECRET").url) as client:
@@ -63,7 +63,7 @@ def test_it_may_do_nothing_else(server: Server, command: str) -> None:
 
 
 @pytest.mark.slow
-def test_results_in_redis_need_the_rights_that_the_documents_add(least: Address, server: Server) -> None:
+def test_result_store_in_redis_works_with_documented_acl(least: Address, server: Server) -> None:
     server.client.execute_command(*users()[1])
     blobs = RedisBlobs(least.url)
     blobs.write("folder", "name", b"bytes")
@@ -74,7 +74,7 @@ def test_results_in_redis_need_the_rights_that_the_documents_add(least: Address,
 
 
 @pytest.mark.slow
-async def test_what_is_not_allowed_is_said(server: Server) -> None:
+async def test_missing_redis_permissions_are_reported(server: Server) -> None:
     """A wrong prefix at the start; a command that is missing where it is used, and the server's log names it."""
     server.client.execute_command(*users()[0])
     mine = server.as_user("unfuse", "SECRET").url
@@ -92,7 +92,7 @@ async def test_what_is_not_allowed_is_said(server: Server) -> None:
 
 
 @pytest.mark.slow
-async def test_two_installations_in_one_redis_know_nothing_of_each_other(server: Server) -> None:
+async def test_two_prefixes_in_one_redis_are_isolated(server: Server) -> None:
     """Given two, each with a user of its own, when both have a request of one name, then each has, lists, leases and
     counts its own; who waits at the other is not woken, and nothing of one can be reached by the other."""
     both: dict[str, QueueBackend] = {}

@@ -38,7 +38,7 @@ class Restarted(Fleet):
 
 @given(seeds, lengths)
 @settings(max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_on_disk_with_restarts(seed: int, length: int) -> None:
+def test_compute_seconds_are_billed_once_across_sqlite_restarts(seed: int, length: int) -> None:
     async def run(folder: str) -> None:
         fleet = Restarted(Path(folder) / "queue.db", ManualClock())
         await fleet.live(seed, length)
@@ -49,7 +49,7 @@ def test_on_disk_with_restarts(seed: int, length: int) -> None:
         asyncio.run(run(folder))
 
 
-def test_with_two_schedulers_over_one_redis(server: Server) -> None:
+def test_compute_seconds_are_billed_once_with_two_redis_schedulers(server: Server) -> None:
     @given(seeds, lengths)
     @settings(max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     def holds(seed: int, length: int) -> None:

@@ -251,7 +251,7 @@ class TestSqlite:
         await queue.close()
 
     @pytest.mark.parametrize("ending", ["kill", "power"])
-    async def test_a_crash_at_any_write(
+    async def test_sqlite_queue_recovers_from_a_crash_at_sampled_writes(
         self,
         ending: str,
         tmp_path: Path,
@@ -270,16 +270,16 @@ class TestSqlite:
 
     @pytest.mark.nightly
     @pytest.mark.parametrize("ending", ["kill", "power"])
-    async def test_a_crash_at_every_write(
+    async def test_sqlite_queue_recovers_from_a_crash_at_every_write(
         self,
         ending: str,
         tmp_path: Path,
         request: pytest.FixtureRequest,
         record_property: Record,
     ) -> None:
-        await self.test_a_crash_at_any_write(ending, tmp_path, request, record_property)
+        await self.test_sqlite_queue_recovers_from_a_crash_at_sampled_writes(ending, tmp_path, request, record_property)
 
-    def test_rows_of_one_transaction_are_there_together(self, tmp_path: Path) -> None:
+    def test_journal_transaction_is_atomic_when_the_disk_fails(self, tmp_path: Path) -> None:
         """Given a disk that stops at any write of a transaction, then all of its rows are there, or none."""
         rows = [(number, RequestRow(_context(f"r{number}"), (), (), (), 0)) for number in range(3)]
         found: set[int] = set()
@@ -334,7 +334,7 @@ class TestRedisAndValkey:
         await queue.close()
         return states, sizes, times
 
-    async def test_a_crash_between_any_commands(
+    async def test_redis_queue_recovers_from_sampled_truncations_of_the_aof(
         self,
         shared_server: Server,
         tmp_path: Path,
@@ -372,14 +372,16 @@ class TestRedisAndValkey:
 
     @pytest.mark.nightly
     @pytest.mark.timeout(3600)
-    async def test_a_crash_between_all_commands(
+    async def test_redis_queue_recovers_from_every_truncation_of_the_aof(
         self,
         shared_server: Server,
         tmp_path: Path,
         request: pytest.FixtureRequest,
         record_property: Record,
     ) -> None:
-        await self.test_a_crash_between_any_commands(shared_server, tmp_path, request, record_property)
+        await self.test_redis_queue_recovers_from_sampled_truncations_of_the_aof(
+            shared_server, tmp_path, request, record_property
+        )
 
 
 def boundaries(data: bytes) -> list[int]:

@@ -29,7 +29,7 @@ from unfuse.testing.queue_samples import (
 SENTINELS = "redis+sentinel://a,b:7000,[::1]:7001"
 
 
-def test_an_address_names_sentinels_and_what_they_watch() -> None:
+def test_sentinel_address_is_parsed() -> None:
     (found,) = parse_address("rediss+sentinel://me:s%40t@a,b:7000,[::1]:7001/tasks-1/3?prefix=blue&replicas=2")
     assert found.hosts == (("a", 26379), ("b", 7000), ("::1", 7001))
     assert (found.service, found.tag, found.replicas) == ("tasks-1", "{blue}", 2)
@@ -59,7 +59,7 @@ def test_an_address_names_sentinels_and_what_they_watch() -> None:
         "redis+sentinel",
     ],
 )
-def test_one_that_does_not_is_refused(url: str) -> None:
+def test_malformed_sentinel_address_raises_config_error(url: str) -> None:
     with pytest.raises(ConfigError, match="the address of a Redis queue must be redis://"):
         queues.open(url)
 
@@ -84,7 +84,7 @@ async def opened(url: str) -> AsyncIterator[QueueBackend]:
 
 
 @pytest.mark.slow
-async def test_what_too_few_replicas_have_is_not_acknowledged(
+async def test_write_with_too_few_replicas_raises_transient_error(
     pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     primary, replica = pair
@@ -125,7 +125,7 @@ async def named(primary: Server) -> AsyncIterator[tuple[Name, QueueBackend]]:
 
 
 @pytest.mark.slow
-async def test_a_name_that_moves_is_followed(pair: tuple[Server, Server]) -> None:
+async def test_queue_reconnects_when_its_address_moves_to_a_new_primary(pair: tuple[Server, Server]) -> None:
     """Given an address behind which another server is the primary now, while the first answers on as its replica, then
     what that one refuses is asked again of the other."""
     primary, replica = pair
@@ -140,7 +140,7 @@ async def test_a_name_that_moves_is_followed(pair: tuple[Server, Server]) -> Non
 
 
 @pytest.mark.slow
-async def test_who_hears_nothing_any_more_listens_to_the_next(
+async def test_subscription_moves_to_the_new_primary_if_the_old_one_hangs(
     pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a primary that stands still with its connections open, then the subscription goes to the other."""
@@ -168,7 +168,7 @@ def heard(server: Server) -> bool:
 
 
 @pytest.mark.nightly
-async def test_what_a_replica_had_not_got_is_lost_when_it_takes_over(pair: tuple[Server, Server]) -> None:
+async def test_unreplicated_writes_are_lost_when_a_replica_is_promoted(pair: tuple[Server, Server]) -> None:
     """Given a primary that does not know that it is none any more, then what it acknowledges is unknown to the other: a
     request is not there, a stage is leased again, and what its first worker did counts where it was leased alone."""
     primary, replica = pair
@@ -195,7 +195,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("freeze", [False, True], ids=["killed", "stopped"])
-async def test_waiters_and_watchers_go_on_at_the_new_primary(service: Service, freeze: bool) -> None:
+async def test_waiting_and_watching_callers_continue_after_failover(service: Service, freeze: bool) -> None:
     """Given a lease, a waiter and a watcher, when the primary is killed, or stands still and comes back, then all go on
     at the new one, and who submits finds it by itself."""
     service.primary.client.flushall()

@@ -114,7 +114,7 @@ async def outcome(queue: QueueBackend, sent: dict[str, Any], wish: dict[str, Any
     return told
 
 
-def test_anything_is_the_same_to_all_of_them(server: Server) -> None:
+def test_all_backends_handle_random_values_identically(server: Server) -> None:
     async def compare(folder: str, sent: dict[str, Any], wish: dict[str, Any]) -> None:
         server.client.flushall()
         stolen = Claim(sent["request"], sent["stage"], 1, b"")
@@ -136,14 +136,14 @@ def test_anything_is_the_same_to_all_of_them(server: Server) -> None:
     compared()
 
 
-async def test_refusals_of_memory_and_sqlite(tmp_path: Path) -> None:
+async def test_memory_and_sqlite_reject_invalid_values_and_continue(tmp_path: Path) -> None:
     for url in ("memory", f"sqlite:{tmp_path}/queue.db"):
         queue = queues.open(url, ManualClock())
         await refuses_and_goes_on(queue)
         await queue.close()
 
 
-async def test_refusals_of_redis_and_valkey(server: Server) -> None:
+async def test_redis_and_valkey_reject_invalid_values_and_continue(server: Server) -> None:
     queue = queues.open(server.url, ManualClock())
     await refuses_and_goes_on(queue)
     await queue.close()

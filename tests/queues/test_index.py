@@ -72,7 +72,9 @@ async def redis_queue(server: Server) -> AsyncIterator[QueueBackend]:
     await queue.close()
 
 
-async def test_a_question_runs_as_many_commands_in_redis(redis_queue: QueueBackend, server: Server) -> None:
+async def test_redis_list_command_count_is_independent_of_stored_requests(
+    redis_queue: QueueBackend, server: Server
+) -> None:
     """Given ten times as many stored requests of others, then it is the same commands, for every question."""
 
     async def commands(which: RequestFilter, oldest_first: bool) -> Counter[str]:
@@ -92,7 +94,7 @@ async def test_a_question_runs_as_many_commands_in_redis(redis_queue: QueueBacke
 
 
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])
-async def test_a_question_looks_at_as_many_requests_in_memory(kind: str, tmp_path: Path) -> None:
+async def test_list_in_memory_examines_as_many_entries_with_more_requests(kind: str, tmp_path: Path) -> None:
     """Given ten times as many stored requests of others, then it looks at as many, for every question."""
     clock = ManualClock()
     queue = MemoryQueue(clock) if kind == "memory" else SqliteQueue(tmp_path / "queue.db", clock)
@@ -117,7 +119,9 @@ async def test_a_question_looks_at_as_many_requests_in_memory(kind: str, tmp_pat
     assert counted[0] == counted[1] and max(counted[0]) <= 2
 
 
-async def test_a_scrape_runs_as_many_commands_in_redis(redis_queue: QueueBackend, server: Server) -> None:
+async def test_redis_stats_command_count_is_independent_of_queue_length(
+    redis_queue: QueueBackend, server: Server
+) -> None:
     """Given ten times as many requests in progress and tasks in line, then it is the same commands, but for the first
     scrape of a queue."""
 
@@ -137,7 +141,7 @@ async def test_a_scrape_runs_as_many_commands_in_redis(redis_queue: QueueBackend
     assert counted[0] == counted[1]
 
 
-async def test_each_verb_is_one_run_of_one_script(redis_queue: QueueBackend, server: Server) -> None:
+async def test_each_queue_call_is_one_script_run(redis_queue: QueueBackend, server: Server) -> None:
     """Also an outcome with the next lease: nothing can come between."""
     for name in "ab":
         await redis_queue.submit(request(name), [task(name)], [], LIMITS)
@@ -153,7 +157,9 @@ async def test_each_verb_is_one_run_of_one_script(redis_queue: QueueBackend, ser
     assert server.client.info("commandstats")["cmdstat_evalsha"]["calls"] == 3
 
 
-async def test_whether_many_are_over_is_one_run_and_reads_no_context(redis_queue: QueueBackend, server: Server) -> None:
+async def test_ended_among_is_one_script_run_without_reading_contexts(
+    redis_queue: QueueBackend, server: Server
+) -> None:
     """Given hundreds of requests, as a heartbeat names them, then it costs one look at a field of each, and one at
     whose keys these are."""
     await fill(redis_queue, 300)
@@ -167,7 +173,7 @@ async def test_whether_many_are_over_is_one_run_and_reads_no_context(redis_queue
     assert not {"cmdstat_hgetall", "cmdstat_zrange"} & ran.keys()
 
 
-async def test_what_is_forgotten_leaves_no_key_in_redis(redis_queue: QueueBackend, server: Server) -> None:
+async def test_dropped_requests_leave_no_keys_in_redis(redis_queue: QueueBackend, server: Server) -> None:
     """Given requests of every kind that ran, ended and were forgotten, then one key is left, of what is counted."""
     await fill(redis_queue, 20)
     lease = await lease_next(redis_queue)
@@ -181,7 +187,7 @@ async def test_what_is_forgotten_leaves_no_key_in_redis(redis_queue: QueueBacken
     assert server.client.keys() == [b"{unfuse}:meta"]
 
 
-async def test_what_is_forgotten_leaves_nothing_in_memory() -> None:
+async def test_dropped_requests_leave_nothing_in_memory() -> None:
     queue = MemoryQueue(ManualClock())
     await fill(queue, 20)
     for record in await queue.list(RequestFilter(is_over=False)):

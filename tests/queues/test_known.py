@@ -27,7 +27,7 @@ LEASE = Lease(task("a"), "w", b"t" * 16, 5.0)
 
 
 class TestKnownRecords:
-    def test_a_lease_that_was_heard_of_runs_in_its_record(self) -> None:
+    def test_leased_task_is_running_in_the_cached_record(self) -> None:
         known = RecordCache(ManualClock())
         known.put(RequestRecord(request("a"), position=3))
         assert known.of(LEASE.claim) is None
@@ -36,7 +36,7 @@ class TestKnownRecords:
         assert record is not None and record.position is None
         assert [(run.stage, run.attempt, run.worker, run.since) for run in record.running] == [("s", 1, "w", 7.0)]
 
-    def test_of_another_attempt_or_stage_nothing_is_known(self) -> None:
+    def test_cached_record_is_returned_only_for_the_current_claim(self) -> None:
         known = RecordCache(ManualClock())
         known.put(RequestRecord(request("a")))
         known.leased([LEASE], since=7.0)
@@ -45,7 +45,7 @@ class TestKnownRecords:
             assert known.of(claim) is None
         assert known.of(LEASE.claim) is not None
 
-    def test_what_was_heard_of_long_ago_is_not_known(self) -> None:
+    def test_cached_record_expires(self) -> None:
         """Given a stage that runs, then how long it has run grows with time, and after a while the queue is asked."""
         clock = ManualClock()
         known = RecordCache(clock)
@@ -57,7 +57,7 @@ class TestKnownRecords:
         clock.advance(0.5)
         assert known.of(LEASE.claim) is None
 
-    def test_what_is_over_is_forgotten_and_takes_no_place(self) -> None:
+    def test_ended_requests_are_not_cached(self) -> None:
         known = RecordCache(ManualClock())
         known.put(RequestRecord(request("a")))
         known.leased([LEASE], since=7.0)
@@ -67,7 +67,7 @@ class TestKnownRecords:
         known.put(RequestRecord(request("a", status="cancelled"), known.of(LEASE.claim).running))  # type: ignore[union-attr]
         assert known.of(LEASE.claim) is None
 
-    def test_those_that_were_stored_last_are_known(self) -> None:
+    def test_cache_evicts_least_recently_stored_records(self) -> None:
         known = RecordCache(ManualClock())
         names = [f"r{number}" for number in range(MAX_CACHED_RECORDS + 2)]
         for name in [*names[:MAX_CACHED_RECORDS], names[0], *names[MAX_CACHED_RECORDS:]]:
@@ -104,7 +104,7 @@ async def take(scheduler: Scheduler, slots: int = 1) -> list[Lease]:
 
 
 class TestTwoSchedulersOverOneServer:
-    async def test_who_gave_the_leases_completes_without_loading(self, server: Server) -> None:
+    async def test_scheduler_completes_its_own_leases_without_loading_the_record(self, server: Server) -> None:
         async with schedulers(server) as (one, _):
             record = await one.submit(*asking(CARD, params()))
             while leases := await take(one):
@@ -112,7 +112,7 @@ class TestTwoSchedulersOverOneServer:
             assert record.context.status == "completed"
             assert isinstance(one.queue, Counting) and "load" not in one.queue.asked
 
-    async def test_what_is_decided_is_what_would_be_decided_of_the_loaded_record(self, server: Server) -> None:
+    async def test_completion_by_cached_record_equals_completion_by_loaded_one(self, server: Server) -> None:
         """Timings among it: when the lease was given is known from the lease."""
         found = []
         for forgets in (False, True):
@@ -132,7 +132,7 @@ class TestTwoSchedulersOverOneServer:
                 found.append(msgspec.structs.replace(record.context, stages=plain, created_at=0.0, completed_at=0.0))
         assert found[0] == found[1]
 
-    async def test_a_task_that_the_other_gave_is_completed(self, server: Server) -> None:
+    async def test_task_leased_by_one_scheduler_can_be_completed_by_another(self, server: Server) -> None:
         async with schedulers(server) as (one, other):
             await one.submit(*asking(CARD, params()))
             turns = [one, other, one]
@@ -141,7 +141,7 @@ class TestTwoSchedulersOverOneServer:
                 record, _ = await turns[turn - 1].complete(done(lease), WORKER)
             assert record.context.status == "completed"
 
-    async def test_what_the_other_did_meanwhile_is_found(self, server: Server) -> None:
+    async def test_outdated_cached_record_does_not_overwrite_newer_changes(self, server: Server) -> None:
         """Given a record that is known and out of date, then the other's change stays, and this one follows it."""
         async with schedulers(server) as (one, other):
             await one.submit(*asking(CARD, params(), id="img_1"))
@@ -153,7 +153,7 @@ class TestTwoSchedulersOverOneServer:
             assert (record.context.delivery.metadata, record.context.version) == ({"by": "other"}, 2)
             assert record.context.stages[lease.task.stage].status == "done"
 
-    async def test_a_lease_that_the_other_ended_is_lost(self, server: Server) -> None:
+    async def test_completion_is_rejected_after_another_scheduler_ended_the_lease(self, server: Server) -> None:
         """A late answer is refused, and a repeat is answered as the first was, whoever is asked."""
         async with schedulers(server) as (one, other):
             for name, end in (("img_1", other.cancel), ("img_2", other.queue.drop)):
@@ -169,7 +169,7 @@ class TestTwoSchedulersOverOneServer:
             again, _ = await one.complete(done(lease), WORKER)
             assert again.context == first.context
 
-    async def test_another_worker_cannot_complete_by_what_is_known(self, server: Server) -> None:
+    async def test_cached_record_does_not_let_another_worker_complete(self, server: Server) -> None:
         async with schedulers(server) as (one, _):
             await one.submit(*asking(CARD, params()))
             (lease,) = await take(one)
@@ -181,7 +181,7 @@ class TestTwoSchedulersOverOneServer:
             record, _ = await one.complete(done(lease), WORKER)
             assert record.context.version == 1
 
-    async def test_many_at_once_at_both(self, server: Server) -> None:
+    async def test_concurrent_requests_complete_across_two_schedulers(self, server: Server) -> None:
         """Each request of three stages completes once, wherever its leases and its outcomes went."""
         async with schedulers(server) as both:
             names = [f"img_{number}" for number in range(12)]
@@ -204,7 +204,7 @@ class Mistaken(MemoryQueue):
         return msgspec.structs.replace(record, running=(RunningStage(claim.stage, claim.attempt, "another", 0.0),))
 
 
-async def test_what_is_refused_by_a_record_that_is_known_is_decided_by_the_stored_one() -> None:
+async def test_rejection_by_a_cached_record_is_rechecked_by_the_stored_one() -> None:
     clock = ManualClock()
     scheduler = Scheduler(Mistaken(clock), specs=[CARD], clock=clock)
     await scheduler.submit(*asking(CARD, params()))

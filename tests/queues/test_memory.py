@@ -51,11 +51,11 @@ def queue(clock: ManualClock) -> MemoryQueue:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-async def test_a_rule_of_the_port(rule: Rule, clock: ManualClock) -> None:
+async def test_memory_queue_satisfies_each_queue_rule(rule: Rule, clock: ManualClock) -> None:
     await check_rule(rule, MemoryQueue(clock), clock)
 
 
-async def test_the_suite_as_others_run_it(clock: ManualClock) -> None:
+async def test_memory_queue_passes_check_queue(clock: ManualClock) -> None:
     async def fresh() -> MemoryQueue:
         return MemoryQueue(clock)
 
@@ -81,7 +81,7 @@ class TestTheSuiteCanFail:
             await check_queue(fresh, clock)
         return {error.__notes__[-1].split(":")[0].removeprefix("rule ") for error in failure.value.exceptions}
 
-    async def test_when_order_is_not_kept(self) -> None:
+    async def test_suite_detects_unordered_leasing(self) -> None:
         class Unordered(MemoryQueue):
             def _put(self, queued: QueuedTask) -> None:
                 rank = property(lambda queued: (0.0, 0.0, queued.arrival, queued))
@@ -92,7 +92,7 @@ class TestTheSuiteCanFail:
         assert {"a_higher_priority_is_leased_first", "a_lower_order_number_is_leased_first"} <= broken
         assert "equal_tasks_are_leased_in_order_of_arrival" not in broken
 
-    async def test_when_tokens_are_not_checked(self) -> None:
+    async def test_suite_detects_unchecked_lease_tokens(self) -> None:
         class Trusting(Leases):
             def find(self, claim: Claim) -> LeasedTask | None:
                 return self.get(claim.key)
@@ -100,7 +100,7 @@ class TestTheSuiteCanFail:
         broken = await self.broken_rules(leases=Trusting)
         assert {"an_old_claim_is_refused", "progress_requires_a_lease"} <= broken
 
-    async def test_when_tokens_are_checked_in_part(self) -> None:
+    async def test_suite_detects_partially_checked_lease_tokens(self) -> None:
         class Hurried(Leases):
             def find(self, claim: Claim) -> LeasedTask | None:
                 held = self.get(claim.key)
@@ -125,7 +125,9 @@ class TestTheSuiteCanFail:
             ),
         ],
     )
-    async def test_when_an_offer_is_ignored(self, ignored: dict[str, object], rules: set[str]) -> None:
+    async def test_suite_detects_ignored_fields_of_a_pool_offer(
+        self, ignored: dict[str, object], rules: set[str]
+    ) -> None:
         class Deaf(MemoryQueue):
             async def lease(self, worker: str, wanted: LeaseRequest, ttl: float, wait: float = 0.0) -> list[Lease]:
                 replace = msgspec.structs.replace
@@ -134,7 +136,7 @@ class TestTheSuiteCanFail:
 
         assert await self.broken_rules(Deaf) == rules
 
-    async def test_when_who_waits_has_no_rank(self) -> None:
+    async def test_suite_detects_ignored_rank_of_waiting_callers(self) -> None:
         class Deaf(MemoryQueue):
             async def lease(self, worker: str, wanted: LeaseRequest, ttl: float, wait: float = 0.0) -> list[Lease]:
                 return await super().lease(worker, msgspec.structs.replace(wanted, rank=0.0), ttl, wait)
@@ -142,7 +144,7 @@ class TestTheSuiteCanFail:
         assert await self.broken_rules(Deaf, patience=2.0) == {"waiting_callers_are_served_by_rank"}
 
     @pytest.mark.parametrize("lacks", [set(), {"slots", "kv"}], ids=["none is counted", "all count as one"])
-    async def test_when_resources_are_not_told_apart(self, lacks: set[str]) -> None:
+    async def test_suite_detects_resources_that_are_not_counted_separately(self, lacks: set[str]) -> None:
         lacking = PoolOffer.missing_resources
 
         def confused(offer: PoolOffer, needs: dict[str, int], used: dict[str, int]) -> set[str]:
@@ -153,7 +155,7 @@ class TestTheSuiteCanFail:
             assert await self.broken_rules() == {"resources_are_counted_separately"}
 
     @pytest.mark.parametrize("swept", [-math.inf, math.inf])
-    async def test_when_gaps_are_forgiven_always_or_never(self, swept: float) -> None:
+    async def test_suite_detects_wrong_lease_extension_after_sweep_gaps(self, swept: float) -> None:
         class Blind(Leases):
             def expired(self, now: float, ttl: float) -> list[Lease]:
                 self._swept = swept
@@ -161,7 +163,7 @@ class TestTheSuiteCanFail:
 
         assert "a_gap_in_sweeping_extends_leases" in await self.broken_rules(leases=Blind)
 
-    async def test_when_only_the_pools_that_were_taken_from_are_told(self) -> None:
+    async def test_suite_detects_missing_wake_ups_of_unleased_pools(self) -> None:
         class Absent(MemoryQueue):
             def _claim(self, worker: str, wanted: LeaseRequest, ttl: float) -> list[Lease]:
                 leases = super()._claim(worker, wanted, ttl)
@@ -171,7 +173,7 @@ class TestTheSuiteCanFail:
         broken = await self.broken_rules(Absent, patience=2.0)
         assert broken == {"no_caller_waits_while_a_task_is_available"}
 
-    async def test_when_effects_come_before_checks(self) -> None:
+    async def test_suite_detects_effects_of_a_rejected_commit(self) -> None:
         class Hasty(MemoryQueue):
             def _commit(self, change: Change) -> IndexEntry:
                 for id, stage in change.close:
@@ -180,7 +182,7 @@ class TestTheSuiteCanFail:
 
         assert await self.broken_rules(Hasty) == {"a_refused_commit_has_no_effect"}
 
-    async def test_when_nobody_is_woken(self) -> None:
+    async def test_suite_detects_missing_wake_ups(self) -> None:
         class Sleepy(MemoryQueue):
             def _wake_first(self, pool: str) -> None:
                 pass
@@ -192,14 +194,14 @@ class TestTheSuiteCanFail:
             "each_push_wakes_one_caller",
         }
 
-    async def test_when_a_cancelled_waiter_keeps_the_wake_up(self) -> None:
+    async def test_suite_detects_leases_to_cancelled_callers(self) -> None:
         class Claiming(MemoryQueue):
             async def lease(self, *args: object, **kwargs: object) -> list[Lease]:
                 return await asyncio.shield(super().lease(*args, **kwargs))  # type: ignore[arg-type]
 
         assert await self.broken_rules(Claiming, patience=2.0) == {"a_cancelled_caller_leases_nothing"}
 
-    async def test_when_leases_end_by_themselves(self) -> None:
+    async def test_suite_detects_leases_that_end_without_a_commit(self) -> None:
         class Impatient(Leases):
             def expired(self, now: float, ttl: float) -> list[Lease]:
                 late = super().expired(now, ttl)
@@ -209,7 +211,7 @@ class TestTheSuiteCanFail:
 
         assert "an_expired_lease_lasts_until_a_commit" in await self.broken_rules(leases=Impatient)
 
-    async def test_when_the_log_has_no_bound(self) -> None:
+    async def test_suite_detects_an_unbounded_event_log(self) -> None:
         with patch("unfuse.queues.index.MAX_EVENTS", 10_000):
             assert await self.broken_rules() == {"old_progress_is_dropped_first"}
 
@@ -219,7 +221,7 @@ uses = st.lists(st.tuples(st.sampled_from("klmn"), st.integers(-1, 70), st.boole
 
 @settings(deadline=None)
 @given(uses)
-def test_what_is_cached_is_what_was_used_last_and_has_room(history: list[tuple[str, int, bool]]) -> None:
+def test_encoding_cache_evicts_least_recently_used_entries(history: list[tuple[str, int, bool]]) -> None:
     """Beside an oracle: all that was kept in order of its last use, cut where the room of 100 ends."""
 
     async def live() -> None:
@@ -243,7 +245,7 @@ def test_what_is_cached_is_what_was_used_last_and_has_room(history: list[tuple[s
     asyncio.run(live())
 
 
-async def test_a_long_line_keeps_its_order(queue: MemoryQueue) -> None:
+async def test_long_queue_preserves_order_and_positions(queue: MemoryQueue) -> None:
     """Given a long line, then places, withdrawals and leases are right at its head, middle and end."""
     limits = queues.base.QueueLimits(max_active=50_000, max_queue=50_000)
     for number in reversed(range(20_000)):
@@ -259,7 +261,7 @@ async def test_a_long_line_keeps_its_order(queue: MemoryQueue) -> None:
     assert await count_waiting(queue, "p") == 19_996
 
 
-async def test_with_the_systems_clock_the_loop_rings_the_alarms() -> None:
+async def test_system_clock_wakes_waiting_callers_on_time() -> None:
     """Given no manual clock, when a task's time comes or a wait ends, then the waiting caller is woken."""
     queue = MemoryQueue(SystemClock())
     await submit(queue, "a", not_before=await queue.now() + 0.05)
@@ -270,19 +272,19 @@ async def test_with_the_systems_clock_the_loop_rings_the_alarms() -> None:
     await queue.close()
 
 
-async def test_a_closed_queue_hands_out_nothing(queue: MemoryQueue) -> None:
+async def test_closed_queue_leases_nothing(queue: MemoryQueue) -> None:
     await queue.close()
     assert await queue.lease("w", lease_request("p"), TTL, wait=60.0) == []
 
 
-async def test_who_asks_for_no_slot_gets_nothing_and_wakes_nobody(queue: MemoryQueue) -> None:
+async def test_lease_call_with_zero_slots_returns_nothing(queue: MemoryQueue) -> None:
     assert await queue.lease("w", lease_request("p", slots=0), TTL, wait=60.0) == []
     await submit(queue, "a")
     assert await queue.lease("w", lease_request("p", slots=0), TTL, wait=60.0) == []
     assert await lease_all(queue) == ["a"]
 
 
-async def test_a_waiter_of_two_pools_is_blocked_by_the_first_in_order(queue: MemoryQueue) -> None:
+async def test_oversized_urgent_task_blocks_tasks_of_other_pools(queue: MemoryQueue) -> None:
     """Given a large urgent task in one pool, then a small one of the other pool waits until it is gone."""
     await submit(queue, "large", pool="p", output_size=100, priority=1)
     await submit(queue, "small", pool="q", output_size=1)
@@ -292,7 +294,7 @@ async def test_a_waiter_of_two_pools_is_blocked_by_the_first_in_order(queue: Mem
     assert [lease.task.request for lease in await waiting] == ["small"]
 
 
-async def test_waiters_leave_nothing_behind(queue: MemoryQueue, clock: ManualClock) -> None:
+async def test_finished_and_cancelled_lease_waits_are_removed(queue: MemoryQueue, clock: ManualClock) -> None:
     waiting = [await start_task(queue.lease("w", lease_request("p"), TTL, wait=60.0)) for _ in range(3)]
     waiting[0].cancel()
     await submit(queue, "a")
@@ -302,7 +304,7 @@ async def test_waiters_leave_nothing_behind(queue: MemoryQueue, clock: ManualClo
     assert not queue._waiters
 
 
-async def test_a_forgotten_request_ends_its_streams(queue: MemoryQueue) -> None:
+async def test_stream_of_an_ended_request_ends_without_terminal_event(queue: MemoryQueue) -> None:
     """Given a request that was over without a terminal event, then its stream still ends."""
     record = await submit(queue, "a")
     stream = queue.watch("a")
@@ -312,7 +314,7 @@ async def test_a_forgotten_request_ends_its_streams(queue: MemoryQueue) -> None:
     assert await queue.drop_ended_before(2.0) == ["a"]
 
 
-async def test_a_follower_that_leaves_does_no_harm(queue: MemoryQueue) -> None:
+async def test_cancelled_watcher_does_not_affect_other_watchers(queue: MemoryQueue) -> None:
     await submit(queue, "a")
     streams = [queue.watch("a", after=1) for _ in range(2)]
     leaving, staying = [await start_task(_next(stream)) for stream in streams]
@@ -326,7 +328,7 @@ async def _next(stream: object) -> Event:
     return await anext(stream)  # type: ignore[call-overload]
 
 
-async def test_a_history_of_structure_alone_is_bounded_too() -> None:
+async def test_event_log_without_progress_events_is_bounded() -> None:
     """Given more hand-backs than the log holds, then the oldest events go."""
     history = EventHistory()
     for number in range(MAX_EVENTS + 10):
@@ -337,13 +339,13 @@ async def test_a_history_of_structure_alone_is_bounded_too() -> None:
     assert {event.at for event in events} == {5.0}
 
 
-async def test_a_date_that_was_given_is_kept(queue: MemoryQueue) -> None:
+async def test_event_timestamp_is_preserved_if_set(queue: MemoryQueue) -> None:
     await queue.submit(request("a"), [], [Event("queued", at=7.0), Event("retrying")], LIMITS)
     stream = queue.watch("a")
     assert [(await anext(stream)).at, (await anext(stream)).at] == [7.0, 1_700_000_000.0]
 
 
-async def test_a_task_may_leave_before_its_time(queue: MemoryQueue, clock: ManualClock) -> None:
+async def test_replaced_delayed_task_is_not_leased(queue: MemoryQueue, clock: ManualClock) -> None:
     """Given a delayed task that was replaced, when its alarm would have rung, then only the new one is there."""
     record = await submit(queue, "a", not_before=clock.now() + 5)
     record = await queue.commit(change(record, push=(task("a", attempt=2, not_before=clock.now() + 9),)))
@@ -362,18 +364,18 @@ def test_queues_are_opened_by_name() -> None:
         queues.open("memmory")
 
 
-def test_every_backend_is_a_queue() -> None:
+def test_every_registered_backend_is_a_queue_backend() -> None:
     for name in queues.BACKENDS:
         assert issubclass(resolve(queues.BACKENDS, name, "queue"), queues.QueueBackend)
 
 
-def test_structs_of_the_port_are_frozen() -> None:
+def test_queue_parameter_structs_are_frozen() -> None:
     for kind in (queues.base.QueueLimits, queues.base.RequestFilter):
         with pytest.raises(AttributeError):
             setattr(kind(), msgspec.structs.fields(kind)[0].name, None)
 
 
-async def test_who_stops_following_a_request_leaves_nothing_behind() -> None:
+async def test_cancelled_watchers_are_removed_from_the_event_log() -> None:
     """Given followers who leave before anything happens, as clients of event streams do, then none is kept."""
     history = EventHistory()
     for _ in range(3):
@@ -384,7 +386,7 @@ async def test_who_stops_following_a_request_leaves_nothing_behind() -> None:
     assert not history._followers
 
 
-def test_every_rule_of_the_suite_is_run() -> None:
+def test_all_rule_functions_are_listed_in_rules() -> None:
     """Given the modules of the suite, then each public coroutine function of a queue and a clock is a rule."""
     modules = [
         import_module(f"{testing.__name__}.{module.name}")

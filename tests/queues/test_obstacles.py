@@ -41,11 +41,11 @@ async def listening(handle: Handle, tls: ssl.SSLContext | None = None) -> AsyncI
         yield server.sockets[0].getsockname()[1]
 
 
-async def test_a_server_that_takes_us_in_is_one(server: Server) -> None:
+async def test_usable_server_passes_the_address_check(server: Server) -> None:
     assert await refusal(server.url) == ""
 
 
-async def test_a_wrong_password_user_or_database_is_told_without_the_password(server: Server) -> None:
+async def test_wrong_credentials_or_database_raise_error_without_password(server: Server) -> None:
     address = f"127.0.0.1:{server.port}"
     server.client.acl_setuser("reader", enabled=True, passwords=["+right"], commands=["+get", "+select", "+client"])
     try:
@@ -64,7 +64,9 @@ async def test_a_wrong_password_user_or_database_is_told_without_the_password(se
     [("meta", "arrivals", "unknown"), ("declared", "serve", "unknown"), ("secrets", "webhooks", "unknown")]
     + [("meta", "schema", str(SCHEMA_VERSION - 1))],
 )
-async def test_data_of_another_version_is_refused_and_stays(server: Server, key: str, field: str, schema: str) -> None:
+async def test_data_of_another_schema_version_is_rejected_and_unchanged(
+    server: Server, key: str, field: str, schema: str
+) -> None:
     """Given keys without a schema number, or with another, then the start is refused and no key changes."""
     server.client.hset(f"{{unfuse}}:{key}", field, SCHEMA_VERSION - 1)
 
@@ -77,12 +79,12 @@ async def test_data_of_another_version_is_refused_and_stays(server: Server, key:
     assert await refusal(f"{server.url}?prefix=other") == ""
 
 
-async def test_tls_where_there_is_none_is_told(server: Server) -> None:
+async def test_tls_to_a_server_without_tls_raises_config_error(server: Server) -> None:
     said = await refusal(f"rediss://127.0.0.1:{server.port}/0")
     assert "Redis does not use TLS there: use redis://" in said
 
 
-async def test_something_else_that_listens_is_told() -> None:
+async def test_non_redis_server_raises_config_error() -> None:
     async def http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
@@ -101,7 +103,7 @@ async def test_something_else_that_listens_is_told() -> None:
         )
 
 
-async def test_nobody_listening_is_waited_for() -> None:
+async def test_unreachable_server_raises_transient_and_not_config_error() -> None:
     url = f"redis://127.0.0.1:{free_port()}/0"
     assert await refusal(url) == ""
     queue = queues.open(url)
@@ -111,7 +113,7 @@ async def test_nobody_listening_is_waited_for() -> None:
 
 
 @pytest.mark.slow
-def test_serve_ends_with_that_sentence(server: Server) -> None:
+def test_serve_exits_with_the_error_of_the_queue_address(server: Server) -> None:
     flags = ["--workers", "none", "--port", "0", "--queue", f"redis://me:wrong@127.0.0.1:{server.port}/0"]
     command = [sys.executable, "-m", "unfuse", "serve", *flags]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -120,6 +122,6 @@ def test_serve_ends_with_that_sentence(server: Server) -> None:
     assert "Traceback" not in ended.stderr and "wrong@" not in ended.stderr
 
 
-def test_a_server_that_says_nothing_is_said_to() -> None:
+def test_timeout_error_has_a_message() -> None:
     """As one that is stopped: what the client raises then has no words, and /ready named it by a colon."""
     assert str(error(TimeoutError(), "here")).endswith("does not respond: timeout")

@@ -84,12 +84,12 @@ async def opened(server: Address) -> AsyncIterator[QueueBackend]:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-async def test_a_rule_of_the_port(rule: Rule, least: Address) -> None:
+async def test_redis_queue_satisfies_each_queue_rule(rule: Rule, least: Address) -> None:
     clock = ManualClock()
     await check_rule(rule, queues.open(least.url, clock), clock)
 
 
-def test_random_histories(server: Server) -> None:
+def test_random_histories_of_two_redis_queues_match_the_model(server: Server) -> None:
     class SharedHistories(Histories):
         """Every command goes through another of two queues over one server."""
 
@@ -113,13 +113,15 @@ def test_random_histories(server: Server) -> None:
 
 
 class TestTwoQueuesOverOneServer:
-    async def test_a_push_of_one_wakes_who_waits_at_the_other(self, queue: QueueBackend, other: QueueBackend) -> None:
+    async def test_submit_wakes_a_caller_waiting_at_another_scheduler(
+        self, queue: QueueBackend, other: QueueBackend
+    ) -> None:
         waiting = await start_task(other.lease("w", lease_request("p"), TTL, wait=30.0))
         await settled(other)
         await submit(queue, "a")
         assert [lease.task.request for lease in await waiting] == ["a"]
 
-    async def test_what_a_waiter_takes_at_once_wakes_nobody_at_the_other(
+    async def test_task_leased_locally_sends_no_wake_up_to_other_schedulers(
         self, queue: QueueBackend, other: QueueBackend, server: Server
     ) -> None:
         """Then only what is left is told, by which the other's waiter gets it."""
@@ -138,7 +140,9 @@ class TestTwoQueuesOverOneServer:
                 heard.append(message["data"])
         assert [data for data in heard if b"pool" in data] == [b"pool:p"]
 
-    async def test_simultaneous_repeats_at_both_are_one_request(self, queue: QueueBackend, other: QueueBackend) -> None:
+    async def test_concurrent_submits_with_one_idempotency_key_create_one_request(
+        self, queue: QueueBackend, other: QueueBackend
+    ) -> None:
         names = [f"{number:02}" for number in range(20)]
         same = (
             (queue, other)[number % 2].submit(request(name, idempotency_key="k"), [task(name)], [], LIMITS)
@@ -147,7 +151,9 @@ class TestTwoQueuesOverOneServer:
         assert len({record.context.id for record in await asyncio.gather(*same)}) == 1
         assert (len(await other.list(RequestFilter())), await count_waiting(queue, "p")) == (1, 1)
 
-    async def test_pieces_that_both_record_are_there_once(self, queue: QueueBackend, other: QueueBackend) -> None:
+    async def test_deltas_appended_by_both_schedulers_are_stored_once(
+        self, queue: QueueBackend, other: QueueBackend
+    ) -> None:
         """As one worker says them again to a second scheduler; and a lease that ended at one has ended at both."""
         await submit(queue, "a")
         claim = (await lease_next(queue)).claim
@@ -160,14 +166,16 @@ class TestTwoQueuesOverOneServer:
         assert (await lease_next(queue)).recorded_deltas == 61
         assert await asyncio.gather(*(append(one, claim, 61, [b"late"]) for one in (queue, other))) == [False, False]
 
-    async def test_a_task_is_leased_by_one_of_them(self, queue: QueueBackend, other: QueueBackend) -> None:
+    async def test_each_task_is_leased_once_across_two_schedulers(
+        self, queue: QueueBackend, other: QueueBackend
+    ) -> None:
         waiting = [await start_task(q.lease("w", lease_request("p"), TTL, wait=30.0)) for q in (queue, other) * 10]
         for number in range(20):
             await submit(queue if number % 2 else other, f"{number:02}")
         leases = [lease for one in waiting for lease in await one]
         assert sorted(lease.task.request for lease in leases) == [f"{number:02}" for number in range(20)]
 
-    async def test_events_of_one_are_heard_at_the_other(self, queue: QueueBackend, other: QueueBackend) -> None:
+    async def test_events_are_streamed_across_schedulers(self, queue: QueueBackend, other: QueueBackend) -> None:
         record = await submit(queue, "a")
         stream = other.watch("a")
         assert (await anext(stream)).type == "queued"
@@ -178,7 +186,7 @@ class TestTwoQueuesOverOneServer:
         await queue.commit(completion(record, lease, status="completed", events=(Event("completed"),)))
         assert [event.type async for event in stream] == ["completed"]
 
-    async def test_a_cancellation_at_one_ends_the_lease_of_the_other(
+    async def test_cancellation_ends_a_lease_of_another_scheduler(
         self, queue: QueueBackend, other: QueueBackend
     ) -> None:
         record = await submit(queue, "a")
@@ -187,21 +195,23 @@ class TestTwoQueuesOverOneServer:
         assert (await other.renew([lease.claim], TTL)).ended == (lease.claim,)
         await expect_error(LeaseLost, other.commit(completion(record, lease)))
 
-    async def test_they_know_the_same_workers(self, queue: QueueBackend, other: QueueBackend) -> None:
+    async def test_both_schedulers_list_the_same_workers(self, queue: QueueBackend, other: QueueBackend) -> None:
         await queue.register(worker_info("v"))
         await other.register(worker_info("w"))
         await submit(queue, "a")
         await lease_next(queue, worker="w")
         assert [(m.info.id, m.leased) for m in await other.workers()] == [("v", 0), ("w", 1)]
 
-    async def test_a_prefix_is_a_queue_of_its_own(self, queue: QueueBackend, server: Server) -> None:
+    async def test_queues_with_different_prefixes_are_isolated(self, queue: QueueBackend, server: Server) -> None:
         await submit(queue, "a")
         async with opened(server.at("?prefix=elsewhere")) as elsewhere:
             assert await lease_all(elsewhere) == []
             await submit(elsewhere, "a")
         assert {key.partition(b"}")[0] for key in server.client.scan_iter()} == {b"{unfuse", b"{elsewhere"}
 
-    async def test_what_others_forget_ends_the_stream(self, queue: QueueBackend, other: QueueBackend) -> None:
+    async def test_stream_ends_when_another_scheduler_drops_the_request(
+        self, queue: QueueBackend, other: QueueBackend
+    ) -> None:
         record = await submit(queue, "a")
         stream = queue.watch("a", after=1)
         watching = await start_task(next_event(stream))
@@ -213,7 +223,7 @@ class TestTwoQueuesOverOneServer:
                 await call
         assert not queue._subscription._followers
 
-    async def test_a_gap_in_sweeping_is_one_for_all_of_them(self, server: Server) -> None:
+    async def test_sweep_gap_extends_leases_once_for_all_schedulers(self, server: Server) -> None:
         """Given leases that ran on while no scheduler was there, then the first sweep extends them, whoever makes it,
         and those of the others do not once more: the last one's time is kept on the server."""
         clock = ManualClock()
@@ -235,7 +245,7 @@ class TestTwoQueuesOverOneServer:
 
 
 class TestTheServerGoesAway:
-    async def test_waiters_and_watchers_go_on_when_it_is_back(self, unsteady: Server) -> None:
+    async def test_waiting_and_watching_callers_continue_after_server_restart(self, unsteady: Server) -> None:
         """Given a lease, a waiter and a watcher, when the server is killed and started, then nothing was lost."""
         async with opened(unsteady) as queue:
             record = await submit(queue, "a")
@@ -255,7 +265,7 @@ class TestTheServerGoesAway:
             event = await watching
             assert event is not None and (event.type, event.seq) == ("stage_completed", 3)
 
-    async def test_what_needs_no_patience_says_so(self, unsteady: Server) -> None:
+    async def test_calls_to_a_dead_server_raise_transient_error(self, unsteady: Server) -> None:
         async with opened(unsteady.as_user("name", "secret")) as queue:
             unsteady.kill()
             calls = (
@@ -271,12 +281,12 @@ class TestTheServerGoesAway:
                 assert f"the queue at 127.0.0.1:{unsteady.port}/0 does not respond" in str(error)
                 assert "secret" not in str(error)
 
-    async def test_a_wait_ends_in_time_all_the_same(self, unsteady: Server) -> None:
+    async def test_lease_wait_times_out_while_the_server_is_down(self, unsteady: Server) -> None:
         async with opened(unsteady) as queue:
             unsteady.kill()
             assert await queue.lease("w", lease_request("p"), TTL, wait=0.3) == []
 
-    async def test_closing_wakes_everyone(self, unsteady: Server) -> None:
+    async def test_close_wakes_all_waiting_callers(self, unsteady: Server) -> None:
         async with opened(unsteady) as queue:
             await submit(queue, "a")
             watching = await start_task(next_event(queue.watch("a", after=1)))
@@ -285,14 +295,14 @@ class TestTheServerGoesAway:
             unsteady.kill()
         assert (await waiting, await watching) == ([], None)
 
-    async def test_scripts_are_loaded_again(self, queue: QueueBackend, server: Server) -> None:
+    async def test_scripts_are_reloaded_after_script_flush(self, queue: QueueBackend, server: Server) -> None:
         await submit(queue, "a")
         server.client.script_flush()
         names = [f"b{number}" for number in range(5)]
         await asyncio.gather(*(submit(queue, name) for name in names))
         assert await lease_all(queue) == ["a", *names]
 
-    async def test_a_connection_that_was_cut_is_made_again(self, queue: QueueBackend, server: Server) -> None:
+    async def test_killed_connections_are_reopened(self, queue: QueueBackend, server: Server) -> None:
         waiting = await start_task(queue.lease("w", lease_request("p"), TTL, wait=60.0))
         await settled(queue)
         for kind in ("normal", "pubsub"):
@@ -303,7 +313,7 @@ class TestTheServerGoesAway:
 
 
 class TestTheServersClock:
-    async def test_it_is_what_leases_end_by(self, queue: QueueBackend, server: Server) -> None:
+    async def test_leases_expire_by_the_server_clock(self, queue: QueueBackend, server: Server) -> None:
         seconds, micros = server.client.time()
         assert await queue.now() == pytest.approx(seconds + micros / 1e6, abs=60)
         await submit(queue, "a")
@@ -313,7 +323,9 @@ class TestTheServersClock:
         assert await queue.sweep_expired(60 * TTL) == [lease]
         assert (await queue.load("a")).running[0].since == pytest.approx(lease.expires, abs=60)
 
-    async def test_a_task_whose_time_comes_wakes_who_waits(self, queue: QueueBackend, other: QueueBackend) -> None:
+    async def test_delayed_task_wakes_a_caller_at_another_scheduler(
+        self, queue: QueueBackend, other: QueueBackend
+    ) -> None:
         waiting = await start_task(other.lease("w", lease_request("p"), TTL, wait=30.0))
         await settled(other)
         await submit(queue, "a", not_before=await queue.now() + 0.2)
@@ -321,7 +333,7 @@ class TestTheServersClock:
         assert [lease.task.request for lease in await waiting] == ["a"]
 
 
-async def test_a_claim_nobody_heard_of_is_taken_back(queue: QueueBackend) -> None:
+async def test_task_of_a_cancelled_lease_call_returns_to_the_queue(queue: QueueBackend) -> None:
     """Given a call that was cancelled while it was under way, then the task is there, under its first attempt."""
     await submit(queue, "a")
     leaving = await start_task(queue.lease("w", lease_request("p"), TTL))
@@ -331,7 +343,7 @@ async def test_a_claim_nobody_heard_of_is_taken_back(queue: QueueBackend) -> Non
     assert (await lease_next(queue)).task == task("a")
 
 
-async def test_more_wait_than_share_a_call(queue: QueueBackend) -> None:
+async def test_more_waiting_callers_than_max_batch_all_get_tasks(queue: QueueBackend) -> None:
     names = [f"{number:03}" for number in range(MAX_BATCH + 10)]
     waiting = [await start_task(queue.lease("w", lease_request("p"), TTL, wait=30.0)) for _ in names]
     await asyncio.gather(*(submit(queue, name) for name in names))
@@ -339,7 +351,7 @@ async def test_more_wait_than_share_a_call(queue: QueueBackend) -> None:
     assert sorted(lease.task.request for lease in leases) == names
 
 
-async def test_long_lists_are_read_in_pieces(queue: QueueBackend) -> None:
+async def test_long_lists_are_read_in_pages(queue: QueueBackend) -> None:
     names = [f"{number:04}" for number in range(2 * SCANNED + 1)]
     limits = QueueLimits(max_active=10_000)
     await asyncio.gather(*(queue.submit(request(n, tenant=n[-1]), [], [], limits) for n in names))
@@ -351,7 +363,7 @@ async def test_long_lists_are_read_in_pieces(queue: QueueBackend) -> None:
     assert sorted(await queue.drop_ended_before(2.0)) == [name for name in names if name[-1] == "7"]
 
 
-async def test_calls_at_the_same_moment_are_one_run_of_the_script(queue: QueueBackend, server: Server) -> None:
+async def test_concurrent_calls_share_one_script_run(queue: QueueBackend, server: Server) -> None:
     """Given outcomes that come together, then they share a run, and each is applied or refused by itself."""
     names = ("a", "b", "c", "d")
     records = {name: await submit(queue, name) for name in names}
@@ -371,7 +383,7 @@ async def test_calls_at_the_same_moment_are_one_run_of_the_script(queue: QueueBa
 
 
 @given(st.lists(st.integers(0, 2**21), max_size=100))
-def test_long_calls_share_no_run(sizes: list[int]) -> None:
+def test_script_runs_are_limited_in_calls_and_bytes(sizes: list[int]) -> None:
     calls = [("load", bytes(size)) for size in sizes]
     found = runs(calls)
     assert [call for run in found for call in run] == calls
@@ -380,7 +392,7 @@ def test_long_calls_share_no_run(sizes: list[int]) -> None:
     assert all(len(one) == RUN_CALLS or sum(one) + other[0] > RUN_BYTES for one, other in pairwise(lengths))
 
 
-async def test_names_may_hold_anything(queue: QueueBackend) -> None:
+async def test_names_with_any_characters_are_distinct_tasks(queue: QueueBackend) -> None:
     """Given names that would run into each other if they were only joined, then they are different tasks."""
     for name, stage in (("a:b", "c"), ("a", "b:c"), ("ü{x}\n", "\0 ")):
         await queue.submit(request(name), [task(name, stage, pool="p:ü\n")], [], LIMITS)
@@ -388,21 +400,23 @@ async def test_names_may_hold_anything(queue: QueueBackend) -> None:
     assert [lease.task.key for lease in leases] == [("a:b", "c"), ("a", "b:c"), ("ü{x}\n", "\0 ")]
 
 
-async def test_watching_asks_the_server_for_ids_of_others(queue: QueueBackend, other: QueueBackend) -> None:
+async def test_watch_finds_requests_submitted_by_another_scheduler(queue: QueueBackend, other: QueueBackend) -> None:
     await submit(other, "a")
     assert (await anext(queue.watch("a"))).type == "queued"
     with pytest.raises(NotFound, match="request b does not exist"):
         await anext(queue.watch("b"))
 
 
-async def test_a_closed_queue_hands_out_nothing(queue: QueueBackend) -> None:
+async def test_closed_queue_leases_nothing(queue: QueueBackend) -> None:
     await queue.close()
     assert await queue.lease("w", lease_request("p"), TTL, wait=60.0) == []
     with pytest.raises(TransientError, match="is closed"):
         await queue.load("a")
 
 
-async def test_who_watches_a_closed_queue_keeps_nobody_busy(queue: RedisQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_watch_on_a_closed_queue_ends_without_retrying(
+    queue: RedisQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is heard any more, and that is not tried again and again."""
     heard: list[None] = []
 
@@ -419,7 +433,7 @@ async def test_who_watches_a_closed_queue_keeps_nobody_busy(queue: RedisQueue, m
 
 
 @pytest.mark.nightly
-async def test_in_a_redis_cluster_a_prefix_is_at_home_on_one_server(masters: list[Server]) -> None:
+async def test_redis_cluster_prefix_is_served_only_by_the_owner_of_its_slot(masters: list[Server]) -> None:
     """Given three servers, then the one that has a prefix serves every rule; the others name it."""
     homes = {}
     for prefix in ("unfuse", "blue", "green", "red"):
@@ -438,7 +452,7 @@ async def test_in_a_redis_cluster_a_prefix_is_at_home_on_one_server(masters: lis
 
 
 @given(st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False)), min_size=2))
-def test_ranks_sort_as_priority_and_order_do(pairs: list[tuple[int, float]]) -> None:
+def test_rank_bytes_sort_by_priority_and_order(pairs: list[tuple[int, float]]) -> None:
     ranks = {(-p, o + 0.0): bytes(task_fields(task("a", priority=p, order=o))["rank"]) for p, o in pairs}
     assert sorted(ranks.values()) == [ranks[pair] for pair in sorted(ranks)]
 
@@ -447,24 +461,24 @@ def test_ranks_sort_as_priority_and_order_do(pairs: list[tuple[int, float]]) -> 
     "url",
     ["redis://h:x/0", "redis://h:0", "redis://h/name", "redis://h?prefix=", "redis://h?prefix={a}", "redis://h?db=1"],
 )
-def test_an_address_that_makes_no_sense(url: str) -> None:
+def test_malformed_redis_address_raises_config_error(url: str) -> None:
     with pytest.raises(ConfigError, match="the address of a Redis queue must be redis://"):
         queues.open(url)
 
 
-def test_addresses_that_do() -> None:
+def test_valid_redis_addresses_are_accepted() -> None:
     for url in ("redis", "redis://h", "redis://u:p@[::1]:7000/3?prefix=a-b.c_d"):
         assert isinstance(RedisQueue.open(url, SystemClock()), RedisQueue)
 
 
-def test_an_address_may_ask_for_tls() -> None:
+def test_rediss_address_uses_tls() -> None:
     for url, is_private in (("redis://h", False), ("rediss://h:6380/1?prefix=a", True), ("rediss", True)):
         queue = queues.open(url)
         assert isinstance(queue, RedisQueue)
         assert issubclass(queue._redis.connection_pool.connection_class, SSLConnection) == is_private
 
 
-def test_the_scripts_are_in_the_wheel() -> None:
+def test_lua_scripts_are_packaged_in_the_wheel() -> None:
     """Given that hatchling packs the whole folder of a package but for what git ignores, then nothing takes the scripts
     out of it, and the files that the code reads are the files that there are."""
     root = Path(__file__).parents[2]
@@ -476,7 +490,7 @@ def test_the_scripts_are_in_the_wheel() -> None:
     assert not {"lua", "scripts"} & set(re.findall(r"\w+", (root / ".gitignore").read_text()))
 
 
-async def test_a_server_that_hangs_is_noticed(unsteady: Server) -> None:
+async def test_check_of_a_hanging_server_raises_transient_error(unsteady: Server) -> None:
     """Given a server that is there and does not answer, then whoever asks whether the queue works is told so soon."""
     async with opened(unsteady) as queue:
         await queue.check()
@@ -489,7 +503,7 @@ async def test_a_server_that_hangs_is_noticed(unsteady: Server) -> None:
         await queue.check()
 
 
-async def test_a_server_without_memory_is_noticed(unsteady: Server) -> None:
+async def test_server_out_of_memory_raises_transient_error(unsteady: Server) -> None:
     """Given a server that reads and refuses to write, then whoever asks whether the queue works is told so."""
     async with opened(unsteady) as queue:
         await queue.submit(request("a"), [task("a")], [], LIMITS)
@@ -506,7 +520,7 @@ async def test_a_server_without_memory_is_noticed(unsteady: Server) -> None:
 
 
 @pytest.mark.slow
-def test_without_the_library_the_extra_is_named() -> None:
+def test_missing_redis_library_raises_error_naming_the_extra() -> None:
     program = "import sys; sys.modules['redis'] = None; from unfuse import queues; queues.open('redis://h')"
     end = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "ConfigError: a Redis queue needs the redis library: pip install 'unfuse[redis]'" in end.stderr

@@ -71,7 +71,7 @@ def rules(but: set[str]) -> list[object]:
 
 
 class TestAnAddress:
-    def test_names_the_server_of_each_shard(self) -> None:
+    def test_shards_are_assigned_to_servers_of_the_address(self) -> None:
         found = parse_address("redis://me:s@a,b:7000/2?shards=4&prefix=blue&replicas=1")
         assert [one.server for one in found] == ["redis://me:s@a/2", "redis://me:s@b:7000/2"] * 2
         assert [one.tag for one in found] == [f"{{blue:{shard}}}" for shard in range(4)]
@@ -82,13 +82,13 @@ class TestAnAddress:
         ] * 2
         assert found[1].display_name == "b:7000/2 (shard 1 of 4)"
 
-    def test_or_a_service_of_sentinels(self) -> None:
+    def test_shards_are_assigned_to_sentinel_services(self) -> None:
         found = parse_address("redis+sentinel://s1,s2/one,other/1?shards=3")
         assert [one.service for one in found] == ["one", "other", "one"]
         assert {one.hosts for one in found} == {(("s1", 26379), ("s2", 26379))}
         assert found[0].server == "redis://s1:26379/1"
 
-    def test_or_a_cluster(self) -> None:
+    def test_cluster_address_is_parsed(self) -> None:
         found = parse_address("rediss+cluster://u:p@a,[::1]:7001?shards=2")
         assert [(one.kind, one.server, one.tag) for one in found] == [
             ("cluster", "rediss://u:p@a:6379", f"{{unfuse:{shard}}}") for shard in range(2)
@@ -114,7 +114,7 @@ class TestAnAddress:
             "redis+cluster://a/name",
         ],
     )
-    def test_that_makes_no_sense_is_refused(self, url: str) -> None:
+    def test_malformed_sharded_address_raises_config_error(self, url: str) -> None:
         with pytest.raises(ConfigError, match="the address of a Redis queue must be redis://"):
             queues.open(url)
 
@@ -139,14 +139,14 @@ def shards_of(url: str, clock: ManualClock) -> list[QueueBackend]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", rules(OF_ALL | AT_ONCE))
-async def test_a_rule_between_requests_of_a_shard(rule: Rule, pair: tuple[Server, Server]) -> None:
+async def test_requests_on_one_shard_satisfy_each_queue_rule(rule: Rule, pair: tuple[Server, Server]) -> None:
     clock = ManualClock()
     await check_rule(rule, Together(shards_of(at(*pair), clock)), clock)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", rules(BETWEEN | AT_ONCE))
-async def test_a_rule_wherever_requests_live(rule: Rule, pair: tuple[Server, Server]) -> None:
+async def test_requests_on_several_shards_satisfy_each_queue_rule(rule: Rule, pair: tuple[Server, Server]) -> None:
     clock = TickingClock()
     await check_rule(rule, Spread(shards_of(at(*pair, shards=3), clock)), clock)
 
@@ -163,7 +163,7 @@ async def refused(url: str) -> str:
 
 
 @pytest.mark.slow
-async def test_nobody_takes_the_shards_for_something_else(pair: tuple[Server, Server]) -> None:
+async def test_wrong_shard_count_or_server_order_raises_config_error(pair: tuple[Server, Server]) -> None:
     """Given shards that were begun with, then another number, another order, other servers or none are refused."""
     one, other = pair
     assert await refused(at(one, other, shards=4)) == ""
@@ -180,7 +180,7 @@ async def test_nobody_takes_the_shards_for_something_else(pair: tuple[Server, Se
 
 
 @pytest.mark.slow
-async def test_nor_what_was_there_before_them(pair: tuple[Server, Server]) -> None:
+async def test_mixing_sharded_and_unsharded_queues_raises_config_error(pair: tuple[Server, Server]) -> None:
     """Given a queue without shards, then none are begun beside it, and who runs already is refused what is not its."""
     one, other = pair
     whole = queues.open(other.url)
@@ -254,7 +254,9 @@ class Load:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("freeze", [False, True], ids=["killed", "stopped"])
-async def test_a_server_is_killed_under_load(pair: tuple[Server, Server], freeze: bool) -> None:
+async def test_accepted_requests_complete_once_after_a_shard_server_fails(
+    pair: tuple[Server, Server], freeze: bool
+) -> None:
     """Given two schedulers over two servers, when one server is killed and comes back, or stands still, then meanwhile
     others are accepted and completed, and in the end everything accepted is complete, once."""
     for server in pair:
@@ -294,7 +296,7 @@ async def test_a_server_is_killed_under_load(pair: tuple[Server, Server], freeze
 
 
 @pytest.mark.nightly
-async def test_the_shards_of_a_cluster_are_where_their_slots_are(masters: list[Server]) -> None:
+async def test_cluster_shards_are_followed_when_their_slot_moves(masters: list[Server]) -> None:
     """Given three servers and any two of them as address, then shards lie on all, by all rules, and one whose slot
     moves is followed."""
     for one in masters:

@@ -39,14 +39,14 @@ async def asked(calls: PipelinedCalls, *verbs: str) -> list[asyncio.Task[Any]]:
 
 
 class TestCalls:
-    async def test_those_of_one_moment_go_together_and_at_once(self) -> None:
+    async def test_concurrent_calls_are_sent_in_one_batch(self) -> None:
         slow = Slow()
         tasks = await asked(PipelinedCalls(slow.execute, NamedTasks()), "a", "b", "c")
         assert slow.batches == [["a", "b", "c"]]
         slow.ends[0].set_result(None)
         assert await asyncio.gather(*tasks) == ["a", "b", "c"]
 
-    async def test_those_that_come_while_others_are_under_way_go_next(self) -> None:
+    async def test_calls_during_a_running_batch_form_the_next_batch(self) -> None:
         slow = Slow()
         calls = PipelinedCalls(slow.execute, NamedTasks())
         first = await asked(calls, "a")
@@ -59,7 +59,7 @@ class TestCalls:
         slow.ends[1].set_result(None)
         assert await asyncio.gather(*others) == ["b", "c"]
 
-    async def test_what_those_who_were_answered_ask_next_goes_together(self) -> None:
+    async def test_follow_up_calls_of_a_batch_form_the_next_batch(self) -> None:
         """Also with what waited already."""
         slow = Slow()
         calls = PipelinedCalls(slow.execute, NamedTasks())
@@ -77,7 +77,7 @@ class TestCalls:
         slow.ends[1].set_result(None)
         await asyncio.gather(*callers, *waits)
 
-    async def test_a_round_trip_takes_so_many(self) -> None:
+    async def test_batch_has_at_most_max_batch_calls(self) -> None:
         slow = Slow()
         tasks = await asked(PipelinedCalls(slow.execute, NamedTasks()), *["a"] * (MAX_BATCH + 1))
         assert [len(batch) for batch in slow.batches] == [MAX_BATCH]
@@ -86,7 +86,7 @@ class TestCalls:
             await asyncio.sleep(0.01)
         assert len(await asyncio.gather(*tasks)) == MAX_BATCH + 1
 
-    async def test_an_error_is_every_callers_and_the_next_ones_go_on(self) -> None:
+    async def test_batch_error_is_raised_to_every_caller_and_next_batch_runs(self) -> None:
         async def broken(calls: Sequence[Call]) -> list[Any]:
             raise ConnectionError("gone")
 
@@ -96,7 +96,7 @@ class TestCalls:
                 with pytest.raises(ConnectionError, match="gone"):
                     await task
 
-    async def test_who_was_cancelled_misses_nothing_of_the_others(self) -> None:
+    async def test_cancelled_call_does_not_affect_the_rest_of_the_batch(self) -> None:
         slow = Slow()
         one, other = await asked(PipelinedCalls(slow.execute, NamedTasks()), "a", "b")
         one.cancel()
@@ -112,7 +112,7 @@ class TestMessages:
         yield queue
         await queue.close()
 
-    async def test_all_changes_of_a_run_are_one_message(self, queue: QueueBackend, server: Server) -> None:
+    async def test_changes_of_one_batch_are_published_as_one_message(self, queue: QueueBackend, server: Server) -> None:
         waiting = await start_task(queue.lease("w", lease_request("elsewhere"), TTL, wait=30.0))
         while server.client.pubsub_numsub("{unfuse}:news") != [(b"{unfuse}:news", 1)]:
             await asyncio.sleep(0.01)
@@ -121,7 +121,9 @@ class TestMessages:
         assert published(server) - before == 1
         waiting.cancel()
 
-    async def test_of_several_in_one_message_all_are_heard(self, queue: QueueBackend, server: Server) -> None:
+    async def test_one_message_notifies_the_watchers_of_all_its_changes(
+        self, queue: QueueBackend, server: Server
+    ) -> None:
         records = [await submit(queue, name) for name in "abc"]
         watching = [asyncio.create_task(next_event(queue.watch(name, after=1))) for name in "abc"]
         while server.client.pubsub_numsub("{unfuse}:news") != [(b"{unfuse}:news", 1)]:

@@ -88,7 +88,7 @@ BETWEEN = OF_ALL | {
 @pytest.mark.parametrize(
     "rule", [rule for rule in RULES if rule.__name__ not in OF_ALL], ids=lambda rule: rule.__name__
 )
-async def test_a_rule_between_requests_of_a_shard(rule: Rule, count: int) -> None:
+async def test_queue_rules_hold_for_requests_of_one_shard(rule: Rule, count: int) -> None:
     clock = ManualClock()
     await check_rule(rule, Together(memories(count, clock)), clock)
 
@@ -97,21 +97,21 @@ async def test_a_rule_between_requests_of_a_shard(rule: Rule, count: int) -> Non
 @pytest.mark.parametrize(
     "rule", [rule for rule in RULES if rule.__name__ not in BETWEEN], ids=lambda rule: rule.__name__
 )
-async def test_a_rule_wherever_requests_live(rule: Rule, count: int) -> None:
+async def test_queue_rules_hold_for_requests_spread_over_shards(rule: Rule, count: int) -> None:
     clock = TickingClock()
     await check_rule(rule, Spread(memories(count, clock)), clock)
 
 
-def test_what_is_left_out_are_rules() -> None:
+def test_excluded_rule_names_exist_in_the_suite() -> None:
     assert {rule.__name__ for rule in RULES} >= BETWEEN
 
 
-def test_random_histories(record_property: Record) -> None:
+def test_random_histories_match_the_memory_queue(record_property: Record) -> None:
     compared(ShardedTwins, FEW, "shards", record_property)
 
 
 @pytest.mark.nightly
-def test_long_random_histories(record_property: Record) -> None:
+def test_long_random_histories_match_the_memory_queue(record_property: Record) -> None:
     compared(ShardedTwins, MANY, "shards", record_property)
 
 
@@ -120,7 +120,7 @@ def clock() -> TickingClock:
     return TickingClock()
 
 
-async def test_lists_are_merged(clock: TickingClock) -> None:
+async def test_request_lists_are_merged_over_shards(clock: TickingClock) -> None:
     """In any pages, while some requests run, are over or gone."""
     queue = Spread(memories(3, clock))
     for name in "cabgfedh":
@@ -136,7 +136,7 @@ async def test_lists_are_merged(clock: TickingClock) -> None:
     assert await queue.ended_among([*"hgba", "nobody"]) == ["g", "b", "nobody"]
 
 
-async def test_of_two_that_came_at_one_moment_each_is_listed_once() -> None:
+async def test_requests_submitted_at_one_instant_are_listed_once() -> None:
     """Given a clock that stands still, so that numbers are the same in several shards, then pages are the whole."""
     clock = ManualClock()
     queue = Spread(memories(3, clock))
@@ -150,7 +150,7 @@ async def test_of_two_that_came_at_one_moment_each_is_listed_once() -> None:
             assert [one.context.id for one in page] == everything[at + 1 : at + 4]
 
 
-async def test_ids_say_where_a_request_lives(clock: TickingClock) -> None:
+async def test_request_id_determines_its_shard(clock: TickingClock) -> None:
     queue = ShardedQueue(memories(4, clock))
     homes = Counter(queue.shard_of(queue.choose_id(request_ids(), Caller(tenant="t"))) for _ in range(400))
     assert set(homes) == set(range(4))
@@ -167,7 +167,7 @@ async def test_ids_say_where_a_request_lives(clock: TickingClock) -> None:
     assert again[0] == again[1]
 
 
-async def test_what_a_tenant_may_have_is_counted_in_one_place(clock: TickingClock) -> None:
+async def test_requests_of_a_limited_tenant_are_counted_on_one_shard(clock: TickingClock) -> None:
     queue = ShardedQueue(memories(4, clock))
     limits = QueueLimits(1000, 1000, tenant=TenantLimits(concurrent=3))
     who = Caller("t", limits=limits.tenant)
@@ -178,7 +178,7 @@ async def test_what_a_tenant_may_have_is_counted_in_one_place(clock: TickingCloc
     await expect_error(Overloaded, queue.submit(request(name, tenant="t"), [task(name)], [], limits))
 
 
-async def test_a_key_is_found_whether_or_not_its_tenant_has_an_allowance_by_now(clock: TickingClock) -> None:
+async def test_idempotency_key_is_found_with_and_without_tenant_limits(clock: TickingClock) -> None:
     queue = ShardedQueue(memories(4, clock))
     for may, key in ((TenantLimits(), "k"), (TenantLimits(5), "l")):
         name = queue.choose_id(iter(ids(key)), Caller("t", key, limits=may))
@@ -187,7 +187,7 @@ async def test_a_key_is_found_whether_or_not_its_tenant_has_an_allowance_by_now(
         assert [one.context.id for one in found] == [name]
 
 
-async def test_each_shard_has_its_part_of_the_limits(clock: TickingClock) -> None:
+async def test_each_shard_enforces_its_share_of_the_queue_limits(clock: TickingClock) -> None:
     """Rounded up, of requests and of tasks that wait; what costs more than a part is accepted where nothing else is."""
     queue = Spread(memories(2, clock))
     limits = QueueLimits(3, 1000, 10.0)
@@ -203,7 +203,7 @@ async def test_each_shard_has_its_part_of_the_limits(clock: TickingClock) -> Non
 
 
 class TestLeasing:
-    async def test_a_worker_takes_turns(self, clock: TickingClock) -> None:
+    async def test_worker_leases_from_all_shards_in_turn(self, clock: TickingClock) -> None:
         """Given work in all shards, then one who asks serves all alike."""
         queue = Spread(memories(3, clock))
         for name in "abcdefghi":
@@ -211,7 +211,7 @@ class TestLeasing:
         homes = [queue.shard_of((await lease_next(queue)).task.request) for _ in range(9)]
         assert [sorted(homes[at : at + 3]) for at in (0, 3, 6)] == [[0, 1, 2]] * 3
 
-    async def test_whoever_is_busy_with_one_comes_to_the_others(self, clock: TickingClock) -> None:
+    async def test_commit_and_lease_serves_all_shards_evenly(self, clock: TickingClock) -> None:
         """Given a shard that always has a next task, then a worker that asks with its outcomes alone serves all."""
         queue = Spread(memories(3, clock))
         for name in "abcdefghijkl":
@@ -226,7 +226,7 @@ class TestLeasing:
         assert Counter(seen) == {0: 4, 1: 4, 2: 4}
         assert len({*seen[:4]}) > 1
 
-    async def test_whoever_gets_nothing_with_an_outcome_asks_another(self, clock: TickingClock) -> None:
+    async def test_commit_and_lease_leases_from_another_shard_if_one_is_empty(self, clock: TickingClock) -> None:
         queue = Spread(memories(2, clock))
         await submit(queue, "a")
         lease = await lease_next(queue)
@@ -234,7 +234,7 @@ class TestLeasing:
         _, leases = await queue.commit_and_lease(completion(await queue.load("a"), lease), "w", lease_request("p"), TTL)
         assert [one.task.request for one in leases] == ["b"]
 
-    async def test_what_was_committed_is_so_whoever_does_not_answer_then(self, clock: TickingClock) -> None:
+    async def test_commit_succeeds_if_leasing_from_another_shard_fails(self, clock: TickingClock) -> None:
         shards = memories(2, clock, Cut)
         queue = Spread(shards)
         await submit(queue, "a")
@@ -246,7 +246,7 @@ class TestLeasing:
         assert (record.context.stages["s"].status, leases) == ("done", [])
         await queue.close()
 
-    async def test_what_needs_much_does_not_wait_for_ever(self, clock: TickingClock) -> None:
+    async def test_large_task_is_not_starved_by_small_tasks_of_another_shard(self, clock: TickingClock) -> None:
         """Given a worker that is never empty, and another shard with small tasks without end, then nothing more of its
         pool is taken until there is room for a large one whose turn it is."""
         queue = Spread(memories(2, clock))
@@ -266,7 +266,7 @@ class TestLeasing:
             one.task.planned.output_size for one in await queue.lease("w", lease_request("p", arena_bytes=5), TTL)
         ] == [1]
 
-    async def test_beside_it_goes_what_frees_room(self, clock: TickingClock) -> None:
+    async def test_later_pools_are_leased_while_a_large_task_waits_for_memory(self, clock: TickingClock) -> None:
         """Given a large task, then tasks of later pools in another shard are taken; so they are while it is waited."""
         queue = Spread(memories(2, clock))
         await submit(queue, "b", output_size=10)
@@ -279,7 +279,7 @@ class TestLeasing:
         await submit(queue, "e", pool="q", output_size=1)
         assert [one.task.request for one in await waiting] == ["e"]
 
-    async def test_of_several_that_have_something_at_once_one_gives_it(self, clock: TickingClock) -> None:
+    async def test_waiting_lease_call_gets_one_task_from_simultaneous_pushes(self, clock: TickingClock) -> None:
         """Given a push to each shard at one moment, then who waits gets one task, and the other waits on."""
         queue = Spread(memories(2, clock))
         waiting = await start_task(queue.lease("w", lease_request("p"), TTL, wait=60.0))
@@ -291,7 +291,7 @@ class TestLeasing:
         assert (await lease_next(queue, worker="v")).task.request == other
 
 
-async def test_leases_of_all_shards_are_renewed_and_end(clock: TickingClock) -> None:
+async def test_leases_of_all_shards_are_renewed_and_expire(clock: TickingClock) -> None:
     queue = Spread(memories(2, clock))
     for name in "ab":
         await submit(queue, name)
@@ -330,7 +330,9 @@ class TestOneAway:
     def away(queue: Spread, shards: list[Cut], name: str = "a") -> Cut:
         return shards[queue.shard_of(name)]
 
-    async def test_its_own_requests_cannot_be_reached(self, queue: Spread, shards: list[Cut]) -> None:
+    async def test_requests_of_an_unreachable_shard_raise_transient_error(
+        self, queue: Spread, shards: list[Cut]
+    ) -> None:
         self.away(queue, shards).gone = True
         await expect_error(TransientError, queue.load("a"))
         await expect_error(TransientError, queue.submit(request("c"), [], [], LIMITS))
@@ -338,7 +340,7 @@ class TestOneAway:
         assert "of 2: it does not answer" in queue.unreachable_parts()[0]
         await queue.check()
 
-    async def test_others_go_on(self, queue: Spread, shards: list[Cut]) -> None:
+    async def test_other_shards_stay_usable_while_one_is_unreachable(self, queue: Spread, shards: list[Cut]) -> None:
         self.away(queue, shards).gone = True
         lease = await lease_next(queue)
         assert lease.task.request == "b"
@@ -352,7 +354,9 @@ class TestOneAway:
         assert {queue.shard_of(queue.choose_id(iter("abcdef"), Caller())) for _ in range(3)} == {queue.shard_of("b")}
         assert await queue.now() > 0
 
-    async def test_a_lease_there_counts_as_held(self, queue: Spread, shards: list[Cut]) -> None:
+    async def test_leases_on_an_unreachable_shard_are_not_reported_as_ended(
+        self, queue: Spread, shards: list[Cut]
+    ) -> None:
         """Nobody else can have it, and who has it goes on."""
         leases = {one.task.request: one.claim for one in [await lease_next(queue) for _ in range(2)]}
         self.away(queue, shards).gone = True
@@ -363,7 +367,9 @@ class TestOneAway:
             await asyncio.sleep(0.001)
         assert (await queue.renew([*leases.values()], TTL)).ended == ()
 
-    async def test_a_repeat_is_not_made_anew(self, queue: Spread, shards: list[Cut]) -> None:
+    async def test_idempotent_repeat_is_not_duplicated_while_a_shard_is_unreachable(
+        self, queue: Spread, shards: list[Cut]
+    ) -> None:
         """Given a key whose request may be there, then nobody is told that there is none; ids with it stay there."""
         home = queue.shard_of("a")
         key = next(key for key in "abcdef" if home in queue._shared_homes("t", key))
@@ -373,7 +379,7 @@ class TestOneAway:
         who = Caller("t", next(key for key in "abcdef" if queue._shared_homes("t", key)[1] == home))
         assert queue.shard_of(queue.choose_id(iter("abcdef"), who)) == home
 
-    async def test_who_waits_gets_what_others_have(self, queue: Spread, shards: list[Cut]) -> None:
+    async def test_waiting_lease_call_is_served_by_reachable_shards(self, queue: Spread, shards: list[Cut]) -> None:
         await lease_next(queue)
         await lease_next(queue)
         self.away(queue, shards).gone = True
@@ -381,7 +387,7 @@ class TestOneAway:
         await submit(queue, "d")
         assert [one.task.request for one in await waiting] == ["d"]
 
-    async def test_one_that_hangs_is_given_up_soon(
+    async def test_hanging_shard_is_treated_as_unreachable(
         self, queue: Spread, shards: list[Cut], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(shard_health, "PATIENCE_S", 0.01)
@@ -390,7 +396,9 @@ class TestOneAway:
         assert "no response within" in queue.unreachable_parts()[0]
         assert (await lease_next(queue)).task.request == "b"
 
-    async def test_it_comes_back_with_what_was_declared_meanwhile(self, queue: Spread, shards: list[Cut]) -> None:
+    async def test_returning_shard_receives_declarations_written_while_unreachable(
+        self, queue: Spread, shards: list[Cut]
+    ) -> None:
         await queue.put_encoding("k", object_ref("o"), 100)
         shards[0].gone = True
         await expect_error(TransientError, queue.load(next(name for name in "ab" if queue.shard_of(name) == 0)))
@@ -404,7 +412,9 @@ class TestOneAway:
         assert await shards[0].declarations() == {"serve": DeclaredModels((), {"p": 1})}
         assert list(await queue.find_encoding(["k"])) == ["k"]
 
-    async def test_one_that_comes_back_as_another_is_waited_for(self, queue: Spread, shards: list[Cut]) -> None:
+    async def test_shard_that_returns_with_another_identity_stays_excluded(
+        self, queue: Spread, shards: list[Cut]
+    ) -> None:
         """Given a server that first has the keys of another, then that is said, and it comes back when it is right."""
         one = self.away(queue, shards)
         one.gone = True
@@ -418,7 +428,9 @@ class TestOneAway:
             await asyncio.sleep(0.001)
         assert len(await queue.list(RequestFilter())) == 2
 
-    async def test_with_none_left_nothing_goes(self, queue: Spread, shards: list[Cut]) -> None:
+    async def test_all_calls_raise_transient_error_if_every_shard_is_unreachable(
+        self, queue: Spread, shards: list[Cut]
+    ) -> None:
         for shard in shards:
             shard.gone = True
         for ask in (
@@ -435,7 +447,7 @@ class TestOneAway:
         assert len(await queue.list(RequestFilter())) == 2
 
 
-async def test_who_watches_follows_its_shard(clock: TickingClock) -> None:
+async def test_watch_streams_events_from_the_shard_of_the_request(clock: TickingClock) -> None:
     queue = Spread(memories(2, clock))
     await submit(queue, "a")
     events = queue.watch("a")
@@ -448,7 +460,7 @@ async def test_who_watches_follows_its_shard(clock: TickingClock) -> None:
     await expect_error(NotFound, queue.load("nobody"))
 
 
-def test_no_address_has_them_alone() -> None:
+def test_sharded_queue_cannot_be_opened_by_a_single_address() -> None:
     with pytest.raises(NotImplementedError):
         ShardedQueue.open("memory")
     assert sharded.ShardedTwins.shards > 1

@@ -97,12 +97,12 @@ def sqlite_copy(queue: SqliteQueue) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-async def test_a_rule_of_the_port(rule: Rule, clock: ManualClock, path: Path) -> None:
+async def test_queue_rules_hold(rule: Rule, clock: ManualClock, path: Path) -> None:
     await check_rule(rule, SqliteQueue.open(f"sqlite:{path}", clock), clock)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-async def test_a_rule_of_the_port_after_a_restart(rule: Rule, clock: ManualClock, path: Path) -> None:
+async def test_queue_rules_hold_after_a_restart(rule: Rule, clock: ManualClock, path: Path) -> None:
     """Given a file with a past, whose requests are gone, then the rules hold on it too."""
     queue = SqliteQueue(path, clock)
     record = await submit(queue, "past")
@@ -112,7 +112,7 @@ async def test_a_rule_of_the_port_after_a_restart(rule: Rule, clock: ManualClock
 
 
 class TestARestart:
-    async def test_keeps_every_field_of_context_and_task(self, queue: SqliteQueue, clock: ManualClock) -> None:
+    async def test_context_and_task_fields_survive_a_restart(self, queue: SqliteQueue, clock: ManualClock) -> None:
         stages = {"s": StageState("queued", 1, b"\0\xff", "w", queued_at=0.1, failures=2, crashes=1, recomputes=3)}
         own = {"tenant": "ü", "fingerprint": "f", "deadline": 1.5, "metadata": {"k": "v"}, "created_at": 0.1}
         params = {"s": "é", "i": 2**40, "f": 0.1, "n": None, "b": True}
@@ -126,7 +126,7 @@ class TestARestart:
         assert (await lease_next(queue)).task == sent
         await queue.close()
 
-    async def test_keeps_keys_counts_costs_and_the_list(self, queue: SqliteQueue, clock: ManualClock) -> None:
+    async def test_keys_counts_costs_and_lists_survive_a_restart(self, queue: SqliteQueue, clock: ManualClock) -> None:
         tight = QueueLimits(max_active=3, max_queue=2, max_cost=10.0)
         for name in "abc":
             await queue.submit(request(name, tenant=name, idempotency_key="k", cost=3.0), [task(name)], [], LIMITS)
@@ -141,7 +141,7 @@ class TestARestart:
         await expect_error(Overloaded, queue.submit(request("e"), [], [], tight))
         await queue.close()
 
-    async def test_keeps_what_is_declared(self, queue: SqliteQueue, clock: ManualClock) -> None:
+    async def test_declarations_survive_a_kill(self, queue: SqliteQueue, clock: ManualClock) -> None:
         """Given a process that is killed, then what was declared is there at the next start, as it was last."""
         card = ModelSpec("m", "/m", "f", Pipeline(()), {"max": 1.5}, {}, {"a": "1"}, {})
         admitted = DeclaredModels((card,), {"p": 3}, source="admin", server="here")
@@ -154,7 +154,9 @@ class TestARestart:
             assert not await killed.declare("model m", admitted, new=True)
             await killed.close()
 
-    async def test_leaves_out_a_declaration_that_cannot_be_read(self, queue: SqliteQueue, clock: ManualClock) -> None:
+    async def test_unreadable_declaration_is_logged_and_skipped_after_a_restart(
+        self, queue: SqliteQueue, clock: ManualClock
+    ) -> None:
         await queue.declare("model m", DeclaredModels(()))
         await queue.declare("serve", DeclaredModels(()))
         queue._journal._file.execute("UPDATE declarations SET body = x'ff' WHERE name = 'model m'")
@@ -166,7 +168,9 @@ class TestARestart:
         assert len(await queue.declarations()) == 2
         await queue.close()
 
-    async def test_keeps_what_is_over_from_running_again(self, queue: SqliteQueue, clock: ManualClock) -> None:
+    async def test_ended_request_does_not_run_again_after_a_restart(
+        self, queue: SqliteQueue, clock: ManualClock
+    ) -> None:
         """Given a repeated completion that arrives after the restart, then it is known; its history still ends."""
         record = await submit(queue, "a")
         lease = await lease_next(queue)
@@ -182,7 +186,7 @@ class TestARestart:
         assert await lease_all(queue) == []
         await queue.close()
 
-    async def test_leaves_a_lease_with_its_worker(self, queue: SqliteQueue, clock: ManualClock) -> None:
+    async def test_worker_retains_its_lease_across_restarts(self, queue: SqliteQueue, clock: ManualClock) -> None:
         """Given a worker that outlives the scheduler, then it may renew and complete, once, and nobody else starts."""
         record = await submit(queue, "a")
         lease = await lease_next(queue)
@@ -197,7 +201,9 @@ class TestARestart:
         assert (await queue.renew([lease.claim], TTL)).ended == (lease.claim,)
         await queue.close()
 
-    async def test_hands_a_lease_back_whose_worker_is_gone(self, queue: SqliteQueue, clock: ManualClock) -> None:
+    async def test_leases_of_lost_workers_are_requeued_uncharged_after_a_restart(
+        self, queue: SqliteQueue, clock: ManualClock
+    ) -> None:
         """Given workers that went with the scheduler, when a lease time has passed, then their tasks stand where they
         stood, uncharged; the lease of one that was heard of since expires as any other."""
         for name in "abc":
@@ -213,7 +219,7 @@ class TestARestart:
         assert await queue.peek("p") == [task("a", attempt=2), task("c")]
         await queue.close()
 
-    async def test_never_gives_a_number_twice(self, queue: SqliteQueue, clock: ManualClock) -> None:
+    async def test_event_numbers_are_not_reused_after_a_restart(self, queue: SqliteQueue, clock: ManualClock) -> None:
         """Given a client that saw progress no file ever saw, then all that comes after the restart is news to it."""
         record = await submit(queue, "a")
         lease = await lease_next(queue)
@@ -230,7 +236,9 @@ class TestARestart:
         assert [e.type for e in await history(queue, "a")] == ["queued", "stage_started", "completed"]
         await queue.close()
 
-    async def test_keeps_time_though_the_machines_clock_begins_anew(self, queue: SqliteQueue, path: Path) -> None:
+    async def test_not_before_delay_survives_a_reset_of_the_monotonic_clock(
+        self, queue: SqliteQueue, path: Path
+    ) -> None:
         """Given a machine that starts again 4 s later, then what was to come in 5 s comes in 1 s."""
         await submit(queue, "a", not_before=await queue.now() + 5)
         await queue.close()
@@ -242,7 +250,7 @@ class TestARestart:
         assert [lease.task.request for lease in await waiting] == ["a"]
         await queue.close()
 
-    async def test_keeps_the_place_of_a_task_that_was_pushed_again(
+    async def test_repushed_task_retains_its_position_after_a_restart(
         self, queue: SqliteQueue, clock: ManualClock
     ) -> None:
         """Given one that went behind the others, then it stays there, and before what comes after the restart."""
@@ -254,13 +262,15 @@ class TestARestart:
         assert await lease_all(queue) == list("bcad")
         await queue.close()
 
-    async def test_keeps_no_worker(self, queue: SqliteQueue, clock: ManualClock) -> None:
+    async def test_worker_registrations_do_not_survive_a_restart(self, queue: SqliteQueue, clock: ManualClock) -> None:
         await queue.register(worker_info("w"))
         queue = await again(queue, clock)
         assert await queue.workers() == []
         await queue.close()
 
-    async def test_leaves_nothing_of_what_was_forgotten(self, queue: SqliteQueue, clock: ManualClock) -> None:
+    async def test_file_shrinks_on_restart_after_ended_requests_are_dropped(
+        self, queue: SqliteQueue, clock: ManualClock
+    ) -> None:
         """Given a thousand requests that are over and forgotten, then the file is as small as it was before them."""
         await submit(queue, "kept")
         queue = await again(queue, clock)
@@ -280,7 +290,9 @@ class TestARestart:
         assert queue._journal.path.stat().st_size <= 2 * small
         await queue.close()
 
-    async def test_keeps_what_has_grown(self, queue: SqliteQueue, clock: ManualClock) -> None:
+    async def test_output_deltas_survive_restarts_until_the_request_is_dropped(
+        self, queue: SqliteQueue, clock: ManualClock
+    ) -> None:
         """And how much that is, under a lease of before, and under the next one; until its request is dropped."""
         record = await submit(queue, "a")
         lease = await lease_next(queue)
@@ -319,7 +331,7 @@ SENT = st.tuples(
 
 @settings(max_examples=examples(15), deadline=None)
 @given(st.lists(SENT, max_size=12), st.integers(0, 4), st.booleans())
-def test_order_survives_a_restart(sent: list[tuple[str, int, float, int]], taken: int, hand_back: bool) -> None:
+def test_task_order_survives_a_restart(sent: list[tuple[str, int, float, int]], taken: int, hand_back: bool) -> None:
     """Whatever was pushed in whatever order, leased and handed back: both queues give the same tasks from then on."""
 
     async def lived(queue: MemoryQueue) -> None:
@@ -352,7 +364,9 @@ def test_order_survives_a_restart(sent: list[tuple[str, int, float, int]], taken
 
 
 class TestADiskThatFails:
-    async def test_ends_everything_and_loses_nothing(self, path: Path, clock: ManualClock) -> None:
+    async def test_disk_failure_fails_all_calls_and_loses_no_acknowledged_write(
+        self, path: Path, clock: ManualClock
+    ) -> None:
         """Given a disk that fails once and recovers, then memory might know what the disk does not: nothing is
         answered any more, who waits is told, and the next start has all that was acknowledged."""
         with failing_disk() as disk:
@@ -394,7 +408,7 @@ class TestADiskThatFails:
 
 
 class TestADiskThatIsFull:
-    async def test_shows_nothing_that_has_grown_meanwhile(self, path: Path, clock: ManualClock) -> None:
+    async def test_full_disk_hides_output_deltas_until_they_are_written(self, path: Path, clock: ManualClock) -> None:
         """Given pieces that cannot be written, then neither they nor their repeat are taken for recorded, and who
         watches hears of none, until there is room."""
         with failing_disk() as disk, patch.object(journal, "FULL_PAUSE_S", 0.01):
@@ -416,7 +430,9 @@ class TestADiskThatIsFull:
             assert await queue.read_deltas("a", "s") == [b"a", b"b", b"c"]
             await queue.close()
 
-    async def test_refuses_a_declaration_and_keeps_the_one_before(self, path: Path, clock: ManualClock) -> None:
+    async def test_full_disk_rejects_a_declaration_and_retains_the_previous_one(
+        self, path: Path, clock: ManualClock
+    ) -> None:
         with failing_disk() as disk, patch.object(journal, "FULL_PAUSE_S", 0.01):
             queue = SqliteQueue(path, clock)
             await queue.declare("model m", DeclaredModels(()))
@@ -430,7 +446,7 @@ class TestADiskThatIsFull:
             assert await queue.declarations() == {"model m": gone}
             await queue.close()
 
-    async def test_refuses_what_would_change_anything_until_there_is_room(self, path: Path, clock: ManualClock) -> None:
+    async def test_full_disk_rejects_changes_until_space_is_free(self, path: Path, clock: ManualClock) -> None:
         """Given a full disk, then changes are refused and named, what is written can be read, and nobody is told of
         what is not; with room again all goes on by itself, and the file has what memory has."""
         with failing_disk() as disk, patch.object(journal, "FULL_PAUSE_S", 0.01):
@@ -468,7 +484,7 @@ class TestADiskThatIsFull:
             await expect_error(NotFound, queue.load("c"))
             await queue.close()
 
-    async def test_lists_what_can_be_read(self, path: Path, clock: ManualClock) -> None:
+    async def test_full_disk_lists_requests_as_last_written(self, path: Path, clock: ManualClock) -> None:
         """Given one request that cannot be written as it is now, and a new one that cannot be written at all, then the
         others are listed, the first one as it was written last, where that is asked for; nothing else is over."""
         with failing_disk() as disk, patch.object(journal, "FULL_PAUSE_S", 0.01):
@@ -500,7 +516,7 @@ class TestADiskThatIsFull:
             await queue.close()
 
     @pytest.mark.slow
-    async def test_lets_the_queue_be_closed(self, tmp_path: Path, clock: ManualClock) -> None:
+    async def test_queue_closes_cleanly_on_a_full_disk(self, tmp_path: Path, clock: ManualClock) -> None:
         """Given a disk that stays full, then what was acknowledged is there at the next start, and nothing else."""
         with small_disk(tmp_path, 256) as disk:
             queue = SqliteQueue(disk / "queue.db", clock)
@@ -515,7 +531,9 @@ class TestADiskThatIsFull:
             await queue.close()
 
     @pytest.mark.slow
-    async def test_at_the_start_is_no_reason_to_give_up(self, tmp_path: Path, clock: ManualClock) -> None:
+    async def test_opening_on_a_full_disk_raises_transient_error_and_can_be_retried(
+        self, tmp_path: Path, clock: ManualClock
+    ) -> None:
         """Given a disk without room, whether or not the file is there, then opening says so and can be repeated."""
         with small_disk(tmp_path, 256) as disk:
             for is_new in (True, False):
@@ -531,7 +549,7 @@ class TestADiskThatIsFull:
                 await queue.close()
 
     @pytest.mark.slow
-    async def test_is_found_out_on_a_real_one(self, tmp_path: Path, clock: ManualClock) -> None:
+    async def test_real_full_disk_is_detected_and_recovers(self, tmp_path: Path, clock: ManualClock) -> None:
         with small_disk(tmp_path, 256) as disk, patch.object(journal, "FULL_PAUSE_S", 0.01):
             queue = SqliteQueue(disk / "queue.db", clock)
             record = await submit(queue, "a")
@@ -549,7 +567,7 @@ class TestADiskThatIsFull:
             await queue.close()
 
 
-async def test_what_cannot_be_stored_is_refused_alone(queue: SqliteQueue) -> None:
+async def test_invalid_unicode_raises_protocol_error_without_side_effects(queue: SqliteQueue) -> None:
     """Given text that is not Unicode, then it has no effect, and the others go on."""
     record = await submit(queue, "a")
     await expect_error(ProtocolError, queue.submit(request("b", metadata={"k": "\ud800"}), [], [], LIMITS))
@@ -560,7 +578,7 @@ async def test_what_cannot_be_stored_is_refused_alone(queue: SqliteQueue) -> Non
     await submit(queue, "b")
 
 
-async def test_who_asks_is_told_only_what_is_written(queue: SqliteQueue) -> None:
+async def test_reads_wait_for_the_pending_transaction(queue: SqliteQueue) -> None:
     """Given a commit whose transaction is not over, then readers wait for it as its caller does."""
     record = await submit(queue, "a")
     release = asyncio.Event()
@@ -596,7 +614,7 @@ async def test_callers_share_transactions(queue: SqliteQueue) -> None:
     assert write.call_count <= 2
 
 
-async def test_a_row_that_cannot_be_read_costs_its_request_alone(queue: SqliteQueue, path: Path) -> None:
+async def test_unreadable_row_is_listed_as_damaged_and_others_are_loaded(queue: SqliteQueue, path: Path) -> None:
     """Given a row that is garbage, when the queue is opened, then all others are there, and it is kept, listed and
     shown as damaged until it is dropped; the next start knows nothing of it."""
     for name in "abc":
@@ -619,7 +637,7 @@ async def test_a_row_that_cannot_be_read_costs_its_request_alone(queue: SqliteQu
     await queue.close()
 
 
-async def test_how_long_a_task_waits_is_known_after_a_restart(queue: SqliteQueue, clock: ManualClock) -> None:
+async def test_queue_wait_statistics_survive_a_restart(queue: SqliteQueue, clock: ManualClock) -> None:
     """Given tasks that wait and one that is leased, when that comes back, then all have waited since they came."""
     for name in "ab":
         await queue.submit(request(name, plan=plan_with_costs(p=1.5)), [task(name)], [], LIMITS)
@@ -633,7 +651,7 @@ async def test_how_long_a_task_waits_is_known_after_a_restart(queue: SqliteQueue
     await queue.close()
 
 
-async def test_who_turned_a_task_down_is_known_after_a_restart(queue: SqliteQueue, clock: ManualClock) -> None:
+async def test_refusal_counts_survive_a_restart(queue: SqliteQueue, clock: ManualClock) -> None:
     """Given counts from before, then they go on; a row of a version that kept none is read, and one that keeps more."""
     await submit(queue, "a")
     for _ in range(MAX_REFUSALS - 1):
@@ -649,7 +667,7 @@ async def test_who_turned_a_task_down_is_known_after_a_restart(queue: SqliteQueu
     assert msgspec.msgpack.decode(longer, type=StoredTask).since == 1.0
 
 
-async def test_what_was_leased_with_an_outcome_that_a_full_disk_refuses_is_nobody_s(queue: SqliteQueue) -> None:
+async def test_commit_and_lease_on_a_full_disk_leaves_the_next_task_unleased(queue: SqliteQueue) -> None:
     """Or it would wait for the end of a lease that no worker knows, and be charged for it."""
     for name in ("a", "b"):
         await submit(queue, name)
@@ -672,7 +690,7 @@ async def test_what_was_leased_with_an_outcome_that_a_full_disk_refuses_is_nobod
     assert given.task.request != lease.task.request
 
 
-async def test_pieces_of_what_is_dropped_in_the_same_transaction_leave_nothing(queue: SqliteQueue) -> None:
+async def test_deltas_of_a_request_dropped_in_the_same_transaction_are_deleted(queue: SqliteQueue) -> None:
     """Also where another request of that id follows in it."""
     record = await submit(queue, "a")
     lease = await lease_next(queue)
@@ -690,7 +708,7 @@ async def test_pieces_of_what_is_dropped_in_the_same_transaction_leave_nothing(q
     assert len(stored_pieces(queue)) == 1
 
 
-async def test_what_cannot_be_put_into_a_row_ends_all_waiting(queue: SqliteQueue) -> None:
+async def test_row_encoding_failure_raises_transient_error_instead_of_blocking(queue: SqliteQueue) -> None:
     """Given a row that cannot be made, as nobody has foreseen, then nobody waits for it for ever."""
     with patch.object(queue._writer, "_row", side_effect=KeyError("s")):
         assert "repair the disk" in str(await expect_error(TransientError, submit(queue, "a")))
@@ -698,23 +716,23 @@ async def test_what_cannot_be_put_into_a_row_ends_all_waiting(queue: SqliteQueue
 
 class TestTheFile:
     @pytest.mark.slow
-    async def test_belongs_to_one_process(self, queue: SqliteQueue, path: Path) -> None:
+    async def test_database_file_is_locked_by_one_process(self, queue: SqliteQueue, path: Path) -> None:
         with pytest.raises(ConfigError, match=f"process {os.getpid()} uses it"):
             queues.open(f"sqlite:{path}")
         script = f"from unfuse import queues; queues.open('sqlite:{path}')"
         other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
         assert f"InUse: the queue cannot use {path}: process {os.getpid()} uses it. Stop" in other.stderr
 
-    async def test_is_free_again_when_it_is_closed(self, queue: SqliteQueue, clock: ManualClock) -> None:
+    async def test_closing_the_queue_releases_the_file_lock(self, queue: SqliteQueue, clock: ManualClock) -> None:
         await (await again(queue, clock)).close()
 
-    async def test_is_for_its_owner_alone(self, queue: SqliteQueue, path: Path) -> None:
+    async def test_queue_files_have_mode_0600(self, queue: SqliteQueue, path: Path) -> None:
         await submit(queue, "a")
         files = list(path.parent.iterdir())
         assert {file.name for file in files} == {"queue.db", "queue.db-wal", "queue.db.lock"}
         assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
 
-    def test_is_named_by_an_address(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_sqlite_addresses_resolve_to_file_paths(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
         addresses = ("sqlite:a.db", f"sqlite:{tmp_path}/b/b.db", f"sqlite://{tmp_path}/c.db", "sqlite:~/d.db")
@@ -733,7 +751,7 @@ class TestTheFile:
         assert "\n" not in str(caught.value)
         assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
 
-    def test_must_be_ours(self, path: Path) -> None:
+    def test_foreign_or_invalid_database_file_raises_config_error(self, path: Path) -> None:
         """Another program's database, another layout, no database, a folder: each is refused, and left as it is."""
         with apsw.Connection(str(path)) as other:
             other.execute("CREATE TABLE songs (title)")
@@ -766,7 +784,7 @@ class TestTheFile:
             queues.open(f"sqlite:{path.parent}")
 
     @pytest.mark.parametrize("kind", ["nfs4", "cifs", "9p", "fuse.sshfs"])
-    def test_is_not_kept_on_a_network_file_system(self, kind: str, path: Path, tmp_path: Path) -> None:
+    def test_network_file_system_raises_config_error(self, kind: str, path: Path, tmp_path: Path) -> None:
         device = tmp_path.stat().st_dev
         line = "36 35 {}:{} / /mnt rw,noatime shared:1 - {} host:/share rw\n"
         table = tmp_path / "mountinfo"
@@ -778,7 +796,7 @@ class TestTheFile:
             asyncio.run(queues.open(f"sqlite:{path}").close())
 
 
-async def test_with_the_systems_clock_the_loop_rings_the_alarms(path: Path) -> None:
+async def test_delayed_task_becomes_leasable_with_the_system_clock(path: Path) -> None:
     queue = queues.open(f"sqlite:{path}")
     await submit(queue, "a", not_before=await queue.now() + 0.01)
     assert [lease.task.request for lease in await queue.lease("w", lease_request("p"), TTL, wait=30.0)] == ["a"]
@@ -786,7 +804,7 @@ async def test_with_the_systems_clock_the_loop_rings_the_alarms(path: Path) -> N
 
 
 @pytest.mark.slow
-async def test_what_was_acknowledged_survives_kill_9(path: Path) -> None:
+async def test_acknowledged_writes_survive_sigkill(path: Path) -> None:
     """Given a process that is killed at any moment, over and over, then every request stands where it was last said
     to stand or further on, and is whole: what is queued in its context is there to be leased, once, and no more; and
     so are the pieces that were said to be recorded."""

@@ -72,29 +72,29 @@ def shared_twins(server: Server) -> type[Twins]:
     return SharedTwins
 
 
-def test_sqlite(record_property: Record) -> None:
+def test_sqlite_matches_the_memory_queue_in_random_histories(record_property: Record) -> None:
     with tempfile.TemporaryDirectory() as folder:
         compared(sqlite_twins(folder), FEW, "sqlite", record_property)
 
 
-def test_redis_and_valkey(server: Server, record_property: Record) -> None:
+def test_redis_and_valkey_match_the_memory_queue_in_random_histories(server: Server, record_property: Record) -> None:
     compared(shared_twins(server), FEW, server.name, record_property)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
-def test_sqlite_at_length(record_property: Record) -> None:
+def test_sqlite_matches_the_memory_queue_in_long_random_histories(record_property: Record) -> None:
     with tempfile.TemporaryDirectory() as folder:
         compared(sqlite_twins(folder), MANY, "sqlite", record_property)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
-def test_redis_and_valkey_at_length(server: Server, record_property: Record) -> None:
+def test_redis_and_valkey_match_the_memory_queue_in_long_histories(server: Server, record_property: Record) -> None:
     compared(shared_twins(server), MANY, server.name, record_property)
 
 
-def test_they_would_not_be_taken_for_equal() -> None:
+def test_random_histories_detect_a_queue_that_ignores_backpressure() -> None:
     """Given a queue that forgets to leave room for other pools, then a history tells it from one that does not."""
 
     class Careless(MemoryQueue):

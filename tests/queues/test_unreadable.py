@@ -104,7 +104,7 @@ async def filled(server: Server, clock: ManualClock) -> QueueBackend:
     return queue
 
 
-async def test_a_damaged_task_is_not_preferred(server: Server) -> None:
+async def test_damaged_task_is_skipped_when_leasing_by_locality(server: Server) -> None:
     """Though its inputs are the nearest: what is whole goes, and the other is put aside when it is the first."""
     server.client.flushall()
     queue = queues.open(server.url)
@@ -160,7 +160,9 @@ async def all_answers(queue: QueueBackend, clock: ManualClock) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(DAMAGES)), garbage), min_size=1, max_size=4))
 @settings(deadline=None, max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_random_damage_costs_what_it_is_in(shared_server: Server, damages: list[tuple[str, bytes]]) -> None:
+def test_random_corruption_affects_only_the_damaged_records(
+    shared_server: Server, damages: list[tuple[str, bytes]]
+) -> None:
     """Given a filled queue, when garbage is written to random places of one request and one worker, then every verb
     answers for all others; once what is listed as damaged is dropped, nothing is."""
     asyncio.run(checked(shared_server, damages))
@@ -184,12 +186,12 @@ async def checked(server: Server, damages: list[tuple[str, bytes]]) -> None:
 
 
 @pytest.mark.parametrize("what", sorted(DAMAGES))
-async def test_each_damage_costs_what_it_is_in(what: str, shared_server: Server) -> None:
+async def test_each_kind_of_corruption_affects_only_the_damaged_record(what: str, shared_server: Server) -> None:
     for data in (b"\xc1garbage", b"7"):
         await checked(shared_server, [(what, data)])
 
 
-async def test_what_cannot_be_read_is_listed_until_it_is_dropped(server: Server) -> None:
+async def test_unreadable_request_is_listed_as_damaged_until_discarded(server: Server) -> None:
     """Given a context that is garbage, then asking for it says so, dead letters name it, and dropping it frees all of
     it: its place among what is active, its task, its idempotency key."""
     queue = await filled(server, ManualClock())
@@ -221,7 +223,7 @@ async def test_discarding_the_last_active_request_frees_its_cost(server: Server)
     await queue.close()
 
 
-async def test_what_cannot_be_read_is_not_taken_for_over(server: Server) -> None:
+async def test_unreadable_request_is_not_reported_as_ended(server: Server) -> None:
     """Given a record that is garbage, or does not say whether it is over, then what belongs to it is kept, until it is
     dropped."""
     for what in (
@@ -238,7 +240,7 @@ async def test_what_cannot_be_read_is_not_taken_for_over(server: Server) -> None
         await queue.close()
 
 
-async def test_who_waits_and_watches_goes_on_after_news_that_are_garbage(server: Server) -> None:
+async def test_waiting_lease_call_survives_garbage_in_the_pubsub_channel(server: Server) -> None:
     queue: Any = await filled(server, ManualClock())
     waiting = asyncio.create_task(queue.lease("v", lease_request("q"), TTL, wait=60.0))
     while not server.client.pubsub_numsub(f"{P}:news")[0][1]:

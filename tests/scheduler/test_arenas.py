@@ -69,14 +69,14 @@ async def refusal(plan: ExecutionPlan, live: list[WorkerInfo], arenas: PoolArena
         ([EACH[0] | EACH[1], EACH[1]], (26 * MIB, 20 * MIB), 2, ""),
     ],
 )
-async def test_what_can_never_fit_is_refused_with_the_sum(
+async def test_plan_too_large_for_the_arenas_is_rejected_with_the_sizes(
     pools: list[frozenset[str]], output_sizes: tuple[int, ...], n: int, says: str
 ) -> None:
     found = await refusal(plan(n), workers(pools, *output_sizes))
     assert says in found and bool(says) == bool(found)
 
 
-async def test_what_nobody_knows_is_no_reason() -> None:
+async def test_plan_of_unknown_fit_is_not_rejected() -> None:
     small = workers(ALL, 25 * MIB)
     assert not await refusal(plan(), [])
     assert not await refusal(plan(), workers(EACH, 6 * MIB, 0, 0)), "a store without arenas"
@@ -86,13 +86,13 @@ async def test_what_nobody_knows_is_no_reason() -> None:
     assert await refusal(plan(), workers(ALL, 19 * MIB), PoolArenas(spills=True)), "one by one they have to fit"
 
 
-async def test_workers_that_are_expected_count_until_there_are_live_ones() -> None:
+async def test_arena_check_uses_expected_workers_until_live_ones_register() -> None:
     expected = PoolArenas(workers(EACH, 6 * MIB, 19 * MIB, 4096))
     assert await refusal(plan(), [], expected)
     assert not await refusal(plan(), workers(ALL, 26 * MIB), expected)
 
 
-async def test_a_worker_that_came_just_now_is_found_before_a_request_is_refused() -> None:
+async def test_new_worker_is_counted_before_a_request_is_rejected() -> None:
     async with scheduling(arenas=PoolArenas(workers(ALL, MIB))) as (scheduler, _):
         with pytest.raises(InvalidParameter, match="--arena"):
             await scheduler.submit(*asking(BIG, params()))

@@ -56,7 +56,7 @@ def member(identity: str, *pools: str, slots: int = 1) -> RegisteredWorker:
 
 
 @in_virtual_time
-async def test_of_free_workers_the_one_that_would_be_taken_away_first_gets_work_last() -> None:
+async def test_idle_worker_with_the_lowest_pod_ordinal_is_served_first() -> None:
     """Given pods of one StatefulSet that all wait, the last one for longest, then each task goes to the lowest that is
     free, whatever holds fewer tasks first, and where taking turns is asked for nothing of that is so."""
     for dispatch, served in (
@@ -80,13 +80,13 @@ async def test_of_free_workers_the_one_that_would_be_taken_away_first_gets_work_
         await scheduler.close()
 
 
-def test_a_name_without_a_number_says_nothing_of_who_goes_and_a_number_less_than_a_task() -> None:
+def test_node_ordinal_ranks_below_one_task_and_is_zero_without_a_number() -> None:
     assert [ordinal(name) for name in ("0123", "node-a", "u-dit-0", "u-dit-7")] == [0.0, 0.0, 0.0, 0.007]
     assert ordinal("u-dit-5000") < 1
 
 
 class TestWhatAWorkerMayTake:
-    def test_a_pool_is_held_back_by_four_tasks_a_slot_of_the_pools_it_feeds(self) -> None:
+    def test_pool_is_blocked_by_four_queued_tasks_per_slot_of_the_next_pool(self) -> None:
         members = [member("e", ENCODE), member("d", DENOISE, slots=2), member("a", DENOISE, DECODE, slots=3)]
         flow = Backpressure.of([CARD], members)
         offers = [flow.lease_request(member.info, RequestTasks(1, None, 0.0), {}).pools for member in members]
@@ -96,7 +96,7 @@ class TestWhatAWorkerMayTake:
             DECODE: {},
         }
 
-    def test_later_pools_go_first_and_earlier_ones_leave_them_their_share(self) -> None:
+    def test_later_pools_are_offered_first_and_earlier_ones_reserve_arena(self) -> None:
         everything = member("a", ENCODE, DENOISE, DECODE)
         flow = Backpressure.of([CARD], [everything])
         keep = flow.reserved_bytes(everything.info, InFlight())
@@ -109,7 +109,7 @@ class TestWhatAWorkerMayTake:
             DECODE: ARENA,
         }
 
-    def test_before_other_weights_are_loaded_what_has_begun_goes_on_and_nothing_else_begins(self) -> None:
+    def test_only_later_pools_are_offered_before_a_model_swap(self) -> None:
         everything = member("a", ENCODE, DENOISE, DECODE)
         flow = Backpressure.of([CARD], [everything])
         for ended, offered in ((ENCODE, {DENOISE, DECODE}), (f"{DENOISE}@1a2b", {DECODE}), (DECODE, set())):
@@ -118,7 +118,7 @@ class TestWhatAWorkerMayTake:
                 == offered
             )
 
-    def test_what_a_worker_has_of_a_resource_is_offered_to_the_pools_that_draw_on_it(self) -> None:
+    def test_worker_resources_are_offered_only_to_pools_that_need_them(self) -> None:
         stages = tuple(
             msgspec.structs.replace(stage, needs={"kv": OutputSize(fixed=3)} if stage.kind == "denoise" else {})
             for stage in CARD.pipeline.stages
@@ -133,11 +133,11 @@ class TestWhatAWorkerMayTake:
         without = Backpressure.of([card], []).lease_request(everything.info, RequestTasks(1, None, 0.0), {})
         assert without.pools[DENOISE].amounts == {"slots": 1, "kv": 0}
 
-    def test_who_makes_one_kind_of_object_may_fill_the_arena(self) -> None:
+    def test_single_pool_worker_reserves_no_arena(self) -> None:
         encoder = member("e", ENCODE)
         assert Backpressure.of([CARD], [encoder]).reserved_bytes(encoder.info, InFlight()) == {ENCODE: 0}
 
-    def test_pools_that_feed_each_other_do_not_wait_for_each_other(self) -> None:
+    def test_cyclic_pools_do_not_block_each_other(self) -> None:
         def card(*components: str) -> ModelSpec:
             stages = tuple(
                 StageSpec(f"s{n}", "denoise", (name,), (f"v{n - 1}",) if n else (), (f"v{n}",))
@@ -151,7 +151,7 @@ class TestWhatAWorkerMayTake:
         assert flow.depth == {x: 2, y: 1}
         assert flow.later_depths == {x: {}, y: {x: AHEAD}}
 
-    def test_dispatch_is_by_what_is_near_by_turns_or_by_free_slots(self) -> None:
+    def test_lease_rank_follows_the_dispatch_policy(self) -> None:
         worker = member("a", DENOISE, slots=4).info
         flow, ask = Backpressure.of([CARD], []), RequestTasks(3, None, 0.0, affinity="size")
         told = {
@@ -163,7 +163,7 @@ class TestWhatAWorkerMayTake:
             "max_free_slots": ("", "", -3.0),
         }
 
-    def test_where_others_serve_a_pool_too_a_worker_gets_one_task_at_a_time_and_who_holds_fewer_goes_first(
+    def test_shared_pool_offers_one_slot_and_ranks_less_loaded_workers_first(
         self,
     ) -> None:
         both, alone = member("a", ENCODE, DENOISE, slots=9), member("b", DENOISE, slots=9)
@@ -265,7 +265,7 @@ async def serve(workers: Sequence[tuple[str, ...]], requests: int) -> list[Worke
     ],
     ids=["one for all", "one each", "some of each"],
 )
-async def test_a_thousand_requests_go_through_arenas_that_hold_a_dozen(workers: list[tuple[str, ...]]) -> None:
+async def test_thousand_requests_complete_in_arenas_with_space_for_a_dozen(workers: list[tuple[str, ...]]) -> None:
     here = await serve(workers, 1000 if len(workers[0]) != 2 else 300)
     if len(workers) == 3 and workers[0] == (ENCODE,):
         ahead = (AHEAD + 2) * 2 * 2 * ROOMS[0].fixed
@@ -286,7 +286,7 @@ LARGE = msgspec.structs.replace(
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("urgent", [0, 5])
-async def test_a_request_that_fits_alone_gets_through_a_shared_arena(workers: int, urgent: int) -> None:
+async def test_large_requests_complete_in_a_shared_arena_among_small_ones(workers: int, urgent: int) -> None:
     """Given many small requests and some that need more than half of an arena, then all of them complete: what has to
     stay free for the large ones is not filled with encodings that wait behind them."""
     clock = ManualClock()
@@ -312,7 +312,7 @@ async def test_a_request_that_fits_alone_gets_through_a_shared_arena(workers: in
 
 
 @in_virtual_time
-async def test_an_ask_that_waits_is_taken_back_when_more_has_to_stay_free() -> None:
+async def test_waiting_lease_request_ends_if_the_arena_reserve_grows() -> None:
     """Given a worker that waits with room for encodings, when a request comes whose latents take most of the arena,
     then the worker asks anew, and leaves that free."""
     clock = ManualClock()
@@ -329,7 +329,7 @@ async def test_an_ask_that_waits_is_taken_back_when_more_has_to_stay_free() -> N
     assert isinstance(granted, LeasesGranted) and [lease.task.stage for lease in granted.leases] == ["text_encode"]
 
 
-async def test_what_was_refused_or_has_ended_needs_nothing() -> None:
+async def test_rejected_and_ended_requests_are_not_counted_as_in_flight() -> None:
     """Given room for one request, when a larger one is refused and the first one ends, then only that was in flight."""
     scheduler = Scheduler(MemoryQueue(ManualClock()), limits=QueueLimits(max_active=1))
     first = await scheduler.submit(*asking(CARD, params()))
@@ -341,7 +341,7 @@ async def test_what_was_refused_or_has_ended_needs_nothing() -> None:
     assert scheduler.in_flight.largest([ENCODE, DENOISE]) == 0
 
 
-async def test_what_is_not_met_any_more_has_ended_elsewhere() -> None:
+async def test_unseen_in_flight_request_is_forgotten_at_the_second_sweep() -> None:
     record = await Scheduler(MemoryQueue(ManualClock())).submit(*asking(CARD, params()))
     in_flight = InFlight()
     in_flight.on_announced(record.context)

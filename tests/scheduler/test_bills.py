@@ -24,7 +24,7 @@ from unfuse.testing.clock import ManualClock
 
 @given(seeds, lengths)
 @settings(max_examples=examples(60), deadline=None)
-def test_bills_and_losses_are_what_the_workers_have_used(seed: int, length: int) -> None:
+def test_billed_and_lost_seconds_equal_worker_usage(seed: int, length: int) -> None:
     async def run() -> None:
         async with fleet() as workers:
             await workers.live(seed, length)
@@ -66,7 +66,7 @@ END: dict[str, Callable[[Fleet], Awaitable[object]]] = {
 
 
 @pytest.mark.parametrize("end", END)
-async def test_a_request_that_its_client_ends_pays_for_what_it_used(end: str) -> None:
+async def test_request_ended_by_its_client_is_billed_for_its_usage(end: str) -> None:
     async with fleet() as workers:
         lease = await one(workers)
         await workers.compute(lease, 4.0, tell=True)
@@ -83,7 +83,7 @@ async def test_a_request_that_its_client_ends_pays_for_what_it_used(end: str) ->
         await workers.check()
 
 
-async def test_a_worker_that_dies_after_a_cancel_leaves_what_it_had_reported_on_the_bill() -> None:
+async def test_reported_usage_stays_billed_if_the_worker_dies_after_a_cancel() -> None:
     async with fleet() as workers:
         lease = await one(workers)
         await workers.compute(lease, 4.0, tell=True)
@@ -94,7 +94,7 @@ async def test_a_worker_that_dies_after_a_cancel_leaves_what_it_had_reported_on_
 
 
 @pytest.mark.parametrize("end", ["fail", "crash", "hand back", "kill"])
-async def test_an_attempt_that_was_lost_is_free_and_booked_as_lost(end: Act) -> None:
+async def test_lost_attempt_is_not_billed_and_counts_as_lost_seconds(end: Act) -> None:
     async with fleet() as workers:
         lease = await one(workers)
         await workers.compute(lease, 4.0, tell=True)
@@ -111,7 +111,7 @@ async def test_an_attempt_that_was_lost_is_free_and_booked_as_lost(end: Act) -> 
         assert (await bill(workers))[:2] == ({"cpu": 2.0}, {"cpu": 4.0}), "it computes on two devices"
 
 
-async def test_what_the_client_asked_for_wrongly_is_on_its_bill() -> None:
+async def test_invalid_request_is_billed_for_its_usage() -> None:
     async with fleet() as workers:
         lease = await one(workers)
         await workers.compute(lease, 4.0, tell=False)
@@ -120,7 +120,7 @@ async def test_what_the_client_asked_for_wrongly_is_on_its_bill() -> None:
         assert (billed, lost, context.status) == ({"cpu": 4.0}, {}, "failed")
 
 
-async def test_a_lost_lease_is_counted_when_its_worker_is_heard_again() -> None:
+async def test_late_report_of_a_lost_lease_adds_to_lost_seconds() -> None:
     async with fleet() as workers:
         lease = await one(workers)
         await workers.compute(lease, 4.0, tell=True)
@@ -147,7 +147,7 @@ async def test_a_cancel_that_races_a_completion_bills_the_attempt_once(first: st
         await workers.check()
 
 
-async def test_a_task_that_was_leased_while_its_request_was_cancelled_is_on_the_bill() -> None:
+async def test_task_leased_during_a_cancel_is_billed() -> None:
     """The cancel is decided of a record in which nothing runs yet."""
     async with fleet() as workers:
         await workers.act("submit", 0, 1)
@@ -167,7 +167,7 @@ async def test_a_task_that_was_leased_while_its_request_was_cancelled_is_on_the_
         assert (await bill(workers))[0] == {"cpu": 3.0}
 
 
-async def test_a_report_is_believed_for_no_longer_than_its_request_is_there() -> None:
+async def test_reported_seconds_are_capped_by_elapsed_time() -> None:
     async with fleet() as workers:
         lease = await one(workers)
         workers.clock.advance(5.0)
@@ -180,7 +180,7 @@ async def test_a_report_is_believed_for_no_longer_than_its_request_is_there() ->
         assert (await bill(workers))[0] == {"cpu": 7.0}
 
 
-async def test_a_worker_is_not_believed_about_the_attempts_of_others() -> None:
+async def test_usage_reports_for_other_workers_attempts_are_ignored() -> None:
     async with fleet() as workers:
         lease = await one(workers)
         await workers.compute(lease, 2.0, tell=True)
@@ -196,7 +196,7 @@ async def test_a_worker_is_not_believed_about_the_attempts_of_others() -> None:
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e12])
-def test_seconds_that_cannot_be_are_refused_before_anything_is_done(seconds: float) -> None:
+def test_impossible_seconds_raise_protocol_error_when_decoding(seconds: float) -> None:
     claim = Claim("req_0", "denoise", 1, b"token")
     for message in (
         ReportProgress((StepProgress(claim, 1, 2, 1, share_s=seconds),)),
@@ -208,7 +208,7 @@ def test_seconds_that_cannot_be_are_refused_before_anything_is_done(seconds: flo
             decode(encode(message), ToScheduler)
 
 
-async def test_a_start_and_attempts_stay_true_when_attempts_are_lost() -> None:
+async def test_start_time_and_attempt_count_survive_lost_attempts() -> None:
     async with fleet() as workers:
         lease = await one(workers)
         begun = workers.clock.wall()

@@ -45,7 +45,7 @@ async def over(scheduler: Scheduler, request: str) -> RequestContext:
     raise AssertionError(f"{request} is not over")
 
 
-async def test_a_worker_stays_registered_without_any_pool_that_it_can_serve() -> None:
+async def test_worker_stays_registered_if_all_its_pools_have_changed_files() -> None:
     async with scheduling() as (scheduler, _):
         dispatcher = Dispatcher(scheduler, [], StorageLocations("memory"))
         welcome = await dispatcher.answer(b"w", Register(lacking(CHANGED, *POOLS), (CARD,), b"s"))
@@ -56,7 +56,7 @@ async def test_a_worker_stays_registered_without_any_pool_that_it_can_serve() ->
         assert scheduler.registry.changed_file(DENOISE) == CHANGED
 
 
-async def test_new_requests_are_refused_in_a_sentence_with_the_file() -> None:
+async def test_new_request_is_rejected_with_the_name_of_the_changed_file() -> None:
     async with scheduling() as (scheduler, _):
         await scheduler.queue.register(lacking(CHANGED, DENOISE), [CARD])
         await scheduler.registry.workers()
@@ -78,7 +78,7 @@ async def test_requests_wait_while_a_touched_file_is_compared() -> None:
         assert [lease.task.request for lease in await take(scheduler, ENCODE)] == [context.id]
 
 
-async def test_requests_that_wait_for_such_a_pool_fail_with_the_file() -> None:
+async def test_queued_request_fails_with_the_name_of_the_changed_file() -> None:
     async with scheduling() as (scheduler, _):
         dispatcher = Dispatcher(scheduler, [], StorageLocations("memory"))
         await dispatcher.answer(b"w", Register(info(WORKER, *POOLS), (CARD,), b"s"))
@@ -92,7 +92,7 @@ async def test_requests_that_wait_for_such_a_pool_fail_with_the_file() -> None:
         assert failed.error.message == str(CHANGED)
 
 
-async def test_what_runs_in_such_a_pool_may_end_well() -> None:
+async def test_running_task_continues_after_a_weights_file_changes() -> None:
     """A file that was put in the place of another one changes nothing of what is loaded."""
     async with scheduling() as (scheduler, _):
         dispatcher = Dispatcher(scheduler, [], StorageLocations("memory"))
@@ -106,7 +106,7 @@ async def test_what_runs_in_such_a_pool_may_end_well() -> None:
         assert not (await scheduler.queue.load(running.id)).context.is_over
 
 
-async def test_where_others_serve_the_pool_it_is_served() -> None:
+async def test_pool_stays_available_if_another_worker_has_unchanged_files() -> None:
     async with scheduling() as (scheduler, _):
         await scheduler.queue.register(lacking(CHANGED, *POOLS), [CARD])
         await scheduler.queue.register(info("other", *POOLS), [CARD])

@@ -72,7 +72,7 @@ def only(kind: str, seconds: float) -> dict[str, Changes]:
     return {kind: {"run_s": seconds}}
 
 
-async def test_an_unmeasured_model_counts_by_its_pixels() -> None:
+async def test_unmeasured_model_cost_is_estimated_from_pixels_and_steps() -> None:
     async with scheduling() as (scheduler, _):
         record = await scheduler.submit(*asking(CARD, sized(128, num_inference_steps=10), n=3))
         assert record.context.cost == pytest.approx(UNMEASURED_S * (1 + 3 * (10 + 1) * 128 * 64))
@@ -81,7 +81,7 @@ async def test_an_unmeasured_model_counts_by_its_pixels() -> None:
         assert scheduler.eta(record) is None
 
 
-async def test_a_measured_one_counts_what_it_took_by_pixels_frames_and_steps() -> None:
+async def test_measured_cost_scales_with_pixels_frames_steps_and_tokens() -> None:
     async with scheduling() as (scheduler, _):
         await scheduler.submit(*asking(CARD, sized(64)))
         await complete_one(scheduler)
@@ -92,7 +92,7 @@ async def test_a_measured_one_counts_what_it_took_by_pixels_frames_and_steps() -
         assert (await scheduler.submit(*asking(CARD, params(), n=3))).context.cost == pytest.approx(1 + 3 * 11)
 
 
-async def test_who_shares_a_forward_counts_their_part() -> None:
+async def test_batched_stage_counts_its_share_of_the_forward() -> None:
     async with scheduling() as (scheduler, _):
         for times, batch in ((4.0, 4.0), (2.0, 2.0)):
             await scheduler.submit(*asking(CARD, params()))
@@ -100,7 +100,7 @@ async def test_who_shares_a_forward_counts_their_part() -> None:
         assert (await scheduler.submit(*asking(CARD, params()))).context.cost == pytest.approx(12)
 
 
-def test_guidance_doubles_what_is_denoised_and_encoded_where_there_is_a_negative_prompt() -> None:
+def test_guidance_doubles_denoise_and_encode_cost_with_a_negative_prompt() -> None:
     costs = Costs()
     costs.learn(completed(guidance_scale=4.0))
     assert predicted(costs, guidance_scale=1.0) == pytest.approx(SECONDS | {"denoise": 4.0, "text_encode": 0.5})
@@ -109,7 +109,7 @@ def test_guidance_doubles_what_is_denoised_and_encoded_where_there_is_a_negative
     assert predicted(costs, true_cfg_scale=2.0, guidance_scale=0.0) == pytest.approx(SECONDS)
 
 
-def test_a_resumed_stage_tells_of_the_steps_it_made() -> None:
+def test_resumed_stage_cost_is_learned_from_the_steps_it_ran() -> None:
     """Given a denoising that was resumed at step 15 of 20, when it took 2 seconds, then a whole one takes 8."""
     costs = Costs()
     costs.learn(completed({"denoise": {"run_s": 2.0, "steps": 5, "resumed": 15, "attempt": 2}}))
@@ -118,14 +118,14 @@ def test_a_resumed_stage_tells_of_the_steps_it_made() -> None:
 
 
 @pytest.mark.parametrize("odd", [{"steps": 0}, {"steps": -1}, {"steps": 5, "resumed": -2}, {"steps": 1}])
-def test_one_that_does_not_say_made_all_of_it(odd: Changes) -> None:
+def test_implausible_step_counts_are_learned_as_a_whole_stage(odd: Changes) -> None:
     costs = Costs()
     costs.learn(completed({"denoise": odd}))
     assert predicted(costs) == pytest.approx(SECONDS)
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -1.0, 0.0, 1e300])
-def test_seconds_that_nothing_takes_teach_nothing(odd: float) -> None:
+def test_implausible_seconds_are_not_learned(odd: float) -> None:
     costs = Costs()
     costs.learn(completed(only("denoise", odd)))
     assert predicted(costs, num_inference_steps=1)["denoise"] == pytest.approx(UNMEASURED_S * 2 * 64 * 64)
@@ -134,14 +134,14 @@ def test_seconds_that_nothing_takes_teach_nothing(odd: float) -> None:
     assert predicted(costs) == pytest.approx(SECONDS)
 
 
-def test_what_came_from_the_cache_teaches_nothing() -> None:
+def test_cached_stage_is_not_learned() -> None:
     costs = Costs()
     costs.learn(completed())
     costs.learn(completed({"text_encode": {"run_s": 1e-3, "attempt": 0}}))
     assert predicted(costs) == pytest.approx(SECONDS)
 
 
-def test_what_is_learned_of_one_stage_changes_no_other() -> None:
+def test_learned_cost_of_one_stage_does_not_affect_others() -> None:
     costs = Costs()
     costs.learn(completed())
     for _ in range(9):
@@ -149,7 +149,7 @@ def test_what_is_learned_of_one_stage_changes_no_other() -> None:
     assert predicted(costs) == pytest.approx(SECONDS | {"denoise": 80.0})
 
 
-def test_a_request_teaches_once() -> None:
+def test_request_is_learned_only_once() -> None:
     costs, context = Costs(), completed()
     for _ in range(9):
         costs.learn(context)
@@ -161,7 +161,7 @@ def test_a_request_teaches_once() -> None:
     assert len(costs._learned) == LEARNED
 
 
-def test_each_device_has_its_own_law_and_the_mean_over_a_pools_workers_is_predicted() -> None:
+def test_predicted_cost_is_the_mean_over_the_devices_of_a_pool() -> None:
     pools = {"fast": (DENOISE,), "slow": (DENOISE,), "slower": (DENOISE, DECODE), "other": (ENCODE,)}
     devices = {"fast": "gpu", "slow": "cpu", "slower": "cpu", "other": "gpu"}
     workers = {name: msgspec.structs.replace(info(name, *pools[name]), device=devices[name]) for name in pools}
@@ -177,7 +177,7 @@ def test_each_device_has_its_own_law_and_the_mean_over_a_pools_workers_is_predic
     assert predicted(costs)["denoise"] == pytest.approx(5.5)
 
 
-async def test_the_scheduler_tells_whose_device_a_stage_ran_on() -> None:
+async def test_scheduler_learns_costs_per_worker_device() -> None:
     async with scheduling() as (scheduler, _):
         gpu = msgspec.structs.replace(info(WORKER, ENCODE, DENOISE, DECODE), device="gpu")
         await scheduler.queue.register(gpu, [CARD])
@@ -187,7 +187,7 @@ async def test_the_scheduler_tells_whose_device_a_stage_ran_on() -> None:
         assert {name for devices in scheduler._costs._models.values() for name in devices} == {"gpu"}
 
 
-async def test_what_was_learned_is_there_after_a_restart(tmp_path: Path) -> None:
+async def test_learned_costs_survive_a_restart(tmp_path: Path) -> None:
     file, dice = tmp_path / "data" / "costs.json", random.Random(5)
     costs = Costs(file)
     await costs.update_models()
@@ -219,7 +219,7 @@ async def test_what_was_learned_is_there_after_a_restart(tmp_path: Path) -> None
         b'{"version": 1, "learned": [], "times": {"denoise:d:float32": {"": [[[1e300, 4096], [[1, 1.0]]]]}}}',
     ],
 )
-async def test_a_file_that_cannot_be_read_is_told_of_and_replaced(tmp_path: Path, content: bytes) -> None:
+async def test_unreadable_costs_file_is_logged_and_replaced(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "costs.json"
     file.write_bytes(content)
     with capture_logs() as logs:
@@ -239,7 +239,9 @@ devices = st.dictionaries(
 
 @settings(max_examples=examples(30))
 @given(st.dictionaries(st.sampled_from([ENCODE, DENOISE, "", "what"]), devices))
-def test_whatever_can_be_read_predicts_something(tmp_path_factory: pytest.TempPathFactory, found: object) -> None:
+def test_any_readable_costs_file_yields_finite_predictions(
+    tmp_path_factory: pytest.TempPathFactory, found: object
+) -> None:
     file = tmp_path_factory.getbasetemp() / "any.json"
     file.write_bytes(msgspec.json.encode({"version": 1, "learned": [], "times": found}))
     costs = Costs(file)
@@ -249,7 +251,7 @@ def test_whatever_can_be_read_predicts_something(tmp_path_factory: pytest.TempPa
     assert all(0 <= seconds < float("inf") for seconds in predicted(costs).values())
 
 
-async def test_a_folder_that_cannot_be_written_costs_no_more_than_a_warning(tmp_path: Path) -> None:
+async def test_unwritable_costs_folder_logs_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     costs = Costs(tmp_path / "file" / "costs.json")
     costs.learn(completed())
@@ -258,7 +260,7 @@ async def test_a_folder_that_cannot_be_written_costs_no_more_than_a_warning(tmp_
     assert [one["log_level"] for one in logs] == ["warning"]
 
 
-async def test_a_scheduler_saves_at_its_end_and_its_heir_knows(tmp_path: Path) -> None:
+async def test_scheduler_saves_costs_on_close_and_the_next_one_loads_them(tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     async with scheduling(costs=file) as (scheduler, _):
         await scheduler.submit(*asking(CARD, params()))
@@ -268,7 +270,7 @@ async def test_a_scheduler_saves_at_its_end_and_its_heir_knows(tmp_path: Path) -
         assert (record.context.cost, heir.eta(record)) == (pytest.approx(12), pytest.approx(12))
 
 
-async def test_a_scheduler_that_starts_learns_from_what_the_queue_holds() -> None:
+async def test_scheduler_learns_costs_from_completed_requests_at_start() -> None:
     async with scheduling() as (scheduler, clock):
         await scheduler.submit(*asking(CARD, params()))
         await complete_one(scheduler)
@@ -295,7 +297,7 @@ async def test_schedulers_over_a_shared_queue_learn_from_each_other() -> None:
     await other.close()
 
 
-async def test_beyond_the_cost_that_is_accepted_it_refuses_until_there_is_room() -> None:
+async def test_requests_beyond_max_cost_are_rejected_until_cost_is_freed() -> None:
     async with scheduling(limits=QueueLimits(max_cost=30.0)) as (scheduler, _):
         await scheduler.submit(*asking(CARD, params()))
         await complete_one(scheduler)
@@ -309,7 +311,7 @@ async def test_beyond_the_cost_that_is_accepted_it_refuses_until_there_is_room()
 
 
 @pytest.mark.parametrize("every, retry_after", [(0.01, 1.0), (5.0, 5.0), (50.0, 50.0)])
-async def test_when_to_come_back_is_the_pace_of_completions_within_bounds(every: float, retry_after: float) -> None:
+async def test_retry_after_follows_the_completion_rate_within_bounds(every: float, retry_after: float) -> None:
     clock = ManualClock()
     scheduler = Scheduler(MemoryQueue(clock), limits=QueueLimits(max_active=9), clock=clock)
     for _ in range(9):
@@ -324,7 +326,7 @@ async def test_when_to_come_back_is_the_pace_of_completions_within_bounds(every:
     assert refused.value.retry_after == pytest.approx(retry_after)
 
 
-async def test_nobody_is_sent_away_for_more_than_a_minute() -> None:
+async def test_retry_after_is_at_most_one_minute() -> None:
     async with scheduling(limits=QueueLimits(max_active=1)) as (scheduler, clock):
         await scheduler.submit(*asking(CARD, params()))
         await complete_one(scheduler)
@@ -335,7 +337,7 @@ async def test_nobody_is_sent_away_for_more_than_a_minute() -> None:
         assert refused.value.retry_after == 60.0
 
 
-async def test_eta_counts_what_is_left_and_what_is_ahead() -> None:
+async def test_eta_counts_remaining_work_and_work_ahead_in_the_queue() -> None:
     async with scheduling() as (scheduler, clock):
         await scheduler.submit(*asking(CARD, params()))
         await complete_one(scheduler)

@@ -70,7 +70,7 @@ async def granted(dispatcher: Dispatcher, slots: int = 1, wait: float = 0.0, pee
     return list(reply.leases)
 
 
-async def test_who_comes_without_pools_is_told_what_to_serve_and_not_registered() -> None:
+async def test_register_without_pools_returns_the_models_without_registering() -> None:
     async with dispatching() as (dispatcher, _):
         reply = await dispatcher.answer(OTHER, Register(info("worker-2")))
         assert isinstance(reply, Registered)
@@ -82,7 +82,7 @@ async def test_who_comes_without_pools_is_told_what_to_serve_and_not_registered(
         assert [member.info.id for member in await dispatcher.scheduler.registry.workers()] == ["worker-1"]
 
 
-async def test_an_unknown_connection_is_a_stranger_whatever_it_says() -> None:
+async def test_messages_of_an_unregistered_connection_return_unknown_worker() -> None:
     async with dispatching() as (dispatcher, _):
         await submit(dispatcher)
         (lease,) = await granted(dispatcher)
@@ -91,7 +91,7 @@ async def test_an_unknown_connection_is_a_stranger_whatever_it_says() -> None:
 
 
 @in_virtual_time
-async def test_an_ask_waits_for_work_and_never_gets_more_than_the_worker_s_slots() -> None:
+async def test_lease_request_waits_and_is_limited_to_the_worker_slots() -> None:
     async with dispatching() as (dispatcher, _):
         asking = asyncio.create_task(granted(dispatcher, slots=5, wait=20.0))
         await settle()
@@ -101,7 +101,7 @@ async def test_an_ask_waits_for_work_and_never_gets_more_than_the_worker_s_slots
 
 
 @in_virtual_time
-async def test_a_scheduler_that_stops_gives_nobody_a_task_and_says_so() -> None:
+async def test_stopping_scheduler_grants_no_leases_and_notifies_workers() -> None:
     """Given workers that wait for work and for news, when their scheduler is about to stop, then both are answered,
     no Ask gets anything from then on, nor does an outcome, and none is answered so soon that it would come at once."""
     async with dispatching() as (dispatcher, _):
@@ -123,7 +123,7 @@ async def test_a_scheduler_that_stops_gives_nobody_a_task_and_says_so() -> None:
 
 
 @in_virtual_time
-async def test_a_newer_ask_replaces_the_one_that_waits() -> None:
+async def test_new_lease_request_replaces_the_waiting_one() -> None:
     async with dispatching() as (dispatcher, _):
         older = asyncio.create_task(granted(dispatcher, wait=20.0))
         await settle()
@@ -134,7 +134,7 @@ async def test_a_newer_ask_replaces_the_one_that_waits() -> None:
 
 
 @in_virtual_time
-async def test_an_ask_that_is_dropped_takes_nothing_any_more() -> None:
+async def test_cancelled_lease_request_leases_nothing() -> None:
     async with dispatching() as (dispatcher, _):
         asking = asyncio.create_task(granted(dispatcher, wait=20.0))
         await settle()
@@ -146,7 +146,7 @@ async def test_an_ask_that_is_dropped_takes_nothing_any_more() -> None:
 
 
 @in_virtual_time
-async def test_who_says_goodbye_gets_nothing_more() -> None:
+async def test_unregistered_worker_is_not_leased_tasks() -> None:
     async with dispatching() as (dispatcher, _):
         asking = asyncio.create_task(granted(dispatcher, wait=20.0))
         await settle()
@@ -161,7 +161,7 @@ def stepped(claim: Claim, step: int, steps: int, first: int, previews: tuple[int
     return ReportProgress((StepProgress(claim, step, steps, first, previews),))
 
 
-async def test_progress_is_published_step_by_step_and_answers_a_cancelled_task() -> None:
+async def test_progress_publishes_each_step_and_reports_a_cancelled_task() -> None:
     async with dispatching() as (dispatcher, _):
         request = await submit(dispatcher)
         (lease,) = await granted(dispatcher)
@@ -173,7 +173,7 @@ async def test_progress_is_published_step_by_step_and_answers_a_cancelled_task()
         assert [event.step for event in seen if event.type == "progress"] == [1, 2, 3, 4]
 
 
-async def test_steps_of_several_tasks_come_together_and_whose_lease_is_lost_is_named() -> None:
+async def test_progress_report_for_several_tasks_returns_the_lost_leases() -> None:
     async with dispatching() as (dispatcher, _):
         requests = [await submit(dispatcher) for _ in range(3)]
         leases = [*await granted(dispatcher), *await granted(dispatcher)]
@@ -193,7 +193,7 @@ async def test_steps_of_several_tasks_come_together_and_whose_lease_is_lost_is_n
         assert steps == [[1, 2], [1, 2, 3], []]
 
 
-async def test_a_message_that_lists_endless_steps_is_cut_to_the_newest() -> None:
+async def test_progress_report_with_excessive_steps_is_cut_to_the_newest() -> None:
     async with dispatching() as (dispatcher, _):
         request = await submit(dispatcher)
         (lease,) = await granted(dispatcher)
@@ -203,7 +203,7 @@ async def test_a_message_that_lists_endless_steps_is_cut_to_the_newest() -> None
         assert steps == list(range(10**15 - len(steps) + 1, 10**15 + 1))
 
 
-async def test_a_beat_renews_leases_and_answers_what_is_over() -> None:
+async def test_heartbeat_renews_leases_and_returns_ended_claims_and_requests() -> None:
     async with dispatching() as (dispatcher, clock):
         request, other = await submit(dispatcher), await submit(dispatcher)
         (lease,) = await granted(dispatcher)
@@ -217,7 +217,7 @@ async def test_a_beat_renews_leases_and_answers_what_is_over() -> None:
         )
 
 
-async def test_whoever_holds_objects_of_a_request_hears_which_of_them_was_given_up() -> None:
+async def test_heartbeat_of_the_object_owner_returns_its_lost_outputs() -> None:
     """Given an output that its reader cannot have, when its owner tells what it holds for, then it hears of it, at this
     scheduler and at one that learned of it from the queue, and nobody hears of another request's."""
     async with dispatching() as (dispatcher, clock):
@@ -242,7 +242,7 @@ async def test_whoever_holds_objects_of_a_request_hears_which_of_them_was_given_
 
 
 @in_virtual_time
-async def test_a_beat_that_waits_hears_of_a_cancellation_at_once() -> None:
+async def test_waiting_heartbeat_returns_immediately_after_a_cancel() -> None:
     async with dispatching() as (dispatcher, _):
         request, other = await submit(dispatcher), await submit(dispatcher)
         (lease,) = await granted(dispatcher)
@@ -255,7 +255,7 @@ async def test_a_beat_that_waits_hears_of_a_cancellation_at_once() -> None:
         assert await dispatcher.answer(PEER, beat) == HeartbeatReply((lease.claim,), (request,))
 
 
-async def test_a_step_with_a_preview_publishes_it_behind_the_step() -> None:
+async def test_preview_event_follows_the_progress_event_of_its_step() -> None:
     async with dispatching() as (dispatcher, _):
         request = await submit(dispatcher)
         (lease,) = await granted(dispatcher)
@@ -265,7 +265,7 @@ async def test_a_step_with_a_preview_publishes_it_behind_the_step() -> None:
         assert events == [("progress", 1), ("progress", 2), ("preview", 2), ("progress", 3)]
 
 
-async def test_a_busy_worker_gets_what_is_more_urgent_only() -> None:
+async def test_min_priority_leases_only_tasks_of_higher_priority() -> None:
     async with dispatching() as (dispatcher, _):
         await submit(dispatcher)
         urgent = await submit(dispatcher, priority=2)
@@ -275,7 +275,7 @@ async def test_a_busy_worker_gets_what_is_more_urgent_only() -> None:
         assert await dispatcher.answer(PEER, RequestTasks(1, None, 0.0, min_priority=0)) == LeasesGranted((), {})
 
 
-async def test_an_outcome_is_accepted_once_and_again_but_not_after_the_request_is_over() -> None:
+async def test_completion_is_idempotent_but_rejected_after_the_request_ended() -> None:
     async with dispatching() as (dispatcher, _):
         request = await submit(dispatcher)
         (lease,) = await granted(dispatcher)
@@ -288,7 +288,7 @@ async def test_an_outcome_is_accepted_once_and_again_but_not_after_the_request_i
         assert reply.lease_lost
 
 
-async def test_what_could_not_be_delivered_is_queued_again_uncharged() -> None:
+async def test_undelivered_lease_is_requeued_uncharged() -> None:
     async with dispatching() as (dispatcher, _):
         request = await submit(dispatcher)
         reply: ToWorker | None = await dispatcher.answer(PEER, RequestTasks(1, None, 0.0))
@@ -302,7 +302,7 @@ async def test_what_could_not_be_delivered_is_queued_again_uncharged() -> None:
 
 
 @in_virtual_time
-async def test_tasks_of_a_worker_whose_connection_broke_go_to_others_unless_it_comes_back() -> None:
+async def test_tasks_are_requeued_unless_a_disconnected_worker_reconnects() -> None:
     for comes_back in (True, False):
         async with dispatching() as (dispatcher, clock):
             await submit(dispatcher)
@@ -328,7 +328,7 @@ def secretly(name: str, secret: bytes) -> Register:
     return Register(info(name, ENCODE, DENOISE), (CARD,), secret)
 
 
-async def test_an_id_is_its_first_owner_s_on_every_scheduler() -> None:
+async def test_worker_id_with_another_secret_is_rejected_on_every_scheduler() -> None:
     async with dispatching() as (dispatcher, clock):
         mine, stolen = secretly("worker-9", b"a" * 16), secretly("worker-9", b"b" * 16)
         assert isinstance(await dispatcher.answer(OTHER, mine), Registered)
@@ -348,7 +348,7 @@ async def test_an_id_is_its_first_owner_s_on_every_scheduler() -> None:
 
 
 @in_virtual_time
-async def test_a_worker_has_one_connection_the_newest() -> None:
+async def test_new_connection_of_a_worker_replaces_the_old_one() -> None:
     async with dispatching() as (dispatcher, _):
         asking = asyncio.create_task(granted(dispatcher, wait=20.0))
         await settle()
@@ -360,7 +360,7 @@ async def test_a_worker_has_one_connection_the_newest() -> None:
 
 
 @in_virtual_time
-async def test_a_connection_that_registers_another_worker_drops_the_first() -> None:
+async def test_registering_another_worker_on_a_connection_drops_the_first() -> None:
     """Given a waiting lease request, when its connection registers another worker, then the request ends, and so does
     the first worker's alarm."""
     async with dispatching() as (dispatcher, clock):
@@ -373,7 +373,7 @@ async def test_a_connection_that_registers_another_worker_drops_the_first() -> N
         clock.advance(2 * MISSED_HEARTBEATS * welcome.heartbeat_s)
 
 
-async def test_what_a_worker_says_of_another_s_task_has_no_effect() -> None:
+async def test_reports_about_another_workers_task_are_rejected_without_effect() -> None:
     async with dispatching() as (dispatcher, clock):
         await dispatcher.answer(OTHER, Register(info("worker-2", ENCODE, DENOISE), (CARD,)))
         request = await submit(dispatcher)
@@ -395,7 +395,7 @@ async def test_what_a_worker_says_of_another_s_task_has_no_effect() -> None:
         assert await dispatcher.answer(PEER, done(lease)) == Accepted()
 
 
-async def test_what_has_grown_is_recorded_for_who_has_the_task_and_read_by_the_next() -> None:
+async def test_output_deltas_are_recorded_per_lease_and_read_by_the_next_attempt() -> None:
     """Given pieces of several tasks in one message, then one that is another's, lost, or has a gap costs none of the
     others anything."""
     async with dispatching() as (dispatcher, _):
@@ -428,7 +428,7 @@ async def test_what_has_grown_is_recorded_for_who_has_the_task_and_read_by_the_n
             assert isinstance(answer, Rejected) and answer.lease_lost
 
 
-async def test_a_worker_goes_on_at_another_scheduler() -> None:
+async def test_worker_continues_its_task_on_another_scheduler() -> None:
     async with dispatching() as (dispatcher, clock):
         await submit(dispatcher)
         (lease,) = await granted(dispatcher)
@@ -439,7 +439,7 @@ async def test_a_worker_goes_on_at_another_scheduler() -> None:
         assert await other.answer(OTHER, done(lease)) == Accepted()
 
 
-async def test_a_heartbeat_at_another_scheduler_renews_the_others_while_one_request_cannot_be_looked_at() -> None:
+async def test_heartbeat_renews_leases_while_one_request_is_unreachable() -> None:
     """Given a worker with two tasks that has moved, while the shard of one is away, then both leases live on; and once
     it is back, the worker reports them."""
 
@@ -469,7 +469,7 @@ async def test_a_heartbeat_at_another_scheduler_renews_the_others_while_one_requ
 
 
 @in_virtual_time
-async def test_a_cancellation_at_one_scheduler_reaches_a_worker_at_another_with_its_next_heartbeat() -> None:
+async def test_cancel_reaches_a_worker_of_another_scheduler_by_next_heartbeat() -> None:
     async with dispatching() as (dispatcher, clock):
         other = Scheduler(dispatcher.scheduler.queue, clock=clock, lease_ttl=5.0)
         request = await submit(dispatcher)
@@ -483,7 +483,7 @@ async def test_a_cancellation_at_one_scheduler_reaches_a_worker_at_another_with_
 
 
 @in_virtual_time
-async def test_who_misses_beats_is_given_nothing_until_it_is_heard_again() -> None:
+async def test_worker_missing_heartbeats_is_not_leased_tasks_until_it_registers() -> None:
     async with dispatching() as (dispatcher, clock):
         welcome = await dispatcher.answer(PEER, HELLO)
         assert isinstance(welcome, Registered)
@@ -526,7 +526,7 @@ async def leased_from(queue: Away, clock: ManualClock, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("away, answer", [(3, Accepted()), (99, None)])
-async def test_an_outcome_waits_for_the_queue_to_be_back(
+async def test_completion_is_retried_while_the_queue_is_unreachable(
     monkeypatch: pytest.MonkeyPatch, away: int, answer: Accepted | None
 ) -> None:
     clock = ManualClock()
@@ -542,7 +542,7 @@ async def test_an_outcome_waits_for_the_queue_to_be_back(
 @pytest.mark.parametrize(
     ("kind", "reason", "event"), [("crash", "", "task failed"), ("hand_back", "drain", "task handed back")]
 )
-async def test_a_failure_that_waits_for_the_queue_is_logged_once(
+async def test_failure_retried_while_the_queue_is_unreachable_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, kind: FailureKind, reason: str, event: str
 ) -> None:
     clock = ManualClock()
@@ -554,7 +554,7 @@ async def test_a_failure_that_waits_for_the_queue_is_logged_once(
     assert [line["event"] for line in logs if line.get("reason") == "ended"] == [event]
 
 
-async def test_a_task_that_another_took_over_is_answered_as_lost() -> None:
+async def test_completion_of_a_superseded_attempt_returns_lease_lost() -> None:
     async with dispatching() as (dispatcher, _):
         await submit(dispatcher)
         (lease,) = await granted(dispatcher)
@@ -568,7 +568,7 @@ async def test_a_task_that_another_took_over_is_answered_as_lost() -> None:
         assert await dispatcher.answer(PEER, done(second)) == Accepted()
 
 
-async def test_a_worker_that_says_it_leaves_gets_nothing_more() -> None:
+async def test_draining_worker_is_not_leased_further_tasks() -> None:
     """Given a worker that hands back as it leaves, which never counts, then it is given no other task, ever so often
     as it asks; another worker is."""
     async with dispatching() as (dispatcher, _):
@@ -586,7 +586,7 @@ def asking_on(lease: Lease, slots: int = 1) -> TaskCompleted:
 
 
 @in_virtual_time
-async def test_who_asks_with_an_outcome_is_given_what_follows_from_it_before_anybody_who_waits() -> None:
+async def test_completion_with_lease_request_leases_the_next_stage_first() -> None:
     """Given another worker that waits for the next stage, then who made its input gets it in the same answer, and an
     Ask of before is answered with nothing."""
     async with dispatching() as (dispatcher, _):
@@ -605,7 +605,7 @@ async def test_who_asks_with_an_outcome_is_given_what_follows_from_it_before_any
         waits.cancel()
 
 
-async def test_who_asks_with_an_outcome_that_nothing_follows_for_it_hears_that_it_is_recorded() -> None:
+async def test_completion_with_lease_request_returns_no_leases_if_none_follow() -> None:
     async with dispatching() as (dispatcher, _):
         await submit(dispatcher)
         (encode,) = await granted(dispatcher)
@@ -616,7 +616,7 @@ async def test_who_asks_with_an_outcome_that_nothing_follows_for_it_hears_that_i
         assert await dispatcher.answer(PEER, asking_on(denoise)) == LeasesGranted((), {})
 
 
-async def test_an_outcome_that_is_refused_brings_no_work() -> None:
+async def test_rejected_completion_leases_no_further_task() -> None:
     async with dispatching() as (dispatcher, _):
         first, second = await submit(dispatcher), await submit(dispatcher)
         (lease,) = await granted(dispatcher)
@@ -626,7 +626,7 @@ async def test_an_outcome_that_is_refused_brings_no_work() -> None:
         assert [lease.task.request for lease in await granted(dispatcher)] == [second]
 
 
-async def test_what_was_given_with_an_outcome_and_could_not_be_delivered_is_queued_again() -> None:
+async def test_undelivered_lease_granted_with_a_completion_is_requeued() -> None:
     async with dispatching() as (dispatcher, _):
         await submit(dispatcher)
         (encode,) = await granted(dispatcher)
@@ -639,7 +639,7 @@ async def test_what_was_given_with_an_outcome_and_could_not_be_delivered_is_queu
 
 
 @in_virtual_time
-async def test_who_waits_with_fewer_tasks_gets_the_next_one_and_not_who_has_just_made_what_it_reads() -> None:
+async def test_less_loaded_waiting_worker_gets_the_next_stage_over_its_producer() -> None:
     async with dispatching() as (dispatcher, _):
         await submit(dispatcher)
         everything = msgspec.structs.replace(info("worker-1", ENCODE, DENOISE), slots=4)
@@ -656,7 +656,7 @@ async def test_who_waits_with_fewer_tasks_gets_the_next_one_and_not_who_has_just
 
 
 @in_virtual_time
-async def test_where_workers_take_turns_nobody_goes_before_who_has_waited() -> None:
+async def test_round_robin_serves_the_waiting_worker_before_the_producer() -> None:
     async with dispatching() as (whoever, clock):
         await submit(whoever)
         dispatcher = Dispatcher(

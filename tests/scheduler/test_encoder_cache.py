@@ -79,7 +79,7 @@ async def loaded(scheduler: Scheduler, record: RequestRecord) -> RequestContext:
 ALL, REST = ["text_encode", "denoise.0", "vae_decode.0"], ["denoise.0", "vae_decode.0"]
 
 
-async def test_a_second_request_for_the_same_is_not_encoded_again() -> None:
+async def test_second_request_for_the_same_prompt_uses_the_cached_encoding() -> None:
     async with caching() as (scheduler, counts):
         first = await scheduler.submit(*asking(SHARING, params(seed=1)))
         (encode,) = await take(scheduler)
@@ -101,7 +101,7 @@ async def test_a_second_request_for_the_same_is_not_encoded_again() -> None:
         assert (counts.hits, counts.misses) == (1, 1)
 
 
-async def test_a_person_sees_that_a_stage_was_not_run() -> None:
+async def test_cached_stage_emits_stage_completed_without_stage_started() -> None:
     async with caching() as (scheduler, _):
         await scheduler.submit(*asking(SHARING, params()))
         await ran(scheduler)
@@ -124,14 +124,14 @@ async def test_a_person_sees_that_a_stage_was_not_run() -> None:
         {"cache": False},
     ],
 )
-async def test_what_differs_in_anything_that_counts_is_encoded(other: dict[str, Any]) -> None:
+async def test_request_with_other_cache_key_inputs_is_encoded(other: dict[str, Any]) -> None:
     async with caching() as (scheduler, _):
         for asked, stages in (({}, ALL), (other, ALL), ({}, REST)):
             await scheduler.submit(*asking(SHARING, **{"params": params(), **asked}))
             assert await ran(scheduler) == stages
 
 
-async def test_what_was_encoded_without_the_cache_serves_nobody() -> None:
+async def test_encoding_with_cache_disabled_is_not_cached() -> None:
     async with caching() as (scheduler, counts):
         record = await scheduler.submit(*asking(SHARING, params(), cache=False))
         assert (await scheduler.queue.peek(ENCODE))[0].planned.cache_key == ""
@@ -142,7 +142,7 @@ async def test_what_was_encoded_without_the_cache_serves_nobody() -> None:
         assert "cache" not in (await loaded(scheduler, record)).request.params
 
 
-async def test_schedulers_share_it_over_their_queue_unless_their_workers_make_other_bytes() -> None:
+async def test_schedulers_share_the_cache_unless_worker_numerics_differ() -> None:
     clock = ManualClock()
     async with caching(clock=clock) as (first, _):
         await first.submit(*asking(SHARING, params()))
@@ -156,7 +156,7 @@ async def test_schedulers_share_it_over_their_queue_unless_their_workers_make_ot
             assert await ran(other, pools=(f"{ENCODE}@1", DENOISE, DECODE)) == ALL
 
 
-async def test_without_room_nothing_is_kept_and_nobody_looks() -> None:
+async def test_zero_cache_bytes_disables_the_cache() -> None:
     async with caching(cache_bytes=0) as (scheduler, counts):
         for _ in range(2):
             await scheduler.submit(*asking(SHARING, params()))
@@ -164,14 +164,14 @@ async def test_without_room_nothing_is_kept_and_nobody_looks() -> None:
         assert (counts.hits, counts.misses) == (0, 0)
 
 
-async def test_the_least_recently_used_goes_when_there_is_no_room() -> None:
+async def test_least_recently_used_encoding_is_evicted_if_the_cache_is_full() -> None:
     async with caching() as (scheduler, _):
         for prompt, stages in zip("ababcab", (ALL, ALL, REST, REST, ALL, ALL, ALL), strict=True):
             await scheduler.submit(*asking(SHARING, params(prompt=prompt)))
             assert await ran(scheduler) == stages, prompt
 
 
-async def test_what_a_dead_worker_had_is_encoded_again() -> None:
+async def test_encoding_of_a_dead_worker_is_recomputed() -> None:
     clock = ManualClock()
     async with caching(clock=clock, lease_ttl=5.0) as (scheduler, counts):
         await scheduler.submit(*asking(SHARING, params()))
@@ -186,7 +186,7 @@ async def test_what_a_dead_worker_had_is_encoded_again() -> None:
         assert (counts.hits, counts.misses) == (0, 3)
 
 
-async def test_an_object_that_is_gone_from_the_cache_costs_one_encoding() -> None:
+async def test_lost_cached_object_is_recomputed_once() -> None:
     async with caching() as (scheduler, _):
         await scheduler.submit(*asking(SHARING, params()))
         await ran(scheduler)
@@ -216,7 +216,7 @@ async def test_an_object_that_is_gone_from_the_cache_costs_one_encoding() -> Non
         assert task.inputs == (done(encode).output,)
 
 
-async def test_what_one_request_could_not_read_is_not_given_to_the_next() -> None:
+async def test_unreadable_cached_object_is_not_served_to_the_next_request() -> None:
     async with caching() as (scheduler, _):
         await scheduler.submit(*asking(SHARING, params()))
         await ran(scheduler)
@@ -228,7 +228,7 @@ async def test_what_one_request_could_not_read_is_not_given_to_the_next() -> Non
         assert record.context.stages["text_encode"].status == "queued"
 
 
-async def test_who_loses_an_older_object_leaves_the_newer_one_in_the_cache() -> None:
+async def test_losing_an_older_object_leaves_the_newer_one_in_the_cache() -> None:
     clock = ManualClock()
     async with (
         caching(clock=clock) as (scheduler, _),
@@ -245,7 +245,7 @@ async def test_who_loses_an_older_object_leaves_the_newer_one_in_the_cache() -> 
         assert record.context.stages["text_encode"].output == newer.task.inputs[0]
 
 
-async def test_only_an_output_that_was_recorded_is_kept() -> None:
+async def test_only_outputs_of_accepted_completions_are_cached() -> None:
     async with caching() as (scheduler, _):
         record = await scheduler.submit(*asking(SHARING, params()))
         (encode,) = await take(scheduler)
@@ -262,7 +262,7 @@ async def test_only_an_output_that_was_recorded_is_kept() -> None:
         assert await ran(scheduler) == ALL
 
 
-async def test_a_report_said_twice_is_kept_once() -> None:
+async def test_repeated_completion_is_cached_once() -> None:
     async with caching() as (scheduler, _):
         await scheduler.submit(*asking(SHARING, params()))
         (encode,) = await take(scheduler)
@@ -272,7 +272,7 @@ async def test_a_report_said_twice_is_kept_once() -> None:
         assert record.context.stages["text_encode"].output == done(encode).output
 
 
-async def test_a_request_that_is_refused_counts_for_nothing() -> None:
+async def test_rejected_and_repeated_requests_are_not_counted_as_cache_lookups() -> None:
     async with caching(limits=QueueLimits(max_active=1)) as (scheduler, counts):
         await scheduler.submit(*asking(SHARING, params(), idempotency_key="k"))
         with pytest.raises(Overloaded):
@@ -281,7 +281,7 @@ async def test_a_request_that_is_refused_counts_for_nothing() -> None:
         assert (counts.hits, counts.misses) == (0, 1)
 
 
-async def test_owners_hear_which_objects_the_cache_gave_up() -> None:
+async def test_releasable_lists_objects_evicted_from_the_cache() -> None:
     async with caching() as (scheduler, _):
         names = []
         for prompt in "abc":
@@ -317,7 +317,7 @@ class Absent(MemoryQueue):
         raise TransientError("away")
 
 
-async def test_a_cache_that_cannot_be_written_ends_no_request() -> None:
+async def test_request_completes_if_the_cache_index_cannot_be_written() -> None:
     clock = ManualClock()
     async with caching(Absent(clock), clock) as (scheduler, _):
         record = await scheduler.submit(*asking(SHARING, params()))
@@ -339,13 +339,13 @@ class Unread(MemoryQueue):
         return {}
 
 
-async def test_nothing_is_given_up_because_the_index_does_not_answer() -> None:
+async def test_cached_objects_are_not_released_if_the_index_is_unreachable() -> None:
     clock = ManualClock()
     async with caching(Unread(clock), clock) as (scheduler, _):
         assert await scheduler.releasable([cache_owner_name("key", "id"), "nobody"]) == ["nobody"]
 
 
-async def test_what_was_cached_is_not_taken_for_fast() -> None:
+async def test_cache_hits_do_not_lower_the_predicted_cost() -> None:
     async with caching() as (scheduler, _):
         for _ in range(30):
             await scheduler.submit(*asking(SHARING, params()))
@@ -355,7 +355,7 @@ async def test_what_was_cached_is_not_taken_for_fast() -> None:
         assert (await scheduler.submit(*asking(SHARING, params()))).context.cost == pytest.approx(3.0)
 
 
-async def test_a_dead_request_that_is_tried_again_may_share_too() -> None:
+async def test_retried_dead_letter_uses_the_cache() -> None:
     async with caching() as (scheduler, _):
         dead = await scheduler.submit(*asking(SHARING, params()))
         for _ in range(2):
@@ -367,7 +367,7 @@ async def test_a_dead_request_that_is_tried_again_may_share_too() -> None:
         assert await ran(scheduler) == REST
 
 
-async def test_requests_of_one_prompt_at_once_all_complete_whatever_is_lost() -> None:
+async def test_concurrent_requests_with_shared_prompts_survive_lost_inputs() -> None:
     """Given a cache with room for two of three prompts, when any input may be lost, then each request completes and
     no stage of it ran more often than it was lost, and once.
     """

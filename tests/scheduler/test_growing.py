@@ -43,7 +43,7 @@ def pieces(lease: Lease, offset: int, number: int) -> OutputDeltas:
     return OutputDeltas(lease.claim, offset, tuple(b"%d" % at for at in range(offset, offset + number)))
 
 
-async def test_of_each_piece_is_told_once_when_it_came() -> None:
+async def test_observers_receive_each_output_delta_once_with_its_latency() -> None:
     """Given two pieces half a second after a request, three 0.3 s later, and two of these said again with one more,
     then the first are told since acceptance, the others since those before, and none twice."""
     async with scheduling() as (scheduler, clock):
@@ -59,7 +59,7 @@ async def test_of_each_piece_is_told_once_when_it_came() -> None:
         ]
 
 
-async def test_the_next_attempt_goes_on_and_what_is_not_recorded_is_not_told() -> None:
+async def test_observers_receive_only_recorded_deltas_across_attempts() -> None:
     """Given an attempt that was handed back after a piece, when the next goes on half a second later, then that is
     between two pieces; what the first still says, and what has a gap before it, is neither recorded nor told."""
     async with scheduling() as (scheduler, clock):
@@ -75,7 +75,7 @@ async def test_the_next_attempt_goes_on_and_what_is_not_recorded_is_not_told() -
         assert ear.heard == [("first of test/model", 1, 0.0), ("more", 1, 0.5)]
 
 
-async def test_a_scheduler_that_did_not_see_the_pieces_before_knows_no_time() -> None:
+async def test_deltas_after_an_unseen_delta_are_reported_without_latency() -> None:
     """Given a text that another scheduler saw begin, then its next piece is counted without a time, and the one after
     with."""
     async with scheduling() as (scheduler, clock):
@@ -93,7 +93,7 @@ async def test_a_scheduler_that_did_not_see_the_pieces_before_knows_no_time() ->
         ]
 
 
-async def test_what_is_over_is_forgotten_and_no_more_is_known_than_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_output_rates_are_bounded_and_removed_with_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_rates, "MAX_RATES", 2)
     async with scheduling() as (scheduler, _):
         begun_ones = [await begun(scheduler) for _ in range(4)]

@@ -89,7 +89,7 @@ def first() -> Change:
 
 
 class TestAdmission:
-    def test_stages_that_read_nothing_are_queued_side_by_side(self, first: Change) -> None:
+    def test_stages_without_inputs_are_queued_at_admission(self, first: Change) -> None:
         assert names(first) == ["text", "image"]
         assert {name: state.status for name, state in first.context.stages.items()} == {
             "text": "queued",
@@ -102,7 +102,7 @@ class TestAdmission:
         assert (first.context.version, first.context.status) == (0, "queued")
         assert [(event.type, event.at) for event in first.events] == [("queued", WALL)]
 
-    def test_a_task_carries_what_its_stage_needs(self, first: Change) -> None:
+    def test_task_has_the_parameters_of_its_stage(self, first: Change) -> None:
         task = first.push[0]
         assert (task.request, task.attempt, task.planned.kind, task.planned.pool) == (
             first.context.id,
@@ -113,7 +113,7 @@ class TestAdmission:
         assert (task.model, task.params, task.priority, task.deadline) == ("m", {"steps": 2}, 3, 99.0)
         assert (task.order, task.preferred_node, task.affinity, task.alone) == (0.0, "", "", False)
 
-    def test_a_task_says_what_it_would_rather_be_run_with(self) -> None:
+    def test_task_has_order_affinity_and_preferred_node(self) -> None:
         size: dict[str, Any] = {"width": 64, "height": 32, "num_frames": 1}
         request = request_for(PICTURE, order=7.5, params=size)
         change = lifecycle.admit(request, WALL)
@@ -142,20 +142,20 @@ class TestFlagged:
             change = lifecycle.complete_stage(change.context, report, "w", WALL)
         return change
 
-    def test_a_request_all_of_whose_pictures_are_flagged_fails_for_good(self, first: Change) -> None:
+    def test_request_fails_with_moderation_blocked_if_all_images_are_flagged(self, first: Change) -> None:
         end = self.flagged(first, 0, 1).context
 
         assert end.status == "failed" and not end.is_dead_letter and end.error is not None
         assert end.error.code == "moderation_blocked" and "safety checker flagged" in end.error.message
 
-    def test_a_request_some_of_whose_pictures_are_flagged_is_completed(self, first: Change) -> None:
+    def test_request_completes_if_only_some_images_are_flagged(self, first: Change) -> None:
         end = self.flagged(first, 1).context
 
         assert (end.status, [file.flagged for file in end.result]) == ("completed", [False, True])
 
 
 class TestCompletion:
-    def test_a_consumer_is_queued_with_its_last_input(self, first: Change) -> None:
+    def test_stage_is_queued_when_its_last_input_is_ready(self, first: Change) -> None:
         half = finish(first, "text")
         assert names(half) == ["image"]
         both = finish(first, "text", "image")
@@ -163,7 +163,7 @@ class TestCompletion:
         assert [ref.id for ref in both.push[0].inputs] == ["text@1", "image@1"]
         assert [task.params for task in both.push] == [{"steps": 2, "index": 0}, {"steps": 2, "index": 1}]
 
-    def test_what_was_made_is_recorded(self, first: Change) -> None:
+    def test_completed_stage_records_output_attempt_and_timings(self, first: Change) -> None:
         claim = claim_of(first, "text", handed_back=2)
         running = (RunningStage("text", claim.attempt, "w", WALL + 4),)
         change = lifecycle.complete_stage(first.context, done(claim), "w", WALL + 9, running)
@@ -182,7 +182,7 @@ class TestCompletion:
         assert kinds(change) == ["stage_completed", "completed"]
         assert all(state.output is None for state in context.stages.values())
 
-    def test_a_repeat_is_left_to_the_queue_to_accept(self, first: Change) -> None:
+    def test_repeated_completion_is_left_to_the_queue(self, first: Change) -> None:
         claim = claim_of(first, "text")
         change = lifecycle.complete_stage(first.context, done(claim), "w", WALL)
         again = lifecycle.complete_stage(change.context, done(claim), "w", WALL + 5)
@@ -204,7 +204,7 @@ class TestCompletion:
             {"results": (ResultFile(0, "image/png", 1, "hash"),)},
         ],
     )
-    def test_what_a_stage_does_not_make_is_refused(self, first: Change, wrong: dict[str, Any]) -> None:
+    def test_wrong_stage_output_fails_the_request(self, first: Change, wrong: dict[str, Any]) -> None:
         claim = claim_of(first, "text")
         if isinstance(fields := wrong.get("output"), dict):
             wrong = {"output": msgspec.structs.replace(object_for(claim), **fields)}
@@ -214,13 +214,15 @@ class TestCompletion:
         assert (change.context.status, change.context.is_dead_letter, change.claim) == ("failed", False, claim)
 
     @pytest.mark.parametrize("results, made", [((), None), ((ResultFile(0, "image/png", 1, "h"),), "an object")])
-    def test_a_final_stage_makes_results_and_nothing_else(self, first: Change, results: Any, made: str | None) -> None:
+    def test_final_stage_with_an_object_or_no_results_fails_the_request(
+        self, first: Change, results: Any, made: str | None
+    ) -> None:
         ready = finish(first, "text", "image", "denoise.0")
         claim = claim_of(ready, "decode.0")
         report = TaskCompleted(claim, object_for(claim) if made else None, results, Timings())
         assert lifecycle.complete_stage(ready.context, report, "w", WALL).context.status == "failed"
 
-    def test_only_who_holds_the_lease_may_report(self, first: Change) -> None:
+    def test_report_of_a_worker_without_the_lease_raises_lease_lost(self, first: Change) -> None:
         claim = claim_of(first, "text")
         held = (RunningStage("text", claim.attempt, "w", WALL),)
         with pytest.raises(LeaseLost, match="not leased to thief"):
@@ -233,14 +235,14 @@ class TestCompletion:
             lifecycle.complete_stage(change.context, done(claim), "thief", WALL)
 
     @pytest.mark.parametrize("stage, attempt", [("text", 0), ("denoise.0", 1), ("nobody", 1)])
-    def test_a_claim_that_cannot_be_current_is_lost(self, first: Change, stage: str, attempt: int) -> None:
+    def test_claim_that_cannot_be_current_raises_lease_lost(self, first: Change, stage: str, attempt: int) -> None:
         claim = Claim(first.context.id, stage, attempt, b"token")
         with pytest.raises(LeaseLost):
             lifecycle.complete_stage(first.context, done(claim), "w", WALL)
 
 
 class TestFailure:
-    def test_a_transient_one_is_tried_again_later_and_later(self, first: Change) -> None:
+    def test_transient_failure_is_retried_with_exponential_backoff(self, first: Change) -> None:
         change, waits = first, []
         for _ in range(change_builder.BUDGETS["failures"]):
             change = fail(change, "text", "transient")
@@ -249,7 +251,7 @@ class TestFailure:
         assert waits == [0.5, 1.0, 2.0]
         assert (change.push[0].attempt, change.context.stages["text"].failures) == (4, 3)
 
-    def test_a_fourth_one_ends_the_request(self, first: Change) -> None:
+    def test_fourth_transient_failure_fails_the_request(self, first: Change) -> None:
         change = first
         for _ in range(4):
             change = fail(change, "text", "transient")
@@ -260,20 +262,20 @@ class TestFailure:
         assert (change.context.status, names(change), kinds(change)) == ("failed", [], ["failed"])
         assert {state.status for state in change.context.stages.values()} == {"cancelled"}
 
-    def test_a_permanent_one_ends_it_at_once(self, first: Change) -> None:
+    def test_permanent_failure_fails_the_request_without_retry(self, first: Change) -> None:
         change = fail(first, "text", "permanent")
         assert change.context.error is not None
         assert (change.context.error.code, change.context.error.message) == ("stage_failed", "it broke")
         assert (change.context.completed_at, change.claim) == (WALL, claim_of(first, "text"))
         assert not change.context.is_dead_letter
 
-    def test_one_that_is_the_clients_mistake_is_told_as_such(self, first: Change) -> None:
+    def test_client_error_in_a_stage_fails_with_invalid_parameter(self, first: Change) -> None:
         failed = TaskFailed(claim_of(first, "text"), "permanent", "for another model", reason="refused")
         change = lifecycle.fail_stage(first.context, failed, "w", WALL, NOW, ())
         assert change.context.error is not None
         assert (change.context.error.code, change.context.error.stage) == ("invalid_parameter", "text")
 
-    def test_two_crashes_end_it_with_the_evidence(self, first: Change) -> None:
+    def test_second_crash_fails_the_request_with_evidence(self, first: Change) -> None:
         once = fail(first, "text", "crash")
         assert (names(once), once.push[0].not_before) == (["text"], 0.0)
         twice = fail(once, "text", "crash")
@@ -282,7 +284,7 @@ class TestFailure:
         assert twice.context.stages["text"].crashes == 2
         assert twice.context.is_dead_letter
 
-    def test_a_crash_in_company_is_charged_to_nobody_and_the_stage_is_alone_from_then_on(self, first: Change) -> None:
+    def test_crash_in_a_batch_is_not_charged_and_the_stage_then_runs_alone(self, first: Change) -> None:
         change = fail(first, "text", "crash", company=True)
         assert (change.push[0].alone, change.push[0].not_before, kinds(change)) == (True, 0.0, ["retrying"])
         assert (change.context.stages["text"].crashes, change.context.stages["image"].alone) == (0, False)
@@ -292,14 +294,14 @@ class TestFailure:
         assert (change.context.stages["text"].crashes, change.context.status) == (1, "in_progress")
         assert fail(change, "text", "crash").context.is_dead_letter
 
-    def test_company_is_no_excuse_for_who_should_have_been_alone(self, first: Change) -> None:
+    def test_batched_crash_is_charged_to_a_stage_marked_to_run_alone(self, first: Change) -> None:
         change = fail(first, "text", "crash", company=True)
         for _ in range(2):
             change = fail(change, "text", "crash", company=True)
         assert change.context.is_dead_letter
 
     @pytest.mark.parametrize("kind, lives", [("transient", 4), ("crash", 2), ("object_lost", 4)])
-    def test_who_used_up_a_budget_is_dead(self, first: Change, kind: str, lives: int) -> None:
+    def test_exhausted_retry_budget_creates_a_dead_letter(self, first: Change, kind: str, lives: int) -> None:
         change = first
         for _ in range(lives):
             assert not change.context.is_dead_letter
@@ -310,13 +312,13 @@ class TestFailure:
         assert (looked_at.context.is_dead_letter, looked_at.context.version) == (False, change.context.version + 1)
         assert lifecycle.clear_dead_letter(looked_at.context) is None
 
-    def test_kinds_of_trouble_do_not_share_a_budget(self, first: Change) -> None:
+    def test_failure_kinds_have_separate_retry_budgets(self, first: Change) -> None:
         change = first
         for kind in ("transient", "crash", "transient", "transient"):
             change = fail(change, "text", kind)
         assert change.context.status == "in_progress"
 
-    def test_a_lease_that_ended_is_charged_and_tried_at_once(self, first: Change) -> None:
+    def test_expired_lease_counts_as_a_failure_and_is_retried_without_delay(self, first: Change) -> None:
         lease = Lease(first.push[0], "w", b"token", NOW)
         change = lifecycle.expire_lease(first.context, lease, WALL)
         assert change is not None
@@ -324,13 +326,13 @@ class TestFailure:
         assert change.context.stages["text"].failures == 1
         assert lifecycle.expire_lease(finish(first, "text").context, lease, WALL) is None
 
-    def test_a_hand_back_is_the_queues_business(self, first: Change) -> None:
+    def test_fail_stage_rejects_a_hand_back(self, first: Change) -> None:
         with pytest.raises(ValueError, match="handed back"):
             fail(first, "text", "hand_back")
 
 
 class TestLostObjects:
-    def test_its_stage_runs_again_and_its_readers_wait(self, first: Change) -> None:
+    def test_lost_output_is_recomputed_while_its_consumers_wait(self, first: Change) -> None:
         ready = finish(first, "text", "image")
         change = fail(ready, "denoise.0", "object_lost", "text@1")
         assert names(change) == ["text"]
@@ -343,7 +345,7 @@ class TestLostObjects:
         assert [ref.id for ref in again.push[0].inputs] == ["text@2", "image@1"]
         assert [task.attempt for task in again.push] == [2, 2]
 
-    def test_a_reader_that_runs_already_is_left_alone(self, first: Change) -> None:
+    def test_running_consumer_of_a_lost_output_continues(self, first: Change) -> None:
         ready = finish(first, "text", "image")
         running = tuple(RunningStage(f"denoise.{n}", 1, "w", WALL) for n in (0, 1))
         change = fail(ready, "denoise.0", "object_lost", "text@1", running)
@@ -352,7 +354,7 @@ class TestLostObjects:
         assert names(after) == ["decode.1"]
 
     @pytest.mark.parametrize("kind", ["transient", "crash", "object_lost"])
-    def test_one_that_ran_on_waits_for_the_new_object_when_it_fails(self, first: Change, kind: str) -> None:
+    def test_failed_consumer_of_a_lost_output_waits_for_the_recomputed_one(self, first: Change, kind: str) -> None:
         ready = finish(first, "text", "image")
         running = tuple(RunningStage(f"denoise.{n}", 1, "w", WALL) for n in (0, 1))
         lost = fail(ready, "denoise.0", "object_lost", "text@1", running)
@@ -363,7 +365,7 @@ class TestLostObjects:
         assert names(again) == ["denoise.0", "denoise.1"]
         assert all(len(task.inputs) == 2 for task in again.push)
 
-    def test_naming_a_ref_that_was_replaced_meanwhile_costs_nothing(self, first: Change) -> None:
+    def test_loss_report_for_a_replaced_output_is_not_charged(self, first: Change) -> None:
         ready = finish(first, "text", "image")
         running = tuple(RunningStage(f"denoise.{n}", 1, "w", WALL) for n in (0, 1))
         lost = fail(ready, "denoise.0", "object_lost", "text@1", running, wall=WALL + 1)
@@ -372,14 +374,14 @@ class TestLostObjects:
         assert (names(change), change.context.stages["denoise.1"].recomputes) == (["denoise.1"], 0)
         assert [ref.id for ref in change.push[0].inputs] == ["text@2", "image@1"]
 
-    def test_an_older_ref_changes_no_producer(self, first: Change) -> None:
+    def test_loss_report_for_an_older_output_does_not_rerun_the_producer(self, first: Change) -> None:
         ready = finish(first, "text", "image")
         change = fail(ready, "denoise.0", "object_lost", "text@0")
         assert (names(change), change.close) == (["denoise.0"], ())
         assert [ref.id for ref in change.push[0].inputs] == ["text@1", "image@1"]
         assert change.context.stages["text"].status == "done"
 
-    def test_an_input_of_the_lost_ones_stage_may_be_lost_too(self, first: Change) -> None:
+    def test_lost_input_of_a_recomputed_stage_is_recomputed_too(self, first: Change) -> None:
         ready = finish(first, "text", "image", "denoise.0")
         lost = fail(ready, "decode.0", "object_lost", "denoise.0@1")
         assert names(lost) == ["denoise.0"]
@@ -388,7 +390,7 @@ class TestLostObjects:
         back = finish(deeper, "image", "denoise.0", "decode.0")
         assert back.context.stages["decode.0"].status == "done"
 
-    def test_each_stage_is_made_again_three_times(self, first: Change) -> None:
+    def test_fourth_loss_of_an_output_fails_the_request_as_object_lost(self, first: Change) -> None:
         change = finish(first, "text", "image")
         for attempt in range(1, 4):
             change = finish(fail(change, "denoise.0", "object_lost", f"text@{attempt}"), "text")
@@ -398,7 +400,7 @@ class TestLostObjects:
         assert (change.context.status, change.context.error.code) == ("failed", "object_lost")
         assert change.context.is_dead_letter
 
-    def test_naming_unknown_objects_comes_to_an_end(self, first: Change) -> None:
+    def test_repeated_loss_reports_of_unknown_objects_fail_the_request(self, first: Change) -> None:
         change = finish(first, "text", "image")
         for _ in range(4):
             change = fail(change, "denoise.0", "object_lost", "nobody's")
@@ -407,7 +409,7 @@ class TestLostObjects:
 
 
 class TestTheEnd:
-    def test_cancelling_takes_everything(self, first: Change) -> None:
+    def test_cancel_ends_the_request_and_its_unfinished_stages(self, first: Change) -> None:
         change = lifecycle.cancel(finish(first, "text").context, WALL)
         assert change is not None
         assert (change.context.status, change.context.completed_at, kinds(change)) == ("cancelled", WALL, ["cancelled"])
@@ -415,14 +417,14 @@ class TestTheEnd:
         assert change.context.stages["text"].status == "done"
         assert change.context.stages["image"].status == "cancelled"
 
-    def test_a_deadline_that_passed_is_told_as_a_failure(self, first: Change) -> None:
+    def test_passed_deadline_expires_the_request_with_a_failed_event(self, first: Change) -> None:
         change = lifecycle.expire_deadline(first.context, WALL)
         assert change is not None
         assert change.context.error is not None
         assert (change.context.status, change.context.error.code, kinds(change)) == ("expired", "expired", ["failed"])
         assert change.events[0].message == change.context.error.message
 
-    def test_a_chain_that_ran_for_longer_than_it_may_ends_and_queues_do_not_count(self, first: Change) -> None:
+    def test_time_limit_counts_run_time_of_a_chain_without_queue_time(self, first: Change) -> None:
         """Given a limit of 10 s, when a stage was leased for 4, waited for an hour and runs for 7, then it is over."""
         limited = msgspec.structs.replace(first, context=_limited(first.context, 10.0))
         text = (RunningStage("text", 1, "w", WALL, ran_s=4.0),)
@@ -445,7 +447,7 @@ class TestTheEnd:
         assert lifecycle.enforce_time_limit(_limited(once, None), WALL + 9999, again(99.0)) is None
 
     @pytest.mark.parametrize("status", [name for name, moves in REQUEST_MOVES.items() if not moves])
-    def test_what_is_over_stays_as_it_is(self, first: Change, status: Any) -> None:
+    def test_ended_request_does_not_change(self, first: Change, status: Any) -> None:
         over = msgspec.structs.replace(first.context, status=status)
         assert lifecycle.cancel(over, WALL) is None
         assert lifecycle.expire_deadline(over, WALL) is None
@@ -458,7 +460,7 @@ class TestTheEnd:
 
 @pytest.mark.parametrize("old", TASK_MOVES)
 @pytest.mark.parametrize("new", TASK_MOVES)
-def test_a_draft_makes_the_moves_of_the_table_only(old: Any, new: Any) -> None:
+def test_change_builder_allows_only_listed_stage_transitions(old: Any, new: Any) -> None:
     context = msgspec.structs.replace(request_for(PICTURE), stages={"text": StageState(old)})
     made = change_builder.ChangeBuilder(context, WALL)
     if new in TASK_MOVES[old]:
@@ -469,7 +471,7 @@ def test_a_draft_makes_the_moves_of_the_table_only(old: Any, new: Any) -> None:
             made.move_stage("text", new)
 
 
-def test_a_request_that_is_over_cannot_be_ended_by_force(first: Change) -> None:
+def test_ending_an_ended_request_raises_illegal_move(first: Change) -> None:
     over = msgspec.structs.replace(first.context, status="completed")
     with pytest.raises(IllegalMove, match="from completed to failed"):
         change_builder.ChangeBuilder(over, WALL).end_request("failed")
@@ -536,7 +538,7 @@ def reachable(old: str, new: str, moves: int = 3) -> bool:
     st.sampled_from([0.0, 0.1, 0.5]),
     st.sampled_from([0.0, 0.3, 0.6]),
 )
-def test_every_request_comes_to_an_end(
+def test_every_request_ends_after_random_outcomes(
     pipeline: Pipeline, samples: int, dice: random.Random, trouble: float, announces: float
 ) -> None:
     """Whatever happens to its stages in whatever order; without trouble it completes after one task a stage."""
@@ -565,7 +567,7 @@ class TestWhatAnAttemptHasUsed:
             RunningStage(claim.stage, claim.attempt, "w", WALL, 1, 4, timings=Timings(share_s=seconds, device="cpu"))
         ]
 
-    def test_a_task_that_is_handed_back_twice_is_counted_once(self, first: Change) -> None:
+    def test_repeated_hand_back_is_accounted_once(self, first: Change) -> None:
         """The queue was away when the lease was to end."""
         claim = claim_of(first, "text")
         running = self.used(claim, 2.0)
@@ -578,7 +580,7 @@ class TestWhatAnAttemptHasUsed:
         state = expired.context.stages["text"]
         assert (state.lost_s, state.attempts_started, state.attempt) == ({"cpu": 2.0}, 1, 2)
 
-    def test_a_task_that_did_not_begin_is_no_attempt(self, first: Change) -> None:
+    def test_hand_back_of_an_unstarted_task_is_not_an_attempt(self, first: Change) -> None:
         claim = claim_of(first, "text")
         unused = [RunningStage(claim.stage, claim.attempt, "w", WALL)]
         back = lifecycle.hand_back(first.context, claim, "w", WALL + 1, unused)
@@ -601,7 +603,7 @@ class TestWhatAnAttemptHasUsed:
         assert lifecycle.record_start(begun.context, running) is None
         assert lifecycle.record_start(first.context, ()) is None
 
-    def test_an_output_that_is_lost_takes_its_seconds_off_the_bill(self, first: Change) -> None:
+    def test_seconds_of_a_lost_output_are_not_billed(self, first: Change) -> None:
         claim = claim_of(first, "text")
         made = TaskCompleted(claim, object_for(claim), (), Timings(share_s=3.0, device="cpu"))
         ready = lifecycle.complete_stage(finish(first, "image").context, made, "w", WALL)
@@ -630,7 +632,7 @@ class TestAnnouncing:
         assert change
         return change, claim, [claim_of(change, "decode.0")]
 
-    def test_its_readers_are_queued_and_its_lease_stays(self, first: Change) -> None:
+    def test_announced_output_queues_its_consumers_and_retains_the_lease(self, first: Change) -> None:
         change, claim, _ = self.begun(first)
         assert (change.claim, change.close, names(change)) == (None, (), ["decode.0"])
         assert change.push[0].inputs == (object_for(claim, "early"),)
@@ -645,7 +647,7 @@ class TestAnnouncing:
         again = lifecycle.announce_output(change.context, self.news(claim), "w", WALL, self.running(claim))
         assert again is None
 
-    def test_only_who_has_the_task_can_announce_its_own_output(self, first: Change) -> None:
+    def test_announcing_an_output_without_its_lease_raises_lease_lost(self, first: Change) -> None:
         ready = finish(first, "text", "image")
         claim = claim_of(ready, "denoise.0")
         other = msgspec.structs.replace(claim, attempt=claim.attempt + 1)
@@ -660,7 +662,7 @@ class TestAnnouncing:
         with pytest.raises(LeaseLost):
             lifecycle.announce_output(done_already.context, self.news(claim), "w", WALL, self.running(claim))
 
-    def test_it_is_completed_as_any_other(self, first: Change) -> None:
+    def test_announced_stage_is_completed_normally(self, first: Change) -> None:
         change, claim, _ = self.begun(first)
         whole = lifecycle.complete_stage(
             change.context, TaskCompleted(claim, object_for(claim, "early"), (), Timings()), "w", WALL
@@ -669,7 +671,7 @@ class TestAnnouncing:
         assert whole.context.stages["denoise.0"].status == "done"
 
     @pytest.mark.parametrize("how", ["transient", "crash", "expired", "handed back"])
-    def test_when_it_begins_again_its_readers_go_back_in_the_same_change(self, first: Change, how: str) -> None:
+    def test_restarted_announced_stage_withdraws_its_consumers(self, first: Change, how: str) -> None:
         change, claim, (reader,) = self.begun(first)
         if how == "expired":
             task = next(task for task in finish(first, "text", "image").push if task.stage == claim.stage)
@@ -691,7 +693,7 @@ class TestAnnouncing:
         )
         assert names(back) == ([] if how == "handed back" else ["denoise.0"])
 
-    def test_what_a_reader_has_used_that_goes_back_with_it_is_lost(self, first: Change) -> None:
+    def test_usage_of_a_withdrawn_consumer_counts_as_lost(self, first: Change) -> None:
         change, claim, (reader,) = self.begun(first)
         used = Timings(share_s=2.0, device="cpu")
         running = [msgspec.structs.replace(run, timings=used) for run in self.running(claim, reader)]
@@ -705,7 +707,7 @@ class TestAnnouncing:
         assert told.context.stages["decode.0"].lost_s == {"cpu": 2.5}
         assert lifecycle.account_stopped(told.context, last, "w", WALL) is None
 
-    def test_a_reader_that_cannot_read_it_waits_until_it_is_made(self, first: Change) -> None:
+    def test_consumer_of_an_unreadable_announced_output_waits_uncharged(self, first: Change) -> None:
         """Its maker may be about to be told dead, or the way to it is cut: nobody is charged, and it goes on."""
         change, claim, (reader,) = self.begun(first)
         lost = TaskFailed(reader, "object_lost", "it is gone", object_id="early")
@@ -717,7 +719,7 @@ class TestAnnouncing:
         assert names(whole) == ["decode.0"]
 
     @pytest.mark.parametrize("who", ["maker", "reader"])
-    def test_what_reads_its_readers_goes_back_too(self, who: str) -> None:
+    def test_withdrawing_a_consumer_withdraws_its_own_consumers(self, who: str) -> None:
         """A row of stages in which two are read while they are written: with the first, the third goes back."""
         chain = Pipeline(
             tuple(
@@ -747,7 +749,7 @@ class TestAnnouncing:
         gone = {key[1] for key in back.close} | {blamed.stage}
         assert gone >= {"second", "third"}
 
-    def test_a_request_may_be_complete_before_its_maker_says_so(self, first: Change) -> None:
+    def test_request_can_complete_before_its_announced_stage_reports(self, first: Change) -> None:
         change, claim, (reader,) = self.begun(first)
         half = finish(
             msgspec.structs.replace(change, push=(*finish(first, "text", "image").push, *change.push)),
@@ -772,7 +774,7 @@ class TestCheckpoints:
         ready = finish(first, "text", "image")
         return ready.context, claim_of(ready, "denoise.0")
 
-    def test_it_is_recorded_and_nothing_else_moves(self, denoising: tuple[RequestContext, Claim]) -> None:
+    def test_checkpoint_is_recorded_without_other_changes(self, denoising: tuple[RequestContext, Claim]) -> None:
         context, claim = denoising
         ref = object_for(claim, "kept")
         change = lifecycle.save_checkpoint(context, CheckpointSaved(claim, ref, 10), "w", [self.running(claim)])
@@ -784,7 +786,9 @@ class TestCheckpoints:
         others = change.context.stages | {"denoise.0": context.stages["denoise.0"]}
         assert msgspec.structs.replace(change.context, version=context.version, stages=others) == context
 
-    def test_the_newest_counts_and_a_repeat_changes_nothing(self, denoising: tuple[RequestContext, Claim]) -> None:
+    def test_newest_checkpoint_is_retained_and_a_repeat_is_ignored(
+        self, denoising: tuple[RequestContext, Claim]
+    ) -> None:
         context, claim = denoising
         for step, recorded in ((10, True), (10, False), (5, False), (20, True)):
             change = lifecycle.save_checkpoint(
@@ -794,9 +798,7 @@ class TestCheckpoints:
             context = change.context if change else context
         assert context.stages["denoise.0"].checkpoint_step == 20
 
-    def test_that_of_an_attempt_that_began_again_replaces_a_later_one(
-        self, denoising: tuple[RequestContext, Claim]
-    ) -> None:
+    def test_checkpoint_of_a_newer_attempt_replaces_a_later_step(self, denoising: tuple[RequestContext, Claim]) -> None:
         """Given a checkpoint that could not be read, when the next attempt has come less far, then its own counts."""
         context, claim = denoising
         change = lifecycle.save_checkpoint(context, CheckpointSaved(claim, object_for(claim, "lost"), 50), "w")
@@ -808,7 +810,7 @@ class TestCheckpoints:
         assert (state.checkpoint, state.checkpoint_step) == (object_for(again, "kept"), 20)
 
     @pytest.mark.parametrize("wrong", ["worker", "attempt", "over", "object", "done"])
-    def test_who_does_not_run_the_stage_cannot_record_one(
+    def test_checkpoint_of_a_stage_that_is_not_running_raises_lease_lost(
         self, wrong: str, denoising: tuple[RequestContext, Claim]
     ) -> None:
         context, claim = denoising
@@ -829,7 +831,7 @@ class TestCheckpoints:
             )
 
     @pytest.mark.parametrize("end", ["transient", "crash", "expired", "done", "cancelled"])
-    def test_it_lasts_until_the_stage_is_done_or_its_request_over(
+    def test_checkpoint_lasts_until_the_stage_or_request_ends(
         self, end: str, denoising: tuple[RequestContext, Claim]
     ) -> None:
         context, claim = denoising
@@ -850,7 +852,7 @@ class TestCheckpoints:
 
 
 @pytest.mark.parametrize("cancel_on_disconnect", [True, False])
-def test_a_client_that_disconnects_ends_what_nobody_else_can_want(cancel_on_disconnect: bool) -> None:
+def test_client_disconnect_cancels_only_requests_with_cancel_on_disconnect(cancel_on_disconnect: bool) -> None:
     context = lifecycle.admit(request_for(PICTURE, cancel_on_disconnect=cancel_on_disconnect), WALL).context
     change = lifecycle.disconnect_client(context, WALL)
     if not cancel_on_disconnect:

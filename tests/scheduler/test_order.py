@@ -123,12 +123,12 @@ async def test_edf_misses_less_than_half_of_the_deadlines_that_fifo_misses() -> 
     assert 2 * sum(not one.in_time for one in edf) < sum(not one.in_time for one in fifo)
 
 
-async def test_shortest_has_requests_wait_less_on_average_than_fifo() -> None:
+async def test_shortest_has_lower_mean_wait_than_fifo() -> None:
     fifo, shortest = await Machine("fifo").run(mix()), await Machine("shortest").run(mix())
     assert fmean(one.wait for one in shortest) < 0.7 * fmean(one.wait for one in fifo)
 
 
-async def test_fair_gives_two_busy_tenants_half_each_whatever_they_ask_for() -> None:
+async def test_fair_order_shares_time_equally_between_busy_tenants() -> None:
     """One asks for much at once, in large pieces; the other for as much, in small ones."""
     trace = [Asked(0.0, 8, "large") for _ in range(15)] + [Asked(1.0, 1, "small") for _ in range(120)]
     told = await Machine("fair").run(trace)
@@ -140,14 +140,14 @@ async def test_fair_gives_two_busy_tenants_half_each_whatever_they_ask_for() -> 
     assert all(one.asked.tenant == "large" for one in fifo[:15])
 
 
-async def test_fair_lets_a_modest_tenant_pass_a_backlog() -> None:
+async def test_fair_order_serves_a_light_tenant_ahead_of_a_backlog() -> None:
     trace = [Asked(0.0, 2, "greedy") for _ in range(100)] + [Asked(10.0 * n, 1, "modest") for n in range(1, 15)]
     told = await Machine("fair").run(trace)
     running, next_one = 2.0, 2.0
     assert max(one.wait for one in told if one.asked.tenant == "modest") <= running + next_one
 
 
-async def test_shortest_starves_nobody() -> None:
+async def test_shortest_order_does_not_starve_long_requests() -> None:
     """A long one among short ones that never stop coming: it is passed for as long as is said, and no longer."""
     trace = [Asked(0.0, 10)] + [Asked(float(n) / 2, 1) for n in range(600)]
     (long,) = [one for one in await Machine("shortest").run(trace) if one.asked.seconds == 10]
@@ -156,7 +156,7 @@ async def test_shortest_starves_nobody() -> None:
     assert long.wait <= len(passed) + 1
 
 
-async def test_edf_starves_nobody() -> None:
+async def test_edf_order_does_not_starve_requests_without_a_deadline() -> None:
     """What has no deadline goes behind deadlines of the next day, before those of later ones."""
     machine = Machine("edf")
     relaxed = await machine.submit(Asked(0.0, 1))
@@ -169,7 +169,7 @@ async def test_edf_starves_nobody() -> None:
 
 
 @pytest.mark.parametrize("order", ["fifo", "edf", "shortest", "fair"])
-async def test_priority_goes_before_any_order(order: Order) -> None:
+async def test_priority_precedes_the_configured_order(order: Order) -> None:
     machine = Machine(order)
     for priority in (0, 5, 0):
         await machine.scheduler.submit(*asking(ONE_STAGE, params(), priority=priority, timeout=50.0 + priority))
@@ -218,7 +218,7 @@ class RemoteWaiters:
     "dispatch, served",
     [("round_robin", ["few", "many", "few", "many"]), ("max_free_slots", ["many", "many", "many", "few"])],
 )
-async def test_who_waits_is_served_by_turns_or_by_free_slots(dispatch: Dispatch, served: list[str]) -> None:
+async def test_waiting_workers_are_served_round_robin_or_by_free_slots(dispatch: Dispatch, served: list[str]) -> None:
     waiting = RemoteWaiters(dispatch)
     free = {"few": 1, "many": 4}
     asks = {}
@@ -241,7 +241,7 @@ async def test_who_waits_is_served_by_turns_or_by_free_slots(dispatch: Dispatch,
     assert by == served
 
 
-async def test_locality_gives_each_worker_what_lies_on_its_node() -> None:
+async def test_locality_leases_tasks_to_the_node_of_their_inputs() -> None:
     waiting = RemoteWaiters("locality")
     for name in ("a", "b"):
         await waiting.join(name, 2)

@@ -58,19 +58,19 @@ def checkpoint(lease: Lease) -> ObjectRef:
 
 
 class TestNames:
-    def test_an_outcome_is_in_the_name_of_the_pool_and_can_be_taken_out(self) -> None:
+    def test_pool_name_includes_the_numerics_hash(self) -> None:
         pool = pool_with_numerics(DENOISE, {"batching": "exact", "torch": "2"})
         assert (declared_pool(pool), len(numerics_of(pool))) == (DENOISE, 8)
         assert pool == pool_with_numerics(DENOISE, {"torch": "2", "batching": "exact"})
         assert pool != pool_with_numerics(DENOISE, {"torch": "2", "batching": "batched"})
 
-    def test_workers_that_say_none_have_none(self) -> None:
+    def test_pool_name_without_numerics_is_the_declared_name(self) -> None:
         assert pool_with_numerics(DENOISE, {}) == DENOISE == declared_pool(DENOISE)
         assert numerics_of(DENOISE) == ""
 
 
 class TestWhoGetsIt:
-    async def test_a_request_that_came_before_its_workers_is_theirs(self) -> None:
+    async def test_request_queued_before_its_workers_moves_to_their_pools(self) -> None:
         async with scheduling() as (scheduler, _):
             dispatcher = Dispatcher(scheduler, [], StorageLocations("memory"))
             before = (await scheduler.submit(*asking(CARD, params()))).context
@@ -83,13 +83,13 @@ class TestWhoGetsIt:
                 await scheduler.complete(done(lease), WORKER)
             assert (await scheduler.queue.load(before.id)).context.status == "completed"
 
-    async def test_one_that_comes_later_is_planned_for_those_who_are_there(self) -> None:
+    async def test_new_request_is_planned_for_the_live_pools(self) -> None:
         async with scheduling() as (scheduler, _):
             await come(scheduler, WORKER, f"{ENCODE}@1", CPU, DECODE)
             context = (await scheduler.submit(*asking(CARD, params(), n=2))).context
             assert pools_of(context) == [f"{ENCODE}@1", CPU, CPU, DECODE, DECODE]
 
-    async def test_of_several_it_is_the_one_where_it_is_done_first(self) -> None:
+    async def test_pool_with_the_earliest_predicted_completion_is_chosen(self) -> None:
         async with scheduling() as (scheduler, _):
             await come(scheduler, WORKER, ENCODE, DECODE)
             for name, pool, seconds in (("c", CPU, 8.0), ("g", GPU, 1.0)):
@@ -105,7 +105,7 @@ class TestWhoGetsIt:
             assert chosen[:7] == [GPU] * 7
             assert 2 <= chosen.count(CPU) <= 4
 
-    async def test_workers_of_an_earlier_version_are_taken_as_they_are(self) -> None:
+    async def test_workers_without_numerics_use_the_declared_pools(self) -> None:
         async with scheduling() as (scheduler, _):
             await come(scheduler, WORKER, ENCODE, DENOISE, DECODE)
             assert pools_of((await scheduler.submit(*asking(CARD, params()))).context) == [ENCODE, DENOISE, DECODE]
@@ -121,7 +121,7 @@ async def waits_in(scheduler: Scheduler, request: str, pool: str) -> RequestCont
 
 
 class TestWhenWorkersGo:
-    async def test_what_waits_for_them_goes_to_others_if_there_are_any(self) -> None:
+    async def test_queued_tasks_of_a_lost_pool_move_to_a_live_pool(self) -> None:
         async with scheduling() as (scheduler, _):
             await come(scheduler, WORKER, ENCODE, DECODE)
             await come(scheduler, "c", CPU)
@@ -136,7 +136,7 @@ class TestWhenWorkersGo:
             assert [lease.task.params["seed"] for lease in leases] == [0, 1, 2], "in the order in which they came"
             assert {lease.task.attempt for lease in leases} == {1}, "nobody had begun"
 
-    async def test_what_runs_is_left_alone(self) -> None:
+    async def test_running_task_stays_in_its_pool_if_its_worker_unregisters(self) -> None:
         async with scheduling() as (scheduler, _):
             await come(scheduler, WORKER, ENCODE, DECODE)
             await come(scheduler, "c", CPU)
@@ -149,7 +149,7 @@ class TestWhenWorkersGo:
             assert pools_of((await scheduler.queue.load(context.id)).context)[1] == CPU
 
     @pytest.mark.parametrize(("again", "goes_on"), [(CPU, True), (GPU, False)])
-    async def test_only_the_same_outcome_goes_on_from_a_checkpoint(self, again: str, goes_on: bool) -> None:
+    async def test_checkpoint_is_used_only_by_a_pool_with_the_same_numerics(self, again: str, goes_on: bool) -> None:
         async with scheduling() as (scheduler, _):
             await come(scheduler, WORKER, ENCODE, DECODE)
             await come(scheduler, "c", CPU)
@@ -162,7 +162,7 @@ class TestWhenWorkersGo:
             (retry,) = await take(scheduler, again)
             assert ((await scheduler.add_resume_data(retry)).checkpoint is not None) == goes_on
 
-    async def test_the_end_of_a_lease_sends_its_task_where_somebody_is(self) -> None:
+    async def test_expired_task_is_requeued_to_a_live_pool(self) -> None:
         async with scheduling() as (scheduler, clock):
             await come(scheduler, WORKER, ENCODE, DECODE)
             await come(scheduler, "c", CPU)
@@ -184,7 +184,9 @@ async def settled(scheduler: Scheduler, contexts: Sequence[RequestContext]) -> N
 
 
 class TestTwoCardsOfOneName:
-    async def test_requests_are_for_who_came_last_and_it_is_said_once(self, capsys: pytest.CaptureFixture[str]) -> None:
+    async def test_newest_model_spec_is_used_and_the_conflict_is_logged_once(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         other = msgspec.structs.replace(CARD, weights=CARD.weights | {"transformer": "0" * 32})
         async with scheduling() as (scheduler, _):
             await scheduler.queue.register(info("old", ENCODE, DENOISE, DECODE), [CARD])
@@ -199,7 +201,7 @@ class TestTwoCardsOfOneName:
 
 
 class TestWhoIsExpected:
-    async def test_a_pool_is_manned_asleep_or_missing(self) -> None:
+    async def test_pool_state_is_live_scaled_to_zero_or_unavailable(self) -> None:
         async with scheduling() as (scheduler, _):
             await scheduler.queue.declare("operator", DeclaredModels((CARD,), {DENOISE: 3}))
             await come(scheduler, WORKER, f"{ENCODE}@1")
@@ -208,7 +210,7 @@ class TestWhoIsExpected:
             assert list(states.values()) == ["live", "scaled_to_zero", "unavailable"]
             assert list(scheduler.registry.pools({CARD.name: CARD})) == [DENOISE, f"{ENCODE}@1", DECODE]
 
-    async def test_work_piles_up_before_one_that_sleeps_as_far_as_it_would_awake(self) -> None:
+    async def test_backpressure_of_a_scaled_to_zero_pool_uses_its_declared_slots(self) -> None:
         async with scheduling() as (scheduler, _):
             await scheduler.queue.declare("operator", DeclaredModels((CARD,), {DENOISE: 3}))
             dispatcher = Dispatcher(scheduler, [], StorageLocations("memory"))
@@ -226,13 +228,13 @@ class TestWhoIsExpected:
                 given += 1
             assert given == AHEAD * 3 + 1
 
-    async def test_another_scheduler_serves_what_was_declared_at_the_first(self) -> None:
+    async def test_declared_models_are_served_by_other_schedulers(self) -> None:
         async with scheduling() as (scheduler, clock):
             await scheduler.registry.declare([CARD])
             assert list(await Scheduler(scheduler.queue, clock=clock).registry.model_specs()) == [CARD.name]
 
 
-async def test_a_pool_is_exact_as_long_as_workers_that_are_exact_live() -> None:
+async def test_pool_is_exact_while_exact_workers_are_live() -> None:
     async with scheduling(lease_ttl=5.0) as (scheduler, clock):
         registry = scheduler.registry
         for name, pool, outcome in (

@@ -32,7 +32,7 @@ async def room_of_next(scheduler: Scheduler, nbytes: int) -> int:
     return lease.task.planned.output_size
 
 
-async def test_room_follows_what_the_pool_made() -> None:
+async def test_reserved_output_size_follows_recent_outputs_of_the_pool() -> None:
     async with scheduling() as (scheduler, _):
         assert [await room_of_next(scheduler, nbytes) for nbytes in (300, 100, 200)] == [0, 300, 300]
         for _ in range(REMEMBERED):
@@ -40,14 +40,14 @@ async def test_room_follows_what_the_pool_made() -> None:
         assert await room_of_next(scheduler, 50) == 50
 
 
-async def test_one_in_twenty_may_be_longer() -> None:
+async def test_reserved_output_size_ignores_the_largest_five_percent() -> None:
     async with scheduling() as (scheduler, _):
         for nbytes in [10_000, 20_000, 30_000, *range(1, REMEMBERED - 2)]:
             await room_of_next(scheduler, nbytes)
         assert await room_of_next(scheduler, 1) == REMEMBERED - 3
 
 
-async def test_what_a_pipeline_declares_goes_before_what_is_learned() -> None:
+async def test_declared_output_size_precedes_the_learned_one() -> None:
     async with scheduling() as (scheduler, _):
         for _ in range(2):
             await room_of_next(scheduler, 999)
@@ -58,7 +58,7 @@ async def test_what_a_pipeline_declares_goes_before_what_is_learned() -> None:
         assert decode.task.planned.output_size == 0
 
 
-async def test_a_task_that_is_tried_again_gets_what_is_known_by_then() -> None:
+async def test_retried_task_uses_the_output_size_learned_meanwhile() -> None:
     async with scheduling() as (scheduler, _):
         await scheduler.submit(*asking(UNSAID, params()))
         (waiting,) = await take(scheduler, ENCODE)
@@ -69,7 +69,7 @@ async def test_a_task_that_is_tried_again_gets_what_is_known_by_then() -> None:
 
 
 @pytest.mark.parametrize(("lengths", "room"), [([], 0), ([7], 7), ([1, 2], 2), ([0], 0), (range(1, 101), 97)])
-def test_the_room_is_a_length_that_was_seen(lengths: list[int], room: int) -> None:
+def test_learned_output_size_is_an_observed_size(lengths: list[int], room: int) -> None:
     output_sizes = OutputSizes()
     for nbytes in lengths:
         output_sizes.learn("p", nbytes)

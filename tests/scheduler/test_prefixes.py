@@ -76,7 +76,7 @@ async def keep(scheduler: Scheduler, lease: Lease, number: int, ref: ObjectRef) 
     await scheduler.cache_prefix(CachePrefix(lease.claim, lease.task.planned.prefixes[number], ref), lease.worker)
 
 
-async def test_who_begins_alike_is_given_what_is_there_from_the_first_on() -> None:
+async def test_requests_with_a_common_prefix_reuse_its_cached_blocks() -> None:
     """Given two of three portions that a task has kept, when others begin with one, two and all of them alike, and
     one otherwise, then each finds those that it has in common, on whichever worker it runs."""
     async with scheduling() as scheduler:
@@ -93,7 +93,7 @@ async def test_who_begins_alike_is_given_what_is_there_from_the_first_on() -> No
         assert (await leased(scheduler, ["b"])).prefix == ()
 
 
-async def test_what_has_a_gap_before_it_is_of_no_use() -> None:
+async def test_prefix_block_behind_a_gap_is_not_used() -> None:
     async with scheduling() as scheduler:
         first = await leased(scheduler, ["a", "ab"])
         await keep(scheduler, first, 1, made("y"))
@@ -102,7 +102,7 @@ async def test_what_has_a_gap_before_it_is_of_no_use() -> None:
         assert [ref.id for ref in (await leased(scheduler, ["a", "ab"])).prefix] == ["x", "y"]
 
 
-async def test_tenants_share_nothing_and_nor_does_who_asks_for_that() -> None:
+async def test_prefixes_are_not_shared_across_tenants_or_with_cache_disabled() -> None:
     async with scheduling() as scheduler:
         await keep(scheduler, await leased(scheduler, ["a"]), 0, made("x"))
         assert (await leased(scheduler, ["a"], tenant="another")).prefix == ()
@@ -110,7 +110,7 @@ async def test_tenants_share_nothing_and_nor_does_who_asks_for_that() -> None:
         assert (alone.task.planned.prefixes, alone.prefix) == ((), ())
 
 
-async def test_without_room_nothing_is_kept_and_the_longest_unused_goes_first() -> None:
+async def test_prefix_cache_is_bounded_and_evicts_the_least_recently_used() -> None:
     async with scheduling(0) as scheduler:
         assert (await leased(scheduler, ["a"])).task.planned.prefixes == ()
     async with scheduling() as scheduler:
@@ -122,7 +122,7 @@ async def test_without_room_nothing_is_kept_and_the_longest_unused_goes_first() 
         assert [ref.id for ref in (await leased(scheduler, ["a", "ab"])).prefix][:1] == ["p0"]
 
 
-async def test_portions_of_a_worker_that_is_gone_are_passed_over() -> None:
+async def test_prefix_blocks_of_an_unregistered_worker_are_skipped() -> None:
     async with scheduling() as scheduler:
         lease = await leased(scheduler, ["a", "ab"])
         await keep(scheduler, lease, 0, made("x"))
@@ -131,7 +131,7 @@ async def test_portions_of_a_worker_that_is_gone_are_passed_over() -> None:
         assert (await leased(scheduler, ["a", "ab"], TWO)).prefix == ()
 
 
-async def test_only_who_runs_a_task_may_keep_what_it_is_asked_for() -> None:
+async def test_caching_a_prefix_without_the_lease_raises_lease_lost() -> None:
     """Given a lease, when another worker, or under a key of its own, or with an object of another one, keeps something,
     then that is refused and nobody finds it."""
     async with scheduling() as scheduler:
@@ -147,7 +147,7 @@ async def test_only_who_runs_a_task_may_keep_what_it_is_asked_for() -> None:
         assert (await leased(scheduler, ["a"])).prefix == ()
 
 
-async def test_what_a_later_stage_adds_is_found_by_who_goes_on_from_there() -> None:
+async def test_prefix_block_added_by_a_later_stage_is_reused() -> None:
     """Given a portion of the encoder and one that the stage behind it adds, when others begin with both, then they find
     both, and other tenants, or who shares nothing, neither."""
     async with scheduling() as scheduler:
@@ -162,7 +162,7 @@ async def test_what_a_later_stage_adds_is_found_by_who_goes_on_from_there() -> N
         assert (await extending(scheduler, ["b"], cache=False)).task.planned.extends_prefix_of == ""
 
 
-async def test_a_stage_adds_to_the_space_of_its_own_request_alone_and_while_it_runs() -> None:
+async def test_stage_can_add_prefix_blocks_only_for_its_own_running_request() -> None:
     """Given a running stage, when something is kept under another tenant's key, under one of another digest, without a
     digest, by another worker, or once the stage has ended, then that is refused, and nobody finds it."""
     async with scheduling() as scheduler:

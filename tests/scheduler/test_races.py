@@ -88,7 +88,7 @@ class Observed(Observer):
         self.heard.append(("expired", pool))
 
 
-async def test_each_transition_is_told_once_whoever_else_tried() -> None:
+async def test_observers_receive_each_transition_once_across_schedulers() -> None:
     clock, observed = ManualClock(), Observed()
     first = Scheduler(Racing(clock), specs=[CARD], clock=clock)
     second = Scheduler(first.queue, specs=[CARD], clock=ManualClock(wall=clock.wall() + 0.001))
@@ -103,7 +103,7 @@ async def test_each_transition_is_told_once_whoever_else_tried() -> None:
     assert observed.heard == [("submitted", context.id), ("completed", context.id)]
 
 
-async def test_an_expired_lease_is_told_once_by_whoever_ended_it() -> None:
+async def test_observers_receive_an_expired_lease_once_across_schedulers() -> None:
     clock, observed = ManualClock(), Observed()
     first = Scheduler(Racing(clock), specs=[CARD], clock=clock)
     second = Scheduler(first.queue, specs=[CARD], clock=ManualClock(wall=clock.wall() + 0.001))
@@ -197,7 +197,7 @@ class Fate:
     st.sampled_from([0.0, 0.2, 0.6]),
     st.integers(0, 40),
 )
-def test_every_request_ends_once_whatever_happens(
+def test_every_request_ends_once_under_random_failures(
     pipeline: Pipeline, n: int, seed: int, trouble: float, cancel_at: int
 ) -> None:
     names = {stage.components[0] for stage in pipeline.stages}

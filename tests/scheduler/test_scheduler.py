@@ -85,7 +85,7 @@ async def run_to_the_end(scheduler: Scheduler) -> list[str]:
     return ran
 
 
-async def test_a_request_runs_through_its_stages_and_completes_with_its_results() -> None:
+async def test_request_runs_its_stages_and_completes_with_results() -> None:
     async with scheduling() as (scheduler, _):
         record = await scheduler.submit(*asking(CARD, params()))
         assert await run_to_the_end(scheduler) == ["text_encode", "denoise.0", "vae_decode.0"]
@@ -93,7 +93,7 @@ async def test_a_request_runs_through_its_stages_and_completes_with_its_results(
         assert (context.status, [file.index for file in context.result]) == ("completed", [0])
 
 
-async def test_n_pictures_share_one_encoding_and_have_their_own_seeds_in_order() -> None:
+async def test_n_images_share_one_encoding_and_have_consecutive_seeds() -> None:
     async with scheduling() as (scheduler, _):
         record = await scheduler.submit(*asking(CARD, params(seed=40), n=3))
         (encode,) = await take(scheduler)
@@ -108,7 +108,7 @@ async def test_n_pictures_share_one_encoding_and_have_their_own_seeds_in_order()
         assert [file.index for file in context.result] == [0, 1, 2]
 
 
-async def test_a_task_carries_the_room_its_output_will_need() -> None:
+async def test_task_has_the_size_of_its_output() -> None:
     async with scheduling() as (scheduler, _):
         await scheduler.submit(*asking(CARD, params()))
         (encode,) = await take(scheduler)
@@ -117,7 +117,7 @@ async def test_a_task_carries_the_room_its_output_will_need() -> None:
         assert (encode.task.planned.output_size, denoise.task.planned.output_size) == (100, 64 * 64 // 2)
 
 
-async def test_a_repeat_under_one_key_is_the_first_request_and_queues_nothing() -> None:
+async def test_repeated_idempotency_key_returns_the_first_request() -> None:
     async with scheduling() as (scheduler, _):
         first = await scheduler.submit(*asking(CARD, params(), idempotency_key="k"))
         second = await scheduler.submit(*asking(CARD, params(), idempotency_key="k"))
@@ -126,7 +126,7 @@ async def test_a_repeat_under_one_key_is_the_first_request_and_queues_nothing() 
         assert await count_waiting(scheduler.queue, ENCODE) == 2
 
 
-async def test_beyond_its_limit_or_while_it_drains_it_refuses_before_acceptance() -> None:
+async def test_submit_beyond_max_active_or_while_draining_raises_overloaded() -> None:
     async with scheduling(limits=QueueLimits(max_active=1)) as (scheduler, _):
         await scheduler.submit(*asking(CARD, params()))
         with pytest.raises(Overloaded):
@@ -138,7 +138,7 @@ async def test_beyond_its_limit_or_while_it_drains_it_refuses_before_acceptance(
             await scheduler.submit(*asking(CARD, params()))
 
 
-async def test_cancel_ends_a_request_once_and_fences_what_runs() -> None:
+async def test_cancel_is_idempotent_and_fences_running_tasks() -> None:
     async with scheduling() as (scheduler, _):
         record = await scheduler.submit(*asking(CARD, params()))
         (lease,) = await take(scheduler)
@@ -152,7 +152,7 @@ async def test_cancel_ends_a_request_once_and_fences_what_runs() -> None:
             await scheduler.cancel("req_unknown")
 
 
-async def test_a_worker_that_is_silent_beyond_its_lease_loses_the_task_to_another() -> None:
+async def test_task_of_a_silent_worker_is_leased_to_another() -> None:
     async with scheduling(lease_ttl=5.0) as (scheduler, clock):
         await scheduler.submit(*asking(CARD, params()))
         (first,) = await take(scheduler)
@@ -164,7 +164,7 @@ async def test_a_worker_that_is_silent_beyond_its_lease_loses_the_task_to_anothe
         await scheduler.complete(done(second), "worker-2")
 
 
-async def test_a_completion_said_twice_is_a_success_without_a_second_effect() -> None:
+async def test_repeated_completion_has_no_second_effect() -> None:
     async with scheduling() as (scheduler, _):
         await scheduler.submit(*asking(CARD, params()))
         (lease,) = await take(scheduler)
@@ -173,7 +173,7 @@ async def test_a_completion_said_twice_is_a_success_without_a_second_effect() ->
         assert await count_waiting(scheduler.queue, DENOISE) == 1
 
 
-async def test_a_deadline_ends_a_request_wherever_it_is() -> None:
+async def test_passed_deadline_expires_a_queued_request() -> None:
     async with scheduling() as (scheduler, clock):
         record = await scheduler.submit(*asking(CARD, params(), timeout=30))
         clock.advance(31)
@@ -183,7 +183,7 @@ async def test_a_deadline_ends_a_request_wherever_it_is() -> None:
         assert await count_waiting(scheduler.queue, ENCODE) == 0
 
 
-async def test_deadlines_of_an_earlier_scheduler_are_kept_by_the_next() -> None:
+async def test_restarted_scheduler_enforces_earlier_deadlines() -> None:
     async with scheduling() as (scheduler, clock):
         record = await scheduler.submit(*asking(CARD, params(), timeout=30))
         await scheduler.close()
@@ -195,7 +195,7 @@ async def test_deadlines_of_an_earlier_scheduler_are_kept_by_the_next() -> None:
 
 
 @pytest.mark.parametrize("reason", sorted(UNLIMITED_HAND_BACKS))
-async def test_a_task_handed_back_for_good_reason_is_charged_nothing(reason: str) -> None:
+async def test_hand_back_for_an_accepted_reason_is_not_charged(reason: str) -> None:
     async with scheduling() as (scheduler, _):
         record = await scheduler.submit(*asking(CARD, params()))
         for _ in range(10):
@@ -217,7 +217,7 @@ async def take_as(scheduler: Scheduler, worker: str) -> list[Lease]:
     )
 )
 @settings(deadline=None)
-async def test_who_hands_a_task_back_for_ever_gets_it_no_more_and_three_such_workers_end_it(
+async def test_repeated_hand_backs_exclude_a_worker_and_then_fail_the_request(
     acts: list[tuple[str, str]],
 ) -> None:
     """Given workers that hand one task back in any order and for any reason, then one that did so MOST_RETURNS times
@@ -252,7 +252,7 @@ async def test_who_hands_a_task_back_for_ever_gets_it_no_more_and_three_such_wor
         assert context.stages["text_encode"].failures == 0
 
 
-async def test_whoever_runs_a_task_again_is_given_its_newest_checkpoint() -> None:
+async def test_retried_task_receives_its_newest_checkpoint() -> None:
     """Handed back or tried again, at its old place or at a new one; a first attempt has none, and is not looked up."""
     async with scheduling() as (scheduler, clock):
         await scheduler.submit(*asking(CARD, params()))
@@ -278,7 +278,7 @@ async def test_whoever_runs_a_task_again_is_given_its_newest_checkpoint() -> Non
         assert await run_to_the_end(scheduler) == ["vae_decode.0"]
 
 
-async def test_a_lost_object_has_its_stage_run_again_and_the_request_completes() -> None:
+async def test_lost_object_is_recomputed_and_the_request_completes() -> None:
     async with scheduling() as (scheduler, _):
         record = await scheduler.submit(*asking(CARD, params()))
         (encode,) = await take(scheduler)
@@ -290,7 +290,7 @@ async def test_a_lost_object_has_its_stage_run_again_and_the_request_completes()
         assert (await scheduler.queue.load(record.context.id)).context.status == "completed"
 
 
-async def test_conflicting_decisions_are_made_again_until_each_is_applied() -> None:
+async def test_conflicting_commits_are_retried_until_applied() -> None:
     clock = ManualClock()
     scheduler = Scheduler(Racing(clock), specs=[CARD], clock=clock)
     record = await scheduler.submit(*asking(CARD, params(), n=8))
@@ -303,7 +303,7 @@ async def test_conflicting_decisions_are_made_again_until_each_is_applied() -> N
     assert all(context.stages[f"denoise.{index}"].status == "done" for index in range(8))
 
 
-async def test_missing_names_the_pools_without_a_live_worker() -> None:
+async def test_unavailable_pools_lists_pools_without_a_live_worker() -> None:
     async with scheduling(lease_ttl=5.0) as (scheduler, clock):
         assert await scheduler.registry.unavailable_pools() == {CARD.name: sorted([ENCODE, DENOISE, DECODE])}
         await scheduler.queue.register(info("a", ENCODE, DENOISE), [CARD])
@@ -315,7 +315,7 @@ async def test_missing_names_the_pools_without_a_live_worker() -> None:
         assert await scheduler.registry.unavailable_pools() == {CARD.name: [DECODE]}
 
 
-async def test_owners_of_inputs_are_as_the_registry_knows_them() -> None:
+async def test_owners_returns_the_registered_workers_of_the_inputs() -> None:
     async with scheduling() as (scheduler, _):
         await scheduler.queue.register(info(WORKER, ENCODE), [CARD])
         await scheduler.submit(*asking(CARD, params()))
@@ -326,7 +326,7 @@ async def test_owners_of_inputs_are_as_the_registry_knows_them() -> None:
         assert await scheduler.registry.owners([denoise]) == {WORKER: info(WORKER, ENCODE)}
 
 
-async def test_over_says_which_requests_need_no_objects_any_more() -> None:
+async def test_releasable_lists_ended_and_unknown_requests() -> None:
     async with scheduling() as (scheduler, _):
         running = (await scheduler.submit(*asking(CARD, params()))).context.id
         ended = (await scheduler.submit(*asking(CARD, params()))).context.id
@@ -335,7 +335,7 @@ async def test_over_says_which_requests_need_no_objects_any_more() -> None:
             assert await scheduler.releasable([running, ended, "req_forgotten"]) == [ended, "req_forgotten"]
 
 
-async def test_a_dead_request_is_tried_again_as_a_new_one_and_is_dead_no_more() -> None:
+async def test_retrying_a_dead_letter_creates_a_new_request_and_clears_it() -> None:
     async with scheduling() as (scheduler, _):
         old = (
             await scheduler.submit(*asking(CARD, params(), n=2, tenant="t", priority=3, metadata={"a": "b"}))
@@ -357,7 +357,7 @@ async def test_a_dead_request_is_tried_again_as_a_new_one_and_is_dead_no_more() 
         assert (await scheduler.queue.load(new.id)).context.status == "completed"
 
 
-async def test_a_dead_video_is_tried_again_under_the_id_that_its_uploads_are_under() -> None:
+async def test_retry_of_a_dead_letter_accepts_a_given_request_id() -> None:
     async with scheduling() as (scheduler, _):
         dead = (await scheduler.submit(*asking(CARD, params(), id="video_1"))).context.id
         for _ in range(2):
@@ -366,7 +366,7 @@ async def test_a_dead_video_is_tried_again_under_the_id_that_its_uploads_are_und
         assert (await scheduler.retry(dead, id="video_2")).context.id == "video_2"
 
 
-async def test_a_deadline_that_another_scheduler_accepted_is_kept_when_that_one_is_dead() -> None:
+async def test_deadline_of_a_dead_scheduler_is_enforced_by_another() -> None:
     async with scheduling() as (dead, clock):
         other = Scheduler(dead.queue, clock=clock)
         record = await dead.submit(*asking(CARD, params(), timeout=30))
@@ -389,7 +389,7 @@ class Away(MemoryQueue):
 
 
 @in_virtual_time
-async def test_sweeping_goes_on_when_the_queue_is_back() -> None:
+async def test_lease_sweep_resumes_after_a_queue_outage() -> None:
     clock = VirtualClock()
     queue = Away(clock)
     scheduler = Scheduler(queue, clock=clock, lease_ttl=5.0)
@@ -404,7 +404,7 @@ async def test_sweeping_goes_on_when_the_queue_is_back() -> None:
     await scheduler.close()
 
 
-async def test_a_worker_that_was_silent_for_long_is_dropped_from_the_registry() -> None:
+async def test_long_silent_worker_is_removed_from_the_registry() -> None:
     async with scheduling(lease_ttl=5.0) as (scheduler, clock):
         await scheduler.queue.register(info("gone", ENCODE), [CARD])
         clock.advance(60)
@@ -417,7 +417,7 @@ async def test_a_worker_that_was_silent_for_long_is_dropped_from_the_registry() 
         assert [member.info.id for member in await scheduler.queue.workers()] == ["here"]
 
 
-async def test_stages_may_run_as_long_as_is_set_or_five_times_what_was_predicted() -> None:
+async def test_time_limit_is_at_least_five_times_the_predicted_time() -> None:
     async with scheduling() as (scheduler, clock):
         unknown = await scheduler.submit(*asking(CARD, params(), time_limit_s=1.0))
         assert (
@@ -446,7 +446,7 @@ def unknown(lease: Lease, error: str = "AssertionError") -> TaskFailed:
     return TaskFailed(lease.claim, "transient", f"{error}: /srv/models/secret/x.bin", "Traceback", error=error)
 
 
-async def test_an_unknown_error_is_tried_once_more_on_another_worker_and_is_permanent_there() -> None:
+async def test_unknown_error_is_retried_once_on_another_worker() -> None:
     async with scheduling() as (scheduler, _):
         for worker in ("a", "b"):
             await scheduler.queue.register(info(worker, ENCODE, DENOISE, DECODE))
@@ -463,7 +463,7 @@ async def test_an_unknown_error_is_tried_once_more_on_another_worker_and_is_perm
         assert context.stages["text_encode"].attempt == 2
 
 
-async def test_an_unknown_error_of_a_worker_that_is_alone_is_tried_there_again() -> None:
+async def test_unknown_error_is_retried_on_the_same_worker_if_it_is_the_only_one() -> None:
     async with scheduling() as (scheduler, _):
         await scheduler.queue.register(info(WORKER, ENCODE, DENOISE, DECODE))
         record = await scheduler.submit(*asking(CARD, params()))
@@ -475,7 +475,7 @@ async def test_an_unknown_error_of_a_worker_that_is_alone_is_tried_there_again()
         assert context.error.message.startswith(f"failed twice, on {WORKER} and {WORKER}: ")
 
 
-async def test_what_fails_once_and_then_runs_is_completed() -> None:
+async def test_request_completes_if_the_retry_on_another_worker_succeeds() -> None:
     async with scheduling() as (scheduler, _):
         for worker in ("a", WORKER):
             await scheduler.queue.register(info(worker, ENCODE, DENOISE, DECODE))
@@ -486,7 +486,7 @@ async def test_what_fails_once_and_then_runs_is_completed() -> None:
         assert (await scheduler.queue.load(record.context.id)).status == "completed"
 
 
-async def test_errors_of_different_types_are_tried_within_the_budget() -> None:
+async def test_alternating_error_types_use_the_failure_budget() -> None:
     async with scheduling() as (scheduler, _):
         record = await scheduler.submit(*asking(CARD, params()))
         for error in ("KeyError", "ValueError", "KeyError", "ValueError"):
@@ -498,7 +498,7 @@ async def test_errors_of_different_types_are_tried_within_the_budget() -> None:
         assert context.error.message.endswith("(failed 4 times)")
 
 
-async def test_the_worker_that_failed_gets_it_again_once_the_others_are_gone() -> None:
+async def test_avoided_worker_is_leased_the_task_after_the_others_unregister() -> None:
     """Given a task that avoids one of two workers, when the other one leaves, then the first tries it again."""
     async with scheduling() as (scheduler, _):
         for worker in ("a", "b"):
@@ -518,7 +518,7 @@ async def test_the_worker_that_failed_gets_it_again_once_the_others_are_gone() -
         assert error is not None and error.code == "model_error"
 
 
-async def test_a_worker_that_has_other_weights_loaded_is_no_other_one() -> None:
+async def test_worker_with_another_model_loaded_is_no_retry_alternative() -> None:
     """Given two workers of which one has another model loaded, then the one that failed tries it again at once."""
     async with scheduling() as (scheduler, _):
         pools = (ENCODE, DENOISE, DECODE)

@@ -100,7 +100,7 @@ async def statuses(scheduler: Scheduler, *records: RequestRecord) -> list[str]:
     return [(await context(scheduler, record)).status for record in records]
 
 
-async def test_what_is_encoded_already_is_waited_for_and_not_encoded_again(url: str) -> None:
+async def test_request_shares_a_running_encode_of_the_same_prompt(url: str) -> None:
     async with one(url) as scheduler:
         first = await ask(scheduler, 1)
         (encode,) = await lease(scheduler)
@@ -128,7 +128,7 @@ async def until(scheduler: Scheduler, record: RequestRecord, kind: str) -> Async
             return
 
 
-async def test_what_waits_is_waited_for_too_and_all_come_to_their_end(url: str) -> None:
+async def test_requests_share_a_queued_encode_and_all_complete(url: str) -> None:
     async with one(url) as scheduler:
         records = [await ask(scheduler, seed, prompt="ab"[seed % 2]) for seed in range(6)]
         assert await count_waiting(scheduler.queue, ENCODE) == 2
@@ -137,7 +137,7 @@ async def test_what_waits_is_waited_for_too_and_all_come_to_their_end(url: str) 
 
 
 @pytest.mark.parametrize("other", [{"tenant": "another"}, {"cache": False}, {"prompt": "another"}, {"priority": 1}])
-async def test_nobody_waits_for_what_is_not_the_same_or_goes_behind(url: str, other: dict[str, Any]) -> None:
+async def test_encode_is_not_shared_if_inputs_differ_or_priority_is_higher(url: str, other: dict[str, Any]) -> None:
     """Given an encode that waits, then what is more urgent does not wait behind it, and nothing that differs."""
     async with one(url) as scheduler:
         records = [await ask(scheduler), await ask(scheduler, **other)]
@@ -147,7 +147,7 @@ async def test_nobody_waits_for_what_is_not_the_same_or_goes_behind(url: str, ot
 
 
 @pytest.mark.parametrize("fate", ["cancel", "permanent", "transient", "crash", "expire", "forged"])
-async def test_when_the_first_comes_to_nothing_the_others_encode_themselves(url: str, fate: str) -> None:
+async def test_waiting_request_encodes_itself_if_the_shared_encode_fails(url: str, fate: str) -> None:
     """Given a request whose encoder fails, dies, or is no longer wanted, then the one that waits runs at once."""
     async with one(url) as scheduler:
         first = await ask(scheduler, 1)
@@ -174,7 +174,7 @@ async def test_when_the_first_comes_to_nothing_the_others_encode_themselves(url:
         assert (await context(scheduler, second)).stages[ENCODED].attempt == 1
 
 
-async def test_who_waits_and_is_cancelled_takes_nobody_along(url: str) -> None:
+async def test_cancelling_a_waiting_request_does_not_affect_the_others(url: str) -> None:
     async with one(url) as scheduler:
         records = [await ask(scheduler, seed) for seed in (1, 2, 3)]
         await scheduler.cancel(records[1].context.id)
@@ -182,7 +182,7 @@ async def test_who_waits_and_is_cancelled_takes_nobody_along(url: str) -> None:
         assert await statuses(scheduler, *records) == ["completed", "cancelled", "completed"]
 
 
-async def test_what_is_made_and_not_in_the_cache_is_had_while_its_request_goes_on(url: str) -> None:
+async def test_uncached_encoding_is_reused_while_its_request_is_active(url: str) -> None:
     """Given an output that the cache has not yet, or no more, then the next one has it, until its maker is over."""
     async with one(url) as scheduler:
         first = await ask(scheduler, 1)
@@ -201,7 +201,7 @@ async def test_what_is_made_and_not_in_the_cache_is_had_while_its_request_goes_o
         assert (await run(scheduler, third))["text_encode"] == 1
 
 
-async def test_when_the_output_is_in_no_cache_it_is_taken_from_who_made_it(url: str) -> None:
+async def test_waiting_request_uses_an_encoding_larger_than_the_cache(url: str) -> None:
     """Given an output that is larger than the cache, then who waited for it has it all the same."""
     async with one(url) as scheduler:
         records = [await ask(scheduler, seed) for seed in (1, 2)]
@@ -212,7 +212,7 @@ async def test_when_the_output_is_in_no_cache_it_is_taken_from_who_made_it(url: 
 
 
 @pytest.mark.parametrize("left", ["running", "done", "over"])
-async def test_another_scheduler_goes_on_where_one_has_died(url: str, left: str) -> None:
+async def test_another_scheduler_resumes_waiting_requests_of_a_dead_one(url: str, left: str) -> None:
     """Given a scheduler that is gone with all that it waited for, then the next look through the queue finds it."""
     queue = queues.open(url)
     try:
@@ -238,7 +238,7 @@ async def test_another_scheduler_goes_on_where_one_has_died(url: str, left: str)
 
 
 @pytest.mark.slow
-async def test_two_schedulers_of_one_redis_lose_nothing_between_them(redis: RedisServer) -> None:
+async def test_two_schedulers_over_redis_complete_shared_encodes(redis: RedisServer) -> None:
     """Given requests at both, and workers that report to either, then each scheduler's own are one encode."""
     redis.client.flushall()
     async with one(redis.url) as near, one(redis.url) as far:
@@ -258,7 +258,7 @@ HAPPENS = ["ask", "ask", "ask", "do", "do", "cancel", "fail", "crash", "lose", "
 
 
 @given(st.lists(st.sampled_from(HAPPENS), max_size=40), st.randoms(use_true_random=False))
-def test_whatever_happens_every_request_comes_to_its_end(happens: list[str], dice: random.Random) -> None:
+def test_every_request_ends_under_random_failures(happens: list[str], dice: random.Random) -> None:
     """Given schedulers that die, workers that fail and requests that are cancelled, of two prompts in any order, then
     all that nobody cancelled complete, unless they used up a budget of their own."""
     in_virtual_time(_whatever)(happens, dice)

@@ -66,7 +66,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Dispatcher:
     return Dispatcher(scheduler, (), StorageLocations(""))
 
 
-async def test_what_was_committed_is_a_success_whatever_fails_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failures_after_a_commit_do_not_fail_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given that nothing works which comes after a commit, when a request is submitted, a lost input reported, every
     stage completed and another request cancelled, then each call says that it worked; each cause is told once."""
     dispatcher = failing(monkeypatch)
@@ -103,9 +103,7 @@ async def test_what_was_committed_is_a_success_whatever_fails_behind_it(monkeypa
 
 
 @pytest.mark.parametrize("part", ["add_resume_data", "owners"])
-async def test_a_task_that_was_leased_and_cannot_be_given_is_there_for_the_next(
-    part: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_lease_that_cannot_be_granted_is_requeued_uncharged(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a lease whose worker cannot be told of it, then the task is back in its place, and nothing is charged."""
     clock = ManualClock()
     dispatcher = Dispatcher(Scheduler(MemoryQueue(clock), specs=[SHARING], clock=clock), (), StorageLocations(""))
@@ -135,7 +133,9 @@ async def test_a_task_that_was_leased_and_cannot_be_given_is_there_for_the_next(
     ],
 )
 @in_virtual_time
-async def test_the_schedulers_loops_go_on(part: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scheduler_loops_continue_after_an_unexpected_error(
+    part: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Given something that fails once, as nobody has foreseen, then each loop comes round again, and does all of it."""
     clock = VirtualClock()
     scheduler = Scheduler(MemoryQueue(clock), specs=[SHARING], clock=clock)

@@ -42,38 +42,38 @@ SOME = ModelBacklog(waiting=1, oldest_s=1.0, left_s=100.0)
 NOTHING = ModelBacklog()
 
 
-def test_a_set_stays_for_its_time_while_there_is_something_to_do() -> None:
+def test_busy_model_stays_loaded_for_the_minimum_stay() -> None:
     lines = {"a": SOME, "b": SOME}
     assert choose_model("a", lines, 2.0, min_stay_s(2.0) - 0.1, 0.0) == "a"
     assert choose_model("a", lines, 2.0, min_stay_s(2.0), 0.0) == "b"
 
 
-def test_one_without_anything_to_do_goes_once_it_had_waited_for_as_long_as_loading_takes() -> None:
+def test_idle_model_is_swapped_after_being_idle_for_one_load_time() -> None:
     lines = {"a": NOTHING, "b": ModelBacklog(waiting=1, left_s=0.1)}
     assert choose_model("a", lines, 2.0, 5.0, 1.9) == "a"
     assert choose_model("a", lines, 2.0, 5.0, 2.0) == "b"
 
 
-def test_nothing_is_loaded_for_nobody() -> None:
+def test_no_model_is_loaded_without_waiting_tasks() -> None:
     assert choose_model("a", {"a": NOTHING, "b": NOTHING}, 2.0, 1e6, 1e6) == "a"
     assert (
         choose_model("a", {"a": NOTHING, "b": ModelBacklog(left_s=9.0)}, 2.0, 1e6, 1e6) == "a"
     )  # it waits for other stages
 
 
-def test_less_work_than_loading_takes_waits_for_more_but_no_longer_than_a_stay() -> None:
+def test_backlog_below_the_load_time_waits_at_most_one_minimum_stay() -> None:
     little = ModelBacklog(waiting=1, oldest_s=1.0, left_s=0.5)
     assert choose_model("a", {"a": SOME, "b": little}, 2.0, 100.0, 0.0) == "a"
     old = msgspec.structs.replace(little, oldest_s=min_stay_s(2.0))
     assert choose_model("a", {"a": SOME, "b": old}, 2.0, 100.0, 0.0) == "b"
 
 
-def test_of_several_the_one_that_has_waited_longest_is_next() -> None:
+def test_model_with_the_oldest_waiting_task_is_loaded_next() -> None:
     lines = {"a": SOME, "b": SOME, "c": msgspec.structs.replace(SOME, oldest_s=2.0, left_s=50.0)}
     assert choose_model("a", lines, 2.0, 100.0, 0.0) == "c"
 
 
-def test_what_others_have_gets_one_more_only_where_that_leaves_less_behind_and_not_the_last() -> None:
+def test_model_on_other_workers_is_loaded_again_only_for_a_large_backlog() -> None:
     much = ModelBacklog(waiting=9, oldest_s=1.0, left_s=200.0, others=1)
     shared = msgspec.structs.replace(SOME, others=1)
     assert choose_model("a", {"a": shared, "b": much}, 2.0, 100.0, 0.0) == "b"
@@ -147,7 +147,7 @@ class World:
     overload=st.lists(st.floats(1.0, 5.0), min_size=2, max_size=4),
     workers=st.integers(1, 3),
 )
-def test_under_any_load_no_more_than_its_share_is_lost_to_loading_and_every_set_is_served(
+def test_loading_share_is_bounded_and_every_model_is_served_under_overload(
     load_s: float, task_s: float, overload: list[float], workers: int
 ) -> None:
     """Given sets that each have more to do than all workers can, when hours pass, then loading took no more than its
@@ -159,7 +159,7 @@ def test_under_any_load_no_more_than_its_share_is_lost_to_loading_and_every_set_
     assert all(world.done.values())
 
 
-def test_ten_times_the_load_of_two_models_is_no_thrash() -> None:
+def test_tenfold_overload_of_two_models_does_not_cause_thrashing() -> None:
     """Given two models with ten times what the worker can do, then a tenth of its time at the most goes to loading, and
     both have had the same share of the rest."""
     world = World(3.0, 1.0, {"a": 10.0, "b": 10.0})
@@ -168,7 +168,7 @@ def test_ten_times_the_load_of_two_models_is_no_thrash() -> None:
     assert abs(world.done["a"] - world.done["b"]) < 0.05 * world.done["a"]
 
 
-def test_a_little_of_one_beside_much_of_another_waits_no_longer_than_a_stay_and_two_loads() -> None:
+def test_rare_model_waits_a_bounded_time_beside_a_busy_one() -> None:
     world = World(3.0, 1.0, {"a": 10.0, "b": 0.01})
     world.run(3600.0)
     assert world.done["b"] > 30
@@ -208,7 +208,7 @@ async def beaten(dispatcher: Dispatcher, loaded: str, target: str = "") -> str:
     return pulse.swap_to
 
 
-async def test_a_worker_gets_tasks_of_the_set_that_it_has_and_is_told_to_load_what_waits() -> None:
+async def test_worker_leases_tasks_of_its_loaded_model_and_swaps_to_waiting_ones() -> None:
     async with dispatching() as (dispatcher, clock, heard):
         request = await submit(dispatcher)
         assert await dispatcher.answer(b"peer", RequestTasks(4, None, 0.0, loaded_model="second")) == LeasesGranted(
@@ -233,7 +233,7 @@ async def test_a_worker_gets_tasks_of_the_set_that_it_has_and_is_told_to_load_wh
         assert [lease.task.planned.pool for lease in granted.leases] == [ENCODE]
 
 
-async def test_a_set_that_could_not_be_loaded_leaves_the_one_before_and_comes_again_later() -> None:
+async def test_failed_model_load_is_retried_later() -> None:
     async with dispatching() as (dispatcher, clock, heard):
         await submit(dispatcher)
         await beaten(dispatcher, "second")
@@ -246,7 +246,7 @@ async def test_a_set_that_could_not_be_loaded_leaves_the_one_before_and_comes_ag
         assert await beaten(dispatcher, "second") == "first"
 
 
-async def test_who_has_something_to_do_is_not_idle() -> None:
+async def test_active_worker_is_not_swapped_as_idle() -> None:
     async with dispatching() as (dispatcher, clock, _):
         await submit(dispatcher)
         await beaten(dispatcher, "second")
@@ -256,7 +256,7 @@ async def test_who_has_something_to_do_is_not_idle() -> None:
             assert not await beaten(dispatcher, "second")
 
 
-async def test_a_set_that_would_be_next_if_the_one_before_had_stayed_longer_is_told_of_ahead() -> None:
+async def test_heartbeat_announces_the_next_model_one_load_time_ahead() -> None:
     """Given a worker whose set has work and has not stayed for long, when another set has waited long enough, then it
     is told of that one a load before it is to load it, and not before."""
     async with dispatching() as (dispatcher, clock, _):
@@ -272,7 +272,7 @@ async def test_a_set_that_would_be_next_if_the_one_before_had_stayed_longer_is_t
         assert told == [("", "")] * 8 + [("", "first"), ("first", "first"), ("first", "")]
 
 
-async def test_a_request_that_has_begun_is_over_before_another_set_is_loaded_and_none_begins_meanwhile() -> None:
+async def test_started_request_completes_before_a_swap_and_no_other_starts() -> None:
     """Given two requests for a set of all stages and one task that runs, when that ends after the worker was told to
     load another set, then it gets the next stage, and not the first one of the other request."""
     async with scheduling(lease_ttl=500.0) as (scheduler, _):
@@ -371,9 +371,7 @@ async def leave_one(several: Several) -> None:
 
 @given(pauses=st.lists(st.integers(0, 5), max_size=60), workers=st.integers(2, 3))
 @settings(deadline=None, max_examples=examples(20))
-def test_however_schedulers_decide_at_one_time_one_worker_goes_and_the_others_stay(
-    pauses: list[int], workers: int
-) -> None:
+def test_concurrent_swap_decisions_swap_exactly_one_worker(pauses: list[int], workers: int) -> None:
     """Given workers with the same set, each at a scheduler of its own over one queue, when another set has something to
     do, then one of them is told to load it, whatever each scheduler does between two calls of the other."""
 
@@ -396,7 +394,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     server.stop()
 
 
-async def test_over_redis_one_worker_goes_where_two_schedulers_decide_at_one_time(redis: RedisServer) -> None:
+async def test_concurrent_swap_decisions_over_redis_swap_exactly_one_worker(redis: RedisServer) -> None:
     for _ in range(5):
         redis.client.flushall()
         clock = ManualClock()
@@ -417,7 +415,7 @@ class Filled(MemoryQueue):
         return QueueStats(1, self.lines)
 
 
-async def test_who_still_ends_what_runs_before_it_goes_leaves_the_last_one_behind() -> None:
+async def test_worker_due_to_swap_does_not_count_as_serving_its_old_model() -> None:
     """Given two workers that denoise, one of which was told to encode, when decoding has far more to do, then the other
     one stays: it is the last that denoises."""
     clock = ManualClock()
@@ -440,7 +438,7 @@ async def test_who_still_ends_what_runs_before_it_goes_leaves_the_last_one_behin
         assert (await swaps.decide_swap(two[1], True))[0] == DECODE
 
 
-async def test_what_a_dead_scheduler_has_told_a_worker_the_next_one_hears_from_that() -> None:
+async def test_swap_target_of_a_worker_survives_the_death_of_its_scheduler() -> None:
     """Given a worker that was told to load another set and still ends what runs, when its scheduler has died and it
     comes to another one, then that and all others know where it goes; and not of one that was never told."""
     clock = ManualClock()

@@ -49,12 +49,12 @@ def off(time_model: TimeModel, truth: object) -> float:
 
 @pytest.mark.parametrize("truth", [linear, quadratic])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_law_is_recovered_where_nothing_was_measured(truth: object, seed: int) -> None:
+def test_predictions_generalize_to_unmeasured_sizes(truth: object, seed: int) -> None:
     assert off(learned(TimeModel(), truth, random.Random(seed), noise=0.1), truth) < 0.06
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_is_told_from_one_rate_for_everything(seed: int) -> None:
+def test_quadratic_cost_is_distinguished_from_a_constant_rate(seed: int) -> None:
     time_model = learned(TimeModel(), quadratic, random.Random(seed), noise=0.0)
     small, large = (20.0, AREAS[0]), (20.0, max(AREAS))
     rate = quadratic(small) / small[1]
@@ -64,12 +64,12 @@ def test_it_is_told_from_one_rate_for_everything(seed: int) -> None:
 
 
 @pytest.mark.parametrize("outliers", [1, 6])
-def test_what_took_twenty_times_as_long_changes_little(outliers: int) -> None:
+def test_outliers_have_little_effect_on_predictions(outliers: int) -> None:
     time_model = learned(TimeModel(), linear, random.Random(1), noise=0.1, outliers=outliers)
     assert off(time_model, linear) < 0.08
 
 
-def test_a_cold_start_is_forgotten_with_the_next_one() -> None:
+def test_cold_start_measurement_is_superseded_by_the_next_one() -> None:
     time_model = TimeModel()
     time_model.add((20.0, 4096.0), 20.0)
     assert time_model.seconds((20.0, 4096.0)) == pytest.approx(20.0)
@@ -87,7 +87,7 @@ def test_a_single_measurement_is_scaled_in_proportion(work: Work, took: float, m
     assert time_model.seconds((work[0], work[1] * more)) == pytest.approx(took * more, rel=1e-3)
 
 
-def test_what_does_not_grow_is_noticed_once_it_was_measured() -> None:
+def test_constant_time_across_sizes_is_learned() -> None:
     time_model = TimeModel()
     for size in (100.0, 800.0):
         for _ in range(3):
@@ -96,7 +96,7 @@ def test_what_does_not_grow_is_noticed_once_it_was_measured() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_far_away_is_scaled_in_proportion_however_noisy_two_near_sizes_are(seed: int) -> None:
+def test_distant_size_is_scaled_proportionally_from_noisy_near_sizes(seed: int) -> None:
     time_model, dice = TimeModel(), random.Random(seed)
     for _ in range(40):
         for area in (64 * 64.0, 64 * 72.0):
@@ -105,14 +105,14 @@ def test_what_is_far_away_is_scaled_in_proportion_however_noisy_two_near_sizes_a
     assert 0.4 * far < time_model.seconds((40.0, 1024 * 1024.0)) < 2.5 * far
 
 
-def test_hundreds_of_one_size_leave_what_is_known_of_others() -> None:
+def test_many_measurements_of_one_size_do_not_displace_other_sizes() -> None:
     time_model = learned(TimeModel(), linear, random.Random(2), noise=0.0)
     for _ in range(200):
         time_model.add((40.0, 4096.0), linear((40.0, 4096.0)))
     assert off(time_model, linear) < 0.1
 
 
-def test_a_machine_that_became_faster_is_noticed_at_the_size_that_it_makes_and_then_at_others() -> None:
+def test_speedup_is_learned_for_the_measured_size_and_then_for_others() -> None:
     time_model, dice = learned(TimeModel(), linear, random.Random(3), noise=0.05), random.Random(4)
     work, larger = (20.0, 64.0 * 64), (20.0, 128.0 * 128)
     for number in range(600):
@@ -125,7 +125,7 @@ def test_a_machine_that_became_faster_is_noticed_at_the_size_that_it_makes_and_t
 
 @settings(max_examples=examples(30))
 @given(measured, works, st.floats(1, 100), st.floats(1, 100))
-def test_more_work_is_never_predicted_to_take_less(
+def test_predictions_are_monotonic_in_work(
     found: list[tuple[Work, float]], work: Work, forwards: float, size: float
 ) -> None:
     time_model = TimeModel()
@@ -137,7 +137,7 @@ def test_more_work_is_never_predicted_to_take_less(
 
 @settings(max_examples=examples(30))
 @given(measured)
-def test_one_made_of_what_another_remembers_predicts_the_same(found: list[tuple[Work, float]]) -> None:
+def test_restored_time_model_predicts_the_same(found: list[tuple[Work, float]]) -> None:
     time_model = TimeModel()
     for work, took in found[:8]:
         time_model.add(work, took)
@@ -146,7 +146,7 @@ def test_one_made_of_what_another_remembers_predicts_the_same(found: list[tuple[
         assert again.seconds(work) == pytest.approx(time_model.seconds(work), rel=1e-9)
 
 
-def test_it_remembers_a_bounded_number_of_measurements_the_newest() -> None:
+def test_time_model_retains_a_bounded_number_of_newest_measurements() -> None:
     time_model = TimeModel()
     for number in range(3 * SIZES):
         for took in range(1, 3 * EACH):
@@ -157,7 +157,7 @@ def test_it_remembers_a_bounded_number_of_measurements_the_newest() -> None:
     }
 
 
-def test_what_is_not_taken_in_yet_is_so_with_the_next_fit() -> None:
+def test_pending_measurements_are_applied_by_the_next_fit() -> None:
     time_model = TimeModel()
     for _ in range(100):
         time_model.add((1.0, 1.0), 1.0)

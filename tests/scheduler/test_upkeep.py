@@ -19,7 +19,7 @@ from unfuse.testing.virtual_time import VirtualClock, in_virtual_time
 
 
 @in_virtual_time
-async def test_leases_deadlines_and_workers_end_in_their_time() -> None:
+async def test_leases_deadlines_and_workers_expire_on_time() -> None:
     """Given a worker that takes a task and is heard of no more, then its task is another's when the lease is over, the
     request ends at its deadline, and the worker is forgotten."""
     clock = VirtualClock()
@@ -58,7 +58,7 @@ class SteppedClock(VirtualClock):
 
 @pytest.mark.parametrize("reading", ["now_ahead", "wall_ahead"])
 @in_virtual_time
-async def test_a_clock_set_forward_ends_no_running_request(reading: str) -> None:
+async def test_clock_set_forward_does_not_end_a_running_request(reading: str) -> None:
     """Given stages that run within their limits, when a clock is set forward by an hour, then they stay with their
     workers, which are not forgotten, and their requests complete; one that runs for too long still ends."""
     clock = SteppedClock()

@@ -69,7 +69,7 @@ async def submitted(scheduler: Scheduler, **fields: Any) -> RequestContext:
 
 
 class TestWhatIsSaid:
-    async def test_it_is_accepted_as_waking_with_an_eta_until_somebody_comes(self) -> None:
+    async def test_request_for_a_scaled_to_zero_pool_reports_cold_start_and_eta(self) -> None:
         async with sleeping() as (scheduler, clock):
             assert (
                 scheduler.registry.state(DENOISE) == "scaled_to_zero"
@@ -87,21 +87,21 @@ class TestWhatIsSaid:
             assert scheduler.awaited_condition(await scheduler.queue.load(context.id)) == ("loading", None)
             assert await run_to_the_end(scheduler) == ["text_encode", "denoise.0", "vae_decode.0"]
 
-    async def test_it_is_said_as_well_while_another_stage_runs(self) -> None:
+    async def test_cold_start_is_reported_while_another_stage_runs(self) -> None:
         async with sleeping() as (scheduler, _):
             context = await submitted(scheduler)
             await take(scheduler, ENCODE)
             record = await scheduler.queue.load(context.id)
             assert record.status == "in_progress" and scheduler.awaited_condition(record)[0] == "cold_start"
 
-    async def test_nobody_waits_for_what_is_awake_or_missing_or_not_needed_any_more(self) -> None:
+    async def test_live_and_unavailable_pools_do_not_cause_a_cold_start(self) -> None:
         async with sleeping(scale_to_zero={"encoder": 1}) as (scheduler, _):
             assert slept(await submitted(scheduler)) == {}
         async with sleeping(scale_to_zero={}) as (scheduler, _):
             context = await submitted(scheduler)
             assert (slept(context), scheduler.registry.state(DENOISE)) == ({}, "unavailable")
 
-    async def test_roles_sleep_by_the_words_that_workers_take(self) -> None:
+    async def test_scale_to_zero_accepts_combined_worker_roles(self) -> None:
         async with sleeping(scale_to_zero={"encoder+decoder": 1, "all": 3}) as (scheduler, _):
             assert (await scheduler.queue.declarations())["serve"].scalable_to_zero == dict.fromkeys(
                 (ENCODE, DENOISE, DECODE), 3
@@ -113,7 +113,7 @@ class TestWhatIsSaid:
                 DECODE: 1,
             }
 
-    async def test_servers_of_other_models_over_the_same_queue_leave_it_asleep(self) -> None:
+    async def test_servers_of_other_models_do_not_change_the_scaled_to_zero_state(self) -> None:
         """They declare what they serve in place of what was declared, and know nothing of who may sleep here."""
         async with sleeping() as (scheduler, _):
             await Registry(scheduler.queue, 15).declare([])
@@ -127,7 +127,7 @@ class TestWhatIsSaid:
                 == "cold_start"
             )
 
-    async def test_what_the_cache_has_wakes_no_encoder(self) -> None:
+    async def test_cached_encoding_does_not_cause_an_encoder_cold_start(self) -> None:
         async with sleeping(scale_to_zero={"encoder": 1}, cache_bytes=1 << 20) as (scheduler, _):
             await come(scheduler, WORKER, ENCODE, DENOISE, DECODE)
             await scheduler.submit(*asking(SHARING, params()))
@@ -139,7 +139,7 @@ class TestWhatIsSaid:
 
 
 class TestWhatIsLearned:
-    async def test_the_last_waking_tells_of_the_next_whoever_came_in_its_middle(self, tmp_path: Path) -> None:
+    async def test_last_cold_start_duration_predicts_the_next(self, tmp_path: Path) -> None:
         costs = tmp_path / "costs.json"
         async with sleeping(costs=costs) as (scheduler, clock):
             for seconds in (60.0, 40.0):
@@ -157,7 +157,7 @@ class TestWhatIsLearned:
             record = await again.queue.load((await submitted(again)).id)
             assert again.awaited_condition(record) == ("cold_start", 40.0)
 
-    def test_parts_of_one_waking_are_put_together_and_older_ones_change_nothing(self) -> None:
+    def test_overlapping_cold_starts_are_merged_and_older_ones_ignored(self) -> None:
         assert last_cold_start(None, (10.0, 70.0)) == (10.0, 70.0)
         assert last_cold_start((10.0, 70.0), (30.0, 71.0)) == (10.0, 71.0)
         assert last_cold_start((10.0, 70.0), (80.0, 90.0)) == (80.0, 90.0)
@@ -176,7 +176,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 class TestDeadlines:
     @pytest.mark.parametrize(("took", "moves"), [(60.0, 60.0), (250.0, LIMIT_S)])
-    async def test_one_moves_by_the_time_that_waking_took_up_to_the_limit(
+    async def test_deadline_and_order_move_by_the_cold_start_up_to_the_limit(
         self, url: str, took: float, moves: float
     ) -> None:
         """Given a request for a pool that sleeps, then its deadline and its place move with it, in every queue."""
@@ -199,7 +199,7 @@ class TestDeadlines:
         await scheduler.close()
         await queue.close()
 
-    async def test_without_edf_the_place_stays_and_nothing_is_queued_again(self) -> None:
+    async def test_cold_start_does_not_requeue_tasks_without_edf(self) -> None:
         async with sleeping() as (scheduler, clock):
             first, second = [await submitted(scheduler, timeout=1000) for _ in range(2)]
             clock.advance(50)
@@ -207,7 +207,7 @@ class TestDeadlines:
             assert after.order == first.order == 0 and after.deadline == (first.deadline or 0) + 50
             assert [task.request for task in await scheduler.queue.peek(ENCODE)] == [first.id, second.id]
 
-    async def test_a_request_that_has_none_gets_none(self) -> None:
+    async def test_cold_start_adds_no_deadline_to_a_request_without_one(self) -> None:
         async with sleeping() as (scheduler, clock):
             context = await submitted(scheduler)
             clock.advance(50)
@@ -215,7 +215,7 @@ class TestDeadlines:
             since, until = slept(after)["denoise.0"]
             assert (after.deadline, until - since) == (None, 50.0)
 
-    async def test_a_waiting_task_moves_to_who_came_and_to_its_place_at_once(self) -> None:
+    async def test_waiting_task_moves_pool_and_order_in_one_commit(self) -> None:
         async with sleeping(order="edf") as (scheduler, clock):
             context = await submitted(scheduler, timeout=500)
             (encode,) = await take(scheduler, ENCODE)
@@ -230,7 +230,7 @@ class TestDeadlines:
 
 
 @in_virtual_time
-async def test_a_request_ends_at_its_moved_deadline_or_when_nobody_came_within_the_limit() -> None:
+async def test_request_expires_at_its_moved_deadline_or_cold_start_limit() -> None:
     """Given a deadline after 30 s and a pool that is awake after 60, then it ends at 90; and at 130 if none comes."""
     clock = VirtualClock()
     for comes, ends in ((True, 90.0), (False, 30.0 + LIMIT_S)):
@@ -256,7 +256,7 @@ async def test_a_request_ends_at_its_moved_deadline_or_when_nobody_came_within_t
 
 
 @in_virtual_time
-async def test_a_pool_that_is_put_to_sleep_while_requests_wait_wakes_for_them_too() -> None:
+async def test_pool_scaled_to_zero_while_requests_wait_starts_for_them() -> None:
     clock = VirtualClock()
     queue = MemoryQueue(clock)
     scheduler = Scheduler(
@@ -277,7 +277,7 @@ async def test_a_pool_that_is_put_to_sleep_while_requests_wait_wakes_for_them_to
 
 
 @in_virtual_time
-async def test_a_scheduler_that_knew_another_deadline_looks_again() -> None:
+async def test_scheduler_enforces_a_deadline_moved_by_another_scheduler() -> None:
     """Given a scheduler that has accepted a request, and another one that moved its deadline and is gone, then the
     first one ends it at the moved one."""
     clock = VirtualClock()
@@ -307,7 +307,7 @@ class TestWaiting:
         limit=st.floats(0, 100),
     )
     @example(looks=[(0.5, {ENCODE, DENOISE}), (1.0, {ENCODE}), (1.0, {ENCODE, DENOISE}), (1.0, set())], limit=3.0)
-    def test_however_pools_come_and_go_a_deadline_moves_forward_and_not_beyond_the_limit(
+    def test_deadline_moves_only_forward_and_at_most_by_the_cold_start_limit(
         self, looks: list[tuple[float, set[str]]], limit: float
     ) -> None:
         plan = ExecutionPlan(tuple(PlannedStage(pool, "", pool, (), {}, 0, False) for pool in CARD.pools().values()))

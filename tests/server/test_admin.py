@@ -37,7 +37,7 @@ def ids(http: httpx2.Client, path: str = "/v1/requests") -> list[str]:
     return sorted(one["id"] for one in http.get(path).json()["data"])
 
 
-def test_workers_and_pools_are_an_admin_s(guarded: Served) -> None:
+def test_workers_and_pools_endpoints_require_an_admin_key(guarded: Served) -> None:
     with as_(guarded, "key-a") as anna, as_(guarded, "key-root") as root, as_(guarded, "key-rooted") as stranger:
         for path in CLOSED:
             answer = anna.get(path)
@@ -48,7 +48,7 @@ def test_workers_and_pools_are_an_admin_s(guarded: Served) -> None:
         assert anna.get("/v1/models").status_code == anna.get("/metrics").status_code == 200
 
 
-def test_an_admin_sees_and_ends_everybody_s_requests_and_a_tenant_its_own(guarded: Served) -> None:
+def test_admin_lists_and_cancels_requests_of_all_tenants(guarded: Served) -> None:
     with as_(guarded, "key-a") as anna, as_(guarded, "key-b") as bert, as_(guarded, "key-root") as root:
         first, second, third = submitted(anna), submitted(bert), submitted(root)
         assert ids(anna) == [first]
@@ -63,7 +63,7 @@ def test_an_admin_sees_and_ends_everybody_s_requests_and_a_tenant_its_own(guarde
         assert bert.get(f"/v1/requests/{second}").json()["status"] == "queued"
 
 
-def test_an_admin_retries_another_s_dead_request_for_its_tenant(guarded: Served) -> None:
+def test_admin_retry_of_a_dead_letter_belongs_to_its_tenant(guarded: Served) -> None:
     with as_(guarded, "key-a") as anna, as_(guarded, "key-b") as bert, as_(guarded, "key-root") as root:
         dead = submitted(anna, model="test/pictures", prompt=POISON)
         guarded.next_event(dead, "failed")
@@ -76,7 +76,7 @@ def test_an_admin_retries_another_s_dead_request_for_its_tenant(guarded: Served)
         guarded.next_event(fresh, "failed")
 
 
-def test_an_admin_sees_and_deletes_everybody_s_videos(guarded: Served) -> None:
+def test_admin_lists_and_deletes_videos_of_all_tenants(guarded: Served) -> None:
     with as_(guarded, "key-a") as anna, as_(guarded, "key-b") as bert, as_(guarded, "key-root") as root:
         film = submitted(anna, "/v1/videos")
         for order in ("asc", "desc"):
@@ -87,7 +87,7 @@ def test_an_admin_sees_and_deletes_everybody_s_videos(guarded: Served) -> None:
         assert ids(anna, "/v1/videos") == []
 
 
-def test_one_key_in_a_file_is_no_admin_s_unless_its_line_says_so(tmp_path: Path) -> None:
+def test_single_api_key_is_not_admin_without_the_admin_option(tmp_path: Path) -> None:
     with serve(tmp_path, keys=["anna key-a"]) as served, as_(served, "key-a") as anna:
         assert [anna.get(path).status_code for path in CLOSED] == [403, 403]
     with serve(tmp_path, keys=["anna key-a admin=yes"]) as served, as_(served, "key-a") as anna, as_(served) as nobody:
@@ -95,14 +95,14 @@ def test_one_key_in_a_file_is_no_admin_s_unless_its_line_says_so(tmp_path: Path)
         assert [nobody.get(path).status_code for path in CLOSED] == [401, 401]
 
 
-def test_of_several_keys_none_is_an_admin_s_unless_it_is_said(tmp_path: Path) -> None:
+def test_multiple_api_keys_are_not_admin_without_the_admin_option(tmp_path: Path) -> None:
     with serve(tmp_path, keys=["anna key-a", "bert key-b"]) as served:
         for key in ("key-a", "key-b"):
             with as_(served, key) as http:
                 assert [http.get(path).status_code for path in CLOSED] == [403, 403]
 
 
-def test_without_keys_workers_are_open_and_requests_are_the_default_tenant_s(tmp_path: Path) -> None:
+def test_without_keys_admin_endpoints_are_open_for_the_default_tenant(tmp_path: Path) -> None:
     queue = f"sqlite:{tmp_path}/queue.db"
     with serve(tmp_path, keys=["anna key-a"], queue=queue) as served, as_(served, "key-a") as anna:
         kept = submitted(anna)

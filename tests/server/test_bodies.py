@@ -42,7 +42,7 @@ def refused(response: httpx2.Response) -> dict[str, Any]:
     return dict(response.json()["error"])
 
 
-def test_commas_and_brackets_in_texts_are_no_values(http: httpx2.Client) -> None:
+def test_punctuation_in_strings_is_not_counted_as_json_values(http: httpx2.Client) -> None:
     """Given a chat with a table, then it is read, and refused only for what it says."""
     table = 'a,"b",[c],\\\n' * MAX_VALUES
     response = http.post("/v1/chat/completions", json={"model": "no", "messages": [{"role": "user", "content": table}]})
@@ -61,7 +61,7 @@ def test_commas_and_brackets_in_texts_are_no_values(http: httpx2.Client) -> None
     ],
     ids=["lists", "deep", "deep objects", "keys", "numbers", "a text without an end"],
 )
-def test_a_body_has_no_more_values_than_can_be_read_at_once(http: httpx2.Client, body: str) -> None:
+def test_body_with_too_many_json_values_returns_400(http: httpx2.Client, body: str) -> None:
     error = refused(http.post(EDITS, content=body, headers=JSON))
     assert error["message"] == f"the body has more than {MAX_VALUES} values"
 
@@ -78,11 +78,11 @@ def test_a_body_has_no_more_values_than_can_be_read_at_once(http: httpx2.Client,
     ],
     ids=range(6),
 )
-def test_what_is_no_json_is_refused(http: httpx2.Client, body: bytes) -> None:
+def test_invalid_json_body_returns_400(http: httpx2.Client, body: bytes) -> None:
     assert refused(http.post(VIDEOS, content=body, headers=JSON))["message"].startswith("the body is not JSON: ")
 
 
-def test_a_name_of_megabytes_is_told_shortly(http: httpx2.Client) -> None:
+def test_huge_parameter_name_is_truncated_in_the_error(http: httpx2.Client) -> None:
     """Given an unknown parameter with a name as long as the body may be, then nothing is sought for that is like it."""
     error = refused(http.post(VIDEOS, json={"prompt": "a", "p" * LARGE: 1}))
     assert "unknown parameter" in error["message"] and "did you mean" not in error["message"]
@@ -91,12 +91,12 @@ def test_a_name_of_megabytes_is_told_shortly(http: httpx2.Client) -> None:
 
 @pytest.mark.parametrize("value", ["m" * LARGE, ["m" * LARGE], {"m" * LARGE: 1}, [[1] * 1000]])
 @pytest.mark.parametrize("name", ["model", "prompt", "size", "seed", "metadata", "priority", "output_format", "lora"])
-def test_no_value_is_repeated_at_length(http: httpx2.Client, name: str, value: object) -> None:
+def test_huge_parameter_values_are_not_echoed_in_the_error(http: httpx2.Client, name: str, value: object) -> None:
     response = http.post(EDITS, json={"prompt": "a", "image": "x", name: value})
     assert response.status_code in (400, 404) and len(response.content) < 2000
 
 
-def test_what_is_like_a_long_name_is_not_sought() -> None:
+def test_nearest_name_skips_overlong_names() -> None:
     assert nearest_name("promt", ["prompt", "seed"]) == "prompt"
     assert nearest_name("p" * (MAX_NAME_CHARS + 1), ["p" * MAX_NAME_CHARS]) is None
     assert max(len(one.name) for one in (*IMAGE.parameters, *VIDEO.parameters)) <= MAX_NAME_CHARS
@@ -161,7 +161,7 @@ class Call:
         return await self._first
 
 
-async def test_streams_that_open_at_once_hold_nobody_up(tmp_path: Path) -> None:
+async def test_health_check_is_served_while_many_streams_open(tmp_path: Path) -> None:
     """Given a thousand streams that open, when the server's health is asked for, then few of them come first."""
     async with gateway(tmp_path) as (app, id):
         streams = [Call(app, f"/v1/requests/{id}/events") for _ in range(1000)]
@@ -176,7 +176,7 @@ async def test_streams_that_open_at_once_hold_nobody_up(tmp_path: Path) -> None:
         await asyncio.gather(*(stream.task for stream in streams), return_exceptions=True)
 
 
-async def test_whoever_came_first_is_begun_first(tmp_path: Path) -> None:
+async def test_calls_are_started_in_order_of_arrival(tmp_path: Path) -> None:
     async with gateway(tmp_path) as (app, _):
         calls = [Call(app, "/v1/models") for _ in range(20)]
         calls[3].task.cancel()
@@ -191,7 +191,7 @@ PART = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\n'
 
 
 @pytest.mark.parametrize(("headers", "begins"), [({}, b'{"prompt":'), (FORM, PART)], ids=["json", "form"])
-async def test_bodies_that_are_being_read_have_a_bound_together(
+async def test_concurrent_body_reads_have_a_total_size_limit(
     tmp_path: Path, headers: dict[str, str], begins: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a client in the middle of a large body, when another one's does not fit beside it, then that client is to

@@ -91,7 +91,7 @@ def free(served: Served) -> bool:
 
 @pytest.mark.parametrize("more", [{}, {"stream": True}, {"stream": True, "partial_images": 2}, {"n": 3}])
 @pytest.mark.parametrize("reset", [False, True])
-def test_who_leaves_takes_the_request_along(hasty: Served, more: dict[str, Any], reset: bool) -> None:
+def test_client_disconnect_cancels_the_request(hasty: Served, more: dict[str, Any], reset: bool) -> None:
     with hasty.held(), calling(hasty, **more) as (client, request):
         if reset:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
@@ -102,7 +102,7 @@ def test_who_leaves_takes_the_request_along(hasty: Served, more: dict[str, Any],
         assert free(hasty)
 
 
-def test_who_leaves_between_two_steps_takes_it_along_with_what_it_sent(hasty: Served) -> None:
+def test_disconnect_between_steps_cancels_the_request_and_deletes_uploads(hasty: Served) -> None:
     """Given a picture that starts from another, half drawn, then its lease ends, and its upload is deleted."""
     before = set(ids(hasty))
     data = "data:image/png;base64," + base64.b64encode(picture(9)).decode()
@@ -117,7 +117,7 @@ def test_who_leaves_between_two_steps_takes_it_along_with_what_it_sent(hasty: Se
         until(lambda: not (hasty.folder / request).exists())
 
 
-def test_who_stays_connected_is_gone_only_from_the_call_that_is_under_way(hasty: Served) -> None:
+def test_disconnect_cancels_only_the_pending_call_of_a_connection(hasty: Served) -> None:
     """Given two calls on one connection that the client closes in the second, then the first stays as it was."""
     before = set(ids(hasty))
     with connect(port_of(hasty)) as client:
@@ -136,7 +136,7 @@ def test_who_stays_connected_is_gone_only_from_the_call_that_is_under_way(hasty:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_closes_with_the_answer_in_hand_leaves_nothing(hasty: Served, stream: bool) -> None:
+def test_disconnect_after_the_response_does_not_cancel(hasty: Served, stream: bool) -> None:
     with calling(hasty, "Connection: close", stream=stream) as (client, request):
         answer = Answer(rest(client))
     assert (answer.status, ended(hasty, request)) == (200, "completed")
@@ -175,7 +175,7 @@ def half_closing(port: int) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_behind_a_proxy_that_half_closes_is_gone(hasty: Served, stream: bool) -> None:
+def test_disconnect_behind_a_half_closing_proxy_cancels_the_request(hasty: Served, stream: bool) -> None:
     with (
         half_closing(port_of(hasty)) as proxy,
         hasty.held(),
@@ -185,7 +185,7 @@ def test_who_leaves_behind_a_proxy_that_half_closes_is_gone(hasty: Served, strea
         assert ended(hasty, request) == "cancelled"
 
 
-def test_what_nobody_waits_for_goes_on_without_its_client(hasty: Served, http: httpx2.Client) -> None:
+def test_async_requests_continue_after_client_disconnect(hasty: Served, http: httpx2.Client) -> None:
     """Given a video, and a picture whose client prefers not to wait, then both are made."""
     with hasty.held():
         video = {"model": PICTURES.name, "prompt": "a", "num_frames": 5}
@@ -196,7 +196,9 @@ def test_what_nobody_waits_for_goes_on_without_its_client(hasty: Served, http: h
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_with_a_key_continues_without_its_client(hasty: Served, http: httpx2.Client, stream: bool) -> None:
+def test_request_with_idempotency_key_continues_after_disconnect(
+    hasty: Served, http: httpx2.Client, stream: bool
+) -> None:
     """Given a client that leaves and comes back with its Idempotency-Key, then it gets what was made meanwhile."""
     key = f"it goes on {stream}"
     with hasty.held(), calling(hasty, f"Idempotency-Key: {key}", stream=stream) as (client, request):
@@ -209,14 +211,14 @@ def test_a_call_with_a_key_continues_without_its_client(hasty: Served, http: htt
     assert [id for id in ids(hasty) if context(hasty, id).caller.idempotency_key == key] == [request]
 
 
-def test_a_call_with_a_webhook_continues_without_its_client(tmp_path: Path) -> None:
+def test_request_with_webhook_continues_after_disconnect(tmp_path: Path) -> None:
     with serve(tmp_path, cancels=True, webhook_hosts=["hooks.invalid"]) as served:
         with served.held(), calling(served, webhook="https://hooks.invalid/done") as (client, request):
             client.close()
         assert ended(served, request) == "completed"
 
 
-def test_who_comes_back_without_a_key_gets_it_made_anew(hasty: Served, http: httpx2.Client) -> None:
+def test_repeat_without_idempotency_key_creates_a_new_request(hasty: Served, http: httpx2.Client) -> None:
     more = {"prompt": "made after all"}
     with hasty.held(), calling(hasty, **more) as (client, request):
         client.close()
@@ -226,7 +228,7 @@ def test_who_comes_back_without_a_key_gets_it_made_anew(hasty: Served, http: htt
     assert made.json()["id"] != request
 
 
-def test_what_somebody_cancelled_is_not_made_again_for_who_repeats_it(hasty: Served, http: httpx2.Client) -> None:
+def test_repeat_of_a_cancelled_request_with_its_key_returns_409(hasty: Served, http: httpx2.Client) -> None:
     with hasty.held(), calling(hasty, "Idempotency-Key: no more") as (client, request):
         http.post(f"/v1/requests/{request}/cancel")
         assert client.recv(65536).startswith(b"HTTP/1.1 409")
@@ -247,7 +249,7 @@ def failing(watch: Callable[..., AsyncIterator[Event]]) -> Callable[..., AsyncIt
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_whom_the_server_cannot_tell_more_has_not_left(
+def test_queue_failure_during_a_call_does_not_cancel_the_request(
     hasty: Served, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a queue that fails while a client waits, then the client, which closes, has cancelled nothing."""
@@ -261,7 +263,9 @@ def test_whom_the_server_cannot_tell_more_has_not_left(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_server_that_ends_takes_nothing_along(tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_shutdown_does_not_cancel_waiting_requests(
+    tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Given a client that waits when the server ends, then it is not taken for one that left, however close the end of
     the queue, and the request is there for the next server to go on with."""
     left: list[str] = []
@@ -277,7 +281,7 @@ def test_a_server_that_ends_takes_nothing_along(tmp_path: Path, stream: bool, mo
     assert (request["status"], left) == ("queued", [])
 
 
-def test_a_caller_at_another_gateway_keeps_what_it_waits_for(redis: RedisServer, tmp_path: Path) -> None:
+def test_request_continues_while_a_client_of_another_gateway_waits(redis: RedisServer, tmp_path: Path) -> None:
     """Given two gateways over one queue and one Idempotency-Key, then neither client takes the request along."""
     with (
         serve(tmp_path, queue=redis.url, cancels=True) as near,

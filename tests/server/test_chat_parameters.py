@@ -24,7 +24,7 @@ OLD_CALLS = {"functions", "function_call"}
 
 
 @pytest.mark.row("N3", "K1")
-def test_each_field_of_openai_is_known() -> None:
+def test_every_openai_chat_field_is_known() -> None:
     """Given the types of the installed `openai` package, then no field of a chat is an unknown parameter here."""
     theirs = CompletionCreateParamsBase.__annotations__.keys() - OLD_CALLS
     known = TEXT.parameters_for({}).keys()
@@ -34,7 +34,7 @@ def test_each_field_of_openai_is_known() -> None:
 
 
 @pytest.mark.row("K1")
-def test_each_detail_of_openai_is_known() -> None:
+def test_every_openai_image_detail_is_known() -> None:
     assert {*get_args(get_type_hints(ImageURL)["detail"])} <= {*DETAILS}
 
 
@@ -54,7 +54,7 @@ def port(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int
 @pytest.mark.slow
 @pytest.mark.row("N1")
 @pytest.mark.parametrize("named", [{}, {"model": None}])
-def test_one_model_under_two_names_need_not_be_named(port: int, named: dict[str, None]) -> None:
+def test_model_is_optional_for_one_model_served_under_two_names(port: int, named: dict[str, None]) -> None:
     with openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="a-secret-of-tests", max_retries=0) as ai:
         body = {"messages": ASKED, "timeout": 1, **named}
         stream = ai.chat.completions.create(model=openai.omit, messages=ASKED, stream=True, extra_body=body)
@@ -72,5 +72,5 @@ def test_one_model_under_two_names_need_not_be_named(port: int, named: dict[str,
         ("x-key: a-secret-of-tests", 401),
     ],
 )
-def test_a_key_may_come_as_x_api_key(port: int, header: str, status: int) -> None:
+def test_x_api_key_header_is_accepted(port: int, header: str, status: int) -> None:
     assert call(port, "/v1/models", header).status == status

@@ -30,7 +30,7 @@ def deltas(text: str, size: int, ended: str = "stop") -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 30, 500])
-def test_deltas_together_are_the_message(size: int) -> None:
+def test_stream_deltas_add_up_to_the_whole_message(size: int) -> None:
     message, reason = whole_message(context(), 0, Answer(BOTH, "stop", []))
     told = deltas(BOTH, size)
     assert reason == "tool_calls" and message["content"] == "I call.\n" and message["reasoning_content"] == "Hm."
@@ -50,13 +50,13 @@ def test_deltas_together_are_the_message(size: int) -> None:
     assert len({call["id"] for call in message["tool_calls"]}) == 2
 
 
-def test_a_call_begins_without_arguments_and_then_they_come_as_they_are_written() -> None:
+def test_tool_call_arguments_are_streamed_after_the_function_name() -> None:
     told = [delta["tool_calls"][0] for delta in deltas(CALL, 1) if delta.get("tool_calls")]
     assert told[0]["function"] == {"name": "f", "arguments": ""} and told[0]["type"] == "function"
     assert [call["function"]["arguments"] for call in told[1:]][-2:] == ["1", "}"]
 
 
-def test_a_call_that_was_cut_ends_for_its_length() -> None:
+def test_truncated_tool_call_has_finish_reason_length() -> None:
     message, reason = whole_message(context(), 0, Answer('<tool_call>{"name": "f", "arguments": {"a"', "length", []))
     assert reason == "length" and message["content"] is None
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a"'}
@@ -64,12 +64,12 @@ def test_a_call_that_was_cut_ends_for_its_length() -> None:
     assert message == {"content": ""}
 
 
-def test_plain_text_is_content() -> None:
+def test_text_without_parsing_is_returned_as_content() -> None:
     plain: Any = SimpleNamespace(id="chat_1", request=SimpleNamespace(derived=DerivedFacts()))
     assert whole_message(plain, 0, Answer(CALL, "stop", [])) == ({"content": CALL}, "stop")
     assert not StreamedMessage(plain, 0).is_parsed
 
 
-def test_reasoning_may_be_left_out() -> None:
+def test_hidden_reasoning_is_left_out_of_the_message() -> None:
     message, reason = whole_message(context(hides_reasoning=True), 0, Answer(BOTH, "stop", []))
     assert reason == "tool_calls" and message["content"] == "I call.\n" and "reasoning_content" not in message

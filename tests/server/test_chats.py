@@ -21,7 +21,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         yield port
 
 
-def test_a_client_that_waits_long_hears_comments_and_the_end(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openai_client_reads_a_stream_past_sse_comments(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a chat that begins late, so that comments are sent behind its first event, then the `openai` client reads
     on to its end."""
     monkeypatch.setattr("unfuse.server.responses.COMMENT_EVERY_S", 0.01)

@@ -28,7 +28,7 @@ def served(redis: RedisServer, tmp_path: Path) -> Iterator[Served]:
         yield served
 
 
-def test_garbage_is_listed_and_dropped_and_everything_else_is_served(
+def test_damaged_redis_records_are_listed_and_deletable_while_others_work(
     redis: RedisServer, served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Given a context, a worker and its card, a lease and an event that are garbage, then requests are accepted, made,

@@ -34,7 +34,7 @@ def as_(served: Served, key: str) -> httpx2.Client:
     return httpx2.Client(base_url=served.url, headers={"authorization": f"Bearer {key}"}, trust_env=False)
 
 
-def test_a_request_that_was_given_up_is_shown_with_the_evidence(served: Served, http: httpx2.Client) -> None:
+def test_dead_letter_is_returned_with_its_evidence(served: Served, http: httpx2.Client) -> None:
     id = poisoned(served, http, seed=5)
     view = http.get(f"/v1/dead/{id}").json()
     assert (view["id"], view["status"], view["seed"]) == (id, "failed", 5)
@@ -45,9 +45,7 @@ def test_a_request_that_was_given_up_is_shown_with_the_evidence(served: Served, 
     assert "evidence" not in http.get("/v1/requests", params={"limit": 1}).json()["data"][0]["error"]
 
 
-def test_the_dead_are_listed_in_pages_and_what_failed_for_good_is_not_among_them(
-    served: Served, http: httpx2.Client
-) -> None:
+def test_dead_letters_are_paginated_without_permanent_failures(served: Served, http: httpx2.Client) -> None:
     ids = [poisoned(served, http) for _ in range(3)]
     http.post(URL, json={"model": "test/pictures", "prompt": BROKEN})
     first = http.get("/v1/dead", params={"limit": 2}).json()
@@ -57,7 +55,7 @@ def test_the_dead_are_listed_in_pages_and_what_failed_for_good_is_not_among_them
     assert first["has_more"]
 
 
-def test_one_that_is_not_dead_is_none_of_them(served: Served, http: httpx2.Client) -> None:
+def test_failed_request_that_is_no_dead_letter_returns_404_and_409(served: Served, http: httpx2.Client) -> None:
     failed = http.post(URL, json={"model": "test/pictures", "prompt": BROKEN}).json()["error"]["message"].split(":")[0]
     assert http.get(f"/v1/dead/{failed}").status_code == 404
     answer = http.post(f"/v1/dead/{failed}/retry")
@@ -66,7 +64,7 @@ def test_one_that_is_not_dead_is_none_of_them(served: Served, http: httpx2.Clien
         assert unknown.status_code == 404
 
 
-def test_a_retry_is_a_new_request_and_buries_the_old_one(served: Served, http: httpx2.Client) -> None:
+def test_retry_creates_a_new_request_and_clears_the_dead_letter(served: Served, http: httpx2.Client) -> None:
     id = poisoned(served, http, seed=5, metadata={"job": "7"})
     with served.held():
         answer = http.post(f"/v1/dead/{id}/retry")
@@ -80,7 +78,7 @@ def test_a_retry_is_a_new_request_and_buries_the_old_one(served: Served, http: h
     assert http.get("/v1/dead").json()["first_id"] == view["id"]
 
 
-def test_a_retry_that_was_cut_off_can_be_repeated_without_asking_twice(served: Served, http: httpx2.Client) -> None:
+def test_interrupted_retry_is_idempotent(served: Served, http: httpx2.Client) -> None:
     id = poisoned(served, http)
     with served.held():
         first = http.post(f"/v1/dead/{id}/retry").json()["id"]
@@ -91,7 +89,7 @@ def test_a_retry_that_was_cut_off_can_be_repeated_without_asking_twice(served: S
     served.next_event(first, "failed")
 
 
-def test_a_retry_has_the_upload_which_was_kept(studio: Served, film_set: httpx2.Client) -> None:
+def test_retry_reuses_the_uploaded_file(studio: Served, film_set: httpx2.Client) -> None:
     asked = {"model": MOVING.name, "prompt": POISON, "seconds": "2"}
     old = film_set.post("/v1/videos", data=asked, files={"input_reference": picture(9)}).json()["id"]
     studio.next_event(old, "failed")
@@ -106,7 +104,7 @@ def test_a_retry_has_the_upload_which_was_kept(studio: Served, film_set: httpx2.
     assert not {old, new} & {folder.name for folder in studio.folder.iterdir()}
 
 
-def test_the_dead_are_their_tenant_s(guarded: Served) -> None:
+def test_dead_letters_are_visible_only_to_their_tenant(guarded: Served) -> None:
     with as_(guarded, "key-a") as anna, as_(guarded, "key-b") as bert:
         id = poisoned(guarded, anna)
         assert bert.get("/v1/dead").json()["data"] == []
@@ -114,7 +112,7 @@ def test_the_dead_are_their_tenant_s(guarded: Served) -> None:
         assert anna.get("/v1/dead").json()["first_id"] == id
 
 
-def test_a_retry_is_refused_like_any_other_call_when_there_is_too_much(guarded: Served) -> None:
+def test_retry_under_overload_returns_429(guarded: Served) -> None:
     with as_(guarded, "key-a") as anna:
         id = poisoned(guarded, anna)
         anna.post(URL, json={"model": "test/idle", "prompt": "a"}, headers=ASYNC)

@@ -51,7 +51,7 @@ def counts(http: httpx2.Client) -> list[float]:
     ]
 
 
-def test_a_stage_whose_output_was_cached_says_so(caching: Served, http: httpx2.Client) -> None:
+def test_cached_stage_is_marked_in_the_request_and_counted(caching: Served, http: httpx2.Client) -> None:
     hits, misses = counts(http)
     assert made(http, "a cat") == {"text_encode": RUN, "denoise.0": RUN, "vae_decode.0": RUN}
     assert made(http, "a cat", seed=7) == {"text_encode": HIT, "denoise.0": RUN, "vae_decode.0": RUN}
@@ -62,7 +62,7 @@ def test_a_stage_whose_output_was_cached_says_so(caching: Served, http: httpx2.C
 
 
 @pytest.mark.parametrize("off", [False, "false"])
-def test_a_request_may_keep_out_of_it(http: httpx2.Client, off: object) -> None:
+def test_cache_false_bypasses_the_encoder_cache(http: httpx2.Client, off: object) -> None:
     prompt, before = f"a dog {off!r}", counts(http)
     assert made(http, prompt, cache=off)["text_encode"] == RUN
     assert counts(http) == before
@@ -71,13 +71,13 @@ def test_a_request_may_keep_out_of_it(http: httpx2.Client, off: object) -> None:
     assert made(http, prompt, cache=None)["text_encode"] == HIT
 
 
-def test_another_tenant_has_another_cache(caching: Served, http: httpx2.Client) -> None:
+def test_encoder_cache_is_separate_for_each_tenant(caching: Served, http: httpx2.Client) -> None:
     made(http, "a secret")
     with httpx2.Client(base_url=caching.url, headers={"authorization": "Bearer key-b"}, trust_env=False) as other:
         assert made(other, "a secret")["text_encode"] == RUN
 
 
-def test_videos_have_the_switch_too_also_in_forms(caching: Served, http: httpx2.Client) -> None:
+def test_cache_parameter_works_in_video_forms(caching: Served, http: httpx2.Client) -> None:
     def asked(**fields: str) -> tuple[bool, int, str]:
         answer = http.post(
             VIDEOS,
@@ -91,7 +91,7 @@ def test_videos_have_the_switch_too_also_in_forms(caching: Served, http: httpx2.
     assert [asked(), asked(cache="false"), asked(cache="true")] == [RUN, RUN, HIT]
 
 
-def test_anything_else_is_refused(http: httpx2.Client) -> None:
+def test_invalid_cache_value_returns_400(http: httpx2.Client) -> None:
     answer = http.post(IMAGES, json={"model": PICTURES.name, "prompt": "a", "cache": "sometimes"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cache")
     assert "cache must be one of true, false" in answer.json()["error"]["message"]

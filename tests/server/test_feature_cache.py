@@ -18,7 +18,7 @@ IMAGES = "/v1/images/generations"
 @pytest.mark.parametrize(
     ("asked", "expected"), [({}, 0.2), ({"feature_cache": 0}, 0.0), ({"feature_cache": "0.5"}, 0.5)]
 )
-def test_a_request_has_the_server_s_threshold_unless_it_says_otherwise(
+def test_request_feature_cache_overrides_the_server_default(
     asked: dict[str, object], expected: float, tmp_path: Path
 ) -> None:
     with (
@@ -42,7 +42,7 @@ def test_a_request_has_the_server_s_threshold_unless_it_says_otherwise(
         ({"feature_cache": 0.0}, "nan", "must be a number"),
     ],
 )
-def test_what_cannot_be_skipped_is_refused(
+def test_invalid_or_unsupported_feature_cache_returns_400(
     server: dict[str, float] | None, asked: object, says: str, tmp_path: Path
 ) -> None:
     with (
@@ -54,7 +54,7 @@ def test_what_cannot_be_skipped_is_refused(
     assert (answer.json()["error"]["param"], says in answer.json()["error"]["message"]) == ("feature_cache", True)
 
 
-def test_exact_pools_and_a_threshold_do_not_go_together() -> None:
+def test_feature_cache_without_batched_mode_raises_config_error() -> None:
     flags = {"serve.feature_cache": 0.1}
     with pytest.raises(ConfigError, match="--feature-cache 0.1 .* add --batching batched"):
         serve_options(load(flags, None))

@@ -108,7 +108,7 @@ def refused(ai: openai.OpenAI, url: str, model: str = "sees") -> str:
     return str(error.value)
 
 
-def test_a_picture_of_an_allowed_host_is_what_it_is_as_a_data_url(ai: openai.OpenAI, host: ThreadingHTTPServer) -> None:
+def test_image_url_of_an_allowed_host_equals_its_data_url(ai: openai.OpenAI, host: ThreadingHTTPServer) -> None:
     named = asked(ai, f"http://127.0.0.1:{host.server_port}/sky.png")
     sent = asked(ai, f"data:image/png;base64,{base64.b64encode(png()).decode()}")
     assert json.loads(named["params"]["shown"]) == json.loads(sent["params"]["shown"])
@@ -124,18 +124,20 @@ def test_a_picture_of_an_allowed_host_is_what_it_is_as_a_data_url(ai: openai.Ope
         ("/endless", "more than"),
     ],
 )
-def test_what_cannot_be_fetched_is_said(ai: openai.OpenAI, host: ThreadingHTTPServer, path: str, says: str) -> None:
+def test_unfetchable_image_url_returns_400_with_the_reason(
+    ai: openai.OpenAI, host: ThreadingHTTPServer, path: str, says: str
+) -> None:
     assert says in refused(ai, f"http://127.0.0.1:{host.server_port}{path}")
 
 
-def test_a_host_that_hangs_is_given_up(
+def test_image_host_timeout_returns_400(
     ai: openai.OpenAI, host: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unfuse.server.outbound_http.CALL_S", 0.5)
     assert "no response within 0.5 s" in refused(ai, f"http://127.0.0.1:{host.server_port}/slow")
 
 
-def test_a_name_that_leads_where_nobody_may_go_is_not_followed(
+def test_host_name_resolving_to_a_private_address_is_not_fetched(
     ai: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a host that is allowed by name, when its name leads to a private address, then nothing connects to that."""
@@ -144,7 +146,7 @@ def test_a_name_that_leads_where_nobody_may_go_is_not_followed(
     assert "10.1.2.3, which may not be called" in refused(ai, "http://pictures.example/sky.png")
 
 
-def test_a_name_that_is_bound_to_another_address_is_connected_to_where_it_was_looked_at(
+def test_dns_rebinding_does_not_reach_a_private_address(
     ai: openai.OpenAI, host: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a name that leads to an allowed address once, and to a private one from then on, then a picture is fetched
@@ -169,24 +171,26 @@ def test_a_name_that_is_bound_to_another_address_is_connected_to_where_it_was_lo
 @pytest.mark.parametrize(
     "url", ["http://169.254.169.254/latest", "http://other.example/a.png", "http://user@pictures.example/a.png"]
 )
-def test_other_hosts_are_refused_before_anybody_is_asked(ai: openai.OpenAI, url: str) -> None:
+def test_image_url_of_a_disallowed_host_returns_400(ai: openai.OpenAI, url: str) -> None:
     said = refused(ai, url)
     assert "--image-hosts" in said or "without user" in said
 
 
-def test_for_a_model_that_sees_nothing_nothing_is_fetched(ai: openai.OpenAI, host: ThreadingHTTPServer) -> None:
+def test_image_url_is_not_fetched_for_a_text_only_model(ai: openai.OpenAI, host: ThreadingHTTPServer) -> None:
     before = [*host.asked]  # type: ignore[attr-defined]
     refused(ai, f"http://127.0.0.1:{host.server_port}/sky.png", "blind")
     assert host.asked == before  # type: ignore[attr-defined]
 
 
-def test_more_than_a_few_are_refused(ai: openai.OpenAI, host: ThreadingHTTPServer) -> None:
+def test_more_than_16_images_return_400(ai: openai.OpenAI, host: ThreadingHTTPServer) -> None:
     parts = [{"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{host.server_port}/{n}"}} for n in range(17)]
     with pytest.raises(openai.BadRequestError, match="at most 16"):
         ai.chat.completions.create(model="sees", messages=[{"role": "user", "content": parts}])  # type: ignore[typeddict-item]
 
 
-def test_without_hosts_nothing_is_fetched(folders: tuple[str, str], tmp_path: Path, host: ThreadingHTTPServer) -> None:
+def test_image_url_is_not_fetched_without_image_hosts(
+    folders: tuple[str, str], tmp_path: Path, host: ThreadingHTTPServer
+) -> None:
     before = [*host.asked]  # type: ignore[attr-defined]
     with (
         composed(tmp_path, models=folders[:1], served_model_name=("sees",)) as port,
