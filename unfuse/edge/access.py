@@ -23,7 +23,7 @@ ANY = "*"
 #: Paths for probes. They are answered whatever the host and origin of a call.
 PROBE_PATHS = frozenset({"/health", "/ready", "/metrics"})
 
-#: The key in a call's scope that marks a stranger: a caller without access to any but the exempt paths.
+#: The key in a call's scope that marks a stranger: a caller with access to PROBE_PATHS only.
 STRANGER = "unfuse.stranger"
 
 #: Response headers that an allowed website may read.
@@ -80,8 +80,8 @@ def envelope(error: ApiError) -> dict[str, object]:
 class AccessPolicy:
     """The hosts and origins that calls without a key may have, and the trusted proxies.
 
-    hosts: names that the server is known by, beside loopback; `.domain` is a domain and all names below it, `*` is any.
-    origins: websites whose pages may call the server, such as `https://example.com`, beside its own; `*` is any.
+    hosts: names of the server other than loopback; `.domain` is a domain and all names below it, `*` is any name.
+    origins: websites other than its own whose pages may call the server, like `https://example.com`; `*` is any.
     proxies: addresses or networks of proxies whose X-Forwarded headers are trusted.
 
     Raises UsageError for an entry of another form.
@@ -105,15 +105,15 @@ class AccessPolicy:
         address = address_of(peer)
         return address is not None and any(address in network for network in self._proxies)
 
-    def refusal(self, scope: Scope, names: Sequence[str]) -> ApiError | None:
+    def refusal(self, scope: Scope, hosts: Sequence[str]) -> ApiError | None:
         """Return the refusal (403) of a call without a key, or None.
 
-        names: the hosts that the call was sent to, those of proxies first, the one that the client used last.
+        hosts: the hosts that the call was sent to, those of proxies first, the one that the client used last.
 
         The host check protects against DNS rebinding: a browser sends the name of the attacker's domain. The origin
         check protects against calls of other websites: a browser always sends the origin of the page.
         """
-        for name in names or [""]:
+        for name in hosts or [""]:  # a call without a host is refused
             host = _host_in(name)
             if not is_loopback(host) and not (host and matches(host, self._hosts)):
                 flag = f"start the server with --allowed-hosts {host[:MAX_QUOTED] or 'NAME'}"
@@ -122,9 +122,13 @@ class AccessPolicy:
                     "host_not_allowed",
                     f"host {name[:MAX_QUOTED]!r} is not allowed: if it is a name of this server, {flag}",
                 )
+
         headers = Headers(scope=scope)
         for origin in headers.getlist("origin"):
-            if ANY not in self.origins and origin.lower() not in (*self.origins, _site(scope["scheme"], names[-1])):
+            if ANY not in self.origins and origin.lower() not in (
+                *self.origins,
+                _origin_of(scope["scheme"], hosts[-1]),
+            ):
                 quoted = origin[:MAX_QUOTED]
                 hint = ""
                 if any(name.startswith("x-forwarded-") or name == "forwarded" for name in headers):
@@ -155,39 +159,40 @@ class AccessGuard:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on one call, with the host and scheme that the client used.
+        """Serve one call, with the host and scheme that the client used.
 
-        A stranger reaches only the exempt paths.
+        A stranger reaches only PROBE_PATHS.
         """
         if not scope["path"].startswith("/"):
             raise ApiError(
                 400, "bad_target", "the request target must be a path, such as /v1/models: this server is not a proxy"
             )
-        names = self._apply_forwarded(scope)
-        if not self._keyed and (refusal := self._access.refusal(scope, names)):
+        hosts = self._apply_forwarded(scope)
+        if not self._keyed and (refusal := self._access.refusal(scope, hosts)):
             if scope["path"] not in PROBE_PATHS:
                 raise refusal
             scope[STRANGER] = True
         await self._app(scope, receive, send)
 
     def _apply_forwarded(self, scope: Scope) -> list[str]:
-        """Return the hosts of a call, with the client's one last.
+        """Return the hosts of a call, with the one that the client used last.
 
-        The host and scheme that a trusted proxy forwards replace those of the call, in `scope`.
+        If a trusted proxy forwards the host and scheme of the client, they replace those in `scope`.
         """
         headers = Headers(scope=scope)
-        names = headers.getlist("host")
+        hosts = headers.getlist("host")
         if not self._access.trusts((scope.get("client") or ("",))[0]):
-            return names
+            return hosts
         forwarded = [part.strip() for part in ",".join(headers.getlist("x-forwarded-host")).split(",") if part.strip()]
         if forwarded:
-            names = [*names, *reversed(forwarded)]
+            hosts = [*hosts, *reversed(forwarded)]
             other_headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
             scope["headers"] = [*other_headers, (b"host", forwarded[0].encode("latin-1"))]
+
         scheme = headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
         if scheme in _STANDARD_PORT:
             scope["scheme"] = scheme
-        return names
+        return hosts
 
 
 def address_of(peer: str) -> IPv4Address | IPv6Address | None:
@@ -207,8 +212,8 @@ def matches(host: str, names: Set[str]) -> bool:
 
     A name is a host, a `.domain` with all names below it, or `*` for any host.
     """
-    above = [host[dot:] for dot in range(len(host)) if host[dot] == "."]
-    return not names.isdisjoint([ANY, host, f".{host}", *above])
+    parent_domains = [host[dot:] for dot in range(len(host)) if host[dot] == "."]
+    return not names.isdisjoint([ANY, host, f".{host}", *parent_domains])
 
 
 def _host_in(text: str) -> str:
@@ -217,6 +222,6 @@ def _host_in(text: str) -> str:
     return match[1].strip("[]").rstrip(".") if match else ""
 
 
-def _site(scheme: str, host: str) -> str:
+def _origin_of(scheme: str, host: str) -> str:
     """Return the origin of a host's pages, as browsers write it."""
     return f"{scheme}://{host.lower().removesuffix(_STANDARD_PORT.get(scheme, ':'))}"

@@ -66,25 +66,30 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
 class Connections(ServerState):
     """The open connections of one server, counted by address.
 
-    It raises the process's limit of open files.
-
-    Connections of trusted proxies count only in the total.
+    Connections of trusted proxies count only in the total. The constructor raises the process's limit of open files.
     """
 
     def __init__(self, bounds: ConnectionLimits, access: AccessPolicy) -> None:
         super().__init__()
         self.bounds = bounds
         self._access = access
-        self._most = min(bounds.connections, _raise_file_limit(bounds.connections + OTHER_FILES) - OTHER_FILES)
+        self._max_connections = min(
+            bounds.connections, _raise_file_limit(bounds.connections + OTHER_FILES) - OTHER_FILES
+        )
         self._counts: Counter[str] = Counter()  # connections by address or network
         self._throttle = LogThrottle()
 
     def add(self, peer: str) -> ApiError | None:
-        """Count a new connection. Returns a refusal if there are too many."""
+        """Count a new connection. Returns a refusal if there are too many.
+
+        A refused connection counts too, until `remove`.
+        """
         source = self._counted_source(peer)
         self._counts[source] += 1
-        if len(self.connections) > self._most:
-            refusal = ApiError(503, "too_many_connections", f"{self._most} connections are open, which is the maximum")
+        if len(self.connections) > self._max_connections:
+            refusal = ApiError(
+                503, "too_many_connections", f"{self._max_connections} connections are open, which is the maximum"
+            )
         elif source and self._counts[source] > self.bounds.per_address:
             message = (
                 f"{self.bounds.per_address} connections are open from {source}, which is the maximum for one address"
@@ -108,10 +113,10 @@ class Connections(ServerState):
         for connection in [*self.connections]:
             cast(Protocol, connection).close_if_slow(now)
 
-    def warn(self, what: str, **about: object) -> None:
+    def warn(self, event: str, **fields: object) -> None:
         """Log a problem with connections, each cause at most once a second."""
-        if times := self._throttle.count_if_due(what):
-            log.warning(what, times=times, **about)
+        if times := self._throttle.count_if_due(event):
+            log.warning(event, times=times, **fields)
 
     def _counted_source(self, peer: str) -> str:
         """Return the address or /64 network that a connection counts for; "" for trusted proxies."""
@@ -171,6 +176,7 @@ class _Http(h11.Connection):
                 "headers_too_large",
                 f"the request has more than {MAX_HEADERS} headers, or headers of more than {MAX_HEAD} bytes",
             )
+
         if b"transfer-encoding" in names and (b"content-length" in names or head.http_version != b"1.1"):
             self._refuse(400, "bad_framing", "send a Content-Length, or in HTTP/1.1 a Transfer-Encoding: not both")
 
@@ -192,11 +198,11 @@ class Protocol(H11Protocol):
         self.conn: _Http = _Http()
         self._connections = cast(Connections, server_state)
 
-        # The state at the last check of the client's speed, see `look`.
+        # The state at the start of the window, see `close_if_slow`.
         self._duty = ""
-        self._checked_at = 0.0
-        self._passed = 0
-        self._needed = 0
+        self._window_start = 0.0
+        self._progress = 0
+        self._required = 0
 
     def connection_made(self, transport: Any) -> None:
         """Accept the connection, or refuse it if there are too many.
@@ -221,36 +227,38 @@ class Protocol(H11Protocol):
     def close_if_slow(self, now: float) -> None:
         """Close the connection if its client sends or reads too slowly.
 
-        Within a window of time, a client has to "ask" (send a head), "send" (a body) or "read" (the response). What
-        passes is heads or bytes. The window starts again when the duty changes. `now` is in monotonic seconds.
+        Within a window of time, a client has the duty to "ask" (send a head), "send" (a body) or "read" (the response).
+        Its progress is a number of heads or bytes. A change of the duty starts a new window.
+
+        now: the time in monotonic seconds.
         """
         bounds = self._connections.bounds
         unsent = self.transport.get_write_buffer_size()
-        duty, passed = "", 0
-        needed, window = int(bounds.rate * bounds.stall_s), bounds.stall_s
+        duty, progress = "", 0
+        required, window = int(bounds.rate * bounds.stall_s), bounds.stall_s
         if unsent:
-            duty, passed = "read", self.conn.sent - unsent
-            needed = min(needed, unsent)
+            duty, progress = "read", self.conn.sent - unsent
+            required = min(required, unsent)
         elif self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and (not self.cycle or self.cycle.response_complete):
-            duty, passed = "ask", self.conn.heads
-            needed, window = 1, bounds.head_s
+            duty, progress = "ask", self.conn.heads
+            required, window = 1, bounds.head_s
         elif self.conn.their_state is h11.SEND_BODY and not self.flow.read_paused:
-            duty, passed = "send", self.conn.received
+            duty, progress = "send", self.conn.received
 
-        if duty == self._duty and now - self._checked_at < window:
+        if duty == self._duty and now - self._window_start < window:
             return
-        if duty and duty == self._duty and passed - self._passed < self._needed:
+        if duty and duty == self._duty and progress - self._progress < self._required:
             self._connections.warn("client too slow", client=self._peer, to=duty)
             # An idle connection, without the beginning of a request, is closed without a response.
             if duty != "ask" or self.conn.trailing_data[0]:
                 self._refuse(ApiError(408, "timeout", f"the client took too long to {_ACTIONS[duty]}"))
             self.transport.close()
             if unsent:
-                self.transport.abort()
+                self.transport.abort()  # `close` waits until the client has read everything
         self._duty = duty
-        self._checked_at = now
-        self._passed = passed
-        self._needed = needed
+        self._window_start = now
+        self._progress = progress
+        self._required = required
 
     @property
     def _peer(self) -> str:
@@ -269,6 +277,7 @@ class Protocol(H11Protocol):
             head = h11.Response(status_code=refusal.status, headers=headers)
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
+
         if self.cycle:  # a call in progress sees that its client has disconnected
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -278,9 +287,7 @@ class Protocol(H11Protocol):
 class Throttle:
     """Middleware that lets few calls start or end in each iteration of the event loop.
 
-    Probes never wait.
-
-    A call ends here when it receives the disconnect of its client.
+    Calls that end are those that receive the disconnect of their client. Probes never wait.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -352,11 +359,11 @@ class HttpServer(Server):
     async def serve(self, sockets: list[socket] | None = None) -> None:
         """Serve on these listening sockets until `should_exit` is set.
 
-        Each is duplicated, because libuv accepts one connection of a socket in an iteration of the event loop.
+        Each is duplicated, because libuv accepts only one connection per socket in an iteration of the event loop.
         """
         listeners = sockets or []
-        copies = [listener.dup() for listener in listeners for _ in range(ACCEPTED_AT_ONCE - 1)]
-        await super().serve([*listeners, *copies])
+        duplicates = [listener.dup() for listener in listeners for _ in range(ACCEPTED_AT_ONCE - 1)]
+        await super().serve([*listeners, *duplicates])
 
     async def on_tick(self, counter: int) -> bool:
         """Close slow connections once a second. uvicorn calls this ten times a second."""
@@ -377,7 +384,7 @@ def _is_an_error(record: logging.LogRecord) -> bool:
 def _raise_file_limit(wanted: int) -> int:
     """Raise the process's limit of open files to `wanted`, as far as allowed.
 
-    Returns the limit, at least as before.
+    Returns the new limit, which is never lower than before.
     """
     soft, hard = (
         wanted if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE)

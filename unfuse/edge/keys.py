@@ -137,6 +137,7 @@ def read_file(file: str) -> str:
         reason = f"it is a folder; use a file with lines: {LINE}"
     except (OSError, ValueError) as error:
         reason = str(getattr(error, "strerror", error))
+
     if reason:
         raise UsageError(f"the key file {file} cannot be read: {reason}")
     if len(data) > MAX_FILE_BYTES:
@@ -156,27 +157,29 @@ def entries_of(text: str, file: str) -> Iterator[KeyLine]:
         words = list(re.finditer(r"\S+", line))
         if not words or words[0][0].startswith("#"):
             continue
-        where = f"{file}, line {index + 1}"
+
+        location = f"{file}, line {index + 1}"
         name = words[0][0] if len(words) > 1 else DEFAULT_TENANT
         secret, fields = words[min(1, len(words) - 1)], tuple(word[0] for word in words[2:])
         if len(words) > 1 and secret[0].partition("=")[0] in FIELDS and "=" in secret[0]:
-            raise UsageError(f"{where}: a key with limits needs a name: write {LINE}")
+            raise UsageError(f"{location}: a key with limits needs a name: write {LINE}")
         if not NAME.fullmatch(name):
-            raise UsageError(f"{where}: a name must have {NAME_RULE}: write {LINE}")
-        digest, plain = _secret(where, secret[0])
-        yield KeyLine(index, where, name, digest, plain, secret.start(), fields, len(words) > 1)
+            raise UsageError(f"{location}: a name must have {NAME_RULE}: write {LINE}")
+        digest, plain = _secret(location, secret[0])
+        yield KeyLine(index, location, name, digest, plain, secret.start(), fields, len(words) > 1)
 
 
-def _secret(where: str, word: str) -> tuple[bytes, str]:
+def _secret(location: str, word: str) -> tuple[bytes, str]:
     """Return the digest of a key and, if it is plain, the key."""
     if word.lower().startswith(HASHED):
         digits = word[len(HASHED) :].lower()
         if not _HEX.fullmatch(digits):
-            raise UsageError(f"{where}: {HASHED} needs 64 hex digits: create the line with `unfuse keys add NAME`")
+            raise UsageError(f"{location}: {HASHED} needs 64 hex digits: create the line with `unfuse keys add NAME`")
         return bytes.fromhex(digits), ""
+
     if not _KEY.fullmatch(word):
         raise UsageError(
-            f"{where}: a key may have printable ASCII characters only: create one with `unfuse keys add NAME`"
+            f"{location}: a key may have printable ASCII characters only: create one with `unfuse keys add NAME`"
         )
     return digest_of(word), word
 
@@ -186,52 +189,58 @@ def rights_of(entries: Iterable[KeyLine]) -> KeyRights:
 
     Raises UsageError for a line that contradicts an earlier one.
     """
-    known: KeyRights = {}
-    lines: dict[bytes, str] = {}
-    limits: dict[str, tuple[TenantLimits, str]] = {}
+    rights: KeyRights = {}
+    locations: dict[bytes, str] = {}
+    limits_by_tenant: dict[str, tuple[TenantLimits, str]] = {}
     for entry in entries:
         key = key_of(entry.location, entry.name, entry.fields)
-        before = known.get(entry.digest)
-        if before and entry.is_named and before != key:
-            earlier = lines[entry.digest]
+        known_key = rights.get(entry.digest)
+        if known_key and entry.is_named and known_key != key:
+            earlier_location = locations[entry.digest]
             raise UsageError(
-                f"{entry.location}: the key of {entry.name} is also on another line ({earlier}) with other fields: "
-                "delete one of them"
+                f"{entry.location}: the key of {entry.name} is also on another line ({earlier_location}) with other "
+                "fields: delete one of them"
             )
-        if before:
+
+        # A repeated key without a name, for example the one of --api-key, has the rights of the earlier line.
+        if known_key:
             continue
-        allowance, first = limits.setdefault(key.tenant, (key.limits, entry.location))
-        if allowance != key.limits:
+
+        tenant_limits, first_location = limits_by_tenant.setdefault(key.tenant, (key.limits, entry.location))
+        if tenant_limits != key.limits:
             raise UsageError(
-                f"{entry.location}: {entry.name} has other limits on another line ({first}): all keys of a name share "
-                "rate and concurrent, so write the same"
+                f"{entry.location}: {entry.name} has other limits on another line ({first_location}): all keys of a "
+                "name share rate and concurrent, so write the same"
             )
-        known[entry.digest] = key
-        lines[entry.digest] = entry.location
-    return known
+        rights[entry.digest] = key
+        locations[entry.digest] = entry.location
+    return rights
 
 
-def key_of(where: str, tenant: str, fields: Sequence[str]) -> ApiKey:
+def key_of(location: str, tenant: str, fields: Sequence[str]) -> ApiKey:
     """Return the rights of a key from the fields of its line.
 
-    Raises UsageError, whose message begins with `where`.
+    location: the file and line, or the option, with which the message of an error begins. Raises UsageError.
     """
     values = dict(field.partition("=")[::2] for field in fields)
     if len(values) != len(fields) or any("=" not in field for field in fields) or values.keys() - set(FIELDS):
-        raise UsageError(f"{where}: write {LINE}")
+        raise UsageError(f"{location}: write {LINE}")
     for name in ("admin", "read"):
         if values.get(name, "yes") not in ("yes", "no"):
-            raise UsageError(f"{where}: {name} must be yes or no")
+            raise UsageError(f"{location}: {name} must be yes or no")
+
     models = frozenset(filter(None, values["models"].split(","))) if "models" in values else None
     rate, concurrent = _RATE.fullmatch(values.get("rate", "1/s")), _NUMBER.fullmatch(values.get("concurrent", "1"))
     if not rate or not concurrent or max(int(rate[1]), int(concurrent[0])) > MAX_LIMIT:
         raise UsageError(
-            f"{where}: rate must be like 10/s, 60/min, 500/h or 1000/d, and concurrent a number, both up to {MAX_LIMIT}"
+            f"{location}: rate must be like 10/s, 60/min, 500/h or 1000/d, and concurrent a number, both up to "
+            f"{MAX_LIMIT}"
         )
-    allowance = TenantLimits(int(concurrent[0]) if "concurrent" in values else 0)
+
+    limits = TenantLimits(int(concurrent[0]) if "concurrent" in values else 0)
     if "rate" in values:
-        allowance = TenantLimits(allowance.concurrent, int(rate[1]), _PER_S[rate[2]])
-    return ApiKey(tenant, values.get("admin") == "yes", values.get("read") == "yes", models, allowance)
+        limits = TenantLimits(limits.concurrent, int(rate[1]), _PER_S[rate[2]])
+    return ApiKey(tenant, values.get("admin") == "yes", values.get("read") == "yes", models, limits)
 
 
 class ApiKeys:
@@ -239,25 +248,25 @@ class ApiKeys:
 
     It is false if no keys are configured.
 
-    given: keys of the command line. The key is an admin's if it is the only one and there are no files.
+    keys: keys of the command line. The key is an admin's if it is the only one and there are no files.
     files: key files. A key in a file is an admin's if its line says so.
 
     Files are read again when they change. If a changed file is wrong, the error is logged and the keys stay as they
     were. Whether calls need a key is decided at the start. Raises UsageError for a key or a file that cannot be used.
     """
 
-    def __init__(self, given: Sequence[str] = (), files: Sequence[str] = ()) -> None:
-        self._keys = tuple(dict.fromkeys(key.strip() for key in given))
+    def __init__(self, keys: Sequence[str] = (), files: Sequence[str] = ()) -> None:
+        self._keys = tuple(dict.fromkeys(key.strip() for key in keys))
         self._files = tuple(files)
         for key in self._keys:
             _require_key(key)
-        self._is_sole = len(self._keys) == 1 and not self._files
+        self._is_only_key = len(self._keys) == 1 and not self._files
         self._read_stamp = self._stamp()  # state of the files when they were read
-        self._last_stamp = self._read_stamp  # state of the files at the last look
+        self._last_stamp = self._read_stamp  # state of the files at the last check
         self._calls = defaultdict[bytes, set[asyncio.Timeout]](set)  # calls in progress, by the hash of their key
         self._failure = ""  # why the files could not be read again
-        self._plain: list[str] = []  # files that have plain keys
-        self._known = self._read()
+        self._plain_files: list[str] = []  # files that have plain keys
+        self._rights = self._read()
 
     def __bool__(self) -> bool:
         return bool(self._keys or self._files)
@@ -266,37 +275,37 @@ class ApiKeys:
     def admin_note(self) -> str:
         """A line about admin keys to print at the start, or "".
 
-        It says that no key is an admin's, or that the sole key is.
+        The line states that no key has admin rights, or that the only key has them.
         """
-        if not self or any(key.admin for key in self._known.values()) and self._files:
+        if not self or any(key.admin for key in self._rights.values()) and self._files:
             return ""
-        if self._is_sole:
+        if self._is_only_key:
             return "the only API key has admin rights"
         return f"{NOBODY} {self._files[0] if self._files else '--api-keys FILE (`unfuse keys add NAME --admin`)'}"
 
     @property
     def warning(self) -> str:
         """A warning about plain keys in files to log at the start, or ""."""
-        if not self._plain:
+        if not self._plain_files:
             return ""
-        commands = ", ".join(f"`unfuse keys hash {file}`" for file in self._plain)
+        commands = ", ".join(f"`unfuse keys hash {file}`" for file in self._plain_files)
         return f"keys are stored as plain text: replace them by their hashes with {commands}"
 
-    def find(self, shown: str) -> ApiKey | None:
+    def find(self, key: str) -> ApiKey | None:
         """Return the rights of a key that a client sends, or None if unknown."""
-        return self._known.get(digest_of(shown))
+        return self._rights.get(digest_of(key))
 
     def all(self) -> list[ApiKey]:
         """Return the rights of all keys."""
-        return list(self._known.values())
+        return list(self._rights.values())
 
     @contextmanager
-    def end_when_withdrawn(self, shown: str, call: asyncio.Timeout) -> Iterator[None]:
-        """Return a context in which the timeout `call` expires when the key `shown` is withdrawn.
+    def end_when_withdrawn(self, key: str, call: asyncio.Timeout) -> Iterator[None]:
+        """Return a context in which the timeout `call` expires when the key is withdrawn.
 
         A key is withdrawn if it is removed, gets another tenant, or is no admin's any more.
         """
-        digest = digest_of(shown)
+        digest = digest_of(key)
         self._calls[digest].add(call)
         try:
             yield
@@ -306,15 +315,14 @@ class ApiKeys:
                 del self._calls[digest]
 
     async def reload_if_changed(self) -> None:
-        """Wait for LOOK_S, then read the files again if they have changed.
+        """Wait for CHECK_INTERVAL_S, then read the files again if they have changed.
 
-        They are read once two looks in a row found the same state, so not while they are written.
-
-        So a file is not read while it is written. A file that cannot be read is tried again at each look, and the
-        reason is logged once.
+        Files that cannot be read are tried again at each check, and the reason is logged once.
         """
         await asyncio.sleep(CHECK_INTERVAL_S)
         previous, self._last_stamp = self._last_stamp, await to_thread.run_sync(self._stamp)
+
+        # Two checks in a row must find the same state, so that a file is not read while it is written.
         if self._last_stamp != previous or self._last_stamp == self._read_stamp and not self._failure:
             return
         self._read_stamp = self._last_stamp
@@ -326,17 +334,18 @@ class ApiKeys:
             self._failure = str(error)
             return
         self._failure = ""
-        self._use(keys)
+        self._replace_keys(keys)
 
-    def _use(self, keys: KeyRights) -> None:
+    def _replace_keys(self, keys: KeyRights) -> None:
         """Replace all keys, and end the calls in progress whose keys are withdrawn."""
-        old, self._known = self._known, keys
-        withdrawn = [digest for digest, key in old.items() if _is_withdrawn(keys.get(digest), key)]
+        old_rights, self._rights = self._rights, keys
+        withdrawn = [digest for digest, key in old_rights.items() if _is_withdrawn(keys.get(digest), key)]
         for call in [call for digest in withdrawn for call in self._calls.get(digest, ())]:
             if not call.expired():
                 call.reschedule(asyncio.get_running_loop().time())
-        added = sorted(key.tenant for digest, key in keys.items() if digest not in old)
-        removed = sorted(key.tenant for digest, key in old.items() if digest not in keys)
+
+        added = sorted(key.tenant for digest, key in keys.items() if digest not in old_rights)
+        removed = sorted(key.tenant for digest, key in old_rights.items() if digest not in keys)
         log.info("API keys reloaded", keys=len(keys), added=added, removed=removed)
 
     def _stamp(self) -> tuple[tuple[int, int, int, int] | None, ...]:
@@ -346,20 +355,21 @@ class ApiKeys:
     def _read(self) -> KeyRights:
         """Read the files. Returns all keys. Raises UsageError, whose message has no key."""
         entries: list[KeyLine] = []
-        plain: list[str] = []
+        plain_files: list[str] = []
         for file in self._files:
             file_entries = list(entries_of(read_file(file), file))
             if not file_entries:
                 raise UsageError(f"there is no key in {file}: add one with `unfuse keys add NAME --file {file}`")
-            plain += [file] if any(entry.plain for entry in file_entries) else []
+            plain_files += [file] if any(entry.plain for entry in file_entries) else []
             entries += file_entries
         for key in self._keys:
             entries.append(KeyLine(0, "--api-key", DEFAULT_TENANT, digest_of(key), key, 0, (), False))
-        known = rights_of(entries)
-        self._plain = plain
-        if self._is_sole:
-            known = {digest: ApiKey(key.tenant, admin=True) for digest, key in known.items()}
-        return known
+
+        rights = rights_of(entries)
+        self._plain_files = plain_files
+        if self._is_only_key:
+            rights = {digest: ApiKey(key.tenant, admin=True) for digest, key in rights.items()}
+        return rights
 
 
 def _require_key(key: str) -> None:
@@ -384,9 +394,9 @@ def _require_key(key: str) -> None:
 def is_path_like(text: str) -> bool:
     """Return whether a text is, or looks like, the path of a file.
 
-    It is one if the file or its folder exists.
+    A text is a path if the file or its folder exists.
 
-    So the path of a missing file is never used as the secret itself.
+    Callers refuse these texts as secrets: otherwise the path of a missing file would become the secret.
     """
     parent = os.path.dirname(text)
     return bool(_PATH.fullmatch(text)) or os.path.exists(text) or bool(parent) and os.path.isdir(parent)
@@ -395,15 +405,15 @@ def is_path_like(text: str) -> bool:
 def _stamp_of(file: str) -> tuple[int, int, int, int] | None:
     """Return a value that differs when the file has changed; None without access."""
     try:
-        status = os.stat(file)
+        file_stat = os.stat(file)
     except (OSError, ValueError):
         return None
-    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
+    return file_stat.st_mtime_ns, file_stat.st_ctime_ns, file_stat.st_size, file_stat.st_ino
 
 
-def _is_withdrawn(now: ApiKey | None, before: ApiKey) -> bool:
+def _is_withdrawn(new: ApiKey | None, old: ApiKey) -> bool:
     """Return whether calls in progress must end because of a key's new rights."""
-    return now is None or now.tenant != before.tenant or before.admin and not now.admin
+    return new is None or new.tenant != old.tenant or old.admin and not new.admin
 
 
 def rows_of(file: Path) -> list[tuple[KeyLine, ApiKey]]:
@@ -412,14 +422,14 @@ def rows_of(file: Path) -> list[tuple[KeyLine, ApiKey]]:
     Raises UsageError.
     """
     entries = list(entries_of(read_file(str(file)), str(file)))
-    known = rights_of(entries)
-    return [(entry, known[entry.digest]) for entry in entries]
+    rights = rights_of(entries)
+    return [(entry, rights[entry.digest]) for entry in entries]
 
 
 def add_key(file: Path, tenant: str, fields: Mapping[str, str]) -> str:
     """Create a key, add its hash to a key file, and return the key.
 
-    Creates a missing file.
+    A missing file is created.
 
     Raises UsageError for a name or field that a line cannot have, ConfigError if the file cannot be written.
     """
@@ -440,10 +450,12 @@ def add_key(file: Path, tenant: str, fields: Mapping[str, str]) -> str:
     return key
 
 
-def remove_keys(file: Path, which: str) -> list[KeyLine]:
-    """Remove all keys of a name, or the one key whose hash begins with `which`.
+def remove_keys(file: Path, name_or_hash: str) -> list[KeyLine]:
+    """Remove all keys of a name, or the one key with a hash.
 
     Returns the removed lines.
+
+    name_or_hash: the name, or the first digits of the hash.
 
     Raises UsageError if no key or several different keys match, and for the last key of a file.
     """
@@ -451,7 +463,7 @@ def remove_keys(file: Path, which: str) -> list[KeyLine]:
 
     def without_keys(text: str) -> str:
         entries = list(entries_of(text, str(file)))
-        removed.extend(_matching(entries, which, file))
+        removed.extend(_matching_keys(entries, name_or_hash, file))
         if len(removed) == len(entries):
             raise UsageError(
                 f"{file} would have no key left, and a running server would ignore the change: add another key first "
@@ -469,34 +481,37 @@ def hash_keys(file: Path) -> tuple[int, list[str]]:
 
     Returns the number of plain keys, and the names of those that are so short that they can be guessed from their hash.
     """
-    plain: list[KeyLine] = []
+    plain_entries: list[KeyLine] = []
 
     def with_hashes(text: str) -> str:
-        plain.extend(entry for entry in entries_of(text, str(file)) if entry.plain)
+        plain_entries.extend(entry for entry in entries_of(text, str(file)) if entry.plain)
         lines = text.splitlines(keepends=True)
-        for entry in plain:
+        for entry in plain_entries:
             line, end = lines[entry.index], entry.start + len(entry.plain)
             lines[entry.index] = line[: entry.start] + hash_of(entry.plain) + line[end:]
         return "".join(lines)
 
     _edit_file(file, with_hashes)
-    return len(plain), [entry.name for entry in plain if len(entry.plain) < MIN_KEY_CHARS]
+    return len(plain_entries), [entry.name for entry in plain_entries if len(entry.plain) < MIN_KEY_CHARS]
 
 
-def _matching(entries: Sequence[KeyLine], which: str, file: Path) -> list[KeyLine]:
-    """Return the lines with this name, or with a hash that begins so.
+def _matching_keys(entries: Sequence[KeyLine], name_or_hash: str, file: Path) -> list[KeyLine]:
+    """Return the lines with this name, or with a hash that begins with these digits.
 
     Raises UsageError if none matches, if the text is both a name and a hash, or if keys with different hashes match.
     """
-    digits = which.lower().removeprefix(HASHED)
-    by_name = [entry for entry in entries if entry.name == which]
+    digits = name_or_hash.lower().removeprefix(HASHED)
+    by_name = [entry for entry in entries if entry.name == name_or_hash]
     by_hash = [entry for entry in entries if len(digits) >= MIN_DIGITS and entry.digest.hex().startswith(digits)]
+
     if by_name and by_hash and by_name != by_hash:
-        raise UsageError(f"{which} is both a name and the beginning of a hash in {file}: write more digits of the hash")
+        raise UsageError(
+            f"{name_or_hash} is both a name and the beginning of a hash in {file}: write more digits of the hash"
+        )
     if not (matching := by_name or by_hash):
         raise UsageError(
-            f"no key in {file} has the name {which[:80]!r}, or a hash that begins with it ({MIN_DIGITS} digits or "
-            "more): list the keys with `unfuse keys ls`"
+            f"no key in {file} has the name {name_or_hash[:80]!r}, or a hash that begins with it ({MIN_DIGITS} digits "
+            "or more): list the keys with `unfuse keys ls`"
         )
     if not by_name and len({entry.digest for entry in matching}) > 1:
         raise UsageError(f"{len(matching)} keys in {file} have a hash that begins with {digits}: write more digits")
@@ -506,7 +521,7 @@ def _matching(entries: Sequence[KeyLine], which: str, file: Path) -> list[KeyLin
 def _edit_file(file: Path, edit: Callable[[str], str], *, create: bool = False) -> None:
     """Replace the text of a key file by the result of `edit`.
 
-    The file is replaced atomically, under a lock.
+    The file is replaced atomically, under a lock on its folder.
 
     The mode and owner of the file stay the same. With `create`, a missing file counts as an empty one.
 
@@ -534,7 +549,7 @@ def _edit_file(file: Path, edit: Callable[[str], str], *, create: bool = False) 
 def _locked(folder: Path) -> Iterator[None]:
     """Return a context with the lock on the key files of a folder.
 
-    So no concurrent edit is lost.
+    The lock prevents that a concurrent edit is lost.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -545,7 +560,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _replace_file(path: Path, text: str) -> None:
-    """Write a file atomically, by way of a temporary one."""
+    """Write a file atomically: a temporary file replaces it."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -565,13 +580,13 @@ def _copy_owner(path: Path, descriptor: int) -> None:
 
     A server that runs as another user must still be able to read it. Raises ConfigError.
     """
-    before, now = path.stat(), os.fstat(descriptor)
-    if (before.st_uid, before.st_gid) != (now.st_uid, now.st_gid):
+    old_stat, new_stat = path.stat(), os.fstat(descriptor)
+    if (old_stat.st_uid, old_stat.st_gid) != (new_stat.st_uid, new_stat.st_gid):
         try:
-            os.fchown(descriptor, before.st_uid, before.st_gid)
+            os.fchown(descriptor, old_stat.st_uid, old_stat.st_gid)
         except PermissionError as error:
             raise ConfigError(
                 f"{path} belongs to another user or group, whose server could not read it afterwards: run this as "
                 "that user, or as root"
             ) from error
-    os.fchmod(descriptor, before.st_mode & 0o777)
+    os.fchmod(descriptor, old_stat.st_mode & 0o777)

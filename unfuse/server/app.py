@@ -54,7 +54,7 @@ def create_app(gateway: Gateway, access: AccessPolicy | None = None) -> FastAPI:
     """
     keyed = bool(gateway.keys)
 
-    # The first middleware is the outermost.
+    # The first middleware is the outermost: RequestIds turns the errors of all others into responses.
     app = FastAPIOffline(
         redoc_url=None,
         title="unfuse",
@@ -72,10 +72,10 @@ def create_app(gateway: Gateway, access: AccessPolicy | None = None) -> FastAPI:
     app.state.gateway = gateway
     app.state.body_bytes = 0  # bytes of all bodies that are being read, counted by `server.body`
 
-    guards = [Depends(caller_of), *([Depends(KEYED)] if keyed else [])]
-    for resource in (images, videos, chat, requests, dead_letters, models):
-        app.include_router(resource.router, prefix="/v1", dependencies=guards)
-    app.include_router(monitoring.workers_router, prefix="/v1", dependencies=guards)
+    dependencies = [Depends(caller_of), *([Depends(KEYED)] if keyed else [])]
+    for module in (images, videos, chat, requests, dead_letters, models):
+        app.include_router(module.router, prefix="/v1", dependencies=dependencies)
+    app.include_router(monitoring.workers_router, prefix="/v1", dependencies=dependencies)
     app.include_router(monitoring.router)
 
     # FastAPI documents that this method is replaced to extend the schema.
@@ -106,12 +106,12 @@ class RequestIds:
         """Serve one call."""
         client_id = Headers(scope=scope).get("x-request-id", "")
         request_id = client_id if _REQUEST_ID.fullmatch(client_id) else secrets.token_hex(16)
-        started = False
+        response_started = False
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
+            nonlocal response_started
             if message["type"] == "http.response.start":
-                started = True
+                response_started = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
@@ -123,7 +123,8 @@ class RequestIds:
             except ClientDisconnect:
                 log.info("the client disconnected before its request was complete")
             except Exception as error:
-                if started:
+                # The client has the status already. uvicorn closes the connection, so that it notices the error.
+                if response_started:
                     raise
                 await response_of(refusal_of(error))(scope, receive, send_with_id)
 
@@ -154,9 +155,9 @@ class Methods:
             await self._app(scope, receive, send)
 
     async def _head(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle the call as a GET that ends before the body.
+        """Answer with the status and headers of a GET.
 
-        So no stream starts.
+        The call ends before the body, so that no stream starts.
         """
 
         async def send_head(message: Message) -> None:
@@ -220,9 +221,9 @@ class HttpFrontend:
     /version are answered, /ready gets 503 with the reason, and all other calls get 503; both with `Retry-After`.
     """
 
-    def __init__(self, listener: socket, bounds: ConnectionLimits, access: AccessPolicy, keyed: bool) -> None:
+    def __init__(self, listener: socket, limits: ConnectionLimits, access: AccessPolicy, keyed: bool) -> None:
         self._app: ASGIApp = RequestIds(AccessGuard(self._answer_starting, access, keyed))
-        self._server = HttpServer(self, bounds, access)
+        self._server = HttpServer(self, limits, access)
         self._listener = listener
         self._reason = ""  # why the server is not ready
         self._serving: asyncio.Task[None] | None = None

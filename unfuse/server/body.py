@@ -84,15 +84,17 @@ async def read_json(request: Request, limit: int = MAX_BODY) -> dict[str, object
 
     Raises ApiError for another content type (415) or a large body (413), InvalidParameter for malformed JSON.
     """
-    if _plain_type(request) != "application/json":
+    if _media_type(request) != "application/json":
         raise ApiError(415, "unsupported_media_type", "send the body as JSON, with 'Content-Type: application/json'")
+
     body = bytearray()
-    async for chunk in _bounded(request, limit):
+    async for chunk in _read_chunks(request, limit):
         body += chunk
     try:
         fields = await to_thread.run_sync(_decode_json, body)
     except (ValueError, RecursionError) as error:
         raise InvalidParameter(f"the body is not JSON: {error}") from error
+
     if not isinstance(fields, dict):
         raise InvalidParameter('the body must be a JSON object, such as {"prompt": "a red circle on white"}')
     return fields
@@ -103,9 +105,10 @@ async def read_body(request: Request) -> dict[str, object]:
 
     Files of a form are bytes. Raises as `read_json` does.
     """
-    if _plain_type(request) != "multipart/form-data":
+    if _media_type(request) != "multipart/form-data":
         return await read_json(request, MAX_MEDIA_BODY)
-    async with aclosing(_bounded(request, MAX_FORM)) as stream:
+    # After an error, the stream is closed at once, so that its bytes no longer count in `app.state.body_bytes`.
+    async with aclosing(_read_chunks(request, MAX_FORM)) as stream:
         parser = _Form(request.headers, stream, max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=MAX_TEXT)
         try:
             form = await parser.parse()
@@ -113,10 +116,11 @@ async def read_body(request: Request) -> dict[str, object]:
             raise InvalidParameter(f"the form cannot be read: {error.message}") from error
         except UnicodeError as error:
             raise InvalidParameter(f"the form cannot be read, send it in UTF-8: {error}") from error
+
     try:
-        if not parser.whole:
+        if not parser.is_complete:
             raise InvalidParameter("the form cannot be read: it ends before its last boundary")
-        return await _fields(form)
+        return await _form_fields(form)
     finally:
         await form.close()
 
@@ -124,17 +128,17 @@ async def read_body(request: Request) -> dict[str, object]:
 class _Form(MultiPartParser):
     """A form parser that detects an incomplete form.
 
-    Without its last part, a form would be a different request.
+    A form without its last part could be a valid form of another request.
     """
 
     #: Whether the last boundary was reached.
-    whole = False
+    is_complete = False
 
     def on_end(self) -> None:
-        self.whole = True
+        self.is_complete = True
 
 
-async def _fields(form: FormData) -> dict[str, object]:
+async def _form_fields(form: FormData) -> dict[str, object]:
     """Return the fields of a form.
 
     A field that is sent several times becomes a list, `a[b]` a member of a dict `a`.
@@ -144,15 +148,19 @@ async def _fields(form: FormData) -> dict[str, object]:
         is_empty = not (part.filename or part.size) if isinstance(part, UploadFile) else not part
         if is_empty and (name in MAY_BE_EMPTY or isinstance(part, UploadFile)):
             continue  # a field of an HTML form that was not filled in
+
         value = await part.read() if isinstance(part, UploadFile) else part
-        outer, key = match.groups() if (match := _MEMBER.fullmatch(name)) else (name, "")
-        before = fields.get(outer)
-        if not key:
-            fields[outer] = value if before is None else [*(before if isinstance(before, list) else [before]), value]
-        elif isinstance(members := fields.setdefault(outer, {}), dict) and key not in members:
-            members[key] = value
+        field, member = match.groups() if (match := _MEMBER.fullmatch(name)) else (name, "")
+        earlier = fields.get(field)
+        if not member:
+            fields[field] = (
+                value if earlier is None else [*(earlier if isinstance(earlier, list) else [earlier]), value]
+            )
+        elif isinstance(members := fields.setdefault(field, {}), dict) and member not in members:
+            members[member] = value
         else:
             raise InvalidParameter(f"{name[:80]} is sent twice: send it once", name[:80])
+
     return {name: _files_as_list(value) for name, value in fields.items()}
 
 
@@ -169,9 +177,8 @@ def _decode_json(body: bytearray) -> object:
     """Return the value of a JSON text.
 
     Raises ValueError, RecursionError, and InvalidParameter for too many values.
-
-    Strings are only left out, which is slow, if a faster estimate does not decide.
     """
+    # The fast count includes separators in strings. Only if it is too high, the strings are removed, which is slow.
     if _count_separators(body) > MAX_VALUES and (
         _count_strings(body) > 2 * MAX_VALUES or _count_separators(_STRING.sub(b"", body)) > MAX_VALUES
     ):
@@ -185,14 +192,14 @@ def _count_separators(body: bytes | bytearray) -> int:
 
 
 def _count_strings(body: bytearray) -> int:
-    """Return about how many strings a body has.
+    """Return approximately how many strings a body has.
 
-    A value has at most two, one of them its key.
+    Each value has at most two: its key, and its text.
     """
     return (body.count(b'"') - body.count(b'\\"')) // 2
 
 
-def _plain_type(request: Request) -> str:
+def _media_type(request: Request) -> str:
     """Return the content type of a body without its parameters.
 
     Raises ApiError if the body is compressed.
@@ -208,7 +215,7 @@ def _plain_type(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
+async def _read_chunks(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
     """Yield the chunks of a body of at most `limit` bytes.
 
     The bytes of all bodies that are being read are counted in `app.state.body_bytes`.
@@ -238,15 +245,16 @@ async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
 def read_image(name: str, value: object) -> bytes:
     """Return the bytes of the picture in a field.
 
-    The value is a file or a data: URL.
+    The value is a file, a data: URL, an object with the URL as `image_url`, or a list with one of these.
 
-    It decodes the picture, which is too slow for the event loop. Raises InvalidParameter unless the field has one
+    The picture is decoded, which is too slow for the event loop. Raises InvalidParameter unless the field has one
     complete picture of an accepted format and size.
     """
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, list):
         raise InvalidParameter(f"{name} must be one picture, not {len(value)}", name)
+
     if isinstance(value, dict):
         if value.get("file_id") is not None:
             raise InvalidParameter(
@@ -254,8 +262,9 @@ def read_image(name: str, value: object) -> bytes:
                 "data: URL",
                 name,
             )
-        address = value.get("image_url")
-        value = address.get("url") if isinstance(address, dict) else address
+        image_url = value.get("image_url")
+        value = image_url.get("url") if isinstance(image_url, dict) else image_url
+
     data = value if isinstance(value, bytes) else decode_data_url(name, value)
     if not 0 < len(data) <= MAX_BYTES:
         raise InvalidParameter(f"{name} must have 1 to {MAX_BYTES} bytes, not {len(data)}", name)
@@ -263,16 +272,16 @@ def read_image(name: str, value: object) -> bytes:
     return data
 
 
-def read_images(given: Mapping[str, object], field: str) -> dict[str, bytes]:
+def read_images(values: Mapping[str, object], field: str) -> dict[str, bytes]:
     """Return the bytes of a request's pictures, by the attachments that they become.
 
-    given: the value of each picture, by the name of its attachment. The start picture comes before its mask.
+    values: the value of each picture, by the name of its attachment. The start picture comes before its mask.
     field: the name of the field for all pictures to start from, for errors.
 
-    Like `read_image`, it is too slow for the event loop. Raises InvalidParameter.
+    The pictures are decoded, which is too slow for the event loop. Raises InvalidParameter.
     """
     pictures = dict[str, bytes]()
-    for name, value in given.items():
+    for name, value in values.items():
         pictures[name] = read_image(field if name in IMAGE_UPLOADS else name, value)
         if name == MASK:
             _check_mask(pictures[MASK], pictures[UPLOAD])
@@ -297,20 +306,21 @@ def decode_data_url(name: str, value: object, kind: str = "image") -> bytes:
 
     As in browsers, white space in base64 is ignored, and its padding may be missing. Raises InvalidParameter.
     """
-    head = _DATA_URL.match(value) if isinstance(value, str) else None
-    if not isinstance(value, str) or head is None:
+    match = _DATA_URL.match(value) if isinstance(value, str) else None
+    if not isinstance(value, str) or match is None:
         accepted = f"a file, or a data:{EXAMPLES[kind]};base64,… URL"
         reason = "other URLs are not fetched, and uploaded files cannot be referenced"
         raise InvalidParameter(f"{name} must be {accepted} ({reason})", name)
-    media_type = f"{head['kind']}{head['rest'].partition(';')[0]}"[:60]
-    parameters = [parameter.strip().lower() for parameter in head["rest"].split(";")[1:]]
-    is_unknown = "base64" in parameters and media_type.lower() in UNKNOWN_TYPES
-    if head["kind"].lower() != kind and not is_unknown:
+
+    media_type = f"{match['kind']}{match['rest'].partition(';')[0]}"[:60]
+    parameters = [parameter.strip().lower() for parameter in match["rest"].split(";")[1:]]
+    is_unknown_type = "base64" in parameters and media_type.lower() in UNKNOWN_TYPES
+    if match["kind"].lower() != kind and not is_unknown_type:
         raise InvalidParameter(f"{name} is a data: URL of type {media_type!r}: send one of {EXAMPLES[kind]}", name)
-    body = value[head.end() :]
+    data = value[match.end() :]
     if "base64" not in parameters:
-        return unquote_to_bytes(body)
-    return _from_base64(name, body)
+        return unquote_to_bytes(data)
+    return _from_base64(name, data)
 
 
 def as_image_url(part: Any) -> Any:

@@ -59,7 +59,7 @@ class RequestInputs:
 
     #: Attachments by name.
     files: Mapping[str, bytes] = field(default_factory=dict)
-    #: Facts about them.
+    #: Facts about the attachments and the prompt, such as hashes and the number of tokens.
     derived: DerivedFacts = DerivedFacts()
     #: The tokens of the prompt, for the check of the parameters; None if the request is no chat.
     tokens: PromptTokens | None = None
@@ -75,8 +75,11 @@ class RequestInputs:
 class GenerationCall:
     """A call that creates a request of one modality."""
 
+    #: The gateway that accepts the request.
     gateway: Gateway
+    #: The HTTP request of the client.
     request: Request
+    #: The caller, with the rights of its API key.
     caller: Principal
     #: The fields of the body, by name.
     fields: dict[str, object]
@@ -113,16 +116,19 @@ class GenerationCall:
             delivery = check_delivery(self.fields, self.modality)
             if delivery.webhook:
                 gateway.webhooks.http.require(delivery.webhook)
+
             key = self.request.headers.get("idempotency-key", "")
             if len(key) > MAX_KEY:
                 raise InvalidParameter(
                     f"Idempotency-Key must be 1 to {MAX_KEY} characters long, not {len(key)}", "Idempotency-Key"
                 )
+            # The fields may have megabytes of pictures, so they are hashed in a thread.
             fingerprint = await to_thread.run_sync(_fingerprint, self.request.scope["path"], self.fields)
             # Without a key or a webhook, nobody else learns of the result: it is useless once the client is gone.
             only_client_can_use_it = (
                 self.waits_for_result and not self.prefers_not_to_wait and not key and not delivery.webhook
             )
+
             caller = Caller(
                 tenant=self.caller.tenant,
                 idempotency_key=key,
@@ -131,8 +137,12 @@ class GenerationCall:
                 limits=self.caller.limits,
                 base_url=gateway.base_url(self.request),
             )
+
+            # In a sharded queue, all requests with one idempotency key are on one shard, so that repeats find it.
             id = gateway.queue.choose_id(request_ids(self.modality), caller)
             record = await self._earlier(key, id) or await self._submit(id, caller, delivery)
+
+            # Another call with this key may have been faster: then `_submit` returns the request of that call.
             if key and record.context.caller.fingerprint != fingerprint:
                 message = f"Idempotency-Key {key!r} was used with another body: repeat that body, or send another key"
                 headers = {"x-should-retry": "false"}
@@ -150,9 +160,10 @@ class GenerationCall:
         if self.request.headers.get(NEW_KEY) == "true":
             await self._require_shard(id)
             return None
+
         same_key = RequestFilter(tenant=self.caller.tenant, idempotency_key=key)
-        earlier = await self.gateway.queue.list(same_key, limit=1)
-        return earlier[0] if earlier else None
+        records = await self.gateway.queue.list(same_key, limit=1)
+        return records[0] if records else None
 
     async def _require_shard(self, id: str) -> None:
         """Raise an error while the shard that would store the request `id` is unreachable.
@@ -162,7 +173,7 @@ class GenerationCall:
         queue = self.gateway.queue
         try:
             if queue.is_reachable(id):
-                await queue.load(id)
+                await queue.load(id)  # raises NotFound for a new id, if the shard responds
         except NotFound:
             return
         except TransientError:
@@ -178,7 +189,7 @@ class GenerationCall:
     async def _submit(self, id: str, caller: Caller, delivery: Delivery) -> RequestRecord:
         """Check the fields, cheap checks first; then store the attachments and submit the request.
 
-        The attachments are deleted again if no request with this id comes of it.
+        The attachments are deleted again if no request with this id is created.
         """
         gateway = self.gateway
         pictures = self._pictures()
@@ -222,22 +233,23 @@ class GenerationCall:
     ) -> RequestRecord:
         """Store the attachments and submit the request. Unused attachments are deleted."""
         gateway = self.gateway
-        unused = bool(inputs.files)
+        attachments_unused = bool(inputs.files)
         try:
             for name, data in inputs.files.items():
                 await to_thread.run_sync(gateway.results.attach, request.id, name, data)
             record = await gateway.scheduler.submit(spec, request, caller, delivery, inputs.prefix_digests)
-            unused = unused and record.context.id != request.id  # it is a repeat of an earlier request
+            # `submit` returns an earlier request if this one is its repeat.
+            attachments_unused = attachments_unused and record.context.id != request.id
         except TransientError:
-            unused = False  # an unreachable queue may have accepted the request
+            attachments_unused = False  # an unreachable queue may have accepted the request
             raise
         finally:
-            if unused:
+            if attachments_unused:
                 await to_thread.run_sync(gateway.results.delete, request.id)
         return record
 
     async def _read_prompt(self, spec: ModelSpec, fields: Mapping[str, object]) -> RequestInputs:
-        """Return the inputs that come of a chat's prompt; none for other requests. Raises InvalidParameter."""
+        """Return the inputs of a chat's prompt; none for other requests. Raises InvalidParameter."""
         if self.read_prompt is None:
             return RequestInputs()
         fields = await self.gateway.image_fetcher.fetched(spec, fields)
@@ -267,12 +279,12 @@ class GenerationCall:
 
     def _pictures(self) -> dict[str, object]:
         """Return the values of the picture fields, by the names of their attachments."""
-        uploads, second = (
+        images, second_image = (
             self.fields.get(name) if name else None for name in (self.image_field, self.second_image_field)
         )
-        values = [value for value in (uploads if isinstance(uploads, list) else [uploads]) if value is not None]
+        values = [value for value in (images if isinstance(images, list) else [images]) if value is not None]
         pictures = {f"{UPLOAD}_{number}" if number > 1 else UPLOAD: value for number, value in enumerate(values, 1)}
-        return pictures if second is None else {**pictures, self.second_image_field: second}
+        return pictures if second_image is None else {**pictures, self.second_image_field: second_image}
 
     async def _model(self, name: object, pictures: Mapping[str, object]) -> tuple[str, ModelSpec]:
         """Return the public name and the spec of the requested model.
@@ -282,27 +294,31 @@ class GenerationCall:
         public_name, spec = await self.gateway.model(name, self.caller.models)
         modality = self.modality
         if not modality.is_supported_by(spec.limits):
-            others = " or ".join(other.plural for other in MODALITIES if other.is_supported_by(spec.limits))
-            hint = f": request {others} instead" if others else ""
+            other_media = " or ".join(other.plural for other in MODALITIES if other.is_supported_by(spec.limits))
+            hint = f": request {other_media} instead" if other_media else ""
             raise InvalidParameter(f"model {public_name} does not generate {modality.plural}{hint}", "model")
+
         if spec.accepted_input(UPLOAD).min and UPLOAD not in pictures:
-            where = self.image_field or "image to /v1/images/edits, or as input_reference to /v1/videos"
+            field_hint = self.image_field or "image to /v1/images/edits, or as input_reference to /v1/videos"
             raise InvalidParameter(
-                f"model {public_name} needs a picture to start from: send one as {where}", self.image_field or "model"
+                f"model {public_name} needs a picture to start from: send one as {field_hint}",
+                self.image_field or "model",
             )
+
         for param, action, is_able in self._required_abilities(pictures):
             if not is_able(spec):
                 served = await self.gateway.models(self.caller.models)
-                able = [
+                able_models = [
                     name
                     for name, other in sorted(served.items())
                     if modality.is_supported_by(other.limits) and is_able(other)
                 ]
-                hint = f"{', '.join(able)} can" if able else "no served model can"
+                hint = f"{', '.join(able_models)} can" if able_models else "no served model can"
                 raise InvalidParameter(f"model {public_name} cannot {action}; {hint}", param)
+
         if spec.accepted_input(LAST_FRAME).min and LAST_FRAME not in pictures:
-            between = f"model {public_name} generates a video between two pictures"
-            raise InvalidParameter(f"{between}: send the last one as {LAST_FRAME}", LAST_FRAME)
+            message = f"model {public_name} generates a video between two pictures"
+            raise InvalidParameter(f"{message}: send the last one as {LAST_FRAME}", LAST_FRAME)
         return public_name, spec
 
     def _required_abilities(
@@ -347,20 +363,20 @@ async def answer_call(
 ) -> Response:
     """Submit a call's request, and return its response.
 
-    It is 202 with the request object if the client prefers not to wait, a stream of `events` if it asks for one, and
-    else, once the request is completed, its `reply` as JSON. `reply` is run in a thread.
+    It is 202 with the request object if the client prefers not to wait. It is a stream of `events` if the client wants
+    one. Otherwise it is the `reply` as JSON, once the request is completed. `reply` is run in a thread.
     """
     record, delivery = await call.accept()
-    if accepted := await respond_async(call, record):
-        return accepted
-    caller = WaitingClient(call.gateway, call.request, record)
+    if async_response := await respond_async(call, record):
+        return async_response
+    client = WaitingClient(call.gateway, call.request, record)
     if delivery.stream:
-        return sse_response(caller.events(events(record)))
+        return sse_response(client.events(events(record)))
     try:
         context = await call.gateway.completed(record.context.id)
         return Response(await to_thread.run_sync(reply, context, delivery), media_type="application/json")
     finally:
-        caller.is_answered = True
+        client.is_answered = True
 
 
 class WaitingClient:
@@ -385,6 +401,8 @@ class WaitingClient:
                     yield event
             except UnfuseError as error:
                 yield sse_event(envelope(refusal_of(error)))
+
+        # This is not in `finally`: a stream that ends early has no answer, so the request is cancelled.
         self.is_answered = True
 
     async def _await_disconnect(self) -> None:

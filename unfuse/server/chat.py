@@ -77,10 +77,10 @@ class StreamUsage(NamedTuple):
 async def complete(request: Request, gateway: GatewayDep, asker: CallerDep) -> Response:
     """Create a chat completion. With `stream`, tokens are sent as they are generated."""
     fields = await read_json(request, MAX_MEDIA_BODY)
-    read = partial(_read_prompt, gateway.parsers)
-    call = GenerationCall(gateway, request, asker, fields, TEXT, waits_for_result=True, read_prompt=read)
-    value = fields.get("stream_options")
-    options = value if isinstance(value, dict) else {}
+    read_prompt = partial(_read_prompt, gateway.parsers)
+    call = GenerationCall(gateway, request, asker, fields, TEXT, waits_for_result=True, read_prompt=read_prompt)
+    stream_options = fields.get("stream_options")
+    options = stream_options if isinstance(stream_options, dict) else {}
     usage = StreamUsage(bool(options.get("include_usage")), bool(options.get("continuous_usage_stats")))
     return await answer_call(
         call,
@@ -109,13 +109,13 @@ def _read_prompt(parsers: OutputParsers, spec: ModelSpec, fields: Mapping[str, o
 
     # The prompt: its token ids, and the pictures and videos in it.
     media = tuple[MediaItem, ...]()
-    places = list[tuple[int, str]]()
+    media_places = list[tuple[int, str]]()
     uploads = dict[str, bytes]()
     if spec.vision is None:
         ids = tokenizer.prompt(*template_inputs, kwargs)
     else:
         ids, media, uploads = read_messages(spec.vision, tokenizer, *template_inputs, kwargs)
-        places = media_positions(spec.vision, ids, media)
+        media_places = media_positions(spec.vision, ids, media)
     ids = _truncated(ids, spec, fields, media)
 
     # What may be generated.
@@ -123,20 +123,20 @@ def _read_prompt(parsers: OutputParsers, spec: ModelSpec, fields: Mapping[str, o
     bad_words = [] if bad_words is None else tokenizer.spellings(read_bad_words(bad_words))
     special_stops = _special_stops(tokenizer, fields.get("stop"))
     format = answer_format(fields)
-    calls = without_special_tokens(parsers.format_of_calls(tokenizer.calls), tokenizer)
-    grammars = _grammars(format, tools, calls, tokenizer)
+    call_format = without_special_tokens(parsers.format_of_calls(tokenizer.calls), tokenizer)
+    grammars = _grammars(format, tools, call_format, tokenizer)
 
     # How the answer is parsed.
-    reasoning = parsers.format_of_reasoning(tokenizer.reasoning)
-    start = partial(tokenizer.start_of_answer, *template_inputs, kwargs)
-    continues = bool(kwargs.get("continue_final_message") and start())
-    parsing = parsing_of(tools, calls, reasoning, start, format is not None, continues)
+    reasoning_format = parsers.format_of_reasoning(tokenizer.reasoning)
+    start_of_answer = partial(tokenizer.start_of_answer, *template_inputs, kwargs)
+    continues = bool(kwargs.get("continue_final_message") and start_of_answer())
+    parsing = parsing_of(tools, call_format, reasoning_format, start_of_answer, format is not None, continues)
     if parsing and str(fields.get("include_reasoning")).lower() == "false":
         parsing = msgspec.structs.replace(parsing, hides_reasoning=True)
 
     return RequestInputs(
         {PROMPT: pack_ids(ids), **uploads},
-        prefix_digests=prefix_digests(ids, places),
+        prefix_digests=prefix_digests(ids, media_places),
         derived=DerivedFacts(prompt_tokens=len(ids), media=media, continues=continues, parsing=parsing),
         tokens=PromptTokens(len(ids), special_stops, bad_words),
         grammars=grammars,
@@ -145,20 +145,24 @@ def _read_prompt(parsers: OutputParsers, spec: ModelSpec, fields: Mapping[str, o
 
 
 def _special_stops(tokenizer: ChatTokenizer, stop: object) -> list[int]:
-    """Return the ids of the stop strings that are special tokens."""
+    """Return the ids of the stop strings that are special tokens.
+
+    Answers do not contain the text of special tokens, so these stop strings are compared by id.
+    """
     texts = [text for text in (stop if isinstance(stop, list) else [stop]) if isinstance(text, str)]
     return [id for id in tokenizer.mark_ids(texts) if id in tokenizer.specials]
 
 
 def _grammars(
-    format: AnswerFormat | None, tools: Tools | None, calls: CallFormat, tokenizer: ChatTokenizer
+    format: AnswerFormat | None, tools: Tools | None, call_format: CallFormat, tokenizer: ChatTokenizer
 ) -> tuple[bytes, ...]:
     """Return the packed grammars of the answer, the strictest first.
 
     It is empty if the answer may be any text.
     """
-    grammars = [grammar_of(format, tools, calls, relaxed) for relaxed in (False, True)]
+    grammars = [grammar_of(format, tools, call_format, relaxed) for relaxed in (False, True)]
     param = "tools" if tools else format.param if format else FORMAT
+    # `fromkeys` removes the relaxed grammar if it equals the strict one.
     packed_grammars = [pack_grammar(grammar, param) for grammar in dict.fromkeys(grammars) if grammar is not None]
     if packed_grammars and not tokenizer.stops:
         raise InvalidParameter("this model has no end-of-text token, so it does not support structured outputs", param)
@@ -168,27 +172,28 @@ def _grammars(
 def _truncated(ids: list[int], spec: ModelSpec, fields: Mapping[str, Any], media: Sequence[MediaItem]) -> list[int]:
     """Return the last `truncate_prompt_tokens` ids. Raises InvalidParameter.
 
-    -1 is as many as leave room for `max_completion_tokens`, or for one token if that is not set.
+    With -1, the prompt leaves room for `max_completion_tokens`, or for one token if that is not set.
     """
-    most = fields.get("truncate_prompt_tokens")
-    if most is None:
+    max_prompt_tokens = fields.get("truncate_prompt_tokens")
+    if max_prompt_tokens is None:
         return ids
-    if (most := int(most)) == -1:
+    if (max_prompt_tokens := int(max_prompt_tokens)) == -1:
         limits = TEXT.limits_of(spec.limits)
         answer_tokens = fields.get("max_completion_tokens") or fields.get("max_tokens")
         is_bounded = isinstance(answer_tokens, int) and answer_tokens != UNBOUNDED
-        most = limits.max_tokens - (answer_tokens if is_bounded else 1)
-    if most < 1:
+        max_prompt_tokens = limits.max_tokens - (answer_tokens if is_bounded else 1)
+
+    if max_prompt_tokens < 1:
         raise InvalidParameter(
             "truncate_prompt_tokens must be at least 1, or -1 for as many as leave room for the answer",
             "truncate_prompt_tokens",
         )
-    if len(ids) > most and media:
+    if len(ids) > max_prompt_tokens and media:
         raise InvalidParameter(
             "truncate_prompt_tokens cannot truncate messages with pictures: leave out older messages",
             "truncate_prompt_tokens",
         )
-    return ids[-most:]
+    return ids[-max_prompt_tokens:]
 
 
 async def _events(
@@ -208,9 +213,11 @@ async def _events(
         if not offset:
             yield chunk(context, offsets, index, {"role": "assistant", "content": ""})
 
-    # Parsers and logprobs need an answer from its beginning: then known deltas are read again, but not sent.
-    looks_back = context.request.params.get("logprobs") is not None or any(message.is_parsed for message in messages)
-    counts = [0] * len(offsets) if looks_back else [*offsets]
+    # Parsers and logprobs need an answer from its beginning: then deltas that the client has are read, but not sent.
+    reads_from_start = context.request.params.get("logprobs") is not None or any(
+        message.is_parsed for message in messages
+    )
+    counts = [0] * len(offsets) if reads_from_start else [*offsets]
     async for index, token in _token_deltas(gateway, context, counts):
         counts[index] += 1
         delta, token_logprobs = messages[index].add(token.text), logprobs[index].add(token)
@@ -227,8 +234,8 @@ async def _events(
         yield chunk(context, counts, index, last_delta, reason, stop_reason=answer.stop_reason)
 
     if usage.at_end or usage.in_each_event:
-        total = _usage(context, sum(len(answer.pieces) for answer in answers), answers)
-        yield sse_event({**_head(context, "chat.completion.chunk"), "choices": [], "usage": total})
+        answer_usage = _usage(context, sum(len(answer.pieces) for answer in answers), answers)
+        yield sse_event({**_common_fields(context, "chat.completion.chunk"), "choices": [], "usage": answer_usage})
     yield b"data: [DONE]\n\n"
 
 
@@ -237,10 +244,10 @@ def _client_offsets(request: Request, context: RequestContext) -> list[int]:
 
     They are the id of the last event that it received, in the header Last-Event-ID; zeros without a valid one.
     """
-    choices = len(_final_stages(context))
+    choice_count = len(_final_stages(context))
     last_id = request.headers.get("last-event-id", "")
     offsets = [int(part) for part in last_id.split(",")] if _COUNTS.fullmatch(last_id) else []
-    return offsets if len(offsets) == choices else [0] * choices
+    return offsets if len(offsets) == choice_count else [0] * choice_count
 
 
 def _final_stages(context: RequestContext) -> list[str]:
@@ -277,20 +284,20 @@ def _chunk(
 ) -> bytes:
     """Return one server-sent event with a delta of one choice.
 
-    `counts` are the deltas of each choice sent so far.
+    counts: the number of token deltas of each choice sent so far, including this one.
     """
     choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
     choice |= {"stop_reason": stop_reason} if finish_reason else {}
-    event = {**_head(context, "chat.completion.chunk"), "choices": [choice]}
+    event = {**_common_fields(context, "chat.completion.chunk"), "choices": [choice]}
     if usage.at_end or usage.in_each_event:
         event["usage"] = _usage(context, sum(counts)) if usage.in_each_event else None
     return sse_event(event, id=",".join(map(str, counts)))
 
 
-def _head(context: RequestContext, kind: str) -> dict[str, Any]:
+def _common_fields(context: RequestContext, kind: str) -> dict[str, Any]:
     """Return the fields that every response has.
 
-    A hash of the pools identifies weights and numerics.
+    `system_fingerprint` is a hash of the version and of the pools, whose names identify weights and numerics.
     """
     pools = sorted({stage.pool for stage in context.plan.stages if stage.final})
     digest = blake2b("\n".join([__version__, *pools]).encode(), digest_size=6).hexdigest()
@@ -319,13 +326,13 @@ def _reply(results: ResultStore, context: RequestContext) -> bytes:
         choices.append({**choice, "message": {"role": "assistant", "refusal": None, **message}})
     usage = _usage(context, sum(len(answer.pieces) for answer in answers), answers)
     body = {"choices": choices, "usage": usage, "seed": context.request.params["seed"]}
-    return msgspec.json.encode({**_head(context, "chat.completion"), **body})
+    return msgspec.json.encode({**_common_fields(context, "chat.completion"), **body})
 
 
 def _usage(context: RequestContext, completion_tokens: int, answers: Sequence[Answer] = ()) -> dict[str, Any]:
     """Return the `usage` object of a chat. With the complete `answers` it has reasoning_tokens too.
 
-    `cached_tokens` are those whose KV came of prefix caching.
+    `cached_tokens` is the number of prompt tokens whose KV was in the prefix cache.
     """
     prompt_tokens = context.request.derived.prompt_tokens
     details = {"cached_tokens": PREFILL_CHUNK_TOKENS * context.cached_prefix_blocks}
@@ -340,17 +347,17 @@ def _usage(context: RequestContext, completion_tokens: int, answers: Sequence[An
     }
     if answers:
         parsing = context.request.derived.parsing or AnswerParsing()
-        reasoning = sum(reasoning_tokens(answer, parsing) for answer in answers)
-        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        reasoning_count = sum(reasoning_tokens(answer, parsing) for answer in answers)
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_count}
     return usage
 
 
-def reasoning_tokens(answer: Answer, reading: AnswerParsing) -> int:
+def reasoning_tokens(answer: Answer, parsing: AnswerParsing) -> int:
     """Return the number of reasoning tokens in an answer, including those of its marks.
 
-    If the reasoning of the model is not parsed, the marks are those of USUAL_REASONING, such as `<think>`.
+    If the reasoning of the model is not parsed, the marks are those of DEFAULT_REASONING, such as `<think>`.
     """
-    reader = ReasoningReader(reading.reasoning or DEFAULT_REASONING, reading.starts_in_reasoning)
+    reader = ReasoningReader(parsing.reasoning or DEFAULT_REASONING, parsing.starts_in_reasoning)
     for count, token in enumerate(answer.pieces, 1):
         state_before = reader.state
         reader.feed(token.text)
@@ -370,12 +377,12 @@ class StreamedLogprobs:
         self._tokens = list[TokenDelta]()
         self._sent = 0  # the number of tokens whose entries were returned
 
-    def add(self, piece: TokenDelta) -> dict[str, Any] | None:
+    def add(self, token: TokenDelta) -> dict[str, Any] | None:
         """Add a token. Returns the entries that became final, or None if there are none."""
-        if piece.token_bytes is None:
+        if token.token_bytes is None:
             return None
-        self._tokens.append(piece)
-        final_tokens = self._tokens[self._sent : piece.token_bytes.final_tokens]
+        self._tokens.append(token)
+        final_tokens = self._tokens[self._sent : token.token_bytes.final_tokens]
         self._sent += len(final_tokens)
         return _entries(final_tokens) if final_tokens else None
 
@@ -385,8 +392,8 @@ def logprobs_of(pieces: Sequence[TokenDelta]) -> dict[str, Any] | None:
 
     As in OpenAI's API, the token that ended the answer, and the tokens of a stop string, have no entry.
     """
-    last = pieces[-1].token_bytes if pieces else None
-    return None if last is None else _entries(pieces[: last.final_tokens])
+    last_token_bytes = pieces[-1].token_bytes if pieces else None
+    return None if last_token_bytes is None else _entries(pieces[: last_token_bytes.final_tokens])
 
 
 def _entries(tokens: Sequence[TokenDelta]) -> dict[str, Any]:
@@ -395,8 +402,8 @@ def _entries(tokens: Sequence[TokenDelta]) -> dict[str, Any]:
 
 def _entry(token: TokenDelta) -> dict[str, Any]:
     assert token.token_bytes
-    candidates = zip(token.top, token.token_bytes.top, strict=True)
-    top = [_token(data, logprob) for (_, _, logprob), data in candidates]
+    top_tokens = zip(token.top, token.token_bytes.top, strict=True)
+    top = [_token(data, logprob) for (_, _, logprob), data in top_tokens]
     return {**_token(token.token_bytes.data, token.logprob), "top_logprobs": top}
 
 

@@ -32,69 +32,71 @@ class OutputParsers(msgspec.Struct, frozen=True):
     Raises UsageError for an unknown name.
     """
 
+    #: A name in CALL_FORMATS, or "auto" for the format of the model's chat template.
     tool_call: str = "auto"
+    #: A name in REASONING_FORMATS, "auto" for the format of the chat template, or "none" to parse no reasoning.
     reasoning: str = "auto"
 
     def __post_init__(self) -> None:
-        for flag, name, known in (
+        for flag, name, parsers in (
             ("--tool-call-parser", self.tool_call, ("auto", *CALL_FORMATS)),
             ("--reasoning-parser", self.reasoning, ("auto", "none", *REASONING_FORMATS)),
         ):
-            if name not in known:
-                raise UsageError(f"{flag} {name}: there is no such parser; choose one of {', '.join(known)}")
+            if name not in parsers:
+                raise UsageError(f"{flag} {name}: there is no such parser; choose one of {', '.join(parsers)}")
 
-    def format_of_calls(self, usual: CallFormat) -> CallFormat:
-        """Return the format of tool calls. `usual` is that of the chat template."""
-        return usual if self.tool_call == "auto" else CALL_FORMATS[self.tool_call]
+    def format_of_calls(self, template_format: CallFormat) -> CallFormat:
+        """Return the format of tool calls. "auto" is `template_format`, that of the chat template."""
+        return template_format if self.tool_call == "auto" else CALL_FORMATS[self.tool_call]
 
-    def format_of_reasoning(self, usual: ReasoningFormat | None) -> ReasoningFormat | None:
-        """Return the format of reasoning, or None. `usual` is that of the chat template."""
-        return usual if self.reasoning == "auto" else REASONING_FORMATS.get(self.reasoning)
+    def format_of_reasoning(self, template_format: ReasoningFormat | None) -> ReasoningFormat | None:
+        """Return the format of reasoning, or None. "auto" is `template_format`, that of the chat template."""
+        return template_format if self.reasoning == "auto" else REASONING_FORMATS.get(self.reasoning)
 
 
 def without_special_tokens(format: CallFormat, tokenizer: ChatTokenizer) -> CallFormat:
-    """Return the format of tool calls so that a grammar can write it.
+    """Return the format of tool calls in a form that a grammar can write.
 
     Grammars cannot write special tokens. If the format has any, calls are written as bare JSON objects.
     """
-    written = format.as_written
-    text = written.open + written.head + written.between + written.close
-    special_marks = (mark for id, mark in tokenizer.mark_ids(written.marks).items() if id in tokenizer.specials)
+    written_format = format.as_written
+    text = written_format.open + written_format.head + written_format.between + written_format.close
+    special_marks = (mark for id, mark in tokenizer.mark_ids(written_format.marks).items() if id in tokenizer.specials)
     return msgspec.structs.replace(format, written=BARE) if any(mark in text for mark in special_marks) else format
 
 
 def parsing_of(
     tools: Tools | None,
-    calls: CallFormat,
-    reasoning: ReasoningFormat | None,
-    start: Callable[[], str],
+    call_format: CallFormat,
+    reasoning_format: ReasoningFormat | None,
+    start_of_answer: Callable[[], str],
     by_grammar: bool = False,
     continues: bool = False,
 ) -> AnswerParsing | None:
     """Return how to parse an answer; None if it is plain text.
 
-    tools, calls: the offered tools, and the format of tool calls.
-    reasoning: the format of reasoning; None if it is not parsed.
-    start: returns the text before the answer in its turn: the template's, or the message that the answer continues.
-    by_grammar: whether a grammar forces the format of the answer, which has calls in the format of grammars then.
+    tools, call_format: the offered tools, and the format of tool calls.
+    reasoning_format: the format of reasoning; None if it is not parsed.
+    start_of_answer: returns the text of the turn before the answer: the template's, or the message that is continued.
+    by_grammar: whether a grammar forces the format of the answer. Then calls have the format that grammars write.
     continues: whether the answer continues the last message.
     """
-    if tools is None and reasoning is None:
+    if tools is None and reasoning_format is None:
         return None
 
     parsing = AnswerParsing()
     if tools:
         forced = tools.choice == "required"
-        format = calls.as_written if by_grammar or forced else calls
+        format = call_format.as_written if by_grammar or forced else call_format
         parsing = AnswerParsing(
             msgspec.structs.replace(format, written=None), tools.types, tools.allows_several_calls, forced
         )
-    if reasoning:
-        text_before = start()
-        is_open = opened(reasoning, text_before, continues=continues)
-        reasoned = not is_open and reasoning.end_mark in text_before
+    if reasoning_format:
+        text_before = start_of_answer()
+        is_open = opened(reasoning_format, text_before, continues=continues)
+        has_reasoning = not is_open and reasoning_format.end_mark in text_before
         parsing = msgspec.structs.replace(
-            parsing, reasoning=reasoning, starts_in_reasoning=is_open, has_reasoning=reasoned
+            parsing, reasoning=reasoning_format, starts_in_reasoning=is_open, has_reasoning=has_reasoning
         )
     return parsing
 

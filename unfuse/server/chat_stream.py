@@ -24,21 +24,24 @@ async def output_stream(
     TransientError while the queue cannot be read.
     """
     counts = dict(offsets)
-    async for stages in _stages_with_news(queue.watch(request), counts):
+    async for stages in _stages_with_output(queue.watch(request), counts):
         for stage in stages:
-            size = MAX_DELTAS_PER_MESSAGE
-            while size == MAX_DELTAS_PER_MESSAGE:
+            # A reply with the maximum of chunks may not have all, so the next one is read at once.
+            chunk_count = MAX_DELTAS_PER_MESSAGE
+            while chunk_count == MAX_DELTAS_PER_MESSAGE:
                 chunks = await queue.read_deltas(request, stage, counts[stage])
-                size = len(chunks)
+                chunk_count = len(chunks)
                 for chunk in chunks:
                     counts[stage] += 1
                     yield stage, chunk
 
 
-async def _stages_with_news(events: AsyncIterator[Event], counts: Mapping[str, int]) -> AsyncIterator[Collection[str]]:
+async def _stages_with_output(
+    events: AsyncIterator[Event], counts: Mapping[str, int]
+) -> AsyncIterator[Collection[str]]:
     """Yield the stages that may have more chunks than `counts`.
 
-    These are all stages at the start and at the end, and between them one for each event.
+    All stages are yielded at the start and at the end, and in between the stage of each event with new chunks.
     """
     yield counts.keys()
     async for event in events:
@@ -58,7 +61,7 @@ class StreamedMessage:
         self._reader = AnswerReader(parsing) if parsing else None
         self._hidden_kind = "reasoning" if parsing and parsing.hides_reasoning else ""
         self._answer_id = f"{context.id}:{index}"
-        # Arguments of the last call that belong into the next delta: the first delta of a call has only id and name.
+        # Arguments of the last call for the next delta: the first delta of a call has only its id and name.
         self._later_arguments = ""
         #: The number of tool calls so far.
         self.calls = 0
@@ -71,24 +74,24 @@ class StreamedMessage:
     def add(self, text: str) -> dict[str, Any]:
         """Return the delta for more text.
 
-        It is empty if the client has nothing to get yet.
+        It is empty while no part of the text is certain, for example within the mark of a tool call.
         """
         if self._reader is None:
             return {"content": text} if text else {}
         return self._delta(self._reader.feed(text))
 
-    def finish(self, ended: str) -> list[dict[str, Any]]:
+    def finish(self, reason: str) -> list[dict[str, Any]]:
         """Return the remaining deltas at the end of the answer, at least one."""
         if self._reader is None:
             return [{}]
-        deltas = [self._delta(self._reader.finish(cut=ended == "length"))]
+        deltas = [self._delta(self._reader.finish(cut=reason == "length"))]
         while self._later_arguments:
             deltas.append(self._delta([]))
         return deltas
 
-    def finish_reason(self, ended: str) -> str:
+    def finish_reason(self, reason: str) -> str:
         """Return the `finish_reason` of the choice: `tool_calls` for an answer that ended with calls."""
-        return "tool_calls" if ended == "stop" and self.calls else ended
+        return "tool_calls" if reason == "stop" and self.calls else reason
 
     def _delta(self, parts: list[AnswerPart]) -> dict[str, Any]:
         """Return the delta with these parts, and with arguments left from the previous one."""
@@ -97,6 +100,7 @@ class StreamedMessage:
         later_arguments, self._later_arguments = self._later_arguments, ""
         if later_arguments:
             calls[self.calls - 1] = {"index": self.calls - 1, "function": {"arguments": later_arguments}}
+
         for part in parts:
             if part.kind == "call":
                 self._flush_arguments(calls)
@@ -106,6 +110,7 @@ class StreamedMessage:
                 self._add_arguments(calls, part.text)
             elif part.kind not in ("mark", self._hidden_kind):
                 texts[part.kind] += part.text
+
         fields = {"reasoning_content": texts["reasoning"], "content": texts["content"]}
         delta: dict[str, Any] = {name: text for name, text in fields.items() if text}
         return {**delta, "tool_calls": [*calls.values()]} if calls else delta
@@ -124,14 +129,14 @@ class StreamedMessage:
 
         They are saved for the next delta if the call starts in this one.
         """
-        last = self.calls - 1
-        if last in calls and "id" in calls[last]:
+        index = self.calls - 1
+        if index in calls and "id" in calls[index]:
             self._later_arguments += text
         else:
-            calls.setdefault(last, {"index": last, "function": {"arguments": ""}})["function"]["arguments"] += text
+            calls.setdefault(index, {"index": index, "function": {"arguments": ""}})["function"]["arguments"] += text
 
     def _flush_arguments(self, calls: dict[int, dict[str, Any]]) -> None:
-        """Put saved arguments into this delta, because another call starts in it."""
+        """Add saved arguments to this delta, because another call starts in it."""
         if self._later_arguments:
             calls[self.calls - 1]["function"]["arguments"] += self._later_arguments
             self._later_arguments = ""
@@ -150,6 +155,7 @@ def whole_message(context: RequestContext, index: int, answer: Answer) -> tuple[
                 calls.append({key: value for key, value in call.items() if key != "index"})
             else:
                 calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+
     fields: dict[str, Any] = {"content": texts["content"] or (None if calls else "")}
     if texts["reasoning_content"]:
         fields["reasoning_content"] = texts["reasoning_content"]

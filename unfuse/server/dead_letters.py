@@ -83,25 +83,27 @@ async def retry(id: str, request: Request, gateway: GatewayDep, caller: CallerDe
     The old one is no longer a dead letter. The new one's id follows from the old one's: a repeat of an interrupted call
     creates no second request.
     """
-    old = await gateway.load(id, caller.visible_tenant)
-    if not old.context.is_dead_letter:
+    dead_record = await gateway.load(id, caller.visible_tenant)
+    if not dead_record.context.is_dead_letter:
         raise ApiError(
             409,
             "not_dead",
-            f"request {id} is not a dead letter, it is {old.context.status}: only dead letters can be retried",
+            f"request {id} is not a dead letter, it is {dead_record.context.status}: only dead letters can be retried",
             headers={"x-should-retry": "false"},
         )
-    if not caller.may_use(model := old.context.request.requested_model):
+    if not caller.may_use(model := dead_record.context.request.requested_model):
         raise UnknownModel(f"model {model!r} is not served for this API key", "model")
     await gateway.model(model, caller.models)  # a request for a model that is not served now would wait for ever
 
     # An admin may retry another tenant's request: then the admin's limits do not apply.
-    limits = caller.limits if caller.tenant == old.context.caller.tenant else TenantLimits()
-    new_id = gateway.scheduler.choose_retry_id(old.context, limits)
-    for name in old.context.request.derived.attachments:
+    limits = caller.limits if caller.tenant == dead_record.context.caller.tenant else TenantLimits()
+    new_id = gateway.scheduler.choose_retry_id(dead_record.context, limits)
+
+    # The new request needs its uploads before it is submitted. Those of the old request are deleted only after that.
+    for name in dead_record.context.request.derived.attachments:
         data = await to_thread.run_sync(gateway.results.attached, id, name)
         await to_thread.run_sync(gateway.results.attach, new_id, name, data)
-    with gateway.log_refusals(old.context.caller.tenant, old.context.request.model):
+    with gateway.log_refusals(dead_record.context.caller.tenant, dead_record.context.request.model):
         record = await gateway.scheduler.retry(id, new_id, limits)
-    gateway.delete_attachments(old.context)
+    gateway.delete_attachments(dead_record.context)
     return await gateway.view(request, record)

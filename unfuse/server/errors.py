@@ -33,6 +33,8 @@ async def answer_error(request: Request, error: Exception) -> JSONResponse:
     """
     refusal = refusal_of(error)
     path = request.scope["path"]
+
+    # Only the router raises this type of 404. A route whose object does not exist raises another error.
     if isinstance(error, HTTPException) and refusal.status == HTTPStatus.NOT_FOUND:
         refusal = ApiError(404, refusal.code, f"nothing is served at {path[:80]}: {_hint_at(request.scope)}")
     if refusal.status == HTTPStatus.METHOD_NOT_ALLOWED and (allowed := allowed_methods(request.scope)):
@@ -48,8 +50,12 @@ def _hint_at(scope: Scope) -> str:
     """
     path = _SLASHES.sub("/", scope["path"])
     candidates = (path, f"/v1{path}", path.removeprefix("/v1"))
-    served = [other for other in candidates if other != scope["path"] and allowed_methods({**scope, "path": other})]
-    return f"did you mean {served[0][:80]}?" if served else "see /docs"
+    served_paths = [
+        candidate
+        for candidate in candidates
+        if candidate != scope["path"] and allowed_methods({**scope, "path": candidate})
+    ]
+    return f"did you mean {served_paths[0][:80]}?" if served_paths else "see /docs"
 
 
 def response_of(refusal: ApiError) -> JSONResponse:
@@ -81,9 +87,9 @@ def refusal_of(error: Exception) -> ApiError:
             code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
             return ApiError(error.status_code, code, f"{error.detail}: see /docs", headers=error.headers)
         case RequestValidationError():
-            first = error.errors()[0]
-            name = str(first["loc"][-1])
-            return ApiError(400, "invalid_parameter", f"{name}: {first['msg']}", name)
+            first_error = error.errors()[0]
+            name = str(first_error["loc"][-1])
+            return ApiError(400, "invalid_parameter", f"{name}: {first_error['msg']}", name)
     return _server_refusal(error)
 
 

@@ -70,17 +70,17 @@ class Gateway(Observer):
     results: the result store, for uploads and results.
     keys: the API keys. Without keys, every caller is the tenant `default`.
     names: public model name → internal name, for models that have another name here.
-    standard: parameters that override the defaults of every model.
+    default_params: parameters that override the defaults of every model.
     loras: the folder of LoRA adapters; "" for none.
     strict: whether parameters that would have no effect are refused.
     time_limits: seconds that the stages of a request may run, by modality; 0 or missing is no limit.
     store: the backend of the workers' tensor stores, for the labels of metrics.
-    cancels: whether a request is cancelled when the client that waits for it disconnects.
-    reuses: whether equal requests get the cached results of an earlier one.
+    cancel_on_disconnect: whether a request is cancelled when the client that waits for it disconnects.
+    cache_results: whether equal requests get the cached results of an earlier one.
     webhooks: delivers webhooks when requests end; None delivers none.
     prices: prices of device time; by default requests have no cost in money.
     image_fetcher: fetches pictures of chats by their addresses; None fetches none.
-    joining: adds models at run time; by default no model can be added.
+    model_adder: adds models at run time; by default no model can be added.
     public_url: the base of links in responses; "" for the address that the client used.
     parsers: the names of the parsers of tool calls and reasoning.
     open_metrics: whether everybody sees all metrics.
@@ -93,17 +93,17 @@ class Gateway(Observer):
         *,
         keys: ApiKeys | None = None,
         names: Mapping[str, str] | None = None,
-        standard: Params | None = None,
+        default_params: Params | None = None,
         loras: str = "",
         strict: bool = False,
         time_limits: Mapping[str, float] | None = None,
         store: str = "shared_memory",
-        cancels: bool = False,
-        reuses: bool = False,
+        cancel_on_disconnect: bool = False,
+        cache_results: bool = False,
         webhooks: Webhooks | None = None,
         prices: Prices = FREE,
         image_fetcher: ImageFetcher | None = None,
-        joining: ModelAdder | None = None,
+        model_adder: ModelAdder | None = None,
         public_url: str = "",
         parsers: OutputParsers | None = None,
         open_metrics: bool = False,
@@ -116,9 +116,9 @@ class Gateway(Observer):
         self.names = ModelNames(names or {})
         self.strict = strict
         self.time_limits = time_limits or {}
-        self.cancels = cancels
+        self.cancels = cancel_on_disconnect
         self.open_metrics = open_metrics
-        self._default_params = standard or {}
+        self._default_params = default_params or {}
         self._prices = prices
         self._public_url = public_url
 
@@ -126,51 +126,56 @@ class Gateway(Observer):
         self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
         self.grammar_checker = GrammarChecker(self.metrics)
         self.image_fetcher = image_fetcher or ImageFetcher()
-        self.result_cache = ResultCache(scheduler, results) if reuses else None
+        self.result_cache = ResultCache(scheduler, results) if cache_results else None
         self.loras = AdapterFolder(loras) if loras else None
-        self.joining = joining or ModelAdder()
+        self.joining = model_adder or ModelAdder()
         self.parsers = parsers or OutputParsers()
         self.background = Supervisor()
         self.webhooks = webhooks or Webhooks()
 
         self.awaited = Counter[str]()  # request id → number of callers that wait for it in this gateway
-        self._releasing: dict[str, asyncio.Task[None]] = {}  # request id → task that deletes its attachments
+        self._attachment_deletions: dict[str, asyncio.Task[None]] = {}  # request id → task that deletes its attachments
         self._store_error = ""  # why results could not be stored at the last check; "": they could
         scheduler.observers.add(self.metrics, self)
 
-    async def models(self, only: frozenset[str] | None = None) -> dict[str, ModelSpec]:
-        """Return the served models by public name; with `only`, just these."""
+    async def models(self, allowed: frozenset[str] | None = None) -> dict[str, ModelSpec]:
+        """Return the served models by public name; with `allowed`, only these."""
         specs = await self.scheduler.registry.model_specs()
         specs = {name: replace(spec, defaults=spec.defaults | self._default_params) for name, spec in specs.items()}
-        return {name: spec for name, spec in self.names.by_public_name(specs).items() if only is None or name in only}
+        return {
+            name: spec for name, spec in self.names.by_public_name(specs).items() if allowed is None or name in allowed
+        }
 
-    async def model(self, name: object, only: frozenset[str] | None = None) -> tuple[str, ModelSpec]:
+    async def model(self, name: object, allowed: frozenset[str] | None = None) -> tuple[str, ModelSpec]:
         """Return the public name and spec of a served model; for None the default.
 
-        Raises UnknownModel for a name that is not served or not in `only`, InvalidParameter if no name is sent and
+        Raises UnknownModel for a name that is not served or not in `allowed`, InvalidParameter if no name is sent and
         there is no default, and ApiError (503) while no model is served or if the added model has failed.
         """
-        served = await self.models(only)
-        known = ", ".join(sorted(served))
-        if isinstance(name, str) and (failed := self.failed_models(only).get(name)):
+        served = await self.models(allowed)
+        served_names = ", ".join(sorted(served))
+        if isinstance(name, str) and (failed_model := self.failed_models(allowed).get(name)):
             raise ApiError(
                 503,
                 MODEL_FAILED,
-                f"model {name!r} cannot be served: {failed.failure}",
+                f"model {name!r} cannot be served: {failed_model.failure}",
                 "model",
                 {"x-should-retry": "false"},
             )
-        if not served and only is not None:
+
+        if not served and allowed is not None:
             raise UnknownModel("no served model is available to this API key", "model")
         if not served:
             raise ApiError(503, "no_model", "no model is served yet: start a worker", headers={"retry-after": "2"})
+
         if name is None:
             if default := self.default_model(served):
                 return default, served[default]
-            raise InvalidParameter(f"model is missing: send one of {known}", "model")
+            raise InvalidParameter(f"model is missing: send one of {served_names}", "model")
+
         public_name = self.names.resolve(name) if isinstance(name, str) else ""
         if public_name not in served:
-            raise UnknownModel(f"model {_loggable(name)!r} is not served: send one of {known}", "model")
+            raise UnknownModel(f"model {_loggable(name)!r} is not served: send one of {served_names}", "model")
         return public_name, served[public_name]
 
     def default_model(self, served: Mapping[str, ModelSpec]) -> str | None:
@@ -184,15 +189,15 @@ class Gateway(Observer):
             return configured_names[0]
         return next(iter(served)) if len({spec.name for spec in served.values()}) == 1 else None
 
-    def failed_models(self, only: frozenset[str] | None = None) -> dict[str, DeclaredModels]:
+    def failed_models(self, allowed: frozenset[str] | None = None) -> dict[str, DeclaredModels]:
         """Return the added models that cannot be served, by public name, restricted as in `models`.
 
-        They are as of the registry's last refresh.
+        The state is that of the registry's last refresh.
         """
         failures = {self.names.public_name(name): models for name, models in self.scheduler.registry.failed.items()}
-        return {name: models for name, models in failures.items() if only is None or name in only}
+        return {name: models for name, models in failures.items() if allowed is None or name in allowed}
 
-    async def lora_ids(self, spec: ModelSpec, named: str) -> str:
+    async def lora_ids(self, spec: ModelSpec, lora: str) -> str:
         """Return the content hashes of the LoRA adapters in the parameter `lora`.
 
         Workers use them to load the same contents. Raises InvalidParameter if the model takes no adapters, if no
@@ -203,7 +208,7 @@ class Gateway(Observer):
         if self.loras is None:
             raise InvalidParameter("the server has no LoRA adapters: start it with --loras FOLDER", "lora")
         try:
-            return await to_thread.run_sync(self.loras.ids_of, named, limiter=self.decoding)
+            return await to_thread.run_sync(self.loras.ids_of, lora, limiter=self.decoding)
         except (NotFound, UnsupportedRequest) as error:
             raise InvalidParameter(str(error), "lora") from error
 
@@ -234,8 +239,8 @@ class Gateway(Observer):
 
         A tenant that has no key any more is counted as `other`.
         """
-        known = {DEFAULT_TENANT, *(key.tenant for key in self.keys.all())}
-        tenant = context.caller.tenant if context.caller.tenant in known else "other"
+        known_tenants = {DEFAULT_TENANT, *(key.tenant for key in self.keys.all())}
+        tenant = context.caller.tenant if context.caller.tenant in known_tenants else "other"
         self.metrics.count_device_seconds(self.names.public_name(context.request.model), tenant, seconds, self._prices)
 
     @contextmanager
@@ -268,29 +273,31 @@ class Gateway(Observer):
         self, request: Request, records: Sequence[RequestRecord], *, evidence: bool = False
     ) -> list[dict[str, object]]:
         """Return the request objects of records, as the caller sees them. See `request_object` for `evidence`."""
-        base, sign = self.base_url(request), await self.links.signer()
-        wall = self.scheduler.clock.wall()
+        base_url, sign = self.base_url(request), await self.links.signer()
+        now = self.scheduler.clock.wall()
         views = []
         for record in records:
             eta = self.scheduler.eta(record)
             state, seconds_left = self.scheduler.awaited_condition(record)
-            view = request_object(record, base, eta, evidence=evidence, prices=self._prices, sign=sign, wall=wall)
+            view = request_object(record, base_url, eta, evidence=evidence, prices=self._prices, sign=sign, wall=now)
             views.append(view if seconds_left is None else view | {"state": state})
         return views
 
-    def delete_attachments(self, context: RequestContext, beginning: str = "") -> None:
-        """Delete attachments of an ended request in the background.
+    def delete_attachments(self, context: RequestContext, prefix: str = "") -> None:
+        """Delete the attachments of an ended request in the background.
 
-        These are all whose names start with `beginning`.
+        Only those whose names start with `prefix` are deleted.
         """
         if context.has_attachments:
             request = context.id
-            self._releasing[request] = asyncio.create_task(self._delete_attachments(request, beginning))
-            self._releasing[request].add_done_callback(lambda _: self._releasing.pop(request, None))
+            self._attachment_deletions[request] = asyncio.create_task(self._delete_attachments(request, prefix))
+            self._attachment_deletions[request].add_done_callback(
+                lambda _: self._attachment_deletions.pop(request, None)
+            )
 
-    async def _delete_attachments(self, request: str, beginning: str) -> None:
+    async def _delete_attachments(self, request: str, prefix: str) -> None:
         with self.background.log_errors("deleting attachments"):
-            await to_thread.run_sync(self.results.detach, request, beginning)
+            await to_thread.run_sync(self.results.detach, request, prefix)
 
     def base_url(self, request: Request) -> str:
         """Return the base of links in responses: `public_url`, or the address that the client used."""
@@ -310,8 +317,10 @@ class Gateway(Observer):
     async def delete(self, request: str) -> None:
         """Cancel a request, and delete its record and all its files."""
         await self.scheduler.cancel(request)
-        if releasing := self._releasing.get(request):
-            await asyncio.wait({releasing})
+
+        # The record is deleted last, so that an interrupted deletion of the files can be repeated.
+        if deletion := self._attachment_deletions.get(request):
+            await asyncio.wait({deletion})
         await to_thread.run_sync(self.results.delete, request)
         await self.queue.drop(request)
 
@@ -321,12 +330,13 @@ class Gateway(Observer):
         Results cannot be stored if this gateway's check fails, or if a task of any worker waits. A new reason is
         logged once.
         """
-        waiting = sum(member.info.status.waiting_for_results for member in await self.scheduler.registry.workers())
+        waiting = sum(worker.info.status.waiting_for_results for worker in await self.scheduler.registry.workers())
         reason = ""
         try:
             await to_thread.run_sync(self.results.check)
         except ResultsUnavailable as error:
             reason = str(error.__cause__)
+
         if reason and reason != self._store_error:
             log.error("results cannot be stored", reason=reason)
         self._store_error = reason
@@ -334,7 +344,7 @@ class Gateway(Observer):
 
     @contextmanager
     def awaiting(self, id: str) -> Iterator[None]:
-        """Return a context in which a request counts as awaited by a caller here."""
+        """Return a context in which a caller of this gateway waits for a request."""
         self.awaited[id] += 1
         try:
             yield
@@ -344,7 +354,7 @@ class Gateway(Observer):
                 del self.awaited[id]
 
     async def awaited_within(self, seconds: float) -> bool:
-        """Return whether a caller here awaits a request that may end within `seconds`.
+        """Return whether a caller here waits for a request that may end within `seconds`.
 
         That is a request that is over, is predicted to end in time, or has no prediction: its model is new, or the
         shard of the queue with its record is unreachable at the moment.

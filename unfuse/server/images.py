@@ -75,15 +75,15 @@ async def edit(request: Request, gateway: GatewayDep, asker: CallerDep) -> Respo
 async def _answer(call: GenerationCall, kind: str) -> Response:
     """Return the response of a call for pictures.
 
-    `kind` begins the types of its events if it streams.
+    kind: the first part of the type of streamed events, such as `image_edit` in `image_edit.completed`.
     """
     gateway = call.gateway
-    base = gateway.base_url(call.request)
-    sign = await gateway.links.signer()
+    base_url = gateway.base_url(call.request)
+    sign = await gateway.links.signer()  # created here, because `reply` is run in a thread
 
     def reply(context: RequestContext, delivery: Delivery) -> bytes:
         paths = [result_path(context, file.index) for file in context.result]
-        links = [base + sign(path) for path in paths] if delivery.response_format == "url" else None
+        links = [base_url + sign(path) for path in paths] if delivery.response_format == "url" else None
         return _reply(gateway.results, context, links)
 
     return await answer_call(call, lambda record: _events(gateway, record, kind), reply)
@@ -99,11 +99,11 @@ async def _events(gateway: Gateway, record: RequestRecord, kind: str) -> AsyncIt
         preview_counts[stage] += 1
 
     context = await gateway.completed(request)
-    common = {"output_format": context.request.params["output_format"], "usage": _USAGE}
+    common_fields = {"output_format": context.request.params["output_format"], "usage": _USAGE}
     for file in context.result:
         data = b"" if file.flagged else await to_thread.run_sync(gateway.results.read, request, file.index)
-        specific = _FLAGGED if file.flagged else _true_size(data, file)
-        yield _event(f"{kind}.completed", context, data, common | _seed(context, file) | specific)
+        picture_fields = _FLAGGED if file.flagged else _true_size(data, file)
+        yield _event(f"{kind}.completed", context, data, common_fields | _seed(context, file) | picture_fields)
 
 
 async def _previews(gateway: Gateway, request: str) -> AsyncIterator[tuple[str, bytes]]:
@@ -131,9 +131,9 @@ def _requested_form(context: RequestContext) -> dict[str, object]:
 
 
 def _true_size(picture: bytes, file: ResultFile) -> dict[str, object]:
-    """Return the true size of a generated picture, from its header.
+    """Return the field with the true size of a generated picture, from its header.
 
-    There is no field for another content type.
+    There is no field for other content types.
     """
     if not file.content_type.startswith("image/"):
         return {}
@@ -150,11 +150,11 @@ def _seed(context: RequestContext, file: ResultFile) -> dict[str, object]:
 def _reply(results: ResultStore, context: RequestContext, links: Sequence[str] | None) -> bytes:
     """Return the response in OpenAI's format, as JSON. Reads files.
 
-    Pictures are sent as `links`, or as base64 if it is None.
+    links: the URL of each picture; None to send the pictures as base64.
     """
     data = []
     size = dict[str, object]()
-    for place, file in enumerate(context.result):
+    for position, file in enumerate(context.result):
         picture = _seed(context, file)
         if file.flagged:
             picture |= _FLAGGED
@@ -163,8 +163,9 @@ def _reply(results: ResultStore, context: RequestContext, links: Sequence[str] |
             size = _true_size(content, file)
             picture["b64_json"] = base64.b64encode(content).decode()
         else:
-            picture["url"] = links[place]
+            picture["url"] = links[position]
         data.append(picture)
+
     return msgspec.json.encode(
         {
             "created": int(context.completed_at or context.created_at),

@@ -41,20 +41,20 @@ class SignedLinks:
         self._signs = signs
         self._secret = b""  # "" until it is loaded
 
-    async def signer(self, lasts_s: int = LINK_TTL_S) -> Callable[[str], str]:
-        """Return a function that signs the path of a result for `lasts_s` seconds.
+    async def signer(self, ttl_s: int = LINK_TTL_S) -> Callable[[str], str]:
+        """Return a function that signs the path of a result for `ttl_s` seconds.
 
-        While the queue with the secret is unavailable, it returns paths unchanged: they still open with a key.
+        While the queue with the secret is unavailable, the function returns paths unchanged. Such a link needs a key.
         """
         secret = b""
         if self._signs:
             with suppress(TransientError):
                 secret = await self._load_secret()
         if not secret:
-            return str
+            return str  # returns the path unchanged
 
         def sign(path: str) -> str:
-            expires = str(int(self._clock.wall()) + lasts_s)
+            expires = str(int(self._clock.wall()) + ttl_s)
             return f"{path}?expires={expires}&signature={_signature(secret, path, expires)}"
 
         return sign
@@ -67,10 +67,11 @@ class SignedLinks:
         path, query = request.scope["path"], request.query_params
         if not self._signs or "signature" not in query or not _RESULT.fullmatch(path):
             return False
+
         expires = query.get("expires", "")
         expected = _signature(await self._load_secret(), path, expires)
-        is_ours = hmac.compare_digest(expected.encode(), query["signature"].encode())
-        if not is_ours or not _EXPIRES.fullmatch(expires) or request.method != "GET":
+        is_authentic = hmac.compare_digest(expected.encode(), query["signature"].encode())
+        if not is_authentic or not _EXPIRES.fullmatch(expires) or request.method != "GET":
             raise ApiError(
                 403, "invalid_link", "the signature of this link is wrong: get a new link with GET /v1/requests/{id}"
             )

@@ -23,7 +23,7 @@ from unfuse.server.metrics_table import METRICS, Scrape, pool_labels
 from unfuse.server.request_objects import Prices
 from unfuse.transfer import PREFERENCE
 
-#: The number of pools without workers whose statistics are still read: tasks may wait there for the next worker.
+#: The most pools that are remembered after they had workers: tasks may wait there for the next worker.
 MAX_LABEL_VALUES = 1024
 
 #: Labels that a stranger sees. A sample with any other label is hidden, so that a new label is hidden by default.
@@ -96,14 +96,14 @@ class Metrics(Observer):
     """The metrics of one gateway, as an observer of its scheduler.
 
     store: the backend of the workers' tensor stores, as a label.
-    shown: returns the public name of a model, which is its label.
+    public_name: returns the public name of a model, which is its label.
 
     Tokens are counted when they are recorded, before clients get them. Those of prompts are counted at acceptance.
     """
 
-    def __init__(self, store: str, shown: Callable[[str], str] = str) -> None:
+    def __init__(self, store: str, public_name: Callable[[str], str] = str) -> None:
         self._store = store
-        self._public_name = shown
+        self._public_name = public_name
         self._counters = {
             spec.name: Counter(spec.name, spec.help, spec.labels, registry=None)
             for spec in METRICS
@@ -139,6 +139,7 @@ class Metrics(Observer):
             case "failed" | "expired":
                 self.count("unfuse_requests_failed_total")
                 self.count("requests_failed_total")
+
         if cached_blocks := context.cached_prefix_blocks:
             tokens = PREFILL_CHUNK_TOKENS * cached_blocks
             self.count("unfuse_tokens_total", self._public_name(context.request.model), "cached", by=tokens)
@@ -191,35 +192,38 @@ class Metrics(Observer):
 
     @override
     def on_lost_device_time(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
-        for device, used in seconds.items():
-            self.count("unfuse_lost_device_seconds_total", self._public_name(context.request.model), device, by=used)
+        for device, device_seconds in seconds.items():
+            self.count(
+                "unfuse_lost_device_seconds_total", self._public_name(context.request.model), device, by=device_seconds
+            )
 
     def count_device_seconds(self, model: str, tenant: str, seconds: Mapping[str, float], prices: Prices) -> None:
-        """Count device seconds that a tenant has used, and their price.
+        """Count the device seconds that a tenant has used, and their price.
 
-        `model` is a public name. `seconds` are by device.
+        model: the public name of the model.
+        seconds: the device seconds by device.
         """
-        for device, used in seconds.items():
-            self.count("unfuse_device_seconds_total", model, tenant, device, by=used)
+        for device, device_seconds in seconds.items():
+            self.count("unfuse_device_seconds_total", model, tenant, device, by=device_seconds)
         if (money := prices.money(seconds)) is not None:
             self.count("unfuse_money_total", model, tenant, by=money)
 
     async def render(
         self,
         queue: QueueBackend,
-        members: Sequence[RegisteredWorker],
+        workers: Sequence[RegisteredWorker],
         pools: Sequence[str],
         roles: Mapping[str, tuple[str, str]] | None = None,
-        asleep: Collection[str] = (),
+        scaled_to_zero: Collection[str] = (),
         audience: Audience = EVERYTHING,
         results: tuple[bool, int] = (False, 0),
     ) -> bytes:
         """Return all metrics in the text format of Prometheus.
 
-        members: the healthy workers.
+        workers: the healthy workers.
         pools: the pools of the served models.
         roles: the role and the component of workers, by declared pool.
-        asleep: the declared pools that are scaled to zero.
+        scaled_to_zero: the declared pools that are scaled to zero.
         audience: decides which samples are included.
         results: whether results can be stored now, and how many tasks wait to store theirs.
         """
@@ -229,11 +233,11 @@ class Metrics(Observer):
             del self._remembered_pools[pool]
 
         scrape = Scrape(
-            workers=members,
+            workers=workers,
             all_pools=stats.pools,
-            pools={pool: line for pool, line in stats.pools.items() if pool in pools or line.left_s},
+            pools={pool: pool_stats for pool, pool_stats in stats.pools.items() if pool in pools or pool_stats.left_s},
             roles=roles or {},
-            scaled_to_zero=asleep,
+            scaled_to_zero=scaled_to_zero,
             requests=stats.active,
             store=self._store,
             cached_bytes=await queue.cached_bytes(),

@@ -1,7 +1,7 @@
 """The table of all metrics: name, kind, labels, help, and how to read gauges.
 
-Counters and histograms have no such function: `Metrics` changes them when the scheduler reports a transition. /metrics
-has this order, and `docs/reference-metrics.md` is generated from this table.
+Counters and histograms are not read: `Metrics` changes them when the scheduler reports a transition. /metrics has the
+order of this table, and `docs/reference-metrics.md` is generated from it.
 """
 
 from __future__ import annotations
@@ -76,9 +76,11 @@ class MetricSpec(NamedTuple):
 
     #: The exported name.
     name: str
+    #: Its type in Prometheus. Only gauges have `read`, and only histograms have `buckets`.
     kind: Literal["counter", "gauge", "histogram"]
     #: The names of its labels.
     labels: Labels
+    #: Its description in /metrics, and in `docs/reference-metrics.md`.
     help: str
     #: Returns the samples of a gauge, as (values of the labels, value).
     read: Callable[[Scrape], Samples] = lambda scrape: ()
@@ -92,45 +94,46 @@ def pool_labels(pool: str) -> Labels:
 
 
 def _single_sample(value: Callable[[Scrape], float]) -> Callable[[Scrape], Samples]:
-    """Read one sample without labels."""
+    """Return a reader of one sample without labels."""
     return lambda scrape: [((), value(scrape))]
 
 
 def _of_pools(value: Callable[[Scrape, str], float]) -> Callable[[Scrape], Samples]:
-    """Read a sample of each pool."""
+    """Return a reader of one sample for each pool."""
     return lambda scrape: [(pool_labels(pool), value(scrape, pool)) for pool in scrape.pools]
 
 
 def _of_nodes(value: Callable[[RegisteredWorker], int]) -> Callable[[Scrape], Samples]:
-    """Read a sample of each node: the sum over its workers."""
+    """Return a reader of one sample for each node: the sum over its workers."""
     return lambda scrape: _summed(((member.info.node,), value(member)) for member in scrape.workers)
 
 
-def _grouped(by: str, value: Callable[[list[WorkerInfo]], float]) -> Callable[[Scrape], Samples]:
-    """Read a sample of each device or role, from its workers.
+def _grouped(attribute: str, value: Callable[[list[WorkerInfo]], float]) -> Callable[[Scrape], Samples]:
+    """Return a reader of one sample for each device or role, computed from its workers.
 
-    by: the attribute of the workers, `device` or `role`.
+    attribute: the attribute of the workers, `device` or `role`.
     """
 
     def read(scrape: Scrape) -> Samples:
-        for label in dict.fromkeys(getattr(info, by) for info in scrape.infos):
-            yield (label,), value([info for info in scrape.infos if getattr(info, by) == label])
+        for label in dict.fromkeys(getattr(info, attribute) for info in scrape.infos):
+            yield (label,), value([info for info in scrape.infos if getattr(info, attribute) == label])
 
     return read
 
 
 def _of_arenas(value: Callable[[WorkerInfo], float]) -> Callable[[Scrape], Samples]:
-    """Read a sample of each role: the largest value of its workers' arenas."""
+    """Return a reader of one sample per role: the largest value of its workers' arenas."""
     return _grouped("role", lambda infos: max((value(info) for info in infos if info.arena_bytes), default=0.0))
 
 
 def _of_roles(value: Callable[[PoolStats], float]) -> Callable[[Scrape], Samples]:
-    """Read a sample of each role and component: the sum over its pools."""
+    """Return a reader of one sample per role and component: the sum over its pools."""
 
     def read(scrape: Scrape) -> Samples:
         roles = scrape.roles
         stats = {pool: pool_stats for pool, pool_stats in scrape.all_pools.items() if declared_pool(pool) in roles}
         samples = [(roles[declared_pool(pool)], value(pool_stats)) for pool, pool_stats in stats.items()]
+        # A role without tasks has samples of 0, so that an autoscaler can read them.
         return _summed([*((role, 0.0) for role in roles.values()), *samples])
 
     return read
@@ -157,9 +160,9 @@ def _rank_seconds(scrape: Scrape) -> Samples:
     """Return the seconds of computation and of exchange, by role and rank."""
     ranks = [(info.role, str(rank), times) for info in scrape.infos for rank, times in enumerate(info.status.ranks)]
     return _summed(
-        ((role, rank, of), seconds)
+        ((role, rank, activity), seconds)
         for role, rank, times in ranks
-        for of, seconds in (("compute", times.compute_s), ("exchange", times.exchange_s))
+        for activity, seconds in (("compute", times.compute_s), ("exchange", times.exchange_s))
     )
 
 
@@ -386,14 +389,14 @@ METRICS = (
     _gauge(
         "unfuse_role_predicted_seconds",
         "Predicted seconds of the stages of this role and component that are not done, of all active requests",
-        _of_roles(lambda line: line.left_s),
+        _of_roles(lambda stats: stats.left_s),
         "role",
         "component",
     ),
     _gauge(
         "unfuse_role_queue_size",
         "Tasks that wait for workers of this role and component",
-        _of_roles(lambda line: line.waiting),
+        _of_roles(lambda stats: stats.waiting),
         "role",
         "component",
     ),

@@ -53,11 +53,13 @@ async def add(request: Request, gateway: GatewayDep, caller: CallerDep) -> dict[
             f"this API key may not use a model {name!r}: the key has a models= list without it",
             "model",
         )
+
     names = gateway.names
     if name in await gateway.models() or (names.is_configured(name) and source != name):
         raise ApiError(409, "model_exists", f"a model {name!r} is served already: send another name", "name")
     if names.is_configured(name):  # a configured model that was removed: its internal name is its source
         source = name = names.internal_name(name)
+
     names.release(name)
     try:
         await gateway.joining.add(name, source)
@@ -99,7 +101,7 @@ async def show(name: str, gateway: GatewayDep, caller: CallerDep) -> dict[str, o
 def _parse_addition(fields: Mapping[str, Any]) -> tuple[str, str]:
     """Return the source and the name of the model to add.
 
-    fields: those of the body. Raises InvalidParameter.
+    fields: the fields of the body. Raises InvalidParameter.
     """
     source = str(fields.get("model"))
     name = fields.get("name")
@@ -109,6 +111,7 @@ def _parse_addition(fields: Mapping[str, Any]) -> tuple[str, str]:
             "model must be a folder on the server's machine or a hub name such as a/b; the only other field is name",
             "model",
         )
+
     if name is None and not is_name(name_of(source)):
         raise InvalidParameter("name is required: the last part of the path in model cannot be a name", "name")
     if name is not None and not (isinstance(name, str) and is_name(name)):
@@ -121,6 +124,7 @@ def _parse_addition(fields: Mapping[str, Any]) -> tuple[str, str]:
 class ModelViews:
     """Builds model objects for one caller, from one snapshot of the models."""
 
+    #: The gateway that serves the models.
     gateway: Gateway
     #: The served models that the caller may use, by public name.
     cards: Mapping[str, ModelSpec]
@@ -131,7 +135,7 @@ class ModelViews:
 
     @classmethod
     async def snapshot(cls, gateway: Gateway, caller: Principal) -> ModelViews:
-        """Take a snapshot of the models now."""
+        """Return the views of the models that are served now."""
         loras = [*await to_thread.run_sync(gateway.loras.files)] if gateway.loras else []
         missing = await gateway.scheduler.registry.unavailable_pools()
         return cls(gateway, await gateway.models(caller.models), missing, loras)
@@ -144,7 +148,7 @@ class ModelViews:
         is_missing = spec.name in self.missing
         progress = gateway.joining.progress(spec.name) if is_missing and not changed_file else None
         state = "unavailable" if changed_file else "loading" if is_missing else "ready"
-        return self._facts(name, spec) | {
+        return self._static_fields(name, spec) | {
             "state": state,
             "reason": str(changed_file) if changed_file else None,
             "progress": msgspec.to_builtins(progress),
@@ -155,9 +159,9 @@ class ModelViews:
         """Return the model object of a model that was added and cannot be served."""
         declared = self.gateway.failed_models()[name]
         state = {"state": "failed", "reason": declared.failure, "progress": None, "default": False}
-        return self._facts(name, declared.models[0]) | state
+        return self._static_fields(name, declared.models[0]) | state
 
-    def _facts(self, name: str, spec: ModelSpec) -> dict[str, object]:
+    def _static_fields(self, name: str, spec: ModelSpec) -> dict[str, object]:
         """Return the fields of a model object that do not depend on the model's state."""
         picture, last_frame = spec.accepted_input(UPLOAD), spec.accepted_input(LAST_FRAME)
         registry = self.gateway.scheduler.registry

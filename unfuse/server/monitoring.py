@@ -142,6 +142,7 @@ async def metrics(gateway: GatewayDep, reader: Annotated[Principal | None, Depen
         for stage in spec.pipeline.stages
     }
     pools = sorted(registry.pools(models))
+
     audience = Audience(sees_all=gateway.open_metrics)
     if reader:
         sees_all = gateway.open_metrics or reader.admin or reader.read_only

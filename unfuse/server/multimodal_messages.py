@@ -57,9 +57,9 @@ def read_messages(
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], tuple[MediaItem, ...], dict[str, bytes]]:
-    """Return the token ids of messages, their media, and the uploads of these.
+    """Return the token ids of messages, their pictures and videos, and the uploads.
 
-    The uploads are the bytes of pictures and videos, by the name of their attachment.
+    The uploads are the bytes of the pictures and videos, by the name of their attachment.
 
     tools, template_kwargs: inputs of the chat template.
 
@@ -68,26 +68,32 @@ def read_messages(
     """
     reader = _MessageReader(vision)
     template_messages = [reader.message(message, index) for index, message in enumerate(messages)]
-    edit = partial(_with_timestamps, vision, tokenizer, reader.moments)
+    edit = partial(_with_timestamps, vision, tokenizer, reader.group_times)
     ids = tokenizer.prompt(template_messages, tools, template_kwargs, media_types=PLACEHOLDER_TYPES, edit=edit)
     ids = vision.expand_placeholders(ids, reader.media)
     return ids, tuple(reader.media), reader.uploads
 
 
 def _with_timestamps(
-    vision: VisionConfig, tokenizer: ChatTokenizer, moments: Sequence[Sequence[float]], text: str
+    vision: VisionConfig, tokenizer: ChatTokenizer, group_times: Sequence[Sequence[float]], text: str
 ) -> str:
     """Return a prompt with a timestamp and a placeholder for each group of frames.
 
-    Models without timestamps have one placeholder for each video. `moments` are the seconds of the groups of each.
+    Models without timestamps have one placeholder for each video.
+
+    group_times: of each video, the times of its groups of frames, in seconds.
     """
-    begin, video, end = (tokenizer.piece(id).decode() for id in (vision.begin_id, vision.video, vision.end_id))
-    parts = text.split(begin + video + end)
-    if not vision.timed or len(parts) != len(moments) + 1:
+    begin_mark, video_mark, end_mark = (
+        tokenizer.piece(id).decode() for id in (vision.begin_id, vision.video, vision.end_id)
+    )
+    parts = text.split(begin_mark + video_mark + end_mark)
+    if not vision.timed or len(parts) != len(group_times) + 1:
         return text  # a wrong number of placeholders is refused by `VisionConfig.expand_placeholders`
     timed_text = parts[0]
-    for group_moments, part in zip(moments, parts[1:], strict=True):
-        timed_text += "".join(f"<{moment:.1f} seconds>{begin}{video}{end}" for moment in group_moments) + part
+    for video_times, part in zip(group_times, parts[1:], strict=True):
+        timed_text += (
+            "".join(f"<{seconds:.1f} seconds>{begin_mark}{video_mark}{end_mark}" for seconds in video_times) + part
+        )
     return timed_text
 
 
@@ -98,7 +104,7 @@ class _MessageReader:
         self._vision = vision
         self.media = list[MediaItem]()  # pictures and videos in their order
         self.uploads = dict[str, bytes]()  # their bytes, by the name of their attachment
-        self.moments = list[list[float]]()  # of each video, the seconds of its groups of frames
+        self.group_times = list[list[float]]()  # of each video, the times of its groups of frames, in seconds
         self._readers = {"image_url": self._read_image, "video_url": self._read_video_file, "video": self._read_frames}
         self._pixels = 0
 
@@ -107,11 +113,14 @@ class _MessageReader:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
             return message
         name = f"messages[{index}].content"
-        parts = [self._part(part, f"{name}[{place}]") for place, part in enumerate(message["content"])]
+        parts = [self._part(part, f"{name}[{part_index}]") for part_index, part in enumerate(message["content"])]
         return {**message, "content": parts}
 
     def _part(self, part: Any, name: str) -> Any:
-        """Return a content part for the chat template. `name` is its place, for errors."""
+        """Return a content part for the chat template.
+
+        name: its path in the body, for errors.
+        """
         part = as_image_url(part)
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in self._readers:
@@ -145,12 +154,13 @@ class _MessageReader:
     def _read_frames(self, name: str, part: Mapping[str, Any]) -> None:
         """Add a video that is a list of pictures of equal size.
 
-        `fps` is their number a second.
+        The field `fps` is the number of pictures a second.
         """
-        urls, most = part.get("video"), self._vision.images.max_pixels
-        if not isinstance(urls, list) or not 2 <= len(urls) <= most:
-            raise InvalidParameter(f"{name} must be a list of 2 to {most} frames, or send a file as video_url")
+        urls, max_frames = part.get("video"), self._vision.images.max_pixels
+        if not isinstance(urls, list) or not 2 <= len(urls) <= max_frames:
+            raise InvalidParameter(f"{name} must be a list of 2 to {max_frames} frames, or send a file as video_url")
         rate = number(f"{name}.fps", part.get("fps", self._vision.rate), 0.01, 1000)
+
         pictures = [self._read_picture(f"{name}[{index}]", _url(url)) for index, url in enumerate(urls)]
         if len(sizes := {size for _, size in pictures}) > 1:
             raise InvalidParameter(f"{name}: all frames must have the same size, not {len(sizes)} sizes")
@@ -166,12 +176,13 @@ class _MessageReader:
         except ValueError as error:
             raise InvalidParameter(f"{name}.url is not an MP4 file that can be read: {error}") from error
         if video.frames > MAX_FRAMES or video.frames * video.width * video.height > MAX_VIDEO_PIXELS:
-            has = f"{video.frames} frames of {video.width}x{video.height} pixels"
+            actual = f"{video.frames} frames of {video.width}x{video.height} pixels"
             raise InvalidParameter(
-                f"{name}.url has {has}: it may have {MAX_FRAMES} frames, and {MAX_VIDEO_PIXELS} pixels in all frames"
+                f"{name}.url has {actual}: it may have {MAX_FRAMES} frames, and {MAX_VIDEO_PIXELS} pixels in all frames"
             )
         if max(video.width, video.height) > MAX_SIDE or video.frames < 2:
             raise InvalidParameter(f"{name}.url must have 2 frames or more, of at most {MAX_SIDE} pixels a side")
+
         sampled = self._vision.sample_frames(video.frames, video.rate)
         numbers = ",".join(map(str, sampled))
         size = video.width, video.height
@@ -190,7 +201,7 @@ class _MessageReader:
         """
         vision = self._vision
         grid = vision.video_grid(*size, len(sampled))
-        self.moments.append(vision.frame_times(sampled, rate))
+        self.group_times.append(vision.frame_times(sampled, rate))
         self._add(data, grid, images=len(sampled), frame_indexes=numbers, seconds=vision.group / sample_rate)
 
     def _add(self, data: bytes, grid: Grid, **video: Any) -> None:
@@ -246,6 +257,7 @@ class ImageFetcher:
             raise InvalidParameter(
                 f"messages: at most {MAX_FETCHED} pictures are fetched: send more as data: URLs", "messages"
             )
+
         pictures = dict(zip(urls, await asyncio.gather(*map(self._fetch, urls)), strict=True))
         return {**fields, "messages": [_with_pictures(message, pictures) for message in messages]}
 
@@ -283,10 +295,10 @@ def _with_pictures(message: Any, pictures: Mapping[str, bytes]) -> Any:
     parts = _parts(message)
     if not any(map(_http_url, parts)):
         return message
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if url := _http_url(part):
             image_url = part["image_url"] if isinstance(part["image_url"], Mapping) else {}
-            parts[place] = {**part, "image_url": {**image_url, "url": pictures[url]}}
+            parts[index] = {**part, "image_url": {**image_url, "url": pictures[url]}}
     return {**message, "content": parts}
 
 
@@ -322,12 +334,12 @@ def _video_of_track(track: memoryview) -> VideoInfo | None:
 
     track: the contents of its `mdia` box.
     """
-    handler, header = (next(_boxes_at(track, (name,)), memoryview(b"")) for name in (b"hdlr", b"mdhd"))
-    if bytes(handler[8:12]) != b"vide":
+    hdlr, mdhd = (next(_boxes_at(track, (name,)), memoryview(b"")) for name in (b"hdlr", b"mdhd"))
+    if bytes(hdlr[8:12]) != b"vide":
         return None
 
     # `mdhd` has the duration in units of 1/scale seconds. In version 1 its times have 64 bits.
-    scale, duration = struct.unpack(">IQ" if header[0] else ">II", header[20:32] if header[0] else header[12:20])
+    scale, duration = struct.unpack(">IQ" if mdhd[0] else ">II", mdhd[20:32] if mdhd[0] else mdhd[12:20])
     sample_table = b"minf", b"stbl"
     sizes = next(_boxes_at(track, (*sample_table, b"stsz")), memoryview(b""))
     descriptions = next(_boxes_at(track, (*sample_table, b"stsd")), memoryview(b""))
@@ -348,16 +360,16 @@ def _boxes_at(data: memoryview, path: tuple[bytes, ...]) -> Iterator[memoryview]
         if start + 8 > len(data):
             return
         size, kind = struct.unpack(">I4s", data[start : start + 8])
-        head = 8
+        header_bytes = 8
         if size == 1:  # the size follows the type, with 64 bits
-            head = 16
+            header_bytes = 16
             (size,) = struct.unpack(">Q", data[start + 8 : start + 16])
         end = start + size if size else len(data)  # a size of 0 means all that follows
-        if size and size < head or end > len(data):
+        if size and size < header_bytes or end > len(data):
             raise ValueError("a box has an invalid size")
         if kind == path[0] and len(path) == 1:
-            yield data[start + head : end]
+            yield data[start + header_bytes : end]
         elif kind == path[0]:
-            yield from _boxes_at(data[start + head : end], path[1:])
+            yield from _boxes_at(data[start + header_bytes : end], path[1:])
         start = end
     raise ValueError(f"it has more than {MAX_BOXES} boxes")

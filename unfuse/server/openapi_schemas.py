@@ -78,7 +78,7 @@ REQUEST = object_of(
         "id": TEXT,
         "object": {"const": "request"},
         "model": TEXT,
-        "modality": {"enum": [medium.name for medium in modalities.MODALITIES]},
+        "modality": {"enum": [modality.name for modality in modalities.MODALITIES]},
         "prompt": nullable(TEXT),
         "params": map_of(ANY),
         "tenant": TEXT,
@@ -219,12 +219,15 @@ _LATER = {"location": {"description": "URL of the request", "schema": TEXT}}
 _LATER |= {"preference-applied": {"schema": {"const": "respond-async"}}}
 
 
-def response(says: str, schema: Schema, kind: str = "application/json", headers: Schema | None = None) -> Schema:
+def response(description: str, schema: Schema, kind: str = "application/json", headers: Schema | None = None) -> Schema:
     """Return the documentation of one response.
 
-    says: its description. schema: the schema of its body. kind: its content type. headers: its further headers.
+    description: its description.
+    schema: the schema of its body.
+    kind: its content type.
+    headers: its further headers.
     """
-    return {"description": says, "content": {kind: {"schema": schema}}, "headers": _HEADERS | (headers or {})}
+    return {"description": description, "content": {kind: {"schema": schema}}, "headers": _HEADERS | (headers or {})}
 
 
 def object_response(schema: Schema, status: int = 200) -> Answers:

@@ -52,8 +52,8 @@ class OutboundHttp:
     allowed: names (`.domain` for all names below it, `*` for any), and IP addresses or networks.
     param: the request parameter that has the addresses, for errors.
     flag: the command line option that allows hosts, for errors.
-    done: what is done with a host ("called"), for errors.
-    needs: words after the flag in an error, for another option that is needed too.
+    action: what is done with a host, as a participle ("called"), for errors.
+    needs: the text after the flag in an error, for another option that is required too.
 
     An allowed name may resolve to public addresses and to addresses in `allowed`. Raises UsageError for an entry that
     is neither a name nor a network.
@@ -64,12 +64,12 @@ class OutboundHttp:
         allowed: Sequence[str],
         param: str = "webhook",
         flag: str = "--webhook-hosts",
-        done: str = "called",
+        action: str = "called",
         needs: str = "",
     ) -> None:
         self._param = param
         self._flag = flag
-        self._done = done
+        self._action = action
         self._needs = needs
         self._names = set[str]()
         self._networks = list[IPv4Network | IPv6Network]()
@@ -78,12 +78,14 @@ class OutboundHttp:
                 self._networks.append(ip_network(entry))
             except ValueError:
                 self._names.add(entry.lower())
+        # Each call opens a connection, so that the address is checked each time.
         self._pool = httpcore2.AsyncConnectionPool(
             ssl.create_default_context() if allowed else None,
             max_connections=None,
             max_keepalive_connections=0,
             network_backend=_CheckedBackend(self.check),
         )
+
         for name in self._names:
             if not name.isascii() or not name.strip(".") or set(name) & set("/:@ ?#"):
                 raise UsageError(f"{flag} {name}: write names like hooks.example or .example, networks, or *")
@@ -95,22 +97,24 @@ class OutboundHttp:
         """Raise InvalidParameter for a URL that may not be called. Names are not resolved here."""
         if not self:
             raise InvalidParameter(
-                f"{self._param}: no host may be {self._done} by this server: start it with {self._flag}{self._needs}",
+                f"{self._param}: no host may be {self._action} by this server: start it with {self._flag}{self._needs}",
                 self._param,
             )
+
         host = self._parts(url).hostname or ""
         if (address := address_of(host)) is not None:
-            allowed = self._may_be_called(address) and (ANY in self._names or self._is_named(address))
+            allowed = self._may_be_called(address) and (ANY in self._names or self._is_listed(address))
         else:
             allowed = matches(host, self._names)
         if not allowed:
             raise InvalidParameter(
-                f"{self._param}: {host[:80]} may not be {self._done}: the server's operator can add it to {self._flag}",
+                f"{self._param}: {host[:80]} may not be {self._action}: the server's operator can add it to "
+                f"{self._flag}",
                 self._param,
             )
 
     def check(self, address: str) -> bool:
-        """Return whether connections to this IP address are allowed, whatever its name."""
+        """Return whether connections to this IP address are allowed, by any host name."""
         parsed = address_of(address.partition("%")[0])  # without the zone of an IPv6 address
         return parsed is not None and self._may_be_called(parsed)
 
@@ -122,8 +126,8 @@ class OutboundHttp:
         async with self._response("POST", url, {"content-length": str(len(body)), **headers}, body) as response:
             return int(response.status)
 
-    async def read(self, url: str, most: int) -> bytes:
-        """Return the body of a GET for a picture, of at most `most` bytes.
+    async def read(self, url: str, max_bytes: int) -> bytes:
+        """Return the body of a GET for a picture, of at most `max_bytes` bytes.
 
         Redirects are not followed.
 
@@ -136,8 +140,8 @@ class OutboundHttp:
                 raise TransientError(f"the response has status {response.status}, not {HTTP_OK}")
             async for chunk in response.aiter_stream():
                 data += chunk
-                if len(data) > most:
-                    raise TransientError(f"the response has more than {most} bytes")
+                if len(data) > max_bytes:
+                    raise TransientError(f"the response has more than {max_bytes} bytes")
         return bytes(data)
 
     @asynccontextmanager
@@ -151,6 +155,7 @@ class OutboundHttp:
         port = parts.port or STANDARD_PORTS[scheme]
         address = httpcore2.URL(scheme=scheme.encode(), host=host.encode(), port=port, target=target.encode())
         all_headers = {"host": parts.netloc, "connection": "close", **headers}
+
         try:
             async with asyncio.timeout(CALL_S):
                 async with self._pool.stream(method, address, headers=[*all_headers.items()], content=body) as response:
@@ -178,11 +183,11 @@ class OutboundHttp:
             f"{self._param} must be a URL like https://hooks.example/done, without user and fragment", self._param
         )
 
-    def _is_named(self, address: IPv4Address | IPv6Address) -> bool:
+    def _is_listed(self, address: IPv4Address | IPv6Address) -> bool:
         return any(address in network for network in self._networks)
 
     def _may_be_called(self, address: IPv4Address | IPv6Address) -> bool:
-        return self._is_named(address) or _is_public(address)
+        return self._is_listed(address) or _is_public(address)
 
 
 class _CheckedBackend(httpcore2.AsyncNetworkBackend):
@@ -194,9 +199,7 @@ class _CheckedBackend(httpcore2.AsyncNetworkBackend):
     def __init__(self, check: Callable[[str], bool]) -> None:
         self._check = check
         self._backend = httpcore2.AnyIOBackend()
-        self._lookups = ThreadPoolExecutor(
-            LOOKUPS, "lookup"
-        )  # a separate pool: a lookup that hangs delays no other work
+        self._lookups = ThreadPoolExecutor(LOOKUPS, "lookup")  # a separate pool: a slow lookup delays no other work
 
     @override
     async def connect_tcp(
@@ -210,8 +213,10 @@ class _CheckedBackend(httpcore2.AsyncNetworkBackend):
         look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
         results = await asyncio.get_running_loop().run_in_executor(self._lookups, look_up)
         addresses = list(dict.fromkeys(str(result[4][0]) for result in results))
+
         if not (allowed := [address for address in addresses if self._check(address)]):
             raise httpcore2.ConnectError(f"{host} resolves to {', '.join(addresses[:4])}, which may not be called")
+        # The error of the last address is the one that is raised.
         for address in allowed[:-1]:
             with suppress(httpcore2.ConnectError):
                 return await self._backend.connect_tcp(address, port, timeout, local_address, socket_options)

@@ -26,15 +26,15 @@ class Prices:
     Raises UsageError for a price of another form or of an unknown kind.
     """
 
-    def __init__(self, given: Sequence[str] = ()) -> None:
+    def __init__(self, entries: Sequence[str] = ()) -> None:
         self._by_kind: dict[str, float] = {}
-        for entry in given:
+        for entry in entries:
             if not (match := _PRICE.fullmatch(entry)):
                 raise UsageError(f"--price {entry}: write KIND=AMOUNT/h, like cuda=1.20/h")
             kind, amount = match.groups()
             if kind not in DEVICE_KINDS:
-                close = nearest_name(kind, DEVICE_KINDS, 0.5)
-                hint = f"did you mean {close}?" if close else f"kinds are {', '.join(DEVICE_KINDS)}"
+                nearest = nearest_name(kind, DEVICE_KINDS, 0.5)
+                hint = f"did you mean {nearest}?" if nearest else f"kinds are {', '.join(DEVICE_KINDS)}"
                 raise UsageError(f"--price {entry}: unknown device kind {kind}; {hint}")
             self._by_kind[kind] = float(amount)
 
@@ -42,14 +42,16 @@ class Prices:
         """Return the kinds that have a price, but no device among these."""
         return sorted(self._by_kind.keys() - {device.partition(":")[0] for device in devices})
 
-    def money(self, spent: Mapping[str, float]) -> float | None:
-        """Return the cost of these seconds by device, or None if nothing has a price.
+    def money(self, device_seconds: Mapping[str, float]) -> float | None:
+        """Return the cost of device seconds by device, or None if no prices are set.
 
         Devices of kinds without a price cost nothing.
         """
         if not self._by_kind:
             return None
-        return sum(self._by_kind.get(kind_of(device), 0.0) * seconds / 3600 for device, seconds in spent.items())
+        return sum(
+            self._by_kind.get(kind_of(device), 0.0) * seconds / 3600 for device, seconds in device_seconds.items()
+        )
 
 
 FREE = Prices()  # no prices
@@ -180,14 +182,13 @@ def result_path(context: RequestContext, index: int) -> str:
 def progress(record: RequestRecord) -> int:
     """Return the progress of a request, as percent of its predicted seconds.
 
-    It is 100 only when completed.
-
-    It never falls: the predictions are those at acceptance, and a new attempt of a stage counts for at least as much as
-    an earlier one reached.
+    It is 100 only when the request is completed. It never falls: the predictions are those at acceptance, and a new
+    attempt of a stage counts for at least as much as an earlier one reached.
     """
     context = record.context
     if context.status == "completed":
         return 100
+
     fractions = {name: 1.0 if state.status == "done" else state.max_progress for name, state in context.stages.items()}
     for run in record.running:
         fractions[run.stage] = max(fractions[run.stage], run.step / run.steps if run.steps else 0.0)

@@ -92,17 +92,17 @@ async def events(
     return sse_response(written(gateway.queue.watch(id, last_event_id)))
 
 
-async def written(happening: AsyncIterator[Event]) -> AsyncIterator[bytes]:
-    """Yield events in the format of server-sent events, with their numbers as ids."""
-    async for event in happening:
+async def written(event_stream: AsyncIterator[Event]) -> AsyncIterator[bytes]:
+    """Yield events as server-sent events, with their sequence numbers as ids."""
+    async for event in event_stream:
         yield sse_event(event, event.type, str(event.seq))
 
 
-def listed(found: list[dict[str, object]], limit: int) -> dict[str, Any]:
+def listed(objects: list[dict[str, object]], limit: int) -> dict[str, Any]:
     """Return a page with the first `limit` of these objects.
 
-    A further object shows that there are more.
+    Callers load one object more than `limit`, which shows whether there is another page.
     """
-    data = found[:limit]
+    data = objects[:limit]
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return {"object": "list", "data": data, "has_more": len(found) > limit, "first_id": first, "last_id": last}
+    return {"object": "list", "data": data, "has_more": len(objects) > limit, "first_id": first, "last_id": last}

@@ -37,8 +37,8 @@ def sse_event(data: object, kind: str = "", id: str = "") -> bytes:
 
     It has the type `kind` and the id, unless these are "".
     """
-    head = (f"id: {id}\n" if id else "") + (f"event: {kind}\n" if kind else "")
-    return head.encode() + b"data: " + msgspec.json.encode(data) + b"\n\n"
+    header_lines = (f"id: {id}\n" if id else "") + (f"event: {kind}\n" if kind else "")
+    return header_lines.encode() + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 def sse_response(events: AsyncIterator[bytes]) -> StreamingResponse:
@@ -53,23 +53,24 @@ async def with_comments(events: AsyncIterator[bytes], comment_every: float) -> A
     No blank line follows a comment: once it has an id, the `openai` client treats a blank line as the end of an event.
     The stream ends if the queue cannot be read; the client resumes it with the last id.
     """
-    upcoming = asyncio.ensure_future(anext(events, None))
+    next_event = asyncio.ensure_future(anext(events, None))
     try:
         while True:
-            await asyncio.wait({upcoming}, timeout=comment_every)
-            if not upcoming.done():
+            # Unlike `wait_for`, `wait` does not cancel the pending event after the timeout.
+            await asyncio.wait({next_event}, timeout=comment_every)
+            if not next_event.done():
                 yield b": waiting\n"
                 continue
             event = None
             with suppress(TransientError):
-                event = upcoming.result()
+                event = next_event.result()
             if event is None:
                 return
             yield event
-            upcoming = asyncio.ensure_future(anext(events, None))
+            next_event = asyncio.ensure_future(anext(events, None))
     finally:
-        upcoming.cancel()
-        await asyncio.gather(upcoming, return_exceptions=True)
+        next_event.cancel()
+        await asyncio.gather(next_event, return_exceptions=True)
 
 
 async def file_response(request: Request, path: Path, media_type: str, sha256: str) -> Response:
@@ -81,12 +82,12 @@ async def file_response(request: Request, path: Path, media_type: str, sha256: s
     (416) or the file does not match If-Match (412).
     """
     try:
-        stat = await to_thread.run_sync(path.stat)
+        file_stat = await to_thread.run_sync(path.stat)
     except FileNotFoundError as error:
         raise NotFound("the file was deleted") from error
 
     etag = f'"{sha256}"'
-    response = FileResponse(path, media_type=media_type, headers={"etag": etag}, stat_result=stat)
+    response = FileResponse(path, media_type=media_type, headers={"etag": etag}, stat_result=file_stat)
     if _header_matches(request, "if-match", etag) is False:
         raise ApiError(
             412,
@@ -94,19 +95,19 @@ async def file_response(request: Request, path: Path, media_type: str, sha256: s
             "the file is not the one in If-Match: send the call without that header",
             headers={"etag": etag},
         )
-    modified = response.headers["last-modified"]
+    last_modified = response.headers["last-modified"]
     if _header_matches(request, "if-none-match", etag):
-        return Response(status_code=304, headers={"etag": etag, "last-modified": modified})
+        return Response(status_code=304, headers={"etag": etag, "last-modified": last_modified})
 
-    requested = request.headers.getlist("range")
-    is_unchanged = request.headers.get("if-range") in (None, etag, modified)
-    ranges = parse_ranges(requested[0], stat.st_size) if len(requested) == 1 and is_unchanged else None
+    range_headers = request.headers.getlist("range")
+    is_unchanged = request.headers.get("if-range") in (None, etag, last_modified)
+    ranges = parse_ranges(range_headers[0], file_stat.st_size) if len(range_headers) == 1 and is_unchanged else None
     if ranges == []:
         raise ApiError(
             416,
             "range_not_satisfiable",
-            f"the file has {stat.st_size} bytes, and the requested ranges begin after its end",
-            headers={"content-range": f"bytes */{stat.st_size}"},
+            f"the file has {file_stat.st_size} bytes, and the requested ranges begin after its end",
+            headers={"content-range": f"bytes */{file_stat.st_size}"},
         )
 
     # FileResponse parses the Range header itself, so it gets one with only the valid ranges.
@@ -141,15 +142,16 @@ def parse_ranges(header: str, size: int) -> list[tuple[int, int]] | None:
     it is malformed, or it has too many ranges.
     """
     unit, _, range_list = header.partition("=")
-    texts = [text.strip(" \t") for text in range_list.split(",") if text.strip(" \t")]
-    if unit.strip().lower() != "bytes" or not 1 <= len(texts) <= MAX_RANGES:
+    range_texts = [text.strip(" \t") for text in range_list.split(",") if text.strip(" \t")]
+    if unit.strip().lower() != "bytes" or not 1 <= len(range_texts) <= MAX_RANGES:
         return None
 
     ranges: list[tuple[int, int]] = []
-    for text in texts:
+    for text in range_texts:
         match = _RANGE.fullmatch(text)
         if match is None or text == "-":
             return None
+        # Only 19 digits are converted: the conversion of a very long number is slow.
         first, last = (min(int(digits.lstrip("0")[:19] or "0"), BEYOND) for digits in match.groups())
         if not match[1]:  # "-N" is the last N bytes
             ranges.append((max(0, size - last), size))

@@ -26,15 +26,18 @@ MAX_CANDIDATES = 8
 
 
 def result_key(
-    spec: ModelSpec, given: Mapping[str, object], params: Params, derived: DerivedFacts, n: int, delivery: Delivery
+    spec: ModelSpec, fields: Mapping[str, object], params: Params, derived: DerivedFacts, n: int, delivery: Delivery
 ) -> str:
     """Return a hash of everything that results depend on, except the pools.
 
-    "" if the results cannot be cached: the seed is random, the client set `cache` to false, or it requests previews.
+    It is "" if the results cannot be cached: the seed is random, the client set `cache` to false, or it requests
+    previews.
 
-    given: the fields of the call. params: the parameters, with defaults. derived: facts about its attachments.
+    fields: the fields of the call, without defaults.
+    params: the parameters, with defaults.
+    derived: facts about the attachments.
     """
-    if given.get("seed") in (None, RANDOM_SEED, str(RANDOM_SEED)) or not delivery.cache or params.get("preview_every"):
+    if fields.get("seed") in (None, RANDOM_SEED, str(RANDOM_SEED)) or not delivery.cache or params.get("preview_every"):
         return ""
     inputs = params | derived.values()
     weights, dtypes = sorted(spec.weights.items()), sorted(spec.dtypes.items())
@@ -77,23 +80,23 @@ class ResultCache:
             return False
         return all(self._scheduler.registry.is_exact(stage.pool) for stage in source.plan.stages)
 
-    async def _copy_results(self, source: RequestContext, request: str) -> bool:
+    async def _copy_results(self, source: RequestContext, request_id: str) -> bool:
         """Copy the results of `source` to a request. Returns whether all are copied.
 
-        It fails if a result is damaged, or if `source` is deleted meanwhile. Then the copies are deleted.
+        They are not if a result is damaged, or if `source` is deleted meanwhile. Then the copies are deleted.
         """
         with suppress(NotFound, RecordDamaged, TransientError):
-            copies = await to_thread.run_sync(self._copy, source, request)
-            await self._scheduler.queue.load(source.id)
+            copies = await to_thread.run_sync(self._copy, source, request_id)
+            await self._scheduler.queue.load(source.id)  # raises NotFound if it was deleted while it was copied
             if copies == source.result:
                 return True
         with suppress(TransientError):
-            await to_thread.run_sync(self._results.delete, request)
+            await to_thread.run_sync(self._results.delete, request_id)
         return False
 
-    def _copy(self, source: RequestContext, request: str) -> tuple[ResultFile, ...]:
+    def _copy(self, source: RequestContext, request_id: str) -> tuple[ResultFile, ...]:
         """Write copies of all results. Returns their facts, such as hash and size."""
         return tuple(
-            self._results.put(request, file.index, file.content_type, self._results.read(source.id, file.index))
+            self._results.put(request_id, file.index, file.content_type, self._results.read(source.id, file.index))
             for file in source.result
         )

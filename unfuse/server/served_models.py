@@ -21,17 +21,18 @@ Phase = Literal["starting", "fetching", "importing", "loading"]
 class ModelNames:
     """Maps public model names to internal ones, and back.
 
-    given: public name → internal name, as the server was started with.
+    configured: public name → internal name, of the models that the server was started with.
 
-    Other models have their internal name as public name; of a path, it is the last part, so that responses do not
-    reveal where the server stores files. If two models would have the same public name, the second one gets a hash.
+    The public name of any other model is its internal name. Of a path it is the last part, so that responses do not
+    reveal where the server stores files. If two models would have the same public name, a hash is appended to the
+    second one.
     """
 
-    def __init__(self, given: Mapping[str, str]) -> None:
-        self._configured = dict(given)  # public name → internal name
-        self._internal = dict(given)  # the same, with the names of all models that were seen
+    def __init__(self, configured: Mapping[str, str]) -> None:
+        self._configured = dict(configured)  # public name → internal name
+        self._internal = dict(configured)  # the same, with the names of all models that were seen
         self._public: dict[str, str] = {}  # internal name → public name, the first of several
-        for public_name, internal_name in given.items():
+        for public_name, internal_name in configured.items():
             self._public.setdefault(internal_name, public_name)
 
     def internal_name(self, name: str) -> str:
@@ -41,15 +42,15 @@ class ModelNames:
         """
         return self._internal.get(name, name)
 
-    def public_name(self, own: str) -> str:
-        """Return the (first) public name of a model by its internal name `own`."""
-        public_name = self._public.get(own)
+    def public_name(self, internal_name: str) -> str:
+        """Return the first public name of a model by its internal name."""
+        public_name = self._public.get(internal_name)
         if public_name is None:
-            public_name = name_of(own)
-            if self._internal.get(public_name, own) != own:
-                public_name = f"{public_name}-{sha256(own.encode(errors='replace')).hexdigest()[:DIGITS]}"
-            self._public[own] = public_name
-            self._internal[public_name] = own
+            public_name = name_of(internal_name)
+            if self._internal.get(public_name, internal_name) != internal_name:
+                public_name = f"{public_name}-{sha256(internal_name.encode(errors='replace')).hexdigest()[:DIGITS]}"
+            self._public[internal_name] = public_name
+            self._internal[public_name] = internal_name
         return public_name
 
     def is_configured(self, name: str) -> bool:
@@ -81,17 +82,17 @@ class ModelNames:
     def resolve(self, name: str) -> str:
         """Return the public name for a model's name in a request.
 
-        That may be the internal name too.
-
-        A model with configured names has these only. Any other name is returned unchanged.
+        The request may have the internal name, unless the model has configured names. Any other name is returned
+        unchanged.
         """
-        is_other = name in self._internal or name in self._configured.values()
-        return name if is_other else self._public.get(name, name)
+        is_unchanged = name in self._internal or name in self._configured.values()
+        return name if is_unchanged else self._public.get(name, name)
 
 
 class AddModelProgress(msgspec.Struct, frozen=True):
     """The progress of the cold start of an added model's workers."""
 
+    #: What the workers do now.
     phase: Phase
     #: Bytes that were fetched or loaded so far.
     done: int = 0
@@ -112,8 +113,8 @@ class ModelAdder:
         raise ConfigError("this gateway starts no workers: name the model when you start the server")
 
     def progress(self, name: str) -> AddModelProgress | None:
-        """Return the progress of a model's workers, or None.
+        """Return the progress of a model's workers.
 
-        None: they are ready, or belong to another server.
+        It is None if they are ready, or belong to another server.
         """
         return None

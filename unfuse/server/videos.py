@@ -74,14 +74,15 @@ class VideoStream:
         """
         try:
             async for event in self._gateway.queue.watch(self._request):
+                # One event may report several fragments.
                 while data := await self._next_fragment(event):
                     yield data
 
             record = await self._gateway.queue.load(self._request)
             if record.context.status != "completed":
                 raise ResponseAborted(f"the request is {record.status}")
-            rest = self._unsent(await to_thread.run_sync(self._gateway.results.path, self._request, 0))
-            while data := await to_thread.run_sync(_read_chunk, rest):
+            remaining_data = self._unsent(await to_thread.run_sync(self._gateway.results.path, self._request, 0))
+            while data := await to_thread.run_sync(_read_chunk, remaining_data):
                 yield data
         except (UnfuseError, OSError) as error:
             raise ResponseAborted(str(error)) from error
@@ -124,16 +125,17 @@ class VideoStream:
         Raises ResponseAborted if the stream does not begin with the bytes that were sent.
         """
         repeated_hash = hashlib.sha256()
-        left = self._sent_bytes
+        uncompared_bytes = self._sent_bytes
         for data in streamed(path, self._fps):
-            repeated, new = data[:left], data[left:]
+            repeated, new = data[:uncompared_bytes], data[uncompared_bytes:]
             repeated_hash.update(repeated)
-            left -= len(repeated)
-            if repeated and not left:
+            uncompared_bytes -= len(repeated)
+            if repeated and not uncompared_bytes:
                 self._require_same_bytes(repeated_hash.digest())
             if new:
                 yield new
-        if left:
+
+        if uncompared_bytes:
             self._require_same_bytes(repeated_hash.digest())
 
     def _require_same_bytes(self, digest: bytes) -> None:
@@ -142,10 +144,10 @@ class VideoStream:
             raise ResponseAborted("the video of a later attempt differs from the bytes that were sent")
 
 
-def _read_chunk(rest: Iterator[bytes]) -> bytes:
+def _read_chunk(stream: Iterator[bytes]) -> bytes:
     """Return about CHUNK_BYTES of a stream; b"" at its end."""
     chunk = bytearray()
-    for data in rest:
+    for data in stream:
         chunk += data
         if len(chunk) >= CHUNK_BYTES:
             break
@@ -267,6 +269,6 @@ def _thumbnail(path: Path) -> bytes:
 
     with av.open(str(path)) as container:
         frame = next(container.decode(video=0)).to_ndarray(format="rgb24")
-    file = BytesIO()
-    Image.fromarray(frame).save(file, "WEBP", quality=85)
-    return file.getvalue()
+    webp = BytesIO()
+    Image.fromarray(frame).save(webp, "WEBP", quality=85)
+    return webp.getvalue()

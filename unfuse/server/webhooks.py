@@ -51,22 +51,23 @@ log = structlog.get_logger(__name__)
 class Webhooks(Observer):
     """Delivers the webhooks of one gateway.
 
-    targets: the hosts that may be called, as in `OutboundHttp`; none switches webhooks off.
-    secrets: the signing secrets, or files with one. A message has a signature for each.
+    hosts: the hosts that may be called, as in `OutboundHttp`. Without any, webhooks are off.
+    secrets: the signing secrets, or files with one secret each. A message has a signature for each.
     prices: the prices for the cost in the request object.
 
     Raises UsageError for secrets or hosts that cannot be used, and for hosts without a secret.
     """
 
-    def __init__(self, targets: Sequence[str] = (), secrets: Sequence[str] = (), prices: Prices = FREE) -> None:
+    def __init__(self, hosts: Sequence[str] = (), secrets: Sequence[str] = (), prices: Prices = FREE) -> None:
         self._prices = prices
-        self.http = OutboundHttp(targets, needs=" and --webhook-secret")
+        self.http = OutboundHttp(hosts, needs=" and --webhook-secret")
         self._signers = [_signer(secret) for secret in secrets]
         if self.http and not self._signers:
             raise UsageError("--webhook-hosts needs --webhook-secret: make one by `openssl rand -base64 32`")
         self._deliveries_in_progress: dict[str, asyncio.Task[None]] = {}  # by request id
         self._background = Supervisor()
         self._call_limit = asyncio.Semaphore(MAX_CALLS)
+        # A host's semaphore exists as long as a delivery uses it.
         self._host_limits = WeakValueDictionary[str, asyncio.Semaphore]()
 
     def start(self, scheduler: Scheduler, links: SignedLinks) -> None:
@@ -102,16 +103,18 @@ class Webhooks(Observer):
     async def _deliver(self, context: RequestContext) -> None:
         """Call one webhook until it is accepted or has failed for good.
 
-        Attempts that other gateways make are left to them.
+        An attempt that another gateway has claimed is not made here.
         """
         with suppress(NotFound):
             while context.webhook_pending:
                 await asyncio.sleep(max(0.0, context.webhook.next_at - self._scheduler.clock.wall()))
                 host = host_of(context.delivery.webhook)
                 host_limit = self._host_limits.setdefault(host, asyncio.Semaphore(MAX_CALLS_PER_HOST))
+
+                # The host's limit comes first, so that deliveries to a slow host do not use up the limit of all calls.
                 async with host_limit, self._call_limit:
-                    context, is_ours = await self._deliveries.claim(context.id)
-                    if is_ours:
+                    context, is_claimed = await self._deliveries.claim(context.id)
+                    if is_claimed:
                         context = await self._attempt(context)
 
     async def _attempt(self, context: RequestContext) -> RequestContext:
@@ -125,9 +128,9 @@ class Webhooks(Observer):
         except (InvalidParameter, TransientError) as error:
             reason = str(error)
 
-        fields = {"request": context.id, "host": host_of(url), "attempt": context.webhook.attempts}
+        log_fields = {"request": context.id, "host": host_of(url), "attempt": context.webhook.attempts}
         if 200 <= status < 300:
-            log.info("webhook delivered", **fields)
+            log.info("webhook delivered", **log_fields)
             self._scheduler.observers.notify(Observer.on_webhook_attempt, "delivered")
             return await self._deliveries.record_delivered(context.id)
 
@@ -136,20 +139,20 @@ class Webhooks(Observer):
         )
         context = await self._deliveries.record_failed(context.id, reason, for_good=status == GONE)
         state = context.webhook.state
-        log.warning("webhook failed", **fields, reason=reason, state=state)
+        log.warning("webhook failed", **log_fields, reason=reason, state=state)
         self._scheduler.observers.notify(Observer.on_webhook_attempt, "given_up" if state == "given_up" else "failed")
         return context
 
     async def _message(self, context: RequestContext) -> tuple[dict[str, str], bytes]:
         """Return the headers and the body of a message.
 
-        The body says how the request ended, and has the request object.
+        The body has the outcome of the request, and the request object.
         """
-        ending = context.status if context.status in ("completed", "cancelled") else "failed"
+        outcome = context.status if context.status in ("completed", "cancelled") else "failed"
         ended_at = datetime.fromtimestamp(context.completed_at or 0.0, UTC).isoformat()
         sign = await self._links.signer(WEBHOOK_LINK_TTL_S)
         data = request_object(RequestRecord(context), context.caller.base_url, prices=self._prices, sign=sign)
-        body = msgspec.json.encode({"type": f"request.{ending}", "timestamp": ended_at, "data": data})
+        body = msgspec.json.encode({"type": f"request.{outcome}", "timestamp": ended_at, "data": data})
 
         now = datetime.fromtimestamp(self._scheduler.clock.wall(), UTC)
         signatures = [signer.sign(context.id, now, body.decode()) for signer in self._signers]
@@ -173,6 +176,7 @@ def _signer(secret: str) -> Signer:
             "--webhook-secret looks like a file path, but there is no such file: create it with `openssl rand -base64 "
             "32`, or write whsec_ before a secret that begins with /"
         )
+
     try:
         text = Path(secret).read_text().strip() if is_file else secret
         encoded = text.removeprefix("whsec_")
