@@ -43,7 +43,7 @@ def refused(answer: Answer, code: str, *words: str) -> None:
     assert answer.headers["x-request-id"]
 
 
-def test_a_website_can_neither_create_nor_cancel_nor_list(port: int) -> None:
+def test_cross_origin_page_cannot_create_cancel_or_list_requests(port: int) -> None:
     """Given a request, when a page of elsewhere sends what browsers let any page send, then nothing happens."""
     body = json.dumps({"prompt": "a red circle"})
     asked = call(port, "/v1/images/generations", JSON, "Prefer: respond-async", method="POST", body=body)
@@ -65,7 +65,7 @@ def test_a_website_can_neither_create_nor_cancel_nor_list(port: int) -> None:
 @pytest.mark.parametrize(
     "host", ["127.0.0.1:{}", "localhost:{}", "LocalHost", "localhost.", "127.0.0.1", "[::1]:{}", "[0:0:0:0:0:0:0:1]"]
 )
-def test_every_name_of_this_machine_will_do(port: int, host: str) -> None:
+def test_loopback_host_headers_are_accepted(port: int, host: str) -> None:
     assert call(port, "/v1/models", "Host: " + host.format(port)).status == 200
 
 
@@ -87,11 +87,11 @@ def test_every_name_of_this_machine_will_do(port: int, host: str) -> None:
         "2130706433",
     ],
 )
-def test_no_other_will(port: int, host: str) -> None:
+def test_other_host_headers_return_403(port: int, host: str) -> None:
     refused(call(port, "/v1/models", "Host: " + host), "host_not_allowed", "--allowed-hosts")
 
 
-def test_a_host_that_is_missing_or_said_twice_is_refused(port: int) -> None:
+def test_missing_or_repeated_host_header_is_rejected(port: int) -> None:
     end = "Connection: close\r\n\r\n"
     refused(say(port, "GET /v1/models HTTP/1.0\r\n\r\n"), "host_not_allowed")
     for head in ("", "Host: localhost\r\nHost: localhost\r\n", "Host: localhost\r\nHost: evil.example\r\n"):
@@ -99,23 +99,23 @@ def test_a_host_that_is_missing_or_said_twice_is_refused(port: int) -> None:
 
 
 @pytest.mark.parametrize("target", ["http://evil.example/v1/models", "http://localhost/v1/models", "*"])
-def test_a_target_is_a_path(port: int, target: str) -> None:
+def test_request_target_other_than_a_path_returns_400(port: int, target: str) -> None:
     answer = call(port, target, method="OPTIONS")
     assert (answer.status, answer.error["code"]) == (400, "bad_target")
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
-def test_probes_come_by_any_address(port: int, path: str) -> None:
+def test_probe_paths_accept_any_host_header(port: int, path: str) -> None:
     assert call(port, path, "Host: 10.1.2.3:8000").status in (200, 503)
     assert "error" not in json.loads(call(port, "/health", "Host: 10.1.2.3").body)
 
 
 @pytest.mark.parametrize("path", ["/docs", "/openapi.json", "/version", "/health/", "//health", "/nowhere"])
-def test_nothing_else_does(port: int, path: str) -> None:
+def test_non_probe_paths_reject_an_unknown_host_header(port: int, path: str) -> None:
     refused(call(port, path, "Host: 10.1.2.3:8000"), "host_not_allowed")
 
 
-def test_pages_of_the_server_itself_may_use_it(port: int) -> None:
+def test_same_origin_pages_are_allowed(port: int) -> None:
     for host in (f"127.0.0.1:{port}", f"localhost:{port}", f"[::1]:{port}"):
         assert call(port, "/v1/models", f"Host: {host}", f"Origin: http://{host}").status == 200
     assert call(port, "/v1/models", "Host: localhost:80", "Origin: http://localhost").status == 200
@@ -124,27 +124,27 @@ def test_pages_of_the_server_itself_may_use_it(port: int) -> None:
 @pytest.mark.parametrize(
     "origin", ["null", "", "https://localhost:{}", "http://localhost:1", "http://127.0.0.1:{}", "http://localhost:{}x"]
 )
-def test_pages_of_anything_else_may_not(port: int, origin: str) -> None:
+def test_other_origins_return_403(port: int, origin: str) -> None:
     host = f"Host: localhost:{port}"
     refused(call(port, "/v1/models", host, "Origin: " + origin.format(port)), "origin_not_allowed")
     twice = call(port, "/v1/models", host, f"Origin: http://localhost:{port}", "Origin: " + origin.format(port))
     refused(twice, "origin_not_allowed")
 
 
-def test_what_strangers_forward_is_not_believed(port: int) -> None:
+def test_forwarded_headers_of_untrusted_clients_are_ignored(port: int) -> None:
     forwarded = ("X-Forwarded-Host: localhost", "X-Forwarded-Proto: https")
     refused(call(port, "/v1/models", "Host: evil.example", *forwarded), "host_not_allowed")
     answer = call(port, "/v1/models", "Host: localhost", "Origin: https://localhost", *forwarded)
     refused(answer, "origin_not_allowed", "127.0.0.1", "--trusted-proxies")
 
 
-def test_a_refusal_repeats_little_of_what_it_was_sent(port: int) -> None:
+def test_403_body_stays_small_for_a_huge_origin_header(port: int) -> None:
     answer = call(port, "/v1/models", "Host: localhost", "Origin: " + "x" * 4000)
     refused(answer, "origin_not_allowed")
     assert len(answer.body) < 600
 
 
-def test_names_that_were_allowed_will_do(opened: int) -> None:
+def test_allowed_hosts_match_names_subdomains_and_addresses(opened: int) -> None:
     names = ("pictures.example", "PICTURES.example:8443", "inside.example", "a.b.inside.example", "[fd00::1]:80")
     for name in (*names, "localhost"):
         assert call(opened, "/v1/models", f"Host: {name}").status == 200
@@ -152,7 +152,7 @@ def test_names_that_were_allowed_will_do(opened: int) -> None:
         refused(call(opened, "/v1/models", f"Host: {name}"), "host_not_allowed")
 
 
-def test_websites_that_were_allowed_may_read_answers(opened: int) -> None:
+def test_allowed_origins_get_cors_headers_on_every_response(opened: int) -> None:
     site = "Origin: https://app.example"
     answer = call(opened, "/v1/models", site)
     assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "https://app.example")
@@ -163,7 +163,7 @@ def test_websites_that_were_allowed_may_read_answers(opened: int) -> None:
     refused(call(opened, "/v1/models", "Origin: https://app.example.evil.example"), "origin_not_allowed")
 
 
-def test_browsers_that_ask_first_are_told(opened: int) -> None:
+def test_cors_preflight_returns_allowed_methods_and_headers(opened: int) -> None:
     asks = ("Access-Control-Request-Method: POST", "Access-Control-Request-Headers: authorization, content-type")
     there = "Access-Control-Request-Private-Network: true"
     answer = call(opened, "/v1/videos", "Origin: https://app.example", *asks, there, method="OPTIONS")
@@ -174,7 +174,7 @@ def test_browsers_that_ask_first_are_told(opened: int) -> None:
     refused(call(opened, "/v1/videos", EVIL, *asks, method="OPTIONS"), "origin_not_allowed")
 
 
-def test_a_proxy_of_ours_says_what_was_asked_for(opened: int) -> None:
+def test_trusted_proxy_sets_the_public_host_and_scheme(opened: int) -> None:
     """Given a trusted proxy with TLS, then pages of the public name may use it, and addresses are the public ones."""
     proxied = ("Host: 127.0.0.1:8000", "X-Forwarded-Host: pictures.example", "X-Forwarded-Proto: https")
     body = json.dumps({"prompt": "a red circle"})
@@ -185,7 +185,7 @@ def test_a_proxy_of_ours_says_what_was_asked_for(opened: int) -> None:
     refused(call(opened, "/v1/models", *proxied, "Origin: http://pictures.example"), "origin_not_allowed")
 
 
-def test_a_name_that_somebody_hides_behind_another_is_still_looked_at(opened: int) -> None:
+def test_every_host_behind_a_trusted_proxy_is_checked(opened: int) -> None:
     """Given a proxy that passes on what it was sent, when a rebound page adds a header, then it is refused."""
     for names in (
         ("Host: evil.example", "X-Forwarded-Host: localhost"),
@@ -196,7 +196,7 @@ def test_a_name_that_somebody_hides_behind_another_is_still_looked_at(opened: in
         refused(call(opened, "/v1/models", *names), "host_not_allowed")
 
 
-def test_with_keys_the_key_is_the_defence(tmp_path: Path) -> None:
+def test_api_key_replaces_the_host_and_origin_checks(tmp_path: Path) -> None:
     with composed(tmp_path, api_key=("a-secret-of-tests",)) as port:
         elsewhere = ("Host: 192.0.2.7:8000", EVIL)
         assert call(port, "/v1/models", *elsewhere).status == 401
@@ -205,19 +205,19 @@ def test_with_keys_the_key_is_the_defence(tmp_path: Path) -> None:
         assert call(port, "/health", *elsewhere).status == 200
 
 
-def test_an_address_of_the_sixth_version_will_do(tmp_path: Path) -> None:
+def test_ipv6_loopback_bind_accepts_loopback_host_headers(tmp_path: Path) -> None:
     with composed(tmp_path, host="::1") as port:
         for host in (f"[::1]:{port}", "localhost", "127.0.0.1"):
             answer = say(port, f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n", "::1")
             assert answer.status == 200
 
 
-def test_beyond_this_machine_a_key_is_required(tmp_path: Path) -> None:
+def test_non_loopback_bind_requires_an_api_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--api-key"), composed(tmp_path, host="0.0.0.0"):
         pass
 
 
-def test_every_website_may_be_allowed(tmp_path: Path) -> None:
+def test_wildcard_allows_every_host_and_origin(tmp_path: Path) -> None:
     with composed(tmp_path, allowed_hosts=("*",), allowed_origins=("*",)) as port:
         answer = call(port, "/v1/models", "Host: evil.example", EVIL)
         assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "*")
@@ -233,6 +233,6 @@ def test_every_website_may_be_allowed(tmp_path: Path) -> None:
         ({"proxies": ["10.0.0.1/8"]}, "--trusted-proxies"),
     ],
 )
-def test_what_makes_no_sense_is_refused_at_start(given: dict[str, list[str]], flag: str) -> None:
+def test_malformed_access_settings_raise_config_error(given: dict[str, list[str]], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         AccessPolicy(**given)

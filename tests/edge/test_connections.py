@@ -68,7 +68,7 @@ def refused(answer: Answer, status: int, code: str) -> None:
     assert (answer.status, answer.error["code"], answer.headers["connection"]) == (status, code, "close")
 
 
-def test_a_body_has_one_length(port: int) -> None:
+def test_ambiguous_body_framing_is_rejected_and_creates_no_request(port: int) -> None:
     """Given both framings, or two lengths, when a creating call comes, then it is refused and nothing is created."""
     before, chunked = asked(port), f"{len(ASKED):x}\r\n{ASKED}\r\n0\r\n\r\n"
     both = f"Content-Length: {len(ASKED)}\r\nTransfer-Encoding: chunked\r\n"
@@ -85,7 +85,7 @@ def test_a_body_has_one_length(port: int) -> None:
     assert asked(port) == before
 
 
-def test_a_head_has_a_bound(port: int) -> None:
+def test_oversized_headers_return_431_and_targets_414(port: int) -> None:
     many = "".join(f"a{number}: b\r\n" for number in range(10_000))
     refused(say(port, f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n{many}{END}"), 431, "headers_too_large")
     short = "a: b\r\n" * (MAX_HEADERS + 1)
@@ -97,7 +97,7 @@ def test_a_head_has_a_bound(port: int) -> None:
     assert say(port, f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n{fits}{END}").status == 200
 
 
-def test_a_head_that_does_not_end_is_cut(port: int) -> None:
+def test_endless_header_closes_the_connection(port: int) -> None:
     with connect(port) as connection:
         connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\na: ")
         try:
@@ -110,7 +110,7 @@ def test_a_head_that_does_not_end_is_cut(port: int) -> None:
     assert alive(port)
 
 
-def test_chunks_may_not_be_so_fine_that_they_take_the_server_s_time(port: int) -> None:
+def test_many_tiny_chunks_return_400(port: int) -> None:
     body = " " * 4000 + ASKED
     fine = "".join(f"1\r\n{char}\r\n" for char in body) + "0\r\n\r\n"
     refused(say(port, f"{POST}Transfer-Encoding: chunked\r\n{END}{fine}"), 400, "chunks_too_small")
@@ -134,7 +134,9 @@ def test_chunks_may_not_be_so_fine_that_they_take_the_server_s_time(port: int) -
         b"\xff" * 1024 + b"\r\n\r\n",
     ],
 )
-def test_what_is_no_http_is_answered_and_no_traceback(port: int, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_http_returns_400_without_a_traceback(
+    port: int, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     with logged(caplog):
         refused(say(port, data), 400, "bad_request")
         assert alive(port) and caplog.text == ""
@@ -143,11 +145,11 @@ def test_what_is_no_http_is_answered_and_no_traceback(port: int, data: bytes, ca
 @pytest.mark.parametrize(
     "data", [b"GET /v1/models HTTP/9.9\r\nHost: localhost\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"]
 )
-def test_other_versions_are_not_spoken(port: int, data: bytes) -> None:
+def test_unsupported_http_versions_return_505(port: int, data: bytes) -> None:
     refused(say(port, data), 505, "http_version")
 
 
-def test_a_stream_that_is_talked_into_ends_without_a_traceback(
+def test_malformed_body_during_a_stream_closes_without_a_traceback(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """Given an answer that has begun, when the client's body turns to rubbish, then the connection ends, no more."""
@@ -168,7 +170,9 @@ def test_a_stream_that_is_talked_into_ends_without_a_traceback(
     assert caplog.text == ""
 
 
-def test_the_server_s_end_is_no_error_of_who_waits(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_server_shutdown_ends_open_streams_without_a_traceback(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     """Given a stream that is open, when the server ends, then the connection ends, no more."""
     with ExitStack() as stack:
         with composed(tmp_path) as port:
@@ -189,7 +193,7 @@ def test_the_server_s_end_is_no_error_of_who_waits(caplog: pytest.LogCaptureFixt
     assert caplog.text == ""
 
 
-def test_calls_that_follow_each_other_are_all_answered(port: int) -> None:
+def test_pipelined_requests_are_answered_in_order(port: int) -> None:
     """Given many calls at once on one connection, then each has its answer, in order."""
     many = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\nGET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200
     with connect(port) as connection:
@@ -199,7 +203,7 @@ def test_calls_that_follow_each_other_are_all_answered(port: int) -> None:
     assert data.count(b'{"version"') == 200
 
 
-def test_a_call_hidden_in_a_body_is_none(port: int) -> None:
+def test_http_request_inside_a_body_is_not_executed(port: int) -> None:
     """Given a body that looks like a call, then it is the first call's body, and not another one."""
     hidden = f"{POST}Prefer: respond-async\r\nContent-Length: {len(ASKED)}\r\n\r\n{ASKED}"
     before = asked(port)
@@ -208,14 +212,14 @@ def test_a_call_hidden_in_a_body_is_none(port: int) -> None:
 
 
 @pytest.mark.parametrize("upgrade", ["websocket", "h2c"])
-def test_nobody_is_upgraded(port: int, upgrade: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_protocol_upgrade_headers_are_ignored(port: int, upgrade: str, caplog: pytest.LogCaptureFixture) -> None:
     head = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close, Upgrade\r\nSec-WebSocket-Version: 13\r\n"
     with logged(caplog):
         answer = say(port, f"{head}Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nUpgrade: {upgrade}\r\n\r\n")
     assert answer.status == 200 and caplog.text == ""
 
 
-def test_a_client_that_goes_half_way_costs_nothing(port: int) -> None:
+def test_server_survives_half_closed_partial_requests(port: int) -> None:
     for text in (GET, POST, f"{POST}Content-Length: 100\r\n\r\nabc"):
         with connect(port) as connection:
             connection.sendall(text.encode())
@@ -229,14 +233,14 @@ def port_of(url: str) -> int:
 
 
 @pytest.mark.parametrize("head", [b"", b"GET /v1/models HTTP/1.1\r\nHost: loc", b"GET /health HTTP/1.1\r\n"])
-def test_who_does_not_ask_is_let_go(tmp_path: Path, head: bytes) -> None:
+def test_connection_without_a_complete_header_times_out(tmp_path: Path, head: bytes) -> None:
     with serve(tmp_path, bounds=HASTY) as served, connect(port_of(served.url)) as connection:
         connection.sendall(head)
         answer = Answer(rest(connection))
     assert answer.status == (408 if head else 0)
 
 
-def test_who_asks_a_byte_at_a_time_is_let_go(tmp_path: Path) -> None:
+def test_header_sent_byte_by_byte_times_out(tmp_path: Path) -> None:
     with serve(tmp_path, bounds=HASTY) as served, connect(port_of(served.url)) as connection:
         connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n")
         connection.settimeout(0.02)
@@ -256,7 +260,7 @@ def test_who_asks_a_byte_at_a_time_is_let_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("framing", [f"Content-Length: {10**6}", "Transfer-Encoding: chunked"])
-def test_who_sends_a_body_too_slowly_is_let_go(tmp_path: Path, framing: str) -> None:
+def test_stalled_request_body_returns_408(tmp_path: Path, framing: str) -> None:
     with serve(tmp_path, bounds=HASTY) as served:
         with connect(port_of(served.url)) as connection:
             connection.sendall(f"{POST}{framing}\r\n\r\n".encode())
@@ -264,14 +268,14 @@ def test_who_sends_a_body_too_slowly_is_let_go(tmp_path: Path, framing: str) -> 
         assert httpx2.get(f"{served.url}/v1/requests").json()["data"] == []
 
 
-def test_a_body_that_nobody_waits_for_ends_too(tmp_path: Path) -> None:
+def test_stalled_body_after_an_early_404_is_closed(tmp_path: Path) -> None:
     """Given an answer that was given before the body was there, when the rest never comes, then it is over."""
     with serve(tmp_path, bounds=HASTY) as served, connect(port_of(served.url)) as connection:
         connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n")
         assert b"404" in rest(connection)
 
 
-def test_who_does_not_take_its_answer_is_let_go(tmp_path: Path) -> None:
+def test_client_that_does_not_read_its_response_is_disconnected(tmp_path: Path) -> None:
     """Given answers of megabytes that nobody reads, then what is held for them is given back."""
     with serve(tmp_path, bounds=HASTY) as served, ExitStack() as stack:
         made = httpx2.post(
@@ -292,7 +296,7 @@ async def _grow(path: Path) -> None:
     path.write_bytes(b"\0" * 32 * 1024 * 1024)
 
 
-def test_a_stream_stays_open_while_nothing_happens(tmp_path: Path) -> None:
+def test_idle_event_stream_is_not_timed_out(tmp_path: Path) -> None:
     """Given bounds on silence, when a stream is silent because nothing happens, then it is not the client's fault."""
     with ExitStack() as stack:
         served = stack.enter_context(serve(tmp_path, bounds=HASTY))
@@ -310,7 +314,7 @@ def test_a_stream_stays_open_while_nothing_happens(tmp_path: Path) -> None:
             hear(connection, b"cancelled")
 
 
-def test_one_address_may_have_so_many_connections(tmp_path: Path) -> None:
+def test_connections_over_the_per_address_limit_return_429(tmp_path: Path) -> None:
     with serve(tmp_path, bounds=ConnectionLimits(64, per_address=3)) as served, ExitStack() as stack:
         port = port_of(served.url)
         held = [stack.enter_context(connect(port)) for _ in range(3)]
@@ -322,7 +326,7 @@ def test_one_address_may_have_so_many_connections(tmp_path: Path) -> None:
         until(lambda: say(port, GET).status == 200)
 
 
-def test_there_may_be_so_many_connections_in_all(tmp_path: Path) -> None:
+def test_connections_over_the_total_limit_return_503(tmp_path: Path) -> None:
     bounds = ConnectionLimits(connections=4, per_address=2)
     with serve(tmp_path, bounds=bounds, access=AccessPolicy(proxies=("127.0.0.1",))) as served, ExitStack() as stack:
         port = port_of(served.url)
@@ -338,7 +342,7 @@ def _all(port: int) -> bytes:
         return rest(connection)
 
 
-def test_a_thousand_streams_of_one_address_are_admitted(port: int) -> None:
+def test_1000_event_streams_from_one_address_are_accepted(port: int) -> None:
     body = call(
         port,
         "/v1/images/generations",
@@ -359,7 +363,7 @@ def test_a_thousand_streams_of_one_address_are_admitted(port: int) -> None:
 
 
 @pytest.mark.parametrize("loop", [asyncio, uvloop])
-def test_a_reply_is_sent_as_it_is_written(loop: ModuleType) -> None:
+def test_accepted_connections_use_tcp_nodelay(loop: ModuleType) -> None:
     """Given either event loop, then no connection waits for an acknowledgement before it sends what comes next."""
 
     async def delays() -> list[int]:
@@ -379,7 +383,7 @@ def test_a_reply_is_sent_as_it_is_written(loop: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("loop", [asyncio, uvloop])
-def test_a_server_that_is_told_to_end_while_it_starts_leaves_no_socket_open(loop: ModuleType) -> None:
+def test_shutdown_during_startup_closes_the_listener(loop: ModuleType) -> None:
     async def left() -> int:
         listener = socket.create_server(("127.0.0.1", 0))
         server = HttpServer(FastAPI(), ConnectionLimits(8192, 2048), AccessPolicy())
@@ -390,7 +394,7 @@ def test_a_server_that_is_told_to_end_while_it_starts_leaves_no_socket_open(loop
     assert loop.run(left()) == -1
 
 
-def test_who_comes_at_once_is_taken_at_once(tmp_path: Path) -> None:
+def test_pending_connections_are_accepted_in_batches(tmp_path: Path) -> None:
     """Given many that wait to be taken, when the event loop turns, then it takes some of them each time, not one."""
 
     async def turns() -> int:

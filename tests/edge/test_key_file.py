@@ -39,7 +39,7 @@ def sha(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def test_a_key_is_made_printed_once_and_only_its_hash_is_kept(typed: Typed, tmp_path: Path) -> None:
+def test_keys_add_prints_the_key_once_and_stores_only_its_hash(typed: Typed, tmp_path: Path) -> None:
     file = tmp_path / "data" / "api-keys"
     code, out, err = typed("add", "ada", "--rate", "60/min", "--concurrent", "2", "--models", "m")
     ada = out.strip()
@@ -59,7 +59,7 @@ def test_a_key_is_made_printed_once_and_only_its_hash_is_kept(typed: Typed, tmp_
     assert keys.warning == ""
 
 
-def test_keys_are_listed_without_any_key(typed: Typed, tmp_path: Path) -> None:
+def test_keys_ls_lists_keys_without_secrets(typed: Typed, tmp_path: Path) -> None:
     (file := tmp_path / "keys").write_text("# studio\nbob plain-key-of-bob read=yes models=b,a\nbare-key\n")
     root = typed("add", "root", "--admin", "--rate", "5/s", "--concurrent", "3", "--file", str(file))[1].strip()
     code, out, err = typed("ls", "--file", str(file))
@@ -79,7 +79,7 @@ def test_keys_are_listed_without_any_key(typed: Typed, tmp_path: Path) -> None:
         assert secret not in out + str(rows)
 
 
-def test_keys_are_removed_by_name_or_by_hash_and_the_rest_stays(typed: Typed, tmp_path: Path) -> None:
+def test_keys_rm_removes_by_name_or_hash_and_preserves_other_lines(typed: Typed, tmp_path: Path) -> None:
     (file := tmp_path / "keys").write_bytes(b"# studio\r\n\nada  k1\nada k2\nbob\tk3\n# end")
     assert typed("rm", sha("k2")[:8], "--file", str(file)) == (0, f"ada {sha('k2')[:8]}\n", f"removed from {file}\n")
     assert file.read_bytes() == b"# studio\r\n\nada  k1\nbob\tk3\n# end"
@@ -102,7 +102,7 @@ def test_keys_are_removed_by_name_or_by_hash_and_the_rest_stays(typed: Typed, tm
         ("feed", "is both a name and the beginning of a hash"),
     ],
 )
-def test_a_key_that_is_not_clear_is_not_removed(typed: Typed, tmp_path: Path, which: str, said: str) -> None:
+def test_keys_rm_rejects_an_unknown_or_ambiguous_key(typed: Typed, tmp_path: Path, which: str, said: str) -> None:
     text = f"ada sha256:0123456789ab{'0' * 52}\nbob sha256:0123456789ab{'1' * 52}\nfeed k\ncy sha256:feed{'0' * 60}\n"
     (file := tmp_path / "keys").write_text(text)
     code, out, err = typed("rm", which, "--file", str(file))
@@ -110,14 +110,14 @@ def test_a_key_that_is_not_clear_is_not_removed(typed: Typed, tmp_path: Path, wh
     assert re.search(said, err)
 
 
-def test_the_last_key_is_not_removed_since_a_server_would_keep_it(typed: Typed, tmp_path: Path) -> None:
+def test_keys_rm_rejects_removing_the_last_key(typed: Typed, tmp_path: Path) -> None:
     (file := tmp_path / "keys").write_text("ada k1\nada k2\n")
     code, _, err = typed("rm", "ada", "--file", str(file))
     assert code == 2 and "add another key first" in err
     assert file.read_text() == "ada k1\nada k2\n"
 
 
-def test_plain_keys_become_hashes_and_nothing_else_changes(typed: Typed, tmp_path: Path) -> None:
+def test_keys_hash_replaces_only_plain_keys_by_their_hashes(typed: Typed, tmp_path: Path) -> None:
     (file := tmp_path / "keys").write_bytes(
         b"# keys of the studio\r\n\nanna   anna-anna-anna-anna  rate=60/min\r\n"
         b"root sha256:" + b"A" * 64 + b" admin=yes\n\tbare-bare-bare-bare\nbert short"
@@ -149,7 +149,7 @@ def written(file: Path) -> tuple[bytes, int, int, int]:
     return file.read_bytes(), state.st_ino, state.st_mtime_ns, state.st_ctime_ns
 
 
-def test_a_link_stays_a_link_to_the_changed_file(typed: Typed, tmp_path: Path) -> None:
+def test_keys_hash_preserves_a_symlinked_key_file(typed: Typed, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (real := tmp_path / "real" / "keys").write_text("ada plain-key-of-ada\n")
     (link := tmp_path / "link").symlink_to(real)
@@ -171,7 +171,7 @@ def test_a_link_stays_a_link_to_the_changed_file(typed: Typed, tmp_path: Path) -
         (["add", "ada", "--rate", "1/s\u2028root", "--file", "{}"], "has spaces"),
     ],
 )
-def test_what_cannot_be_done_is_one_sentence_and_makes_no_file(
+def test_failing_keys_commands_print_one_line_and_create_no_file(
     typed: Typed, tmp_path: Path, arguments: list[str], said: str
 ) -> None:
     missing = str(tmp_path / "missing")
@@ -181,19 +181,19 @@ def test_what_cannot_be_done_is_one_sentence_and_makes_no_file(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_line_ends_as_the_others_do(tmp_path: Path) -> None:
+def test_added_line_uses_the_line_endings_of_the_key_file(tmp_path: Path) -> None:
     (file := tmp_path / "keys").write_bytes(b"ada k1\r\nbob k2")
     add_key(file, "eve", {})
     assert re.fullmatch(rb"ada k1\r\nbob k2\r\neve sha256:[0-9a-f]{64}\r\n", file.read_bytes())
 
 
 @pytest.mark.parametrize("name", ["", "two words", "a=b", "x" * 65, "a\nb", "sha256:0"])
-def test_a_name_that_would_break_the_file_is_refused(tmp_path: Path, name: str) -> None:
+def test_add_key_rejects_invalid_key_names(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="NAME must have"):
         add_key(tmp_path / "keys", name, {})
 
 
-def test_a_file_that_a_server_would_refuse_is_not_written(tmp_path: Path) -> None:
+def test_add_key_rejects_limits_that_conflict_with_other_lines(tmp_path: Path) -> None:
     (file := tmp_path / "keys").write_text("ada k1 rate=1/s")
     with pytest.raises(UsageError, match=r"line 2: ada has other limits on another line .*keys, line 1"):
         add_key(file, "ada", {})
@@ -202,7 +202,7 @@ def test_a_file_that_a_server_would_refuse_is_not_written(tmp_path: Path) -> Non
     assert file.read_text().startswith("ada k1 rate=1/s\nada sha256:")
 
 
-def test_a_file_that_would_be_too_large_for_a_server_is_not_written(tmp_path: Path) -> None:
+def test_key_file_over_8_mib_is_not_written(tmp_path: Path) -> None:
     (file := tmp_path / "keys").write_text("ada k1\n" + "#" * ((8 << 20) - 20))
     before = written(file)
     with pytest.raises(UsageError, match="would be larger than the maximum of 8 MiB"):
@@ -210,7 +210,7 @@ def test_a_file_that_would_be_too_large_for_a_server_is_not_written(tmp_path: Pa
     assert written(file) == before
 
 
-def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_the_key_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (file := tmp_path / "keys").write_text("ada k1\n")
     monkeypatch.setattr(os, "fsync", _full)
     with pytest.raises(ConfigError, match="keys cannot be written: No space left on device"):
@@ -222,7 +222,7 @@ def _full(_: int) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_file_that_another_user_could_not_read_afterwards_is_not_replaced(
+def test_key_file_of_another_user_is_not_replaced_if_chown_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (file := tmp_path / "keys").write_text("ada k1\n")
@@ -238,7 +238,7 @@ def _not_allowed(*_: object) -> None:
     raise PermissionError(1, "Operation not permitted")
 
 
-def test_of_keys_that_are_added_at_once_none_is_lost(tmp_path: Path) -> None:
+def test_concurrent_add_key_calls_lose_no_key(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda number: add_key(file, f"tenant{number}", {}), range(32)))

@@ -34,7 +34,7 @@ def line(name: str, key: str, *fields: str) -> str:
     return " ".join([name, "sha256:" + hashlib.sha256(key.encode()).hexdigest(), *fields])
 
 
-def test_keys_come_from_the_command_line_and_from_files(tmp_path: Path) -> None:
+def test_keys_are_read_from_flags_and_key_files(tmp_path: Path) -> None:
     bob = line("bob", "k3==", "admin=yes", "models=m,n/o", "rate=90/min", "concurrent=4")
     file = written(tmp_path, "# of the studio", "", "ada k1", "k2", bob, "cy k5 read=yes rate=2/h")
     keys = ApiKeys([GIVEN], [str(file)])
@@ -47,7 +47,7 @@ def test_keys_come_from_the_command_line_and_from_files(tmp_path: Path) -> None:
     assert keys.find("\udcff") is None
 
 
-def test_a_key_that_is_also_in_a_file_is_the_file_s(tmp_path: Path) -> None:
+def test_key_file_entry_overrides_the_same_key_given_as_a_flag(tmp_path: Path) -> None:
     """As when UNFUSE_API_KEY, which client verbs send, is set where the server starts."""
     keys = ApiKeys([GIVEN, GIVEN], [str(written(tmp_path, line("ada", GIVEN, "rate=1/h"), "bob k2"))])
     assert keys.find(GIVEN) == ApiKey("ada", limits=TenantLimits(0, 1, 3600))
@@ -77,15 +77,13 @@ def test_a_key_that_is_also_in_a_file_is_the_file_s(tmp_path: Path) -> None:
         (["# nothing"], "there is no key in .*unfuse keys add NAME"),
     ],
 )
-def test_a_line_that_says_nothing_clear_is_refused_and_no_key_is_told(
-    tmp_path: Path, lines: list[str], said: str
-) -> None:
+def test_invalid_key_file_lines_are_rejected_without_leaking_keys(tmp_path: Path, lines: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said) as refused:
         in_file(tmp_path, *lines)
     assert "secret" not in str(refused.value)
 
 
-def test_lines_may_repeat_and_end_as_on_windows(tmp_path: Path) -> None:
+def test_key_file_accepts_bom_crlf_and_repeated_lines(tmp_path: Path) -> None:
     (tmp_path / "keys").write_bytes(b"\xef\xbb\xbf# by hand\r\nada k1\r\nada k1\r\nada k2\r\n")
     keys = ApiKeys(files=[str(tmp_path / "keys")])
     assert keys.find("k1") == keys.find("k2") == ApiKey("ada")
@@ -106,15 +104,13 @@ def test_lines_may_repeat_and_end_as_on_windows(tmp_path: Path) -> None:
         (line("", "k").strip(), "not its hash"),
     ],
 )
-def test_what_is_given_as_a_key_is_one(key: str, said: str) -> None:
+def test_malformed_api_key_flag_raises_usage_error(key: str, said: str) -> None:
     with pytest.raises(UsageError, match=said) as refused:
         ApiKeys([GIVEN, key])
     assert not key.strip() or key not in str(refused.value)
 
 
-def test_a_path_given_as_a_key_is_refused_whether_its_file_is_there_or_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_path_given_as_api_key_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path, "ada k1")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a-folder-of-secrets").mkdir()
@@ -125,12 +121,12 @@ def test_a_path_given_as_a_key_is_refused_whether_its_file_is_there_or_not(
 
 
 @pytest.mark.parametrize("key", ["k" * 16, "k" * 5000, "a+b/c+d/e+f/g+h/=", "sk-proj_0123.456789-abcdefghij"])
-def test_any_other_key_is_accepted_and_a_sole_one_is_an_admin_s(key: str) -> None:
+def test_valid_api_key_flags_are_accepted_and_a_sole_key_is_admin(key: str) -> None:
     assert ApiKeys([key]).find(key) == ApiKeys([key, key]).find(key) == ApiKey("default", admin=True)
     assert ApiKeys([f"{key}\n", GIVEN]).find(key) == ApiKey("default"), "as a secret that was mounted ends"
 
 
-def test_a_key_file_that_is_missing_is_refused_with_what_makes_it(tmp_path: Path) -> None:
+def test_missing_key_file_error_names_the_create_command(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=f"there is no key file {tmp_path}/keys: create it with `unfuse keys add NAME --file "
     ):
@@ -138,9 +134,7 @@ def test_a_key_file_that_is_missing_is_refused_with_what_makes_it(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["bytes", "folder", "pipe", "huge", "closed", "zeros"])
-def test_a_key_file_that_cannot_be_read_is_one_sentence(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_key_file_raises_usage_error(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "keys"
     match kind:
         case "bytes":
@@ -165,7 +159,7 @@ def _denied(*_: object) -> int:
     raise PermissionError(13, "Permission denied")
 
 
-def test_many_keys_are_read_at_once(tmp_path: Path) -> None:
+def test_key_file_with_50000_keys_is_read(tmp_path: Path) -> None:
     keys = in_file(tmp_path, *(f"tenant{number} sha256:{number:064x} rate=1/s" for number in range(50_000)))
     assert len(keys.all()) == 50_000
 
@@ -181,13 +175,15 @@ def test_many_keys_are_read_at_once(tmp_path: Path) -> None:
         ([], ["ada a admin=yes", "b"], ""),
     ],
 )
-def test_who_is_an_admin_is_said_at_the_start(tmp_path: Path, given: list[str], lines: list[str], note: str) -> None:
+def test_admin_note_reports_a_sole_or_missing_admin_key(
+    tmp_path: Path, given: list[str], lines: list[str], note: str
+) -> None:
     keys = ApiKeys(given, [str(written(tmp_path, *lines))] if lines else [])
     assert bool(keys) == bool(given or lines)
     assert re.match(note, keys.admin_note) if note else not keys.admin_note
 
 
-def test_plain_keys_in_files_are_one_warning_that_names_the_command(tmp_path: Path) -> None:
+def test_plain_keys_in_key_files_warn_with_the_hash_command(tmp_path: Path) -> None:
     (first := tmp_path / "first").write_text("ada k1\nbob k2\n")
     (second := tmp_path / "second").write_text("cy k3\n")
     (third := tmp_path / "third").write_text(line("dan", "k4") + "\n")
@@ -203,7 +199,7 @@ async def looked(keys: ApiKeys, monkeypatch: pytest.MonkeyPatch) -> None:
         await keys.reload_if_changed()
 
 
-async def test_a_file_is_read_again_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_changed_key_file_is_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = in_file(tmp_path, "ada k1", "bob k2")
     written(tmp_path, "ada k1 concurrent=3", "cy k3")
     await looked(keys, monkeypatch)
@@ -212,7 +208,7 @@ async def test_a_file_is_read_again_when_it_has_changed(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("broken", ["ada k1 rate=often", "", "\0\ufffe \udcff"])
-async def test_a_broken_edit_leaves_the_keys_as_they_were(
+async def test_invalid_key_file_edit_leaves_the_loaded_keys_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str
 ) -> None:
     keys = in_file(tmp_path, "ada k1")
@@ -230,7 +226,7 @@ async def test_a_broken_edit_leaves_the_keys_as_they_were(
     assert keys.find("k1") is None
 
 
-async def test_a_file_that_could_not_be_read_for_a_while_is_read_then(
+async def test_key_file_is_reloaded_after_a_transient_read_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given an edit that comes while files cannot be opened, then it counts as soon as they can, unchanged."""
@@ -248,7 +244,9 @@ def _no_file(*_: object) -> int:
     raise OSError(24, "Too many open files")
 
 
-async def test_a_file_that_is_still_being_written_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_key_file_is_not_reloaded_while_it_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("unfuse.edge.keys.CHECK_INTERVAL_S", 0.0)
     keys, file = in_file(tmp_path, "ada k1"), tmp_path / "keys"
     for text in ("ada k1\nbo", "ada k1\nbob k", "ada k1\nbob k2"):
@@ -259,7 +257,9 @@ async def test_a_file_that_is_still_being_written_is_not_read(tmp_path: Path, mo
     assert keys.find("k2") == ApiKey("bob")
 
 
-async def test_removing_others_makes_nobody_an_admin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_last_remaining_key_in_a_file_does_not_become_admin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = in_file(tmp_path, "ada k1", "bob k2")
     written(tmp_path, "ada k1")
     await looked(keys, monkeypatch)
@@ -270,7 +270,7 @@ def answered(port: int, key: str, path: str = "/v1/requests") -> Answer:
     return call(port, path, f"Authorization: Bearer {key}")
 
 
-def test_serve_reads_its_file_again_and_ends_the_streams_of_a_key_that_is_gone(tmp_path: Path) -> None:
+def test_reload_ends_the_event_streams_of_a_removed_key(tmp_path: Path) -> None:
     """A key that becomes its hash stays: its stream goes on."""
     file = written(tmp_path, "ada k1", "bob k2")
     streamed: dict[str, Answer] = {}
@@ -299,7 +299,7 @@ def test_serve_reads_its_file_again_and_ends_the_streams_of_a_key_that_is_gone(t
         assert b"event: cancelled" in streamed["k2"].body and b"event: error" not in streamed["k2"].body
 
 
-def test_no_start_beyond_loopback_with_a_key_file_that_is_not_there(tmp_path: Path) -> None:
+def test_non_loopback_bind_with_a_missing_key_file_fails_to_start(tmp_path: Path) -> None:
     with (
         pytest.raises(ConfigError, match="there is no key file"),
         composed(tmp_path, host="0.0.0.0", api_keys=[str(tmp_path / "keys.txt")]),

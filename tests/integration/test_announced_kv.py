@@ -101,7 +101,7 @@ def amid(server: Server, prefill: subprocess.Popen[bytes]) -> Iterator[psutil.Pr
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("tokens", ["8192", "512"], ids=["at once", "in pieces"])
-def test_a_decoder_pulls_what_is_there_while_the_rest_is_computed(
+def test_decoder_pulls_kv_chunks_while_prefill_is_running(
     folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any], tokens: str
 ) -> None:
     """Given a prompt whose keys and values take several chunks, and a receive buffer that has room for them or not,
@@ -129,7 +129,7 @@ def test_a_decoder_pulls_what_is_there_while_the_rest_is_computed(
         ("language=tensor:2", "512"),
     ],
 )
-def test_ranks_hand_on_chunk_by_chunk_and_take_what_is_theirs(
+def test_tensor_parallel_ranks_transfer_kv_during_prefill(
     folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any], spread: str, tokens: str
 ) -> None:
     """Given prefill of two ranks, and a decoder of one or of two that maps nobody's memory, also one whose arena is
@@ -151,7 +151,7 @@ def test_ranks_hand_on_chunk_by_chunk_and_take_what_is_theirs(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_decoder_whose_room_waits_for_a_dead_worker_is_free_again(
+def test_decoder_frees_kv_reserved_for_a_dead_prefill_worker(
     folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any], how: signal.Signals
 ) -> None:
     """Given a decoder with room for one prompt, taken by one amid its transfer, when the worker that prefills that
@@ -178,7 +178,7 @@ def test_a_decoder_whose_room_waits_for_a_dead_worker_is_free_again(
         server.killed(first)
 
 
-def test_a_text_waits_in_the_queue_while_no_decoder_has_room_for_its_prompt(
+def test_decode_task_waits_in_the_queue_while_decoder_kv_is_full(
     folder: Path, tmp_path: Path, calm: dict[str, Any]
 ) -> None:
     """Given a decoder of this machine with room for one prompt, when two come, then one waits where every decoder could
@@ -199,7 +199,7 @@ def test_a_text_waits_in_the_queue_while_no_decoder_has_room_for_its_prompt(
 
 
 @pytest.mark.nightly
-def test_what_a_decoder_could_not_have_takes_no_room_from_what_is_made_again(
+def test_kv_is_recomputed_after_a_decoder_cannot_pull_it(
     folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any]
 ) -> None:
     """Given a worker whose arena holds the keys and values of one prompt, and a decoder that has none of its transfer
@@ -221,7 +221,7 @@ def test_what_a_decoder_could_not_have_takes_no_room_from_what_is_made_again(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("tokens", ["8192", "512"], ids=["at once", "in pieces"])
-def test_keys_and_values_that_were_damaged_on_the_way_are_fetched_again(
+def test_corrupted_kv_transfers_are_retried(
     folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any], tokens: str
 ) -> None:
     """Given a network that flips a bit in every fourth pull, or cuts it, then the text is that of a single worker."""
@@ -242,7 +242,7 @@ def failures(server: Server) -> float:
 
 
 @pytest.mark.nightly
-def test_a_decoder_of_another_host_begins_to_pull_before_prefill_is_done(
+def test_decoder_on_another_host_is_leased_before_prefill_completes(
     folder: Path,
     tmp_path: Path,
     other_host: SecondHost,
@@ -264,9 +264,7 @@ def test_a_decoder_of_another_host_begins_to_pull_before_prefill_is_done(
 
 
 @pytest.mark.nightly
-def test_a_prompt_of_a_hundred_thousand_tokens_reaches_a_decoder_whose_arena_has_no_room_for_it(
-    tmp_path: Path, keys: list[str]
-) -> None:
+def test_100k_token_kv_passes_through_a_smaller_decoder_arena(tmp_path: Path, keys: list[str]) -> None:
     """Given a narrow model, a prompt of which the usual receive buffer holds a twelfth, and a network that flips bits
     and cuts pulls, then the text is that of a single worker, and no more than the buffer was taken in the arena."""
     token_bytes = 512

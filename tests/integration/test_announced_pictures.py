@@ -104,7 +104,7 @@ def amid(server: Server, encoder: subprocess.Popen[bytes], done: int) -> Iterato
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("name", "tokens"), [("the last", ""), ("several", "512")])
-def test_a_picture_is_pulled_while_the_next_one_is_encoded(
+def test_encoded_image_is_pulled_while_the_next_one_is_encoded(
     folder: Path,
     tmp_path: Path,
     keys: list[str],
@@ -137,7 +137,7 @@ def test_a_picture_is_pulled_while_the_next_one_is_encoded(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("whole", [False, True])
-def test_an_encoder_dies_between_the_second_picture_and_the_third(
+def test_encoder_crash_reencodes_only_the_unfinished_image(
     folder: Path,
     tmp_path: Path,
     keys: list[str],
@@ -167,7 +167,7 @@ def test_an_encoder_dies_between_the_second_picture_and_the_third(
 
 
 @pytest.mark.nightly
-def test_a_cached_picture_whose_owner_dies_before_it_is_read_is_encoded_again(
+def test_cached_image_is_reencoded_if_its_worker_dies_before_a_read(
     folder: Path, tmp_path: Path, prompts: dict[str, list[dict[str, Any]]], calm: dict[str, Any]
 ) -> None:
     """Given a chat whose pictures are found in the cache, when their owner dies before anybody has read them, then they
@@ -193,7 +193,7 @@ def test_a_cached_picture_whose_owner_dies_before_it_is_read_is_encoded_again(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("tokens", ["8192", "512"], ids=["at once", "in pieces"])
-def test_pictures_that_were_damaged_on_the_way_are_fetched_again(
+def test_corrupted_image_embedding_transfers_are_retried(
     folder: Path,
     tmp_path: Path,
     keys: list[str],

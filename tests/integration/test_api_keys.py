@@ -61,7 +61,7 @@ def followed(client: Client, request: str) -> tuple[threading.Thread, list[str]]
     return thread, end
 
 
-def test_keys_are_made_hashed_and_removed_while_a_server_runs(tmp_path: Path, keys: Callable[..., str]) -> None:
+def test_api_keys_are_added_hashed_and_removed_on_a_running_server(tmp_path: Path, keys: Callable[..., str]) -> None:
     """Given a plain key, a server warns once; the key's streams continue when it is hashed, and end when it goes."""
     file = tmp_path / "keys.txt"
     root = keys("add", "root", "--admin", "--file", str(file))
@@ -97,7 +97,7 @@ def test_keys_are_made_hashed_and_removed_while_a_server_runs(tmp_path: Path, ke
         assert [status(server, "/v1/models", key) for key in (root, see, PLAIN)] == [200, 200, 401]
 
 
-def test_a_variable_with_a_path_in_the_place_of_a_key_ends_the_start(tmp_path: Path) -> None:
+def test_serve_exits_2_if_the_api_key_variable_has_a_file_path(tmp_path: Path) -> None:
     path = "/etc/unfuse/keys.txt"
     with serving(tmp_path, "--workers", "none", "--host", "0.0.0.0", UNFUSE_API_KEY=path) as server:
         assert server.process.wait(60) == 2

@@ -29,7 +29,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
         redis.stop()
 
 
-def test_what_a_client_leaves_is_free_at_the_next_step(server: Server) -> None:
+def test_client_disconnect_cancels_the_request_and_frees_its_memory(server: Server) -> None:
     """Given a picture of many steps whose client closes its socket, then its memory is given back and others are made,
     long before it could have been done."""
     for stream in (False, True):

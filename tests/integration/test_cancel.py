@@ -68,7 +68,7 @@ def ended_once(cluster: Cluster, *requests: str) -> None:
         assert cluster.get(f"/v1/requests/{request}")["status"] == "cancelled"
 
 
-def test_while_it_waits(cluster: Cluster) -> None:
+def test_queued_request_is_cancelled_without_running(cluster: Cluster) -> None:
     ahead = [ask(cluster, f"ahead {number}", "sleep=1@text_encode") for number in range(6)]
     request = ask(cluster, "waits", "sleep=0@denoise")
     assert cluster.get(f"/v1/requests/{request}")["queue_position"] is not None
@@ -77,19 +77,19 @@ def test_while_it_waits(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(("stage", "kind"), [("encode", "text_encode"), ("decode.0", "vae_decode")])
-def test_in_a_stage_of_one_step(cluster: Cluster, stage: str, kind: str) -> None:
+def test_request_is_cancelled_during_a_single_step_stage(cluster: Cluster, stage: str, kind: str) -> None:
     request = ask(cluster, f"in {stage}", f"sleep=1@{kind}")
     leased(cluster, request, stage)
     cancelled(cluster, request)
 
 
-def test_at_a_step(cluster: Cluster) -> None:
+def test_request_is_cancelled_between_denoising_steps(cluster: Cluster) -> None:
     request = ask(cluster, "at a step", "sleep=0.1@denoise", steps=500)
     at_a_step(cluster, request)
     cancelled(cluster, request)
 
 
-def test_when_it_was_handed_back(cluster: Cluster) -> None:
+def test_request_is_cancelled_after_a_drained_worker_requeued_its_task(cluster: Cluster) -> None:
     """Given a denoiser that leaves before it is done, and no other, then the task waits again, uncharged."""
     request = ask(cluster, "handed back", "sleep=0.1@denoise", steps=500)
     at_a_step(cluster, request)
@@ -103,7 +103,7 @@ def test_when_it_was_handed_back(cluster: Cluster) -> None:
     ended_once(cluster, request)
 
 
-def test_while_its_worker_is_dead(cluster: Cluster) -> None:
+def test_request_is_cancelled_once_after_its_worker_was_killed(cluster: Cluster) -> None:
     """Given a lease whose holder will never be heard of again, then it ends with the request, and nothing follows."""
     request = ask(cluster, "dead worker", "sleep=0.1@denoise", steps=500)
     at_a_step(cluster, request)
@@ -117,7 +117,7 @@ def test_while_its_worker_is_dead(cluster: Cluster) -> None:
     ended_once(cluster, request)
 
 
-def test_while_its_worker_is_stopped(cluster: Cluster) -> None:
+def test_reports_of_a_resumed_worker_do_not_change_a_cancelled_request(cluster: Cluster) -> None:
     """Given a worker that goes on after its request has ended, then what it reports of it changes nothing."""
     request = ask(cluster, "stopped worker", "sleep=0.1@denoise", steps=500)
     at_a_step(cluster, request)

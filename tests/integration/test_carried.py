@@ -49,7 +49,7 @@ def made(server: Server, cases: list[dict[str, Any]]) -> list[bytes]:
 
 
 @pytest.mark.nightly
-def test_adapters_and_batches_on_ranks_give_what_they_give_on_one(one: Server, ranks: Server) -> None:
+def test_lora_and_batches_on_two_ranks_match_one_rank(one: Server, ranks: Server) -> None:
     for cases in (ADAPTED, ALIKE):
         alone = [made(ranks, [case])[0] for case in cases]
         assert len({*alone}) == len(cases)
@@ -64,13 +64,13 @@ def test_adapters_and_batches_on_ranks_give_what_they_give_on_one(one: Server, r
     assert max(shares) > 1
 
 
-def test_previews_of_ranks_are_shown(ranks: Server) -> None:
+def test_previews_are_emitted_by_ulysses_ranks(ranks: Server) -> None:
     request = ranks.submit("a red circle on white", num_inference_steps=6, preview_every=2)
     shown = [event["step"] for event in ranks.events(request) if event["type"] == "preview"]
     assert shown == [2, 4]
 
 
-def test_a_video_of_ranks_is_read_while_it_is_made(one: Server, ranks: Server) -> None:
+def test_streamed_video_of_two_ranks_matches_one_rank(one: Server, ranks: Server) -> None:
     streamed = []
     for server in (one, ranks):
         with content(server, str(server.post("/v1/videos", FILM)["id"]), "?stream=1") as answer:
@@ -82,7 +82,7 @@ def test_a_video_of_ranks_is_read_while_it_is_made(one: Server, ranks: Server) -
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("spread", ["ulysses:2", "ring:2", "cfg:2"])
-def test_batched_ranks_make_pictures_together(spread: str, one: Server, tmp_path: Path) -> None:
+def test_batched_pool_on_two_ranks_shares_forwards(spread: str, one: Server, tmp_path: Path) -> None:
     alone = [made(one, [case])[0] for case in ALIKE]
     for ranks in server_of(tmp_path, "--batching", "batched", "--parallel", f"denoiser={spread}"):
         asked = made(ranks, ALIKE)

@@ -100,12 +100,12 @@ def containers(pod: Object) -> list[Object]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_helm_finds_nothing_wrong(case: str) -> None:
+def test_helm_lint_strict_passes(case: str) -> None:
     assert "0 chart(s) failed" in call("lint", str(CHART), "--strict", values=CASES[case])
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_kubernetes_takes_the_objects(case: str) -> None:
+def test_rendered_objects_match_the_kubernetes_and_crd_schemas(case: str) -> None:
     """Those of its own kinds by its schemas, ours by their definitions and rules."""
     for one in chart(case).objects:
         if one["apiVersion"].startswith("unfuse.dev"):
@@ -115,11 +115,11 @@ def test_kubernetes_takes_the_objects(case: str) -> None:
                 kubernetes_validate.validate(one, version, strict=True)
 
 
-def test_the_schema_of_values_is_that_of_the_definitions() -> None:
+def test_values_schema_is_generated_from_the_crds() -> None:
     assert SCHEMA.read_text() == written(), "python -m tools.chart_schema"
 
 
-def test_values_are_the_spec() -> None:
+def test_chart_values_become_the_pipeline_and_pool_specs() -> None:
     """Of the pipeline, but for where this chart puts things; and of the pools, but for their names."""
     own = chart("split").of("DiffusionPipeline")["u"]["spec"]
     said = {key: value for key, value in SPLIT["pipeline"].items() if key != "networkPolicy"}
@@ -137,20 +137,20 @@ def test_values_are_the_spec() -> None:
     assert test["podSelector"]["matchLabels"].items() <= labels.items(), "the chart's own test is let in too"
 
 
-def test_what_a_cluster_does_not_know_is_left_out() -> None:
+def test_objects_of_missing_api_kinds_are_omitted() -> None:
     assert "PrometheusRule" in chart("split").kinds() and "PrometheusRule" not in made(SPLIT, apis=set()).kinds()
     told = notes(SPLIT)
     assert "Pools are not scaled: autoscaling requires KEDA" in told and "no Prometheus operator" in told
     assert "KEDA" not in notes(NONE)
 
 
-def test_versions_are_those_of_unfuse() -> None:
+def test_chart_version_and_app_version_match_unfuse() -> None:
     about = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert about["version"] == about["appVersion"] == __version__
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_commands_parse_and_pods_may_do_little(case: str) -> None:
+def test_pods_have_restricted_permissions_and_valid_commands(case: str) -> None:
     """None but the operator has a token of the cluster, or any right in it."""
     for name, pod in cluster(case).pods().items():
         spec = pod["spec"]
@@ -170,7 +170,7 @@ def test_commands_parse_and_pods_may_do_little(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_everything_that_is_named_is_there(case: str) -> None:
+def test_referenced_objects_exist_and_selectors_match_one_pod(case: str) -> None:
     """Claims, Secrets and ConfigMaps, but for those that values say exist; hosts; and who is selected."""
     objects = cluster(case)
     given = {"wire", "redis", "hub", "models", "registry"}
@@ -196,7 +196,7 @@ def test_everything_that_is_named_is_there(case: str) -> None:
         assert selected(one["spec"]["selector"]["matchLabels"]) == {name}
 
 
-def test_dashboards_and_alerts_are_those_of_deploy() -> None:
+def test_chart_dashboards_and_alerts_match_the_deploy_folder() -> None:
     """The chart links to them, so what is packaged is equal; as a PrometheusRule they are the same groups."""
     rules = (ROOT / "deploy/prometheus/alerts.yml").read_text()
     boards = {path.name: path.read_text() for path in (ROOT / "deploy/grafana/dashboards").glob("*.json")}
@@ -206,7 +206,7 @@ def test_dashboards_and_alerts_are_those_of_deploy() -> None:
     assert 'job="unfuse"' in rules
 
 
-def test_what_is_packaged_has_the_files_that_the_chart_links_to(tmp_path: Path) -> None:
+def test_helm_package_contains_the_symlinked_files(tmp_path: Path) -> None:
     """Among them the definitions, which Helm makes before anything else."""
     call("package", str(CHART), "--destination", str(tmp_path))
     linked = {
@@ -226,7 +226,7 @@ def test_what_is_packaged_has_the_files_that_the_chart_links_to(tmp_path: Path) 
 NASTY = 'it\'s "quoted"\n- {{ .Values.image }}\n---\nkind: Pod #: &a *b %s \\ \t日本'
 
 
-def test_values_stay_values_whatever_is_in_them() -> None:
+def test_values_with_yaml_and_template_syntax_are_escaped() -> None:
     values: Object = {
         "pipeline": {"models": [NASTY], "scheduler": {"args": [NASTY]}, "service": {"annotations": {"b": NASTY}}},
         "redis": {"image": NASTY},
@@ -244,7 +244,7 @@ def test_values_stay_values_whatever_is_in_them() -> None:
 
 
 @pytest.mark.parametrize("release", ["a" * 53, "r" * 40 + "-1", "x.y" + "z" * 30])
-def test_names_are_short_enough_for_everything_that_is_made_of_them(release: str) -> None:
+def test_object_names_of_long_releases_fit_52_characters_and_differ(release: str) -> None:
     """A pod of a StatefulSet has a label of its name and eleven characters more. Releases and pools stay apart."""
     pools = [{"name": "p" * 19 + end, "role": "all"} for end in "ab"]
     values: Object = {"pools": pools}
@@ -257,12 +257,12 @@ def test_names_are_short_enough_for_everything_that_is_made_of_them(release: str
 
 
 @pytest.mark.parametrize("release", ["on", "no", "true", "null"])
-def test_a_release_may_have_a_name_that_yaml_reads_as_something_else(release: str) -> None:
+def test_release_names_that_are_yaml_keywords_stay_strings(release: str) -> None:
     names = [one["metadata"]["name"] for one in made(NONE, release=release).objects]
     assert {type(name) for name in names} == {str} and release in names
 
 
-def test_amounts_of_the_operator_are_words_as_a_server_takes_them() -> None:
+def test_operator_resource_quantities_are_rendered_as_strings() -> None:
     amounts = {"limits": {"cpu": 1, "memory": "1Gi"}, "requests": {"memory": 2**27}}
     (container,) = made({"operator": {"resources": amounts}}).pods()["unfuse-operator"]["spec"]["containers"]
     assert container["resources"]["limits"] == {"cpu": "1", "memory": "1Gi"}
@@ -275,7 +275,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize("place", [(), *PLACES, ("pipeline", "scheduler"), ("pipeline", "autoscaling")], ids=".".join)
-def test_what_is_unknown_is_refused(place: tuple[str, ...]) -> None:
+def test_unknown_values_are_rejected(place: tuple[str, ...]) -> None:
     values: dict[str, Any] = {}
     inner = values
     for name in place:
@@ -313,18 +313,18 @@ def test_what_is_unknown_is_refused(place: tuple[str, ...]) -> None:
         ({"image": {"tag": "a b"}}, "does not match pattern"),
     ],
 )
-def test_what_is_wrong_is_refused_with_its_place(values: Object, says: str) -> None:
+def test_invalid_values_are_rejected_with_a_reason(values: Object, says: str) -> None:
     with pytest.raises(Refused, match=re.escape(says)):
         made(values)
 
 
-def test_a_name_of_which_no_service_can_be_made_is_refused() -> None:
+def test_release_name_that_starts_with_a_digit_is_rejected() -> None:
     with pytest.raises(Refused, match="must begin with a letter, and 2024 does not: set fullnameOverride"):
         made(NONE, release="2024")
     assert made({"fullnameOverride": "pictures"}, release="2024").of("DiffusionPipeline")["pictures"]
 
 
-def test_without_values_tasks_and_results_have_a_place() -> None:
+def test_default_values_store_queue_and_results_in_the_trial_redis() -> None:
     """No claim that needs a class of volumes which many pods write to; and the Redis lets in who needs it."""
     objects = cluster("none")
     settings = objects.of("ConfigMap")["u"]["data"]
@@ -342,7 +342,7 @@ def test_without_values_tasks_and_results_have_a_place() -> None:
         } == callers
 
 
-def test_what_is_for_trying_alone_is_said_after_an_installation_without_values() -> None:
+def test_notes_warn_about_the_trial_redis_of_default_values() -> None:
     warnings = ("a trial Redis: one pod without a password", "Results are stored in that Redis too")
     assert all(warning in notes(NONE) for warning in warnings)
     assert not any(warning in notes(SPLIT) for warning in warnings)
@@ -350,7 +350,7 @@ def test_what_is_for_trying_alone_is_said_after_an_installation_without_values()
     assert "of all namespaces" in notes({"operator": {"clusterWide": True}})
 
 
-def test_the_notes_tell_how_to_make_an_image_that_is_in_no_registry() -> None:
+def test_notes_show_the_docker_build_command_for_a_local_image() -> None:
     """As the Dockerfile has it, under the name by which the pods ask for it."""
     build = f"docker build -f deploy/docker/cpu.Dockerfile -t unfuse:{__version__} ."
     assert f"  {build}\n" in notes(NONE)
@@ -358,7 +358,7 @@ def test_the_notes_tell_how_to_make_an_image_that_is_in_no_registry() -> None:
     assert "docker build" not in notes({"image": {"repository": "registry.example/unfuse"}})
 
 
-def test_pods_of_an_installation_without_values_find_room_in_a_small_cluster() -> None:
+def test_default_resource_requests_fit_a_minikube_node() -> None:
     """minikube has two CPUs and 4 GiB if it is told nothing, of which its own pods ask for 0.75 and 0.2."""
     objects = cluster("none")
     asked = [
@@ -371,7 +371,7 @@ def test_pods_of_an_installation_without_values_find_room_in_a_small_cluster() -
     assert sum(replicas * amount(requests["memory"]) for replicas, requests in asked) <= 2.3 * UNITS["Gi"]
 
 
-def test_the_redis_for_trying_refuses_what_its_pod_has_no_room_for() -> None:
+def test_trial_redis_maxmemory_fits_its_memory_limit_and_volume() -> None:
     """In memory, also while it writes its file anew, and on its disk, where the old file then is beside the new."""
     spec = chart("none").of("StatefulSet")["u-redis"]["spec"]
     (redis,), (claim,) = spec["template"]["spec"]["containers"], spec["volumeClaimTemplates"]
@@ -382,7 +382,7 @@ def test_the_redis_for_trying_refuses_what_its_pod_has_no_room_for() -> None:
     assert 3 * most < amount(claim["spec"]["resources"]["requests"]["storage"])
 
 
-def test_every_pod_has_the_image_that_values_say_and_may_take_it_from_a_registry_with_a_password() -> None:
+def test_every_pod_uses_the_configured_image_and_pull_secrets() -> None:
     secrets = [{"name": "registry"}]
     image = {"repository": "registry.example/unfuse", "tag": "2", "pullPolicy": "Always"}
     pods = operated(made({"imagePullSecrets": secrets, "image": image})).pods()
@@ -407,7 +407,9 @@ def test_every_pod_has_the_image_that_values_say_and_may_take_it_from_a_registry
         ({"pipeline": {"results": {"url": "s3://b/p"}}}, "s3://b/p", "0", set()),
     ],
 )
-def test_results_are_where_values_say(values: Object, place: str, limit: str, claims: set[str]) -> None:
+def test_result_storage_follows_values_and_its_claim_is_retained(
+    values: Object, place: str, limit: str, claims: set[str]
+) -> None:
     """A claim that the chart makes is kept when its release goes."""
     objects = operated(made(values))
     settings = objects.of("ConfigMap")["u"]["data"]
@@ -418,7 +420,7 @@ def test_results_are_where_values_say(values: Object, place: str, limit: str, cl
     assert ("u-redis" in objects.of("StatefulSet")) == ("queue" not in str(values))
 
 
-def test_nothing_has_a_finalizer() -> None:
+def test_no_object_has_a_finalizer() -> None:
     """`helm uninstall` ends the operator first, and what it made goes all the same, by its owners."""
     assert "finalizers" not in str(cluster("split").objects)
     source = "".join(path.read_text() for path in (ROOT / "unfuse/k8s").iterdir() if path.is_file())

@@ -75,7 +75,7 @@ class Release:
         return [seconds(scheduler, query) for query in self.queries.values()]
 
 
-def test_what_the_chart_makes_sleeps_until_it_is_asked_for_a_picture(tmp_path: Path) -> None:
+def test_queued_request_scales_a_pool_from_zero(tmp_path: Path) -> None:
     """Given two schedulers and no worker, when one is asked for a picture then it waits, and either says that there is
     work; when a worker comes to the other one then it is made, and nothing is left."""
     with running(tmp_path, UNDIVIDED) as node:
@@ -91,7 +91,7 @@ def test_what_the_chart_makes_sleeps_until_it_is_asked_for_a_picture(tmp_path: P
 
 
 @pytest.mark.nightly
-def test_everything_is_replaced_while_pictures_are_asked_for(tmp_path: Path) -> None:
+def test_rolling_replacement_of_scheduler_and_workers_loses_no_request(tmp_path: Path) -> None:
     """When a scheduler and all workers are replaced one after the other then no picture is lost, and all have the same
     bytes; the chart's own test passes, and every pod ends by itself when it is told to."""
     with running(tmp_path, SPLIT) as node:
@@ -115,7 +115,7 @@ def test_everything_is_replaced_while_pictures_are_asked_for(tmp_path: Path) -> 
         assert [pod.stop() for pod in (*more, first, third, release.redis)] == [0] * 5
 
 
-def test_a_pod_writes_to_its_volumes_alone(tmp_path: Path) -> None:
+def test_pods_write_only_to_their_volumes(tmp_path: Path) -> None:
     """Or else it would prove nothing that those of the chart run so."""
     if not confines():
         pytest.skip("only root takes the right to write away")

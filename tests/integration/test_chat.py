@@ -78,7 +78,7 @@ def chat(ai: openai.OpenAI, **asked: Any) -> Any:
     return ai.chat.completions.create(model="tiny", messages=ASKED, **{**GREEDY, **asked})
 
 
-def test_a_chat_has_the_text_that_generate_makes(ai: openai.OpenAI, expected: str) -> None:
+def test_greedy_chat_matches_transformers_generate(ai: openai.OpenAI, expected: str) -> None:
     made = chat(ai)
     assert made.choices[0].message.content == expected
     assert made.choices[0].finish_reason in ("stop", "length")
@@ -86,7 +86,7 @@ def test_a_chat_has_the_text_that_generate_makes(ai: openai.OpenAI, expected: st
     assert made.usage.total_tokens == made.usage.prompt_tokens + made.usage.completion_tokens
 
 
-def test_a_mixture_of_experts_says_what_generate_makes(tmp_path: Path) -> None:
+def test_mixture_of_experts_chat_matches_transformers_generate(tmp_path: Path) -> None:
     mixture = make_language_model(tmp_path / "mixture", KINDS[3], positions=512)
     flags = "--workers", "prefill=1,decode=1", "--kv", "8MiB", "--threads", "1"
     with serving(tmp_path, str(mixture), *flags) as server:
@@ -94,7 +94,7 @@ def test_a_mixture_of_experts_says_what_generate_makes(tmp_path: Path) -> None:
     assert made["choices"][0]["message"]["content"] == generated(mixture, ASKED)
 
 
-def test_a_stream_has_the_same_text_and_the_usage_if_asked(ai: openai.OpenAI) -> None:
+def test_streamed_chat_matches_the_unstreamed_one_and_reports_usage(ai: openai.OpenAI) -> None:
     whole = chat(ai, seed=3, temperature=1, n=2, logprobs=True, top_logprobs=2)
     chunks = [
         *chat(
@@ -123,7 +123,7 @@ def test_a_stream_has_the_same_text_and_the_usage_if_asked(ai: openai.OpenAI) ->
     assert whole.choices[0].message.content != whole.choices[1].message.content
 
 
-def test_the_next_turn_of_a_chat_finds_the_answer_before_it(ai: openai.OpenAI, folder: Path) -> None:
+def test_next_chat_turn_reuses_the_kv_of_prompt_and_completion(ai: openai.OpenAI, folder: Path) -> None:
     """Given an answer of some hundred tokens, when the chat goes on, then the whole chunks of prompt and answer are
     found, and the next answer is the one that is made without; where the first turn shares nothing, nothing is."""
     long = {"logit_bias": whole_words(folder), "max_tokens": 300, "temperature": 1}
@@ -146,12 +146,12 @@ def test_the_next_turn_of_a_chat_finds_the_answer_before_it(ai: openai.OpenAI, f
         assert texts == {generated(folder, talk)} if shares else len(texts) == 1
 
 
-def test_equal_seeds_draw_equal_texts(ai: openai.OpenAI) -> None:
+def test_equal_seeds_sample_equal_texts(ai: openai.OpenAI) -> None:
     one, same, other = (chat(ai, seed=seed, temperature=1.5) for seed in (5, 5, 6))
     assert one.choices[0].message.content == same.choices[0].message.content != other.choices[0].message.content
 
 
-def test_a_text_ends_before_a_stop_string(ai: openai.OpenAI, expected: str) -> None:
+def test_completion_ends_before_a_stop_string_across_tokens(ai: openai.OpenAI, expected: str) -> None:
     """Also where that lies over several tokens."""
     stop = expected[len(expected) // 2 :][:4]
     made = chat(ai, stop=[stop, "never said"])
@@ -175,7 +175,9 @@ def test_a_text_ends_before_a_stop_string(ai: openai.OpenAI, expected: str) -> N
         ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages", ""),
     ],
 )
-def test_what_cannot_be_answered_is_refused(ai: openai.OpenAI, asked: dict[str, Any], param: str, says: str) -> None:
+def test_invalid_chat_parameters_are_rejected_with_the_parameter_name(
+    ai: openai.OpenAI, asked: dict[str, Any], param: str, says: str
+) -> None:
     with pytest.raises(openai.APIStatusError) as refused:
         ai.chat.completions.create(**{"model": "tiny", "messages": ASKED, **asked})
     assert refused.value.status_code in (400, 413)
@@ -183,12 +185,12 @@ def test_what_cannot_be_answered_is_refused(ai: openai.OpenAI, asked: dict[str, 
     assert param in (None, refused.value.param)
 
 
-def test_a_picture_is_not_asked_of_a_language_model(server: Server) -> None:
+def test_image_request_to_a_language_model_is_rejected(server: Server) -> None:
     with connect(server.url) as client, pytest.raises(InvalidParameter, match="texts"):
         client.generate("a circle")
 
 
-def test_a_chat_is_a_request_like_any_other(server: Server) -> None:
+def test_async_chat_supports_idempotency_keys_and_cancel(server: Server) -> None:
     """Its object, events, result and end are those of pictures."""
     body = {"messages": ASKED, **GREEDY, "max_tokens": 900, "logit_bias": {"2": -100}, "ignored": None}
     headers = {"content-type": "application/json", "prefer": "respond-async", "idempotency-key": "one"}
@@ -203,7 +205,7 @@ def test_a_chat_is_a_request_like_any_other(server: Server) -> None:
     assert server.get(f"/v1/requests/{id}")["modality"] == "text"
 
 
-def test_no_token_is_repeated_or_missing_when_a_decoder_is_killed(server: Server) -> None:
+def test_stream_has_every_token_once_after_a_decoder_crash(server: Server) -> None:
     """Given a stream that has begun, when the compute process that decodes is killed, then the rest of the text
     follows: it is the text of a chat that nobody disturbed."""
     asked = {**GREEDY, "max_tokens": 300, "logit_bias": {"2": -100, "0": -100}}
@@ -219,7 +221,7 @@ def test_no_token_is_repeated_or_missing_when_a_decoder_is_killed(server: Server
     assert said == calm
 
 
-def test_a_stream_goes_on_after_the_server_was_killed(folder: Path, tmp_path: Path) -> None:
+def test_client_stream_resumes_after_a_server_crash(folder: Path, tmp_path: Path) -> None:
     """Given a stream that has begun, when the whole server is killed and started again, then our client gets the rest:
     each token once."""
     asked = {**GREEDY, "max_tokens": 300, "logit_bias": {"2": -100, "0": -100}}

@@ -108,7 +108,7 @@ def disturbed(server: Server) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("workers", [pytest.param("language=1", marks=pytest.mark.nightly), "prefill=1,decode=1"])
-def test_in_an_exact_pool_a_text_is_that_of_a_quiet_run_to_the_last_bit(
+def test_exact_pool_logprobs_are_bit_identical_after_decoder_crashes(
     folder: Path, tmp_path: Path, workers: str
 ) -> None:
     """Given a text drawn at random, and how probable each of its tokens was, when it is asked for again, and first the
@@ -126,7 +126,7 @@ def test_in_an_exact_pool_a_text_is_that_of_a_quiet_run_to_the_last_bit(
 
 
 @pytest.mark.nightly
-def test_in_a_batched_pool_what_clients_saw_is_what_is_kept(folder: Path, tmp_path: Path) -> None:
+def test_batched_pool_streams_match_the_stored_result_after_crashes(folder: Path, tmp_path: Path) -> None:
     """Given texts that share forwards, when their compute process is killed in the middle, then their worker, then each
     client has seen every token that is kept, once, in its order."""
     came = Counter[int]()

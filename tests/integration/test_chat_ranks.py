@@ -59,7 +59,7 @@ def ranks_of(server: Server) -> dict[str, list[psutil.Process]]:
 
 
 @pytest.mark.nightly
-def test_two_ranks_chat_as_one_and_a_text_outlives_either(folder: Path, tmp_path: Path, calm: str) -> None:
+def test_two_ranks_match_one_rank_and_survive_a_crash_of_either(folder: Path, tmp_path: Path, calm: str) -> None:
     """Given one worker of two ranks for prefill and decode, named by one word, when texts are asked for, alone and
     several at a time, drawn, held to a format, then they are as one rank makes them, or as they have to be; when one
     rank and then the other is killed amid texts, then these are whole, each token once."""
@@ -85,7 +85,7 @@ def test_two_ranks_chat_as_one_and_a_text_outlives_either(folder: Path, tmp_path
 
 
 @pytest.mark.parametrize("spread", ["prefill=tensor:2", pytest.param("decode=tensor:2", marks=pytest.mark.nightly)])
-def test_keys_and_values_go_between_workers_of_different_degrees(
+def test_kv_is_transferred_between_different_tensor_parallel_degrees(
     folder: Path, tmp_path: Path, calm: str, spread: str
 ) -> None:
     """Also those that are found again."""
@@ -108,7 +108,7 @@ def test_keys_and_values_go_between_workers_of_different_degrees(
         (["--parallel", "decode=tensor:2", "--workers", "language=1"], "set language=KIND:N for both"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_loaded(
+def test_invalid_parallel_flags_are_rejected_at_startup(
     folder: Path, tmp_path: Path, flags: list[str], says: str
 ) -> None:
     done = subprocess.run(
@@ -119,7 +119,7 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.nightly
-def test_in_an_exact_pool_ranks_make_the_same_bits_again(folder: Path, tmp_path: Path) -> None:
+def test_exact_pool_on_ranks_is_bit_identical_after_a_rank_crash(folder: Path, tmp_path: Path) -> None:
     with chatting(folder, tmp_path, "--parallel", "language=tensor:2", "--batching", "exact") as (server, _):
         calm = [told for _, told in seen(server)]
         again = list[dict[str, Any]]()

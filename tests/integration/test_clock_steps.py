@@ -21,7 +21,7 @@ time.time = lambda: real() + float(open(ahead).read())
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seconds", [3600, -3600])
-def test_a_clock_that_is_set_ends_no_running_picture(seconds: int, tmp_path: Path) -> None:
+def test_requests_complete_after_the_system_clock_jumps_by_an_hour(seconds: int, tmp_path: Path) -> None:
     """Given eight pictures that run and wait, when the clock is set by an hour, then all of them complete."""
     model, variables = installed(tmp_path)
     (patch := tmp_path / "patch").mkdir()

@@ -88,7 +88,7 @@ def run(node: Any, server: Server, **inputs: Any) -> torch.Tensor:
     return image
 
 
-def test_a_prompt_becomes_the_pictures_that_the_server_makes(node: Any, comfy: Comfy, server: Server) -> None:
+def test_node_returns_the_images_of_the_server_and_shows_progress(node: Any, comfy: Comfy, server: Server) -> None:
     image = run(node, server, prompt="a red circle on white", width=64, height=64, seed=3, count=2, steps=4)
     assert (image.shape, image.dtype) == ((2, 64, 64, 3), torch.float32)
     with connect(server.url) as client:
@@ -100,7 +100,7 @@ def test_a_prompt_becomes_the_pictures_that_the_server_makes(node: Any, comfy: C
     assert comfy.shown[-1] == (8, 8)
 
 
-def test_a_lora_changes_the_picture_and_one_that_is_not_there_is_a_sentence(node: Any, server: Server) -> None:
+def test_lora_changes_the_image_and_an_unknown_lora_is_rejected(node: Any, server: Server) -> None:
     plain, adapted = (run(node, server, seed=1, steps=4, lora=lora, lora_scale=0.8) for lora in ("", "plain"))
     assert plain.shape == adapted.shape and not torch.equal(plain, adapted)
     with pytest.raises(InvalidParameter, match="lora"):
@@ -119,7 +119,9 @@ def test_cancel_cancels_the_request_at_its_next_step(node: Any, comfy: Comfy, se
     assert latest["status"] == "cancelled"
 
 
-def test_what_cannot_be_is_said(node: Any, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_inputs_and_an_unreachable_server_raise_errors(
+    node: Any, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match="both width and height"):
         run(node, server, width=64)
     with pytest.raises(InvalidParameter):

@@ -20,7 +20,7 @@ from tools.server import environment, unfuse
         pytest.param(("--frames", "5", "--steps", "4"), id="video"),
     ],
 )
-def test_both_sides_are_measured_and_make_the_same(tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_compare_reports_equal_outputs_and_gains_over_diffusers(tmp_path: Path, more: tuple[str, ...]) -> None:
     command = unfuse("compare", "unfuse/shapes", "--rounds", "2", "--levels", "1,2", "--json", *more)
     ran = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr

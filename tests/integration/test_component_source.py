@@ -34,7 +34,7 @@ def picture(server: Server) -> bytes:
     return server.result(request)
 
 
-def test_workers_of_every_kind_load_a_component_from_where_serve_says(vae: Path, tmp_path: Path) -> None:
+def test_all_workers_load_a_component_from_component_source(vae: Path, tmp_path: Path) -> None:
     """Those that `serve` starts, and one that comes by hand and was told nothing. The picture is that of a folder in
     which somebody has put the other VAE, and not the model's own."""
     copied = tmp_path / "copied"
@@ -61,7 +61,7 @@ def test_workers_of_every_kind_load_a_component_from_where_serve_says(vae: Path,
         (("unfuse/shapes", "smollm2", "--component-source", "vae=unfuse/shapes"), "needs a single model", 2),
     ],
 )
-def test_what_cannot_be_ends_the_start(flags: tuple[str, ...], says: str, code: int, tmp_path: Path) -> None:
+def test_invalid_component_source_fails_the_start(flags: tuple[str, ...], says: str, code: int, tmp_path: Path) -> None:
     command = unfuse("serve", *flags, "--port", "0")
     ran = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == code and says in ran.stderr

@@ -66,7 +66,7 @@ def stopped(server: Server, key: str, status: str, **fields: Any) -> str:
 
 
 @pytest.mark.slow
-def test_what_requests_cost_adds_up_by_tenant(tmp_path: Path) -> None:
+def test_request_costs_add_up_by_tenant_in_metrics(tmp_path: Path) -> None:
     file = tmp_path / "api-keys"
     file.write_text(KEYS)
     with serving(tmp_path, "--arena", "64MiB", "--price", "cpu=3600/h", "--api-keys", str(file)) as server:

@@ -95,14 +95,14 @@ def wrong(kind: str, spec: Object, old: Object | None = None, name: str = "a") -
 
 @pytest.mark.parametrize("kind", DEFINED)
 @pytest.mark.parametrize("release", ["1.30.0", "1.37.0"])
-def test_kubernetes_takes_the_definitions(kind: str, release: str) -> None:
+def test_crds_match_the_kubernetes_schemas(kind: str, release: str) -> None:
     kubernetes_validate.validate(DEFINED[kind], release, strict=True)
     names = DEFINED[kind]["spec"]["names"]
     assert DEFINED[kind]["metadata"]["name"] == f"{names['plural']}.{DEFINED[kind]['spec']['group']}"
 
 
 @pytest.mark.parametrize("kind", DEFINED)
-def test_schemas_are_structural(kind: str) -> None:
+def test_crd_schemas_are_structural_and_bounded(kind: str) -> None:
     """Each part says its type, lists what it has or of what it is, is bounded, and has defaults that it would take."""
     for at, part in parts(schema(kind)):
         assert part.get("type") or part.get("x-kubernetes-int-or-string"), at
@@ -119,7 +119,7 @@ def test_schemas_are_structural(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", DEFINED)
-def test_what_columns_and_scale_name_is_in_the_schema(kind: str) -> None:
+def test_printer_columns_and_scale_paths_exist_in_the_schema(kind: str) -> None:
     known = {at for at, _ in parts(schema(kind))} | {".metadata.creationTimestamp"}
     paths = [column["jsonPath"] for column in version(kind)["additionalPrinterColumns"]]
     paths += version(kind)["subresources"].get("scale", {}).values()
@@ -128,7 +128,7 @@ def test_what_columns_and_scale_name_is_in_the_schema(kind: str) -> None:
     assert states["enum"] == ["Ready", "Progressing", "Degraded"]
 
 
-def test_all_that_may_be_asked_for_is_taken_and_kept() -> None:
+def test_example_resources_are_valid_and_stored_unchanged() -> None:
     """The example has every field of a pipeline that is taken apart, as people write it elsewhere."""
     assert wrong("DiffusionPipeline", EXAMPLE["spec"], name=EXAMPLE["metadata"]["name"]) == []
     assert wrong("DiffusionPool", VAE["spec"], name=VAE["metadata"]["name"]) == []
@@ -140,7 +140,7 @@ def test_all_that_may_be_asked_for_is_taken_and_kept() -> None:
     assert VAE["metadata"]["name"] in {stage["pool"] for stage in EXAMPLE["spec"]["stages"]}
 
 
-def test_what_is_left_out_has_its_default() -> None:
+def test_omitted_fields_get_their_defaults() -> None:
     assert wrong("DiffusionPipeline", PIPELINE) == wrong("DiffusionPool", POOL) == []
     stored = completed({"spec": PIPELINE | {"stages": [{"name": "s", "pool": "p"}]}}, schema("DiffusionPipeline"))
     assert stored["spec"]["scheduler"] == {
@@ -205,7 +205,7 @@ RULED: list[tuple[str, Object, str]] = [
 
 
 @pytest.mark.parametrize(("kind", "spec", "says"), RULED)
-def test_what_contradicts_itself_is_refused_by_a_rule(kind: str, spec: Object, says: str) -> None:
+def test_contradictory_specs_are_rejected_by_cel_rules(kind: str, spec: Object, says: str) -> None:
     (told,) = wrong(kind, spec)
     assert says in told
 
@@ -242,11 +242,11 @@ def test_what_contradicts_itself_is_refused_by_a_rule(kind: str, spec: Object, s
         ("DiffusionPool", {"role": "all", "model": {"path": "unfuse/shapes"}}),
     ],
 )
-def test_what_does_not_contradict_itself_is_taken(kind: str, spec: Object) -> None:
+def test_consistent_specs_are_accepted(kind: str, spec: Object) -> None:
     assert wrong(kind, spec) == []
 
 
-def test_names_and_roles_are_ruled_too_and_no_rule_is_left_out() -> None:
+def test_name_and_role_rules_apply_and_every_cel_rule_is_tested() -> None:
     """A pool keeps its role; `kubectl scale` changes replicas, as anything else may change."""
     for kind, spec in (("DiffusionPipeline", PIPELINE), ("DiffusionPool", POOL)):
         assert wrong(kind, spec, name="a" * 40) == []
@@ -272,7 +272,7 @@ PLACES = ["keysSecret", "stages", "autoscaling", "results", "scheduler", "modle"
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("value", NASTY, ids=repr)
-def test_what_is_malformed_is_refused(place: str, value: Any) -> None:
+def test_malformed_pipeline_fields_are_rejected(place: str, value: Any) -> None:
     assert wrong("DiffusionPipeline", PIPELINE | {place: value})
 
 
@@ -300,11 +300,11 @@ def test_what_is_malformed_is_refused(place: str, value: Any) -> None:
         {"role": "x", "maxUnavailable": "half"},
     ],
 )
-def test_a_malformed_pool_is_refused(spec: Object) -> None:
+def test_malformed_pool_specs_are_rejected(spec: Object) -> None:
     assert wrong("DiffusionPool", spec)
 
 
-def test_what_a_pool_may_say_is_what_a_worker_takes() -> None:
+def test_pool_schema_agrees_with_worker_flags_on_roles_and_parallel() -> None:
     """And what it may not, a worker would refuse: found here, where `kubectl apply` is told so."""
     for role in ("all", "encoder", "encoder+decoder", "language"):
         assert wrong("DiffusionPool", {"role": role}) == []

@@ -93,7 +93,7 @@ def wrong_in(expression: str, legend: str, known: dict[str, set[str]]) -> str:
     return f"the legend has {shown - left}" if shown - left else ""
 
 
-def test_all_queries_are_of_what_a_server_has(server: Server) -> None:
+def test_dashboard_and_alert_queries_match_exported_metrics(server: Server) -> None:
     """Given a picture that was made and one call of everything that counts by label, then every name and label of every
     query is on the page."""
     worker = server.worker("all")
@@ -122,13 +122,13 @@ def test_all_queries_are_of_what_a_server_has(server: Server) -> None:
     assert len(shares) == 3 and all(sample.value == busy.value for sample in shares)
 
 
-def test_units_are_some_of_grafanas() -> None:
+def test_dashboard_units_are_grafana_units() -> None:
     """It shows any other one as a word behind the number."""
     known = {"none", "short", "s", "bytes", "Bps", "percentunit"}
     assert {panel["fieldConfig"]["defaults"]["unit"] for panel in BOARD["panels"]} <= known
 
 
-def test_a_query_that_is_wrong_is_noticed() -> None:
+def test_query_check_detects_invalid_queries() -> None:
     known = {"a_total": {"pool"}, "b": {"role"}}
     assert wrong_in("sum by (pool) (rate(a_total[5m]))", "{{pool}}", known) == ""
     assert wrong_in("sum by (role) (rate(a_total[5m]))", "", known) == "no label {'role'}"
@@ -139,7 +139,7 @@ def test_a_query_that_is_wrong_is_noticed() -> None:
     assert wrong_in("(b > 3", "", known) == "brackets"
 
 
-def test_every_alert_has_its_part_of_the_runbook_and_every_part_an_alert() -> None:
+def test_every_alert_has_a_runbook_section_and_vice_versa() -> None:
     parts = re.findall(r"^## (\w+)$", (ROOT / "docs" / "runbook.md").read_text(), re.MULTILINE)
     assert parts == [*ALERTS]
     assert [rule["annotations"]["runbook"] for rule in ALERTS.values()] == [
@@ -158,7 +158,7 @@ def without_worker(server: Server) -> set[str]:
     return {kind_of(pool) for pool, count in found.items() if count == 0}
 
 
-def test_an_alert_is_fired_and_cured_as_the_runbook_says(server: Server) -> None:
+def test_pool_without_worker_alert_ends_when_a_worker_starts(server: Server) -> None:
     """Given a server without a denoiser, then the alert for its pool, and no other, is pending, `unfuse pools` shows
     that pool as the runbook says, and the worker that it says to start ends the alert."""
     until(lambda: len(without_worker(server)) == 3, "the workers of other tests to be gone")

@@ -54,7 +54,7 @@ def known(variables: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
-def test_a_unit_is_one_for_systemd(unit: Path, tmp_path: Path) -> None:
+def test_systemd_units_pass_verification(unit: Path, tmp_path: Path) -> None:
     """Its program is elsewhere: one that is here takes its place."""
     program, *arguments = shlex.split(of_unit(unit, "ExecStart"))
     assert program == "/opt/unfuse/bin/unfuse"
@@ -104,7 +104,7 @@ def systemd(tmp_path: Path) -> Iterator[Systemd]:
 
 
 @pytest.mark.nightly
-def test_both_units_tell_when_they_are_ready_and_when_they_stop(systemd: Systemd) -> None:
+def test_serve_and_worker_units_notify_systemd_of_ready_and_stopping(systemd: Systemd) -> None:
     worker, serve = sorted(UNITS, key=lambda unit: unit.name, reverse=True)
     port = str(free_port())
     serving = systemd.start(serve, UNFUSE_SERVE__PORT=port, UNFUSE_SERVE__WORKERS="none")
@@ -116,7 +116,7 @@ def test_both_units_tell_when_they_are_ready_and_when_they_stop(systemd: Systemd
     systemd.stop(serving)
 
 
-def test_settings_of_three_machines_are_settings_that_go_together() -> None:
+def test_three_machines_howto_settings_are_consistent() -> None:
     """As the page has them, which says where the files are that units read."""
     page = ROOT / "docs" / "howto" / "three-machines.md"
     serve, worker, _ = (block for block in blocks(page) if re.match(r"UNFUSE_|\[Service\]", block))
@@ -131,7 +131,7 @@ def test_settings_of_three_machines_are_settings_that_go_together() -> None:
         assert f"`/etc/unfuse/{kind}.env`" in page.read_text()
 
 
-def test_nobody_is_told_where_no_unit_started_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_sd_notify_ignores_an_unusable_notify_socket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from unfuse.service.stopping import READY, notify
 
     for address in ("", "relative", str(tmp_path / "nobody"), "@unfuse-nobody"):
@@ -140,7 +140,7 @@ def test_nobody_is_told_where_no_unit_started_it(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda file: file.name)
-def test_an_image_is_made_of_files_that_are_there_and_its_command_parses(dockerfile: Path) -> None:
+def test_dockerfiles_copy_existing_files_and_run_valid_commands(dockerfile: Path) -> None:
     text = dockerfile.read_text().replace("\\\n", " ")
     steps = [line.partition(" ")[::2] for line in text.splitlines() if line and not line.startswith("#")]
     does = {name: [rest for step, rest in steps if step == name] for name in {step for step, _ in steps}}
@@ -155,7 +155,7 @@ def test_an_image_is_made_of_files_that_are_there_and_its_command_parses(dockerf
     assert int(uid) == int(gid) == int(re.search(r"useradd .*--uid (\d+) unfuse", text)[1]) > 0  # type: ignore[index]
 
 
-def test_what_compose_starts_is_there() -> None:
+def test_compose_services_reference_existing_files_and_services() -> None:
     services: dict[str, Any] = COMPOSE["services"]
     parsed(services["unfuse"]["command"])
     assert {*services["unfuse"]["secrets"], *services["prometheus"]["secrets"]} == {*COMPOSE["secrets"]}
@@ -179,7 +179,7 @@ def test_what_compose_starts_is_there() -> None:
     assert f"../grafana/dashboards:{board['options']['path']}:ro" in services["grafana"]["volumes"]
 
 
-def test_keys_for_compose_are_made_once_and_are_those_that_its_services_use(tmp_path: Path) -> None:
+def test_compose_make_keys_script_creates_keys_only_once(tmp_path: Path) -> None:
     script = shutil.copy(DEPLOY / "docker" / "make-keys.sh", tmp_path)
     made = subprocess.run([script], capture_output=True, text=True, check=True).stdout.strip()
     files = {name: tmp_path / secret["file"] for name, secret in COMPOSE["secrets"].items()}
@@ -192,7 +192,7 @@ def test_keys_for_compose_are_made_once_and_are_those_that_its_services_use(tmp_
     assert again.returncode and files["keys"].read_text() == before
 
 
-def test_a_flag_that_is_not_there_is_noticed() -> None:
+def test_deploy_checks_detect_unknown_flags_and_settings() -> None:
     with pytest.raises(Exception, match="No such option"):
         parsed(["serve", "--no-such-flag"])
     assert not known(["UNFUSE_SERVE__NOTHING"])

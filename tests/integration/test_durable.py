@@ -44,7 +44,7 @@ def completed(server: Server, requests: list[str]) -> list[dict[str, object]]:
 
 
 @pytest.mark.nightly
-def test_requests_outlive_a_server_and_its_workers(tmp_path: Path) -> None:
+def test_sqlite_queue_completes_all_requests_after_a_server_crash(tmp_path: Path) -> None:
     """Given 8 requests that wait, 3 that run and one that is done, when the server is killed, then the next one
     completes all 11, under their ids, with the bytes they should have; what was done is still there.
 
@@ -71,7 +71,7 @@ def test_requests_outlive_a_server_and_its_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_workers_started_by_hand_outlive_the_server(tmp_path: Path) -> None:
+def test_workers_report_running_tasks_to_a_restarted_server(tmp_path: Path) -> None:
     """Given a task that is being computed while the server is away, then its worker reports it to the next one, and
     it is not done twice."""
     queue = f"sqlite:{tmp_path}/queue.db"

@@ -48,7 +48,7 @@ def used(server: Server) -> int:
     return sum(worker["used"] for worker in server.get("/v1/workers")["data"])
 
 
-def test_the_same_prompt_with_another_seed_makes_the_same_picture_without_being_encoded(shared: Server) -> None:
+def test_repeated_prompt_reuses_the_cached_text_encoding(shared: Server) -> None:
     before = counts(shared)
     first, ran = made(shared, seed=1)
     second, found = made(shared, seed=2)
@@ -63,7 +63,7 @@ def test_the_same_prompt_with_another_seed_makes_the_same_picture_without_being_
     assert first != second
 
 
-def test_pictures_of_one_prompt_that_are_asked_for_at_once_are_encoded_once(shared: Server) -> None:
+def test_concurrent_requests_with_one_prompt_are_encoded_once(shared: Server) -> None:
     prompt, seeds = "a green ring on black", (1, 2, 3, 4)
     requests = [shared.submit(prompt, seed=seed, num_inference_steps=2) for seed in seeds]
     ended = [shared.finished(request) for request in requests]
@@ -77,7 +77,7 @@ def test_pictures_of_one_prompt_that_are_asked_for_at_once_are_encoded_once(shar
 @pytest.mark.parametrize(
     "other", [{"negative_prompt": "a ring on gray"}, {"guidance_scale": 1.0}, {"prompt": "a blue star on white"}]
 )
-def test_what_changes_the_encoding_is_encoded(shared: Server, other: dict[str, Any]) -> None:
+def test_changed_prompt_or_guidance_misses_the_encoder_cache(shared: Server, other: dict[str, Any]) -> None:
     made(shared, seed=1)
     picture, encoding = made(shared, seed=1, **other)
     assert not encoding["cached"]
@@ -86,7 +86,7 @@ def test_what_changes_the_encoding_is_encoded(shared: Server, other: dict[str, A
 
 
 @pytest.mark.nightly
-def test_what_is_cached_gives_way_to_what_is_needed(shared: Server) -> None:
+def test_cached_encodings_are_evicted_when_the_arena_is_full(shared: Server) -> None:
     """Given more encodings than the arena holds, then all requests complete; one that is gone is made again."""
     prompts = [f"{PROMPT} {number}" for number in range(1, 61)]
     requests = [shared.submit(prompt, num_inference_steps=1, n=2) for prompt in prompts]
@@ -96,7 +96,7 @@ def test_what_is_cached_gives_way_to_what_is_needed(shared: Server) -> None:
     assert {shared.finished(request)["status"] for request in again} == {"completed"}
 
 
-def test_a_worker_that_dies_takes_its_part_of_the_cache_along_and_no_picture_differs(shared: Server) -> None:
+def test_encoder_crash_loses_its_cache_and_images_stay_identical(shared: Server) -> None:
     picture, ran = made(shared, seed=5)
     (encoder,) = [worker for worker in shared.get("/v1/workers")["data"] if worker["id"] == ran["worker"]]
     os.kill(encoder["pid"], signal.SIGKILL)

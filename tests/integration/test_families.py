@@ -150,7 +150,7 @@ def frames(server: Server, request: str) -> list[str]:
 @pytest.mark.parametrize(
     "kind", some_by_day(["flux", "flux-schnell", "wan-euler", "qwen-image", "klein", "krea", "sdxl", "sd3", "z-image"])
 )
-def test_pictures_have_the_pixels_of_the_undivided_pipeline(
+def test_images_match_the_undivided_diffusers_pipeline(
     kind: str, server: Server, expected: dict[str, list[list[str]]]
 ) -> None:
     cases = [{name: value for name, value in case.items() if name != "num_frames"} for case in CASES[kind]]
@@ -161,7 +161,7 @@ def test_pictures_have_the_pixels_of_the_undivided_pipeline(
 
 @pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 @pytest.mark.parametrize("kind", some_by_day(kind for kind, cases in CASES.items() if "num_frames" in cases[0]))
-def test_videos_have_the_pixels_of_the_undivided_pipeline(
+def test_video_frames_match_the_undivided_diffusers_pipeline(
     kind: str, server: Server, client: openai.OpenAI, folder: Path, expected: dict[str, list[list[str]]]
 ) -> None:
     """As frames, without loss; one frame is a video too."""
@@ -192,7 +192,7 @@ def submitted(kind: str, case: dict[str, Any], server: Server, client: openai.Op
     return str(video.id)
 
 
-def test_pictures_of_pictures_have_the_pixels_of_the_undivided_pipeline(
+def test_image_edits_match_the_undivided_diffusers_pipeline(
     server: Server, client: openai.OpenAI, folder: Path, expected: dict[str, list[list[str]]]
 ) -> None:
     for kind in PICTURED:
@@ -203,7 +203,7 @@ def test_pictures_of_pictures_have_the_pixels_of_the_undivided_pipeline(
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in PICTURED])
-def test_sixteen_at_once_have_the_bytes_that_each_has_alone(
+def test_batched_requests_are_byte_identical_also_after_compute_crashes(
     kind: str, server: Server, client: openai.OpenAI, folder: Path
 ) -> None:
     """Given requests of other prompts, seeds, steps, scales and pictures, which share forwards, unless the model's
@@ -232,7 +232,7 @@ def test_sixteen_at_once_have_the_bytes_that_each_has_alone(
     assert any(stage["attempt"] > 1 for stages in again for stage in stages)
 
 
-def test_an_edit_is_a_video_of_one_frame(
+def test_image_edit_by_a_video_model_matches_a_one_frame_video(
     server: Server, client: openai.OpenAI, folder: Path, expected: dict[str, list[list[str]]]
 ) -> None:
     case = CASES["wan-image"][2]
@@ -270,7 +270,7 @@ def test_models_with_equal_encoders_and_vaes_share_their_pools(kinds: tuple[str,
     assert sorted(models for kind, models in pools if kind == "denoise") == [[kind] for kind in sorted(kinds)]
 
 
-def test_stages_of_a_request_ran_where_it_began(server: Server) -> None:
+def test_denoise_and_decode_of_a_request_run_on_the_same_worker(server: Server) -> None:
     shown = server.finished(server.submit(model="flux", **PLAIN))
 
     workers = {stage["name"]: stage["worker"] for stage in shown["stages"]}

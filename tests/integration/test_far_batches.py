@@ -41,7 +41,7 @@ def far(
         yield server.ready()
 
 
-def test_sixteen_at_once_have_the_bytes_of_each_alone(
+def test_batches_on_another_host_are_byte_identical_after_crashes(
     tmp_path: Path, other_host: SecondHost, keys: list[str], redis_server: RedisServer
 ) -> None:
     """Given requests that share forwards on another host, also when the compute processes are killed amid them."""
@@ -60,7 +60,7 @@ def test_sixteen_at_once_have_the_bytes_of_each_alone(
         assert [frames(server, request) for request in killed] == alone
 
 
-def test_a_video_is_read_while_another_host_decodes_it(
+def test_video_streams_while_another_host_decodes_it(
     tmp_path: Path, other_host: SecondHost, keys: list[str], redis_server: RedisServer
 ) -> None:
     """Given a decoder on another host that shares the results' folder, then its frames come while it works, are those

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.nightly
 LONG = {**GREEDY, "max_tokens": 300, "logit_bias": {"2": -100, "0": -100}}
 
 
-def test_a_text_is_the_same_when_its_kv_crosses_hosts_and_no_token_is_lost_when_decoders_die(
+def test_chat_across_hosts_is_identical_also_after_decoder_crashes(
     tmp_path: Path, other_host: SecondHost, keys: list[str], redis_server: RedisServer
 ) -> None:
     """Given a text made on one host, when the next is prefilled there and decoded on another host, then its tokens are

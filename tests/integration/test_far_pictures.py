@@ -115,7 +115,7 @@ def server(
 
 
 @pytest.mark.parametrize("server", ["denoiser", "encoder+decoder"], indirect=True)
-def test_pictures_are_redrawn_seen_and_begun_from_as_one_host_does_it(
+def test_image_inputs_across_hosts_match_one_host_also_after_crashes(
     server: Server, folder: Path, alone: list[bytes]
 ) -> None:
     """By a strength, where a mask says, of several, and between two frames, with what denoises on another host or what
@@ -203,7 +203,9 @@ def not_taken(server: Server, request: str) -> bytes:
 
 
 @pytest.mark.parametrize("server", ["denoiser"], indirect=True)
-def test_slow_clients_are_let_go_and_keep_nobody_waiting(server: Server, folder: Path, alone: list[bytes]) -> None:
+def test_too_slow_clients_are_disconnected_without_delaying_others(
+    server: Server, folder: Path, alone: list[bytes]
+) -> None:
     """Given clients that send a large picture in less than the least rate, begin more large ones than there is room
     for, leave, or do not take a large one, then these are refused, those that are slow but not too slow are served,
     and so is everybody else."""

@@ -37,7 +37,7 @@ def picture(server: Server, seed: int, **more: object) -> bytes:
     return server.result(request)
 
 
-def test_ranks_of_another_host_make_the_same_picture_also_when_one_dies(
+def test_ranks_on_another_host_match_one_rank_also_after_a_rank_crash(
     tmp_path: Path, other_host: SecondHost, keys: list[str], redis_server: RedisServer
 ) -> None:
     with without_denoiser(tmp_path, other_host, keys, redis_server) as server:
@@ -63,7 +63,7 @@ def test_ranks_of_another_host_make_the_same_picture_also_when_one_dies(
         until(lambda: all_gone(everyone), "the ranks to end")
 
 
-def test_workers_of_two_spreads_are_two_pools_and_each_request_has_the_one_that_is_done_first(
+def test_pools_of_different_parallelism_share_the_requests(
     tmp_path: Path, other_host: SecondHost, keys: list[str], redis_server: RedisServer
 ) -> None:
     with without_denoiser(tmp_path, other_host, keys, redis_server) as server:

@@ -21,7 +21,7 @@ MOST = 12
 
 
 @pytest.mark.parametrize("kind", ["Qwen2_5_VL", "Qwen3VLMoe"])
-def test_tokens_are_the_undivided_models_when_what_was_encoded_crosses_hosts(
+def test_vision_chat_across_hosts_matches_the_undivided_model(
     kind: str, tmp_path: Path, other_host: SecondHost, keys: list[str], redis_server: RedisServer
 ) -> None:
     """Given two pictures and a video of eight frames, encoded on one host, when they are prefilled on another and

@@ -18,7 +18,7 @@ WHOLE = 1 << 30
 
 
 @pytest.mark.nightly
-def test_a_pipeline_comes_from_a_hub_that_breaks_off_and_is_served(tmp_path: Path) -> None:
+def test_hub_download_resumes_after_cut_connections_and_is_served(tmp_path: Path) -> None:
     """Given a class without a family, and two workers that want the same files at one time."""
     local = build("sd", tmp_path / "sd")
     files = {str(file.relative_to(local)): file.read_bytes() for file in local.rglob("*") if file.is_file()}
@@ -40,7 +40,7 @@ def test_a_pipeline_comes_from_a_hub_that_breaks_off_and_is_served(tmp_path: Pat
 
 
 @pytest.mark.nightly
-def test_a_model_whose_hub_vanishes_is_given_up_and_can_be_added_again(tmp_path: Path) -> None:
+def test_model_with_an_unreachable_hub_fails_and_can_be_added_again(tmp_path: Path) -> None:
     """Given a model that is added by a hub name, when the hub is slow, and gone in the middle of the weights, then what
     was asked of it fails, the model is listed as failed, the server goes on, and once the hub is back the model can be
     added: what had come stays."""

@@ -15,9 +15,7 @@ from tools.server import Server, environment, unfuse, until
 LINES_OF_A_SCREEN = 24
 
 
-def test_the_first_screen_has_what_is_served_on_what_the_address_and_a_command_that_works(
-    server: Server, tmp_path: Path
-) -> None:
+def test_serve_prints_model_layout_address_and_a_working_command(server: Server, tmp_path: Path) -> None:
     until(lambda: "\nready in " in server.log(), "the end of the start", server.process)
     screen = server.log().partition("\nready in ")[0].splitlines()
     logged = [json.loads(line) for line in screen if line.startswith("{")]  # warnings where a machine is overloaded
@@ -39,9 +37,7 @@ def test_the_first_screen_has_what_is_served_on_what_the_address_and_a_command_t
         assert Image.open(io.BytesIO(picture.read())).size == (128, 128)
 
 
-def test_a_prompt_from_a_pipe_with_unknown_words_makes_a_new_file_and_says_what_the_model_draws(
-    server: Server, tmp_path: Path
-) -> None:
+def test_generate_from_stdin_warns_of_unknown_words_and_keeps_old_files(server: Server, tmp_path: Path) -> None:
     (tmp_path / "out.png").write_bytes(b"mine")
     variables = environment(tmp_path) | {"UNFUSE_SERVER": server.url}
     command = unfuse("generate", "-", "--steps", "2", "--json")

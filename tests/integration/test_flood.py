@@ -93,11 +93,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("kind", ["tiny", "large"])
-def test_a_flood_is_turned_away_while_pictures_are_made(server: Server, kind: str) -> None:
+def test_invalid_message_floods_are_dropped_while_requests_complete(server: Server, kind: str) -> None:
     weathers(server, kind)
 
 
-def test_one_that_asks_for_ever_within_its_bounds_keeps_nobody_waiting(server: Server) -> None:
+def test_flood_of_valid_control_messages_does_not_delay_requests(server: Server) -> None:
     weathers(server, "asked", dropped=False)
 
 
@@ -113,10 +113,10 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("kind", ["tiny", pytest.param("large", marks=pytest.mark.nightly)])
-def test_with_keys_a_flood_without_one_is_not_let_in(keyed: Server, kind: str) -> None:
+def test_unauthenticated_floods_are_dropped_if_keys_are_required(keyed: Server, kind: str) -> None:
     weathers(keyed, kind)
 
 
 @pytest.mark.parametrize("kind", ["tiny", pytest.param("large", marks=pytest.mark.nightly)])
-def test_with_keys_a_flood_by_who_has_the_workers_is_turned_away(keyed: Server, kind: str) -> None:
+def test_floods_with_a_valid_worker_key_are_dropped(keyed: Server, kind: str) -> None:
     weathers(keyed, kind, keyed.folder / "keys")

@@ -30,7 +30,7 @@ def made(server: Server, seed: int) -> bytes:
     return server.result(request)
 
 
-def test_who_was_forked_lives_on_without_the_forking_process_and_the_next_one_forks_again(tmp_path: Path) -> None:
+def test_compute_processes_survive_a_fork_server_crash(tmp_path: Path) -> None:
     model, variables = installed(tmp_path)
     with serving(tmp_path, model, "--arena", "16MiB", own_forks=True, **variables) as server:
         server.ready()
@@ -64,7 +64,7 @@ def test_who_was_forked_lives_on_without_the_forking_process_and_the_next_one_fo
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
-def test_computes_without_their_forking_process_end_with_serve(ending: signal.Signals, tmp_path: Path) -> None:
+def test_compute_processes_exit_with_serve_after_a_fork_server_crash(ending: signal.Signals, tmp_path: Path) -> None:
     model, variables = installed(tmp_path)
     with serving(tmp_path, model, "--arena", "16MiB", own_forks=True, **variables) as server:
         server.ready()
@@ -76,7 +76,7 @@ def test_computes_without_their_forking_process_end_with_serve(ending: signal.Si
 
 
 @pytest.mark.nightly
-def test_servers_may_share_a_fork_server_which_outlives_each_of_them(server: Server, tmp_path: Path) -> None:
+def test_shared_fork_server_survives_the_crash_of_one_server(server: Server, tmp_path: Path) -> None:
     """Given two servers that inherited one fork server, when one of them is killed, then it takes its own compute
     processes along, and those of the other have new ones from the same fork server."""
     with serving(tmp_path, "--workers", "all=1", "--arena", "64MiB") as other:

@@ -74,7 +74,7 @@ def chat(ai: openai.OpenAI, **asked: Any) -> Any:
     return ai.chat.completions.create(**{"model": "tiny", "messages": ASKED, "max_tokens": 600, **asked})
 
 
-def test_json_has_its_schema_streamed_or_not_likeliest_or_drawn(ai: openai.OpenAI) -> None:
+def test_json_schema_output_is_valid_greedy_sampled_and_streamed(ai: openai.OpenAI) -> None:
     """Of several choices each; and equal seeds give equal texts."""
     person = jsonschema_rs.validator_for(PERSON)
     for how in ({"temperature": 0}, {"temperature": 1.5, "top_p": 0.9, "seed": 4}, {"seed": 5, "n": 3}):
@@ -98,7 +98,7 @@ def test_json_has_its_schema_streamed_or_not_likeliest_or_drawn(ai: openai.OpenA
         ({"type": "grammar", "grammar": 'start: "a" SIZE "b"\nSIZE: /[0-9]{2}/'}, "a[0-9]{2}b"),
     ],
 )
-def test_a_text_matches_what_it_has_to(ai: openai.OpenAI, said: dict[str, Any], pattern: str) -> None:
+def test_regex_and_grammar_output_matches_its_pattern(ai: openai.OpenAI, said: dict[str, Any], pattern: str) -> None:
     import re
 
     for seed in range(4):
@@ -106,17 +106,17 @@ def test_a_text_matches_what_it_has_to(ai: openai.OpenAI, said: dict[str, Any], 
         assert re.fullmatch(pattern, made.message.content) and made.finish_reason == "stop"
 
 
-def test_any_object_is_one_and_what_has_no_room_ends_for_that(ai: openai.OpenAI) -> None:
+def test_json_object_cut_by_max_tokens_finishes_with_length(ai: openai.OpenAI) -> None:
     made = chat(ai, response_format={"type": "json_object"}, max_tokens=4, temperature=0).choices[0]
     assert (made.message.content.strip()[0], made.finish_reason) == ("{", "length")
 
 
-def test_a_stop_string_ends_a_format_too(ai: openai.OpenAI) -> None:
+def test_stop_string_ends_a_constrained_completion(ai: openai.OpenAI) -> None:
     made = chat(ai, response_format={"type": "regex", "regex": "[a-f]{20}stop[a-f]{20}"}, stop=["stop"]).choices[0]
     assert (len(made.message.content), made.finish_reason) == (20, "stop")
 
 
-def test_a_model_calls_what_it_must(ai: openai.OpenAI) -> None:
+def test_forced_tool_calls_have_valid_arguments_also_streamed(ai: openai.OpenAI) -> None:
     """One that is named, one alone, or several; with arguments of its schema, and ids, streamed or not the same."""
     city = jsonschema_rs.validator_for(CITY)
     named = {"type": "function", "function": {"name": "weather"}}
@@ -140,14 +140,14 @@ def test_a_model_calls_what_it_must(ai: openai.OpenAI) -> None:
     )
 
 
-def test_a_reply_with_calls_is_as_the_api_says(server: Server) -> None:
+def test_tool_call_completion_matches_the_openapi_schema(server: Server) -> None:
     said = {"model": "tiny", "messages": ASKED, "tools": TOOLS, "tool_choice": "required", "max_tokens": 600, "seed": 1}
     reply = server.post("/v1/chat/completions", said)
     assert reply["choices"][0]["message"]["tool_calls"]
     jsonschema_rs.validate(ANSWERED, reply)
 
 
-def test_calls_and_their_results_are_messages(ai: openai.OpenAI) -> None:
+def test_tools_and_tool_results_are_rendered_into_the_prompt(ai: openai.OpenAI) -> None:
     """As this model's template knows no tools, they are part of what it reads."""
     made = chat(ai, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     said = made.choices[0].message.model_dump(exclude_none=True)
@@ -158,7 +158,7 @@ def test_calls_and_their_results_are_messages(ai: openai.OpenAI) -> None:
     assert chat(ai, tools=TOOLS, max_tokens=5).usage.prompt_tokens > free.usage.prompt_tokens + 100
 
 
-def test_who_may_call_answers_in_the_format_or_calls(ai: openai.OpenAI) -> None:
+def test_optional_tools_with_a_format_return_a_call_or_valid_json(ai: openai.OpenAI) -> None:
     for seed in range(6):
         made = chat(ai, tools=TOOLS, response_format=FORMAT, seed=seed).choices[0]
         if made.message.tool_calls:
@@ -194,7 +194,7 @@ BOMB = "start: A\nA: " + " & ".join(f"/.*a.{{{i}}}b.*/" for i in range(30))
         ),
     ],
 )
-def test_what_no_answer_can_be_held_to_is_refused(
+def test_unenforceable_formats_and_tools_return_400(
     ai: openai.OpenAI, asked: dict[str, Any], param: str, says: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=says) as refused:
@@ -204,7 +204,7 @@ def test_what_no_answer_can_be_held_to_is_refused(
 
 @settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
-def test_an_answer_has_any_schema_or_a_clear_refusal(ai: openai.OpenAI, schema: dict[str, Any], seed: int) -> None:
+def test_random_json_schemas_are_enforced_or_rejected(ai: openai.OpenAI, schema: dict[str, Any], seed: int) -> None:
     try:
         made = chat(ai, response_format=by_schema(schema, strict=True), seed=seed).choices[0]
     except openai.BadRequestError as refused:
@@ -223,13 +223,13 @@ def by_schema(schema: Any, **about: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **about}}
 
 
-def test_one_that_says_so_lets_pass_what_it_cannot_be_held_to(ai: openai.OpenAI) -> None:
+def test_non_strict_schema_ignores_unenforceable_keywords(ai: openai.OpenAI) -> None:
     schema = {"type": "string", "maxLength": 3, "not": {"const": "abc"}}
     made = chat(ai, response_format=by_schema(schema, strict=False)).choices[0]
     assert len(json.loads(made.message.content)) <= 3
 
 
-def test_a_text_goes_on_in_its_format_when_its_decoder_is_killed(server: Server, ai: openai.OpenAI) -> None:
+def test_json_schema_stream_stays_valid_after_a_decoder_crash(server: Server, ai: openai.OpenAI) -> None:
     """Given a stream of JSON that has begun, when the compute process is killed, then its rest follows, and all of it
     is valid."""
     long = {
@@ -247,7 +247,7 @@ def test_a_text_goes_on_in_its_format_when_its_decoder_is_killed(server: Server,
     assert len(json.loads(text)) == 6 and jsonschema_rs.is_valid({"items": PERSON}, json.loads(text))
 
 
-def test_a_stream_of_calls_goes_on_behind_what_was_told(server: Server) -> None:
+def test_tool_call_stream_resumes_after_last_event_id(server: Server) -> None:
     """Given an event of a stream, when its client comes back with its id, then what follows is what followed."""
     body = {
         "model": "tiny",
@@ -275,7 +275,7 @@ def test_a_stream_of_calls_goes_on_behind_what_was_told(server: Server) -> None:
         assert events(**{"last-event-id": whole[place][0]}) == whole[place + 1 :]
 
 
-def test_our_client_has_formats_and_calls(server: Server) -> None:
+def test_unfuse_client_supports_response_formats_and_tool_calls(server: Server) -> None:
     with connect(server.url) as client:
         text = "".join(client.chat("hello", response_format=FORMAT, max_tokens=600, seed=1))
         assert jsonschema_rs.is_valid(PERSON, json.loads(text))
@@ -288,7 +288,7 @@ def test_our_client_has_formats_and_calls(server: Server) -> None:
         assert "".join(client.chat(asked, tools=TOOLS, tool_choice="none", max_tokens=5)) is not None
 
 
-async def test_the_asynchronous_one_has_the_same(server: Server) -> None:
+async def test_async_client_returns_the_same_text_and_tool_calls(server: Server) -> None:
     with connect(server.url) as client:
         chat = client.chat("hello", tools=TOOLS, tool_choice="required", max_tokens=900, seed=1)
         text = "".join(client.chat("hello", response_format=FORMAT, max_tokens=600, seed=1))
@@ -304,7 +304,7 @@ async def test_the_asynchronous_one_has_the_same(server: Server) -> None:
     assert called[0] == called[1] and chat.finish_reason == other.finish_reason
 
 
-def test_a_terminal_has_them_too(server: Server, tmp_path: Path) -> None:
+def test_chat_cli_enforces_a_schema_file(server: Server, tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text(json.dumps(PERSON))
     command = unfuse("chat", "hello", "--schema", str(schema), "--server", server.url, "--max-tokens", "600")
@@ -315,7 +315,7 @@ def test_a_terminal_has_them_too(server: Server, tmp_path: Path) -> None:
     assert refused.returncode == 2 and "cannot be read as JSON" in refused.stderr
 
 
-def test_the_gauge_of_grammars_is_there(server: Server) -> None:
+def test_grammar_queue_gauge_is_exported(server: Server) -> None:
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
         assert "unfuse_grammar_queue 0.0" in answer.read().decode()
 
@@ -375,7 +375,7 @@ print(json.dumps([one for one in made if one]))
 
 @pytest.mark.parametrize("count", [DAY, pytest.param(NIGHT, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("major", ["2.", "3."])
-def test_every_answer_is_valid_for_either_major_of_the_client(
+def test_constrained_completions_are_valid_with_openai_2_and_3(
     server: Server, tmp_path: Path, major: str, count: int
 ) -> None:
     """JSON by schema and by class, streamed and not, and calls; four at once."""
@@ -393,7 +393,7 @@ def test_every_answer_is_valid_for_either_major_of_the_client(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("loop", [pytest.param("normal", marks=pytest.mark.nightly), "overlapped"])
-def test_in_exact_pools_a_format_has_the_same_bytes_again(folder: Path, tmp_path: Path, loop: str) -> None:
+def test_exact_pool_json_logprobs_are_identical_after_a_decoder_crash(folder: Path, tmp_path: Path, loop: str) -> None:
     flags = ["--served-model-name", "tiny", "--kv", "8MiB", "--workers", "prefill=1,decode=1", "--batching", "exact"]
     flags += ["--loop", loop]
     with (

@@ -128,7 +128,7 @@ def installed(tmp_path: Path) -> Installed:
 FLAGS = ("--workers", "encoder=1,mirrorer=2", "--arena", "8MiB")
 
 
-def test_a_stage_of_a_new_kind_is_served_from_workers_of_its_own(tmp_path: Path, installed: Installed) -> None:
+def test_custom_stage_kind_runs_on_workers_of_its_own_role(tmp_path: Path, installed: Installed) -> None:
     model, variables = installed
     with serving(tmp_path, model, *FLAGS, "--resources", "silver=3", **variables) as server:
         server.ready()
@@ -157,7 +157,7 @@ def events_of(server: Server, request: str) -> tuple[str, float, float]:
     return begun["worker"], begun["at"], ended["at"]
 
 
-def test_a_resource_that_no_worker_has_is_missed_at_the_start(tmp_path: Path, installed: Installed) -> None:
+def test_start_fails_if_no_worker_has_a_required_resource(tmp_path: Path, installed: Installed) -> None:
     model, variables = installed
     with serving(tmp_path, model, *FLAGS, **variables) as server:
         assert server.process.wait(60) == 1
@@ -167,7 +167,7 @@ def test_a_resource_that_no_worker_has_is_missed_at_the_start(tmp_path: Path, in
     assert "starting" not in said, "workers were started in vain"
 
 
-def test_what_needs_more_than_any_worker_has_is_refused(tmp_path: Path, installed: Installed) -> None:
+def test_request_needing_more_resources_than_any_worker_returns_400(tmp_path: Path, installed: Installed) -> None:
     model, variables = installed
     with serving(tmp_path, model, *FLAGS, "--resources", "silver=1", **variables) as server:
         server.ready()

@@ -40,7 +40,7 @@ def charged(shown: dict[str, Any]) -> int:
     [pytest.param(True, marks=pytest.mark.nightly), False],
     ids=["a disk of their own", "the data folder's disk"],
 )
-def test_what_is_finished_waits_for_room(apart: bool, tmp_path: Path) -> None:
+def test_full_disk_delays_results_without_failing_requests(apart: bool, tmp_path: Path) -> None:
     """Given requests that run when the disk fills up, then nothing fails and no attempt is charged, `/ready` is 503
     and says why without a path, and requests are listed; one with a timeout expires; with room again the others
     complete by themselves."""
@@ -72,7 +72,7 @@ def test_what_is_finished_waits_for_room(apart: bool, tmp_path: Path) -> None:
             assert not [path for path in disk.rglob(".*") if path.is_file()]
 
 
-def test_what_can_never_fit_the_arenas_is_refused_before_and_after_workers_are_there(tmp_path: Path) -> None:
+def test_request_larger_than_the_arena_returns_400(tmp_path: Path) -> None:
     """Given arenas of 1 MiB, then a picture whose latents take 256 bytes more is a 400 with the sum and the flag, and
     a smaller one is made."""
     model, variables = installed(tmp_path)

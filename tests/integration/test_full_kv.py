@@ -53,9 +53,7 @@ def ask(server: Server, **asked: Any) -> str:
     return str(server.post("/v1/chat/completions", body, prefer="respond-async")["id"])
 
 
-def test_twelve_times_what_there_is_room_for_is_all_made_and_the_first_come_end_first(
-    server: Server, role: str
-) -> None:
+def test_overcommitted_kv_cache_completes_all_texts_in_arrival_order(server: Server, role: str) -> None:
     """Given room for one text and some of another, when twelve are asked for at once, then none fails or is begun
     anew, those that gave up what they had end before whoever came later, and the page of metrics tells of it."""
     before = scraped(server)
@@ -74,7 +72,7 @@ def test_twelve_times_what_there_is_room_for_is_all_made_and_the_first_come_end_
     assert json.loads(server.result(alone["id"]))["text"] == json.loads(server.result(texts[-1]))["text"]
 
 
-def test_a_client_that_reads_byte_by_byte_holds_nobody_up(server: Server) -> None:
+def test_slow_stream_reader_does_not_block_other_requests(server: Server) -> None:
     """Given a client that has read some bytes of a stream and reads on only when others have their texts, then these
     come, and it has its own in the end."""
     address = urlsplit(server.url)
@@ -114,7 +112,7 @@ def test_a_client_that_reads_byte_by_byte_holds_nobody_up(server: Server) -> Non
         ({"messages": ASKED, "temperature": "hot"}, (400,), "temperature"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_is_queued(
+def test_invalid_chat_requests_are_rejected_before_they_are_queued(
     server: Server, asked: dict[str, Any], status: tuple[int, ...], says: str
 ) -> None:
     before = server.get("/v1/requests?limit=1")["data"]
@@ -129,7 +127,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_queued(
 
 
 @pytest.mark.nightly
-def test_room_for_less_than_the_longest_text_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
+def test_kv_cache_smaller_than_the_context_length_fails_the_start(folder: Path, tmp_path: Path) -> None:
     """It says how much there is, how much is needed, and what to do."""
     small = "--kv", str((KV_TOKENS - 64) * TOKEN_BYTES)
     made = subprocess.run(

@@ -41,7 +41,7 @@ def made(server: Server, requests: list[str]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_mates_and_crashes_change_no_byte(kind: str, server: Server) -> None:
+def test_batched_images_are_byte_identical_also_after_compute_crashes(kind: str, server: Server) -> None:
     """Given requests of other prompts, seeds and steps: what each has alone, all have at once, and when the compute
     processes are killed amid them."""
     alone = [made(server, [server.submit(model=kind, **case)])[0] for case in MIXED]
@@ -56,7 +56,7 @@ def test_mates_and_crashes_change_no_byte(kind: str, server: Server) -> None:
     assert made(server, killed) == alone
 
 
-def test_who_computes_says_where_and_pools_which_batches_are_exact(server: Server) -> None:
+def test_workers_report_their_device_and_pools_batch_invariance(server: Server) -> None:
     """Given pools of denoisers whose requests shared forwards, then each says how large batches became in which no byte
     changed, or what is to blame."""
     assert all((worker["device"] == "cpu") == (DEVICE == "cpu") for worker in server.get("/v1/workers")["data"])

@@ -59,7 +59,7 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Serve
 
 
 @pytest.mark.nightly
-def test_a_diffusers_script_and_its_server_make_the_same_picture(flux: tuple[Path, Server], tmp_path: Path) -> None:
+def test_from_diffusers_howto_script_and_server_make_equal_images(flux: tuple[Path, Server], tmp_path: Path) -> None:
     model, server = flux
     script, client = programs(HOWTO / "from-diffusers.md", server)
     assert len(client.splitlines()) <= 10
@@ -71,7 +71,7 @@ def test_a_diffusers_script_and_its_server_make_the_same_picture(flux: tuple[Pat
     assert pixels(tmp_path / "mine.png") == pixels(tmp_path / "served.png")
 
 
-def test_asynchronous_pictures(server: Server, tmp_path: Path) -> None:
+def test_async_images_howto_commands_and_programs_run(server: Server, tmp_path: Path) -> None:
     page = HOWTO / "asynchronous-pictures.md"
     lines = [line.replace(ADDRESS, server.url) for block in blocks(page) for line in block.splitlines()]
     ask, look, follow, fetch = [f"{line} -sS --fail" for line in lines if line.startswith("curl ")]
@@ -88,7 +88,7 @@ def test_asynchronous_pictures(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_what_tenants_cost_is_added_up_by_the_page_s_program(tmp_path: Path) -> None:
+def test_cost_howto_program_matches_the_metrics_by_tenant(tmp_path: Path) -> None:
     """By hand it is what the counters say, and there are counters of those names with those labels."""
     page, keys = HOWTO / "cost-of-a-request.md", tmp_path / "keys"
     keys.write_text("ada key-ada\nbob key-bob\nroot KEY admin=yes\nsee key-see read=yes\n")
@@ -107,7 +107,7 @@ def test_what_tenants_cost_is_added_up_by_the_page_s_program(tmp_path: Path) -> 
             assert counted(server, name, "key-see") == pytest.approx(sums, abs=0.01), name
 
 
-def test_a_queue_of_one_s_own_is_held_to_the_rules(tmp_path: Path) -> None:
+def test_custom_queue_backend_howto_detects_broken_backends(tmp_path: Path) -> None:
     (mine,) = [block for block in blocks(HOWTO / "add-a-backend.md") if is_python(block)]
     program(mine, tmp_path)
     broken = mine.replace('    """Where mine differs."""', "    async def ping(self): raise OSError\n    submit = ping")
@@ -116,7 +116,7 @@ def test_a_queue_of_one_s_own_is_held_to_the_rules(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_the_readme_s_programs(server: Server, tmp_path: Path) -> None:
+def test_readme_programs_run(server: Server, tmp_path: Path) -> None:
     asked, local = programs(ROOT / "README.md", server)
     assert "True" in program(f"{asked}\nprint(len(picture.data[0].b64_json) > 100)", tmp_path)
     program(local, tmp_path)
@@ -124,7 +124,7 @@ def test_the_readme_s_programs(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_transformer_is_quantized_by_the_page_s_program(tmp_path: Path) -> None:
+def test_serving_page_program_quantizes_a_transformer(tmp_path: Path) -> None:
     """Of what it saves `doctor` says that it takes less."""
     (text,) = [one for one in blocks(ROOT / "docs" / "serving.md") if one.startswith("import diffusers as d")]
     model, mine = build("flux", tmp_path / "flux"), tmp_path / "mine"

@@ -193,7 +193,7 @@ def picture(at: str, key: str) -> tuple[int, int]:
         return shown.size
 
 
-def test_a_pipeline_is_served_sleeps_is_woken_and_leaves_nothing_behind(kube: Kube, tmp_path: Path) -> None:
+def test_pipeline_scales_to_zero_and_back_and_is_deleted_completely(kube: Kube, tmp_path: Path) -> None:
     """`kubectl apply` → operator → pods → a picture; `kubectl scale` to 0, and a request waits until its ScaledObject,
     asked as KEDA would, has the pool scaled up; to 2, and to 1 again while the second works and the first does not; a
     node is gone with its worker; `kubectl delete`, and all that was made is gone."""
@@ -322,7 +322,7 @@ def lose(kube: Kube, node: Kubelet, client: httpx2.Client) -> None:
     until(lambda: is_ready(kube, "pictures"), "all to be as wanted")
 
 
-def test_what_cannot_be_is_said_and_harms_nobody_else(kube: Kube, tmp_path: Path) -> None:
+def test_invalid_pipelines_are_rejected_or_reported_as_degraded(kube: Kube, tmp_path: Path) -> None:
     """A model that is not there, of a name that would be more than one anywhere else; a name of which none can be made,
     which this server's rules let in; a field that there is not; one of another kind. The operator is of the chart."""
     alone = {"scheduler": {"replicas": 1, "queueBackend": "memory"}}
@@ -356,7 +356,7 @@ def test_what_cannot_be_is_said_and_harms_nobody_else(kube: Kube, tmp_path: Path
         until(lambda: not found(kube, "wrong", "pods") and not found(kube, "wrong", "statefulsets"), "all to be gone")
 
 
-def test_the_chart_is_installed_tested_and_taken_away(kube: Kube, tmp_path: Path) -> None:
+def test_helm_install_test_upgrade_rollback_and_uninstall_work(kube: Kube, tmp_path: Path) -> None:
     """`helm install` with no values → definitions, an operator, which has rights in its namespace alone, and pods → a
     picture, for the key that the notes show; `helm test`: another; `helm upgrade`, `helm rollback`; `helm uninstall`,
     which ends the operator too, leaves the claim of Redis alone, which the next installation goes on with; and what

@@ -62,7 +62,7 @@ def denoiser_of(server: Server, request: str) -> int:
 @pytest.mark.parametrize(
     "queue", [*(pytest.param(queue, marks=pytest.mark.nightly) for queue in QUEUES[:-1]), QUEUES[-1]], indirect=True
 )
-def test_nobody_waits_for_the_lease_of_a_dead_worker(queue: str, tmp_path: Path) -> None:
+def test_tasks_of_a_dead_worker_are_requeued_before_its_lease_expires(queue: str, tmp_path: Path) -> None:
     """Given leases of five minutes and one worker, when that is killed while it runs a request and another one comes in
     the same moment, then both complete on the worker that takes its place."""
     model, variables = installed(tmp_path)
@@ -76,7 +76,7 @@ def test_nobody_waits_for_the_lease_of_a_dead_worker(queue: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("layout", "queue"), PAIRED, indirect=["queue"])
-def test_whatever_workers_there_are_requests_end_alike(layout: str, queue: str, tmp_path: Path) -> None:
+def test_results_are_identical_for_every_layout_and_queue_backend(layout: str, queue: str, tmp_path: Path) -> None:
     """Given workers of these roles, then requests complete with one and the same bytes, one can be cancelled, an urgent
     one goes before others that wait, and one whose worker is killed completes."""
     model, variables = installed(tmp_path)
@@ -111,7 +111,7 @@ EXPECTED: dict[str, list[bytes]] = {}
 """What the first layout made, which the others have to make too."""
 
 
-def test_an_undivided_worker_makes_the_undivided_pipeline_s_pixels(tmp_path: Path, expected_pair: list[str]) -> None:
+def test_single_worker_with_all_roles_matches_the_undivided_pipeline(tmp_path: Path, expected_pair: list[str]) -> None:
     with serving(tmp_path, "--workers", "all=1", "--threads", "1", "--arena", "64MiB") as server:
         assert made_pair(server.ready()) == expected_pair
         (worker,) = server.get("/v1/workers")["data"]

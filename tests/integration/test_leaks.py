@@ -20,7 +20,7 @@ def leaked(server: Server, memory: str) -> float:
         return float(re.findall(pattern, page.read().decode(), re.MULTILINE)[0])
 
 
-def test_an_object_that_is_never_finished_is_logged_and_counted(tmp_path: Path) -> None:
+def test_leaked_arena_objects_are_logged_and_counted(tmp_path: Path) -> None:
     """Given a stage that is run by a store which forgets an object, when the request is over, then a line of the log
     names the object with its size, once, and its bytes are in a metric, which was 0 before."""
     model = str(outside.model(tmp_path / "outside"))

@@ -95,14 +95,14 @@ def load(server: Server) -> list[str]:
 
 
 @pytest.mark.parametrize("denoiser", [4], indirect=True)
-def test_two_adapters_and_none_in_one_load_each_make_their_own_picture(
+def test_mixed_lora_load_matches_undivided_diffusers_runs(
     server: Server, denoiser: Popen[bytes], expected: list[str]
 ) -> None:
     assert load(server) == expected
 
 
 @pytest.mark.parametrize("denoiser", [4], indirect=True)
-def test_the_command_line_asks_for_one(
+def test_generate_cli_applies_lora_flags(
     server: Server, denoiser: Popen[bytes], expected: list[str], tmp_path: Path
 ) -> None:
     case = CASES[2 * len(PROMPTS)]
@@ -116,7 +116,7 @@ def test_the_command_line_asks_for_one(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("denoiser", [1], indirect=True)
-def test_a_killed_compute_process_loses_no_adapter_nor_does_one_that_keeps_a_single_one(
+def test_max_loras_1_denoiser_keeps_images_correct_after_a_crash(
     server: Server, denoiser: Popen[bytes], expected: list[str]
 ) -> None:
     """Given a denoiser that has to load an adapter anew whenever it changes, when its compute process is killed while
@@ -131,7 +131,7 @@ def test_a_killed_compute_process_loses_no_adapter_nor_does_one_that_keeps_a_sin
     assert server.finished(id)["status"] == "completed"
 
 
-def test_what_there_is_can_be_looked_up_and_nothing_else_asked_for(server: Server) -> None:
+def test_models_list_shows_loras_and_unknown_loras_return_400(server: Server) -> None:
     assert [model["loras"] for model in server.get("/v1/models")["data"]] == [["alpha", "plain"]]
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         for name, why in (("other", "available: alpha, plain"), ("../plain", "lora '../plain' does not exist")):
@@ -140,7 +140,7 @@ def test_what_there_is_can_be_looked_up_and_nothing_else_asked_for(server: Serve
 
 
 @pytest.mark.nightly
-def test_a_machine_that_does_not_see_the_folder_gets_files_that_were_added_meanwhile(
+def test_worker_on_another_host_downloads_lora_files_added_later(
     tmp_path: Path, expected: list[str], loras: Path
 ) -> None:
     """Given a denoiser on another host, which sees an empty folder, when adapters are put into the server's, then

@@ -41,9 +41,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_concurrent_openai_clients_get_the_undivided_pipeline_s_pixels(
-    client: openai.OpenAI, expected: list[str]
-) -> None:
+def test_concurrent_openai_requests_match_the_undivided_pipeline(client: openai.OpenAI, expected: list[str]) -> None:
     with ThreadPoolExecutor(len(CASES)) as pool:
         pictures = list(pool.map(lambda case: picture(client, case), CASES))
     assert [digest(picture) for picture in pictures] == expected
@@ -63,9 +61,7 @@ with ThreadPoolExecutor(8) as pool:
 """
 
 
-def test_the_older_openai_client_gets_the_same_pixels_eight_at_once(
-    server: Server, tmp_path: Path, expected: list[str]
-) -> None:
+def test_openai_2_client_gets_the_same_images_concurrently(server: Server, tmp_path: Path, expected: list[str]) -> None:
     """The client's second major lies beside ours; `make` puts it there."""
     if not TWO.is_dir() and not os.environ.get("CI"):
         pytest.skip(f"no openai 2.x in {TWO}: `make test` installs it")
@@ -75,13 +71,13 @@ def test_the_older_openai_client_gets_the_same_pixels_eight_at_once(
     assert {digest((tmp_path / f"{index}.png").read_bytes()) for index in range(8)} == {expected[0]}
 
 
-def test_n_pictures_are_the_seeds_in_a_row(client: openai.OpenAI, expected: list[str]) -> None:
+def test_n_images_use_consecutive_seeds(client: openai.OpenAI, expected: list[str]) -> None:
     reply = client.images.generate(prompt=CAPTIONS[0], n=3, extra_body={"seed": 11})
     digests = [digest(base64.b64decode(item.b64_json)) for item in reply.data]
     assert digests == [expected[0], expected[4], expected[5]]
 
 
-def test_a_request_can_be_followed_resumed_and_shows_where_its_time_went(server: Server) -> None:
+def test_request_events_are_in_order_and_stages_report_their_times(server: Server) -> None:
     request = server.submit(CAPTIONS[1], seed=3, cache=False, num_inference_steps=20)
     seen = list(server.events(request))
     types = [event["type"] for event in seen]
@@ -97,7 +93,7 @@ def test_a_request_can_be_followed_resumed_and_shows_where_its_time_went(server:
     assert [item["id"] for item in listed] == [request]
 
 
-def test_memory_of_finished_requests_is_given_back(server: Server) -> None:
+def test_finished_requests_free_their_arena_memory(server: Server) -> None:
     server.finished(server.submit(CAPTIONS[2], seed=1))
     until(
         lambda: not any(worker["used"] for worker in server.get("/v1/workers")["data"]),
@@ -105,7 +101,7 @@ def test_memory_of_finished_requests_is_given_back(server: Server) -> None:
     )
 
 
-def test_a_cancelled_request_stops_and_the_next_one_runs(server: Server) -> None:
+def test_cancelled_request_stops_and_the_next_one_completes(server: Server) -> None:
     request = server.submit(CAPTIONS[0], num_inference_steps=100)
     for event in server.events(request):
         if event["type"] == "progress" and event["stage"].startswith("denoise"):
@@ -131,7 +127,7 @@ def test_a_cancelled_request_stops_and_the_next_one_runs(server: Server) -> None
         ({"numinference_steps": 3}, "num_inference_steps"),
     ],
 )
-def test_what_cannot_be_served_is_a_400_that_says_why_and_queues_nothing(
+def test_invalid_image_parameters_are_rejected_and_queue_nothing(
     server: Server, body: dict[str, Any], says: str
 ) -> None:
     newest = server.get("/v1/requests?limit=1")["data"]
@@ -142,7 +138,7 @@ def test_what_cannot_be_served_is_a_400_that_says_why_and_queues_nothing(
     assert server.get("/v1/requests?limit=1")["data"] == newest
 
 
-def test_generate_into_a_pipe_writes_the_same_pixels_and_a_line_a_stage(tmp_path: Path, expected: list[str]) -> None:
+def test_generate_without_a_terminal_prints_one_line_per_stage(tmp_path: Path, expected: list[str]) -> None:
     command = unfuse("generate", CAPTIONS[0], "-o", "out.png", "--seed", "11", "--json")
     done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -155,7 +151,9 @@ def test_generate_into_a_pipe_writes_the_same_pixels_and_a_line_a_stage(tmp_path
     assert json.loads(done.stdout)["seed"] == 11
 
 
-def test_generate_at_a_server_uses_it(server: Server, tmp_path: Path, expected: list[str]) -> None:
+def test_generate_with_server_flag_matches_the_undivided_pipeline(
+    server: Server, tmp_path: Path, expected: list[str]
+) -> None:
     command = unfuse("generate", CAPTIONS[1], "-o", "out.png", "--seed", "12", "--server", server.url, "--json")
     done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -163,9 +161,7 @@ def test_generate_at_a_server_uses_it(server: Server, tmp_path: Path, expected: 
     assert json.loads(done.stdout)["seed"] == 12
 
 
-def test_the_same_bytes_after_the_denoiser_s_compute_is_killed_in_the_middle(
-    server: Server, expected: list[str]
-) -> None:
+def test_image_is_identical_after_a_denoiser_compute_crash(server: Server, expected: list[str]) -> None:
     request = server.submit(CAPTIONS[0], seed=99, num_inference_steps=100)
     for event in server.events(request):
         if event["type"] == "progress" and event["stage"] == "denoise.0" and event["step"] >= 3:
@@ -179,7 +175,7 @@ def test_the_same_bytes_after_the_denoiser_s_compute_is_killed_in_the_middle(
 
 
 @pytest.mark.nightly
-def test_the_first_request_after_a_restart_is_told_when_it_will_be_done(server: Server, tmp_path: Path) -> None:
+def test_restarted_server_returns_an_eta_for_the_first_request(server: Server, tmp_path: Path) -> None:
     """Given a server that made a picture, when another one starts with its data folder, then that knows the stages."""
     stages = {
         stage["name"]: stage for stage in server.finished(server.submit("a purple star on gray", seed=1))["stages"]

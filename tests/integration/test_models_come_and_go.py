@@ -89,7 +89,7 @@ def asked_of(server: Server, **more: Any) -> str:
     return server.submit(**{**PICTURE, **more})
 
 
-def test_a_model_is_added_and_removed_while_clients_load_another(server: Server, flux: Path) -> None:
+def test_model_is_added_and_removed_under_load_of_another_model(server: Server, flux: Path) -> None:
     """Given 16 clients of one model, when another is added, asked at once, and removed while it draws, then every
     request of both is completed, no answer is an error, and its processes are gone with what they held."""
     name, over, made = "tiny", threading.Event(), list[dict[str, Any]]()
@@ -131,7 +131,7 @@ def test_a_model_is_added_and_removed_while_clients_load_another(server: Server,
     until(lambda: {process.pid for process in family_of(server.process.pid)} <= before, "its processes to be gone")
 
 
-def test_what_is_no_model_is_refused_and_nothing_changes(server: Server, flux: Path, tmp_path: Path) -> None:
+def test_adding_or_removing_an_invalid_model_is_rejected(server: Server, flux: Path, tmp_path: Path) -> None:
     """Given names of what is not there, is no model, or is served, when they are added or removed, then each is refused
     with a sentence, and what is served stays."""
     before = {process.pid for process in family_of(server.process.pid)}
@@ -154,9 +154,7 @@ def test_what_is_no_model_is_refused_and_nothing_changes(server: Server, flux: P
 
 
 @pytest.mark.nightly
-def test_a_model_that_cannot_be_loaded_is_served_no_more_and_says_so(
-    server: Server, flux: Path, tmp_path: Path
-) -> None:
+def test_unloadable_model_fails_its_requests_and_reports_the_reason(server: Server, flux: Path, tmp_path: Path) -> None:
     """Given a folder whose weights are found to be incomplete only when they are loaded, when it is added and asked,
     then its requests are cancelled, it is not served, and the server goes on; once it is whole it can be added."""
     folder = tmp_path / "damaged"
@@ -194,7 +192,7 @@ def both(tmp_path_factory: pytest.TempPathFactory, redis_server: Any, flux: Path
 
 
 @pytest.mark.nightly
-def test_who_stays_is_served_all_the_time_while_workers_are_exchanged(
+def test_removing_a_model_replaces_shared_workers_without_downtime(
     flux: Path, tmp_path: Path, record_property: Callable[[str, str], None]
 ) -> None:
     """Given 16 clients of a model that has its workers together with another one, when that is removed, then new
@@ -240,7 +238,7 @@ def test_who_stays_is_served_all_the_time_while_workers_are_exchanged(
 
 
 @pytest.mark.nightly
-def test_over_redis_each_gateway_tells_what_comes_and_goes_at_the_other(
+def test_gateways_on_one_redis_share_added_and_removed_models(
     both: tuple[Server, Server], flux: Path, tmp_path: Path
 ) -> None:
     """Given workers with two models, when one is removed at the gateway that has no workers, then both gateways refuse
@@ -289,7 +287,7 @@ def queued(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("queued", ["sqlite", pytest.param("redis", marks=pytest.mark.nightly)], indirect=True)
-def test_requests_of_an_added_model_complete_after_the_server_was_killed(queued: list[str], tmp_path: Path) -> None:
+def test_requests_of_an_added_model_complete_after_a_server_crash(queued: list[str], tmp_path: Path) -> None:
     """Given requests of a model that was added, when the server is killed with -9 and started again, then the model is
     served again and all of them complete under their ids. Where its folder is gone meanwhile, `/ready` names the model,
     and they fail with the reason; added again, it is served."""
@@ -329,7 +327,7 @@ def test_requests_of_an_added_model_complete_after_the_server_was_killed(queued:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("queued", ["sqlite", "redis"], indirect=True)
-def test_no_request_of_an_added_model_is_lost_whenever_the_server_is_killed(queued: list[str], tmp_path: Path) -> None:
+def test_repeated_server_crashes_lose_no_request_of_added_models(queued: list[str], tmp_path: Path) -> None:
     """Given a server that is killed again and again while added models load, run and are removed, then each request
     that was accepted is completed once, and no worker of a model that was removed stays."""
     rng = random.Random(40)

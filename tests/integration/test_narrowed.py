@@ -14,7 +14,7 @@ from tools.tiny_vision import KINDS, make_vision_model
 
 
 @pytest.mark.nightly
-def test_captions_in_four_bits_are_still_drawn_and_are_part_of_what_bytes_depend_on(tmp_path: Path) -> None:
+def test_int4_text_encodings_are_usable_and_listed_in_numerics(tmp_path: Path) -> None:
     with serving(tmp_path, "--workers", "split", "--arena", "64MiB", "--encode", "text_encode=int4") as server:
         request = server.ready().submit("a red circle on white", seed=1)
         ended = server.finished(request)
@@ -27,7 +27,7 @@ def test_captions_in_four_bits_are_still_drawn_and_are_part_of_what_bytes_depend
 
 
 @pytest.mark.nightly
-def test_pictures_and_keys_and_values_in_four_bits_are_read_by_chats(tmp_path: Path) -> None:
+def test_int4_image_embeddings_and_kv_are_usable_in_a_chat(tmp_path: Path) -> None:
     """Given a chat that shows a picture, when both edges are narrowed, then it is answered; every worker says so."""
     folder = make_vision_model(tmp_path / "tiny", KINDS[1])
     picture = draw(tmp_path / "one.png", 128, 128)

@@ -92,7 +92,7 @@ def denoised_elsewhere(server: Server, host: SecondHost, *arguments: str, pulled
     ],
     ids=["tcp", "zmq", "told the same node"],
 )
-def test_a_denoiser_on_another_host_of_the_same_name_has_its_tensors_pulled(
+def test_denoiser_on_another_host_pulls_tensors_by_the_common_engine(
     engine: str, node: list[str], server: Server, other_host: SecondHost, keys: list[str], expected_pair: list[str]
 ) -> None:
     """Given encoder and decoder on one host, when the denoiser of another one joins, which calls itself the same, then
@@ -103,7 +103,7 @@ def test_a_denoiser_on_another_host_of_the_same_name_has_its_tensors_pulled(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["gloo", "mooncake"])
-def test_a_denoiser_on_another_host_has_its_tensors_pulled_in_a_trusted_network(
+def test_denoiser_pulls_tensors_by_gloo_and_mooncake(
     engine: str, tmp_path: Path, other_host: SecondHost, keys: list[str], expected_pair: list[str]
 ) -> None:
     needed(engine)
@@ -113,7 +113,7 @@ def test_a_denoiser_on_another_host_has_its_tensors_pulled_in_a_trusted_network(
 
 
 @pytest.mark.nightly
-def test_nccl_is_refused_where_a_worker_computes_on_a_cpu(tmp_path: Path, keys: list[str]) -> None:
+def test_nccl_engine_on_a_cpu_worker_is_rejected(tmp_path: Path, keys: list[str]) -> None:
     command = unfuse("serve", "unfuse/shapes", *keys, "--engine", "nccl", "--trusted-network", "--port", "0")
     ended = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=110)
     assert ended.returncode == 1
@@ -123,7 +123,7 @@ def test_nccl_is_refused_where_a_worker_computes_on_a_cpu(tmp_path: Path, keys: 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("whose", ["the owner's", "the reader's"])
-def test_a_compute_process_that_moves_tensors_is_killed(
+def test_gloo_transfers_recover_after_a_compute_crash(
     whose: str, tmp_path: Path, other_host: SecondHost, keys: list[str], expected_pair: list[str]
 ) -> None:
     """Given workers that pull by gloo, when the compute process of one end is killed, then its pairs are gone with it,
@@ -142,7 +142,7 @@ def test_a_compute_process_that_moves_tensors_is_killed(
 
 
 @pytest.mark.nightly
-def test_a_denoiser_in_a_container_that_shares_the_run_folder_maps_its_tensors(
+def test_denoiser_in_a_pod_with_the_same_run_folder_maps_shared_memory(
     tmp_path: Path, pod: SecondHost, keys: list[str], expected_pair: list[str]
 ) -> None:
     """Whatever its node is called: it has no engine that another worker has."""
@@ -160,7 +160,7 @@ def test_a_denoiser_in_a_container_that_shares_the_run_folder_maps_its_tensors(
 @pytest.mark.parametrize(
     "durable", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["from the durable copy", "by recompute"]
 )
-def test_the_owner_of_latents_is_killed_before_they_are_read(
+def test_latents_of_a_killed_worker_are_restored_or_recomputed(
     durable: bool, built_in: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Given a denoiser that has finished its stage and is killed, when a decoder comes, then the request completes with
@@ -191,7 +191,7 @@ def test_the_owner_of_latents_is_killed_before_they_are_read(
 
 
 @pytest.mark.nightly
-def test_no_fault_on_the_way_reaches_a_picture(tmp_path: Path, keys: list[str], expected_pair: list[str]) -> None:
+def test_transfer_faults_do_not_change_images(tmp_path: Path, keys: list[str], expected_pair: list[str]) -> None:
     """Given workers on three nodes whose transfers are dropped, cut and corrupted, when pictures are made, then all of
     them have the undivided pipeline's pixels."""
     faulty = ",".join(f"unfuse.testing.transfer_faults:Faulty{name}" for name in ("Tcp", "Zmq"))

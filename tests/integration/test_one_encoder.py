@@ -18,7 +18,7 @@ FLUX = 8
 
 
 @pytest.mark.nightly
-def test_a_worker_may_run_one_encoder_of_two(tmp_path: Path) -> None:
+def test_each_text_encoder_runs_in_a_pool_and_worker_of_its_own(tmp_path: Path) -> None:
     """Given a worker for each of two text encoders, then each has a pool of its own, and pictures are as ever."""
     model = str(build("flux", tmp_path / "flux"))
     with serving(tmp_path, model, "--served-model-name", "flux", "--workers", "none") as server:

@@ -30,14 +30,14 @@ def peers() -> Object:
 
 
 @pytest.mark.parametrize("release", ["1.30.0", "1.34.0", "1.37.0"])
-def test_kubernetes_takes_the_manifest(release: str) -> None:
+def test_operator_manifest_matches_the_kubernetes_schemas(release: str) -> None:
     """And can take all of it at one time: nothing in it is of a kind that something else in it defines."""
     for one in (*manifest().objects, peers()):
         kubernetes_validate.validate(one, release, strict=True)
     assert not manifest().of("CustomResourceDefinition")
 
 
-def test_the_operators_pod_may_do_little_and_its_command_parses() -> None:
+def test_operator_pod_has_restricted_permissions_and_a_valid_command() -> None:
     spec = manifest().pods()["unfuse-operator"]["spec"]
     (container,) = spec["containers"]
     assert spec["securityContext"]["runAsNonRoot"] and container["securityContext"]["readOnlyRootFilesystem"]
@@ -53,7 +53,7 @@ def allowed() -> dict[str, set[str]]:
     return {resource: set(rule["verbs"]) for rule in role["rules"] for resource in rule["resources"]}
 
 
-def test_it_may_do_what_it_does_and_reads_no_secret() -> None:
+def test_operator_role_has_only_needed_rights_and_cannot_read_secrets() -> None:
     rights = allowed()
     scaled = {"pipeline": {"autoscaling": {"maxReplicas": 2}}}
     ours = [one for one in operated(made(scaled)).objects if "unfuse-operator" in str(one["metadata"].get("labels"))]
@@ -74,7 +74,7 @@ def test_it_may_do_what_it_does_and_reads_no_secret() -> None:
     assert rights.keys() <= kinds | own, "there is a right for what is never asked for"
 
 
-def test_verbs_that_it_asks_with_are_those_that_it_may_use() -> None:
+def test_operator_code_uses_only_get_patch_and_delete() -> None:
     """No right is for PUT."""
     source = "".join(Path(module.__file__ or "").read_text() for module in (cluster, reconcile))
     verbs = [
@@ -94,7 +94,7 @@ def of_chart(**values: object) -> Made:
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_the_chart_installs_the_operator_of_the_manifest(wide: bool) -> None:
+def test_chart_operator_matches_the_manifest(wide: bool) -> None:
     """In the namespace of the release, for that alone and with no rights elsewhere, or for the whole cluster."""
     theirs, ours, prefix = of_chart(clusterWide=wide), manifest(), "Cluster" * wide
     for one in theirs.objects:
@@ -116,7 +116,7 @@ def test_the_chart_installs_the_operator_of_the_manifest(wide: bool) -> None:
     assert container == expected and pod["spec"] == own["spec"] | {"containers": [expected]}
 
 
-def test_who_may_edit_a_namespace_may_say_what_is_served_there() -> None:
+def test_namespace_edit_role_includes_unfuse_resources() -> None:
     role = manifest().of("ClusterRole")["unfuse-edit"]
     assert "rbac.authorization.k8s.io/aggregate-to-edit" in role["metadata"]["labels"]
     (rule,) = role["rules"]

@@ -32,7 +32,7 @@ def denoisers(server: Server) -> dict[str, list[str]]:
 
 
 @pytest.mark.nightly
-def test_a_request_goes_where_somebody_makes_it_and_starts_anew_where_others_make_other_bytes(tmp_path: Path) -> None:
+def test_request_restarts_in_a_pool_of_other_numerics_after_a_crash(tmp_path: Path) -> None:
     """Given a request that waits for a denoiser, when two of other outcomes come, then one of them has it. Given one
     that runs, when its denoiser is killed, then the other makes the whole picture, as it makes any."""
     with serving(tmp_path, *SERVED, **SHORT) as server:
@@ -40,7 +40,7 @@ def test_a_request_goes_where_somebody_makes_it_and_starts_anew_where_others_mak
 
 
 @pytest.mark.nightly
-def test_so_it_does_where_one_of_them_is_on_another_host_and_the_queue_in_redis(
+def test_request_restarts_in_a_pool_of_other_numerics_on_another_host(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
     keys = ("--keys", str(tmp_path / "keys"))

@@ -40,7 +40,7 @@ def client(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
     return place
 
 
-def test_the_wheel_has_the_package_and_the_sdist_what_the_wheel_is_made_of(built: Built) -> None:
+def test_wheel_has_only_the_package_and_sdist_all_its_sources(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert {name.partition("/")[0] for name in names} == {"unfuse"}
@@ -52,7 +52,7 @@ def test_the_wheel_has_the_package_and_the_sdist_what_the_wheel_is_made_of(built
     assert {"pyproject.toml", "constraints.txt", "tests/integration/test_packages.py"} <= sources
 
 
-def test_command_and_client_need_no_more_than_the_wheel_brings(client: Place, server: Server) -> None:
+def test_cli_and_client_run_without_torch_and_server_packages(client: Place, server: Server) -> None:
     assert not {"torch", "diffusers", "numpy", "fastapi", "pyzmq"} & set(client.installed())
     assert "Usage: unfuse" in client.run("unfuse", "--help")
     assert re.fullmatch(r"unfuse \d+\.\d+\.\d+\n", client.run("unfuse", "version"))
@@ -65,13 +65,13 @@ def test_command_and_client_need_no_more_than_the_wheel_brings(client: Place, se
         assert client.run("unfuse", *verb, ends=2).endswith("pip install 'unfuse[serve]'\n")
 
 
-def test_the_sdist_installs_too(built: Built, tmp_path: Path) -> None:
+def test_sdist_installs(built: Built, tmp_path: Path) -> None:
     place = Place(tmp_path / "venv")
     place.install(str(built.sdist))
     assert "unfuse" in place.run("unfuse", "version")
 
 
-def test_a_clean_machine_has_a_picture_soon(
+def test_clean_environment_installs_and_generates_an_image(
     built: Built, server: Server, tmp_path: Path, record_property: Callable[[str, str], None]
 ) -> None:
     record_property("counted", client_alone(built, tmp_path / "client", server.url))

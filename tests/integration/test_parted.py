@@ -30,7 +30,7 @@ with all of them takes.
         ("ulysses:2+shard:2", False),
     ],
 )
-def test_ranks_that_hold_a_part_make_the_pictures_of_one(
+def test_layer_and_weight_sharded_ranks_match_one_rank(
     spread: str, equal: bool, alone: dict[int, bytes], tmp_path: Path
 ) -> None:
     with ranks(tmp_path, spread) as server:
@@ -59,7 +59,7 @@ def widened(folder: Path) -> Path:
 
 
 @pytest.mark.nightly
-def test_what_one_process_may_not_hold_two_serve(tmp_path: Path) -> None:
+def test_two_ranks_serve_a_model_over_the_memory_limit_of_one(tmp_path: Path) -> None:
     """What weights take that are not as their file has them is memory of the process."""
     model = widened(tmp_path / "wide")
     limit = ("--workers", "split", "--threads", "1", "--dtype", "transformer=bfloat16", "--memory-limit", LIMIT)

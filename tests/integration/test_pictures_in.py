@@ -86,7 +86,7 @@ def made(server: Server, request: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_client_of_openai_gets_videos_with_the_frames_of_diffusers(
+def test_openai_videos_with_first_and_last_frame_match_diffusers(
     server: Server, client: openai.OpenAI, folder: Path, expected: list[list[str]]
 ) -> None:
     """It has no argument for a last frame, which goes as a data URL beside the others."""
@@ -108,7 +108,7 @@ def test_the_client_of_openai_gets_videos_with_the_frames_of_diffusers(
     assert found == expected[: len(VIDEOS)]
 
 
-def test_pictures_of_several_have_the_pixels_of_diffusers(
+def test_edits_of_several_images_match_diffusers(
     server: Server, client: openai.OpenAI, folder: Path, expected: list[list[str]]
 ) -> None:
     found = []
@@ -130,7 +130,7 @@ def test_pictures_of_several_have_the_pixels_of_diffusers(
     ]
 
 
-def test_they_have_the_same_bytes_at_once_and_when_computes_are_killed(
+def test_concurrent_image_inputs_are_identical_after_compute_crashes(
     server: Server, folder: Path, expected: list[list[str]]
 ) -> None:
     """Given videos with a last frame and without, and pictures of none, one and several, all in one loop."""
@@ -145,7 +145,9 @@ def test_they_have_the_same_bytes_at_once_and_when_computes_are_killed(
     assert [made(server, request.id) for request in requests] == [digests for _, digests in cases]
 
 
-def test_unfuse_generate_takes_both(server: Server, folder: Path, tmp_path: Path, expected: list[list[str]]) -> None:
+def test_generate_cli_accepts_a_last_frame_and_several_images(
+    server: Server, folder: Path, tmp_path: Path, expected: list[list[str]]
+) -> None:
     asked = [
         *unfuse("generate"),
         "it turns",
@@ -177,7 +179,7 @@ def test_unfuse_generate_takes_both(server: Server, folder: Path, tmp_path: Path
     assert [digest((tmp_path / "two.png").read_bytes())] == expected[len(VIDEOS) + 2]
 
 
-def test_models_say_what_they_take(server: Server) -> None:
+def test_models_list_reports_the_supported_image_inputs(server: Server) -> None:
     said = {
         one["id"]: (one["takes_image"], one["references"], one["last_frame"])
         for one in server.get("/v1/models")["data"]
@@ -236,7 +238,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_a_model_cannot_take_is_refused_before_anything_is_queued(name: str, server: Server, folder: Path) -> None:
+def test_unsupported_image_inputs_are_rejected_before_queueing(name: str, server: Server, folder: Path) -> None:
     asked, param, says = BAD[name]
     given: dict[str, Any] = {"video": True, "image": ["sky.png"], **asked}
     files = {key: given.pop(key) for key in ("mask", "last_frame") if key in given}
@@ -249,7 +251,7 @@ def test_what_a_model_cannot_take_is_refused_before_anything_is_queued(name: str
     assert len(server.get("/v1/requests")["data"]) == before
 
 
-def test_more_than_any_model_takes_and_a_picture_too_small_to_be_seen(server: Server, folder: Path) -> None:
+def test_too_many_images_are_rejected_and_a_too_small_one_fails(server: Server, folder: Path) -> None:
     with Client(server.url) as u:
         with pytest.raises(InvalidParameter, match="there is nothing|cannot be read: Too many files"):
             u.submit("a", model="klein", image=[folder / "sea.png"] * 9)
@@ -260,6 +262,6 @@ def test_more_than_any_model_takes_and_a_picture_too_small_to_be_seen(server: Se
     )
 
 
-def test_a_last_frame_needs_a_first(server: Server) -> None:
+def test_last_frame_without_a_first_frame_is_rejected(server: Server) -> None:
     with Client(server.url) as u, pytest.raises(InvalidParameter, match="set its first frame as image too"):
         u.submit("a", model="wan-2.2-image", last_frame=b"")

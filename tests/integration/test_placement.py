@@ -59,7 +59,7 @@ def picture(server: Server, model: str) -> Image.Image:
     return Image.open(io.BytesIO(server.result(request))).convert("RGB")
 
 
-def test_two_models_share_one_encoder_and_one_decoder_and_each_makes_its_own_pictures(both: Server) -> None:
+def test_two_models_share_encoder_and_decoder_but_not_denoiser_pools(both: Server) -> None:
     pools: dict[str, list[tuple[list[str], int]]] = {"text-encode": [], "denoise": [], "vae-decode": []}
     for pool in both.get("/v1/pools")["data"]:
         pools[kind_of(pool["id"])].append((sorted(pool["models"]), len(pool["workers"])))
@@ -72,12 +72,12 @@ def test_two_models_share_one_encoder_and_one_decoder_and_each_makes_its_own_pic
     assert ImageChops.difference(plain, shifted).getbbox() is not None
 
 
-def test_a_device_named_twice_is_two_workers(both: Server) -> None:
+def test_device_listed_twice_in_place_starts_two_workers(both: Server) -> None:
     roles = sorted(worker["role"] for worker in both.get("/v1/workers")["data"])
     assert roles == ["decoder", "denoiser", "denoiser", "encoder"]
 
 
-def test_the_debug_log_has_where_each_component_goes_and_what_was_loaded(both: Server) -> None:
+def test_debug_log_shows_component_placement_and_loaded_bytes(both: Server) -> None:
     text = both.log()
     table, _, rest = text.partition("activations need additional memory")
     assert table.count("transformer") == 4  # two denoisers of two models
@@ -90,12 +90,12 @@ def test_the_debug_log_has_where_each_component_goes_and_what_was_loaded(both: S
     assert {role for role, _, component in weights if component == "text_encoder"} == {"encoder"}
 
 
-def test_models_are_listed_by_the_names_they_were_given(both: Server) -> None:
+def test_models_list_uses_served_model_names(both: Server) -> None:
     assert [model["id"] for model in both.get("/v1/models")["data"]] == ["plain", "shifted"]
 
 
 @pytest.mark.nightly
-def test_a_dtype_by_component_reaches_gateway_and_workers_also_those_started_by_hand(tmp_path: Path) -> None:
+def test_per_component_dtype_applies_to_all_workers(tmp_path: Path) -> None:
     with serving(
         tmp_path, "--arena", "64MiB", "--workers", "encoder=1,denoiser=1", "--dtype", "transformer=bfloat16"
     ) as server:
@@ -120,7 +120,7 @@ def test_a_dtype_by_component_reaches_gateway_and_workers_also_those_started_by_
         (["--served-model-name", "a", "unfuse/shapes", str(SHAPES)], "--served-model-name has 1 values", 2),
     ],
 )
-def test_what_cannot_be_placed_is_one_line_and_nothing_is_started(
+def test_impossible_placement_fails_the_start_with_one_line(
     tmp_path: Path, arguments: list[str], says: str, code: int
 ) -> None:
     command = unfuse("serve", *arguments, "--port", str(free_port()))

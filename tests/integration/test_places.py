@@ -19,7 +19,7 @@ def kept(url: str) -> list[str]:
     return [f"{entry.folder}/{entry.name}" for entry in open_blobs(url).entries()]
 
 
-def test_outputs_in_redis_copies_and_results_in_s3(
+def test_redis_outputs_and_s3_copies_are_deleted_after_completion(
     tmp_path: Path, redis_server: RedisServer, s3_server: S3Server, expected_pair: list[str]
 ) -> None:
     """Given a server whose workers keep outputs in Redis, copies of every stage and results in S3, when pictures are
@@ -38,7 +38,7 @@ def test_outputs_in_redis_copies_and_results_in_s3(
 
 
 @pytest.mark.nightly
-def test_what_was_spilled_is_pulled_from_another_node(tmp_path: Path, expected_pair: list[str]) -> None:
+def test_spilled_outputs_are_pulled_from_another_node(tmp_path: Path, expected_pair: list[str]) -> None:
     """Given an encoder whose arena spills everything at once, when its reader is on another node, then the owner takes
     back what it moved, pictures are the undivided pipeline's, and nothing was made twice."""
     slow = tmp_path / "slow"

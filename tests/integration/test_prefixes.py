@@ -56,7 +56,7 @@ def chat(server: Server, said: str, key: str = "1111", **more: Any) -> tuple[str
     )
 
 
-def test_a_prompt_that_begins_as_another_is_computed_from_there_on(server: Server) -> None:
+def test_common_prefix_is_reused_and_the_text_is_unchanged(server: Server) -> None:
     """Given a prompt, when others begin alike, on whichever worker, then whole chunks of it are found, as many as they
     have in common, and what is written is what is written without."""
     first, tokens, cached = chat(server, LONG)
@@ -71,14 +71,14 @@ def test_a_prompt_that_begins_as_another_is_computed_from_there_on(server: Serve
     assert chat(server, branch, cache=False) == (apart, tokens, 0)
 
 
-def test_a_request_that_shares_nothing_leaves_nothing(server: Server) -> None:
+def test_request_with_cache_false_stores_no_prefix(server: Server) -> None:
     said = "who said that " * 100
     assert chat(server, said, cache=False)[2] == 0
     assert chat(server, said)[2] == 0
     assert chat(server, said)[2] > 0
 
 
-def test_two_tenants_share_nothing(server: Server) -> None:
+def test_prefixes_are_not_shared_between_tenants(server: Server) -> None:
     said = "over the lazy dog " * 100
     mine = chat(server, said)
     assert chat(server, said)[2] > 0
@@ -86,7 +86,7 @@ def test_two_tenants_share_nothing(server: Server) -> None:
     assert chat(server, said, "2222")[2] > 0
 
 
-def test_what_one_tenant_was_answered_no_other_finds(server: Server, folder: Path) -> None:
+def test_cached_completions_are_not_shared_between_tenants(server: Server, folder: Path) -> None:
     """Given a chat of two turns, when a tenant has had the first one answered, then that tenant alone finds the answer
     in the second, and what is written is the same."""
     asked = {"role": "user", "content": "what does the fox say"}
@@ -98,7 +98,7 @@ def test_what_one_tenant_was_answered_no_other_finds(server: Server, folder: Pat
     assert chat(server, "", messages=talk, cache=False) == theirs
 
 
-def test_what_was_found_is_counted(server: Server) -> None:
+def test_cached_prompt_tokens_are_counted_in_metrics(server: Server) -> None:
     chat(server, LONG)
     asked = urllib.request.Request(f"{server.url}/metrics", headers={"authorization": "Bearer 1111"})
     with urllib.request.urlopen(asked) as answer:
@@ -109,7 +109,7 @@ def test_what_was_found_is_counted(server: Server) -> None:
     assert counted >= 3 * CHUNK
 
 
-def test_a_worker_that_is_gone_takes_nothing_with_it_but_time(folder: Path, tmp_path: Path) -> None:
+def test_text_is_unchanged_after_the_prefix_owner_is_killed(folder: Path, tmp_path: Path) -> None:
     """Given a prompt that one worker has computed, when that is killed and another takes its place, then the text is
     the same, computed anew."""
     with serving(tmp_path, *flags(folder, "--workers", "language=1", "--batching", "exact")) as server:
@@ -122,7 +122,7 @@ def test_a_worker_that_is_gone_takes_nothing_with_it_but_time(folder: Path, tmp_
 
 
 @pytest.mark.nightly
-def test_it_is_pulled_from_another_host(
+def test_prefix_is_pulled_from_another_host(
     folder: Path, tmp_path: Path, other_host: SecondHost, keys: list[str], redis_server: RedisServer
 ) -> None:
     """Given a prompt that was computed here, when the only worker that takes prompts is on another host, then that
